@@ -1,0 +1,191 @@
+"""The one door from a config node to an object.
+
+A node is ``{"_target_": "package.module.Name", **arguments}``. A config can come from anywhere, so
+a name is checked twice before it is called: as written, before anything is imported, and as the
+object it led to, so that ``ddptrain.recipes.cnn.os.system`` gets nowhere. Hydra's ``instantiate``
+is not used: its block list is no security boundary (1.3.8 lets a config call ``os._exit``).
+"""
+
+import importlib
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Union
+
+from ddptrain.config.suggest import did_you_mean
+from ddptrain.errors import UserError
+
+Node = Mapping[str, Any]
+
+ALLOWED = ("ddptrain.recipes.", "ddptrain.data.", "torch.nn.", "torch.optim.", "torchvision.models.")
+FUNCTIONS_ALLOWED = ("ddptrain.recipes.", "torchvision.models.")
+_opened: set[str] = set()
+
+
+def open_package(name: str) -> None:
+    """Let configs name what is defined in this top-level package or module of the user's."""
+    _opened.add(f"{name}.")
+
+
+def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list[str]:
+    """What is wrong with a node: unknown, missing or ill-typed arguments, nested nodes included.
+
+    ``offered`` names the arguments that `build` will be given beside the node's own; None where only
+    the caller of the built factory knows, and nothing can be called missing.
+    """
+    try:
+        target = _resolve(node, key)
+    except UserError as error:
+        return [str(error)]
+    signature, hints = inspect.signature(target), _hints(target)
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    names = [n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    problems = []
+    for name, value in node.items():
+        if name == "_target_":
+            continue
+        if name.startswith("_") and name not in names:
+            problems.append(f"{key}.{name}: only _target_ has a meaning here; remove it.")
+        elif name not in names and not open_ended:
+            problems.append(
+                f"{key}.{name}: {node['_target_']} takes no such argument.{did_you_mean(name, names)}"
+            )
+        elif _is_node(value):
+            problems += check_node(value, f"{key}.{name}")
+        elif not _fits(value, hints.get(name, Any)):
+            problems.append(f"{key}.{name}={value}: must be {_spell(hints[name])}.")
+    for name in names if offered is not None else []:
+        needed = signature.parameters[name].default is inspect.Parameter.empty
+        if needed and name not in node and name not in (offered or ()):
+            problems.append(f"{key}.{name}: {node['_target_']} needs it; set {key}.{name}=...")
+    return problems
+
+
+def build(node: Node, key: str, **offered: Any) -> Any:
+    """Call the node's target with its arguments and with those offered that it has a name for.
+
+    Raises UserError where the target is not allowed or refuses an argument's value.
+    """
+    target = _resolve(node, key)
+    parameters = inspect.signature(target).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    arguments = {
+        name: build(value, f"{key}.{name}") if _is_node(value) else value
+        for name, value in node.items()
+        if name != "_target_"
+    }
+    for name, value in offered.items():
+        if name in parameters or open_ended:
+            arguments.setdefault(name, value)
+    try:
+        return target(**arguments)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{key} ({node['_target_']}): {error}") from error
+
+
+def accepts(node: Node, key: str, name: str) -> bool:
+    """Whether the node's target has a parameter of that name."""
+    return name in inspect.signature(_resolve(node, key)).parameters
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, Mapping) and "_target_" in value
+
+
+def _resolve(node: Node, key: str) -> Callable[..., Any]:
+    name = node.get("_target_")
+    if not isinstance(name, str):
+        raise UserError(f"{key}._target_: needs the dotted name of a class, not {name!r}.")
+    if not _allowed(name, ALLOWED):
+        raise UserError(
+            f"{key}._target_={name}: not allowed. Allowed are {', '.join(a + '*' for a in ALLOWED)}"
+            " and your own modules (in the folder of --config-dir, the current folder, or an"
+            " installed package with the entry point group ddptrain.conf)."
+        )
+    found = _import(name, key)
+    home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
+    plain_class = inspect.isclass(found)
+    if not (plain_class or (inspect.isfunction(found) and _allowed(name, FUNCTIONS_ALLOWED))):
+        raise UserError(f"{key}._target_={name}: must be a class, not {type(found).__name__}.")
+    if not _allowed(home, ALLOWED):
+        raise UserError(f"{key}._target_={name}: leads to {home}, which is not allowed.")
+    return typing.cast(Callable[..., Any], found)
+
+
+def _allowed(name: str, prefixes: Sequence[str]) -> bool:
+    return name.startswith((*prefixes, *_opened))
+
+
+def _import(name: str, key: str) -> Any:
+    parts = name.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:split])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+                continue
+            raise  # the module exists, but something that it imports does not
+        for position, part in enumerate(parts[split:], split):
+            if not hasattr(found, part):
+                where = ".".join(parts[:position])
+                public = [n for n in vars(found) if not n.startswith("_")]
+                raise UserError(f"{key}._target_={name}: {where} has no {part}.{did_you_mean(part, public)}")
+            found = getattr(found, part)
+        return found
+    raise UserError(f"{key}._target_={name}: there is no module {parts[0]}.")
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    function = target.__init__ if inspect.isclass(target) else target
+    try:
+        return typing.get_type_hints(function)
+    except NameError:  # annotations that exist for type checkers only
+        return {}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain config value fits an annotation; what can't be judged is let through."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or isinstance(hint, typing.TypeVar):
+        return True
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is Literal:
+        return value in args
+    if hint is None or hint is type(None):
+        return value is None
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (bool, str):
+        return isinstance(value, hint)
+    if origin is tuple:
+        if not isinstance(value, list):
+            return False
+        if len(args) == 2 and args[1] is Ellipsis:
+            return all(_fits(item, args[0]) for item in value)
+        return len(value) == len(args) and all(map(_fits, value, args))
+    if origin in (list, Sequence):
+        return isinstance(value, list) and all(_fits(item, args[0]) for item in value)
+    if origin in (dict, Mapping):
+        return isinstance(value, Mapping)
+    if hint in (list, tuple, dict):
+        return isinstance(value, dict if hint is dict else list)
+    return not inspect.isclass(hint)  # an object needs a node of its own
+
+
+def _spell(hint: Any) -> str:
+    names = {float: "a finite number", int: "a whole number", bool: "true or false", str: "text"}
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_spell(arg) for arg in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    if hint is type(None):
+        return "null"
+    return names.get(hint) or str(getattr(hint, "__name__", hint))

@@ -1,0 +1,75 @@
+"""What every verb that needs the model sets up: world, task, data, model."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from ddptrain.build import build, check_node
+from ddptrain.config.schema import Config
+from ddptrain.distributed.comm import abandon_group, close_group, open_group
+from ddptrain.distributed.device import choose_device
+from ddptrain.distributed.strategy import Strategy
+from ddptrain.distributed.threads import share_cores
+from ddptrain.distributed.world import World, world_from_environment
+from ddptrain.errors import UserError
+from ddptrain.observe.console import open_log
+from ddptrain.protocols import Data, Task
+
+log = logging.getLogger("ddptrain")
+
+
+def check_nodes(config: Config) -> None:
+    """Check every ``_target_`` node against its target's signature, all problems at once."""
+    problems = check_node(config.task, "task", offered=("model", "data"))
+    if config.model is not None:
+        problems += check_node(config.model, "model", offered=None)
+    problems += check_node(config.data, "data")
+    problems += check_node(config.optim, "optim", offered=("params",))
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+@contextmanager
+def joined_world(config: Config) -> Iterator[tuple[World, str]]:
+    """This rank's world with its device, and why that device; the process group is open inside."""
+    world = world_from_environment()
+    device, reason, shared = choose_device(config.device, world)
+    world = world.on(device, shared)
+    open_log(None, world.is_first)
+    share_cores(world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = not config.deterministic
+    torch.use_deterministic_algorithms(config.deterministic)
+    open_group(world, even_alone=config.strategy.name == "ddp")
+    try:
+        yield world, reason
+    except BaseException:
+        abandon_group()
+        raise
+    close_group()
+
+
+def make_task(config: Config) -> tuple[Task, Data]:
+    """The recipe's two halves, from their config nodes."""
+    data = build(config.data, "data")
+    if not isinstance(data, Data):
+        raise UserError(f"data._target_={config.data['_target_']}: must be a ddptrain.protocols.Data.")
+    model = None if config.model is None else partial(build, config.model, "model")
+    task = build(config.task, "task", model=model, data=data)
+    if not isinstance(task, Task):
+        raise UserError(f"task._target_={config.task['_target_']}: must be a ddptrain.protocols.Task.")
+    return task, data
+
+
+def make_model(config: Config, task: Task, strategy: Strategy, device: torch.device) -> nn.Module:
+    """The seeded model on its device, in its memory format; not yet compiled or wrapped."""
+    torch.manual_seed(config.seed)
+    model = strategy.prepare(task.build()).to(device)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    return model

@@ -1,0 +1,168 @@
+"""The verb ``train``: compose, train, evaluate, summarise."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import nn
+
+from ddptrain import __version__
+from ddptrain.commands.setup import check_nodes, joined_world, make_model, make_task
+from ddptrain.config.schema import Config
+from ddptrain.distributed.comm import on_first_rank
+from ddptrain.distributed.strategy import Strategy, choose_strategy
+from ddptrain.distributed.world import World
+from ddptrain.engine.checkpoint import Checkpointer, read, unpack
+from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
+from ddptrain.engine.loop import Engine
+from ddptrain.engine.meter import Meter
+from ddptrain.engine.optim import build_optimizer, build_schedule
+from ddptrain.engine.plan import Plan, plan_run
+from ddptrain.engine.precision import Precision, choose_precision
+from ddptrain.engine.state import TrainState
+from ddptrain.errors import UserError
+from ddptrain.observe.console import Console, open_log
+from ddptrain.observe.jsonl import Jsonl
+from ddptrain.observe.observer import Observer, Observers
+from ddptrain.observe.plots import Plots
+from ddptrain.observe.rundir import open_run
+from ddptrain.observe.summary import Summary
+from ddptrain.observe.tensorboard import TensorBoard
+
+log = logging.getLogger("ddptrain")
+
+
+def run(config: Config, arguments: Sequence[str]) -> None:
+    """Train what the config says, as one rank. ``arguments`` are the command line's overrides.
+
+    Raises UserError for what the user can mend, Diverged where the loss left the finite numbers.
+    """
+    check_nodes(config)
+    with joined_world(config) as (world, reason):
+        folder = on_first_rank(world, lambda: _opened_folder(config, world, arguments))
+        open_log(str(folder / "log.txt"), world.is_first)
+        strategy = choose_strategy(config.strategy, world)
+        precision = choose_precision(config.precision, world.device)
+        log.info("ddptrain %s  recipe %s  run %s", __version__, config.recipe, folder)
+        log.info("device     %s (%s)", world.device, reason)
+        log.info("precision  %s", precision.name)
+        log.info("strategy   %s, %s", strategy.describe(), _ranks(world))
+        task, data = make_task(config)
+        data.prepare(world, config.seed)
+        plan = plan_run(config, data.train_size)
+        log.info("batch      %s", _batch(plan, world))
+        log.info("data       %s", data.describe())
+        model = make_model(config, task, strategy, world.device)
+        log.info("model      %s", _model(model, config))
+        _warn_of_batchnorm(model, plan, world, config)
+        state = make_state(config, model, strategy, precision, world, plan)
+        checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep)
+        _resume(config, state, checkpointer, world)
+        log.info("plan       steps %d to %d, %.4g epochs", state.step, plan.steps, plan.epoch(plan.steps))
+        if state.step >= plan.steps:
+            log.info("this run is finished; raise train.epochs or train.steps to go on")
+            return
+        observers = Observers(_observers(config, folder) if world.is_first else [])
+        Engine(task, data, world, strategy, precision, plan, checkpointer, observers).fit(state)
+        log.info("look       %s/plots, or tensorboard --logdir %s", folder, folder.parent)
+
+
+def make_state(
+    config: Config,
+    model: nn.Module,
+    strategy: Strategy,
+    precision: Precision,
+    world: World,
+    plan: Plan,
+) -> TrainState:
+    """Step 0 of a run: optimizer, schedule and average around a model on its device."""
+    optimizer = build_optimizer(config.optim, model.parameters())
+    average: Average = NoAverage(model)
+    if config.ema.decay is not None:
+        average = ExponentialAverage(model, config.ema.decay)
+    if config.compile != "off":
+        model.compile(mode=config.compile)  # in place: names in checkpoints stay clean
+    return TrainState(
+        model=model,
+        wrapped=strategy.wrap(model),
+        optimizer=optimizer,
+        scheduler=build_schedule(config.sched, optimizer, plan.steps),
+        scaler=precision.scaler,
+        average=average,
+        meter=Meter(world),
+    )
+
+
+def _opened_folder(config: Config, world: World, arguments: Sequence[str]) -> Path:
+    if config.run.dir is not None and config.run.resume == "never":
+        old = Path(config.run.dir)
+        if (old / "checkpoints").is_dir():  # nothing on disk is lost
+            try:
+                old.rename(old.with_name(f"{old.name}.{time.strftime('%Y-%m-%d_%H-%M-%S')}"))
+            except OSError as error:
+                raise UserError(
+                    f"run.resume=never: {old} holds a run and can't be renamed to make place"
+                    f" ({error.strerror}). Name another run.dir."
+                ) from error
+    return open_run(config, world, arguments)
+
+
+def _resume(config: Config, state: TrainState, checkpointer: Checkpointer, world: World) -> None:
+    """Put the state back that run.resume names, on every rank from rank 0's verified bytes."""
+
+    def found() -> tuple[str, bytes] | None:
+        if config.run.resume in ("auto", "never"):
+            saved = checkpointer.newest()
+        else:
+            saved = read(Path(config.run.resume))
+        return None if saved is None else (str(saved.path), saved.payload)
+
+    saved = on_first_rank(world, found)
+    if saved is None:
+        return
+    where, payload = saved
+    state.load_state_dict(unpack(payload, where), where)
+    if world.is_first:
+        checkpointer.drop_after(state.step)
+    log.info("resumed    %s", where)
+
+
+def _observers(config: Config, folder: Path) -> list[Observer]:
+    metrics = folder / "metrics.jsonl"
+    found: list[Observer] = [Console(), Jsonl(metrics)]
+    if config.log.tensorboard:
+        found.append(TensorBoard(folder / "tensorboard", asdict(config)))
+    return [*found, Plots(metrics, folder / "plots"), Summary(folder / "summary.json")]
+
+
+def _ranks(world: World) -> str:
+    nodes = -(-world.size // world.local_size)
+    return f"{world.size} rank{'s' * (world.size > 1)} on {nodes} node{'s' * (nodes > 1)}"
+
+
+def _batch(plan: Plan, world: World) -> str:
+    sizes = plan.sampler(world).micro_sizes
+    split = f"{plan.batch_size} global, {sum(sizes)} on this rank"
+    return f"{split} in {len(sizes)} micro-batches of {max(sizes)}" if len(sizes) > 1 else split
+
+
+def _model(model: nn.Module, config: Config) -> str:
+    count = sum(p.numel() for p in model.parameters())
+    traits = [f"{count:,} parameters"]
+    traits += ["channels_last"] if config.channels_last else []
+    traits += [f"compiled ({config.compile})"] if config.compile != "off" else []
+    traits += [f"averaged (decay {config.ema.decay})"] if config.ema.decay is not None else []
+    return f"{type(model).__name__}, {', '.join(traits)}"
+
+
+def _warn_of_batchnorm(model: nn.Module, plan: Plan, world: World, config: Config) -> None:
+    parts = world.size * len(plan.sampler(world).micro_sizes)
+    has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    if has_batchnorm and parts > 1 and not config.strategy.sync_batchnorm:
+        log.info(
+            "note       BatchNorm normalises over each of the %d parts of a global batch by itself, so this"
+            " model trains slightly differently on another number of ranks or micro-batches",
+            parts,
+        )

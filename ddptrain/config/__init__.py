@@ -1,0 +1,1 @@
+"""The config's schema and its checks. Imports no torch."""

@@ -1,0 +1,103 @@
+"""From a composed config to a checked `Config`: every key known, every value in its range.
+
+Hydra checks the types of what is declared, but lets ``+train.typo=1`` add a key to a declared
+section; merging into the schema once more closes that hole. Keys inside ``_target_`` nodes are
+checked against the target's signature by `ddptrain.build.check_node`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ddptrain.config.schema import Config, Rule
+from ddptrain.config.suggest import did_you_mean
+from ddptrain.errors import UserError
+
+
+def checked(tree: dict[str, Any]) -> Config:
+    """The dataclasses for a plain, resolved config tree.
+
+    Raises UserError naming every wrong key at once.
+    """
+    problems = _unknown_keys(tree, Config, "")
+    if not problems:
+        try:
+            merged = OmegaConf.merge(OmegaConf.structured(Config), tree)
+            config = cast(Config, OmegaConf.to_object(merged))
+        except OmegaConfBaseException as error:
+            raise UserError(type_message(error)) from error
+        problems = _broken_rules(config, "") + _cross_checks(config)
+    if problems:
+        raise UserError("\n".join(problems))
+    return config
+
+
+def type_message(error: OmegaConfBaseException) -> str:
+    """OmegaConf's complaint in one line, with the full key in front."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"{error.full_key}: {text}." if error.full_key else f"{text}."
+
+
+def _unknown_keys(tree: dict[str, Any], section: Any, prefix: str) -> list[str]:
+    fields = {field.name: field for field in dataclasses.fields(section)}
+    problems = []
+    for name, value in tree.items():
+        if name not in fields:
+            hint = did_you_mean(name, fields)
+            problems.append(
+                f"{prefix}{name}: there is no such key{f' in {prefix[:-1]}' if prefix else ''}.{hint}"
+            )
+        elif dataclasses.is_dataclass(fields[name].type) and isinstance(value, dict):
+            problems += _unknown_keys(value, fields[name].type, f"{prefix}{name}.")
+    return problems
+
+
+def _broken_rules(section: Any, prefix: str) -> list[str]:
+    problems = []
+    for field in dataclasses.fields(section):
+        value, key = getattr(section, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            problems += _broken_rules(value, f"{key}.")
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):
+                problems.append(f"{key}={value}: must be a finite number.")
+        rule = field.metadata.get("rule")
+        if rule is not None and value is not None:
+            problems += [f"{key}={value}: {text}" for text in _broken(rule, value)]
+    return problems
+
+
+def _broken(rule: Rule, value: Any) -> list[str]:
+    if rule.choices:
+        if value in rule.choices:
+            return []
+        return [f"must be one of {', '.join(rule.choices)}.{did_you_mean(str(value), rule.choices)}"]
+    bounds: tuple[tuple[float | None, str, Callable[[float], bool]], ...] = (
+        (rule.at_least, "at least", lambda bound: value >= bound),
+        (rule.above, "above", lambda bound: value > bound),
+        (rule.at_most, "at most", lambda bound: value <= bound),
+        (rule.below, "below", lambda bound: value < bound),
+    )
+    return [
+        f"must be {name} {bound:g}."
+        for bound, name, holds in bounds
+        if bound is not None and not holds(bound)
+    ]
+
+
+def _cross_checks(config: Config) -> list[str]:
+    problems = []
+    if config.train.steps is None and config.train.epochs is None:
+        problems.append("train.epochs, train.steps: give one of them; both are null.")
+    milestones = config.sched.milestones
+    if milestones != sorted(milestones) or not all(0 < share < 1 for share in milestones):
+        problems.append(
+            f"sched.milestones={milestones}: must rise and lie between 0 and 1 (shares of the run)."
+        )
+    if config.compile == "False":
+        problems.append("compile=False: write compile=off (quoted in YAML, where off means false).")
+    return problems

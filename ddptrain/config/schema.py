@@ -1,0 +1,124 @@
+"""The config: one dataclass a section, with the rule of each key beside it.
+
+Imports no torch, so that composing, ``--help`` and a typo's message come at once.
+``rule(...)`` metadata is read by `ddptrain.config.check`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a value must satisfy; None leaves a bound open."""
+
+    choices: tuple[str, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+
+def rule(default: Any, **bounds: Any) -> Any:
+    """A dataclass field with a default and a `Rule`."""
+    return field(default=default, metadata={"rule": Rule(**bounds)})
+
+
+@dataclass
+class Train:
+    """How long, and how the global batch is put through the model."""
+
+    batch_size: int = rule(128, at_least=1)
+    """Samples of one optimizer step over ALL ranks."""
+    micro_batch: int | None = rule(None, at_least=1)
+    """Most samples one rank puts through the model at once; null: its whole share."""
+    epochs: float | None = rule(10.0, above=0)
+    steps: int | None = rule(None, at_least=1)
+    """Optimizer steps; where given, it decides and ``epochs`` does not."""
+    eval_every: int | None = rule(None, at_least=1)
+    """Optimizer steps between evaluations; null: at the end of each epoch."""
+    eval_batch_size: int = rule(256, at_least=1)
+    clip_norm: float | None = rule(None, above=0)
+    """Largest 2-norm of all gradients together; null: no clipping."""
+
+
+@dataclass
+class Sched:
+    """The learning rate over the run. All lengths are shares of the run, so that changing
+    ``train.epochs`` keeps the shape."""
+
+    name: str = rule("cosine", choices=("constant", "cosine", "step", "onecycle"))
+    warmup: float = rule(0.0, at_least=0, below=1)
+    """Share of all steps in which the rate rises linearly to ``optim.lr``."""
+    final: float = rule(0.0, at_least=0, at_most=1)
+    """cosine, onecycle: last rate as a share of ``optim.lr``."""
+    milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])
+    """step: shares of the run after which the rate is multiplied by ``gamma``."""
+    gamma: float = rule(0.1, above=0, at_most=1)
+
+
+@dataclass
+class Strategy:
+    """How the model is spread over devices. All but ``name`` concern ddp."""
+
+    name: str = rule("auto", choices=("auto", "single", "dp", "ddp"))
+    bucket_cap_mb: float = rule(25.0, above=0)
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    compression: str = rule("none", choices=("none", "bf16", "fp16"))
+    sync_batchnorm: bool = False
+
+
+@dataclass
+class Ema:
+    """Exponential moving average of the weights, used for evaluation when on."""
+
+    decay: float | None = rule(None, above=0, below=1)
+
+
+@dataclass
+class Checkpoint:
+    every: int | None = rule(None, at_least=1)
+    """Optimizer steps between saves; null: at the end of each epoch."""
+    keep: int = rule(2, at_least=1)
+
+
+@dataclass
+class Log:
+    every: int = rule(50, at_least=1)
+    """Optimizer steps between log lines; the only steps that read the loss from the device."""
+    tensorboard: bool = True
+
+
+@dataclass
+class Run:
+    dir: str | None = None
+    resume: str = "auto"
+    """``auto`` continues what ``run.dir`` holds, ``never`` starts anew, or a checkpoint's folder."""
+
+
+@dataclass
+class Config:
+    """Everything a run follows from."""
+
+    recipe: str = MISSING
+    task: dict[str, Any] = MISSING
+    model: dict[str, Any] | None = None
+    data: dict[str, Any] = MISSING
+    optim: dict[str, Any] = MISSING
+    sched: Sched = field(default_factory=Sched)
+    strategy: Strategy = field(default_factory=Strategy)
+    train: Train = field(default_factory=Train)
+    ema: Ema = field(default_factory=Ema)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    log: Log = field(default_factory=Log)
+    run: Run = field(default_factory=Run)
+    seed: int = rule(0, at_least=0, below=2**63)
+    device: str = "auto"
+    precision: str = rule("auto", choices=("auto", "fp32", "tf32", "bf16", "fp16"))
+    compile: str = rule("off", choices=("off", "default", "reduce-overhead", "max-autotune"))
+    channels_last: bool = False
+    deterministic: bool = False
+    """On a GPU: only algorithms that repeat their bits (slower). On a CPU they always do."""

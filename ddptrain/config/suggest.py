@@ -1,0 +1,31 @@
+"""'Did you mean': the nearest known names to a misspelt one."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence that names up to three near matches, or '' where nothing is near.
+
+    A dotted key is also compared by its last part, so that ``lr`` finds ``optim.lr``.
+    """
+    keys = sorted(set(known))
+    near = difflib.get_close_matches(name, keys, n=3, cutoff=0.6)
+    if not near:
+        last = name.rpartition(".")[2]
+        near = [key for key in keys if key.rpartition(".")[2] == last][:3]
+    if not near:
+        return ""
+    return f" Did you mean {' or '.join(near)}?"
+
+
+def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Every dotted key of a nested mapping, sections included."""
+    keys = []
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        keys.append(key)
+        if isinstance(value, Mapping):
+            keys.extend(flat_keys(value, f"{key}."))
+    return keys

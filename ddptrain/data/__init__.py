@@ -1,0 +1,1 @@
+"""Which samples, how they are loaded, augmented and brought to the device."""

@@ -1,0 +1,114 @@
+"""Images read by a DataLoader's workers: decode, crop, flip there; normalise on the device."""
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from ddptrain.data.augment import Augment
+from ddptrain.data.loader import Labelled, Loader, Recipe
+from ddptrain.data.prefetch import on_device
+from ddptrain.data.sampler import Orders, Sampler
+from ddptrain.data.source import Split
+from ddptrain.errors import UserError
+
+Key = tuple[int, int]
+"""(epoch, sample index); epoch -1 asks for the image as it is."""
+
+AS_IT_IS = -1
+
+
+class AugmentedImages(Dataset[Any]):
+    """A split, read a batch at a time in a worker. A broken file comes back as its UserError, for
+    an exception would reach the trainer as a worker's traceback."""
+
+    def __init__(self, split: Split, augment: Augment, fill: Sequence[int], seed: int) -> None:
+        self._split = split
+        self._augment = augment
+        self._fill = fill
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._split)
+
+    def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor] | UserError:
+        epochs, ids = torch.tensor(keys, dtype=torch.int64).unbind(1)
+        try:
+            images = self._split.images(ids)
+        except UserError as error:
+            return error
+        labels = self._split.labels[ids]
+        if keys[0][0] == AS_IT_IS:
+            return images, labels
+        height, width, _ = self._split.shape
+        moves = self._augment.moves(self._seed, epochs, ids, height, width)
+        changed = [self._augment.apply_one(image, moves, i, self._fill) for i, image in enumerate(images)]
+        return torch.stack(changed), labels
+
+
+class _Keys:
+    """A batch sampler over the whole run, so that workers are started once, not every epoch."""
+
+    def __init__(self, sampler: Sampler, steps: range) -> None:
+        self._sampler = sampler
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        orders = Orders(self._sampler, torch.device("cpu"))
+        for parts in self._sampler.over(self._steps):
+            ids, epochs = orders.ids(parts)
+            yield list(zip(epochs.tolist(), ids.tolist(), strict=True))
+
+    def __len__(self) -> int:
+        return len(self._steps) * len(self._sampler.micro_sizes)
+
+
+@final
+class FileLoader(Loader):
+    """DataLoader workers read and augment; the device normalises."""
+
+    def __init__(self, recipe: Recipe, workers: int) -> None:
+        fill = recipe.fill.tolist()
+        self._recipe = recipe
+        self._workers = workers
+        self._train = AugmentedImages(recipe.train, recipe.augment, fill, recipe.seed)
+        self._valid = AugmentedImages(recipe.valid, recipe.augment, fill, recipe.seed)
+
+    def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Labelled]:
+        return self._loaded(self._train, _Keys(sampler, steps))
+
+    def valid_batches(self, chunks: Sequence[range]) -> Iterator[Labelled]:
+        return self._loaded(self._valid, [[(AS_IT_IS, i) for i in chunk] for chunk in chunks])
+
+    def describe(self) -> str:
+        return f"read by {self._workers} worker{'' if self._workers == 1 else 's'} a rank"
+
+    def _loaded(self, images: AugmentedImages, keys: Any) -> Iterator[Labelled]:
+        # forkserver: a fork of this process would inherit the locks of its threads (gloo, loggers)
+        context = multiprocessing.get_context("forkserver") if self._workers else None
+        if context is not None:
+            context.set_forkserver_preload([__name__])
+        loader: DataLoader[Any] = DataLoader(
+            images,
+            batch_sampler=keys,
+            collate_fn=_as_is,
+            num_workers=self._workers,
+            multiprocessing_context=context,
+            pin_memory=self._recipe.device.type == "cuda",
+        )
+        for pixels, labels in on_device(_sound(loader), self._recipe.device):
+            yield self._recipe.normalise(pixels), labels
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def _sound(loader: DataLoader[Any]) -> Iterator[Any]:
+    for batch in loader:
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch

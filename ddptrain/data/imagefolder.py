@@ -1,0 +1,115 @@
+"""Any folder of class folders: ``cats/1.jpg``, ``dogs/2.png``, ..."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ddptrain.data.source import ImageSource, Opened, Split
+from ddptrain.errors import UserError
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
+_VALID_NAMES = ("val", "valid", "validation", "test")
+
+
+@final
+class FolderSplit(Split):
+    """Image files, decoded when asked for, cut and scaled to a square."""
+
+    def __init__(self, files: Sequence[Path], labels: Sequence[int], size: int) -> None:
+        self._files = [str(file) for file in files]
+        self.labels = torch.tensor(labels, dtype=torch.int64)
+        self.shape = (size, size, 3)
+
+    def images(self, ids: Tensor) -> Tensor:
+        return torch.stack([self._decode(self._files[i]) for i in ids.tolist()])
+
+    def _decode(self, file: str) -> Tensor:
+        from PIL import Image, ImageOps
+        from torchvision.transforms.v2.functional import pil_to_tensor
+
+        size = self.shape[0]
+        try:
+            with Image.open(file) as picture:
+                picture.draft("RGB", (size, size))  # JPEG decodes at a fraction of its size for free
+                square = ImageOps.fit(
+                    ImageOps.exif_transpose(picture).convert("RGB"), (size, size), Image.Resampling.BILINEAR
+                )
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            reason = str(error).replace(f" '{file}'", "")
+            raise UserError(
+                f"{file}: can't be read as an image ({reason}). Mend or remove it.", everywhere=False
+            ) from error
+        pixels: Tensor = pil_to_tensor(square)
+        return pixels.permute(1, 2, 0)
+
+
+@final
+class ImageFolder(ImageSource):
+    """``root/train/<class>/*`` and ``root/val/<class>/*`` (or valid, validation, test); without
+    those, ``root/<class>/*`` with every tenth file of a class (in sorted order) held out.
+
+    size: side in pixels to which the middle square of every picture is scaled.
+    """
+
+    name = "imagefolder"
+
+    def __init__(self, size: int = 224) -> None:
+        if size < 1:
+            raise UserError(f"data.source.size={size}: must be 1 pixel or more.")
+        self._size = size
+
+    def fetch(self, root: Path) -> None:
+        if not root.is_dir():
+            raise UserError(f"data.root={root}: there is no such folder. Name one that holds class folders.")
+
+    def open(self, root: Path) -> Opened:
+        train_root = root / "train"
+        valid_root = next((root / name for name in _VALID_NAMES if (root / name).is_dir()), None)
+        if train_root.is_dir() and valid_root is not None:
+            train, valid = _listed(train_root), _listed(valid_root)
+            unknown = sorted(valid.keys() - train.keys())
+            if unknown:
+                raise UserError(
+                    f"{valid_root}: class {unknown[0]!r} is not in {train_root}. Both need the same classes."
+                )
+        else:
+            found = _listed(root)
+            train = {name: [f for i, f in enumerate(files) if i % 10 != 9] for name, files in found.items()}
+            valid = {name: files[9::10] for name, files in found.items()}
+        classes = sorted(train)
+        if not any(valid.values()):
+            raise UserError(
+                f"data.root={root}: no image is left for validation. Give each class ten files or more,"
+                " or put some under val/<class>/."
+            )
+        return Opened(
+            train=self._split(train, classes),
+            valid=self._split(valid, classes),
+            classes=classes,
+            mean=[123.7, 116.3, 103.5],  # of ImageNet, as in torchvision's weights
+            std=[58.4, 57.1, 57.4],
+        )
+
+    def _split(self, files: dict[str, list[Path]], classes: list[str]) -> FolderSplit:
+        listed = [(file, label) for label, name in enumerate(classes) for file in files.get(name, [])]
+        return FolderSplit([file for file, _ in listed], [label for _, label in listed], self._size)
+
+
+def _listed(root: Path) -> dict[str, list[Path]]:
+    """The image files of each class folder, sorted, so that every machine counts them alike."""
+    folders = sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
+    found = {
+        folder.name: sorted(f for f in folder.rglob("*") if f.suffix.lower() in ENDINGS) for folder in folders
+    }
+    if not any(found.values()):
+        raise UserError(
+            f"data.root={root}: no image found in its class folders (looked for"
+            f" <class>/*{{{','.join(ENDINGS)}}}). Point data.root at a folder of class folders."
+        )
+    empty = [name for name, files in found.items() if not files]
+    if empty:
+        raise UserError(f"{root / empty[0]}: this class folder holds no image. Fill or remove it.")
+    return found

@@ -1,0 +1,129 @@
+"""Labelled images for training, from any `ImageSource`, by either loading path."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from ddptrain.data.augment import Augment, Normalise
+from ddptrain.data.files import FileLoader
+from ddptrain.data.loader import Labelled, Loader, Recipe
+from ddptrain.data.resident import ResidentLoader
+from ddptrain.data.sampler import Sampler
+from ddptrain.data.source import ImageSource
+from ddptrain.distributed.comm import once_a_node
+from ddptrain.distributed.threads import cores
+from ddptrain.distributed.world import World
+from ddptrain.errors import UserError
+from ddptrain.protocols import Data
+
+_RESIDENT_ON_CPU = 2 * 2**30
+"""Bytes up to which ``resident=auto`` keeps a set in a CPU rank's memory."""
+_RESIDENT_SHARE_OF_GPU = 0.25
+
+
+@final
+class ImageData(Data):
+    """Batches of (float32 (n, C, H, W), int64 (n,)).
+
+    root: folder where the set lies or goes. workers: loader processes of a rank, ``auto`` by the
+    cores at hand. resident: keep the uint8 set on the device; ``auto`` if it is small enough. Both
+    paths give the same pixels. channels_last: memory format of the batches.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        augment: Augment,
+        root: str = "data",
+        workers: int | Literal["auto"] = "auto",
+        resident: bool | Literal["auto"] = "auto",
+        channels_last: bool = True,
+    ) -> None:
+        if workers != "auto" and workers < 0:
+            raise UserError(f"data.workers={workers}: must be 0 or more, or auto.")
+        self._source = source
+        self._augment = augment
+        self._root = Path(root)
+        self._workers = workers
+        self._resident = resident
+        self._channels_last = channels_last
+
+    def prepare(self, world: World, seed: int) -> None:
+        once_a_node(world, lambda: self._source.fetch(self._root))
+        self._world = world
+        self._set = self._source.open(self._root)
+        mean, std = (torch.tensor(list(of)).to(world.device) for of in (self._set.mean, self._set.std))
+        self._recipe = Recipe(
+            self._set.train,
+            self._set.valid,
+            self._augment,
+            Normalise(mean, std, self._channels_last),
+            mean.round().to(torch.uint8),
+            seed,
+        )
+        resident = self._fits() if self._resident == "auto" else self._resident
+        workers = _workers(world) if self._workers == "auto" else self._workers
+        self._loader: Loader = ResidentLoader(self._recipe) if resident else FileLoader(self._recipe, workers)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Class names; a label is an index into them."""
+        return tuple(self._set.classes)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(height, width, channels) of an image."""
+        return self._set.train.shape
+
+    @property
+    def train_size(self) -> int:
+        return len(self._set.train)
+
+    def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Labelled]:
+        return self._loader.train_batches(sampler, steps)
+
+    def valid_batch_count(self, batch_size: int) -> int:
+        return -(-len(self._set.valid) // batch_size)
+
+    def valid_batches(self, batch_size: int) -> Iterator[tuple[int, Labelled]]:
+        size, world = len(self._set.valid), self._world
+        mine = range(world.rank, self.valid_batch_count(batch_size), world.size)
+        chunks = [range(i * batch_size, min((i + 1) * batch_size, size)) for i in mine]
+        return zip(mine, self._loader.valid_batches(chunks), strict=True)
+
+    def preview(self) -> Tensor:
+        """The first 64 training samples as epoch 0 shows them."""
+        ids = torch.arange(min(64, self.train_size))
+        height, width, _ = self.shape
+        moves = self._augment.moves(self._recipe.seed, torch.zeros_like(ids), ids, height, width)
+        fill = self._recipe.fill.cpu()
+        padded = self._augment.padded(self._set.train.images(ids), fill)
+        seen = self._augment.gather(padded, torch.arange(len(ids)), moves, fill)
+        return seen.permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
+
+    def describe(self) -> str:
+        height, width, channels = self.shape
+        return (
+            f"{self._source.name}: {self.train_size:,} train, {len(self._set.valid):,} valid,"
+            f" {len(self.classes)} classes, {height}x{width}x{channels}, {self._loader.describe()}"
+        )
+
+    def _bytes(self) -> int:
+        height, width, channels = self.shape
+        margin = 2 * self._augment.crop
+        padded = self.train_size * (height + margin) * (width + margin) * channels
+        return padded + len(self._set.valid) * height * width * channels
+
+    def _fits(self) -> bool:
+        if self._world.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self._world.device).total_memory
+            return self._bytes() <= _RESIDENT_SHARE_OF_GPU * total
+        return self._bytes() <= _RESIDENT_ON_CPU
+
+
+def _workers(world: World) -> int:
+    """A loader process for each core that this rank's own process leaves free, eight at most."""
+    return max(0, min(8, cores() // world.local_size - 1))

@@ -1,0 +1,61 @@
+"""From host to device, the next batch while this one computes."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch (tensors in tuples, lists or dicts) on the device.
+
+    ``non_blocking``: from pinned memory the host does not wait for the copy.
+    """
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(item, device) for item in batch)
+    return batch
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Every tensor in a batch."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            yield from tensors_of(value)
+    elif isinstance(batch, tuple | list):
+        for item in batch:
+            yield from tensors_of(item)
+
+
+def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """The batches on the device, in order; on a GPU copied one ahead on a stream of their own."""
+    if device.type != "cuda":
+        return (to_device(batch, device) for batch in batches)
+    return _copied_ahead(iter(batches), device)
+
+
+def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    copying = torch.cuda.Stream(device)
+
+    def start_copy() -> Any:
+        batch = next(batches, None)
+        if batch is None:
+            return None
+        with torch.cuda.stream(copying):
+            return to_device(batch, device)
+
+    ahead = start_copy()
+    while ahead is not None:
+        computing = torch.cuda.current_stream(device)
+        computing.wait_stream(copying)  # on the device; the host goes on
+        for tensor in tensors_of(ahead):
+            # its memory belongs to the copying stream, which must not reuse it while we compute
+            tensor.record_stream(computing)
+        batch, ahead = ahead, start_copy()
+        yield batch

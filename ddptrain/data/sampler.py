@@ -1,0 +1,127 @@
+"""Which samples belong to which step, rank and micro-batch: a pure function of the seed.
+
+The epochs' orders follow each other in one endless stream, and global batch s is its slice
+[s * batch_size, (s + 1) * batch_size). So every batch is full, also where the set does not divide
+by it: nothing is dropped or repeated, and shapes never change. The world size and the micro-batch
+only say who computes which part of a global batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddptrain.data.dice import mixed
+from ddptrain.errors import UserError
+
+
+class Part(NamedTuple):
+    """``order(epoch)[start:stop]``: a run of consecutive samples of one epoch."""
+
+    epoch: int
+    start: int
+    stop: int
+
+
+MicroBatch = list[Part]
+"""Mostly one part; more where the batch reaches over an epoch's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """The training samples of one rank.
+
+    size: samples in the training set. batch_size: the GLOBAL batch. micro_batch: the most samples a
+    rank takes at once, or None for its whole share.
+    """
+
+    size: int
+    batch_size: int
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    micro_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise UserError("data: the training set is empty.")
+        if self.batch_size < self.world_size:
+            raise UserError(
+                f"train.batch_size={self.batch_size}: the global batch must give each of the"
+                f" {self.world_size} ranks a sample; make it {self.world_size} or more."
+            )
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """This rank's samples of a global batch, as [start, stop) in it. Shares differ by one at most."""
+        first = self.rank * self.batch_size // self.world_size
+        return first, (self.rank + 1) * self.batch_size // self.world_size
+
+    @property
+    def micro_sizes(self) -> tuple[int, ...]:
+        """Sizes of this rank's micro-batches in every step, nearly equal."""
+        first, stop = self.share
+        size = stop - first
+        count = 1 if self.micro_batch is None else -(-size // self.micro_batch)
+        cuts = [i * size // count for i in range(count + 1)]
+        return tuple(b - a for a, b in pairwise(cuts))
+
+    def order(self, epoch: int) -> Tensor:
+        """int64 (size,): the sample indices of an epoch, shuffled."""
+        generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
+        return torch.randperm(self.size, generator=generator)
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """This rank's micro-batches of a step."""
+        at = step * self.batch_size + self.share[0]
+        batches = []
+        for size in self.micro_sizes:
+            batches.append(self._parts(at, at + size))
+            at += size
+        return batches
+
+    def global_batch(self, step: int) -> MicroBatch:
+        """The whole global batch of a step, the same for any world size."""
+        return self._parts(step * self.batch_size, (step + 1) * self.batch_size)
+
+    def over(self, steps: range) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of many steps, one after the other."""
+        for step in steps:
+            yield from self.micro_batches(step)
+
+    def _parts(self, start: int, stop: int) -> MicroBatch:
+        parts = []
+        while start < stop:
+            epoch, offset = divmod(start, self.size)
+            length = min(stop - start, self.size - offset)
+            parts.append(Part(epoch, offset, offset + length))
+            start += length
+        return parts
+
+
+class Orders:
+    """The epochs' orders, made when first asked for; only the newest two are kept.
+
+    device: where the order tensors should lie, so that slicing one needs no copy in a step.
+    """
+
+    def __init__(self, sampler: Sampler, device: torch.device) -> None:
+        self._sampler = sampler
+        self._device = device
+        self._orders: dict[int, Tensor] = {}
+
+    def ids(self, parts: MicroBatch) -> tuple[Tensor, Tensor]:
+        """int64 (n,), int64 (n,): sample indices of the parts, and the epoch of each."""
+        slices = [self._order(part.epoch)[part.start : part.stop] for part in parts]
+        epochs = [torch.full_like(ids, part.epoch) for ids, part in zip(slices, parts, strict=True)]
+        return (slices[0], epochs[0]) if len(parts) == 1 else (torch.cat(slices), torch.cat(epochs))
+
+    def _order(self, epoch: int) -> Tensor:
+        if epoch not in self._orders:
+            self._orders[epoch] = self._sampler.order(epoch).to(self._device)
+            for old in sorted(self._orders)[:-2]:
+                del self._orders[old]
+        return self._orders[epoch]

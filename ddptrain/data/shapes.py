@@ -1,0 +1,158 @@
+"""Ten kinds of coloured shapes on cluttered 32x32 backgrounds, drawn by the program.
+
+Any position, size, rotation and colour, crossed by lines, so that no pixel tells the class and a
+linear model fails, while a small CNN learns it in a minute. A pure function of the seed. Shapes are
+drawn from signed distances (I. Quilez, https://iquilezles.org/articles/distfunctions2d/).
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Generator, Tensor
+
+from ddptrain.data.dice import mixed
+from ddptrain.data.source import ArraySplit, ImageSource, Opened, Split
+from ddptrain.errors import UserError
+
+SIDE = 32
+_CHUNK = 1000
+"""Samples drawn from one generator: sample i does not depend on how many are drawn."""
+
+
+@final
+class Shapes(ImageSource):
+    """train, valid: how many samples. seed: of the drawings; it is not the run's, so that runs with
+    different seeds see the same set."""
+
+    name = "shapes"
+
+    def __init__(self, train: int = 10_000, valid: int = 2_000, seed: int = 0) -> None:
+        for name, value in (("train", train), ("valid", valid)):
+            if value < 1:
+                raise UserError(f"data.source.{name}={value}: must be 1 or more.")
+        self._train = train
+        self._valid = valid
+        self._seed = seed
+
+    def fetch(self, root: Path) -> None:
+        """Nothing to fetch."""
+
+    def open(self, root: Path) -> Opened:
+        return Opened(
+            train=self._drawn(self._train, part=0),
+            valid=self._drawn(self._valid, part=1),
+            classes=list(DISTANCES),
+            mean=[127.5] * 3,
+            std=[73.7] * 3,
+        )
+
+    def _drawn(self, count: int, part: int) -> Split:
+        chunks = [
+            draw_samples(torch.Generator().manual_seed(mixed(self._seed, part, i)))
+            for i in range(math.ceil(count / _CHUNK))
+        ]
+        images, labels = (torch.cat(pieces)[:count] for pieces in zip(*chunks, strict=True))
+        return ArraySplit(images, labels)
+
+
+def draw_samples(generator: Generator) -> tuple[Tensor, Tensor]:
+    """uint8 (1000, 32, 32, 3) images and int64 (1000,) labels."""
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        return low + (high - low) * torch.rand(_CHUNK, *shape, generator=generator)
+
+    labels = torch.randint(len(DISTANCES), (_CHUNK,), generator=generator)
+    ground = uniform(0, 0.5, 1, 1, 3)
+    canvas = ground + _slope(uniform) * uniform(-0.2, 0.2, 1, 1, 3)
+    for _ in range(3):
+        canvas = _painted(canvas, _blob(uniform), uniform(0, 1, 1, 1, 3))
+    colour = uniform(0.5, 1, 1, 1, 3)
+    canvas = _painted(canvas, _shape(labels, uniform), colour)
+    for _ in range(2):
+        canvas = _painted(canvas, _line(uniform), uniform(0, 1, 1, 1, 3))
+    noise = 0.05 * torch.randn(canvas.shape, generator=generator)
+    return ((canvas + noise).clamp(0, 1) * 255).round().to(torch.uint8), labels
+
+
+Uniform = Callable[..., Tensor]
+
+
+def _painted(canvas: Tensor, distance: Tensor, colour: Tensor) -> Tensor:
+    """Paint where the distance (in pixels, (n, 32, 32)) is negative, with a soft edge of one pixel."""
+    cover = (0.5 - distance).clamp(0, 1)[..., None]
+    return torch.lerp(canvas, colour.expand_as(canvas), cover)
+
+
+def _grid() -> tuple[Tensor, Tensor]:
+    at = torch.arange(SIDE) + 0.5
+    columns, rows = torch.meshgrid(at, at, indexing="xy")
+    return columns, rows
+
+
+def _placed(x: Tensor, y: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+    """The pixel grid seen from a point (x, y) and turned by an angle; each (n,) -> (n, 32, 32)."""
+    columns, rows = _grid()
+    dx, dy = columns - x[:, None, None], rows - y[:, None, None]
+    cosine, sine = angle.cos()[:, None, None], angle.sin()[:, None, None]
+    return cosine * dx + sine * dy, cosine * dy - sine * dx
+
+
+def _slope(uniform: Uniform) -> Tensor:
+    along, _ = _placed(uniform(12, 20), uniform(12, 20), uniform(0, 2 * math.pi))
+    return (along / 16)[..., None]
+
+
+def _blob(uniform: Uniform) -> Tensor:
+    u, v = _placed(uniform(0, SIDE), uniform(0, SIDE), uniform(0, math.pi))
+    return torch.hypot(u, v) - uniform(1.0, 2.5, 1, 1)
+
+
+def _line(uniform: Uniform) -> Tensor:
+    u, v = _placed(uniform(0, SIDE), uniform(0, SIDE), uniform(0, math.pi))
+    return _box(u, v, uniform(3, 12, 1, 1), uniform(0.3, 0.7, 1, 1))
+
+
+def _shape(labels: Tensor, uniform: Uniform) -> Tensor:
+    radius = uniform(8.0, 12.0)
+    x, y = uniform(12, SIDE - 12), uniform(12, SIDE - 12)
+    u, v = _placed(x, y, uniform(0, 2 * math.pi))
+    u, v = u / radius[:, None, None], v / radius[:, None, None]
+    distance = torch.empty_like(u)
+    for label, formula in enumerate(DISTANCES.values()):
+        chosen = labels == label
+        distance[chosen] = formula(u[chosen], v[chosen])
+    return distance * radius[:, None, None]
+
+
+def _box(u: Tensor, v: Tensor, half_u: Tensor | float, half_v: Tensor | float) -> Tensor:
+    du, dv = u.abs() - half_u, v.abs() - half_v
+    return torch.hypot(du.clamp(min=0), dv.clamp(min=0)) + torch.maximum(du, dv).clamp(max=0)
+
+
+def _polygon(u: Tensor, v: Tensor, corners: int, inner: float) -> Tensor:
+    """A star of ``corners`` points on the unit circle with its notches at radius ``inner``."""
+    step = math.pi / corners
+    angle = torch.remainder(torch.atan2(v, u) + step, 2 * step) - step
+    radius = torch.hypot(u, v)
+    x, y = radius * angle.cos(), radius * angle.sin().abs()
+    notch_x, notch_y = inner * math.cos(step), inner * math.sin(step)
+    edge_x, edge_y = notch_x - 1, notch_y
+    return ((x - 1) * edge_y - y * edge_x) / math.hypot(edge_x, edge_y)
+
+
+DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "disc": lambda u, v: torch.hypot(u, v) - 0.8,
+    "ring": lambda u, v: (torch.hypot(u, v) - 0.65).abs() - 0.2,
+    "square": lambda u, v: _box(u, v, 0.68, 0.68),
+    "triangle": lambda u, v: _polygon(u, v, 3, 0.5),
+    "star": lambda u, v: _polygon(u, v, 5, 0.42),
+    "cross": lambda u, v: torch.minimum(_box(u, v, 0.9, 0.25), _box(u, v, 0.25, 0.9)),
+    "bar": lambda u, v: _box(u, v, 0.95, 0.3),
+    "crescent": lambda u, v: torch.maximum(torch.hypot(u, v) - 0.9, 0.75 - torch.hypot(u - 0.5, v)),
+    "half": lambda u, v: torch.maximum(torch.hypot(u, v) - 0.95, -u),
+    "frame": lambda u, v: _box(u, v, 0.58, 0.58).abs() - 0.16,
+}
+"""Signed distance of each class, in units of its radius; negative inside."""

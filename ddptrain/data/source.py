@@ -1,0 +1,71 @@
+"""Where labelled images come from: what a format has to offer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from torch import Tensor
+
+
+class Split(ABC):
+    """Labelled uint8 images of one size: the training or the validation part of a set.
+
+    labels: int64 (n,). shape: (height, width, channels).
+    """
+
+    labels: Tensor
+    shape: tuple[int, int, int]
+
+    @abstractmethod
+    def images(self, ids: Tensor) -> Tensor:
+        """uint8 (k, H, W, C): the images with these indices, an int64 (k,) tensor on the CPU.
+
+        Raises UserError naming the file where one can't be read.
+        """
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@final
+class ArraySplit(Split):
+    """Images that lie in memory already: uint8 (n, H, W, C)."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self._images = images
+        self.labels = labels
+        self.shape = (images.shape[1], images.shape[2], images.shape[3])
+
+    def images(self, ids: Tensor) -> Tensor:
+        return self._images[ids]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An opened set: its two parts and what is known of all of it."""
+
+    train: Split
+    valid: Split
+    classes: Sequence[str]
+    mean: Sequence[float]
+    """Of each channel, in 0..255, for normalising."""
+    std: Sequence[float]
+
+
+class ImageSource(ABC):
+    """One format or set of labelled images."""
+
+    name: str
+
+    @abstractmethod
+    def fetch(self, root: Path) -> None:
+        """Bring what is missing to ``root`` and verify it. Runs in one process a node.
+
+        Raises UserError that says which file to put where.
+        """
+
+    @abstractmethod
+    def open(self, root: Path) -> Opened:
+        """The set as it lies under ``root``; the same on every rank."""

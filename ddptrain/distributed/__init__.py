@@ -1,0 +1,1 @@
+"""Who am I, how do ranks talk, how is the model spread."""

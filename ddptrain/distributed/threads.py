@@ -1,0 +1,23 @@
+"""How many threads a rank computes with."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from ddptrain.distributed.world import World
+
+
+def cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_cores(world: World) -> None:
+    """Give each rank of a node its part of the cores, unless OMP_NUM_THREADS says otherwise.
+
+    torchrun sets OMP_NUM_THREADS=1 by itself, so under it a 1 is nobody's choice.
+    """
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen is None or (chosen == "1" and dist.is_torchelastic_launched()):
+        torch.set_num_threads(max(1, cores() // world.local_size))

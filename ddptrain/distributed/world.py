@@ -1,0 +1,63 @@
+"""Who am I among the ranks, and on which device."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from ddptrain.errors import UserError
+
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One rank's place among all. Passed in wherever it matters; build one by hand in a test."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    device: torch.device = torch.device("cpu")
+    shares_device: bool = False
+    """Several local ranks sit on one GPU: NCCL refuses that, gloo allows it."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_first_on_node(self) -> bool:
+        return self.local_rank == 0
+
+    def on(self, device: torch.device, shared: bool = False) -> "World":
+        return replace(self, device=device, shares_device=shared)
+
+
+def world_from_environment(environment: Mapping[str, str] = os.environ) -> World:
+    """The world torchrun describes, or a single rank without it. The device is not chosen yet.
+
+    Raises UserError where the variables are incomplete or contradict each other.
+    """
+    given = [name for name in _NAMES if name in environment]
+    if "RANK" not in given and "WORLD_SIZE" not in given:
+        return World()
+    missing = [name for name in _NAMES if name not in given]
+    if missing:
+        raise UserError(
+            f"{', '.join(given)} is set but {', '.join(missing)} is not: start ranks with torchrun,"
+            " or unset these environment variables for a single process."
+        )
+    try:
+        rank, size, local_rank, local_size = (int(environment[name]) for name in _NAMES)
+        node = int(environment.get("GROUP_RANK", "0"))
+    except ValueError as error:
+        raise UserError(f"{', '.join(_NAMES)} must be whole numbers: {error}.") from error
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+        raise UserError(
+            f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank} LOCAL_WORLD_SIZE={local_size}"
+            " contradict each other: start ranks with torchrun."
+        )
+    return World(rank, size, local_rank, local_size, node)

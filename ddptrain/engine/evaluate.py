@@ -1,0 +1,52 @@
+"""Evaluation on all ranks, exact for any world size.
+
+The validation set is cut into the same batches on any number of ranks, which share them out whole.
+Nothing is padded or averaged twice: counts are added as integers, and each floating sum is kept in
+its batch's own slot, so that adding over ranks only fills slots and the total is taken in one order.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ddptrain.distributed.comm import add_up, from_first_rank
+from ddptrain.distributed.world import World
+from ddptrain.engine.precision import Precision
+from ddptrain.protocols import Data, Report, Task
+
+
+@torch.inference_mode()
+def evaluate(
+    task: Task, model: nn.Module, data: Data, world: World, precision: Precision, batch_size: int
+) -> Report:
+    """The task's report over the whole validation set. Some collectives and a sync point, at the end.
+
+    model: the bare module, the same on every rank; DDP's wrapper would communicate in its forward.
+    """
+    was_training = model.training
+    model.eval()
+    slots = data.valid_batch_count(batch_size)
+    counts: dict[str, Tensor] = {}
+    floats: dict[str, Tensor] = {}
+    for number, batch in data.valid_batches(batch_size):
+        with precision.autocast():
+            sums = task.evaluate(model, batch)
+        for name, value in sums.items():
+            if value.is_floating_point():
+                if name not in floats:
+                    floats[name] = torch.zeros(slots, dtype=_float_dtype(value.device), device=value.device)
+                floats[name][number] = value
+            else:
+                counts[name] = counts[name] + value if name in counts else value.to(torch.int64)
+    model.train(was_training)
+    shapes = from_first_rank(world, {name: tuple(value.shape) for name, value in counts.items()})
+    for name in shapes.keys() - counts.keys():  # this rank had no batch; rank 0 always has one
+        counts[name] = torch.zeros(shapes[name], dtype=torch.int64, device=world.device)
+    for name in from_first_rank(world, sorted(floats)):
+        floats.setdefault(name, torch.zeros(slots, dtype=_float_dtype(world.device), device=world.device))
+    totals = {name: add_up(world, counts[name]).cpu() for name in sorted(counts)}
+    totals |= {name: add_up(world, floats[name]).cpu().sum() for name in sorted(floats)}
+    return task.report(totals)
+
+
+def _float_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

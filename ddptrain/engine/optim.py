@@ -1,0 +1,71 @@
+"""The optimizer and the learning rate over the run, both torch's own."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+)
+
+from ddptrain.build import build
+from ddptrain.config.schema import Sched
+from ddptrain.errors import UserError
+
+_WARMUP_START = 0.01
+"""First rate of the warm-up, as a share of the peak."""
+
+
+def build_optimizer(node: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """The optimizer a config node names, over these parameters, on whatever device they are.
+
+    Fused where torch has it: one kernel a step instead of one for each parameter, on CPUs too.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        raise UserError("model: no parameter requires a gradient, so there is nothing to train.")
+    chosen = node.get("fused") is None and node.get("foreach") is None
+    optimizer = build(node, "optim", params=trained, **({"fused": True} if chosen else {}))
+    if not isinstance(optimizer, Optimizer):
+        raise UserError(f"optim._target_={node['_target_']}: must be a torch.optim.Optimizer.")
+    return optimizer
+
+
+def build_schedule(sched: Sched, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """The learning rate of each of ``steps`` optimizer steps: a linear warm-up, then ``sched.name``."""
+    warmup = round(sched.warmup * steps)
+    rest = max(1, steps - warmup)
+    peak = optimizer.param_groups[0]["lr"]
+    if sched.name == "onecycle":  # brings its own warm-up and turns the momentum the other way
+        return OneCycleLR(
+            optimizer,
+            max_lr=peak,
+            total_steps=steps + 1,  # one more: the last step is followed by a schedule step too
+            pct_start=sched.warmup or 0.3,
+            final_div_factor=1 / (25 * sched.final) if sched.final else 1e4,
+            cycle_momentum=_has_momentum(optimizer),
+        )
+    main: LRScheduler
+    if sched.name == "cosine":
+        main = CosineAnnealingLR(optimizer, T_max=rest, eta_min=sched.final * peak)
+    elif sched.name == "step":
+        milestones = [round(share * steps) - warmup for share in sched.milestones]
+        main = MultiStepLR(optimizer, milestones, gamma=sched.gamma)
+    else:
+        main = ConstantLR(optimizer, factor=1.0)
+    if warmup == 0:
+        return main
+    rise = LinearLR(optimizer, start_factor=_WARMUP_START, total_iters=warmup)
+    return SequentialLR(optimizer, [rise, main], milestones=[warmup])
+
+
+def _has_momentum(optimizer: Optimizer) -> bool:
+    group = optimizer.param_groups[0]
+    return "betas" in group or bool(group.get("momentum"))

@@ -1,0 +1,85 @@
+"""When what happens: a pure function of the config and the size of the data."""
+
+import math
+from dataclasses import dataclass
+
+from ddptrain.config.schema import Config
+from ddptrain.data.sampler import Sampler
+from ddptrain.distributed.world import World
+from ddptrain.protocols import At
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The run's calendar, in optimizer steps. Everything happens after a step, numbered from 1.
+
+    An epoch's end is the first step after which each of its samples has been seen.
+    """
+
+    steps: int
+    train_size: int
+    batch_size: int
+    """Samples of a step over all ranks."""
+    micro_batch: int | None = None
+    """Most samples that a rank puts through the model at once."""
+    eval_batch_size: int = 256
+    log_every: int = 50
+    eval_every: int | None = None
+    """None: at the end of each epoch; so for saving."""
+    save_every: int | None = None
+    clip_norm: float | None = None
+    seed: int = 0
+
+    def sampler(self, world: World) -> Sampler:
+        """Which samples this rank takes in each step."""
+        return Sampler(self.train_size, self.batch_size, self.seed, world.rank, world.size, self.micro_batch)
+
+    def epoch(self, steps_done: int) -> float:
+        """Epochs seen after so many steps."""
+        return steps_done * self.batch_size / self.train_size
+
+    def at(self, step: int) -> At:
+        """Where the training stands when ``step`` steps are done."""
+        return At(step, step * self.batch_size // self.train_size, step / self.steps)
+
+    def logs(self, done: int) -> bool:
+        return done % self.log_every == 0 or done == self.steps
+
+    def evaluates(self, done: int) -> bool:
+        return self._due(self.eval_every, done)
+
+    def saves(self, done: int) -> bool:
+        return self._due(self.save_every, done)
+
+    def _due(self, every: int | None, done: int) -> bool:
+        if done == self.steps:
+            return True
+        if every is not None:
+            return done % every == 0
+        return int(self.epoch(done)) > int(self.epoch(done - 1))
+
+
+def plan_run(config: Config, train_size: int) -> Plan:
+    """The plan a config makes for a training set of this size."""
+    train = config.train
+    steps = train.steps
+    if steps is None:
+        assert train.epochs is not None  # the config's checks say so
+        steps = steps_of(train.epochs, train_size, train.batch_size)
+    return Plan(
+        steps=steps,
+        train_size=train_size,
+        batch_size=train.batch_size,
+        micro_batch=train.micro_batch,
+        eval_batch_size=train.eval_batch_size,
+        log_every=config.log.every,
+        eval_every=train.eval_every,
+        save_every=config.checkpoint.every,
+        clip_norm=train.clip_norm,
+        seed=config.seed,
+    )
+
+
+def steps_of(epochs: float, train_size: int, batch_size: int) -> int:
+    """Optimizer steps after which every sample has been seen ``epochs`` times."""
+    return max(1, math.ceil(epochs * train_size / batch_size - 1e-9))

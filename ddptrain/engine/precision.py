@@ -1,0 +1,66 @@
+"""Which numbers the forward pass computes in."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddptrain.errors import UserError
+
+
+class Precision:
+    """Autocast and gradient scaling for one of fp32, tf32, bf16, fp16.
+
+    Weights, gradients and optimizer state stay in the model's own dtype. fp16 has so few exponent
+    bits that gradients are scaled up and steps with overflown ones skipped (torch.amp.GradScaler).
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self._device_type = device.type
+        self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        if device.type == "cuda":
+            torch.backends.cudnn.allow_tf32 = name == "tf32"
+            torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Around the forward pass and the loss."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self._dtype)
+
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
+        """Add the gradient of ``weight * loss`` (both 0-d) to the parameters' gradients."""
+        loss.backward(gradient=self.scaler.scale(weight) if self.scaler.is_enabled() else weight)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the gradients to their true size, for clipping."""
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step, unless fp16 gradients overflowed."""
+        if self.scaler.is_enabled():
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+
+
+def choose_precision(asked: str, device: torch.device) -> Precision:
+    """The precision for ``precision=asked``; ``auto`` takes bf16 where the GPU computes in it.
+
+    Raises UserError where the device has no such numbers.
+    """
+    on_gpu = device.type == "cuda"
+    has_bf16 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 0)
+    if asked == "auto":
+        return Precision("bf16" if has_bf16 else "fp32", device)
+    if asked == "tf32" and not has_bf16:  # both came with the Ampere generation
+        raise UserError(
+            f"precision=tf32: needs an NVIDIA GPU of 2020 (sm_80) or later; this is {device}."
+            " Use precision=fp32, or bf16."
+        )
+    return Precision(asked, device)

@@ -1,0 +1,119 @@
+"""What the person at the terminal sees: a progress bar, or plain lines where there is no terminal."""
+
+import logging
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, final
+
+from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
+
+if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+    from rich.progress import Progress, TaskID
+
+log = logging.getLogger("ddptrain")
+
+
+@final
+class Console(Observer):
+    """One line at each log step and evaluation; on a terminal a bar with loss, speed and ETA below."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._steps = 0
+        self._metrics = ""
+
+    def start(self, event: Start) -> None:
+        self._steps = event.steps
+        if not sys.stderr.isatty():
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}"), console=_terminal(), transient=True,
+        )  # fmt: skip
+        self._progress.start()
+        self._task = self._progress.add_task("training", total=event.steps, completed=event.step, status="")
+
+    def log(self, event: Log) -> None:
+        values = "  ".join(f"{name} {_short(value)}" for name, value in event.values.items())
+        speed = event.speed["samples_per_s"]
+        left = (self._steps - event.step) * (event.samples / event.step) / max(speed, 1e-9)
+        line = (
+            f"step {event.step}/{self._steps}  epoch {event.epoch:.2f}  {values}"
+            f"  {_short(speed)} samples/s  waiting for data {event.speed['data_wait']:.0%}"
+        )
+        log.info("%s  ETA %s", line, _clock(left))
+        if self._progress is not None and self._task is not None:
+            status = f"loss {_short(event.values['loss'])}  {_short(speed)} samples/s  {self._metrics}"
+            self._progress.update(self._task, completed=event.step, status=status)
+
+    def evaluated(self, event: Evaluated) -> None:
+        self._metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
+        log.info(
+            "evaluated at epoch %.2f: %s%s  (%.1f s)",
+            event.epoch,
+            self._metrics,
+            "  (best so far)" if event.is_best else "",
+            event.seconds,
+        )
+
+    def saved(self, event: Saved) -> None:
+        log.debug("saved %s", event.path)
+
+    def end(self, event: End) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if event.outcome == "done":
+            log.info(
+                "done: %s after %d steps in %s",
+                "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items()),
+                event.step,
+                _clock(event.speed["seconds"]),
+            )
+
+
+def open_log(path: str | None, first: bool) -> None:
+    """Send this process's log to the terminal and to ``log.txt``; other ranks only speak of errors."""
+    logger = logging.getLogger("ddptrain")
+    logger.propagate = False
+    logger.setLevel(logging.INFO if first else logging.ERROR)
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+        old.close()
+    if first and sys.stderr.isatty():
+        from rich.highlighter import NullHighlighter
+        from rich.logging import RichHandler
+
+        logger.addHandler(
+            RichHandler(console=_terminal(), show_path=False, show_level=False, highlighter=NullHighlighter())
+        )
+    else:
+        logger.addHandler(_formatted(logging.StreamHandler(), "%(message)s"))
+    if first and path is not None:
+        logger.addHandler(_formatted(logging.FileHandler(path), "%(asctime)s %(message)s"))
+
+
+def _formatted(handler: logging.Handler, layout: str) -> logging.Handler:
+    handler.setFormatter(logging.Formatter(layout))
+    return handler
+
+
+@cache
+def _terminal() -> "Terminal":
+    """One rich console for the log and the bar, or they would draw over each other."""
+    from rich.console import Console as Terminal
+
+    return Terminal(stderr=True)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

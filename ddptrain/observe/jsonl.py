@@ -1,0 +1,58 @@
+"""metrics.jsonl: the run in numbers, one object a line; what plots, reports and tests read.
+
+It holds only what follows from the config and the seed, so that a run and its repetition, killed
+and resumed or not, write the same bytes. Speed goes to TensorBoard and summary.json.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
+
+
+@final
+class Jsonl(Observer):
+    """Appends to metrics.jsonl; on a resume first cuts off what comes after the resumed step."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def start(self, event: Start) -> None:
+        kept = [line for line in read_lines(self._path) if line["step"] <= event.step]
+        aside = self._path.with_suffix(".part")
+        aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(aside, self._path)
+        self._file = self._path.open("a")
+
+    def log(self, event: Log) -> None:
+        self._write(event, "train", event.values)
+
+    def evaluated(self, event: Evaluated) -> None:
+        self._write(event, "valid", event.metrics)
+
+    def saved(self, event: Saved) -> None:
+        pass
+
+    def end(self, event: End) -> None:
+        self._file.close()
+
+    def _write(self, event: Log | Evaluated, split: str, values: Mapping[str, float]) -> None:
+        line = {"step": event.step, "epoch": event.epoch, "samples": event.samples, "split": split}
+        self._file.write(json.dumps({**line, **values}) + "\n")
+        self._file.flush()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; one cut short by a kill is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines

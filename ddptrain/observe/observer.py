@@ -1,0 +1,116 @@
+"""Observers: told what happened, on rank 0, with plain numbers. They change nothing and never talk
+to other ranks; one that raises is reported once and dropped."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from ddptrain.protocols import Figure
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Before the first step of this process."""
+
+    step: int
+    """Steps done in earlier processes: 0 unless resumed."""
+    steps: int
+    preview: Tensor | None
+    """Augmented training samples as pictures, uint8 (n, 3, H, W)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """At a log step. ``values`` are the same whenever the run is repeated; ``speed`` is not."""
+
+    step: int
+    epoch: float
+    samples: int
+    values: Mapping[str, float]
+    speed: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    step: int
+    epoch: float
+    samples: int
+    metrics: Mapping[str, float]
+    figures: Mapping[str, Figure]
+    seconds: float
+    is_best: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """After the last step of this process, also where an error ended it."""
+
+    step: int
+    steps: int
+    outcome: str
+    """done, or what ended it."""
+    metrics: Mapping[str, float]
+    """Of the last evaluation."""
+    best: Mapping[str, float]
+    speed: Mapping[str, float] = field(default_factory=dict)
+
+
+class Observer(ABC):
+    """Implement the events; leave those of no interest empty."""
+
+    @abstractmethod
+    def start(self, event: Start) -> None: ...
+
+    @abstractmethod
+    def log(self, event: Log) -> None: ...
+
+    @abstractmethod
+    def evaluated(self, event: Evaluated) -> None: ...
+
+    @abstractmethod
+    def saved(self, event: Saved) -> None: ...
+
+    @abstractmethod
+    def end(self, event: End) -> None: ...
+
+
+class Observers:
+    """Tells all observers of an event; ranks other than the first have none."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = list(observers)
+
+    def start(self, event: Start) -> None:
+        self._tell(lambda observer: observer.start(event))
+
+    def log(self, event: Log) -> None:
+        self._tell(lambda observer: observer.log(event))
+
+    def evaluated(self, event: Evaluated) -> None:
+        self._tell(lambda observer: observer.evaluated(event))
+
+    def saved(self, event: Saved) -> None:
+        self._tell(lambda observer: observer.saved(event))
+
+    def end(self, event: End) -> None:
+        self._tell(lambda observer: observer.end(event))
+
+    def _tell(self, what: Callable[[Observer], None]) -> None:
+        for observer in list(self._observers):
+            try:
+                what(observer)
+            except Exception:  # whatever it is, the training must not pay for it
+                log.exception("%s failed and is switched off", type(observer).__name__)
+                self._observers.remove(observer)

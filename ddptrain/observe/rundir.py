@@ -1,0 +1,99 @@
+"""The run's folder: named once, by rank 0, and what describes the run in it."""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from ddptrain import __version__
+from ddptrain.config.schema import Config
+from ddptrain.distributed.world import World
+from ddptrain.errors import UserError
+
+_LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy")
+
+
+def name_run(config: Config) -> Path:
+    """The run's folder: ``run.dir``, or ``runs/<recipe>/<time>-<id>``. Called on rank 0 only.
+
+    The id is torchrun's own job id where it has one, so a restarted job finds the folder it had.
+    """
+    if config.run.dir is not None:
+        return Path(config.run.dir)
+    home = Path("runs") / config.recipe
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if job == "none":
+        return home / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{uuid.uuid4().hex[:6]}"
+    job = "".join(c if c.isalnum() else "-" for c in job)[:12]
+    earlier = sorted(home.glob(f"*-{job}"))
+    return earlier[-1] if earlier else home / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{job}"
+
+
+def open_run(config: Config, world: World, arguments: Sequence[str]) -> Path:
+    """Make the run's folder and describe the run in it. Called on rank 0 only.
+
+    Raises UserError where the folder can't be written.
+    """
+    folder = name_run(config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+        (folder / "command.txt").write_text(command_line(world, arguments) + "\n")
+        (folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"run.dir={folder}: can't be written ({error.strerror}). Make it writable, or name another"
+            " folder: run.dir=..."
+        ) from error
+    return folder
+
+
+def command_line(world: World, arguments: Sequence[str]) -> str:
+    """The line that repeats the run."""
+    launcher = "python"
+    if world.size > 1:
+        nodes = world.size // world.local_size
+        where = "--standalone" if nodes == 1 else f"--nnodes={nodes}"
+        launcher = f"torchrun {where} --nproc-per-node={world.local_size}"
+    return " ".join([launcher, "-m ddptrain", *map(shlex.quote, arguments)])
+
+
+def environment(world: World) -> dict[str, Any]:
+    """What the run depends on besides its config."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "ddptrain": __version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "libraries": {name: metadata.version(name) for name in _LIBRARIES},
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "device": str(world.device),
+        "world_size": world.size,
+        "nodes": world.size // world.local_size,
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "git_commit": _git_commit(),
+    }
+
+
+def _git_commit() -> str | None:
+    try:
+        reply = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return reply.stdout.strip()

@@ -1,0 +1,84 @@
+"""TensorBoard: scalars under train/, valid/ and perf/, pictures, and HPARAMS with final metrics."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
+from ddptrain.observe.plots import draw_figure
+
+
+@final
+class TensorBoard(Observer):
+    """One event stream a run; after a resume TensorBoard drops what an earlier process wrote beyond
+    the resumed step (``purge_step``), so no point is shown twice."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._settings = settings
+
+    def start(self, event: Start) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._folder), purge_step=event.step + 1 if event.step else None)
+        if event.preview is not None and event.step == 0:
+            self._writer.add_image("train/samples", _tiled(event.preview), 0)
+        self._flush()
+
+    def log(self, event: Log) -> None:
+        self._scalars("train", event.values, event.step)
+        self._scalars("perf", event.speed, event.step)
+        self._scalars("train", {"epoch": event.epoch}, event.step)
+        self._flush()
+
+    def evaluated(self, event: Evaluated) -> None:
+        self._scalars("valid", event.metrics, event.step)
+        for name, figure in event.figures.items():
+            self._writer.add_figure(f"valid/{name}", draw_figure(figure), event.step)
+        self._flush()
+
+    def saved(self, event: Saved) -> None:
+        pass
+
+    def end(self, event: End) -> None:
+        if event.metrics:
+            self._writer.add_hparams(
+                flat_settings(self._settings),
+                {f"hparam/{name}": value for name, value in event.metrics.items()},
+                run_name=".",
+                global_step=event.step,
+            )
+        self._writer.close()
+
+    def _scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(f"{group}/{name}", value, step)
+
+    def _flush(self) -> None:
+        self._writer.flush()  # a process that dies without it loses its tail
+
+
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | float | int | str]:
+    """Nested settings as dotted plain values, which is all that HPARAMS takes."""
+    flat: dict[str, bool | float | int | str] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= flat_settings(value, f"{prefix}{name}.")
+        elif isinstance(value, bool | float | int | str):
+            flat[f"{prefix}{name}"] = value
+        else:
+            flat[f"{prefix}{name}"] = str(value)
+    return flat
+
+
+def _tiled(pictures: torch.Tensor) -> torch.Tensor:
+    """uint8 (n, 3, H, W) -> (3, rows, columns): side by side, eight a row, with a thin margin."""
+    rows = []
+    padded = torch.nn.functional.pad(pictures, (1, 1, 1, 1))
+    for row in padded.split(8):
+        missing = 8 - len(row)
+        blank = row.new_zeros((missing, *row.shape[1:]))
+        rows.append(torch.cat(list(torch.cat([row, blank])), dim=2))
+    return torch.cat(rows, dim=1)

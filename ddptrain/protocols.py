@@ -1,0 +1,138 @@
+"""What a recipe implements and what the engine hands it. A recipe imports this and nothing deeper.
+
+A recipe is a `Task` (which model, which loss, which metrics) and a `Data` (which batches). The
+engine owns the rest: devices, ranks, precision, the loop, checkpoints and logs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ddptrain.data.sampler import Sampler
+    from ddptrain.distributed.world import World
+
+Batch = Any
+"""What `Data` yields and `Task` reads: tensors in tuples, lists or dicts, already on the device."""
+
+
+class At(NamedTuple):
+    """Where the training stands, for losses and augmentations that change with time."""
+
+    step: int
+    """Optimizer steps done so far."""
+    epoch: int
+    """Epoch of the first sample of this step's global batch."""
+    progress: float
+    """Share of the whole training that is done, in [0, 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss as a sum and a count, so that the engine can divide by the count over all ranks.
+
+    That division is what gives 1, 2 or 4 ranks, with or without accumulation, the same gradient.
+    """
+
+    sum: Tensor
+    """0-d floating tensor: the loss added over the batch's items, with its graph."""
+    count: int | Tensor
+    """How many items were added. An ``int`` promises the same count for every sample of the batch
+    (images: 1 each; text: tokens of a window), so the global count needs no communication. A 0-d
+    ``Tensor`` may differ from sample to sample (positive anchors): it costs one small all-reduce."""
+    logs: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further 0-d sums to log beside the loss, each divided by the same count."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfusionMatrix:
+    """A figure for `Report`: ``counts[t][p]`` samples of true class t were predicted as p."""
+
+    counts: Sequence[Sequence[int]]
+    classes: Sequence[str]
+
+
+Figure = ConfusionMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of one evaluation: plain numbers, and figures for those who look."""
+
+    metrics: Mapping[str, float]
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+
+
+class Task(ABC):
+    """What is trained: model, loss and metrics. Not an nn.Module.
+
+    The engine passes the *wrapped* model to `loss`, so DDP's forward is always the one called.
+    """
+
+    best_metric: str
+    """Name of the validation metric that picks ``checkpoints/best``."""
+    higher_is_better: bool
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """The model, on the CPU. Called once per rank, after the seed is set and `Data.prepare`."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch, at: At) -> Loss:
+        """Forward one micro-batch in training mode, under the engine's autocast."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Sums over one validation batch, under ``inference_mode``.
+
+        Integer tensors are counts, added exactly. 0-d floating tensors are kept per batch in
+        float64 and added in the order of the data set, so every world size gives the same bits.
+        """
+
+    @abstractmethod
+    def report(self, sums: Mapping[str, Tensor]) -> Report:
+        """Metrics from `evaluate`'s sums over the whole validation set (on the CPU)."""
+
+
+class Data(ABC):
+    """What it is trained on."""
+
+    @abstractmethod
+    def prepare(self, world: "World", seed: int) -> None:
+        """Download (once a node), check and open the data. Called on every rank, together."""
+
+    @property
+    @abstractmethod
+    def train_size(self) -> int:
+        """Training samples in one epoch."""
+
+    @abstractmethod
+    def train_batches(self, sampler: "Sampler", steps: range) -> Iterator[Batch]:
+        """This rank's micro-batches for the given optimizer steps, in order, on the device.
+
+        Which samples those are is the sampler's to say; how each is augmented must follow from
+        (seed, epoch, sample index) alone.
+        """
+
+    @abstractmethod
+    def valid_batches(self, batch_size: int) -> Iterator[tuple[int, Batch]]:
+        """This rank's validation batches with their number in the whole set, on the device.
+
+        Batch ``i`` holds samples ``[i * batch_size, (i + 1) * batch_size)`` on any world size; the
+        ranks share out whole batches, so none is padded, repeated or cut differently.
+        """
+
+    @abstractmethod
+    def valid_batch_count(self, batch_size: int) -> int:
+        """Batches in the whole validation set."""
+
+    @abstractmethod
+    def preview(self) -> Tensor | None:
+        """A few augmented training samples as pictures: uint8 (n, 3, H, W) or None."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for the log: what it is, how much, and how it is loaded."""

@@ -1,0 +1,81 @@
+"""Ranks in a test: ``run_ranks(fn, 3)`` runs a function as three gloo ranks on the CPU.
+
+For ddptrain's own tests and for those of your recipe. Ranks are forked, which takes a tenth of a
+second where starting fresh processes takes several; so the function may be a closure, and what it
+returns must pickle.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddptrain.distributed.world import World
+
+Result = TypeVar("Result")
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not end in time; the message holds its traceback."""
+
+
+def run_ranks(fn: Callable[[World], Result], size: int, timeout: float = 60.0) -> list[Result]:
+    """Call ``fn(world)`` on each of ``size`` ranks, a thread each; returns their results by rank.
+
+    A world of one runs in a process of its own too, without a process group.
+    Raises RankFailed where a rank fails or is not done after ``timeout`` seconds.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(size):
+            receiver, sender = context.Pipe(duplex=False)
+            world = World(rank=rank, size=size, local_rank=rank, local_size=size)
+            process = context.Process(target=_rank, args=(fn, world, os.path.join(folder, "store"), sender))
+            process.start()
+            sender.close()
+            ranks.append((process, receiver))
+        try:
+            return [_result(rank, receiver, timeout) for rank, (_, receiver) in enumerate(ranks)]
+        finally:
+            for process, receiver in ranks:
+                receiver.close()
+                process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _rank(fn: Callable[[World], Any], world: World, store: str, results: Connection) -> None:
+    torch.set_num_threads(1)  # the parent's thread pool does not survive a fork
+    try:
+        if world.size > 1:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=world.rank, world_size=world.size
+            )
+        outcome: tuple[bool, Any] = (True, fn(world))
+        if world.size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    results.send(outcome)
+    results.close()
+
+
+def _result(rank: int, receiver: Connection, timeout: float) -> Any:
+    if not receiver.poll(timeout):
+        raise RankFailed(f"rank {rank} did not end within {timeout} s")
+    try:
+        succeeded, value = receiver.recv()
+    except EOFError as error:
+        raise RankFailed(f"rank {rank} died without a word") from error
+    if not succeeded:
+        raise RankFailed(f"rank {rank} raised:\n{value}")
+    return value
