@@ -5,8 +5,10 @@ second where starting fresh processes takes several; so the function may be a cl
 returns must pickle.
 """
 
+import importlib
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -31,6 +33,7 @@ def run_ranks(fn: Callable[[World], Result], size: int, timeout: float = 60.0) -
     A world of one runs in a process of its own too, without a process group.
     Raises RankFailed where a rank fails or is not done after ``timeout`` seconds.
     """
+    importlib.import_module("torch._dynamo")  # optimizers and DDP need it: seconds, here once for all ranks
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
@@ -65,7 +68,8 @@ def _rank(fn: Callable[[World], Any], world: World, store: str, results: Connect
             dist.destroy_process_group()
     except BaseException:
         outcome = (False, traceback.format_exc())
-    results.send(outcome)
+    # pickled here: multiprocessing's own way would share tensors through a process that is about to end
+    results.send_bytes(pickle.dumps(outcome))
     results.close()
 
 
@@ -73,7 +77,7 @@ def _result(rank: int, receiver: Connection, timeout: float) -> Any:
     if not receiver.poll(timeout):
         raise RankFailed(f"rank {rank} did not end within {timeout} s")
     try:
-        succeeded, value = receiver.recv()
+        succeeded, value = pickle.loads(receiver.recv_bytes())
     except EOFError as error:
         raise RankFailed(f"rank {rank} died without a word") from error
     if not succeeded:

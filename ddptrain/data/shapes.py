@@ -45,8 +45,8 @@ class Shapes(ImageSource):
             train=self._drawn(self._train, part=0),
             valid=self._drawn(self._valid, part=1),
             classes=list(DISTANCES),
-            mean=[127.5] * 3,
-            std=[73.7] * 3,
+            mean=[85.8] * 3,
+            std=[59.8] * 3,
         )
 
     def _drawn(self, count: int, part: int) -> Split:

@@ -142,10 +142,9 @@ class Engine:
         self._observers.log(Log(done, *self._position(done), values, self._watch.lap()))
         if not math.isfinite(values["loss"]):
             raise Diverged(
-                f"the mean loss of the steps up to {done} is {values['loss']}: training has diverged."
-                " A lower optim.lr, a longer sched.warmup or train.clip_norm=1 usually mends it."
-                f" {'No checkpoint was' if not self._checkpointer.steps() else 'The last checkpoint was'}"
-                " saved before."
+                f"the mean loss of the last steps up to {done} is {values['loss']}: the training has"
+                " diverged. A lower optim.lr, a longer sched.warmup or train.clip_norm=1 usually mends it."
+                " Checkpoints of earlier steps are kept."
             )
 
     def _evaluate(self, state: TrainState) -> None:

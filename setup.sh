@@ -1,0 +1,55 @@
+#!/bin/sh
+# Sets up ddptrain in a virtual environment of its own, then does what it is told.
+#
+#   sh setup.sh          set up only
+#   sh setup.sh demo     ... and train the main job on two ranks, on data that needs no download
+#   sh setup.sh test     ... and run the tests
+#   sh setup.sh check    ... and run the linter, the formatter and the type checker
+#
+# VENV names the environment's folder (default .venv), PYTHON the interpreter (default python3.11 or
+# python3). Works without Debian's python3-venv: the system's pip then installs into the environment.
+set -eu
+cd "$(dirname "$0")"
+VENV=${VENV:-.venv}
+PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
+WHAT=${1:-setup}
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "setup.sh: $PYTHON is older than Python 3.11; name another one: PYTHON=... sh setup.sh" >&2
+    exit 2
+}
+case $WHAT in
+setup | demo) EXTRA= ;;
+test) EXTRA="[test]" ;;
+check) EXTRA="[dev]" ;;
+*)
+    echo "setup.sh: $WHAT: must be demo, test, check or nothing" >&2
+    exit 2
+    ;;
+esac
+
+if [ ! -x "$VENV/bin/python" ]; then
+    "$PYTHON" -m venv "$VENV" 2>/dev/null || "$PYTHON" -m venv --without-pip --clear "$VENV"
+fi
+if "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e ".$EXTRA"
+else
+    "$PYTHON" -m pip --python "$VENV/bin/python" install --quiet --disable-pip-version-check -e ".$EXTRA"
+fi
+
+case $WHAT in
+setup)
+    echo "Ready. Next: . $VENV/bin/activate && torchrun --standalone --nproc-per-node=2 -m ddptrain recipe=cnn_cifar10 data=shapes"
+    ;;
+demo)
+    exec "$VENV/bin/torchrun" --standalone --nproc-per-node=2 -m ddptrain recipe=mobilenet_cifar10 data=shapes train.epochs=3
+    ;;
+test)
+    exec "$VENV/bin/python" -m pytest
+    ;;
+check)
+    "$VENV/bin/ruff" check .
+    "$VENV/bin/ruff" format --check .
+    exec "$VENV/bin/mypy"
+    ;;
+esac

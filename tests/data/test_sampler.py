@@ -1,0 +1,59 @@
+"""Each sample once an epoch, in an order that no world size, accumulation or restart changes."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddptrain.data.sampler import Orders, Part, Sampler
+
+CPU = torch.device("cpu")
+
+
+def ids_of(sampler: Sampler, parts: list[Part]) -> list[int]:
+    found: list[int] = Orders(sampler, CPU).ids(parts)[0].tolist()
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(size=st.integers(1, 60), batch=st.integers(1, 40), seed=st.integers(0, 2**62))
+def test_the_stream_of_global_batches_is_the_epochs_one_after_the_other(
+    size: int, batch: int, seed: int
+) -> None:
+    sampler = Sampler(size, batch, seed)
+    steps = -(-3 * size // batch)
+    stream = [i for step in range(steps) for i in ids_of(sampler, sampler.global_batch(step))]
+    for epoch in range(3):
+        assert sorted(stream[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), size=st.integers(1, 50), batch=st.integers(4, 40), seed=st.integers(0, 99))
+def test_ranks_and_micro_batches_cut_a_global_batch_without_changing_it(
+    data: st.DataObject, size: int, batch: int, seed: int
+) -> None:
+    world_size = data.draw(st.integers(1, 4))
+    micro_batch = data.draw(st.none() | st.integers(1, batch))
+    step = data.draw(st.integers(0, 50))
+    together: list[int] = []
+    for rank in range(world_size):
+        sampler = Sampler(size, batch, seed, rank, world_size, micro_batch)
+        micro_batches = sampler.micro_batches(step)
+        lengths = [sum(part.stop - part.start for part in parts) for parts in micro_batches]
+        assert tuple(lengths) == sampler.micro_sizes
+        assert all(0 < length <= (micro_batch or batch) for length in lengths)
+        for parts in micro_batches:
+            together += ids_of(sampler, parts)
+    alone = Sampler(size, batch, seed)
+    assert together == ids_of(alone, alone.global_batch(step))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    orders = [tuple(Sampler(100, 10, seed).order(epoch).tolist()) for seed in (0, 1) for epoch in (0, 1)]
+    assert len(set(orders)) == 4
+
+
+def test_the_epoch_of_each_sample_is_told_where_a_batch_reaches_over_an_epochs_end() -> None:
+    sampler = Sampler(size=5, batch_size=4, seed=0)
+    ids, epochs = Orders(sampler, CPU).ids(sampler.global_batch(1))
+    assert epochs.tolist() == [0, 1, 1, 1]
+    assert ids.tolist() == [*sampler.order(0)[4:].tolist(), *sampler.order(1)[:3].tolist()]

@@ -1,0 +1,114 @@
+"""Schedules, averages, the plan and the meter, against what they are said to be."""
+
+import math
+
+import pytest
+import torch
+from toy import plain, with_noise
+
+from ddptrain.config.schema import Sched
+from ddptrain.distributed.world import World
+from ddptrain.engine.ema import ExponentialAverage
+from ddptrain.engine.meter import Meter
+from ddptrain.engine.optim import build_optimizer, build_schedule
+from ddptrain.engine.plan import Plan, steps_of
+from ddptrain.protocols import Loss
+from ddptrain.testing import run_ranks
+
+PEAK = 0.5
+
+
+def rates(sched: Sched, steps: int) -> list[float]:
+    """The learning rate of each step."""
+    optimizer = torch.optim.SGD(plain().parameters(), lr=PEAK, momentum=0.9)
+    schedule = build_schedule(sched, optimizer, steps)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_cosine_after_a_linear_warmup() -> None:
+    found = rates(Sched("cosine", warmup=0.1, final=0.2), 100)
+    assert found[:3] == pytest.approx([PEAK * (0.01 + 0.99 * i / 10) for i in range(3)])
+    low = 0.2 * PEAK
+    expected = [low + (PEAK - low) * (1 + math.cos(math.pi * i / 90)) / 2 for i in range(90)]
+    assert found[10:] == pytest.approx(expected, rel=1e-9)
+
+
+def test_step_and_constant() -> None:
+    found = rates(Sched("step", warmup=0.1, milestones=[0.5, 0.75], gamma=0.1), 100)
+    assert found[10:50] == pytest.approx([PEAK] * 40)
+    assert found[50:75] == pytest.approx([PEAK / 10] * 25)
+    assert found[75:] == pytest.approx([PEAK / 100] * 25)
+    assert rates(Sched("constant"), 5) == [PEAK] * 5
+
+
+def test_onecycle_peaks_after_its_warmup_and_ends_low() -> None:
+    found = rates(Sched("onecycle", warmup=0.25, final=0.01), 100)
+    assert max(range(100), key=found.__getitem__) in (24, 25)
+    assert max(found) == pytest.approx(PEAK, rel=1e-3)
+    assert found[0] == pytest.approx(PEAK / 25)
+    assert found[-1] == pytest.approx(0.01 * PEAK, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adam", "RMSprop"])
+def test_optimizers_are_fused_where_torch_can(name: str) -> None:
+    optimizer = build_optimizer({"_target_": f"torch.optim.{name}", "lr": 0.1}, plain().parameters())
+    assert bool(optimizer.param_groups[0].get("fused")) == (name != "RMSprop")
+
+
+def test_average_follows_its_formula_for_weights_and_buffers() -> None:
+    torch.manual_seed(0)
+    model, decay = with_noise(), 0.75
+    average = ExponentialAverage(model, decay)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(4):
+        model(torch.randn(8, 12)).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+        average.update()
+        for name, value in model.state_dict().items():
+            if value.is_floating_point():
+                expected[name] = decay * expected[name] + (1 - decay) * value
+            else:
+                expected[name] = value.clone()
+    for name, value in average.model().state_dict().items():
+        torch.testing.assert_close(value, expected[name])
+
+
+def test_epochs_end_at_the_step_that_has_seen_all_samples() -> None:
+    plan = Plan(steps=steps_of(3, 100, 30), train_size=100, batch_size=30)
+    assert plan.steps == 10
+    assert [done for done in range(1, 11) if plan.evaluates(done)] == [4, 7, 10]
+    assert steps_of(1, 10, 64) == 1
+    assert steps_of(0.5, 100, 10) == 5
+
+
+def test_a_batch_larger_than_the_set_ends_an_epoch_every_step() -> None:
+    plan = Plan(steps=3, train_size=10, batch_size=25)
+    assert [plan.evaluates(done) for done in (1, 2, 3)] == [True, True, True]
+
+
+def test_meter_means_over_ranks_and_survives_a_gather() -> None:
+    def rank(world: World) -> list[dict[str, float]]:
+        meter = Meter(world)
+        found = []
+        for gathers in (False, True):
+            for i in range(3):
+                value = torch.tensor(float(world.rank * 10 + i))
+                meter.add(Loss(value, 2, {"half": value / 2}))
+                if gathers:
+                    meter.gather()
+            found.append(meter.read())
+        meter.add(Loss(torch.tensor(6.0), torch.tensor(1 + world.rank)))
+        found.append(meter.read())
+        return found
+
+    for found in run_ranks(rank, 2):
+        assert found[0] == found[1] == {"loss": 36 / 12, "half": 18 / 12}
+        assert found[2]["loss"] == 12 / 3

@@ -1,0 +1,239 @@
+"""What a step may and may not do."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from toy import SGD, Classify, Fit, Vectors, plain, weights, with_noise
+
+from ddptrain.config.schema import Strategy
+from ddptrain.distributed.world import World
+from ddptrain.engine.loop import Engine
+from ddptrain.engine.plan import Plan
+from ddptrain.errors import Diverged
+from ddptrain.observe.observer import Log, Observer
+from ddptrain.protocols import At, Loss
+from ddptrain.testing import run_ranks
+
+READS = ("item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__")
+
+
+class _Scalars(TorchDispatchMode):
+    """Counts values read from a tensor to the host, by whatever way."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._seen.append("_local_scalar_dense")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def reads_counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    seen: list[str] = []
+    with monkeypatch.context() as patch:
+        for name in READS:
+            original = getattr(torch.Tensor, name)
+
+            def counted(
+                self: Any, *args: Any, _name: str = name, _original: Any = original, **kw: Any
+            ) -> Any:
+                seen.append(_name)
+                return _original(self, *args, **kw)
+
+            patch.setattr(torch.Tensor, name, counted)
+        with _Scalars(seen):
+            yield seen
+
+
+@pytest.mark.parametrize("optim", ["SGD", "AdamW"])
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_no_value_is_read_from_the_device_between_two_log_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str, ema: float | None
+) -> None:
+    reads: dict[int, list[str]] = {}
+    step = Engine._step
+
+    def watched(self: Engine, state: Any, at: At, batches: Any) -> None:
+        with reads_counted(monkeypatch) as seen:
+            step(self, state, at, batches)
+        reads[at.step] = seen
+
+    monkeypatch.setattr(Engine, "_step", watched)
+    plan = Plan(steps=20, train_size=100, batch_size=32, micro_batch=10, log_every=10, clip_norm=1.0)
+    node = {"_target_": f"torch.optim.{optim}", "lr": 0.01}
+    Fit(plan, make_model=with_noise, optim=node, ema=ema).run(World(), tmp_path)
+    assert sorted(reads) == list(range(20))
+    assert {at: seen for at, seen in reads.items() if seen} == {}
+
+
+def test_the_counter_of_reads_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    with reads_counted(monkeypatch) as seen:
+        float(torch.ones(()))
+        torch.ones(()).cpu()
+        bool(torch.ones(()) > 0)
+    assert len(seen) >= 3
+
+
+def test_one_all_reduce_a_bucket_a_step_whatever_is_accumulated(tmp_path: Path) -> None:
+    """Gradient traffic only with the last micro-batch; nothing else is sent between log steps."""
+
+    def rank(world: World) -> list[int]:
+        counts: list[int] = []
+        sent = 0
+
+        def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            nonlocal sent
+            sent += 1
+            work = dist.all_reduce(bucket.buffer().div_(world.size), async_op=True)
+            return work.get_future().then(lambda f: f.value()[0])  # type: ignore[no-any-return]
+
+        plan = Plan(steps=6, train_size=100, batch_size=32, micro_batch=4, log_every=100)
+        original_step, original_reduce = Engine._step, dist.all_reduce
+        others = 0
+
+        def step(self: Engine, state: Any, at: At, batches: Any) -> None:
+            nonlocal sent, others
+            if at.step == 0:
+                state.wrapped.register_comm_hook(None, hook)
+            sent = others = 0
+            original_step(self, state, at, batches)
+            counts.append(sent)
+            counts.append(others - sent)
+
+        def reduce(*args: Any, **kw: Any) -> Any:
+            nonlocal others
+            others += 1
+            return original_reduce(*args, **kw)
+
+        Engine._step, dist.all_reduce = step, reduce  # type: ignore[method-assign,assignment]
+        Fit(plan).run(world, tmp_path / str(world.rank))
+        return counts
+
+    for counts in run_ranks(rank, 2):
+        assert counts == [1, 0] * 6
+
+
+class _Keep(Observer):
+    """Keeps the log events."""
+
+    def __init__(self) -> None:
+        self.logs: list[Log] = []
+
+    def start(self, event: Any) -> None: ...
+    def log(self, event: Log) -> None:
+        self.logs.append(event)
+
+    def evaluated(self, event: Any) -> None: ...
+    def saved(self, event: Any) -> None: ...
+    def end(self, event: Any) -> None: ...
+
+
+def test_logged_loss_is_the_mean_over_all_samples_of_all_ranks(tmp_path: Path) -> None:
+    plan = Plan(steps=8, train_size=100, batch_size=31, log_every=4, seed=2)
+
+    def rank(world: World) -> list[float]:
+        keep = _Keep()
+        Fit(plan, optim={**SGD, "lr": 0.0}, observers=[keep]).run(
+            world, tmp_path / f"{world.size}-{world.rank}"
+        )
+        return [event.values["loss"] for event in keep.logs]
+
+    [alone] = run_ranks(rank, 1)
+    for together in run_ranks(rank, 3):
+        assert together == pytest.approx(alone, rel=1e-6)
+    data, model = Vectors(100), _seeded_model(2)
+    ids = [
+        i for step in range(4) for part in plan.sampler(World()).global_batch(step) for i in _ids(plan, part)
+    ]
+    expected = torch.nn.functional.cross_entropy(model(data.features[ids]), data.labels[ids]).item()
+    assert alone[0] == pytest.approx(expected, rel=1e-5)
+
+
+def _seeded_model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return plain()
+
+
+def _ids(plan: Plan, part: Any) -> list[int]:
+    found: list[int] = plan.sampler(World()).order(part.epoch)[part.start : part.stop].tolist()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains_on_the_cpu_and_keeps_float32_weights(tmp_path: Path, precision: str) -> None:
+    plan = Plan(steps=40, train_size=200, batch_size=50, seed=1, clip_norm=5.0)
+    state, _, report = Fit(plan, precision=precision).run(World(), tmp_path)
+    assert all(p.dtype == torch.float32 for p in state.model.parameters())
+    assert report.metrics["accuracy"] > 0.6
+    assert state.scaler.is_enabled() == (precision == "fp16")
+
+
+def test_an_overflown_fp16_gradient_skips_the_step_and_lowers_the_scale(tmp_path: Path) -> None:
+    class Overflows(Classify):
+        def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
+            loss = super().loss(model, batch, at)
+            return Loss(loss.sum * 1e6, loss.count)
+
+    plan = Plan(steps=1, train_size=100, batch_size=20, seed=1)
+    state, _, _ = Fit(plan, task=Overflows, precision="fp16").run(World(), tmp_path)
+    assert state.scaler.get_scale() == 65536.0 / 2  # torch's initial scale, halved once
+    untrained = torch.cat([p.detach().double().flatten() for p in _seeded_model(1).parameters()])
+    assert torch.equal(weights(state), untrained)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
+    class Explodes(Classify):
+        def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
+            loss = super().loss(model, batch, at)
+            return Loss(loss.sum * float("nan") if at.step == 7 else loss.sum, loss.count)
+
+    def rank(world: World) -> str:
+        plan = Plan(steps=20, train_size=100, batch_size=20, log_every=5)
+        with pytest.raises(Diverged) as caught:
+            Fit(plan, task=Explodes).run(world, tmp_path / str(world.rank))
+        return str(caught.value)
+
+    first, second = run_ranks(rank, 2)
+    assert first == second
+    assert "steps up to 10" in first
+
+
+def test_dropout_differs_between_ranks_and_steps_but_not_between_runs(tmp_path: Path) -> None:
+    class Mask(Classify):
+        seen: list[int]
+
+        def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
+            self.seen.append(int(torch.randint(2**31, ()).item()))
+            return super().loss(model, batch, at)
+
+    def rank(world: World) -> list[int]:
+        seen: list[int] = []
+
+        def task(make_model: Any) -> Mask:
+            made = Mask(make_model)
+            made.seen = seen
+            return made
+
+        plan = Plan(steps=5, train_size=100, batch_size=20)
+        Fit(plan, task=task).run(world, tmp_path / f"{world.rank}-{len(list(tmp_path.iterdir()))}")
+        return seen[-5:]
+
+    first, again = run_ranks(rank, 2), run_ranks(rank, 2)
+    assert first == again
+    assert len({draw for draws in first for draw in draws}) == 10
+
+
+def test_strategy_dp_trains_like_single_where_there_is_no_gpu(tmp_path: Path) -> None:
+    plan = Plan(steps=10, train_size=100, batch_size=20)
+    single, _, _ = Fit(plan).run(World(), tmp_path / "single")
+    parallel, _, _ = Fit(plan, strategy=Strategy(name="dp")).run(World(), tmp_path / "dp")
+    assert torch.equal(weights(single), weights(parallel))

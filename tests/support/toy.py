@@ -1,0 +1,184 @@
+"""A small recipe on vectors, and the shortest way to train it with the real engine."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddptrain.commands.train import make_state
+from ddptrain.config.schema import Config, Ema, Sched, Strategy
+from ddptrain.data.sampler import Orders, Sampler
+from ddptrain.distributed.strategy import choose_strategy
+from ddptrain.distributed.world import World
+from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.loop import Engine
+from ddptrain.engine.plan import Plan
+from ddptrain.engine.precision import Precision
+from ddptrain.engine.state import TrainState
+from ddptrain.observe.observer import Observer, Observers
+from ddptrain.protocols import At, Data, Loss, Report, Task
+
+FEATURES, CLASSES = 12, 5
+
+
+class Vectors(Data):
+    """Gaussian vectors with linear labels; remembers which samples it was asked for."""
+
+    def __init__(self, train: int, valid: int = 101, dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(7)
+        features = torch.randn(train + valid, FEATURES, generator=generator, dtype=torch.float64)
+        truth = torch.randn(FEATURES, CLASSES, generator=generator, dtype=torch.float64)
+        self.features, self.labels = features.to(dtype), (features @ truth).argmax(dim=1)
+        self._train = train
+        self.asked: list[Tensor] = []
+        """Sample indices of each micro-batch this rank was given."""
+
+    def prepare(self, world: World, seed: int) -> None:
+        self._world = world
+
+    @property
+    def train_size(self) -> int:
+        return self._train
+
+    def train_batches(self, sampler: Sampler, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
+        orders = Orders(sampler, torch.device("cpu"))
+        for parts in sampler.over(steps):
+            ids, _ = orders.ids(parts)
+            self.asked.append(ids)
+            yield self.features[ids], self.labels[ids]
+
+    def valid_batch_count(self, batch_size: int) -> int:
+        return -(-(len(self.labels) - self._train) // batch_size)
+
+    def valid_batches(self, batch_size: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        for i in range(self._world.rank, self.valid_batch_count(batch_size), self._world.size):
+            chosen = slice(self._train + i * batch_size, self._train + (i + 1) * batch_size)
+            yield i, (self.features[chosen], self.labels[chosen])
+
+    def preview(self) -> None:
+        return None
+
+    def describe(self) -> str:
+        return "vectors"
+
+
+class Classify(Task):
+    """Cross-entropy over a small network."""
+
+    best_metric = "accuracy"
+    higher_is_better = True
+
+    def __init__(self, make_model: Callable[[], nn.Module]) -> None:
+        self._make_model = make_model
+
+    def build(self) -> nn.Module:
+        return self._make_model()
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+        features, labels = batch
+        return Loss(nn.functional.cross_entropy(model(features), labels, reduction="sum"), len(labels))
+
+    def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mapping[str, Tensor]:
+        features, labels = batch
+        logits = model(features).float()
+        return {
+            "loss": nn.functional.cross_entropy(logits, labels, reduction="sum"),
+            "right": (logits.argmax(dim=1) == labels).sum(),
+            "count": torch.tensor(len(labels)),
+        }
+
+    def report(self, sums: Mapping[str, Tensor]) -> Report:
+        count = int(sums["count"])
+        return Report({"accuracy": int(sums["right"]) / count, "loss": float(sums["loss"]) / count})
+
+
+class CountPositives(Classify):
+    """Normalises by a count that only the device knows: the samples of classes above 1."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+        features, labels = batch
+        positive = labels > 1
+        each = nn.functional.cross_entropy(model(features), labels, reduction="none")
+        return Loss((each * positive).sum(), positive.sum())
+
+
+def plain(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, CLASSES)).to(dtype)
+
+
+def with_noise() -> nn.Module:
+    """BatchNorm and dropout: what a resume has to get right beside the weights."""
+    return nn.Sequential(
+        nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, CLASSES)
+    )
+
+
+SGD: dict[str, Any] = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}
+
+
+@dataclass
+class Fit:
+    """One training, by the real engine."""
+
+    plan: Plan
+    make_model: Callable[[], nn.Module] = plain
+    task: Callable[[Callable[[], nn.Module]], Task] = Classify
+    dtype: torch.dtype = torch.float32
+    optim: dict[str, Any] = field(default_factory=lambda: dict(SGD))
+    sched: Sched = field(default_factory=lambda: Sched(name="cosine", warmup=0.1))
+    ema: float | None = None
+    strategy: Strategy = field(default_factory=Strategy)
+    precision: str = "fp32"
+    observers: Sequence[Observer] = ()
+
+    def run(
+        self, world: World, folder: Path, stop_at: int | None = None
+    ) -> tuple[TrainState, Vectors, Report]:
+        """Train to the plan's end, going on from what ``folder`` holds; this process is killed when it
+        has saved step ``stop_at``."""
+        torch.manual_seed(self.plan.seed)
+        data, task = Vectors(self.plan.train_size, dtype=self.dtype), self.task(self.make_model)
+        data.prepare(world, self.plan.seed)
+        precision = Precision(self.precision, world.device)
+        config = Config(
+            recipe="toy", task={}, data={}, optim=self.optim, sched=self.sched, ema=Ema(self.ema),
+            strategy=self.strategy,
+        )  # fmt: skip
+        strategy = choose_strategy(self.strategy, world)
+        state = make_state(config, task.build(), strategy, precision, world, self.plan)
+        checkpointer = Checkpointer(folder, keep=2)
+        saved = checkpointer.newest()
+        if saved is not None:
+            state.load_state_dict(unpack(saved.payload, "test"), "test")
+        observers = Observers([*self.observers, *([_Killer(stop_at)] if stop_at else [])])
+        engine = Engine(task, data, world, strategy, precision, self.plan, checkpointer, observers)
+        return state, data, engine.fit(state)
+
+
+class _Killer(Observer):
+    """Ends this process, with nothing flushed or closed, right after the save of a given step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def start(self, event: Any) -> None: ...
+
+    def log(self, event: Any) -> None: ...
+
+    def evaluated(self, event: Any) -> None: ...
+
+    def saved(self, event: Any) -> None:
+        if event.step >= self._step:
+            os._exit(137)
+
+    def end(self, event: Any) -> None: ...
+
+
+def weights(state: TrainState) -> Tensor:
+    """All parameters and buffers in one float64 vector."""
+    tensors = [*state.model.parameters(), *state.model.buffers()]
+    return torch.cat([t.detach().double().flatten() for t in tensors])

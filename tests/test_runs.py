@@ -1,0 +1,137 @@
+"""Whole runs, started as a user starts them: what they leave behind, and what a second start does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from compare import assert_same
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ddptrain.engine.checkpoint import read, unpack
+
+SMALL = ["recipe=cnn_cifar10", "data=shapes", "data.source.train=300", "data.source.valid=90", "device=cpu",
+         "train.batch_size=64", "train.epochs=3", "log.every=5"]  # fmt: skip
+
+
+def start(folder: Path, *arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m"]
+    if ranks:
+        launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*launcher, "ddptrain", *arguments], cwd=folder, env=environment, capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+
+
+def only_run(folder: Path) -> Path:
+    [run] = (folder / "runs/cnn_cifar10").iterdir()
+    return run
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_run_leaves_one_folder_with_everything_in_it(tmp_path: Path, ranks: int) -> None:
+    done = start(tmp_path, *SMALL, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path)
+    assert {p.name for p in run.iterdir()} == {
+        "config.yaml", "command.txt", "environment.json", "log.txt", "metrics.jsonl", "tensorboard",
+        "checkpoints", "plots", "summary.json",
+    }  # fmt: skip
+    assert {p.name for p in (run / "plots").iterdir()} == {"curves.png", "confusion.png"}
+    assert {p.name for p in (run / "checkpoints").iterdir()} == {"step-10", "step-15", "best"}
+
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if line["split"] == "train"]
+    assert [line["step"] for line in trained] == [5, 10, 15]
+    assert trained[-1]["loss"] < trained[0]["loss"]
+    assert [line["step"] for line in lines if line["split"] == "valid"] == [5, 10, 15]
+
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["outcome"] == "done"
+    assert summary["metrics"]["accuracy"] == lines[-1]["accuracy"]
+    assert summary["samples_per_s"] > 0
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["world_size"] == max(ranks, 1)
+    assert "nproc-per-node=2" in (run / "command.txt").read_text() or not ranks
+
+    log = done.stderr
+    for said in ("device     cpu (asked for)", "precision  fp32", "batch      64 global", "accuracy"):
+        assert log.count(said) >= 1, said
+    assert log.count("device     ") == 1  # rank 0 alone speaks
+
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    tags = events.Tags()
+    assert {"train/loss", "train/lr", "valid/accuracy", "perf/samples_per_s"} <= set(tags["scalars"])
+    assert {"train/samples", "valid/confusion"} <= set(tags["images"])
+    assert "hparam/accuracy" in tags["scalars"]
+    assert [event.step for event in events.Scalars("train/loss")] == [5, 10, 15]
+
+    again = start(tmp_path, "evaluate", f"run={run}", ranks=1 if ranks else 2)
+    assert again.returncode == 0, again.stderr
+    metrics = json.loads(again.stdout)
+    assert metrics["step"] == 15
+    assert metrics["accuracy"] == summary["metrics"]["accuracy"]
+    assert metrics["loss"] == pytest.approx(summary["metrics"]["loss"], rel=1e-12)
+
+
+def test_the_same_command_goes_on_where_a_run_was_stopped(tmp_path: Path) -> None:
+    """Stopped by SIGKILL in the middle; ends with the bits of a run that was not."""
+    command = [*SMALL, "checkpoint.every=1", "log.every=1"]
+    assert start(tmp_path, *command, "run.dir=whole").returncode == 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ddptrain", *command, "run.dir=stopped"], cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step 7/"):
+            process.kill()
+    process.wait()
+    again = start(tmp_path, *command, "run.dir=stopped")
+    assert again.returncode == 0
+    assert "resumed    stopped/checkpoints/step-" in again.stderr
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert (whole / "metrics.jsonl").read_bytes() == (stopped / "metrics.jsonl").read_bytes()
+    states = [unpack(read(run / "checkpoints/step-15").payload, "test") for run in (whole, stopped)]
+    assert_same(*states)
+    events = EventAccumulator(str(tmp_path / "stopped/tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 16))
+
+    finished = start(tmp_path, *command, "run.dir=stopped")
+    assert finished.returncode == 0
+    assert "this run is finished" in finished.stderr
+
+
+def test_never_resuming_keeps_the_old_run_beside_the_new(tmp_path: Path) -> None:
+    command = [*SMALL, "train.steps=2", "run.dir=mine"]
+    assert start(tmp_path, *command).returncode == 0
+    assert start(tmp_path, *command, "run.resume=never").returncode == 0
+    assert len(list(tmp_path.glob("mine*/checkpoints/step-2"))) == 2
+
+
+def test_a_diverged_run_exits_4(tmp_path: Path) -> None:
+    done = start(tmp_path, *SMALL, "optim=sgd", "optim.lr=1e12")
+    assert done.returncode == 4
+    assert "Traceback" not in done.stderr
+    assert "diverged" in done.stderr
+    assert json.loads((only_run(tmp_path) / "summary.json").read_text())["outcome"] == "diverged"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["compile=default", "train.steps=3"],
+        ["precision=bf16", "ema.decay=0.9", "train.clip_norm=1", "sched=onecycle"],
+        ["strategy=dp", "data.resident=false", "data.workers=2"],
+        ["recipe=resnet18_cifar10", "data=shapes", "train.steps=2", "train.micro_batch=16"],
+        ["recipe=mobilenet_v3", "data=shapes", "train.steps=2", "optim=rmsprop", "sched=step"],
+    ],
+    ids=lambda extra: extra[0],
+)
+def test_options_train(tmp_path: Path, extra: list[str]) -> None:
+    done = start(tmp_path, *SMALL, *extra)
+    assert done.returncode == 0, done.stderr
