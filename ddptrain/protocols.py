@@ -109,25 +109,25 @@ class Data(ABC):
     def train_size(self) -> int:
         """Training samples in one epoch."""
 
+    @property
+    @abstractmethod
+    def valid_size(self) -> int:
+        """Validation samples in the whole set."""
+
     @abstractmethod
     def train_batches(self, sampler: "Sampler", steps: range) -> Iterator[Batch]:
         """This rank's micro-batches for the given optimizer steps, in order, on the device.
 
-        Which samples those are is the sampler's to say; how each is augmented must follow from
-        (seed, epoch, sample index) alone.
+        Which samples those are is the sampler's to say (``sampler.samples(steps, device)``); how each
+        is augmented must follow from (seed, epoch, sample index) alone.
         """
 
     @abstractmethod
-    def valid_batches(self, batch_size: int) -> Iterator[tuple[int, Batch]]:
-        """This rank's validation batches with their number in the whole set, on the device.
+    def valid_batches(self, chunks: Sequence[range]) -> Iterator[Batch]:
+        """A batch for each run of consecutive validation samples, in order, on the device.
 
-        Batch ``i`` holds samples ``[i * batch_size, (i + 1) * batch_size)`` on any world size; the
-        ranks share out whole batches, so none is padded, repeated or cut differently.
+        The engine cuts the set into the same runs on any world size and gives each rank some.
         """
-
-    @abstractmethod
-    def valid_batch_count(self, batch_size: int) -> int:
-        """Batches in the whole validation set."""
 
     @abstractmethod
     def preview(self) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddptrain.data.augment import Augment
 from ddptrain.data.loader import Labelled, Loader, Recipe
 from ddptrain.data.prefetch import on_device
-from ddptrain.data.sampler import Orders, Sampler
+from ddptrain.data.sampler import Sampler
 from ddptrain.data.source import Split
 from ddptrain.errors import UserError
 
@@ -57,9 +57,7 @@ class _Keys:
         self._steps = steps
 
     def __iter__(self) -> Iterator[list[Key]]:
-        orders = Orders(self._sampler, torch.device("cpu"))
-        for parts in self._sampler.over(self._steps):
-            ids, epochs = orders.ids(parts)
+        for ids, epochs in self._sampler.samples(self._steps, torch.device("cpu")):
             yield list(zip(epochs.tolist(), ids.tolist(), strict=True))
 
     def __len__(self) -> int:

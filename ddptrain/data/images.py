@@ -1,6 +1,6 @@
 """Labelled images for training, from any `ImageSource`, by either loading path."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, final
 
@@ -85,14 +85,12 @@ class ImageData(Data):
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Labelled]:
         return self._loader.train_batches(sampler, steps)
 
-    def valid_batch_count(self, batch_size: int) -> int:
-        return -(-len(self._set.valid) // batch_size)
+    @property
+    def valid_size(self) -> int:
+        return len(self._set.valid)
 
-    def valid_batches(self, batch_size: int) -> Iterator[tuple[int, Labelled]]:
-        size, world = len(self._set.valid), self._world
-        mine = range(world.rank, self.valid_batch_count(batch_size), world.size)
-        chunks = [range(i * batch_size, min((i + 1) * batch_size, size)) for i in mine]
-        return zip(mine, self._loader.valid_batches(chunks), strict=True)
+    def valid_batches(self, chunks: Sequence[range]) -> Iterator[Labelled]:
+        return self._loader.valid_batches(chunks)
 
     def preview(self) -> Tensor:
         """The first 64 training samples as epoch 0 shows them."""
@@ -107,7 +105,7 @@ class ImageData(Data):
     def describe(self) -> str:
         height, width, channels = self.shape
         return (
-            f"{self._source.name}: {self.train_size:,} train, {len(self._set.valid):,} valid,"
+            f"{self._source.name}: {self.train_size:,} train, {self.valid_size:,} valid,"
             f" {len(self.classes)} classes, {height}x{width}x{channels}, {self._loader.describe()}"
         )
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.data.loader import Labelled, Loader, Recipe
-from ddptrain.data.sampler import Orders, Sampler
+from ddptrain.data.sampler import Sampler
 from ddptrain.data.source import Split
 
 
@@ -23,9 +23,7 @@ class ResidentLoader(Loader):
         self._valid_labels = recipe.valid.labels.to(recipe.device)
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Labelled]:
-        orders = Orders(sampler, self._recipe.device)
-        for parts in sampler.over(steps):
-            ids, epochs = orders.ids(parts)
+        for ids, epochs in sampler.samples(steps, self._recipe.device):
             yield self._recipe.normalise(self.augmented(ids, epochs)), self._train_labels[ids]
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Labelled]:

@@ -87,10 +87,13 @@ class Sampler:
         """The whole global batch of a step, the same for any world size."""
         return self._parts(step * self.batch_size, (step + 1) * self.batch_size)
 
-    def over(self, steps: range) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of many steps, one after the other."""
+    def samples(self, steps: range, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches of many steps: int64 (n,) sample indices, int64 (n,) the epoch of
+        each, on the device. An epoch's order is brought there once; a step only slices it."""
+        orders = _Orders(self, device)
         for step in steps:
-            yield from self.micro_batches(step)
+            for parts in self.micro_batches(step):
+                yield orders.ids(parts)
 
     def _parts(self, start: int, stop: int) -> MicroBatch:
         parts = []
@@ -102,11 +105,8 @@ class Sampler:
         return parts
 
 
-class Orders:
-    """The epochs' orders, made when first asked for; only the newest two are kept.
-
-    device: where the order tensors should lie, so that slicing one needs no copy in a step.
-    """
+class _Orders:
+    """The epochs' orders, made when first asked for; only the newest two are kept."""
 
     def __init__(self, sampler: Sampler, device: torch.device) -> None:
         self._sampler = sampler
@@ -114,7 +114,6 @@ class Orders:
         self._orders: dict[int, Tensor] = {}
 
     def ids(self, parts: MicroBatch) -> tuple[Tensor, Tensor]:
-        """int64 (n,), int64 (n,): sample indices of the parts, and the epoch of each."""
         slices = [self._order(part.epoch)[part.start : part.stop] for part in parts]
         epochs = [torch.full_like(ids, part.epoch) for ids, part in zip(slices, parts, strict=True)]
         return (slices[0], epochs[0]) if len(parts) == 1 else (torch.cat(slices), torch.cat(epochs))

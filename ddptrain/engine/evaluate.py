@@ -24,17 +24,21 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    slots = data.valid_batch_count(batch_size)
+    size = data.valid_size
+    chunks = [range(i, min(i + batch_size, size)) for i in range(0, size, batch_size)]
+    mine = range(world.rank, len(chunks), world.size)
     counts: dict[str, Tensor] = {}
     floats: dict[str, Tensor] = {}
-    for number, batch in data.valid_batches(batch_size):
+    for slot, batch in zip(mine, data.valid_batches([chunks[i] for i in mine]), strict=True):
         with precision.autocast():
             sums = task.evaluate(model, batch)
         for name, value in sums.items():
             if value.is_floating_point():
                 if name not in floats:
-                    floats[name] = torch.zeros(slots, dtype=_float_dtype(value.device), device=value.device)
-                floats[name][number] = value
+                    floats[name] = torch.zeros(
+                        len(chunks), dtype=_float_dtype(value.device), device=value.device
+                    )
+                floats[name][slot] = value
             else:
                 counts[name] = counts[name] + value if name in counts else value.to(torch.int64)
     model.train(was_training)
@@ -42,7 +46,9 @@ def evaluate(
     for name in shapes.keys() - counts.keys():  # this rank had no batch; rank 0 always has one
         counts[name] = torch.zeros(shapes[name], dtype=torch.int64, device=world.device)
     for name in from_first_rank(world, sorted(floats)):
-        floats.setdefault(name, torch.zeros(slots, dtype=_float_dtype(world.device), device=world.device))
+        floats.setdefault(
+            name, torch.zeros(len(chunks), dtype=_float_dtype(world.device), device=world.device)
+        )
     totals = {name: add_up(world, counts[name]).cpu() for name in sorted(counts)}
     totals |= {name: add_up(world, floats[name]).cpu().sum() for name in sorted(floats)}
     return task.report(totals)

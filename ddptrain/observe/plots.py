@@ -49,7 +49,7 @@ class Plots(Observer):
 def draw_curves(lines: Sequence[dict[str, Any]]) -> "Drawing":
     """Every logged value against epochs, training and validation of one name in one panel."""
     names = list(dict.fromkeys(name for line in lines for name in line if name not in _POSITION))
-    columns = min(3, len(names))
+    columns = 2 if len(names) in (2, 4) else min(3, len(names))
     rows = -(-len(names) // columns)
     drawing = _new(4.2 * columns, 3.1 * rows)
     for i, name in enumerate(names):

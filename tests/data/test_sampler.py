@@ -4,14 +4,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.data.sampler import Orders, Part, Sampler
+from ddptrain.data.sampler import Part, Sampler
 
 CPU = torch.device("cpu")
 
 
 def ids_of(sampler: Sampler, parts: list[Part]) -> list[int]:
-    found: list[int] = Orders(sampler, CPU).ids(parts)[0].tolist()
-    return found
+    return [i for part in parts for i in sampler.order(part.epoch)[part.start : part.stop].tolist()]
 
 
 @settings(deadline=None, max_examples=60)
@@ -41,8 +40,8 @@ def test_ranks_and_micro_batches_cut_a_global_batch_without_changing_it(
         lengths = [sum(part.stop - part.start for part in parts) for parts in micro_batches]
         assert tuple(lengths) == sampler.micro_sizes
         assert all(0 < length <= (micro_batch or batch) for length in lengths)
-        for parts in micro_batches:
-            together += ids_of(sampler, parts)
+        for ids, _ in sampler.samples(range(step, step + 1), CPU):
+            together += ids.tolist()
     alone = Sampler(size, batch, seed)
     assert together == ids_of(alone, alone.global_batch(step))
 
@@ -54,6 +53,6 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 def test_the_epoch_of_each_sample_is_told_where_a_batch_reaches_over_an_epochs_end() -> None:
     sampler = Sampler(size=5, batch_size=4, seed=0)
-    ids, epochs = Orders(sampler, CPU).ids(sampler.global_batch(1))
+    [(ids, epochs)] = sampler.samples(range(1, 2), CPU)
     assert epochs.tolist() == [0, 1, 1, 1]
     assert ids.tolist() == [*sampler.order(0)[4:].tolist(), *sampler.order(1)[:3].tolist()]

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toy import Fit, Vectors, plain, weights
 
 from ddptrain.config.schema import Sched
-from ddptrain.data.sampler import Orders, Sampler
+from ddptrain.data.sampler import Sampler
 from ddptrain.distributed.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.testing import run_ranks
@@ -24,9 +24,7 @@ def by_hand(world: World) -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=PLAN.steps)
     sampler = Sampler(PLAN.train_size, PLAN.batch_size, PLAN.seed, world.rank, world.size)
-    orders = Orders(sampler, torch.device("cpu"))
-    for parts in sampler.over(range(PLAN.steps)):
-        ids, _ = orders.ids(parts)
+    for ids, _ in sampler.samples(range(PLAN.steps), torch.device("cpu")):
         loss = nn.functional.cross_entropy(wrapped(data.features[ids]), data.labels[ids])
         optimizer.zero_grad()
         loss.backward()

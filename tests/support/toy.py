@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddptrain.commands.train import make_state
 from ddptrain.config.schema import Config, Ema, Sched, Strategy
-from ddptrain.data.sampler import Orders, Sampler
+from ddptrain.data.sampler import Sampler
 from ddptrain.distributed.strategy import choose_strategy
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, unpack
@@ -38,26 +38,25 @@ class Vectors(Data):
         """Sample indices of each micro-batch this rank was given."""
 
     def prepare(self, world: World, seed: int) -> None:
-        self._world = world
+        pass
 
     @property
     def train_size(self) -> int:
         return self._train
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
-        orders = Orders(sampler, torch.device("cpu"))
-        for parts in sampler.over(steps):
-            ids, _ = orders.ids(parts)
+        for ids, _ in sampler.samples(steps, torch.device("cpu")):
             self.asked.append(ids)
             yield self.features[ids], self.labels[ids]
 
-    def valid_batch_count(self, batch_size: int) -> int:
-        return -(-(len(self.labels) - self._train) // batch_size)
+    @property
+    def valid_size(self) -> int:
+        return len(self.labels) - self._train
 
-    def valid_batches(self, batch_size: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-        for i in range(self._world.rank, self.valid_batch_count(batch_size), self._world.size):
-            chosen = slice(self._train + i * batch_size, self._train + (i + 1) * batch_size)
-            yield i, (self.features[chosen], self.labels[chosen])
+    def valid_batches(self, chunks: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
+        for chunk in chunks:
+            chosen = slice(self._train + chunk.start, self._train + chunk.stop)
+            yield self.features[chosen], self.labels[chosen]
 
     def preview(self) -> None:
         return None
