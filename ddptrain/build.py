@@ -49,9 +49,8 @@ def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list
         if name.startswith("_") and name not in names:
             problems.append(f"{key}.{name}: only _target_ has a meaning here; remove it.")
         elif name not in names and not open_ended:
-            problems.append(
-                f"{key}.{name}: {node['_target_']} takes no such argument.{did_you_mean(name, names)}"
-            )
+            hint = did_you_mean(f"{key}.{name}", [f"{key}.{known}" for known in names])
+            problems.append(f"{key}.{name}: {node['_target_']} takes no such argument.{hint}")
         elif _is_node(value):
             problems += check_node(value, f"{key}.{name}")
         elif not _fits(value, hints.get(name, Any)):
@@ -181,11 +180,12 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _spell(hint: Any) -> str:
-    names = {float: "a finite number", int: "a whole number", bool: "true or false", str: "text"}
+    names = {
+        float: "a finite number", int: "a whole number", bool: "true or false", str: "text", type(None): "null",
+    }  # fmt: skip
     if typing.get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_spell(arg) for arg in typing.get_args(hint))
+        plain = [arg for arg in typing.get_args(hint) if arg in names or typing.get_origin(arg)]
+        return " or ".join(_spell(arg) for arg in plain)
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
-    if hint is type(None):
-        return "null"
     return names.get(hint) or str(getattr(hint, "__name__", hint))

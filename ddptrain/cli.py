@@ -274,9 +274,9 @@ def _bad_override(error: ConfigCompositionException, arguments: Sequence[str]) -
     text = str(error)
     match = _KEY.search(text)
     cause = error.__cause__
-    if match is None or not isinstance(cause, OmegaConfBaseException):
+    if not isinstance(cause, OmegaConfBaseException):
         return " ".join(text.split())
-    if "not in" not in str(cause):
+    if match is None or "not in" not in str(cause):
         return type_message(cause)
     key = match[1]
     return f"{key}: there is no such key.{did_you_mean(key, _known_keys(arguments)) or _add_hint(key)}"

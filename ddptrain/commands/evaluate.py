@@ -24,6 +24,7 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
     on standard output, from rank 0.
     """
     check_nodes(config)
+    task, data = make_task(config)
     with joined_world(config) as (world, reason):
 
         def found() -> tuple[str, bytes]:
@@ -35,7 +36,6 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
         strategy = choose_strategy(config.strategy, world)
         precision = choose_precision(config.precision, world.device)
         log.info("evaluating %s on %s (%s), %s", where, world.device, reason, precision.name)
-        task, data = make_task(config)
         data.prepare(world, config.seed)
         log.info("data       %s", data.describe())
         model = make_model(config, task, strategy, world.device)

@@ -15,6 +15,7 @@ from ddptrain.distributed.device import choose_device
 from ddptrain.distributed.strategy import Strategy
 from ddptrain.distributed.threads import share_cores
 from ddptrain.distributed.world import World, world_from_environment
+from ddptrain.engine.optim import build_optimizer
 from ddptrain.errors import UserError
 from ddptrain.observe.console import open_log
 from ddptrain.protocols import Data, Task
@@ -23,7 +24,8 @@ log = logging.getLogger("ddptrain")
 
 
 def check_nodes(config: Config) -> None:
-    """Check every ``_target_`` node against its target's signature, all problems at once."""
+    """Check every ``_target_`` node against its target's signature, all problems at once, and the
+    optimizer's values, before anything is set up."""
     problems = check_node(config.task, "task", offered=("model", "data"))
     if config.model is not None:
         problems += check_node(config.model, "model", offered=None)
@@ -31,6 +33,7 @@ def check_nodes(config: Config) -> None:
     problems += check_node(config.optim, "optim", offered=("params",))
     if problems:
         raise UserError("\n".join(problems))
+    build_optimizer(config.optim, [nn.Parameter(torch.zeros(1))])  # it checks its values itself
 
 
 @contextmanager

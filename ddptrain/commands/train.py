@@ -40,6 +40,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
     Raises UserError for what the user can mend, Diverged where the loss left the finite numbers.
     """
     check_nodes(config)
+    task, data = make_task(config)
     with joined_world(config) as (world, reason):
         folder = on_first_rank(world, lambda: _opened_folder(config, world, arguments))
         open_log(str(folder / "log.txt"), world.is_first)
@@ -49,7 +50,6 @@ def run(config: Config, arguments: Sequence[str]) -> None:
         log.info("device     %s (%s)", world.device, reason)
         log.info("precision  %s", precision.name)
         log.info("strategy   %s, %s", strategy.describe(), _ranks(world))
-        task, data = make_task(config)
         data.prepare(world, config.seed)
         plan = plan_run(config, data.train_size)
         log.info("batch      %s", _batch(plan, world))

@@ -6,18 +6,15 @@ from typing import Any
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence that names up to three near matches, or '' where nothing is near.
+    """A sentence that names the nearest match, or '' where nothing is near.
 
     A dotted key is also compared by its last part, so that ``lr`` finds ``optim.lr``.
     """
     keys = sorted(set(known))
-    near = difflib.get_close_matches(name, keys, n=3, cutoff=0.6)
+    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.6)
     if not near:
-        last = name.rpartition(".")[2]
-        near = [key for key in keys if key.rpartition(".")[2] == last][:3]
-    if not near:
-        return ""
-    return f" Did you mean {' or '.join(near)}?"
+        near = [key for key in keys if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> list[str]:

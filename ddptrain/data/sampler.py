@@ -120,7 +120,10 @@ class _Orders:
 
     def _order(self, epoch: int) -> Tensor:
         if epoch not in self._orders:
-            self._orders[epoch] = self._sampler.order(epoch).to(self._device)
+            order = self._sampler.order(epoch)
+            if self._device.type == "cuda":
+                order = order.pin_memory()  # from pageable memory the copy would wait for the device
+            self._orders[epoch] = order.to(self._device, non_blocking=True)
             for old in sorted(self._orders)[:-2]:
                 del self._orders[old]
         return self._orders[epoch]

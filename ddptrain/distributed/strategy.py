@@ -62,7 +62,11 @@ class DataParallel(Strategy):
         return model
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        return nn.DataParallel(model)
+        home = next(model.parameters()).device
+        if home.type != "cuda":
+            return nn.DataParallel(model)  # passes through
+        others = [i for i in range(torch.cuda.device_count()) if i != home.index]
+        return nn.DataParallel(model, device_ids=[home.index, *others])
 
     def sync(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
         return _NOTHING

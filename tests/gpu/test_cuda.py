@@ -1,0 +1,92 @@
+"""What only a GPU can show. Skipped where there is none."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy import Classify
+
+from ddptrain.commands.train import make_state
+from ddptrain.config.schema import Config, Ema, Strategy
+from ddptrain.data.augment import Augment
+from ddptrain.data.images import ImageData
+from ddptrain.data.prefetch import on_device
+from ddptrain.data.shapes import Shapes
+from ddptrain.distributed.strategy import choose_strategy
+from ddptrain.distributed.world import World
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.loop import Engine
+from ddptrain.engine.plan import Plan
+from ddptrain.engine.precision import Precision
+from ddptrain.engine.state import TrainState
+from ddptrain.observe.observer import Observers
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Pictures(Classify):
+    """The toy task on images."""
+
+
+def cnn() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3, stride=2), torch.nn.BatchNorm2d(16), torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool2d(4), torch.nn.Flatten(), torch.nn.Dropout(0.1), torch.nn.Linear(256, 10),
+    )  # fmt: skip
+
+
+def fit(folder: Path, precision: str, resident: bool, steps: int = 30) -> TrainState:
+    device = torch.device("cuda", 0)
+    world = World(device=device)
+    data = ImageData(Shapes(train=500, valid=100), Augment(4, True, 8), workers=0 if resident else 2,
+                     resident=resident)  # fmt: skip
+    data.prepare(world, 0)
+    plan = Plan(steps=steps, train_size=500, batch_size=64, micro_batch=32, log_every=10, clip_norm=1.0)
+    config = Config(recipe="gpu", task={}, data={}, ema=Ema(0.9),
+                    optim={"_target_": "torch.optim.AdamW", "lr": 1e-3})  # fmt: skip
+    torch.manual_seed(0)
+    model = cnn().to(device, memory_format=torch.channels_last)
+    made = Precision(precision, device)
+    strategy = choose_strategy(Strategy(), world)
+    state = make_state(config, model, strategy, made, world, plan)
+    task = Pictures(cnn)
+    Engine(task, data, world, strategy, made, plan, Checkpointer(folder, 2), Observers([])).fit(state)
+    return state
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+def test_a_step_never_waits_for_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, resident: bool
+) -> None:
+    step = Engine._step
+
+    def watched(self: Engine, state: Any, at: Any, batches: Any) -> None:
+        torch.cuda.set_sync_debug_mode("error" if at.step else "default")  # the first step warms up
+        try:
+            step(self, state, at, batches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Engine, "_step", watched)
+    state = fit(tmp_path, precision, resident)
+    assert all(p.is_cuda for p in state.model.parameters())
+
+
+def test_batches_copied_ahead_arrive_whole() -> None:
+    sent = [torch.full((1 << 20,), float(i)).pin_memory() for i in range(50)]
+    for i, batch in enumerate(on_device(iter(sent), torch.device("cuda", 0))):
+        assert bool((batch == i).all())
+
+
+def test_two_ranks_share_a_gpu_over_gloo(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddptrain",
+         "recipe=cnn_cifar10", "data=shapes", "device=cuda:0", "train.steps=20", "run.dir=run"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "ddp over gloo" in done.stderr

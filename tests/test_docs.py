@@ -1,0 +1,58 @@
+"""What the documents show is what there is."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from ddptrain.config.schema import Config
+
+ROOT = Path(__file__).parents[1]
+
+
+def keys(section: Any, prefix: str = "") -> list[str]:
+    found = []
+    for field in dataclasses.fields(section):
+        if dataclasses.is_dataclass(field.type):
+            found += keys(field.type, f"{prefix}{field.name}.")
+        else:
+            found.append(f"{prefix}{field.name}")
+    return found
+
+
+def test_every_key_is_documented_and_every_documented_key_exists() -> None:
+    page = (ROOT / "docs/config.md").read_text()
+    listed = {
+        key for row in re.findall(r"^\| (`[^|]+`) \|", page, re.M) for key in re.findall(r"`([^`]+)`", row)
+    }
+    known = set(keys(Config))
+    assert known <= listed
+    assert {key for key in listed if not key.startswith("data.")} <= known
+
+
+def test_the_recipe_in_the_docs_is_the_one_the_tests_train() -> None:
+    page = (ROOT / "docs/recipes.md").read_text()
+    for file in ("my_recipe.py", "recipe/my_recipe.yaml"):
+        assert (ROOT / "tests/packaging/my_recipe" / file).read_text().strip() in page
+
+
+def test_every_local_link_leads_somewhere() -> None:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_recipe_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for recipe in ROOT.glob("conf/recipe/*.yaml"):
+        assert f"| `{recipe.stem}` |" in readme
+
+
+def test_no_file_names_a_registry_or_a_path_of_one_machine() -> None:
+    hosts = ["pypi" + ".org", "files.python" + "hosted", "download.pytorch" + ".org"]
+    paths = ["/work" + "/", "/opt" + "/venv", "/home" + "/"]
+    for path in [*ROOT.glob("*.*"), *ROOT.glob("*/**/*.*")]:
+        inner = path.relative_to(ROOT)
+        if path.suffix in (".py", ".md", ".yaml", ".toml", ".sh") and not inner.parts[0].startswith("."):
+            text = path.read_text()
+            assert not [name for name in (*hosts, *paths) if name in text], inner
