@@ -181,8 +181,12 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _spell(hint: Any) -> str:
     names = {
-        float: "a finite number", int: "a whole number", bool: "true or false", str: "text", type(None): "null",
-    }  # fmt: skip
+        float: "a finite number",
+        int: "a whole number",
+        bool: "true or false",
+        str: "text",
+        type(None): "null",
+    }
     if typing.get_origin(hint) in (Union, types.UnionType):
         plain = [arg for arg in typing.get_args(hint) if arg in names or typing.get_origin(arg)]
         return " or ".join(_spell(arg) for arg in plain)

@@ -88,7 +88,13 @@ def open_log(path: str | None, first: bool) -> None:
         from rich.logging import RichHandler
 
         logger.addHandler(
-            RichHandler(console=_terminal(), show_path=False, show_level=False, highlighter=NullHighlighter())
+            RichHandler(
+                console=_terminal(),
+                show_time=False,
+                show_path=False,
+                show_level=False,
+                highlighter=NullHighlighter(),
+            )
         )
     else:
         logger.addHandler(_formatted(logging.StreamHandler(), "%(message)s"))

@@ -84,8 +84,8 @@ def test_batches_copied_ahead_arrive_whole() -> None:
 
 def test_two_ranks_share_a_gpu_over_gloo(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddptrain",
-         "recipe=cnn_cifar10", "data=shapes", "device=cuda:0", "train.steps=20", "run.dir=run"],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
+         "ddptrain", "recipe=cnn_cifar10", "data=shapes", "device=cuda:0", "train.steps=20", "run.dir=run"],
         cwd=tmp_path, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
