@@ -84,6 +84,10 @@ def build(node: Node, key: str, **offered: Any) -> Any:
         raise
     except ValueError as error:
         raise UserError(f"{key} ({node['_target_']}): {error}") from error
+    except TypeError as error:  # **kwargs hide the names that check_node would compare
+        if open_ended and "unexpected keyword argument" in str(error):
+            raise UserError(f"{key} ({node['_target_']}): {error}") from error
+        raise
 
 
 def accepts(node: Node, key: str, name: str) -> bool:
@@ -112,6 +116,12 @@ def _resolve(node: Node, key: str) -> Callable[..., Any]:
         raise UserError(f"{key}._target_={name}: must be a class, not {type(found).__name__}.")
     if not _allowed(home, ALLOWED):
         raise UserError(f"{key}._target_={name}: leads to {home}, which is not allowed.")
+    if inspect.isabstract(found):
+        raise UserError(f"{key}._target_={name}: is an abstract class; name one that derives from it.")
+    try:
+        inspect.signature(found)
+    except ValueError as error:  # classes written in C, metaclasses
+        raise UserError(f"{key}._target_={name}: can't be built from a config.") from error
     return typing.cast(Callable[..., Any], found)
 
 

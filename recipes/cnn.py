@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddptrain.errors import UserError
+
 
 @final
 class SmallCnn(nn.Module):
@@ -25,6 +27,9 @@ class SmallCnn(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        for name, value in (("width", width), ("hidden", hidden)):
+            if value < 1:
+                raise UserError(f"model.{name}={value}: must be 1 or more.")
         height, wide = image_size
         self.conv1 = nn.Conv2d(in_channels, width, kernel_size=3, padding=1)
         self.conv2 = nn.Conv2d(width, 2 * width, kernel_size=3, padding=1)

@@ -27,7 +27,7 @@ from ddptrain.observe.console import Console, open_log
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.observer import Observer, Observers
 from ddptrain.observe.plots import Plots
-from ddptrain.observe.rundir import open_run
+from ddptrain.observe.rundir import describe_run, open_run
 from ddptrain.observe.summary import Summary
 from ddptrain.observe.tensorboard import TensorBoard
 
@@ -42,7 +42,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
     check_nodes(config)
     task, data = make_task(config)
     with joined_world(config) as (world, reason):
-        folder = on_first_rank(world, lambda: _opened_folder(config, world, arguments))
+        folder = on_first_rank(world, lambda: _opened_folder(config))
         open_log(str(folder / "log.txt"), world.is_first)
         strategy = choose_strategy(config.strategy, world)
         precision = choose_precision(config.precision, world.device)
@@ -64,6 +64,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
         if state.step >= plan.steps:
             log.info("this run is finished; raise train.epochs or train.steps to go on")
             return
+        on_first_rank(world, lambda: describe_run(folder, config, world, arguments))
         observers = Observers(_observers(config, folder) if world.is_first else [])
         Engine(task, data, world, strategy, precision, plan, checkpointer, observers).fit(state)
         log.info("look       %s/plots, or tensorboard --logdir %s", folder, folder.parent)
@@ -95,7 +96,7 @@ def make_state(
     )
 
 
-def _opened_folder(config: Config, world: World, arguments: Sequence[str]) -> Path:
+def _opened_folder(config: Config) -> Path:
     if config.run.dir is not None and config.run.resume == "never":
         old = Path(config.run.dir)
         if (old / "checkpoints").is_dir():  # nothing on disk is lost
@@ -106,7 +107,7 @@ def _opened_folder(config: Config, world: World, arguments: Sequence[str]) -> Pa
                     f"run.resume=never: {old} holds a run and can't be renamed to make place"
                     f" ({error.strerror}). Name another run.dir."
                 ) from error
-    return open_run(config, world, arguments)
+    return open_run(config)
 
 
 def _resume(config: Config, state: TrainState, checkpointer: Checkpointer, world: World) -> None:

@@ -62,9 +62,10 @@ def _broken_rules(section: Any, prefix: str) -> list[str]:
         value, key = getattr(section, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
             problems += _broken_rules(value, f"{key}.")
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, float) and not math.isfinite(number):
-                problems.append(f"{key}={value}: must be a finite number.")
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            problems.append(f"{key}={value}: must be a finite number.")
+            continue
         rule = field.metadata.get("rule")
         if rule is not None and value is not None:
             problems += [f"{key}={value}: {text}" for text in _broken(rule, value)]

@@ -1,6 +1,7 @@
 """CIFAR-10 (Krizhevsky 2009), from its binary archive: plain bytes, so nothing is unpickled."""
 
 import hashlib
+import http.client
 import tarfile
 import urllib.request
 from pathlib import Path
@@ -63,7 +64,7 @@ class Cifar10(ImageSource):
                 while block := reply.read(1 << 20):
                     out.write(block)
             part.rename(archive)
-        except OSError as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: no URL at all
             raise UserError(
                 f"data=cifar10: {archive} is not there and {self._url} can't be downloaded ({error})."
                 f" Put {ARCHIVE} into {archive.parent}/ (data.root=... names another folder), or use"

@@ -28,7 +28,7 @@ def choose_device(asked: str, world: World) -> Placement:
         device = torch.device(asked)
     except RuntimeError:
         device = torch.device("meta")
-    if device.type == "cpu":
+    if device.type == "cpu" and device.index is None:
         return Placement(torch.device("cpu"), "asked for")
     if device.type == "mps":
         if not torch.backends.mps.is_available():

@@ -48,16 +48,18 @@ def world_from_environment(environment: Mapping[str, str] = os.environ) -> World
     if missing:
         raise UserError(
             f"{', '.join(given)} is set but {', '.join(missing)} is not: start ranks with torchrun,"
-            " or unset these environment variables for a single process."
+            " or unset these environment variables for a single process.",
+            everywhere=False,
         )
     try:
         rank, size, local_rank, local_size = (int(environment[name]) for name in _NAMES)
         node = int(environment.get("GROUP_RANK", "0"))
     except ValueError as error:
-        raise UserError(f"{', '.join(_NAMES)} must be whole numbers: {error}.") from error
+        raise UserError(f"{', '.join(_NAMES)} must be whole numbers: {error}.", everywhere=False) from error
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         raise UserError(
             f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank} LOCAL_WORLD_SIZE={local_size}"
-            " contradict each other: start ranks with torchrun."
+            " contradict each other: start ranks with torchrun.",
+            everywhere=False,
         )
     return World(rank, size, local_rank, local_size, node)

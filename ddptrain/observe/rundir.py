@@ -41,23 +41,33 @@ def name_run(config: Config) -> Path:
     return earlier[-1] if earlier else home / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{job}"
 
 
-def open_run(config: Config, world: World, arguments: Sequence[str]) -> Path:
-    """Make the run's folder and describe the run in it. Called on rank 0 only.
-
-    Raises UserError where the folder can't be written.
-    """
+def open_run(config: Config) -> Path:
+    """Make the run's folder. Called on rank 0 only; raises UserError where it can't be written."""
     folder = name_run(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "log.txt").touch()
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return folder
+
+
+def describe_run(folder: Path, config: Config, world: World, arguments: Sequence[str]) -> None:
+    """Write down what the run is: only once it is known to start, for the folder may hold a run that
+    this config does not fit. Called on rank 0 only; raises UserError where it can't be written."""
+    try:
         (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
         (folder / "command.txt").write_text(command_line(world, arguments) + "\n")
         (folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n")
     except OSError as error:
-        raise UserError(
-            f"run.dir={folder}: can't be written ({error.strerror}). Make it writable, or name another"
-            " folder: run.dir=..."
-        ) from error
-    return folder
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"run.dir={folder}: can't be written ({error.strerror}). Make it writable, or name another"
+        " folder: run.dir=..."
+    )
 
 
 def command_line(world: World, arguments: Sequence[str]) -> str:
