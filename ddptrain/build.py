@@ -90,11 +90,6 @@ def build(node: Node, key: str, **offered: Any) -> Any:
         raise
 
 
-def accepts(node: Node, key: str, name: str) -> bool:
-    """Whether the node's target has a parameter of that name."""
-    return name in inspect.signature(_resolve(node, key)).parameters
-
-
 def _is_node(value: Any) -> bool:
     return isinstance(value, Mapping) and "_target_" in value
 
@@ -109,10 +104,13 @@ def _resolve(node: Node, key: str) -> Callable[..., Any]:
             " and your own modules (in the folder of --config-dir, the current folder, or an"
             " installed package with the entry point group ddptrain.conf)."
         )
+    if any(part.startswith("_") for part in name.split(".")):
+        raise UserError(f"{key}._target_={name}: names something private; name what is public.")
     found = _import(name, key)
     home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
-    plain_class = inspect.isclass(found)
-    if not (plain_class or (inspect.isfunction(found) and _allowed(name, FUNCTIONS_ALLOWED))):
+    # a function of a module, not a method: called as a function, that would take any object as its self
+    plain_function = inspect.isfunction(found) and "." not in found.__qualname__
+    if not (inspect.isclass(found) or (plain_function and _allowed(name, FUNCTIONS_ALLOWED))):
         raise UserError(f"{key}._target_={name}: must be a class, not {type(found).__name__}.")
     if not _allowed(home, ALLOWED):
         raise UserError(f"{key}._target_={name}: leads to {home}, which is not allowed.")

@@ -17,7 +17,8 @@ from ddptrain.compose import ENTRY_POINTS, Tree, recipes, run_composed, saved_tr
 from ddptrain.config.check import checked
 from ddptrain.errors import Diverged, ExitCode, UserError
 
-_WAIT_FOR_FIRST_RANK_S = 5.0
+_WAIT_FOR_FIRST_RANK_S = 30.0
+"""Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""
 _LIBRARIES = frozenset({"ddptrain", "torch", "torchvision", *sys.stdlib_module_names})
 """Never a user's own code, also where the current folder is a checkout of one of them."""
 
@@ -29,10 +30,10 @@ def main(words: Sequence[str]) -> int:
         _open_user_code(arguments)
         return _train(arguments) if arguments.verb == "train" else _evaluate(arguments)
     except UserError as error:
-        return _refuse(error)
+        _print_once(error, error.everywhere)
+        return ExitCode.USER_ERROR
     except Diverged as error:
-        if _is_first_rank():
-            print(f"ddptrain: {error}", file=sys.stderr)
+        _print_once(error, everywhere=True)
         return ExitCode.DIVERGED
 
 
@@ -44,6 +45,9 @@ def _train(arguments: Arguments) -> int:
             "--multirun: a sweep starts its own ranks, so it can't run inside torchrun."
             " Start it with: python -m ddptrain --multirun ..."
         )
+
+    if arguments.sweeps and any(word.startswith("run.dir=") for word in arguments.overrides):
+        raise UserError("run.dir: the jobs of a sweep need folders of their own; leave run.dir out.")
 
     def job(tree: Tree, overrides: list[str]) -> None:
         if tree.get("recipe") in (None, "???"):
@@ -96,18 +100,13 @@ def _recorded(work: Callable[[], None]) -> None:
         raise expected[0]
 
 
-def _refuse(error: UserError) -> int:
-    """Print a user's error once. Ranks that know rank 0 prints it wait for that: the first rank to
-    exit makes torchrun end the others."""
-    if _is_first_rank() or not error.everywhere:
+def _print_once(error: Exception, everywhere: bool) -> None:
+    """Print what ends the run. Ranks that know rank 0 prints it wait for that: the first rank to exit
+    makes torchrun end the others."""
+    if not everywhere or os.environ.get("RANK", "0") == "0":
         print(f"ddptrain: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(_WAIT_FOR_FIRST_RANK_S)
-    return ExitCode.USER_ERROR
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _open_user_code(arguments: Arguments) -> None:

@@ -79,6 +79,10 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
         raise UserError(f"{path}: is no run's config: it holds a list.")
     for override in _parsed(overrides):
         _check_choice(override)
+        if override.is_sweep_override() or override.key_or_group == "recipe":
+            raise UserError(
+                f"{override.input_line}: evaluate takes one value a key, and the run's own recipe."
+            )
         if override.key_or_group in GROUPS:
             composed = _composed(arguments, [override.input_line or ""])
             saved[override.key_or_group] = composed[override.key_or_group]
@@ -175,6 +179,8 @@ def _speaking_plainly(overrides: Sequence[str]) -> Iterator[None]:
         except HydraException as error:
             raise UserError(_one_line(error)) from error
         except UserWarning as error:
+            if not str(error).startswith("provider="):
+                raise
             raise UserError(
                 f"hydra.searchpath: {_one_line(error)} Name a folder or package of YAMLs."
             ) from error

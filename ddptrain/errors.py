@@ -27,11 +27,11 @@ class UserError(ValueError):
         self.everywhere = everywhere
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _user_error, (str(self), self.everywhere)
+        return _unpickled, (type(self), str(self), self.everywhere)
 
 
-def _user_error(message: str, everywhere: bool) -> UserError:
-    return UserError(message, everywhere=everywhere)
+def _unpickled(kind: type[UserError], message: str, everywhere: bool) -> UserError:
+    return kind(message, everywhere=everywhere)
 
 
 class Diverged(ArithmeticError):

@@ -7,9 +7,11 @@ returns must pickle.
 
 import importlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -45,7 +47,7 @@ def run_ranks(fn: Callable[[World], Result], size: int, timeout: float = 60.0) -
             sender.close()
             ranks.append((process, receiver))
         try:
-            return [_result(rank, receiver, timeout) for rank, (_, receiver) in enumerate(ranks)]
+            return _results([receiver for _, receiver in ranks], timeout)
         finally:
             for process, receiver in ranks:
                 receiver.close()
@@ -73,13 +75,23 @@ def _rank(fn: Callable[[World], Any], world: World, store: str, results: Connect
     results.close()
 
 
-def _result(rank: int, receiver: Connection, timeout: float) -> Any:
-    if not receiver.poll(timeout):
-        raise RankFailed(f"rank {rank} did not end within {timeout} s")
-    try:
-        succeeded, value = pickle.loads(receiver.recv_bytes())
-    except EOFError as error:
-        raise RankFailed(f"rank {rank} died without a word") from error
-    if not succeeded:
-        raise RankFailed(f"rank {rank} raised:\n{value}")
-    return value
+def _results(receivers: list[Connection], timeout: float) -> list[Any]:
+    """By rank; the first rank to fail is the one reported, not those that fail because of it."""
+    deadline = time.monotonic() + timeout
+    values: dict[int, Any] = {}
+    while len(values) < len(receivers):
+        waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in values]
+        ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = [rank for rank in range(len(receivers)) if rank not in values]
+            raise RankFailed(f"ranks {late} did not end within {timeout} s")
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = receivers.index(receiver)
+            try:
+                succeeded, values[rank] = pickle.loads(receiver.recv_bytes())
+            except EOFError as error:
+                raise RankFailed(f"rank {rank} died without a word") from error
+            if not succeeded:
+                raise RankFailed(f"rank {rank} raised:\n{values[rank]}")
+    return [values[rank] for rank in range(len(receivers))]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from ddptrain.commands.setup import check_nodes, joined_world, make_model, make_task
 from ddptrain.config.schema import Config
-from ddptrain.distributed.comm import on_first_rank
-from ddptrain.distributed.strategy import choose_strategy
+from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
 from ddptrain.engine.evaluate import evaluate
 from ddptrain.engine.precision import choose_precision
@@ -33,12 +32,11 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
 
         where, payload = on_first_rank(world, found)
         state = unpack(payload, where)
-        strategy = choose_strategy(config.strategy, world)
         precision = choose_precision(config.precision, world.device)
         log.info("evaluating %s on %s (%s), %s", where, world.device, reason, precision.name)
-        data.prepare(world, config.seed)
+        on_all_ranks(world, lambda: data.prepare(world, config.seed))
         log.info("data       %s", data.describe())
-        model = make_model(config, task, strategy, world.device)
+        model = make_model(config, task, world.device)
         fit_model(model, state["average"] or state["model"], where)
         report = evaluate(task, model, data, world, precision, config.train.eval_batch_size)
         if world.is_first:

@@ -1,6 +1,7 @@
 """What every verb that needs the model sets up: world, task, data, model."""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +13,6 @@ from ddptrain.build import build, check_node
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import abandon_group, close_group, open_group
 from ddptrain.distributed.device import choose_device
-from ddptrain.distributed.strategy import Strategy
 from ddptrain.distributed.threads import share_cores
 from ddptrain.distributed.world import World, world_from_environment
 from ddptrain.engine.optim import build_optimizer
@@ -40,13 +40,19 @@ def check_nodes(config: Config) -> None:
 def joined_world(config: Config) -> Iterator[tuple[World, str]]:
     """This rank's world with its device, and why that device; the process group is open inside."""
     world = world_from_environment()
-    device, reason, shared = choose_device(config.device, world)
+    try:
+        device, reason, shared = choose_device(config.device, world)
+    except UserError as error:
+        error.everywhere = not world.is_first_on_node  # nodes differ, and each one's first rank speaks
+        raise
     world = world.on(device, shared)
     open_log(None, world.is_first)
     share_cores(world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = not config.deterministic
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only so
     torch.use_deterministic_algorithms(config.deterministic)
     open_group(world, even_alone=config.strategy.name == "ddp")
     try:
@@ -69,10 +75,10 @@ def make_task(config: Config) -> tuple[Task, Data]:
     return task, data
 
 
-def make_model(config: Config, task: Task, strategy: Strategy, device: torch.device) -> nn.Module:
+def make_model(config: Config, task: Task, device: torch.device) -> nn.Module:
     """The seeded model on its device, in its memory format; not yet compiled or wrapped."""
     torch.manual_seed(config.seed)
-    model = strategy.prepare(task.build()).to(device)
+    model = task.build().to(device)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return model

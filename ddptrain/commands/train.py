@@ -1,33 +1,32 @@
 """The verb ``train``: compose, train, evaluate, summarise."""
 
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from ddptrain import __version__
 from ddptrain.commands.setup import check_nodes, joined_world, make_model, make_task
 from ddptrain.config.schema import Config
-from ddptrain.distributed.comm import on_first_rank
-from ddptrain.distributed.strategy import Strategy, choose_strategy
+from ddptrain.distributed.comm import on_all_ranks, on_first_rank
+from ddptrain.distributed.strategy import choose_strategy
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, read, unpack
-from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
 from ddptrain.engine.loop import Engine
-from ddptrain.engine.meter import Meter
-from ddptrain.engine.optim import build_optimizer, build_schedule
 from ddptrain.engine.plan import Plan, plan_run
-from ddptrain.engine.precision import Precision, choose_precision
-from ddptrain.engine.state import TrainState
+from ddptrain.engine.precision import choose_precision
+from ddptrain.engine.state import TrainState, make_state
 from ddptrain.errors import UserError
 from ddptrain.observe.console import Console, open_log
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.observer import Observer, Observers
 from ddptrain.observe.plots import Plots
-from ddptrain.observe.rundir import describe_run, open_run
+from ddptrain.observe.rundir import describe_run, name_run, open_run
 from ddptrain.observe.summary import Summary
 from ddptrain.observe.tensorboard import TensorBoard
 
@@ -44,22 +43,22 @@ def run(config: Config, arguments: Sequence[str]) -> None:
     with joined_world(config) as (world, reason):
         folder = on_first_rank(world, lambda: _opened_folder(config))
         open_log(str(folder / "log.txt"), world.is_first)
-        strategy = choose_strategy(config.strategy, world)
+        strategy = choose_strategy(config.strategy, world, compiled=config.compile != "off")
         precision = choose_precision(config.precision, world.device)
         log.info("ddptrain %s  recipe %s  run %s", __version__, config.recipe, folder)
         log.info("device     %s (%s)", world.device, reason)
         log.info("precision  %s", precision.name)
         log.info("strategy   %s, %s", strategy.describe(), _ranks(world))
-        data.prepare(world, config.seed)
+        on_all_ranks(world, lambda: data.prepare(world, config.seed))
         plan = plan_run(config, data.train_size)
         log.info("batch      %s", _batch(plan, world))
         log.info("data       %s", data.describe())
-        model = make_model(config, task, strategy, world.device)
+        model = strategy.prepare(make_model(config, task, world.device))
         log.info("model      %s", _model(model, config))
         _warn_of_batchnorm(model, plan, world, config)
-        state = make_state(config, model, strategy, precision, world, plan)
+        state = make_state(config, model, strategy, precision, world, plan.steps)
         checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep)
-        _resume(config, state, checkpointer, world)
+        _resume(config, plan, state, checkpointer, world)
         log.info("plan       steps %d to %d, %.4g epochs", state.step, plan.steps, plan.epoch(plan.steps))
         if state.step >= plan.steps:
             log.info("this run is finished; raise train.epochs or train.steps to go on")
@@ -70,63 +69,41 @@ def run(config: Config, arguments: Sequence[str]) -> None:
         log.info("look       %s/plots, or tensorboard --logdir %s", folder, folder.parent)
 
 
-def make_state(
-    config: Config,
-    model: nn.Module,
-    strategy: Strategy,
-    precision: Precision,
-    world: World,
-    plan: Plan,
-) -> TrainState:
-    """Step 0 of a run: optimizer, schedule and average around a model on its device."""
-    optimizer = build_optimizer(config.optim, model.parameters())
-    average: Average = NoAverage(model)
-    if config.ema.decay is not None:
-        average = ExponentialAverage(model, config.ema.decay)
-    if config.compile != "off":
-        model.compile(mode=config.compile)  # in place: names in checkpoints stay clean
-    return TrainState(
-        model=model,
-        wrapped=strategy.wrap(model),
-        optimizer=optimizer,
-        scheduler=build_schedule(config.sched, optimizer, plan.steps),
-        scaler=precision.scaler,
-        average=average,
-        meter=Meter(world),
-    )
-
-
 def _opened_folder(config: Config) -> Path:
-    if config.run.dir is not None and config.run.resume == "never":
-        old = Path(config.run.dir)
-        if (old / "checkpoints").is_dir():  # nothing on disk is lost
-            try:
-                old.rename(old.with_name(f"{old.name}.{time.strftime('%Y-%m-%d_%H-%M-%S')}"))
-            except OSError as error:
-                raise UserError(
-                    f"run.resume=never: {old} holds a run and can't be renamed to make place"
-                    f" ({error.strerror}). Name another run.dir."
-                ) from error
-    return open_run(config)
+    """The run's folder. Under ``run.resume=never`` what it held is renamed: nothing on disk is lost."""
+    folder = name_run(config)
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if config.run.resume == "never" and not restarted and (folder / "checkpoints").is_dir():
+        old = folder.resolve()
+        try:
+            old.rename(old.with_name(f"{old.name}.{time.strftime('%Y-%m-%d_%H-%M-%S')}"))
+        except OSError as error:
+            raise UserError(
+                f"run.resume=never: {folder} holds a run and can't be renamed to make place"
+                f" ({error.strerror}). Name another run.dir."
+            ) from error
+    return open_run(folder)
 
 
-def _resume(config: Config, state: TrainState, checkpointer: Checkpointer, world: World) -> None:
-    """Put the state back that run.resume names, on every rank from rank 0's verified bytes."""
+def _resume(config: Config, plan: Plan, state: TrainState, checkpointer: Checkpointer, world: World) -> None:
+    """Put the state back that the run's folder holds or run.resume names, on every rank, from the
+    bytes that rank 0 has read and verified."""
 
-    def found() -> tuple[str, bytes] | None:
-        if config.run.resume in ("auto", "never"):
-            saved = checkpointer.newest()
-        else:
+    def found() -> tuple[str, bytes, Mapping[str, Any]] | None:
+        checkpointer.recover()
+        saved = checkpointer.newest()
+        if saved is None and config.run.resume not in ("auto", "never"):
             saved = read(Path(config.run.resume))
-        return None if saved is None else (str(saved.path), saved.payload)
+        return None if saved is None else (str(saved.path), saved.payload, saved.manifest)
 
     saved = on_first_rank(world, found)
     if saved is None:
         return
-    where, payload = saved
+    where, payload, manifest = saved
+    plan.check_continues(manifest, where)
     state.load_state_dict(unpack(payload, where), where)
     if world.is_first:
-        checkpointer.drop_after(state.step)
+        checkpointer.set_aside_after(state.step)
     log.info("resumed    %s", where)
 
 

@@ -2,6 +2,8 @@
 
 import hashlib
 import http.client
+import os
+import platform
 import tarfile
 import urllib.request
 from pathlib import Path
@@ -38,7 +40,7 @@ class Cifar10(ImageSource):
         archive = root / ARCHIVE
         if not archive.exists():
             self._download(archive)
-        if _sha256(archive) != self._sha256:
+        elif _sha256(archive) != self._sha256:
             raise UserError(
                 f"{archive}: its SHA-256 is not {self._sha256}, so it is damaged or another file."
                 " Delete it and start again, or put the right one there."
@@ -57,19 +59,28 @@ class Cifar10(ImageSource):
             )
 
     def _download(self, archive: Path) -> None:
-        part = archive.with_suffix(".part")
+        part = archive.with_name(f".{archive.name}.{platform.node()}.{os.getpid()}.part")
         try:
             archive.parent.mkdir(parents=True, exist_ok=True)
             with urllib.request.urlopen(self._url, timeout=_TIMEOUT_S) as reply, part.open("wb") as out:
                 while block := reply.read(1 << 20):
                     out.write(block)
+            if _sha256(part) != self._sha256:
+                raise UserError(
+                    f"data=cifar10: what {self._url} sent is cut short or another file: its SHA-256 is not"
+                    f" {self._sha256}. Start again, or put {ARCHIVE} into {archive.parent}/ yourself."
+                )
             part.rename(archive)
+        except UserError:
+            raise
         except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: no URL at all
             raise UserError(
                 f"data=cifar10: {archive} is not there and {self._url} can't be downloaded ({error})."
                 f" Put {ARCHIVE} into {archive.parent}/ (data.root=... names another folder), or use"
                 " data=shapes, which needs no download."
             ) from error
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def _sha256(path: Path) -> str:

@@ -48,8 +48,8 @@ class FolderSplit(Split):
 
 @final
 class ImageFolder(ImageSource):
-    """``root/train/<class>/*`` and ``root/val/<class>/*`` (or valid, validation, test); without
-    those, ``root/<class>/*`` with every tenth file of a class (in sorted order) held out.
+    """``root/train/<class>/*`` and ``root/val/<class>/*`` (or valid, validation, test). Without the
+    second, or with just ``root/<class>/*``, every tenth file of a class (in sorted order) is held out.
 
     size: side in pixels to which the middle square of every picture is scaled.
     """
@@ -76,10 +76,14 @@ class ImageFolder(ImageSource):
                     f"{valid_root}: class {unknown[0]!r} is not in {train_root}. Both need the same classes."
                 )
         else:
-            found = _listed(root)
+            found = _listed(train_root if train_root.is_dir() else root)
             train = {name: [f for i, f in enumerate(files) if i % 10 != 9] for name, files in found.items()}
             valid = {name: files[9::10] for name, files in found.items()}
         classes = sorted(train)
+        if len(classes) < 2:
+            raise UserError(
+                f"data.root={root}: holds one class, {classes[0]!r}; put a folder beside it for each."
+            )
         if not any(valid.values()):
             raise UserError(
                 f"data.root={root}: no image is left for validation. Give each class ten files or more,"

@@ -6,6 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ddptrain.data.augment import Augment
 from ddptrain.data.loader import Labelled, Loader, Recipe
 from ddptrain.data.sampler import Sampler
 from ddptrain.data.source import Split
@@ -34,6 +35,8 @@ class ResidentLoader(Loader):
     def augmented(self, ids: Tensor, epochs: Tensor) -> Tensor:
         """uint8 (n, H, W, C): training samples as they are seen in those epochs."""
         augment, (height, width, _) = self._recipe.augment, self._recipe.train.shape
+        if augment == Augment():
+            return self._train[ids]
         moves = augment.moves(self._recipe.seed, epochs, ids, height, width)
         return augment.gather(self._train, ids, moves, self._recipe.fill)
 

@@ -46,8 +46,11 @@ def close_group() -> None:
 
 
 def abandon_group() -> None:
-    """Leave without waiting, for a rank that has failed while others may not answer."""
-    if dist.is_initialized():
+    """Leave without waiting, for a rank that has failed while others may not answer.
+
+    NCCL's group is left to the end of the process: closing it would wait for what was begun.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
 
@@ -73,6 +76,14 @@ def from_first_rank(world: World, value: Result) -> Result:
     return box[0]
 
 
+def from_all_ranks(world: World, value: Result) -> list[Result]:
+    """Every rank's value (anything that pickles), by rank, on every rank."""
+    values = [value] * world.size
+    if world.size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def on_first_rank(world: World, work: Callable[[], Result]) -> Result:
     """Do something on rank 0 only; every rank gets its result, or its UserError."""
     outcome = from_first_rank(world, _attempt(work) if world.is_first else None)
@@ -83,12 +94,16 @@ def on_first_rank(world: World, work: Callable[[], Result]) -> Result:
 
 def once_a_node(world: World, work: Callable[[], Result]) -> None:
     """Do something on each node's first rank while its others wait; any UserError reaches all ranks."""
-    outcome = _attempt(work) if world.is_first_on_node else None
-    errors: list[UserError | None] = [outcome if isinstance(outcome, UserError) else None]
-    if world.size > 1:
-        mine, errors = errors[0], [None] * world.size
-        dist.all_gather_object(errors, mine)
-    for error in errors:
+    _agree_on(world, _attempt(work) if world.is_first_on_node else None)
+
+
+def on_all_ranks(world: World, work: Callable[[], None]) -> None:
+    """Do something on every rank; a UserError of any of them reaches all."""
+    _agree_on(world, _attempt(work))
+
+
+def _agree_on(world: World, outcome: object) -> None:
+    for error in from_all_ranks(world, outcome if isinstance(outcome, UserError) else None):
         if error is not None:
             raise error
 

@@ -33,7 +33,7 @@ def choose_device(asked: str, world: World) -> Placement:
     if device.type == "mps":
         if not torch.backends.mps.is_available():
             raise UserError("device=mps: PyTorch finds no Metal device here. Use device=cpu, or device=auto.")
-        return Placement(torch.device("mps"), "asked for")
+        return Placement(torch.device("mps", 0), "asked for")
     if device.type != "cuda":
         raise UserError(f"device={asked}: must be auto, cpu, cuda, cuda:<index> or mps.")
     if not torch.cuda.is_available():
@@ -86,5 +86,5 @@ def _automatic(world: World) -> Placement:
             world, f"auto: {torch.cuda.get_device_name(world.local_rank % torch.cuda.device_count())}"
         )
     if torch.backends.mps.is_available() and world.size == 1:
-        return Placement(torch.device("mps"), "auto: Metal")
+        return Placement(torch.device("mps", 0), "auto: Metal")
     return Placement(torch.device("cpu"), f"auto: NO GPU IS USED, {why_no_cuda()}")

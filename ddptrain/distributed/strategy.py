@@ -116,8 +116,8 @@ class Ddp(Strategy):
         return f"ddp over {backend_for(self._world)}"
 
 
-def choose_strategy(config: StrategyConfig, world: World) -> Strategy:
-    """The strategy for ``strategy=...`` in this world.
+def choose_strategy(config: StrategyConfig, world: World, compiled: bool = False) -> Strategy:
+    """The strategy for ``strategy=...`` in this world, for a model that is ``compiled`` or not.
 
     Raises UserError where the two do not go together.
     """
@@ -138,6 +138,11 @@ def choose_strategy(config: StrategyConfig, world: World) -> Strategy:
         raise UserError(
             "strategy.sync_batchnorm=true: PyTorch's SyncBatchNorm needs ddp on GPUs;"
             f" this is {name} on {world.device.type}."
+        )
+    if name == "dp" and compiled:
+        raise UserError(
+            "strategy=dp: its copies of a compiled model would all compute on the first GPU."
+            " Use strategy=ddp, or compile=off."
         )
     if name == "dp":
         return DataParallel()

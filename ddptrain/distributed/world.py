@@ -19,7 +19,6 @@ class World:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    node: int = 0
     device: torch.device = torch.device("cpu")
     shares_device: bool = False
     """Several local ranks sit on one GPU: NCCL refuses that, gloo allows it."""
@@ -53,7 +52,6 @@ def world_from_environment(environment: Mapping[str, str] = os.environ) -> World
         )
     try:
         rank, size, local_rank, local_size = (int(environment[name]) for name in _NAMES)
-        node = int(environment.get("GROUP_RANK", "0"))
     except ValueError as error:
         raise UserError(f"{', '.join(_NAMES)} must be whole numbers: {error}.", everywhere=False) from error
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
@@ -62,4 +60,4 @@ def world_from_environment(environment: Mapping[str, str] = os.environ) -> World
             " contradict each other: start ranks with torchrun.",
             everywhere=False,
         )
-    return World(rank, size, local_rank, local_size, node)
+    return World(rank, size, local_rank, local_size)

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 STATE, MANIFEST = "state.pt", "manifest.json"
 FORMAT = 1
 _STEP = re.compile(r"step-(\d+)")
+_ASIDE = ".damaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,10 @@ class Saved:
     path: Path
     payload: bytes
     manifest: Mapping[str, Any]
+
+
+class DamagedError(UserError):
+    """A checkpoint is not what was written: another one can take its place."""
 
 
 class Checkpointer:
@@ -52,7 +57,7 @@ class Checkpointer:
         path = self._folder / f"step-{facts['step']}"
         self._write(path, state, facts)
         for old in self.steps()[: -self._keep]:
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)
         return path
 
     def save_best(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> Path:
@@ -68,11 +73,22 @@ class Checkpointer:
         found = [(int(m[1]), path) for path in self._folder.iterdir() if (m := _STEP.fullmatch(path.name))]
         return [path for _, path in sorted(found)]
 
-    def drop_after(self, step: int) -> None:
-        """Remove checkpoints of later steps: the run goes on from ``step`` and will write them anew."""
+    def recover(self) -> None:
+        """Clear up what a kill in the middle of a save has left."""
+        for old in self._folder.glob(".*.old"):
+            path = self._folder / old.name.removeprefix(".").removesuffix(".old")
+            if not path.exists():
+                old.rename(path)
+        for aside in self._folder.glob(".*"):
+            if not aside.name.endswith(_ASIDE):
+                shutil.rmtree(aside, ignore_errors=True)
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename checkpoints of later steps, which are damaged: the run goes on from ``step`` and will
+        write them anew."""
         for path in self.steps():
             if int(path.name.removeprefix("step-")) > step:
-                shutil.rmtree(path)
+                path.rename(path.with_name(f".{path.name}.{os.getpid()}{_ASIDE}"))
 
     def newest(self) -> Saved | None:
         """The newest valid checkpoint; damaged ones are passed over with a warning.
@@ -83,7 +99,7 @@ class Checkpointer:
         for path in reversed(self.steps()):
             try:
                 return read(path)
-            except UserError as error:
+            except DamagedError as error:
                 log.warning("passing over a damaged checkpoint: %s", error)
                 damaged.append(str(error))
         if damaged:
@@ -96,7 +112,7 @@ class Checkpointer:
     def _write(self, path: Path, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         buffer = io.BytesIO()
         torch.save(dict(state), buffer)
-        payload = buffer.getvalue()
+        payload = buffer.getbuffer()
         manifest = {
             "format": FORMAT,
             **facts,
@@ -134,15 +150,17 @@ def read(path: Path) -> Saved:
         entry = manifest["files"][STATE]
         payload = (path / STATE).read_bytes()
     except FileNotFoundError as error:
-        raise UserError(
+        raise DamagedError(
             f"{path}: is not a checkpoint of ddptrain: {Path(error.filename).name} is missing."
         ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror}).") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(
             f"{path}: its {MANIFEST} can't be read ({error}); the checkpoint is damaged."
         ) from error
     if hashlib.sha256(payload).hexdigest() != entry["sha256"]:
-        raise UserError(
+        raise DamagedError(
             f"{path}: {STATE} does not match its SHA-256 ({len(payload):,} bytes, {entry['bytes']:,}"
             " expected); the checkpoint is damaged."
         )
@@ -162,7 +180,7 @@ def unpack(payload: bytes, where: str) -> dict[str, Any]:
     return state
 
 
-def _flushed(path: Path, payload: bytes) -> None:
+def _flushed(path: Path, payload: bytes | memoryview) -> None:
     with path.open("wb") as file:
         file.write(payload)
         file.flush()

@@ -8,7 +8,7 @@ its batch's own slot, so that adding over ranks only fills slots and the total i
 import torch
 from torch import Tensor, nn
 
-from ddptrain.distributed.comm import add_up, from_first_rank
+from ddptrain.distributed.comm import add_up, from_all_ranks
 from ddptrain.distributed.world import World
 from ddptrain.engine.precision import Precision
 from ddptrain.protocols import Data, Report, Task
@@ -42,16 +42,21 @@ def evaluate(
             else:
                 counts[name] = counts[name] + value if name in counts else value.to(torch.int64)
     model.train(was_training)
-    shapes = from_first_rank(world, {name: tuple(value.shape) for name, value in counts.items()})
-    for name in shapes.keys() - counts.keys():  # this rank had no batch; rank 0 always has one
-        counts[name] = torch.zeros(shapes[name], dtype=torch.int64, device=world.device)
-    for name in from_first_rank(world, sorted(floats)):
-        floats.setdefault(
-            name, torch.zeros(len(chunks), dtype=_float_dtype(world.device), device=world.device)
-        )
+    for name, shape in _union(world, {name: value.shape for name, value in counts.items()}).items():
+        counts.setdefault(name, torch.zeros(shape, dtype=torch.int64, device=world.device))
+    for name, shape in _union(world, {name: value.shape for name, value in floats.items()}).items():
+        floats.setdefault(name, torch.zeros(shape, dtype=_float_dtype(world.device), device=world.device))
     totals = {name: add_up(world, counts[name]).cpu() for name in sorted(counts)}
     totals |= {name: add_up(world, floats[name]).cpu().sum() for name in sorted(floats)}
     return task.report(totals)
+
+
+def _union(world: World, shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:
+    """The names of all ranks: one without a batch has none, and one may meet what others do not."""
+    found: dict[str, torch.Size] = {}
+    for of_rank in from_all_ranks(world, shapes):
+        found |= of_rank
+    return found
 
 
 def _float_dtype(device: torch.device) -> torch.dtype:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddptrain.distributed.comm import add_up
+from ddptrain.distributed.comm import add_up, from_first_rank
 from ddptrain.distributed.world import World
 from ddptrain.protocols import Loss
 
@@ -18,6 +18,7 @@ class Meter:
         self._world = world
         self._dtype = torch.float32 if world.device.type == "mps" else torch.float64
         self._sums: dict[str, Tensor] = {}
+        self._agreed: list[str] = []
         self._count = 0
 
     def add(self, loss: Loss) -> None:
@@ -35,7 +36,7 @@ class Meter:
 
         Before a save: so the checkpoint, which rank 0 writes, holds what all have added.
         """
-        if self._world.size == 1 or not self._sums:
+        if self._world.size == 1:
             return
         packed = add_up(self._world, self._packed())
         if not self._world.is_first:
@@ -45,7 +46,7 @@ class Meter:
     def read(self) -> dict[str, float]:
         """Means over all ranks since the last reading, then zero. A collective and a sync point."""
         packed = add_up(self._world, self._packed()).tolist()
-        names = [*self._sums, "count"]
+        names = [*sorted(self._sums), "count"]
         totals: dict[str, float] = dict.fromkeys(names, 0.0)
         for name, value in zip(names, packed, strict=True):
             totals[name] += value
@@ -67,10 +68,15 @@ class Meter:
         self._sums[name].add_(value)
 
     def _packed(self) -> Tensor:
+        names = sorted(self._sums)
+        if names != self._agreed:  # seldom: the first time, and when a task logs a new name
+            if from_first_rank(self._world, names) != names:
+                raise RuntimeError(f"Task.loss logs other names on rank {self._world.rank}: {names}")
+            self._agreed = names
         count = torch.full((), self._count, dtype=self._dtype, device=self._world.device)
-        return torch.stack([*self._sums.values(), count])
+        return torch.stack([*(self._sums[name] for name in names), count])
 
     def _unpack(self, packed: Tensor) -> None:
         *sums, count = packed.unbind()
-        self._sums = {name: value.clone() for name, value in zip(self._sums, sums, strict=True)}
+        self._sums = {name: value.clone() for name, value in zip(sorted(self._sums), sums, strict=True)}
         self._count = int(count)

@@ -1,5 +1,7 @@
 """The optimizer and the learning rate over the run, both torch's own."""
 
+import inspect
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -35,6 +37,12 @@ def build_optimizer(node: Mapping[str, Any], parameters: Iterable[nn.Parameter])
     optimizer = build(node, "optim", params=trained, **({"fused": True} if chosen else {}))
     if not isinstance(optimizer, Optimizer):
         raise UserError(f"optim._target_={node['_target_']}: must be a torch.optim.Optimizer.")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"optim._target_={node['_target_']}: evaluates the loss several times a step, which this"
+            " engine does not; use another optimizer."
+        )
     return optimizer
 
 
@@ -64,6 +72,18 @@ def build_schedule(sched: Sched, optimizer: Optimizer, steps: int) -> LRSchedule
         return main
     rise = LinearLR(optimizer, start_factor=_WARMUP_START, total_iters=warmup)
     return SequentialLR(optimizer, [rise, main], milestones=[warmup])
+
+
+def wind_forward(schedule: LRScheduler, steps: int) -> None:
+    """Bring a new schedule to where it stands after so many steps, by the same arithmetic.
+
+    Rather than from a checkpoint: so a run goes on under the config it is given, with more epochs or
+    another rate, and one that is given the same config sees the same rates, bit for bit.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        for _ in range(steps):
+            schedule.step()
 
 
 def _has_momentum(optimizer: Optimizer) -> bool:

@@ -1,11 +1,14 @@
 """When what happens: a pure function of the config and the size of the data."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ddptrain.config.schema import Config
 from ddptrain.data.sampler import Sampler
 from ddptrain.distributed.world import World
+from ddptrain.errors import UserError
 from ddptrain.protocols import At
 
 
@@ -33,6 +36,21 @@ class Plan:
     def sampler(self, world: World) -> Sampler:
         """Which samples this rank takes in each step."""
         return Sampler(self.train_size, self.batch_size, self.seed, world.rank, world.size, self.micro_batch)
+
+    @property
+    def position_facts(self) -> dict[str, int]:
+        """What a step's number means: equal facts, equal samples."""
+        return {"seed": self.seed, "batch_size": self.batch_size, "train_size": self.train_size}
+
+    def check_continues(self, saved: Mapping[str, Any], where: str) -> None:
+        """Raise UserError where a checkpoint's step number means other samples than this plan's."""
+        keys = {"seed": "seed", "batch_size": "train.batch_size", "train_size": "data (training samples)"}
+        for name, own in self.position_facts.items():
+            if saved.get(name) != own:
+                raise UserError(
+                    f"{keys[name]}={own}: {where} was saved with {saved.get(name)}, so its place in the data"
+                    " would be another one. Use the same, or start a new run."
+                )
 
     def epoch(self, steps_done: int) -> float:
         """Epochs seen after so many steps."""

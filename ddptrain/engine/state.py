@@ -9,8 +9,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddptrain.engine.ema import Average
+from ddptrain.config.schema import Config
+from ddptrain.distributed.strategy import Strategy
+from ddptrain.distributed.world import World
+from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
 from ddptrain.engine.meter import Meter
+from ddptrain.engine.optim import build_optimizer, build_schedule, wind_forward
+from ddptrain.engine.precision import Precision
 from ddptrain.errors import UserError
 
 
@@ -40,7 +45,7 @@ class TrainState:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
+            "optimizer_class": type(self.optimizer).__name__,
             "scaler": self.scaler.state_dict(),
             "average": self.average.state_dict(),
             "meter": self.meter.state_dict(),
@@ -52,25 +57,60 @@ class TrainState:
     def load_state_dict(self, state: Mapping[str, Any], where: str) -> None:
         """Put a saved state back. ``where`` names it in errors.
 
+        Learning rate, weight decay and the like stay those of the config; the schedule is wound forward.
         Raises UserError where it belongs to another model or another kind of run.
         """
         fit_model(self.model, state["model"], where)
         if bool(state["average"]) != bool(self.average.state_dict()):
+            kept = "with averaged weights" if state["average"] else "without averaged weights"
+            raise UserError(f"{where}: was saved {kept}; set ema.decay accordingly, or start a new run.")
+        optimizer_class = type(self.optimizer).__name__
+        if state["optimizer_class"] != optimizer_class:
             raise UserError(
-                f"{where}: was saved with ema.decay {'set' if state['average'] else 'null'}; use the same."
+                f"optim: {where} was saved with {state['optimizer_class']}, and this is {optimizer_class}."
+                " Use the same optimizer, or start a new run."
             )
-        try:
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.scheduler.load_state_dict(state["scheduler"])
-            self.scaler.load_state_dict(state["scaler"])
-        except (KeyError, ValueError, RuntimeError) as error:
+        if bool(state["scaler"]) != self.scaler.is_enabled():
+            kept = "with" if state["scaler"] else "without"
             raise UserError(
-                f"{where}: its optimizer, schedule or precision is another one ({error})."
-                " Use the config it was saved with (config.yaml beside it), or run.resume=never."
-            ) from error
+                f"precision: {where} was saved {kept} fp16's gradient scaler; use the same precision, or"
+                " start a new run."
+            )
+        settings = [
+            {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
+        ]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(setting)
+        wind_forward(self.scheduler, state["step"])
+        self.scaler.load_state_dict(state["scaler"])
         self.average.load_state_dict(state["average"])
         self.meter.load_state_dict(state["meter"])
         self.step, self.best, self.best_step = state["step"], state["best"], state["best_step"]
+
+
+def make_state(
+    config: Config, model: nn.Module, strategy: Strategy, precision: Precision, world: World, steps: int
+) -> TrainState:
+    """Step 0 of a run of so many steps: optimizer, schedule and average around a model on its device.
+
+    Compiles and wraps the model.
+    """
+    optimizer = build_optimizer(config.optim, model.parameters())
+    average: Average = NoAverage(model)
+    if config.ema.decay is not None:
+        average = ExponentialAverage(model, config.ema.decay)
+    if config.compile != "off":
+        model.compile(mode=config.compile)  # in place: names in checkpoints stay clean
+    return TrainState(
+        model=model,
+        wrapped=strategy.wrap(model),
+        optimizer=optimizer,
+        scheduler=build_schedule(config.sched, optimizer, steps),
+        scaler=precision.scaler,
+        average=average,
+        meter=Meter(world),
+    )
 
 
 def fit_model(model: nn.Module, weights: Mapping[str, Any], where: str) -> None:

@@ -30,6 +30,12 @@ class Stopwatch:
     def count(self, samples: int) -> None:
         self._samples += samples
 
+    def settle(self) -> None:
+        """Wait for the device, before the clock is read around something that is not training: what is
+        still queued there is training time. A sync point."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def pause(self, seconds: float) -> None:
         """Time that was spent on evaluating or saving, not training."""
         self._paused += seconds

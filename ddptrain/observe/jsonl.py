@@ -5,6 +5,7 @@ and resumed or not, write the same bytes. Speed goes to TensorBoard and summary.
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +42,8 @@ class Jsonl(Observer):
 
     def _write(self, event: Log | Evaluated, split: str, values: Mapping[str, float]) -> None:
         line = {"step": event.step, "epoch": event.epoch, "samples": event.samples, "split": split}
-        self._file.write(json.dumps({**line, **values}) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({**line, **finite}) + "\n")
         self._file.flush()
 
 

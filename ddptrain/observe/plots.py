@@ -55,7 +55,7 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> "Drawing":
     for i, name in enumerate(names):
         axes = drawing.add_subplot(rows, columns, i + 1)
         for split, colour in (("train", _BLUE), ("valid", _ORANGE)):
-            points = [(x["epoch"], x[name]) for x in lines if x["split"] == split and name in x]
+            points = [(x["epoch"], x[name]) for x in lines if x["split"] == split and x.get(name) is not None]
             if points:
                 mark = "o" if len(points) <= 20 else None
                 axes.plot(*zip(*points, strict=True), color=colour, label=split, marker=mark, markersize=3)

@@ -1,5 +1,6 @@
 """The run's folder: named once, by rank 0, and what describes the run in it."""
 
+import hashlib
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 
 from ddptrain import __version__
@@ -36,14 +38,13 @@ def name_run(config: Config) -> Path:
     job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if job == "none":
         return home / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{uuid.uuid4().hex[:6]}"
-    job = "".join(c if c.isalnum() else "-" for c in job)[:12]
-    earlier = sorted(home.glob(f"*-{job}"))
+    job = hashlib.sha256(job.encode()).hexdigest()[:10]
+    earlier = sorted(path for path in home.glob("*") if path.name.rpartition("-")[2] == job)
     return earlier[-1] if earlier else home / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{job}"
 
 
-def open_run(config: Config) -> Path:
+def open_run(folder: Path) -> Path:
     """Make the run's folder. Called on rank 0 only; raises UserError where it can't be written."""
-    folder = name_run(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "log.txt").touch()
@@ -73,7 +74,7 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
 def command_line(world: World, arguments: Sequence[str]) -> str:
     """The line that repeats the run."""
     launcher = "python"
-    if world.size > 1:
+    if dist.is_torchelastic_launched():
         nodes = world.size // world.local_size
         where = "--standalone" if nodes == 1 else f"--nnodes={nodes}"
         launcher = f"torchrun {where} --nproc-per-node={world.local_size}"
@@ -87,7 +88,7 @@ def environment(world: World) -> dict[str, Any]:
         "ddptrain": __version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "libraries": {name: metadata.version(name) for name in _LIBRARIES},
+        "libraries": {d.name: d.version for d in metadata.distributions() if d.name in _LIBRARIES},
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "device": str(world.device),

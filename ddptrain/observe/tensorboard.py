@@ -9,6 +9,9 @@ import torch
 from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
 from ddptrain.observe.plots import draw_figure
 
+_FLUSH_S = 5
+"""Most seconds of scalars that a killed process loses; metrics.jsonl loses none."""
+
 
 @final
 class TensorBoard(Observer):
@@ -22,22 +25,20 @@ class TensorBoard(Observer):
     def start(self, event: Start) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self._folder), purge_step=event.step + 1 if event.step else None)
+        self._writer = SummaryWriter(str(self._folder), purge_step=event.step + 1, flush_secs=_FLUSH_S)
         if event.preview is not None and event.step == 0:
             self._writer.add_image("train/samples", _tiled(event.preview), 0)
-        self._flush()
 
     def log(self, event: Log) -> None:
         self._scalars("train", event.values, event.step)
         self._scalars("perf", event.speed, event.step)
         self._scalars("train", {"epoch": event.epoch}, event.step)
-        self._flush()
 
     def evaluated(self, event: Evaluated) -> None:
         self._scalars("valid", event.metrics, event.step)
         for name, figure in event.figures.items():
             self._writer.add_figure(f"valid/{name}", draw_figure(figure), event.step)
-        self._flush()
+        self._writer.flush()
 
     def saved(self, event: Saved) -> None:
         pass
@@ -55,9 +56,6 @@ class TensorBoard(Observer):
     def _scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(f"{group}/{name}", value, step)
-
-    def _flush(self) -> None:
-        self._writer.flush()  # a process that dies without it loses its tail
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | float | int | str]:

@@ -125,7 +125,18 @@ def test_another_models_checkpoint_is_told_apart(tmp_path: Path) -> None:
         Fit(plan, make_model=plain, ema=0.9).run(World(), tmp_path)
 
 
-def test_going_back_drops_the_later_checkpoints(tmp_path: Path) -> None:
+def test_damaged_later_checkpoints_are_set_aside_and_kept(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, 1, 2, 3, keep=5)
-    checkpointer.drop_after(2)
+    checkpointer.set_aside_after(2)
+    checkpointer.recover()
     assert [path.name for path in checkpointer.steps()] == ["step-1", "step-2"]
+    assert len(list(tmp_path.glob(".step-3.*.damaged"))) == 1
+
+
+def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
+    checkpointer = saved(tmp_path, 1)
+    checkpointer.save_best(state(1), {"step": 1})
+    (tmp_path / "best").rename(tmp_path / ".best.old")
+    (tmp_path / ".best.77").mkdir()
+    checkpointer.recover()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "step-1"]

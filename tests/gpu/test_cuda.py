@@ -9,7 +9,6 @@ import pytest
 import torch
 from toy import Classify
 
-from ddptrain.commands.train import make_state
 from ddptrain.config.schema import Config, Ema, Strategy
 from ddptrain.data.augment import Augment
 from ddptrain.data.images import ImageData
@@ -21,14 +20,10 @@ from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
-from ddptrain.engine.state import TrainState
+from ddptrain.engine.state import TrainState, make_state
 from ddptrain.observe.observer import Observers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-class Pictures(Classify):
-    """The toy task on images."""
 
 
 def cnn() -> torch.nn.Module:
@@ -51,8 +46,8 @@ def fit(folder: Path, precision: str, resident: bool, steps: int = 30) -> TrainS
     model = cnn().to(device, memory_format=torch.channels_last)
     made = Precision(precision, device)
     strategy = choose_strategy(Strategy(), world)
-    state = make_state(config, model, strategy, made, world, plan)
-    task = Pictures(cnn)
+    state = make_state(config, model, strategy, made, world, plan.steps)
+    task = Classify(cnn)
     Engine(task, data, world, strategy, made, plan, Checkpointer(folder, 2), Observers([])).fit(state)
     return state
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddptrain.commands.train import make_state
 from ddptrain.config.schema import Config, Ema, Sched, Strategy
 from ddptrain.data.sampler import Sampler
 from ddptrain.distributed.strategy import choose_strategy
@@ -18,7 +17,7 @@ from ddptrain.engine.checkpoint import Checkpointer, unpack
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
-from ddptrain.engine.state import TrainState
+from ddptrain.engine.state import TrainState, make_state
 from ddptrain.observe.observer import Observer, Observers
 from ddptrain.protocols import At, Data, Loss, Report, Task
 
@@ -148,7 +147,7 @@ class Fit:
             strategy=self.strategy,
         )  # fmt: skip
         strategy = choose_strategy(self.strategy, world)
-        state = make_state(config, task.build(), strategy, precision, world, self.plan)
+        state = make_state(config, task.build(), strategy, precision, world, self.plan.steps)
         checkpointer = Checkpointer(folder, keep=2)
         saved = checkpointer.newest()
         if saved is not None:

@@ -1,0 +1,264 @@
+"""Samples per second of ddptrain, a hand-written PyTorch loop, Lightning and Accelerate, on the CPU.
+
+    python benchmarks/throughput.py                     # a Markdown table on stdout, in some 5 minutes
+    python benchmarks/throughput.py --write README.md   # and between that file's throughput markers
+    python benchmarks/throughput.py --cases tiny,tiny-2-ranks --rounds 5
+
+All train the same model on the same samples in the same order, with the same optimizer, seed and
+threads; where their first losses differ by more than 1e-5 this stops with an error. Each case is a
+process (or torchrun's processes) of its own, in which short chunks of all peers take turns, A B C D,
+then D C B A. A ratio is taken within one round, so what else the machine does hits both its sides.
+
+A step lasts from one call of the loss to the next: all that a loop does in between, but no set-up,
+warm-up or final evaluation.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from loops import BASE, LOG_EVERY, PEERS, Run, Watch
+from workloads import Workload, mobilenet, tiny
+
+from ddptrain.distributed.comm import close_group, open_group
+from ddptrain.distributed.threads import cores
+from ddptrain.distributed.world import World, world_from_environment
+
+BEGIN, END = "<!-- throughput:begin -->", "<!-- throughput:end -->"
+TOLERANCE = 1e-5
+"""How well first losses must agree (relative)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One block of the table. A chunk is ``warmup`` steps, ``steps`` measured ones, and one that ends
+    the last of them."""
+
+    title: str
+    make: Callable[[World], Workload]
+    batch: int
+    """Samples of a step on one rank."""
+    warmup: int
+    steps: int
+    window: int
+    """Steps after which things come round again; see `_quiet`."""
+    rounds: int
+    ranks: int = 1
+    threads: int = 1
+    """Of each rank."""
+
+
+CASES = {
+    "tiny": Case(
+        "MLP, 26 thousand parameters", tiny, batch=64, warmup=50, steps=1000, window=LOG_EVERY, rounds=20
+    ),
+    "tiny-2-ranks": Case(
+        "the same, 2 ranks over gloo", tiny, batch=64, warmup=50, steps=1000, window=LOG_EVERY, rounds=12,
+        ranks=2,
+    ),
+    "mobilenet": Case(
+        "MobileNetV3-small, 32x32", mobilenet, batch=128, warmup=2, steps=5, window=1, rounds=12, threads=2
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One peer's turn."""
+
+    seconds: float
+    """Of a step, at the machine's quiet moments."""
+    losses: list[float]
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.measure:
+        measure(CASES[arguments.measure], arguments.peers.split(","), arguments.rounds, arguments.out)
+        return
+    if arguments.write and not _has_markers(arguments.write):
+        raise SystemExit(f"{arguments.write}: holds no lines {BEGIN} and {END} to write between")
+    peers = [name for name in PEERS if importlib.util.find_spec(PEERS[name].package)]
+    rounds = {name: arguments.rounds or CASES[name].rounds for name in arguments.cases.split(",")}
+    results = {name: _in_processes(name, peers, count) for name, count in rounds.items()}
+    table = "\n".join([*_table(results), "", *_notes(results, peers)])
+    print(table)
+    if arguments.write:
+        before, rest = arguments.write.read_text().split(BEGIN)
+        arguments.write.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}")
+
+
+def measure(case: Case, peers: Sequence[str], rounds: int, out: Path) -> None:
+    """Every round of one case, as one of its ranks; rank 0 writes the chunks of each peer to ``out``."""
+    world = world_from_environment()
+    open_group(world)
+    results: dict[str, list[Chunk]] = {name: [] for name in peers}
+    with tempfile.TemporaryDirectory() as folder, _silent(Path(folder)):
+        workload = case.make(world)
+        for number in range(rounds + 1):
+            for name in reversed(peers) if number % 2 else peers:
+                chunk = _chunk(name, case, workload, world, Path(folder) / f"{name}-{number}")
+                results[name].append(chunk)
+                _compare(name, chunk, results[BASE][0])
+    close_group()
+    if world.is_first:
+        # the first round is not counted: in it the peers are imported and caches filled
+        out.write_text(
+            json.dumps({name: [asdict(c) for c in chunks[1:]] for name, chunks in results.items()})
+        )
+
+
+def _chunk(name: str, case: Case, workload: Workload, world: World, folder: Path) -> Chunk:
+    folder.mkdir()
+    watch = Watch()
+    run = Run(workload, world, case.batch * world.size, case.warmup + case.steps + 1, folder, watch)
+    gc.collect()  # so that none pays for what another one left
+    torch.set_num_threads(case.threads)
+    if world.size > 1:
+        dist.barrier()
+    PEERS[name].train(run)
+    if torch.get_num_threads() != case.threads:
+        raise SystemExit(f"{name} changed the number of threads to {torch.get_num_threads()}")
+    if len(watch.begins) != run.steps:
+        raise SystemExit(f"{name} took {len(watch.begins)} steps, not {run.steps}")
+    steps = [(stop - start) / 1e9 for start, stop in pairwise(watch.begins[case.warmup :])]
+    return Chunk(_quiet(steps, case.window), [float(loss) for loss in watch.losses])
+
+
+def _quiet(steps: Sequence[float], window: int) -> float:
+    """Seconds of a step undisturbed, with its share of what comes once a window (logging).
+
+    Of the steps that stand at the same place in their windows, the 10th percentile; of those, the mean.
+    """
+    places = [sorted(steps[place::window]) for place in range(window)]
+    return statistics.fmean(at_place[len(at_place) // 10] for at_place in places)
+
+
+def _compare(name: str, chunk: Chunk, reference: Chunk) -> None:
+    for step, (own, other) in enumerate(zip(chunk.losses, reference.losses, strict=True), start=1):
+        if not abs(own - other) <= TOLERANCE * abs(other):
+            raise SystemExit(
+                f"{name} trains something else: its loss in step {step} is {own!r}, another peer's {other!r}"
+            )
+
+
+@contextlib.contextmanager
+def _silent(folder: Path) -> Iterator[None]:
+    """What the peers print goes to a file, at about the cost of a terminal."""
+    warnings.simplefilter("ignore")
+    with (folder / "printed.txt").open("w") as file:
+        with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            yield
+
+
+def _in_processes(name: str, peers: Sequence[str], rounds: int) -> dict[str, list[Chunk]]:
+    """Measure a case in fresh processes, as many as it has ranks."""
+    case = CASES[name]
+    print(f"{name}: {rounds} rounds of {', '.join(peers)}", file=sys.stderr, flush=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "chunks.json"
+        command = [sys.executable, *(launcher if case.ranks > 1 else []), __file__, "--measure", name]
+        command += ["--peers", ",".join(peers), "--rounds", str(rounds), "--out", str(out)]
+        threads = str(case.threads)  # set before torch starts, or the peers would choose for themselves
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": threads})
+        if done.returncode != 0:
+            raise SystemExit(f"{name}: stopped, see above")
+        return {peer: [Chunk(**c) for c in chunks] for peer, chunks in json.loads(out.read_text()).items()}
+
+
+Results = Mapping[str, Mapping[str, Sequence[Chunk]]]
+"""Of each case, of each peer: its chunks, one a round."""
+
+
+def _table(results: Results) -> list[str]:
+    lines = [
+        "| | samples/s | speed beside the hand-written loop (min to max) | µs more in a step |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, chunks in results.items():
+        case = CASES[name]
+        lines.append(f"| *{case.title}, batch {case.batch * case.ranks}* | | | |")
+        lines += [_row(peer, chunks[peer], chunks[BASE], case) for peer in chunks]
+    return lines
+
+
+def _row(peer: str, chunks: Sequence[Chunk], base: Sequence[Chunk], case: Case) -> str:
+    speed = statistics.median(case.batch * case.ranks / chunk.seconds for chunk in chunks)
+    if peer == BASE:
+        return f"| {PEERS[peer].title} | {speed:,.0f} | 1 | |"
+    ratios = [theirs.seconds / own.seconds for own, theirs in zip(chunks, base, strict=True)]
+    more = [(own.seconds - theirs.seconds) * 1e6 for own, theirs in zip(chunks, base, strict=True)]
+    ratio = f"**{statistics.median(ratios):.3f}** ({min(ratios):.3f} to {max(ratios):.3f})"
+    return f"| {PEERS[peer].title} | {speed:,.0f} | {ratio} | {statistics.median(more):+,.0f} |"
+
+
+def _notes(results: Results, peers: Sequence[str]) -> list[str]:
+    packages = ["torch", *(PEERS[name].package for name in peers if name != BASE)]
+    versions = ", ".join(f"{package} {metadata.version(package)}" for package in packages)
+    rounds = ", ".join(f"{name}: {_rounds(CASES[name], chunks[BASE])}" for name, chunks in results.items())
+    missing = [PEERS[name].title for name in PEERS if name not in peers]
+    return [
+        f"Medians over rounds in which all take turns ({rounds}; of each step the 10th percentile)."
+        f" {_processor()}, {cores()} cores; fp32;"
+        f" Python {platform.python_version()}, {versions}; {time.strftime('%Y-%m-%d')}."
+        " Made by `python benchmarks/throughput.py`.",
+        *(f"Not installed, so not measured: {title}." for title in missing),
+    ]
+
+
+def _rounds(case: Case, chunks: Sequence[Chunk]) -> str:
+    threads = f"{case.threads} thread{'s' * (case.threads > 1)}"
+    return f"{len(chunks)} rounds of {case.steps} steps, {threads}{' a rank' * (case.ranks > 1)}"
+
+
+def _processor() -> str:
+    """The CPU's name, which Python's platform module does not know on Linux."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _has_markers(file: Path) -> bool:
+    text = file.read_text()
+    return text.count(BEGIN) == text.count(END) == 1 and text.index(BEGIN) < text.index(END)
+
+
+def _arguments() -> argparse.Namespace:
+    description = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--cases", default=",".join(CASES), help="of %(default)s")
+    parser.add_argument("--rounds", type=int, help="of each case, instead of its own")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help=f"put the table between its {BEGIN} and {END}"
+    )
+    parser.add_argument("--measure", choices=CASES, help=argparse.SUPPRESS)  # how this starts itself
+    parser.add_argument("--peers", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.cases.split(",") if name not in CASES]
+    if unknown:
+        parser.error(f"--cases: {unknown[0]} is none of {', '.join(CASES)}")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

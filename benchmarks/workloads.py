@@ -1,0 +1,102 @@
+"""What throughput.py trains: so little that a loop's own cost shows, and a real network."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+from ddptrain.recipes.mobilenet import mobilenet_v3_small_32
+from torch import Tensor, nn
+
+from ddptrain.data.augment import Augment, Normalise
+from ddptrain.data.images import ImageData
+from ddptrain.data.sampler import Sampler
+from ddptrain.data.shapes import Shapes
+from ddptrain.distributed.world import World
+from ddptrain.protocols import Data
+
+SEED = 0
+
+Batch = tuple[Tensor, Tensor]
+
+
+@final
+class Rows(Data):
+    """Labelled samples in memory, cut as one would by hand; the first 256 are the validation set too.
+
+    prepare_rows: some of the inputs to what the model takes.
+    """
+
+    def __init__(
+        self, inputs: Tensor, labels: Tensor, prepare_rows: Callable[[Tensor], Tensor], world: World
+    ) -> None:
+        self._inputs = inputs
+        self._labels = labels
+        self._prepare_rows = prepare_rows
+        self._world = world
+
+    def prepare(self, world: World, seed: int) -> None:
+        """It is."""
+
+    @property
+    def train_size(self) -> int:
+        return len(self._labels)
+
+    def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
+        for ids, _ in sampler.samples(steps, self._inputs.device):
+            yield self._prepare_rows(self._inputs[ids]), self._labels[ids]
+
+    @property
+    def valid_size(self) -> int:
+        return 256
+
+    def valid_batches(self, chunks: Sequence[range]) -> Iterator[Batch]:
+        for chunk in chunks:
+            rows = slice(chunk.start, chunk.stop)
+            yield self._prepare_rows(self._inputs[rows]), self._labels[rows]
+
+    def preview(self) -> None:
+        return None
+
+    def describe(self) -> str:
+        return f"{self.train_size:,} rows in memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model and its samples. rows: for the peers. data: for ddptrain, the same samples."""
+
+    build: Callable[[], nn.Module]
+    rows: Rows
+    data: Data
+    channels_last: bool
+
+
+def tiny(world: World) -> Workload:
+    """An MLP of 26,122 parameters on rows of 64 floats."""
+
+    def build() -> nn.Module:
+        hidden = [nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()]
+        return nn.Sequential(*hidden, nn.Linear(128, 10))
+
+    generator = torch.Generator().manual_seed(SEED)
+    inputs = torch.randn(8192, 64, generator=generator)
+    labels = torch.randint(10, (8192,), generator=generator)
+    rows = Rows(inputs, labels, lambda chosen: chosen, world)
+    return Workload(build, rows, rows, channels_last=False)
+
+
+def mobilenet(world: World) -> Workload:
+    """MobileNetV3-small on 32x32 images kept as bytes; ddptrain takes them from its own `ImageData`."""
+
+    def build() -> nn.Module:
+        return mobilenet_v3_small_32(num_classes=10, in_channels=3, dropout=0.0)  # its masks would differ
+
+    source = Shapes(train=2000, valid=128)
+    data = ImageData(source, Augment(), resident=True)
+    data.prepare(world, SEED)
+    opened = source.open(Path())
+    images = opened.train.images(torch.arange(len(opened.train)))
+    normalise = Normalise(torch.tensor(opened.mean), torch.tensor(opened.std), channels_last=True)
+    return Workload(build, Rows(images, opened.train.labels, normalise, world), data, channels_last=True)
