@@ -19,7 +19,6 @@ from torch.utils.tensorboard import SummaryWriter
 from workloads import SEED, Batch, Workload
 
 from ddptrain.commands.setup import make_model
-from ddptrain.commands.train import make_state
 from ddptrain.config.schema import Checkpoint, Config, Log, Sched, Train
 from ddptrain.data.sampler import Sampler
 from ddptrain.distributed.strategy import choose_strategy
@@ -28,6 +27,7 @@ from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.plan import plan_run
 from ddptrain.engine.precision import choose_precision
+from ddptrain.engine.state import make_state
 from ddptrain.observe.console import Console, open_log
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.observer import Observers
@@ -136,8 +136,8 @@ def with_ddptrain(run: Run) -> None:
     plan = plan_run(config, data.train_size)
     strategy = choose_strategy(config.strategy, world)
     precision = choose_precision(config.precision, world.device)
-    model = make_model(config, task, strategy, world.device)
-    state = make_state(config, model, strategy, precision, world, plan)
+    model = make_model(config, task, world.device)
+    state = make_state(config, model, strategy, precision, world, plan.steps)
     board = TensorBoard(run.folder / "tensorboard", asdict(config))
     observers = [Console(), Jsonl(run.folder / "metrics.jsonl"), board] if world.is_first else []
     checkpointer = Checkpointer(run.folder / "checkpoints", keep=1)

@@ -44,7 +44,8 @@ class Loss:
     (images: 1 each; text: tokens of a window), so the global count needs no communication. A 0-d
     ``Tensor`` may differ from sample to sample (positive anchors): it costs one small all-reduce."""
     logs: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further 0-d sums to log beside the loss, each divided by the same count."""
+    """Further 0-d sums to log beside the loss, each divided by the same count; the same names on every
+    rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from compare import assert_same
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -124,7 +125,6 @@ def test_a_diverged_run_exits_4(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "extra",
     [
-        ["compile=default", "train.steps=3"],
         ["precision=bf16", "ema.decay=0.9", "train.clip_norm=1", "sched=onecycle"],
         ["strategy=dp", "data.resident=false", "data.workers=2"],
         ["recipe=resnet18_cifar10", "data=shapes", "train.steps=2", "train.micro_batch=16"],
@@ -135,3 +135,45 @@ def test_a_diverged_run_exits_4(tmp_path: Path) -> None:
 def test_options_train(tmp_path: Path, extra: list[str]) -> None:
     done = start(tmp_path, *SMALL, *extra)
     assert done.returncode == 0, done.stderr
+
+
+def test_ranks_that_diverge_end_together_with_their_files_written(tmp_path: Path) -> None:
+    done = start(tmp_path, *SMALL, "optim=sgd", "optim.lr=1e12", "run.dir=run", ranks=2)
+    assert done.returncode == 1  # torchrun's own
+    assert done.stderr.count("the training has diverged") == 1
+    assert "exitcode  : 4" in done.stderr
+    assert json.loads((tmp_path / "run/summary.json").read_text())["outcome"] == "diverged"
+
+
+def test_a_compiled_model_trains_alike_and_saves_clean_names(tmp_path: Path) -> None:
+    states = []
+    for compile_mode in ("off", "default"):
+        command = [
+            *SMALL,
+            f"compile={compile_mode}",
+            "train.steps=3",
+            "ema.decay=0.5",
+            f"run.dir={compile_mode}",
+        ]
+        done = start(tmp_path, *command)
+        assert done.returncode == 0, done.stderr
+        states.append(unpack(read(tmp_path / compile_mode / "checkpoints/step-3").payload, "test"))
+    eager, compiled = states
+    for part in ("model", "average"):
+        assert eager[part].keys() == compiled[part].keys()
+        for name, value in eager[part].items():
+            torch.testing.assert_close(compiled[part][name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_starting_from_another_runs_checkpoint_leaves_that_run_alone(tmp_path: Path) -> None:
+    command = [*SMALL, "checkpoint.every=2", "checkpoint.keep=9", "train.steps=8"]
+    assert start(tmp_path, *command, "run.dir=base").returncode == 0
+    kept = sorted(p.name for p in (tmp_path / "base/checkpoints").iterdir())
+    branch = start(tmp_path, *command, "run.dir=branch", "run.resume=base/checkpoints/step-4")
+    assert branch.returncode == 0
+    assert "resumed    base/checkpoints/step-4" in branch.stderr
+    assert sorted(p.name for p in (tmp_path / "base/checkpoints").iterdir()) == kept
+    again = start(
+        tmp_path, *command, "run.dir=branch", "run.resume=base/checkpoints/step-4", "train.steps=10"
+    )
+    assert "resumed    branch/checkpoints/step-8" in again.stderr  # its own come first: a restart goes on

@@ -127,8 +127,14 @@ def test_cifar10_is_downloaded_once_a_node_and_read(
     assert not list(root.glob("*.part"))
 
 
-def test_a_wrong_archive_is_refused(tmp_path: Path, served: tuple[str, Path, list[str]]) -> None:
-    with pytest.raises(UserError, match="SHA-256"):
+def test_what_is_not_the_archive_is_refused_and_not_kept(
+    tmp_path: Path, served: tuple[str, Path, list[str]]
+) -> None:
+    with pytest.raises(UserError, match="cut short or another file"):
+        Cifar10(served[0], "0" * 64).fetch(tmp_path / "data")
+    assert list((tmp_path / "data").iterdir()) == []
+    (tmp_path / "data" / ARCHIVE).write_bytes(b"something else")
+    with pytest.raises(UserError, match="damaged or another file"):
         Cifar10(served[0], "0" * 64).fetch(tmp_path / "data")
 
 
@@ -161,6 +167,22 @@ def test_train_and_val_folders_are_used_as_they_are(tmp_path: Path) -> None:
                 picture(tmp_path / split / name / f"{i}.jpg", (9, 9, 9))
     opened = ImageFolder(size=8).open(tmp_path)
     assert (len(opened.train), len(opened.valid)) == (6, 4)
+
+
+def test_train_without_val_holds_out_of_train(tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        for i in range(10):
+            picture(tmp_path / "train" / name / f"{i}.png", (9, 9, 9))
+    opened = ImageFolder(size=8).open(tmp_path)
+    assert list(opened.classes) == ["x", "y"]
+    assert (len(opened.train), len(opened.valid)) == (18, 2)
+
+
+def test_one_class_is_refused(tmp_path: Path) -> None:
+    for i in range(10):
+        picture(tmp_path / "only" / f"{i}.png", (9, 9, 9))
+    with pytest.raises(UserError, match="one class, 'only'"):
+        ImageFolder().open(tmp_path)
 
 
 def test_grey_transparent_and_palette_pictures_become_rgb(tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""A run that goes on under a changed config: what changes, what is refused, what is kept."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy import SGD, Fit
+
+from ddptrain.config.schema import Config, Run, Sched
+from ddptrain.distributed.world import World
+from ddptrain.engine.plan import Plan
+from ddptrain.errors import UserError
+from ddptrain.observe.observer import Log, Observer
+from ddptrain.observe.rundir import name_run
+
+
+class Rates(Observer):
+    """Keeps the learning rate of every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def start(self, event: Any) -> None: ...
+    def log(self, event: Log) -> None:
+        self.seen.append(event.values["lr"])
+
+    def evaluated(self, event: Any) -> None: ...
+    def saved(self, event: Any) -> None: ...
+    def end(self, event: Any) -> None: ...
+
+
+def plan(steps: int, **changes: Any) -> Plan:
+    return Plan(**{"steps": steps, "train_size": 100, "batch_size": 20, "log_every": 1, **changes})
+
+
+def rates(folder: Path, steps: int, sched: str, **changes: Any) -> list[float]:
+    keep = Rates()
+    Fit(plan(steps), sched=Sched(sched, warmup=0.2), observers=[keep], **changes).run(World(), folder)
+    return keep.seen
+
+
+@pytest.mark.parametrize("sched", ["constant", "cosine", "step", "onecycle"])
+def test_more_steps_follow_the_longer_schedule_from_where_it_stands(tmp_path: Path, sched: str) -> None:
+    whole = rates(tmp_path / "whole", 40, sched)
+    rates(tmp_path / "grown", 10, sched)
+    assert rates(tmp_path / "grown", 40, sched) == whole[10:]
+
+
+def test_a_new_rate_is_used(tmp_path: Path) -> None:
+    rates(tmp_path, 10, "constant")
+    assert rates(tmp_path, 20, "constant", optim={**SGD, "lr": 0.003}) == [0.003] * 10
+
+
+def test_another_optimizer_or_precision_is_refused(tmp_path: Path) -> None:
+    Fit(plan(3)).run(World(), tmp_path)
+    with pytest.raises(UserError, match="was saved with SGD, and this is AdamW"):
+        Fit(plan(6), optim={"_target_": "torch.optim.AdamW"}).run(World(), tmp_path)
+    with pytest.raises(UserError, match="without fp16's gradient scaler"):
+        Fit(plan(6), precision="fp16").run(World(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [("seed", "seed"), ("batch_size", r"train\.batch_size"), ("train_size", "data")],
+)
+def test_another_place_in_the_data_is_refused(change: str, key: str) -> None:
+    before = plan(3)
+    after = plan(3, **{change: 33})
+    after.check_continues(after.position_facts, "there")
+    with pytest.raises(UserError, match=f"^{key}.*=33: there was saved with"):
+        after.check_continues(before.position_facts, "there")
+
+
+def test_a_run_folder_belongs_to_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = Config(recipe="toy", task={}, data={}, optim={}, run=Run())
+    folders = []
+    for job in ("my-experiment-1", "my-experiment-2", "a_b", "a.b"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        folder = name_run(config)
+        folder.mkdir(parents=True)
+        assert name_run(config) == folder  # a restart finds it
+        folders.append(folder)
+    assert len(set(folders)) == 4
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert name_run(config) not in folders
