@@ -100,8 +100,9 @@ def _resume(config: Config, plan: Plan, state: TrainState, checkpointer: Checkpo
     if saved is None:
         return
     where, payload, manifest = saved
+    kept = unpack(payload, where)
     plan.check_continues(manifest, where)
-    state.load_state_dict(unpack(payload, where), where)
+    state.load_state_dict(kept, where)
     if world.is_first:
         checkpointer.set_aside_after(state.step)
     log.info("resumed    %s", where)
