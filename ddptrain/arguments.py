@@ -11,8 +11,10 @@ VERBS = ("train", "evaluate")
 GROUPS = ("recipe", "model", "data", "optim", "sched", "strategy")
 _SWITCHES = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
-    *("--shell-completion", "-sc", "--info", "-i"),
+    *("--shell-completion", "-sc"),
 )
+_INFO = ("--info", "-i")
+_INFO_OF = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _CONFIG_DIR = ("--config-dir", "-cd")
 _TAKE_A_VALUE = (
     *_CONFIG_DIR,
@@ -64,9 +66,11 @@ def parse(words: Sequence[str]) -> Arguments:
             value = value if equals else rest.pop(0)
             options.append(f"{name}={value}")
             config_dirs += [Path(value)] if name in _CONFIG_DIR else []
-        elif name in _SWITCHES:
+        elif name in _INFO and not equals and rest and rest[0] in _INFO_OF:
+            options.append(f"{name}={rest.pop(0)}")
+        elif name in (*_SWITCHES, *_INFO):
             options.append(word)
         else:
-            hint = did_you_mean(name, (*_SWITCHES, *_TAKE_A_VALUE))
+            hint = did_you_mean(name, (*_SWITCHES, *_INFO, *_TAKE_A_VALUE))
             raise UserError(f"{word}: there is no such option.{hint}")
     return Arguments(verb, tuple(overrides), tuple(options), tuple(config_dirs))

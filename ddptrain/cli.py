@@ -115,6 +115,8 @@ def _open_user_code(arguments: Arguments) -> None:
     for entry in metadata.entry_points(group=ENTRY_POINTS):
         open_package(entry.value.partition(".")[0])
     for folder in arguments.config_dirs:
+        if not folder.is_dir():
+            raise UserError(f"--config-dir={folder}: there is no such folder.")
         sys.path.insert(0, str(folder.resolve()))
     for folder in (Path.cwd(), *arguments.config_dirs):
         for path in folder.iterdir() if folder.is_dir() else []:
