@@ -198,6 +198,10 @@ def _spell(hint: Any) -> str:
     if typing.get_origin(hint) in (Union, types.UnionType):
         plain = [arg for arg in typing.get_args(hint) if arg in names or typing.get_origin(arg)]
         return " or ".join(_spell(arg) for arg in plain)
+    if typing.get_origin(hint) is tuple and Ellipsis not in typing.get_args(hint):
+        return f"a list of {len(typing.get_args(hint))} values: [...]"
+    if typing.get_origin(hint) in (tuple, list, Sequence):
+        return "a list: [...]"
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
     return names.get(hint) or str(getattr(hint, "__name__", hint))

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from ddptrain.arguments import Arguments, parse
+from ddptrain.arguments import GROUPS, Arguments, parse
 from ddptrain.build import open_package
 from ddptrain.compose import ENTRY_POINTS, Tree, recipes, run_composed, saved_tree
 from ddptrain.config.check import checked
+from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import Diverged, ExitCode, UserError
 
 _WAIT_FOR_FIRST_RANK_S = 30.0
@@ -35,10 +36,15 @@ def main(words: Sequence[str]) -> int:
     except Diverged as error:
         _print_once(error, everywhere=True)
         return ExitCode.DIVERGED
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
 
 
 def _train(arguments: Arguments) -> int:
     if not arguments.options and not any(word.startswith("recipe=") for word in arguments.overrides):
+        for key in (word.partition("=")[0] for word in arguments.overrides):
+            if "." not in key and key not in GROUPS and (hint := did_you_mean(key, GROUPS)):
+                raise UserError(f"{key}: there is no such key.{hint}")
         raise UserError(_welcome(arguments))
     if arguments.sweeps and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
@@ -75,7 +81,9 @@ def _evaluate(arguments: Arguments) -> int:
         raise UserError("evaluate: name the run's folder: evaluate run=runs/<recipe>/<time>-<id>")
     folder = Path(own["run"])
     if not (folder / "config.yaml").is_file():
-        raise UserError(f"run={folder}: is no run's folder; it holds no config.yaml.")
+        inside = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
+        hint = f" Did you mean run={folder / inside[-1]}?" if inside else ""
+        raise UserError(f"run={folder}: is no run's folder; it holds no config.yaml.{hint}")
     config = checked(saved_tree(folder / "config.yaml", arguments, overrides))
     from ddptrain.commands import evaluate
 
@@ -133,7 +141,7 @@ def _welcome(arguments: Arguments) -> str:
             "say what to train: recipe=<name>. There are:",
             *names,
             "For example:",
-            f"  python -m ddptrain recipe=cnn_digits {given}".rstrip(),
+            f"  python -m ddptrain recipe=cnn_cifar10 data=shapes {given}".rstrip(),
             "  torchrun --standalone --nproc-per-node=2 -m ddptrain recipe=mobilenet_cifar10 data=shapes",
         ]
     )

@@ -77,7 +77,8 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
         raise UserError(f"{path}: can't be read ({error}).") from error
     if not isinstance(saved, DictConfig):
         raise UserError(f"{path}: is no run's config: it holds a list.")
-    for override in _parsed(overrides):
+    groups_first = sorted(_parsed(overrides), key=lambda override: override.key_or_group not in GROUPS)
+    for override in groups_first:
         _check_choice(override)
         if override.is_sweep_override() or override.key_or_group == "recipe":
             raise UserError(
@@ -89,8 +90,7 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
             continue
         known = flat_keys(_plain(saved))
         if override.key_or_group not in known and not override.is_add():
-            hint = did_you_mean(override.key_or_group, known)
-            raise UserError(f"{override.key_or_group}: there is no such key.{hint}")
+            raise UserError(_no_such_key(override.key_or_group, known))
         OmegaConf.update(saved, override.key_or_group, override.value(), force_add=True)
     return _plain(saved)
 
@@ -208,9 +208,12 @@ def _bad_override(error: ConfigCompositionException, overrides: Sequence[str]) -
     missing = _KEY.search(str(error))
     if missing is None or "not in" not in str(cause):
         return type_message(cause)
-    key = missing[1]
-    add = f" If the target of its section takes it, add it: +{key}=..."
-    return f"{key}: there is no such key.{did_you_mean(key, _known_keys(overrides)) or add}"
+    return _no_such_key(missing[1], _known_keys(overrides))
+
+
+def _no_such_key(key: str, known: Sequence[str]) -> str:
+    add = f" If the target of its section takes it, add it: +{key}=..." if "." in key else ""
+    return f"{key}: there is no such key.{did_you_mean(key, known) or add}"
 
 
 def _known_keys(overrides: Sequence[str]) -> list[str]:

@@ -10,6 +10,8 @@ class ExitCode(IntEnum):
     CRASH = 1
     USER_ERROR = 2
     DIVERGED = 4
+    INTERRUPTED = 130
+    """Ctrl-C, as shells count it: 128 + SIGINT."""
 
 
 class UserError(ValueError):

@@ -30,7 +30,7 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(fn: Callable[[World], Result], size: int, timeout: float = 60.0) -> list[Result]:
-    """Call ``fn(world)`` on each of ``size`` ranks, a thread each; returns their results by rank.
+    """Call ``fn(world)`` in ``size`` forked processes, each with one thread; returns their results by rank.
 
     A world of one runs in a process of its own too, without a process group.
     Raises RankFailed where a rank fails or is not done after ``timeout`` seconds.

@@ -37,7 +37,7 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
         on_all_ranks(world, lambda: data.prepare(world, config.seed))
         log.info("data       %s", data.describe())
         model = make_model(config, task, world.device)
-        fit_model(model, state["average"] or state["model"], where)
+        fit_model(model, state["average"].get("weights") or state["model"], where)
         report = evaluate(task, model, data, world, precision, config.train.eval_batch_size)
         if world.is_first:
             print(json.dumps({"step": state["step"], "checkpoint": where, **report.metrics}))

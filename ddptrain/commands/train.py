@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from ddptrain import __version__
 from ddptrain.commands.setup import check_nodes, joined_world, make_model, make_task
@@ -26,9 +28,10 @@ from ddptrain.observe.console import Console, open_log
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.observer import Observer, Observers
 from ddptrain.observe.plots import Plots
-from ddptrain.observe.rundir import describe_run, name_run, open_run
+from ddptrain.observe.rundir import describe_run, discard_unused, name_run, open_run
 from ddptrain.observe.summary import Summary
 from ddptrain.observe.tensorboard import TensorBoard
+from ddptrain.protocols import Data, Task
 
 log = logging.getLogger("ddptrain")
 
@@ -43,30 +46,52 @@ def run(config: Config, arguments: Sequence[str]) -> None:
     with joined_world(config) as (world, reason):
         folder = on_first_rank(world, lambda: _opened_folder(config))
         open_log(str(folder / "log.txt"), world.is_first)
-        strategy = choose_strategy(config.strategy, world, compiled=config.compile != "off")
-        precision = choose_precision(config.precision, world.device)
         log.info("ddptrain %s  recipe %s  run %s", __version__, config.recipe, folder)
         log.info("device     %s (%s)", world.device, reason)
-        log.info("precision  %s", precision.name)
-        log.info("strategy   %s, %s", strategy.describe(), _ranks(world))
-        on_all_ranks(world, lambda: data.prepare(world, config.seed))
-        plan = plan_run(config, data.train_size)
-        log.info("batch      %s", _batch(plan, world))
-        log.info("data       %s", data.describe())
-        model = strategy.prepare(make_model(config, task, world.device))
-        log.info("model      %s", _model(model, config))
-        _warn_of_batchnorm(model, plan, world, config)
-        state = make_state(config, model, strategy, precision, world, plan.steps)
-        checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep)
-        _resume(config, plan, state, checkpointer, world)
-        log.info("plan       steps %d to %d, %.4g epochs", state.step, plan.steps, plan.epoch(plan.steps))
-        if state.step >= plan.steps:
-            log.info("this run is finished; raise train.epochs or train.steps to go on")
-            return
-        on_first_rank(world, lambda: describe_run(folder, config, world, arguments))
-        observers = Observers(_observers(config, folder) if world.is_first else [])
-        Engine(task, data, world, strategy, precision, plan, checkpointer, observers).fit(state)
+        try:
+            engine, state, steps = _assembled(config, task, data, world, folder)
+            if state.step >= steps:
+                log.info("this run is finished; raise train.epochs or train.steps to go on")
+                return
+            on_first_rank(world, lambda: describe_run(folder, config, world, arguments))
+        except UserError:
+            if world.is_first:
+                discard_unused(folder)
+            raise
+        try:
+            engine.fit(state)
+        except KeyboardInterrupt:
+            log.info(
+                "stopped at step %d; to go on from the last checkpoint, start this again with run.dir=%s",
+                state.step,
+                folder,
+            )
+            raise
         log.info("look       %s/plots, or tensorboard --logdir %s", folder, folder.parent)
+
+
+def _assembled(
+    config: Config, task: Task, data: Data, world: World, folder: Path
+) -> tuple[Engine, TrainState, int]:
+    """The engine, the state it goes on from, and the step it goes to."""
+    strategy = choose_strategy(config.strategy, world, compiled=config.compile != "off")
+    precision = choose_precision(config.precision, world.device)
+    log.info("precision  %s", precision.name)
+    log.info("strategy   %s, %s", strategy.describe(), _ranks(world))
+    on_all_ranks(world, lambda: data.prepare(world, config.seed))
+    plan = plan_run(config, data.train_size)
+    log.info("batch      %s", _batch(plan, world))
+    log.info("data       %s", data.describe())
+    model = strategy.prepare(make_model(config, task, world.device))
+    log.info("model      %s", _model(model, config))
+    _note_what_depends_on_the_split(model, plan, world, config)
+    state = make_state(config, model, strategy, precision, world, plan.steps)
+    checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep)
+    _resume(config, plan, state, checkpointer, world)
+    log.info("plan       steps %d to %d, %.4g epochs", state.step, plan.steps, plan.epoch(plan.steps))
+    observers = Observers(_observers(config, folder) if world.is_first else [])
+    engine = Engine(task, data, world, strategy, precision, plan, checkpointer, observers)
+    return engine, state, plan.steps
 
 
 def _opened_folder(config: Config) -> Path:
@@ -136,12 +161,17 @@ def _model(model: nn.Module, config: Config) -> str:
     return f"{type(model).__name__}, {', '.join(traits)}"
 
 
-def _warn_of_batchnorm(model: nn.Module, plan: Plan, world: World, config: Config) -> None:
+def _note_what_depends_on_the_split(model: nn.Module, plan: Plan, world: World, config: Config) -> None:
+    """Say where the number of ranks or micro-batches does change the training."""
     parts = world.size * len(plan.sampler(world).micro_sizes)
-    has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    if has_batchnorm and parts > 1 and not config.strategy.sync_batchnorm:
+    if parts == 1:
+        return
+    layers = list(model.modules())
+    if not config.strategy.sync_batchnorm and any(isinstance(m, _BatchNorm) for m in layers):
         log.info(
             "note       BatchNorm normalises over each of the %d parts of a global batch by itself, so this"
             " model trains slightly differently on another number of ranks or micro-batches",
             parts,
         )
+    if any(isinstance(m, _DropoutNd) and m.p > 0 for m in layers):
+        log.info("note       dropout draws a mask of its own on each rank and for each micro-batch")

@@ -72,6 +72,8 @@ class DataParallel(Strategy):
         return _NOTHING
 
     def describe(self) -> str:
+        if not torch.cuda.is_available():
+            return "dp (without GPUs there is nothing to spread over: it trains like single)"
         return (
             "dp (one process copies the model to every GPU in every step and its threads share one"
             " interpreter; ddp has neither cost: torchrun --standalone --nproc-per-node=gpu -m ddptrain ...)"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
@@ -51,8 +51,11 @@ class NoAverage(Average):
 class ExponentialAverage(Average):
     """decay * average + (1 - decay) * weights, of parameters and floating buffers.
 
-    Holds torch's AveragedModel and applies its averaging function to lists made once: its own
-    ``update_parameters`` reads a counter on the host, a sync point in every step of a GPU.
+    The decay starts low, at (1 + t) / (10 + t) after t updates, or a short run would be judged by weights
+    it has long left (as in TensorFlow's ExponentialMovingAverage with num_updates).
+
+    Holds torch's AveragedModel and applies torch's averaging function to lists made once: AveragedModel's
+    own ``update_parameters`` reads a counter on the host, a sync point in every step of a GPU.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -64,12 +67,14 @@ class ExponentialAverage(Average):
         pairs = list(zip(own, [*model.parameters(), *model.buffers()], strict=True))
         self._floats = [(a, b.detach()) for a, b in pairs if a.is_floating_point()]
         self._others = [(a, b.detach()) for a, b in pairs if not a.is_floating_point()]
-        self._average = get_ema_multi_avg_fn(decay)
-        self._updates = torch.zeros((), dtype=torch.int64)
+        self._decay = decay
+        self._updates = 0
 
     @torch.no_grad()
     def update(self) -> None:
-        self._average([a for a, _ in self._floats], [b for _, b in self._floats], self._updates)
+        self._updates += 1
+        average = get_ema_multi_avg_fn(min(self._decay, (1 + self._updates) / (10 + self._updates)))
+        average([a for a, _ in self._floats], [b for _, b in self._floats], self._updates)
         for own, new in self._others:
             own.copy_(new)
 
@@ -78,7 +83,8 @@ class ExponentialAverage(Average):
         return module
 
     def state_dict(self) -> dict[str, Any]:
-        return self.model().state_dict()
+        return {"weights": self.model().state_dict(), "updates": self._updates}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.model().load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model().load_state_dict(state["weights"])
+        self._updates = state["updates"]

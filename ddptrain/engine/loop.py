@@ -84,6 +84,9 @@ class Engine:
         except Diverged:
             outcome = "diverged"
             raise
+        except KeyboardInterrupt:
+            outcome = "interrupted"
+            raise
         finally:
             speed = self._watch.total()
             self._observers.end(

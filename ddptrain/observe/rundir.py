@@ -53,6 +53,13 @@ def open_run(folder: Path) -> Path:
     return folder
 
 
+def discard_unused(folder: Path) -> None:
+    """Remove the folder of a run that was refused before it left anything but its log."""
+    if [path.name for path in folder.iterdir()] == ["log.txt"]:
+        (folder / "log.txt").unlink()
+        folder.rmdir()
+
+
 def describe_run(folder: Path, config: Config, world: World, arguments: Sequence[str]) -> None:
     """Write down what the run is: only once it is known to start, for the folder may hold a run that
     this config does not fit. Called on rank 0 only; raises UserError where it can't be written."""

@@ -65,16 +65,18 @@ def test_average_follows_its_formula_for_weights_and_buffers() -> None:
     model, decay = with_noise(), 0.75
     average = ExponentialAverage(model, decay)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    for _ in range(4):
+    for update in range(1, 41):
         model(torch.randn(8, 12)).sum().backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 assert parameter.grad is not None
-                parameter -= 0.1 * parameter.grad
+                parameter -= 0.01 * parameter.grad
+                parameter.grad = None
         average.update()
         for name, value in model.state_dict().items():
             if value.is_floating_point():
-                expected[name] = decay * expected[name] + (1 - decay) * value
+                now = min(decay, (1 + update) / (10 + update))
+                expected[name] = now * expected[name] + (1 - now) * value
             else:
                 expected[name] = value.clone()
     for name, value in average.model().state_dict().items():
