@@ -42,7 +42,7 @@ setup)
     echo "Ready. Next: . $VENV/bin/activate && torchrun --standalone --nproc-per-node=2 -m ddptrain recipe=cnn_cifar10 data=shapes"
     ;;
 demo)
-    exec "$VENV/bin/torchrun" --standalone --nproc-per-node=2 -m ddptrain recipe=mobilenet_cifar10 data=shapes train.epochs=3
+    exec "$VENV/bin/torchrun" --standalone --nproc-per-node=2 -m ddptrain recipe=mobilenet_cifar10 data=shapes train.epochs=3 log.every=25
     ;;
 test)
     exec "$VENV/bin/python" -m pytest
