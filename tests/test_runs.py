@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -177,3 +178,26 @@ def test_starting_from_another_runs_checkpoint_leaves_that_run_alone(tmp_path: P
         tmp_path, *command, "run.dir=branch", "run.resume=base/checkpoints/step-4", "train.steps=10"
     )
     assert "resumed    branch/checkpoints/step-8" in again.stderr  # its own come first: a restart goes on
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ddptrain", *SMALL, "log.every=1", "run.dir=run", "train.epochs=99"],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.startswith("step 7/"):
+            process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert "start this again with run.dir=run" in said[-1]
+    assert not [line for line in said if "Traceback" in line]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["outcome"] == "interrupted"
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
+    done = start(tmp_path, "recipe=cnn_cifar10", "data=imagefolder", "data.root=nowhere", "device=cpu")
+    assert done.returncode == 2
+    assert list((tmp_path / "runs/cnn_cifar10").iterdir()) == []
