@@ -51,7 +51,6 @@ def _train(arguments: Arguments) -> int:
             "--multirun: a sweep starts its own ranks, so it can't run inside torchrun."
             " Start it with: python -m ddptrain --multirun ..."
         )
-
     if arguments.sweeps and any(word.startswith("run.dir=") for word in arguments.overrides):
         raise UserError("run.dir: the jobs of a sweep need folders of their own; leave run.dir out.")
 

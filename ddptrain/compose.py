@@ -63,7 +63,7 @@ def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -
         except (UserError, Diverged) as error:  # carried past Hydra, which would report it in its own way
             failures.append(error)
 
-    with _speaking_plainly(arguments.overrides):
+    with _speaking_plainly(arguments.overrides, arguments.config_dirs):
         hydra.main(config_path=f"pkg://{CONF}", config_name="config", version_base="1.3")(task)()
     if failures:
         raise failures[0]
@@ -85,7 +85,9 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
                 f"{override.input_line}: evaluate takes one value a key, and the run's own recipe."
             )
         if override.key_or_group in GROUPS:
-            composed = _composed(arguments, [override.input_line or ""])
+            choice = [override.input_line or ""]
+            with _speaking_plainly(choice, arguments.config_dirs):
+                composed = _composed(choice, arguments.config_dirs)
             saved[override.key_or_group] = composed[override.key_or_group]
             continue
         known = flat_keys(_plain(saved))
@@ -119,12 +121,12 @@ def _register() -> None:
     Plugins.instance().register(_InstalledRecipes)
 
 
-def _composed(arguments: Arguments, overrides: list[str]) -> DictConfig:
-    """What these overrides alone make of the defaults."""
+def _composed(overrides: Sequence[str], config_dirs: Sequence[Path]) -> DictConfig:
+    """What these overrides alone make of the defaults. Raises Hydra's own exceptions."""
     _register()
     GlobalHydra.instance().clear()
-    folders = ",".join(f"file://{folder.resolve()}" for folder in arguments.config_dirs)
-    with hydra.initialize_config_module(CONF, version_base="1.3"), _speaking_plainly(overrides):
+    folders = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
+    with hydra.initialize_config_module(CONF, version_base="1.3"):
         return hydra.compose("config", [*overrides, f"hydra.searchpath=[{folders}]"])
 
 
@@ -163,7 +165,7 @@ def _check_choice(override: Override) -> None:
 
 
 @contextmanager
-def _speaking_plainly(overrides: Sequence[str]) -> Iterator[None]:
+def _speaking_plainly(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Iterator[None]:
     """Turn what Hydra and OmegaConf raise while composing into a UserError."""
     with warnings.catch_warnings():
         # a search path that does not exist is only warned of, and its recipes are then missing
@@ -173,7 +175,7 @@ def _speaking_plainly(overrides: Sequence[str]) -> Iterator[None]:
         except MissingConfigException as error:
             raise UserError(_unknown_choice(error)) from error
         except ConfigCompositionException as error:
-            raise UserError(_bad_override(error, overrides)) from error
+            raise UserError(_bad_override(error, overrides, config_dirs)) from error
         except OmegaConfBaseException as error:
             raise UserError(type_message(error)) from error
         except HydraException as error:
@@ -199,7 +201,9 @@ _KEY = re.compile(r"Could not override '([^']+)'")
 _MERGED = re.compile(r"Error merging override (.+)")
 
 
-def _bad_override(error: ConfigCompositionException, overrides: Sequence[str]) -> str:
+def _bad_override(
+    error: ConfigCompositionException, overrides: Sequence[str], config_dirs: Sequence[Path]
+) -> str:
     cause = error.__cause__
     if not isinstance(cause, OmegaConfBaseException):
         return _one_line(error)
@@ -208,7 +212,7 @@ def _bad_override(error: ConfigCompositionException, overrides: Sequence[str]) -
     missing = _KEY.search(str(error))
     if missing is None or "not in" not in str(cause):
         return type_message(cause)
-    return _no_such_key(missing[1], _known_keys(overrides))
+    return _no_such_key(missing[1], _known_keys(overrides, config_dirs))
 
 
 def _no_such_key(key: str, known: Sequence[str]) -> str:
@@ -216,15 +220,13 @@ def _no_such_key(key: str, known: Sequence[str]) -> str:
     return f"{key}: there is no such key.{did_you_mean(key, known) or add}"
 
 
-def _known_keys(overrides: Sequence[str]) -> list[str]:
+def _known_keys(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
     """The keys of the config that this command line's group choices make."""
     choices = [override for override in overrides if override.partition("=")[0] in GROUPS]
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_module(CONF, version_base="1.3"):
-        try:
-            composed = hydra.compose("config", choices)
-        except HydraException:  # a choice of the user's own folder
-            composed = hydra.compose("config")
+    try:
+        composed = _composed(choices, config_dirs)
+    except HydraException:  # a choice that is wrong too
+        composed = _composed([], config_dirs)
     tree = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(tree, dict)
     return flat_keys({str(name): value for name, value in tree.items()})

@@ -4,7 +4,7 @@ import json
 import logging
 from pathlib import Path
 
-from ddptrain.commands.setup import check_nodes, joined_world, make_model, make_task
+from ddptrain.commands.setup import joined_world, make_model, make_task
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
@@ -22,16 +22,11 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
     checkpoint: ``last``, ``best``, or a checkpoint's folder. Prints the metrics as one JSON object
     on standard output, from rank 0.
     """
-    check_nodes(config)
     task, data = make_task(config)
     with joined_world(config) as (world, reason):
-
-        def found() -> tuple[str, bytes]:
-            saved = _read(folder, checkpoint)
-            return str(saved.path), saved.payload
-
-        where, payload = on_first_rank(world, found)
-        state = unpack(payload, where)
+        saved = on_first_rank(world, lambda: _read(folder, checkpoint))
+        where = str(saved.path)
+        state = unpack(saved.payload, where)
         precision = choose_precision(config.precision, world.device)
         log.info("evaluating %s on %s (%s), %s", where, world.device, reason, precision.name)
         on_all_ranks(world, lambda: data.prepare(world, config.seed))

@@ -15,7 +15,6 @@ from ddptrain.distributed.comm import abandon_group, close_group, open_group
 from ddptrain.distributed.device import choose_device
 from ddptrain.distributed.threads import share_cores
 from ddptrain.distributed.world import World, world_from_environment
-from ddptrain.engine.optim import build_optimizer
 from ddptrain.errors import UserError
 from ddptrain.observe.console import open_log
 from ddptrain.protocols import Data, Task
@@ -23,9 +22,8 @@ from ddptrain.protocols import Data, Task
 log = logging.getLogger("ddptrain")
 
 
-def check_nodes(config: Config) -> None:
-    """Check every ``_target_`` node against its target's signature, all problems at once, and the
-    optimizer's values, before anything is set up."""
+def _check_nodes(config: Config) -> None:
+    """Check every ``_target_`` node against its target's signature, all problems at once."""
     problems = check_node(config.task, "task", offered=("model", "data"))
     if config.model is not None:
         problems += check_node(config.model, "model", offered=None)
@@ -33,7 +31,6 @@ def check_nodes(config: Config) -> None:
     problems += check_node(config.optim, "optim", offered=("params",))
     if problems:
         raise UserError("\n".join(problems))
-    build_optimizer(config.optim, [nn.Parameter(torch.zeros(1))])  # it checks its values itself
 
 
 @contextmanager
@@ -64,7 +61,8 @@ def joined_world(config: Config) -> Iterator[tuple[World, str]]:
 
 
 def make_task(config: Config) -> tuple[Task, Data]:
-    """The recipe's two halves, from their config nodes."""
+    """The recipe's two halves, from their config nodes, once all nodes are known to be right."""
+    _check_nodes(config)
     data = build(config.data, "data")
     if not isinstance(data, Data):
         raise UserError(f"data._target_={config.data['_target_']}: must be a ddptrain.protocols.Data.")

@@ -3,23 +3,24 @@
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ddptrain import __version__
-from ddptrain.commands.setup import check_nodes, joined_world, make_model, make_task
+from ddptrain.commands.setup import joined_world, make_model, make_task
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.distributed.strategy import choose_strategy
 from ddptrain.distributed.world import World
-from ddptrain.engine.checkpoint import Checkpointer, read, unpack
+from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
 from ddptrain.engine.loop import Engine
+from ddptrain.engine.optim import build_optimizer
 from ddptrain.engine.plan import Plan, plan_run
 from ddptrain.engine.precision import choose_precision
 from ddptrain.engine.state import TrainState, make_state
@@ -41,8 +42,8 @@ def run(config: Config, arguments: Sequence[str]) -> None:
 
     Raises UserError for what the user can mend, Diverged where the loss left the finite numbers.
     """
-    check_nodes(config)
     task, data = make_task(config)
+    build_optimizer(config.optim, [nn.Parameter(torch.zeros(1))])  # refuses its own values, before all else
     with joined_world(config) as (world, reason):
         folder = on_first_rank(world, lambda: _opened_folder(config))
         open_log(str(folder / "log.txt"), world.is_first)
@@ -114,19 +115,19 @@ def _resume(config: Config, plan: Plan, state: TrainState, checkpointer: Checkpo
     """Put the state back that the run's folder holds or run.resume names, on every rank, from the
     bytes that rank 0 has read and verified."""
 
-    def found() -> tuple[str, bytes, Mapping[str, Any]] | None:
+    def found() -> Saved | None:
         checkpointer.recover()
         saved = checkpointer.newest()
         if saved is None and config.run.resume not in ("auto", "never"):
             saved = read(Path(config.run.resume))
-        return None if saved is None else (str(saved.path), saved.payload, saved.manifest)
+        return saved
 
     saved = on_first_rank(world, found)
     if saved is None:
         return
-    where, payload, manifest = saved
-    kept = unpack(payload, where)
-    plan.check_continues(manifest, where)
+    where = str(saved.path)
+    kept = unpack(saved.payload, where)
+    plan.check_continues(saved.manifest, where)
     state.load_state_dict(kept, where)
     if world.is_first:
         checkpointer.set_aside_after(state.step)

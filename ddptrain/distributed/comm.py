@@ -28,8 +28,6 @@ def open_group(world: World, even_alone: bool = False) -> None:
     """
     if world.size == 1 and not (even_alone and dist.is_torchelastic_launched()):
         return
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
     backend = backend_for(world)
     dist.init_process_group(
         backend,

@@ -74,6 +74,11 @@ def why_no_cuda() -> str:
     return "PyTorch counts no CUDA device."
 
 
+def summing_dtype(device: torch.device) -> torch.dtype:
+    """float64 for sums that must not lose what they add up, float32 where the device has no more."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def _spread(world: World, reason: str) -> Placement:
     count = torch.cuda.device_count()
     device = torch.device("cuda", world.local_rank % count)

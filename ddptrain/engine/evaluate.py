@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddptrain.distributed.comm import add_up, from_all_ranks
+from ddptrain.distributed.device import summing_dtype
 from ddptrain.distributed.world import World
 from ddptrain.engine.precision import Precision
 from ddptrain.protocols import Data, Report, Task
@@ -36,7 +37,7 @@ def evaluate(
             if value.is_floating_point():
                 if name not in floats:
                     floats[name] = torch.zeros(
-                        len(chunks), dtype=_float_dtype(value.device), device=value.device
+                        len(chunks), dtype=summing_dtype(value.device), device=value.device
                     )
                 floats[name][slot] = value
             else:
@@ -45,7 +46,7 @@ def evaluate(
     for name, shape in _union(world, {name: value.shape for name, value in counts.items()}).items():
         counts.setdefault(name, torch.zeros(shape, dtype=torch.int64, device=world.device))
     for name, shape in _union(world, {name: value.shape for name, value in floats.items()}).items():
-        floats.setdefault(name, torch.zeros(shape, dtype=_float_dtype(world.device), device=world.device))
+        floats.setdefault(name, torch.zeros(shape, dtype=summing_dtype(world.device), device=world.device))
     totals = {name: add_up(world, counts[name]).cpu() for name in sorted(counts)}
     totals |= {name: add_up(world, floats[name]).cpu().sum() for name in sorted(floats)}
     return task.report(totals)
@@ -57,7 +58,3 @@ def _union(world: World, shapes: dict[str, torch.Size]) -> dict[str, torch.Size]
     for of_rank in from_all_ranks(world, shapes):
         found |= of_rank
     return found
-
-
-def _float_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64

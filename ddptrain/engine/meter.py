@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.distributed.comm import add_up, from_first_rank
+from ddptrain.distributed.device import summing_dtype
 from ddptrain.distributed.world import World
 from ddptrain.protocols import Loss
 
@@ -16,7 +17,7 @@ class Meter:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._dtype = torch.float32 if world.device.type == "mps" else torch.float64
+        self._dtype = summing_dtype(world.device)
         self._sums: dict[str, Tensor] = {}
         self._agreed: list[str] = []
         self._count = 0

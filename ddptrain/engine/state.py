@@ -116,7 +116,7 @@ def make_state(
 def fit_model(model: nn.Module, weights: Mapping[str, Any], where: str) -> None:
     """Load weights into a model, or raise UserError that says how the two differ."""
     own = model.state_dict()
-    for name in own.keys() | weights.keys():
+    for name in [*own, *weights]:
         if name not in weights or name not in own or own[name].shape != weights[name].shape:
             theirs = tuple(weights[name].shape) if name in weights else "absent"
             ours = tuple(own[name].shape) if name in own else "absent"
