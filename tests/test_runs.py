@@ -184,6 +184,8 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "ddptrain", *SMALL, "log.every=1", "run.dir=run", "train.epochs=99"],
         cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+        # a shell's background job ignores SIGINT, and so would its children, these tests included
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stderr is not None
     said = []
