@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import final
 
 import torch
-from ddptrain.recipes.mobilenet import mobilenet_v3_small_32
 from torch import Tensor, nn
 
 from ddptrain.data.augment import Augment, Normalise
@@ -15,6 +14,7 @@ from ddptrain.data.sampler import Sampler
 from ddptrain.data.shapes import Shapes
 from ddptrain.distributed.world import World
 from ddptrain.protocols import Data
+from ddptrain.recipes.mobilenet import mobilenet_v3_small_32
 
 SEED = 0
 

@@ -90,6 +90,49 @@ def build(node: Node, key: str, **offered: Any) -> Any:
         raise
 
 
+def typed_arguments(function: Callable[..., Any], words: Mapping[str, str], verb: str) -> dict[str, Any]:
+    """A verb's key=value words as keyword arguments of a function, typed by its annotations.
+
+    The function's first parameter, the model, is not among them. Raises UserError naming every wrong word at
+    once.
+    """
+    hints = _hints(function)
+    parameters = dict(list(inspect.signature(function).parameters.items())[1:])
+    arguments: dict[str, Any] = {}
+    problems = []
+    for name, word in words.items():
+        if name not in parameters:
+            hint = did_you_mean(name, parameters) or f" There are {', '.join(parameters)}."
+            problems.append(f"{name}: {verb} takes no such word.{hint}")
+            continue
+        arguments[name] = _typed(word, hints[name])
+        if not _fits(arguments[name], hints[name]):
+            problems.append(f"{name}={word}: must be {_spell(hints[name])}.")
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in words:
+            problems.append(f"{name}: {verb} needs it: {name}=...")
+    if problems:
+        raise UserError("\n".join(problems))
+    return arguments
+
+
+def _typed(word: str, hint: Any) -> Any:
+    """A word as the first type of its annotation that can read it, else as it stands."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        kinds = typing.get_args(hint)
+        if word == "null" and type(None) in kinds:
+            return None
+    else:
+        kinds = (hint,)
+    for kind in kinds:
+        if kind in (int, float):
+            try:
+                return kind(word)
+            except ValueError:
+                continue
+    return word
+
+
 def _is_node(value: Any) -> bool:
     return isinstance(value, Mapping) and "_target_" in value
 

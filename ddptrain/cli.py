@@ -4,10 +4,11 @@ Nothing here imports torch before the config is known to be good, so help, ``--c
 message come at once.
 """
 
+import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from ddptrain.arguments import GROUPS, Arguments, parse
 from ddptrain.build import open_package
 from ddptrain.compose import ENTRY_POINTS, Tree, recipes, run_composed, saved_tree
 from ddptrain.config.check import checked
+from ddptrain.config.schema import Config
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import Diverged, ExitCode, UserError
 
 _WAIT_FOR_FIRST_RANK_S = 30.0
 """Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""
+_OF_A_RUN = ("run", "checkpoint")
 _LIBRARIES = frozenset({"ddptrain", "torch", "torchvision", *sys.stdlib_module_names})
 """Never a user's own code, also where the current folder is a checkout of one of them."""
 
@@ -29,7 +32,8 @@ def main(words: Sequence[str]) -> int:
     try:
         arguments = parse(words)
         _open_user_code(arguments)
-        return _train(arguments) if arguments.verb == "train" else _evaluate(arguments)
+        verbs = {"train": _train, "evaluate": _evaluate, "predict": _predict}
+        return verbs[arguments.verb](arguments)
     except UserError as error:
         _print_once(error, error.everywhere)
         return ExitCode.USER_ERROR
@@ -68,26 +72,52 @@ def _train(arguments: Arguments) -> int:
 
 
 def _evaluate(arguments: Arguments) -> int:
-    own = {"run": "", "checkpoint": "last"}
-    overrides = []
-    for word in arguments.overrides:
-        name, _, value = word.partition("=")
-        if name in own:
+    own, overrides = _divided(arguments.overrides, lambda name: name in _OF_A_RUN)
+    config, folder = _saved_config(arguments, own, overrides)
+    from ddptrain.commands import evaluate
+
+    _recorded(lambda: evaluate.run(config, folder, own.get("checkpoint", "last")))
+    return ExitCode.DONE
+
+
+def _predict(arguments: Arguments) -> int:
+    """What is neither of the run nor a key of its config is for the task: a prompt, a temperature."""
+    of_config = {field.name for field in dataclasses.fields(Config)} - {"seed", *_OF_A_RUN}
+    own, overrides = _divided(arguments.overrides, lambda name: name.isidentifier() and name not in of_config)
+    config, folder = _saved_config(arguments, own, overrides)
+    checkpoint = own.pop("checkpoint", "last")
+    own.pop("run")
+    from ddptrain.commands import predict
+
+    _recorded(lambda: predict.run(config, folder, checkpoint, own))
+    return ExitCode.DONE
+
+
+def _divided(words: Sequence[str], is_own: Callable[[str], bool]) -> tuple[dict[str, str], list[str]]:
+    """The verb's own key=value words, and the overrides among them."""
+    own, overrides = {}, []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and is_own(name):
             own[name] = value
         else:
             overrides.append(word)
-    if not own["run"]:
-        raise UserError("evaluate: name the run's folder: evaluate run=runs/<recipe>/<time>-<id>")
+    return own, overrides
+
+
+def _saved_config(
+    arguments: Arguments, own: Mapping[str, str], overrides: Sequence[str]
+) -> tuple[Config, Path]:
+    """The config of the run that ``run=`` names, with the overrides, and its folder."""
+    verb = arguments.verb
+    if not own.get("run"):
+        raise UserError(f"{verb}: name the run's folder: {verb} run=runs/<recipe>/<time>-<id>")
     folder = Path(own["run"])
     if not (folder / "config.yaml").is_file():
         inside = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
         hint = f" Did you mean run={folder / inside[-1]}?" if inside else ""
         raise UserError(f"run={folder}: is no run's folder; it holds no config.yaml.{hint}")
-    config = checked(saved_tree(folder / "config.yaml", arguments, overrides))
-    from ddptrain.commands import evaluate
-
-    _recorded(lambda: evaluate.run(config, folder, own["checkpoint"]))
-    return ExitCode.DONE
+    return checked(saved_tree(folder / "config.yaml", arguments, overrides)), folder
 
 
 def _recorded(work: Callable[[], None]) -> None:

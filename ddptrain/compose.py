@@ -82,7 +82,7 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
         _check_choice(override)
         if override.is_sweep_override() or override.key_or_group == "recipe":
             raise UserError(
-                f"{override.input_line}: evaluate takes one value a key, and the run's own recipe."
+                f"{override.input_line}: {arguments.verb} takes one value a key, and the run's own recipe."
             )
         if override.key_or_group in GROUPS:
             choice = [override.input_line or ""]

@@ -56,7 +56,14 @@ class ConfusionMatrix:
     classes: Sequence[str]
 
 
-Figure = ConfusionMatrix
+@dataclass(frozen=True, slots=True)
+class TextSample:
+    """A figure for `Task.figures`: what the model writes."""
+
+    text: str
+
+
+Figure = ConfusionMatrix | TextSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,32 @@ class Task(ABC):
     @abstractmethod
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         """Metrics from `evaluate`'s sums over the whole validation set (on the CPU)."""
+
+    def figures(self, model: nn.Module) -> Mapping[str, Figure]:
+        """What to look at beside the report's figures: sampled text, say. On rank 0 alone, after each
+        evaluation, under ``inference_mode`` and autocast; no collectives."""
+        return {}
+
+    def carried(self) -> Mapping[str, Tensor]:
+        """What this rank carries from step to step beside the weights (the state of a recurrent model).
+
+        Row i of each tensor belongs to this rank's i-th row of the global batch. Checkpoints hold the
+        rows of all ranks, and each gets its own back by `carry_on`.
+        """
+        return {}
+
+    def carry_on(self, rows: Mapping[str, Tensor]) -> None:
+        """Go on from what `carried` returned at this step, in this process or another; empty at step 0."""
+        assert not rows, "a task that carries something has to implement carry_on"
+
+    def predict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[str]:
+        """The answer of the verb ``predict``, piece by piece as it is found, under ``inference_mode`` and
+        autocast.
+
+        Where there is one, give it parameters with annotations and defaults: they are what the command line
+        takes.
+        """
+        raise NotImplementedError
 
 
 class Data(ABC):

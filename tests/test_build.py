@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from ddptrain.recipes.cnn import SmallCnn
 from torch import nn
 
 from ddptrain.build import build, check_node, open_package
 from ddptrain.data.augment import Augment
 from ddptrain.errors import UserError
+from ddptrain.recipes.cnn import SmallCnn
 
 LINEAR = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}
 IMAGES = {

@@ -2,9 +2,11 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +17,8 @@ from ddptrain.distributed.comm import abandon_group, close_group, open_group
 from ddptrain.distributed.device import choose_device
 from ddptrain.distributed.threads import share_cores
 from ddptrain.distributed.world import World, world_from_environment
+from ddptrain.engine.checkpoint import Checkpointer, Saved, read
+from ddptrain.engine.state import fit_model
 from ddptrain.errors import UserError
 from ddptrain.observe.console import open_log
 from ddptrain.protocols import Data, Task
@@ -79,4 +83,25 @@ def make_model(config: Config, task: Task, device: torch.device) -> nn.Module:
     model = task.build().to(device)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
+    return model
+
+
+def named_checkpoint(folder: Path, name: str) -> Saved:
+    """A checkpoint of the run in ``folder``: ``last``, ``best``, or any by its folder."""
+    if name == "best":
+        return read(folder / "checkpoints" / "best")
+    if name != "last":
+        return read(Path(name))
+    saved = Checkpointer(folder / "checkpoints", keep=1).newest()
+    if saved is None:
+        raise UserError(f"run={folder}: holds no checkpoint yet.")
+    return saved
+
+
+def trained_model(
+    config: Config, task: Task, device: torch.device, state: Mapping[str, Any], where: str
+) -> nn.Module:
+    """The model with a checkpoint's weights, the averaged ones where there are some."""
+    model = make_model(config, task, device)
+    fit_model(model, state["average"].get("weights") or state["model"], where)
     return model

@@ -42,6 +42,9 @@ class Train:
     eval_batch_size: int = rule(256, at_least=1)
     clip_norm: float | None = rule(None, above=0)
     """Largest 2-norm of all gradients together; null: no clipping."""
+    weight_decay_on: str = rule("all", choices=("all", "matrices"))
+    """Parameters that ``optim.weight_decay`` shrinks: all, or those of two dimensions or more, which
+    leaves out biases and norms."""
 
 
 @dataclass

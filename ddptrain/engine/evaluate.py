@@ -19,7 +19,9 @@ from ddptrain.protocols import Data, Report, Task
 def evaluate(
     task: Task, model: nn.Module, data: Data, world: World, precision: Precision, batch_size: int
 ) -> Report:
-    """The task's report over the whole validation set. Some collectives and a sync point, at the end.
+    """The task's report over the whole validation set, with further figures on rank 0.
+
+    Some collectives and a sync point, at the end.
 
     model: the bare module, the same on every rank; DDP's wrapper would communicate in its forward.
     """
@@ -42,14 +44,18 @@ def evaluate(
                 floats[name][slot] = value
             else:
                 counts[name] = counts[name] + value if name in counts else value.to(torch.int64)
-    model.train(was_training)
     for name, shape in _union(world, {name: value.shape for name, value in counts.items()}).items():
         counts.setdefault(name, torch.zeros(shape, dtype=torch.int64, device=world.device))
     for name, shape in _union(world, {name: value.shape for name, value in floats.items()}).items():
         floats.setdefault(name, torch.zeros(shape, dtype=summing_dtype(world.device), device=world.device))
     totals = {name: add_up(world, counts[name]).cpu() for name in sorted(counts)}
     totals |= {name: add_up(world, floats[name]).cpu().sum() for name in sorted(floats)}
-    return task.report(totals)
+    report = task.report(totals)
+    if world.is_first:
+        with precision.autocast():
+            report = Report(report.metrics, {**report.figures, **task.figures(model)})
+    model.train(was_training)
+    return report
 
 
 def _union(world: World, shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:

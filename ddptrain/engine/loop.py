@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.data.prefetch import tensors_of
-from ddptrain.distributed.comm import add_up, broadcast_buffers
+from ddptrain.distributed.comm import add_up, broadcast_buffers, from_all_ranks
 from ddptrain.distributed.strategy import Strategy
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer
@@ -175,7 +175,7 @@ class Engine:
         is_best = not known or sign * metrics[name] > sign * (state.best or 0.0)
         if is_best:
             state.best, state.best_step = metrics[name], state.step
-            state.meter.gather()
+            self._gather(state)
             if self._world.is_first:
                 self._checkpointer.save_best(state.state_dict(), self._facts(state))
         assert state.best is not None
@@ -189,11 +189,18 @@ class Engine:
     def _save(self, state: TrainState) -> None:
         self._watch.settle()
         began = time.perf_counter()
-        state.meter.gather()
+        self._gather(state)
         if self._world.is_first:
             path = self._checkpointer.save(state.state_dict(), self._facts(state))
             self._observers.saved(Saved(state.step, path))
         self._watch.pause(time.perf_counter() - began)
+
+    def _gather(self, state: TrainState) -> None:
+        """Bring to rank 0, which writes the checkpoint, what each rank has by itself. Collectives."""
+        state.meter.gather()
+        if rows := {name: value.cpu() for name, value in self._task.carried().items()}:
+            ranks = from_all_ranks(self._world, rows)
+            state.carried = {name: torch.cat([rank[name] for rank in ranks]) for name in rows}
 
     def _opened(self, state: TrainState) -> Iterator[Batch]:
         """The batches still to come, after a look at the first: is everything where it should be?"""
@@ -202,8 +209,10 @@ class Engine:
         batches = self._data.train_batches(self._sampler, steps)
         if not steps:
             return iter(())
+        mine, device = slice(*self._sampler.share), self._world.device
+        self._task.carry_on({name: rows[mine].to(device) for name, rows in state.carried.items()})
         first = next(batches)
-        _check_device(state.model, first, self._world.device)
+        _check_device(state.model, first, device)
         if isinstance(state.wrapped, DistributedDataParallel):
             self._rehearse(state, first)
         return chain([first], batches)
@@ -211,7 +220,7 @@ class Engine:
     def _rehearse(self, state: TrainState, batch: Batch) -> None:
         """One throw-away forward and backward. DDP reorders its buckets after the first backward it
         sees; were that a real step, a resumed run would sum in another order than one that went on."""
-        kept = [buffer.clone() for buffer in state.model.buffers()]
+        kept, carried = [buffer.clone() for buffer in state.model.buffers()], self._task.carried()
         self._seed_step(state.step)
         with self._precision.autocast():
             loss = self._task.loss(state.wrapped, batch, self._plan.at(state.step))
@@ -220,6 +229,7 @@ class Engine:
         with torch.no_grad():
             for buffer, value in zip(state.model.buffers(), kept, strict=True):
                 buffer.copy_(value)
+        self._task.carry_on(carried)
 
     def _position(self, done: int) -> tuple[float, int]:
         return self._plan.epoch(done), done * self._plan.batch_size

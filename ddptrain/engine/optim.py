@@ -25,16 +25,23 @@ _WARMUP_START = 0.01
 """First rate of the warm-up, as a share of the peak."""
 
 
-def build_optimizer(node: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> Optimizer:
+def build_optimizer(
+    node: Mapping[str, Any], parameters: Iterable[nn.Parameter], weight_decay_on: str = "all"
+) -> Optimizer:
     """The optimizer a config node names, over these parameters, on whatever device they are.
 
+    weight_decay_on: ``all``, or ``matrices``: not on biases and norms, whose size is no complexity.
     Fused where torch has it: one kernel a step instead of one for each parameter, on CPUs too.
     """
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
         raise UserError("model: no parameter requires a gradient, so there is nothing to train.")
     chosen = node.get("fused") is None and node.get("foreach") is None
-    optimizer = build(node, "optim", params=trained, **({"fused": True} if chosen else {}))
+    groups: list[Any] = trained
+    if weight_decay_on == "matrices":
+        vectors = [p for p in trained if p.ndim < 2]
+        groups = [{"params": [p for p in trained if p.ndim >= 2]}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = build(node, "optim", params=groups, **({"fused": True} if chosen else {}))
     if not isinstance(optimizer, Optimizer):
         raise UserError(f"optim._target_={node['_target_']}: must be a torch.optim.Optimizer.")
     closure = inspect.signature(optimizer.step).parameters.get("closure")

@@ -1,11 +1,11 @@
 """All that a run is at one step: what a checkpoint holds, and how it is made and put back."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -39,6 +39,8 @@ class TrainState:
     best: float | None = None
     """Best value of the task's best_metric so far."""
     best_step: int = 0
+    carried: dict[str, Tensor] = field(default_factory=dict)
+    """What the task carries from step to step, for all rows of the global batch; current at a save."""
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only, so that it loads with ``weights_only=True``."""
@@ -52,6 +54,7 @@ class TrainState:
             "step": self.step,
             "best": self.best,
             "best_step": self.best_step,
+            "carried": self.carried,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], where: str) -> None:
@@ -87,6 +90,7 @@ class TrainState:
         self.average.load_state_dict(state["average"])
         self.meter.load_state_dict(state["meter"])
         self.step, self.best, self.best_step = state["step"], state["best"], state["best_step"]
+        self.carried = state["carried"]
 
 
 def make_state(
@@ -96,7 +100,7 @@ def make_state(
 
     Compiles and wraps the model.
     """
-    optimizer = build_optimizer(config.optim, model.parameters())
+    optimizer = build_optimizer(config.optim, model.parameters(), config.train.weight_decay_on)
     average: Average = NoAverage(model)
     if config.ema.decay is not None:
         average = ExponentialAverage(model, config.ema.decay)

@@ -1,4 +1,4 @@
-"""plots/*.png: the run's curves and its last figures, for those who would rather look."""
+"""plots/: the run's curves and its last figures, for those who would rather look."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ddptrain.observe.jsonl import read_lines
 from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
-from ddptrain.protocols import ConfusionMatrix, Figure
+from ddptrain.protocols import ConfusionMatrix, Figure, TextSample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -43,7 +43,10 @@ class Plots(Observer):
         self._folder.mkdir(exist_ok=True)
         _saved(draw_curves(lines), self._folder / "curves.png")
         for name, figure in self._figures.items():
-            _saved(draw_figure(figure), self._folder / f"{name}.png")
+            if isinstance(figure, TextSample):
+                (self._folder / f"{name}.txt").write_text(figure.text, errors="replace")
+            else:
+                _saved(draw_figure(figure), self._folder / f"{name}.png")
 
 
 def draw_curves(lines: Sequence[dict[str, Any]]) -> "Drawing":
@@ -68,13 +71,7 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> "Drawing":
     return drawing
 
 
-def draw_figure(figure: Figure) -> "Drawing":
-    """A figure of a task's report."""
-    assert isinstance(figure, ConfusionMatrix)
-    return draw_confusion(figure)
-
-
-def draw_confusion(matrix: ConfusionMatrix) -> "Drawing":
+def draw_figure(matrix: ConfusionMatrix) -> "Drawing":
     """Shares of each true class by prediction; numbers are counts where there are few classes."""
     size = len(matrix.classes)
     totals = [max(sum(row), 1) for row in matrix.counts]

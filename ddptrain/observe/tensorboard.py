@@ -8,6 +8,7 @@ import torch
 
 from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
 from ddptrain.observe.plots import draw_figure
+from ddptrain.protocols import TextSample
 
 _FLUSH_S = 5
 """Most seconds of scalars that a killed process loses; metrics.jsonl loses none."""
@@ -37,7 +38,10 @@ class TensorBoard(Observer):
     def evaluated(self, event: Evaluated) -> None:
         self._scalars("valid", event.metrics, event.step)
         for name, figure in event.figures.items():
-            self._writer.add_figure(f"valid/{name}", draw_figure(figure), event.step)
+            if isinstance(figure, TextSample):
+                self._writer.add_text(f"valid/{name}", _verbatim(figure.text), event.step)
+            else:
+                self._writer.add_figure(f"valid/{name}", draw_figure(figure), event.step)
         self._writer.flush()
 
     def saved(self, event: Saved) -> None:
@@ -69,6 +73,11 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bo
         else:
             flat[f"{prefix}{name}"] = str(value)
     return flat
+
+
+def _verbatim(text: str) -> str:
+    """Markdown that shows a text as it is: indented lines are code."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _tiled(pictures: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,179 @@
+"""Text for language models: runs of consecutive tokens, in order or shuffled."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from ddptrain.data.corpus import TextSource
+from ddptrain.data.dice import draw_below
+from ddptrain.data.prefetch import on_device
+from ddptrain.data.sampler import Sampler
+from ddptrain.data.tokens import Level, open_tokens, tokens_folder, write_tokens
+from ddptrain.data.vocabulary import Vocabulary
+from ddptrain.distributed.comm import once_a_node
+from ddptrain.distributed.world import World
+from ddptrain.errors import UserError
+from ddptrain.protocols import Data
+
+_SHIFT = 0
+"""Purpose of a draw: where an epoch's first window begins."""
+
+
+class Windows(NamedTuple):
+    """Runs of consecutive tokens; the model is given ``tokens[:, :-1]`` and has to tell ``tokens[:, 1:]``.
+
+    tokens: int64 (n, length + 1).
+    rows: in training, which of this rank's rows of the global batch these are.
+    scored: in validation, bool (n, length): the targets that count; the others are context or padding.
+    """
+
+    tokens: Tensor
+    rows: slice | None = None
+    scored: Tensor | None = None
+
+
+@final
+class TextData(Data):
+    """A corpus as token files under ``root``, cut into windows.
+
+    level: a token is a byte, or a character.
+    order: ``streams`` for recurrent models: the text is a ring, row b of n of the global batch starts at its
+    b-th n-th and reads one window after the other, so a state can be carried from window to window; each
+    rank owns whole rows. ``shuffled``: each epoch cuts the ring into windows from another place on and
+    takes them in random order.
+    window: tokens of a training sample.
+    valid_piece: the held-out text is scored in pieces of so many tokens, each after up to ``valid_context``
+    tokens that are read but not scored, so that no token is judged without a past.
+    """
+
+    def __init__(
+        self,
+        source: TextSource,
+        level: Level = "bytes",
+        order: Literal["streams", "shuffled"] = "streams",
+        window: int = 128,
+        valid_piece: int = 4096,
+        valid_context: int = 512,
+        root: str = "data",
+    ) -> None:
+        for name, value, least in (
+            ("window", window, 1),
+            ("valid_piece", valid_piece, 1),
+            ("valid_context", valid_context, 0),
+        ):
+            if value < least:
+                raise UserError(f"data.{name}={value}: must be {least} or more.")
+        self._source = source
+        self._level: Level = level
+        self._order = order
+        self.window = window
+        self._piece = valid_piece
+        self._context = valid_context
+        self._root = Path(root)
+
+    def prepare(self, world: World, seed: int) -> None:
+        once_a_node(world, lambda: write_tokens(self._folder(), self._source.corpus(), self._level))
+        self._tokens = open_tokens(self._folder())
+        self._device = world.device
+        self._seed = seed
+        self._check_size()
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self._tokens.vocabulary
+
+    @property
+    def in_streams(self) -> bool:
+        """Whether a row goes on where it ended in the step before."""
+        return self._order == "streams"
+
+    @property
+    def train_size(self) -> int:
+        return len(self._tokens.train) // self.window
+
+    @property
+    def valid_size(self) -> int:
+        return -(-(len(self._tokens.valid) - 1) // self._piece)  # the first token has nothing to follow from
+
+    def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Windows]:
+        starts = self._stream_starts if self.in_streams else self._shuffled_starts
+        read = (Windows(self._read(first), rows) for first, rows in starts(sampler, steps))
+        for windows in on_device(read, self._device):
+            yield windows._replace(tokens=windows.tokens.to(torch.int64))
+
+    def valid_batches(self, chunks: Sequence[range]) -> Iterator[Windows]:
+        for windows in on_device(map(self._pieces, chunks), self._device):
+            yield windows._replace(tokens=windows.tokens.to(torch.int64))
+
+    def preview(self) -> None:
+        return None
+
+    def describe(self) -> str:
+        kind = "byte values" if self._level == "bytes" else "characters"
+        order = "streams" if self.in_streams else "shuffled"
+        return (
+            f"{self._source.name}: {len(self._tokens.train):,} tokens to train,"
+            f" {len(self._tokens.valid):,} held out, {len(self.vocabulary)} {kind},"
+            f" windows of {self.window} ({order})"
+        )
+
+    def _folder(self) -> Path:
+        return tokens_folder(self._root, self._source.name, self._source.corpus(), self._level)
+
+    def _check_size(self) -> None:
+        train, valid = len(self._tokens.train), len(self._tokens.valid)
+        if train + valid == 0:
+            raise UserError("data.source: the text is empty.")
+        if train <= self.window:
+            raise UserError(
+                f"data.window={self.window}: the text to train on has {train} tokens, and a window takes one"
+                " more than its length. Take a longer text or a shorter window."
+            )
+        if valid < 2:
+            raise UserError(
+                f"data.source: {valid} tokens are held out, too few to score; take a longer text."
+            )
+
+    def _stream_starts(self, sampler: Sampler, steps: range) -> Iterator[tuple[Tensor, slice]]:
+        size, (first, stop) = len(self._tokens.train), sampler.share
+        if size < sampler.batch_size * self.window:
+            raise UserError(
+                f"train.batch_size={sampler.batch_size}: makes as many streams of the text, whose"
+                f" {size:,} tokens are less than a window of {self.window} for each."
+                f" Take {size // self.window} or fewer."
+            )
+        origins = torch.arange(first, stop) * size // sampler.batch_size
+        for step in steps:
+            row = 0
+            for count in sampler.micro_sizes:
+                rows = slice(row, row + count)
+                yield origins[rows] + step * self.window, rows
+                row += count
+
+    def _shuffled_starts(self, sampler: Sampler, steps: range) -> Iterator[tuple[Tensor, None]]:
+        for ids, epochs in sampler.samples(steps, torch.device("cpu")):
+            shift = draw_below(self.window, self._seed, epochs, torch.zeros_like(ids), _SHIFT)
+            yield ids * self.window + shift, None
+
+    def _read(self, starts: Tensor) -> Tensor:
+        """Windows of the training ring, in its own dtype, pinned where they go to a GPU."""
+        places = starts[:, None] + torch.arange(self.window + 1)
+        return self._pinned(self._tokens.train[places % len(self._tokens.train)])
+
+    def _pieces(self, chunk: range) -> Windows:
+        """Some pieces of the held-out text with their context; what lies beyond its end is padding."""
+        last = len(self._tokens.valid) - 1
+        first_scored = torch.arange(chunk.start, chunk.stop)[:, None] * self._piece + 1
+        starts = (first_scored - 1 - self._context).clamp(min=0)
+        length = min(self._context + self._piece, last)
+        places = starts + torch.arange(length + 1)
+        targets = places[:, 1:]
+        scored = (targets >= first_scored) & (targets < first_scored + self._piece) & (targets <= last)
+        tokens = self._tokens.valid[places.clamp(max=last)]
+        return Windows(self._pinned(tokens), None, self._pinned(scored))
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if self._device.type == "cuda" else tensor

@@ -1,0 +1,141 @@
+"""A corpus as two files of tokens, made once a node and mapped into memory."""
+
+import codecs
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ddptrain.data.corpus import Corpus, Document
+from ddptrain.data.vocabulary import Vocabulary
+from ddptrain.errors import UserError
+
+Level = Literal["bytes", "characters"]
+_FORMAT = 1
+_VOCABULARY = "vocabulary.json"
+_PARTS = ("train", "valid")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """An opened corpus: 1-d tensors of tokens, uint8 or int32, that lie in files and not in memory."""
+
+    train: Tensor
+    valid: Tensor
+    vocabulary: Vocabulary
+
+
+def tokens_folder(root: Path, name: str, corpus: Corpus, level: Level) -> Path:
+    """Where the token files of a corpus belong: another folder for each state of its files.
+
+    Told by their names, sizes and times, for reading all of a large corpus would take too long.
+    """
+    facts: list[object] = [_FORMAT, level]
+    for document in (*corpus.train, *corpus.valid):
+        status = document.path.stat()
+        facts.append([str(document.path), document.start, document.stop, status.st_size, status.st_mtime_ns])
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return root / "tokens" / f"{name}-{level}-{digest[:16]}"
+
+
+def write_tokens(folder: Path, corpus: Corpus, level: Level) -> None:
+    """Write the token files, aside and then renamed, unless they are there. Runs in one process a node.
+
+    Raises UserError where a file can't be read, is no UTF-8 (for characters), or the disk refuses.
+    """
+    if folder.is_dir():
+        return
+    aside = folder.with_name(f".{folder.name}.{platform.node()}.{os.getpid()}")
+    try:
+        aside.mkdir(parents=True)
+        alphabet = None if level == "bytes" else _alphabet([*corpus.train, *corpus.valid])
+        for part, documents in zip(_PARTS, (corpus.train, corpus.valid), strict=True):
+            with (aside / part).open("wb") as file:
+                for block in _encoded(documents, alphabet):
+                    file.write(block)
+        (aside / _VOCABULARY).write_text(json.dumps(alphabet))
+        try:
+            aside.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another job was faster, with the same files
+                raise
+    except OSError as error:
+        raise UserError(
+            f"{folder}: the tokens can't be written ({error.strerror}). Make room, or name another"
+            " folder with data.root=...",
+            everywhere=False,
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def open_tokens(folder: Path) -> Tokens:
+    """Map the token files into memory."""
+    vocabulary = Vocabulary(json.loads((folder / _VOCABULARY).read_text()))
+    train, valid = (_mapped(folder / part, _dtype(len(vocabulary))) for part in _PARTS)
+    return Tokens(train, valid, vocabulary)
+
+
+def _mapped(path: Path, dtype: torch.dtype) -> Tensor:
+    size = path.stat().st_size // dtype.itemsize
+    if size == 0:
+        return torch.empty(0, dtype=dtype)
+    # private pages: what is read is shared with the other ranks, and nothing can be written back
+    return torch.from_file(str(path), shared=False, size=size, dtype=dtype)
+
+
+def _dtype(vocabulary: int) -> torch.dtype:
+    return torch.uint8 if vocabulary <= 256 else torch.int32
+
+
+def _alphabet(documents: Sequence[Document]) -> str:
+    found: set[str] = set()
+    for document in documents:
+        for text in _decoded(document):
+            found |= set(text)
+    return "".join(sorted(found))
+
+
+def _encoded(documents: Sequence[Document], alphabet: str | None) -> Iterator[bytes]:
+    if alphabet is None:
+        for document in documents:
+            yield from document.blocks()
+        return
+    codes = _codes(alphabet)
+    for document in documents:
+        for text in _decoded(document):
+            tokens = torch.searchsorted(codes, _codes(text)).to(_dtype(len(alphabet)))
+            yield tokens.numpy().tobytes()
+
+
+def _decoded(document: Document) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    read = document.start
+    for block in chain(document.blocks(), [b""]):
+        held_back = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            at = read - held_back + error.start
+            raise UserError(
+                f"{document.path}: byte {at} is not UTF-8 (0x{error.object[error.start]:02x}), so it has no"
+                " characters. Convert the file, or use data.level=bytes.",
+                everywhere=False,
+            ) from error
+        read += len(block)
+        if text:
+            yield text
+
+
+def _codes(text: str) -> Tensor:
+    """int32: the code points of a text that is not empty."""
+    return torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)

@@ -1,0 +1,115 @@
+"""What Transformers are made of: attention with rotary positions, and the pre-norm block."""
+
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddptrain.errors import UserError
+
+_LONGEST_WAVE = 10_000.0
+
+
+class Cache(NamedTuple):
+    """Keys and values of earlier tokens, (n, heads, length, width / heads) each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of the positions' angles: (n or 1, 1, length, width / heads / 2) each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotation(positions: Tensor, head_width: int) -> Rotation:
+    """Angles for positions, int64 (n or 1, length): rotary embedding (Su et al., arXiv 2104.09864)."""
+    exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32) / head_width
+    angles = positions[:, None, :, None].float() * _LONGEST_WAVE**-exponents
+    return Rotation(angles.cos(), angles.sin())
+
+
+def rotated(x: Tensor, by: Rotation) -> Tensor:
+    """(n, heads, length, head width): each pair of channels (i, i + half) turned by its position's angle."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat([first * by.cos - second * by.sin, first * by.sin + second * by.cos], dim=-1)
+    return turned.to(x.dtype)
+
+
+@final
+class Attention(nn.Module):
+    """Multi-head attention (Vaswani et al., arXiv 1706.03762) by torch's scaled_dot_product_attention."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        if heads < 1 or width % (2 * heads):
+            raise UserError(
+                f"model.heads={heads}: model.width={width} must be a multiple of twice the heads."
+            )
+        self.heads = heads
+        self.dropout = dropout
+        self.queries = nn.Linear(width, width, bias=False)
+        self.keys_values = nn.Linear(width, 2 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def attended(self, source: Tensor, by: Rotation | None = None) -> Cache:
+        """Keys and values of (n, length, width)."""
+        keys, values = (self._split(x) for x in self.keys_values(source).chunk(2, dim=-1))
+        return Cache(keys if by is None else rotated(keys, by), values)
+
+    def forward(
+        self,
+        x: Tensor,
+        to: Cache,
+        by: Rotation | None = None,
+        window: int | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """x: (n, length, width) attends to keys and values.
+
+        window: the last keys are x's own, and each looks back at so many at most, its own included.
+        mask: bool, True where it may look, broadcastable to (n, heads, length, keys).
+        """
+        queries = self._split(self.queries(x))
+        queries = queries if by is None else rotated(queries, by)
+        length, known = queries.shape[2], to.keys.shape[2]
+        all_causal = window is not None and length == known <= window
+        if window is not None and not all_causal:
+            ahead = torch.ones(length, known, dtype=torch.bool, device=x.device).tril(known - length)
+            mask = ahead.triu(known - length - window + 1)
+        mixed = functional.scaled_dot_product_attention(
+            queries,
+            to.keys,
+            to.values,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=all_causal,
+        )
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _split(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return heads
+
+
+def feed_forward(width: int, dropout: float) -> nn.Module:
+    """Two linear layers, four times as wide between."""
+    return nn.Sequential(
+        nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+    )
+
+
+def initialise(model: nn.Module, layers: int) -> None:
+    """Normal weights, of deviation 1/sqrt(inputs); those that end a residual branch are smaller, by the
+    number of branches (Radford et al., GPT-2, 2019, section 2.3)."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear):
+            ends_branch = name.endswith((".out", "feed_forward.2"))
+            scale = (2 * layers) ** -0.5 if ends_branch else 1.0
+            nn.init.normal_(layer.weight, std=scale * layer.in_features**-0.5)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
