@@ -34,7 +34,7 @@ def rotation(positions: Tensor, head_width: int) -> Rotation:
 
 def rotated(x: Tensor, by: Rotation) -> Tensor:
     """(n, heads, length, head width): each pair of channels (i, i + half) turned by its position's angle."""
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
     turned = torch.cat([first * by.cos - second * by.sin, first * by.sin + second * by.cos], dim=-1)
     return turned.to(x.dtype)
 

@@ -59,8 +59,7 @@ class LanguageModelling(Task):
         logits, state = model(inputs, self._carried.state_of(batch.rows) if batch.rows else None)
         if batch.rows:
             self._carried.keep(batch.rows, state)
-        nats = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        return Loss(nats, targets.numel())
+        return Loss(_nats(logits, targets).sum(), targets.numel())
 
     def carried(self) -> Mapping[str, Tensor]:
         return self._carried.all_rows()
@@ -76,10 +75,7 @@ class LanguageModelling(Task):
         state: State | None = None
         for span in _spans(inputs.shape[1], self._data.window):
             logits, state = model(inputs[:, span], state)
-            each = functional.cross_entropy(
-                logits.flatten(0, 1).float(), targets[:, span].flatten(), reduction="none"
-            )
-            nats.append((each * batch.scored[:, span].flatten()).sum())
+            nats.append((_nats(logits, targets[:, span]) * batch.scored[:, span].flatten()).sum())
         return {
             "nats": torch.stack(nats).sum(),
             "tokens": batch.scored.sum(),
@@ -154,6 +150,12 @@ def _drawn(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     if top_k is not None and top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -math.inf)
     return torch.multinomial((logits / temperature).softmax(dim=0), 1, generator=generator)
+
+
+def _nats(logits: Tensor, targets: Tensor) -> Tensor:
+    """(n * length,): of each target, in float32 at least."""
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    return functional.cross_entropy(logits.flatten(0, 1).to(precise), targets.flatten(), reduction="none")
 
 
 def _spans(length: int, window: int) -> Iterator[slice]:

@@ -138,9 +138,16 @@ class Fit:
     ) -> tuple[TrainState, Vectors, Report]:
         """Train to the plan's end, going on from what ``folder`` holds; this process is killed when it
         has saved step ``stop_at``."""
-        torch.manual_seed(self.plan.seed)
         data, task = Vectors(self.plan.train_size, dtype=self.dtype), self.task(self.make_model)
+        state, report = self.train(task, data, world, folder, stop_at)
+        return state, data, report
+
+    def train(
+        self, task: Task, data: Data, world: World, folder: Path, stop_at: int | None = None
+    ) -> tuple[TrainState, Report]:
+        """The same for a task and data of one's own."""
         data.prepare(world, self.plan.seed)
+        torch.manual_seed(self.plan.seed)
         precision = Precision(self.precision, world.device)
         config = Config(
             recipe="toy", task={}, data={}, optim=self.optim, sched=self.sched, ema=Ema(self.ema),
@@ -154,7 +161,7 @@ class Fit:
             state.load_state_dict(unpack(saved.payload, "test"), "test")
         observers = Observers([*self.observers, *([_Killer(stop_at)] if stop_at else [])])
         engine = Engine(task, data, world, strategy, precision, self.plan, checkpointer, observers)
-        return state, data, engine.fit(state)
+        return state, engine.fit(state)
 
 
 class _Killer(Observer):
