@@ -14,36 +14,30 @@ warm-up or final evaluation.
 """
 
 import argparse
-import contextlib
 import gc
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from common import Chunk, check_markers, compare, made_with, markers, publish, silent
 from loops import BASE, LOG_EVERY, PEERS, Run, Watch
 from workloads import Workload, mobilenet, tiny
 
 from ddptrain.distributed.comm import close_group, open_group
-from ddptrain.distributed.threads import cores
 from ddptrain.distributed.world import World, world_from_environment
 
-BEGIN, END = "<!-- throughput:begin -->", "<!-- throughput:end -->"
-TOLERANCE = 1e-5
-"""How well first losses must agree (relative)."""
+NAME = "throughput"
+"""Of the markers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,30 +73,17 @@ CASES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One peer's turn."""
-
-    seconds: float
-    """Of a step, at the machine's quiet moments."""
-    losses: list[float]
-
-
 def main() -> None:
     arguments = _arguments()
     if arguments.measure:
         measure(CASES[arguments.measure], arguments.peers.split(","), arguments.rounds, arguments.out)
         return
-    if arguments.write and not _has_markers(arguments.write):
-        raise SystemExit(f"{arguments.write}: holds no lines {BEGIN} and {END} to write between")
+    if arguments.write:
+        check_markers(arguments.write, NAME)
     peers = [name for name in PEERS if importlib.util.find_spec(PEERS[name].package)]
     rounds = {name: arguments.rounds or CASES[name].rounds for name in arguments.cases.split(",")}
     results = {name: _in_processes(name, peers, count) for name, count in rounds.items()}
-    table = "\n".join([*_table(results), "", *_notes(results, peers)])
-    print(table)
-    if arguments.write:
-        before, rest = arguments.write.read_text().split(BEGIN)
-        arguments.write.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}")
+    publish("\n".join([*_table(results), "", *_notes(results, peers)]), NAME, arguments.write)
 
 
 def measure(case: Case, peers: Sequence[str], rounds: int, out: Path) -> None:
@@ -110,13 +91,13 @@ def measure(case: Case, peers: Sequence[str], rounds: int, out: Path) -> None:
     world = world_from_environment()
     open_group(world)
     results: dict[str, list[Chunk]] = {name: [] for name in peers}
-    with tempfile.TemporaryDirectory() as folder, _silent(Path(folder)):
+    with tempfile.TemporaryDirectory() as folder, silent(Path(folder)):
         workload = case.make(world)
         for number in range(rounds + 1):
             for name in reversed(peers) if number % 2 else peers:
                 chunk = _chunk(name, case, workload, world, Path(folder) / f"{name}-{number}")
                 results[name].append(chunk)
-                _compare(name, chunk, results[BASE][0])
+                compare(name, chunk, results[BASE][0])
     close_group()
     if world.is_first:
         # the first round is not counted: in it the peers are imported and caches filled
@@ -149,23 +130,6 @@ def _quiet(steps: Sequence[float], window: int) -> float:
     """
     places = [sorted(steps[place::window]) for place in range(window)]
     return statistics.fmean(at_place[len(at_place) // 10] for at_place in places)
-
-
-def _compare(name: str, chunk: Chunk, reference: Chunk) -> None:
-    for step, (own, other) in enumerate(zip(chunk.losses, reference.losses, strict=True), start=1):
-        if not abs(own - other) <= TOLERANCE * abs(other):
-            raise SystemExit(
-                f"{name} trains something else: its loss in step {step} is {own!r}, another peer's {other!r}"
-            )
-
-
-@contextlib.contextmanager
-def _silent(folder: Path) -> Iterator[None]:
-    """What the peers print goes to a file, at about the cost of a terminal."""
-    warnings.simplefilter("ignore")
-    with (folder / "printed.txt").open("w") as file:
-        with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-            yield
 
 
 def _in_processes(name: str, peers: Sequence[str], rounds: int) -> dict[str, list[Chunk]]:
@@ -212,13 +176,11 @@ def _row(peer: str, chunks: Sequence[Chunk], base: Sequence[Chunk], case: Case) 
 
 def _notes(results: Results, peers: Sequence[str]) -> list[str]:
     packages = ["torch", *(PEERS[name].package for name in peers if name != BASE)]
-    versions = ", ".join(f"{package} {metadata.version(package)}" for package in packages)
     rounds = ", ".join(f"{name}: {_rounds(CASES[name], chunks[BASE])}" for name, chunks in results.items())
     missing = [PEERS[name].title for name in PEERS if name not in peers]
     return [
-        f"Medians over rounds in which all take turns ({rounds}; of each step the 10th percentile)."
-        f" {_processor()}, {cores()} cores; fp32;"
-        f" Python {platform.python_version()}, {versions}; {time.strftime('%Y-%m-%d')}."
+        f"Medians over rounds in which all take turns ({rounds}; of each step the 10th percentile;"
+        f" fp32). {made_with(*packages)}"
         " Made by `python benchmarks/throughput.py`.",
         *(f"Not installed, so not measured: {title}." for title in missing),
     ]
@@ -229,26 +191,13 @@ def _rounds(case: Case, chunks: Sequence[Chunk]) -> str:
     return f"{len(chunks)} rounds of {case.steps} steps, {threads}{' a rank' * (case.ranks > 1)}"
 
 
-def _processor() -> str:
-    """The CPU's name, which Python's platform module does not know on Linux."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def _has_markers(file: Path) -> bool:
-    text = file.read_text()
-    return text.count(BEGIN) == text.count(END) == 1 and text.index(BEGIN) < text.index(END)
-
-
 def _arguments() -> argparse.Namespace:
     description = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--cases", default=",".join(CASES), help="of %(default)s")
     parser.add_argument("--rounds", type=int, help="of each case, instead of its own")
     parser.add_argument(
-        "--write", type=Path, metavar="FILE", help=f"put the table between its {BEGIN} and {END}"
+        "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
     )
     parser.add_argument("--measure", choices=CASES, help=argparse.SUPPRESS)  # how this starts itself
     parser.add_argument("--peers", help=argparse.SUPPRESS)

@@ -4,73 +4,21 @@ import hashlib
 import json
 import os
 import pickle
-import re
 import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from shell import ddptrain, early_refusal, refusal
 
 CHECKOUT = Path(__file__).parents[1]
 TYPED = "recipe=cnn_digits device=cpu"
 SMALL = "recipe=cnn_digits device=cpu model.width=8 train.steps=2 log.tensorboard=false"
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command line ended."""
-
-    code: int
-    out: str
-    err: str
-    seconds: float
-
-
-def ddptrain(cwd: Path, arguments: str | Sequence[str], **variables: str) -> Ended:
-    words = arguments.split() if isinstance(arguments, str) else arguments
-    inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    began = time.monotonic()
-    ended = subprocess.run(
-        [sys.executable, "-m", "ddptrain", *words],
-        cwd=cwd,
-        env={**inherited, "no_proxy": "*", **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    return Ended(ended.returncode, ended.stdout, ended.stderr, time.monotonic() - began)
-
-
-def refusal(cwd: Path, arguments: str | Sequence[str], **variables: str) -> str:
-    """The one message with which a command line is refused."""
-    ended = ddptrain(cwd, arguments, **variables)
-    assert "Traceback" not in ended.err, ended.err
-    assert ended.code == 2, ended
-    messages = re.split(r"^ddptrain: ", ended.err, flags=re.MULTILINE)[1:]
-    assert len(messages) == 1, ended.err
-    return messages[0]
-
-
-def early_refusal(cwd: Path, arguments: str | Sequence[str], **variables: str) -> str:
-    """A refusal before anything else is said and anything is written."""
-    before = sorted(cwd.iterdir())
-    ended = ddptrain(cwd, arguments, **variables)
-    assert ended.err.startswith("ddptrain: "), ended.err
-    assert ended.err.count("ddptrain: ") == 1, ended.err
-    assert ended.code == 2
-    assert ended.out == ""
-    assert "Traceback" not in ended.err
-    assert ended.seconds < 5, "a message that needs no torch comes at once"
-    assert sorted(cwd.iterdir()) == before
-    return ended.err.removeprefix("ddptrain: ")
 
 
 # -- keys, types and choices -----------------------------------------------------------------------

@@ -1,0 +1,227 @@
+"""Text recipes as a user runs them: what a run leaves behind, what it predicts, and what it refuses."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from compare import assert_same
+from shell import ddptrain, refusal
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from texts import write_text
+
+from ddptrain.engine.checkpoint import read, unpack
+
+TINY = (
+    "device=cpu data=text data.source.path=text.txt data.window=16 data.valid_piece=64 data.valid_context=16"
+    " model.width=16 model.ngram_rows=64 model.ngram_width=8 train.batch_size=8 train.steps=12"
+    " train.eval_every=6 log.every=4 run.dir=run"
+)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def tiny(recipe: str) -> str:
+    order = " data.order=shuffled" if recipe == "transformer_text" else ""
+    return f"recipe={recipe} {TINY}{order}"
+
+
+@pytest.mark.parametrize("recipe", ["lstm_text", "transformer_text"])
+def test_a_text_run_shows_samples_and_predicts(tmp_path: Path, recipe: str) -> None:
+    write_text(tmp_path / "text.txt")
+    done = ddptrain(tmp_path, tiny(recipe), **ONE_THREAD)
+    assert done.code == 0, done.err
+    assert "perplexity" in done.err
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    judged = [line for line in lines if line["split"] == "valid"]
+    assert [line["step"] for line in judged] == [6, 12]
+    assert judged[1]["bits_per_byte"] < judged[0]["bits_per_byte"] < 8
+    assert (tmp_path / "run/plots/sample.txt").read_text(errors="replace").startswith("def ")
+    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    samples = events.Tensors("valid/sample/text_summary")
+    assert [sample.step for sample in samples] == [6, 12]
+    assert b"    def " in samples[0].tensor_proto.string_val[0]
+
+    asked = ["predict", "run=run", "prompt=the cat = a", "tokens=30", "seed=7", "device=cpu"]
+    first = ddptrain(tmp_path, asked, **ONE_THREAD)
+    assert first.code == 0, first.err
+    assert first.out.startswith("the cat = a")
+    assert ddptrain(tmp_path, asked, **ONE_THREAD).out == first.out
+    assert ddptrain(tmp_path, [*asked[:-2], "seed=8", "device=cpu"], **ONE_THREAD).out != first.out
+    best = ddptrain(tmp_path, ["predict", "run=run", "checkpoint=best", "tokens=5"], **ONE_THREAD)
+    assert best.code == 0, best.err
+
+
+def test_the_translator_learns_a_few_pairs_by_heart(tmp_path: Path) -> None:
+    """And then predicts them, by greedy decoding and by a beam."""
+    done = ddptrain(
+        tmp_path,
+        "recipe=transformer_translate device=cpu data.train=12 data.valid=10 model.width=32 model.layers=1"
+        " train.batch_size=12 train.steps=150 train.eval_every=150 optim.lr=0.01 log.every=50 run.dir=run",
+        **ONE_THREAD,
+    )
+    assert done.code == 0, done.err
+    assert "exact_match" in done.err
+    from ddptrain.data.dates import DatePairs, decoded
+    from ddptrain.distributed.world import World
+
+    data = DatePairs(train=12, valid=10)
+    data.prepare(World(), 0)
+    source, target = (decoded(of[0].tolist()) for of in data._train)
+    for beam in (1, 4):
+        told = ddptrain(tmp_path, ["predict", "run=run", f"text={source}", f"beam={beam}"], **ONE_THREAD)
+        assert told.out == f"{target}\n", told.err
+
+
+def test_a_killed_text_run_goes_on_to_the_same_end(tmp_path: Path) -> None:
+    """Killed by SIGKILL under torchrun on two ranks, at some moment after its second checkpoint."""
+    write_text(tmp_path / "text.txt")
+    words = f"{tiny('lstm_text')} train.steps=60 checkpoint.every=5 model.dropout=0.2".replace(
+        "run.dir=run", "run.dir={}"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "ddptrain",
+    ]
+    environment = {**os.environ, **ONE_THREAD}
+
+    def start(folder: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*command, *words.format(folder).split()], cwd=tmp_path, env=environment, start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    assert start("whole").wait(240) == 0
+    stopped = start("stopped")
+    while not (tmp_path / "stopped/checkpoints/step-10").is_dir():
+        time.sleep(0.01)
+        assert stopped.poll() is None
+    os.killpg(stopped.pid, signal.SIGKILL)
+    stopped.wait()
+    assert not (tmp_path / "stopped/checkpoints/step-60").exists()
+    assert start("stopped").wait(240) == 0
+    states = [
+        unpack(read(tmp_path / name / "checkpoints/step-60").payload, name) for name in ("whole", "stopped")
+    ]
+    assert states[0]["carried"]["hidden"].shape == (8, 2, 2, 16)
+    assert_same(states[0], states[1])
+    metrics = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "stopped")]
+    assert metrics[0] == metrics[1]
+
+
+# -- what is refused --------------------------------------------------------------------------------
+
+
+def test_a_missing_or_empty_text_is_refused(tmp_path: Path) -> None:
+    lstm = tiny("lstm_text")
+    assert "data.source.path=text.txt: there is no such file" in refusal(tmp_path, lstm)
+    (tmp_path / "text.txt").write_text("")
+    assert "the text is empty" in refusal(tmp_path, lstm)
+    (tmp_path / "folder").mkdir()
+    assert "data.source.path=folder: holds no file" in refusal(tmp_path, f"{lstm} data.source.path=folder")
+    nameless = lstm.replace(" data.source.path=text.txt", "")
+    assert "say which text: data.source.path=" in refusal(tmp_path, nameless)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_text_shorter_than_a_window_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("ten words\n" * 4)
+    assert "data.window=100: the text to train on has 3" in refusal(
+        tmp_path, f"{tiny('lstm_text')} data.window=100"
+    )
+    message = refusal(tmp_path, f"{tiny('lstm_text')} train.batch_size=50")
+    assert "train.batch_size=50: makes as many streams" in message
+
+
+def test_bytes_that_are_no_utf8_are_refused_as_characters_only(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(b"caf\xe9 au lait\n" * 400)
+    message = refusal(tmp_path, f"{tiny('lstm_text')} data.level=characters")
+    assert "text.txt: byte 3 is not UTF-8 (0xe9)" in message
+    assert "data.level=bytes" in message
+    done = ddptrain(tmp_path, f"{tiny('lstm_text')} train.steps=1", **ONE_THREAD)
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.level=words", "data.level=words: must be one of bytes, characters"),
+        ("data.order=random", "data.order=random: must be one of streams, shuffled"),
+        ("model.cell=lstmm", "model.cell=lstmm: must be one of rnn, gru, lstm"),
+        ("model.width=0", "model.width=0: must be 1 or more"),
+        ("model.ngrams=[1,2]", "model.ngrams=[1, 2]: must be different whole numbers from 2 on"),
+        ("model.ngrams=3", "model.ngrams=3: must be a list"),
+        ("model.dropout=1", "model.dropout=1: must be in [0, 1)"),
+        ("train.weight_decay_on=biases", "train.weight_decay_on=biases: must be one of all, matrices"),
+        ("data.windw=5", "TextData takes no such argument. Did you mean data.window?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named(tmp_path: Path, override: str, said: str) -> None:
+    write_text(tmp_path / "text.txt")
+    plus = "+" if "windw" in override else ""
+    assert said in refusal(tmp_path, f"{tiny('lstm_text')} {plus}{override}")
+
+
+def test_heads_that_do_not_divide_the_width_are_refused(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.txt")
+    message = refusal(tmp_path, f"{tiny('transformer_text')} model.heads=3")
+    assert "model.heads=3: model.width=16 must be a multiple of twice the heads" in message
+
+
+def test_a_sample_that_the_alphabet_lacks_is_refused_before_training(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.txt")
+    message = refusal(tmp_path, f"{tiny('lstm_text')} data.level=characters task.sample=XYZ")
+    assert "task.sample: 'X', 'Y', 'Z' are not among the" in message
+
+
+def test_more_ranks_than_streams_are_refused_once(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.txt")
+    ended = subprocess.run(
+        [*TORCHRUN, "--nproc-per-node=3", "-m", "ddptrain", *tiny("lstm_text").split(), "train.batch_size=2"],
+        cwd=tmp_path, env={**os.environ, **ONE_THREAD}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 1  # torchrun's own
+    assert ended.stderr.count("ddptrain: train.batch_size=2: ") == 1, ended.stderr
+    assert "3 ranks" in ended.stderr
+    assert re.search(r"exitcode +: 2", ended.stderr)
+
+
+def test_what_predict_is_asked_is_checked(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.txt")
+    done = ddptrain(tmp_path, f"{tiny('lstm_text')} data.level=characters task.sample=the", **ONE_THREAD)
+    assert done.code == 0, done.err
+    for words, said in (
+        ("prompt=QUX", "prompt: 'Q', 'U', 'X' are not among the"),
+        ("promt=the", "promt: predict takes no such word. Did you mean prompt?"),
+        ("temperature=hot", "temperature=hot: must be a finite number"),
+        ("temperature=-1", "temperature=-1.0: must be 0 or more"),
+        ("top_k=0", "top_k=0: must be 1 or more"),
+        ("top_k=2.5", "top_k=2.5: must be a whole number or null"),
+        ("tokens=-1", "tokens=-1: must be 0 or more"),
+        ("checkpoint=nowhere", "nowhere: does not exist"),
+        ("devise=cpu", "devise: predict takes no such word"),
+        ("model.widht=3", "model.widht: there is no such key. Did you mean model.width"),
+    ):
+        assert said in refusal(tmp_path, ["predict", "run=run", words])
+    assert "predict: name the run's folder" in refusal(tmp_path, "predict prompt=the")
+
+
+def test_a_task_without_predictions_says_so(tmp_path: Path) -> None:
+    done = ddptrain(
+        tmp_path,
+        "recipe=cnn_cifar10 data=shapes data.source.train=64 data.source.valid=16 device=cpu train.steps=1"
+        " run.dir=run",
+        **ONE_THREAD,
+    )
+    assert done.code == 0, done.err
+    assert "predict: ImageClassification offers none" in refusal(tmp_path, "predict run=run")
