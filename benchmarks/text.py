@@ -106,7 +106,7 @@ def trained(recipe: str, seconds: float, folder: Path) -> Row:
         raise SystemExit(f"--minutes: {recipe} takes {rest:.0f} s beside its steps; give it more")
     run = _run(recipe, steps, folder / "run")
     command = f"python -m ddptrain recipe={recipe} train.steps={steps}"
-    return Row(recipe, run.bits, run.perplexity, run.seconds, run.parameters, steps, command)
+    return Row(f"`{recipe}`", run.bits, run.perplexity, run.seconds, run.parameters, steps, command)
 
 
 def _run(recipe: str, steps: int, folder: Path) -> Trained:
@@ -171,7 +171,7 @@ def _line(row: Row) -> str:
     parameters = "" if row.parameters is None else f"{row.parameters:,}"
     steps = "" if row.steps is None else f"{row.steps:,}"
     command = f"`{row.command}`" if row.command else ""
-    figures = f"{row.bits:.3f} | {row.perplexity:.2f} | {parameters} | {steps} | {row.seconds:,.0f}"
+    figures = f"{row.bits:.3f} | {row.perplexity:.2f} | {parameters} | {steps} | {row.seconds:,.1f}"
     return f"| {row.title} | {figures} | {command} |"
 
 
