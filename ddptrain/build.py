@@ -78,6 +78,7 @@ def build(node: Node, key: str, **offered: Any) -> Any:
     for name, value in offered.items():
         if name in parameters or open_ended:
             arguments.setdefault(name, value)
+    _check_match(node, key, arguments, offered)
     try:
         return target(**arguments)
     except UserError:
@@ -88,6 +89,26 @@ def build(node: Node, key: str, **offered: Any) -> Any:
         if open_ended and "unexpected keyword argument" in str(error):
             raise UserError(f"{key} ({node['_target_']}): {error}") from error
         raise
+
+
+def _check_match(node: Node, key: str, arguments: Node, offered: Node) -> None:
+    """Refuse parts of a config that don't go together: a text model for pictures, say."""
+    target = _resolve(node, key)
+    hints = _hints(target)
+    for name, value in offered.items():
+        hint = hints.get(name)
+        if arguments.get(name) is value and inspect.isclass(hint) and not isinstance(value, hint):
+            raise UserError(
+                f"{key}: {node['_target_']} needs {hint.__name__} as its {name}, not {type(value).__name__}."
+                f" Choose another {name}=..., or another recipe."
+            )
+    for name, parameter in inspect.signature(target).parameters.items():
+        named = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if named and parameter.default is parameter.empty and name not in arguments:
+            raise UserError(
+                f"{key}: {node['_target_']} needs {name}, which this recipe does not give; it gives"
+                f" {', '.join(offered) or 'nothing'}. Choose another {key}=..., or set {key}.{name}=..."
+            )
 
 
 def typed_arguments(function: Callable[..., Any], words: Mapping[str, str], verb: str) -> dict[str, Any]:

@@ -35,9 +35,9 @@ class RecurrentModel(nn.Module):
         width: int = 384,
         layers: int = 2,
         dropout: float = 0.0,
-        ngrams: Sequence[int] = (2, 3, 4),
-        ngram_rows: int = 16384,
-        ngram_width: int = 128,
+        ngrams: Sequence[int] = (2, 3, 4, 5, 6),
+        ngram_rows: int = 32768,
+        ngram_width: int = 64,
     ) -> None:
         super().__init__()
         for name, value in (("width", width), ("layers", layers)):

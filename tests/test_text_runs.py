@@ -225,3 +225,18 @@ def test_a_task_without_predictions_says_so(tmp_path: Path) -> None:
     )
     assert done.code == 0, done.err
     assert "predict: ImageClassification offers none" in refusal(tmp_path, "predict run=run")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("recipe=lstm_text data=shapes", "LanguageModelling needs TextData as its data, not ImageData"),
+        ("recipe=cnn_digits data=stdlib_text", "ImageClassification needs ImageData as its data, not Text"),
+        ("recipe=transformer_translate data=stdlib_text", "Translation needs DatePairs as its data"),
+        ("recipe=cnn_digits model=recurrent", "RecurrentModel needs vocabulary, which this recipe does not"),
+        ("recipe=lstm_text model=cnn", "SmallCnn needs num_classes, which this recipe does not give"),
+        ("recipe=lstm_text model=resnet18_32", "resnet18_32 needs num_classes"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_go_together_are_refused(tmp_path: Path, words: str, said: str) -> None:
+    assert said in refusal(tmp_path, f"{words} device=cpu")

@@ -24,7 +24,7 @@ from ddptrain.errors import UserError
 log = logging.getLogger(__name__)
 
 STATE, MANIFEST = "state.pt", "manifest.json"
-FORMAT = 1
+FORMAT = 2
 _STEP = re.compile(r"step-(\d+)")
 _ASIDE = ".damaged"
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from toy import Classify
+from texts import language_model, write_text
+from toy import Classify, Fit
 
 from ddptrain.config.schema import Config, Ema, Strategy
 from ddptrain.data.augment import Augment
@@ -53,11 +54,8 @@ def fit(folder: Path, precision: str, resident: bool, steps: int = 30) -> TrainS
     return state
 
 
-@pytest.mark.parametrize("resident", [True, False])
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
-def test_a_step_never_waits_for_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, resident: bool
-) -> None:
+@pytest.fixture
+def steps_must_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Engine._step
 
     def watched(self: Engine, state: Any, at: Any, batches: Any) -> None:
@@ -68,8 +66,28 @@ def test_a_step_never_waits_for_the_device(
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(Engine, "_step", watched)
+
+
+@pytest.mark.usefixtures("steps_must_not_wait")
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+def test_a_step_never_waits_for_the_device(tmp_path: Path, precision: str, resident: bool) -> None:
     state = fit(tmp_path, precision, resident)
     assert all(p.is_cuda for p in state.model.parameters())
+
+
+@pytest.mark.usefixtures("steps_must_not_wait")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", ["lstm", "gru", "rnn", "transformer"])
+def test_nor_does_a_step_on_text(tmp_path: Path, model: str, precision: str) -> None:
+    task, data = language_model(write_text(tmp_path / "text.txt"), model)
+    data.prepare(World(device=DEVICE), 0)
+    plan = Plan(steps=20, train_size=data.train_size, batch_size=12, micro_batch=6, log_every=10)
+    state, report = Fit(plan, precision=precision).train(task, data, World(device=DEVICE), tmp_path / "run")
+    assert all(p.is_cuda for p in state.model.parameters())
+    assert report.metrics["bits_per_byte"] < 8
+    with torch.inference_mode():
+        assert "".join(task.predict(state.model.eval(), prompt="the", tokens=5)).startswith("the")
 
 
 def test_batches_copied_ahead_are_neither_read_early_nor_overwritten() -> None:

@@ -154,7 +154,7 @@ class Fit:
             strategy=self.strategy,
         )  # fmt: skip
         strategy = choose_strategy(self.strategy, world)
-        state = make_state(config, task.build(), strategy, precision, world, self.plan.steps)
+        state = make_state(config, task.build().to(world.device), strategy, precision, world, self.plan.steps)
         checkpointer = Checkpointer(folder, keep=2)
         saved = checkpointer.newest()
         if saved is not None:
