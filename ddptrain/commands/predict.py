@@ -38,5 +38,6 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
         model = trained_model(config, task, world.device, unpack(saved.payload, where), where).eval()
         with torch.inference_mode(), precision.autocast():
             for piece in task.predict(model, **arguments):
-                print(piece, end="", flush=True)
+                # a prompt may hold bytes that are no text
+                print(piece.encode(errors="replace").decode(), end="", flush=True)
         print()
