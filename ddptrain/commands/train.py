@@ -68,7 +68,8 @@ def run(config: Config, arguments: Sequence[str]) -> None:
                 folder,
             )
             raise
-        log.info("look       %s/plots, or tensorboard --logdir %s", folder, folder.parent)
+        board = f", or tensorboard --logdir {folder.parent}" if config.log.tensorboard else ""
+        log.info("look       %s/plots%s", folder, board)
 
 
 def _assembled(

@@ -54,7 +54,7 @@ class TextData(Data):
         source: TextSource,
         level: Level = "bytes",
         order: Literal["streams", "shuffled"] = "streams",
-        window: int = 128,
+        window: int = 64,
         valid_piece: int = 4096,
         valid_context: int = 512,
         root: str = "data",

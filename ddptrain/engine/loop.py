@@ -70,6 +70,7 @@ class Engine:
             self._best = {self._task.best_metric: state.best, "step": state.best_step}
         batches = self._opened(state)
         self._observers.start(Start(start, self._plan.steps, self._data.preview()))
+        self._watch.begin()
         try:
             for step in range(start, self._plan.steps):
                 self._step(state, self._plan.at(step), batches)

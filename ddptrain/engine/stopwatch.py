@@ -20,6 +20,10 @@ class Stopwatch:
         self._waited = self._read_waited = 0.0
         self._paused = self._read_paused = 0.0
 
+    def begin(self) -> None:
+        """Set-up ends here: what it took is not training."""
+        self.pause(time.perf_counter() - self._began)
+
     def next(self, batches: Iterator[Item]) -> Item:
         """The next batch; the wait for it counts as waiting for data."""
         asked = time.perf_counter()
