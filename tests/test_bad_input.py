@@ -16,6 +16,8 @@ import torch
 from PIL import Image
 from shell import ddptrain, early_refusal, refusal
 
+from ddptrain.engine.checkpoint import FORMAT
+
 CHECKOUT = Path(__file__).parents[1]
 TYPED = "recipe=cnn_digits device=cpu"
 SMALL = "recipe=cnn_digits device=cpu model.width=8 train.steps=2 log.tensorboard=false"
@@ -392,7 +394,7 @@ def seal(checkpoint: Path) -> None:
     """Give whatever state.pt lies there a manifest that fits it."""
     payload = (checkpoint / "state.pt").read_bytes()
     entry = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}
-    manifest = {"format": 1, "step": 2, "files": {"state.pt": entry}}
+    manifest = {"format": FORMAT, "step": 2, "files": {"state.pt": entry}}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
