@@ -126,9 +126,10 @@ def typed_arguments(function: Callable[..., Any], words: Mapping[str, str], verb
             hint = did_you_mean(name, parameters) or f" There are {', '.join(parameters)}."
             problems.append(f"{name}: {verb} takes no such word.{hint}")
             continue
-        arguments[name] = _typed(word, hints[name])
-        if not _fits(arguments[name], hints[name]):
-            problems.append(f"{name}={word}: must be {_spell(hints[name])}.")
+        hint = hints.get(name, str)
+        arguments[name] = _typed(word, hint)
+        if not _fits(arguments[name], hint):
+            problems.append(f"{name}={word}: must be {_spell(hint)}.")
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in words:
             problems.append(f"{name}: {verb} needs it: {name}=...")
@@ -138,7 +139,7 @@ def typed_arguments(function: Callable[..., Any], words: Mapping[str, str], verb
 
 
 def _typed(word: str, hint: Any) -> Any:
-    """A word as the first type of its annotation that can read it, else as it stands."""
+    """A word as the first type (int, float, bool, None) of its annotation that can read it, else as text."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         kinds = typing.get_args(hint)
         if word == "null" and type(None) in kinds:
@@ -146,6 +147,8 @@ def _typed(word: str, hint: Any) -> Any:
     else:
         kinds = (hint,)
     for kind in kinds:
+        if kind is bool and word in ("true", "false"):
+            return word == "true"
         if kind in (int, float):
             try:
                 return kind(word)

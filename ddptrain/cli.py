@@ -76,7 +76,7 @@ def _evaluate(arguments: Arguments) -> int:
     config, folder = _saved_config(arguments, own, overrides)
     from ddptrain.commands import evaluate
 
-    _recorded(lambda: evaluate.run(config, folder, own.get("checkpoint", "last")))
+    _recorded(lambda: evaluate.run(config, folder, own.get("checkpoint") or "last"))
     return ExitCode.DONE
 
 
@@ -85,7 +85,7 @@ def _predict(arguments: Arguments) -> int:
     of_config = {field.name for field in dataclasses.fields(Config)} - {"seed", *_OF_A_RUN}
     own, overrides = _divided(arguments.overrides, lambda name: name.isidentifier() and name not in of_config)
     config, folder = _saved_config(arguments, own, overrides)
-    checkpoint = own.pop("checkpoint", "last")
+    checkpoint = own.pop("checkpoint", "") or "last"
     own.pop("run")
     from ddptrain.commands import predict
 

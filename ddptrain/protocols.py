@@ -148,6 +148,18 @@ class Data(ABC):
     def valid_size(self) -> int:
         """Validation samples in the whole set."""
 
+    @property
+    def identity(self) -> str:
+        """A hash of what the samples are and how they are ordered. Ranks that see different data are refused,
+        and so is a resume on other data. '' leaves that to the sizes."""
+        return ""
+
+    @property
+    def outputs(self) -> Sequence[str]:
+        """What the model's outputs stand for, one by one: class names, characters. A checkpoint is refused
+        for data where they mean something else. Empty where they have no names."""
+        return ()
+
     @abstractmethod
     def train_batches(self, sampler: "Sampler", steps: range) -> Iterator[Batch]:
         """This rank's micro-batches for the given optimizer steps, in order, on the device.

@@ -19,23 +19,26 @@ class Cache(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the positions' angles: (n or 1, 1, length, width / heads / 2) each."""
+    """Cosines and sines of the positions' angles: (length, width / heads / 2) each."""
 
     cos: Tensor
     sin: Tensor
 
 
-def rotation(positions: Tensor, head_width: int) -> Rotation:
-    """Angles for positions, int64 (n or 1, length): rotary embedding (Su et al., arXiv 2104.09864)."""
-    exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32) / head_width
-    angles = positions[:, None, :, None].float() * _LONGEST_WAVE**-exponents
+def rotation(length: int, head_width: int, device: torch.device) -> Rotation:
+    """Angles for the positions from 0 to length - 1: rotary embedding (Su et al., arXiv 2104.09864)."""
+    exponents = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
+    positions = torch.arange(length, device=device, dtype=torch.float32)
+    angles = positions[:, None] * _LONGEST_WAVE**-exponents
     return Rotation(angles.cos(), angles.sin())
 
 
 def rotated(x: Tensor, by: Rotation) -> Tensor:
-    """(n, heads, length, head width): each pair of channels (i, i + half) turned by its position's angle."""
+    """(n, heads, length, head width): each pair of channels (i, i + half) turned by its position's angle;
+    x stands at the last of the positions."""
     first, second = x.chunk(2, dim=-1)
-    turned = torch.cat([first * by.cos - second * by.sin, first * by.sin + second * by.cos], dim=-1)
+    cos, sin = by.cos[-x.shape[2] :], by.sin[-x.shape[2] :]
+    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
     return turned.to(x.dtype)
 
 
@@ -55,10 +58,10 @@ class Attention(nn.Module):
         self.keys_values = nn.Linear(width, 2 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def attended(self, source: Tensor, by: Rotation | None = None) -> Cache:
-        """Keys and values of (n, length, width)."""
+    def attended(self, source: Tensor) -> Cache:
+        """Keys, not yet rotated, and values of (n, length, width)."""
         keys, values = (self._split(x) for x in self.keys_values(source).chunk(2, dim=-1))
-        return Cache(keys if by is None else rotated(keys, by), values)
+        return Cache(keys, values)
 
     def forward(
         self,
@@ -70,11 +73,14 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x: (n, length, width) attends to keys and values.
 
+        by: rotates both, by positions counted from the first key, for only their distance matters.
         window: the last keys are x's own, and each looks back at so many at most, its own included.
         mask: bool, True where it may look, broadcastable to (n, heads, length, keys).
         """
         queries = self._split(self.queries(x))
-        queries = queries if by is None else rotated(queries, by)
+        keys = to.keys
+        if by is not None:
+            queries, keys = rotated(queries, by), rotated(keys, by)
         length, known = queries.shape[2], to.keys.shape[2]
         all_causal = window is not None and length == known <= window
         if window is not None and not all_causal:
@@ -82,7 +88,7 @@ class Attention(nn.Module):
             mask = ahead.triu(known - length - window + 1)
         mixed = functional.scaled_dot_product_attention(
             queries,
-            to.keys,
+            keys,
             to.values,
             attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.errors import UserError
 from ddptrain.recipes.attention import Attention, Cache, feed_forward, initialise
+from ddptrain.recipes.limits import check_model
 
 
 @final
@@ -29,11 +29,7 @@ class EncoderDecoder(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        for name, value in (("width", width), ("layers", layers)):
-            if value < 1:
-                raise UserError(f"model.{name}={value}: must be 1 or more.")
-        if not 0 <= dropout < 1:
-            raise UserError(f"model.dropout={dropout}: must be in [0, 1).")
+        check_model(width, layers, dropout)
         self.encoder = nn.ModuleList(_EncoderBlock(width, heads, dropout) for _ in range(layers))
         self.decoder = nn.ModuleList(_DecoderBlock(width, heads, dropout) for _ in range(layers))
         initialise(self, layers)

@@ -6,7 +6,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from ddptrain.errors import UserError
+from ddptrain.recipes.limits import check_model
 from ddptrain.recipes.ngrams import NgramEmbedding
 from ddptrain.recipes.text import State
 
@@ -40,11 +40,7 @@ class RecurrentModel(nn.Module):
         ngram_width: int = 64,
     ) -> None:
         super().__init__()
-        for name, value in (("width", width), ("layers", layers)):
-            if value < 1:
-                raise UserError(f"model.{name}={value}: must be 1 or more.")
-        if not 0 <= dropout < 1:
-            raise UserError(f"model.dropout={dropout}: must be in [0, 1).")
+        check_model(width, layers, dropout)
         self.embedding = NgramEmbedding(vocabulary, width, ngrams, ngram_rows, ngram_width)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
         make = _CELLS[cell]
@@ -65,7 +61,8 @@ class RecurrentModel(nn.Module):
             x = x + outputs
             hidden.append(torch.stack(last if isinstance(last, tuple) else (last,), dim=2)[0])
         logits = self.embedding.logits(self.dropout(x), self.bias)
-        return logits, {"hidden": torch.stack(hidden, dim=1), "past": past}
+        # in the weights' dtype, so that a run may go on in another precision
+        return logits, {"hidden": torch.stack(hidden, dim=1).to(self.bias.dtype), "past": past}
 
     def _parts(self, hidden: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """A layer's state (n, 1 or 2, width) as torch's cells take it: (1, n, width), for an LSTM two."""

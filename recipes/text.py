@@ -42,6 +42,8 @@ class LanguageModelling(Task):
         sample: str = "",
         sample_tokens: int = 400,
     ) -> None:
+        if sample_tokens < 0:
+            raise UserError(f"task.sample_tokens={sample_tokens}: must be 0 or more.")
         self._model = model
         self._data = data
         self._sample = sample
@@ -114,6 +116,8 @@ class LanguageModelling(Task):
         for name, value, least in (("tokens", tokens, 0), ("temperature", temperature, 0), ("seed", seed, 0)):
             if value < least:
                 raise UserError(f"{name}={value}: must be {least} or more.")
+        if seed >= 2**63:
+            raise UserError(f"seed={seed}: must be below 2**63.")
         if top_k is not None and top_k < 1:
             raise UserError(f"top_k={top_k}: must be 1 or more.")
         vocabulary = self._data.vocabulary
@@ -145,11 +149,13 @@ def continuation(
 
 
 def _drawn(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+    logits = logits.nan_to_num()  # a model that has diverged writes rubbish; it is the loss that says so
     if temperature == 0:
         return logits.argmax()
     if top_k is not None and top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -math.inf)
-    return torch.multinomial((logits / temperature).softmax(dim=0), 1, generator=generator)
+    logits = (logits - logits.max()) / temperature  # at most 0: no temperature is too small
+    return torch.multinomial(logits.softmax(dim=0), 1, generator=generator)
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:
@@ -177,7 +183,8 @@ class _Carried:
         return {name: value[rows] for name, value in self._before.items()} or None
 
     def keep(self, rows: slice, state: State) -> None:
-        self._since[rows.start] = {name: value.detach() for name, value in state.items()}
+        # cloned, for a compiled model may overwrite its outputs in its next call
+        self._since[rows.start] = {name: value.detach().clone() for name, value in state.items()}
 
     def all_rows(self) -> State:
         if not self._since:

@@ -6,8 +6,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from ddptrain.errors import UserError
 from ddptrain.recipes.attention import Attention, Cache, Rotation, feed_forward, initialise, rotation
+from ddptrain.recipes.limits import check_model
 from ddptrain.recipes.ngrams import NgramEmbedding
 from ddptrain.recipes.text import State
 
@@ -34,11 +34,7 @@ class TransformerModel(nn.Module):
         ngram_width: int = 64,
     ) -> None:
         super().__init__()
-        for name, value in (("width", width), ("layers", layers)):
-            if value < 1:
-                raise UserError(f"model.{name}={value}: must be 1 or more.")
-        if not 0 <= dropout < 1:
-            raise UserError(f"model.dropout={dropout}: must be in [0, 1).")
+        check_model(width, layers, dropout)
         self._window = window
         self._head_width = width // max(heads, 1)
         self.blocks = nn.ModuleList(_Block(width, heads, dropout, window) for _ in range(layers))
@@ -50,17 +46,15 @@ class TransformerModel(nn.Module):
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """tokens: int64 (n, length). Returns logits (n, length, vocabulary) and the state after the last
-        one: each layer's keys and values of the last ``window - 1`` tokens, the next position, the past."""
+        one: each layer's keys and values of the last ``window - 1`` tokens, and the past."""
         x, past = self.embedding(tokens, state["past"] if state else None)
-        begin = state["position"] if state else tokens.new_zeros(len(tokens))
-        positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        by = rotation(positions if state else positions[:1], self._head_width)
+        known = state["keys.0"].shape[2] if state else 0
+        by = rotation(known + tokens.shape[1], self._head_width, tokens.device)
         x = self.dropout(x)
-        after: State = {"past": past, "position": positions[:, -1] + 1}
+        after: State = {"past": past}
         for i, block in enumerate(self.blocks):
             names = f"keys.{i}", f"values.{i}"
-            known = Cache(state[names[0]], state[names[1]]) if state else None
-            x, own = block(x, by, known)
+            x, own = block(x, by, Cache(*(state[name] for name in names)) if state else None)
             for name, of in zip(names, own, strict=True):
                 after[name] = of[:, :, max(0, of.shape[2] - self._window + 1) :]
         return self.embedding.logits(self.norm(x), self.bias), after
@@ -79,7 +73,7 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor, by: Rotation, known: Cache | None) -> tuple[Tensor, Cache]:
         normed = self.attention_norm(x)
-        own = self.attention.attended(normed, by)
+        own = self.attention.attended(normed)
         if known is not None:
             own = Cache(*(torch.cat(pair, dim=2) for pair in zip(known, own, strict=True)))
         x = x + self.dropout(self.attention(normed, own, by, self._window))

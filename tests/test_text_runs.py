@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -55,6 +56,7 @@ def test_a_text_run_shows_samples_and_predicts(tmp_path: Path, recipe: str) -> N
     assert ddptrain(tmp_path, [*asked[:-2], "seed=8", "device=cpu"], **ONE_THREAD).out != first.out
     best = ddptrain(tmp_path, ["predict", "run=run", "checkpoint=best", "tokens=5"], **ONE_THREAD)
     assert best.code == 0, best.err
+    assert "run/checkpoints/best" in best.err
 
 
 def test_the_translator_learns_a_few_pairs_by_heart(tmp_path: Path) -> None:
@@ -141,6 +143,7 @@ def test_a_text_shorter_than_a_window_is_refused(tmp_path: Path) -> None:
     )
     message = refusal(tmp_path, f"{tiny('lstm_text')} train.batch_size=50")
     assert "train.batch_size=50: makes as many streams" in message
+    assert not (tmp_path / "run").exists()
 
 
 def test_bytes_that_are_no_utf8_are_refused_as_characters_only(tmp_path: Path) -> None:
@@ -240,3 +243,110 @@ def test_a_task_without_predictions_says_so(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_parts_that_do_not_go_together_are_refused(tmp_path: Path, words: str, said: str) -> None:
     assert said in refusal(tmp_path, f"{words} device=cpu")
+
+
+def test_under_torchrun_one_rank_answers_and_one_message_is_printed(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.txt")
+    done = ddptrain(tmp_path, f"{tiny('lstm_text')} data.level=characters task.sample=the", **ONE_THREAD)
+    assert done.code == 0, done.err
+
+    def asked(prompt: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*TORCHRUN, "--nproc-per-node=2", "-m", "ddptrain", "predict", "run=run", f"prompt={prompt}", "tokens=9"],
+            cwd=tmp_path, env={**os.environ, **ONE_THREAD}, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+
+    answer = asked("the")
+    assert answer.returncode == 0, answer.stderr
+    assert len(answer.stdout) == len("the") + 9 + 1
+    refused = asked("QUX")
+    assert refused.stderr.count("prompt: 'Q', 'U', 'X' are not among the") == 1
+    assert "RuntimeError" not in refused.stderr
+
+
+def test_characters_keep_their_meaning(tmp_path: Path) -> None:
+    """A text with another alphabet of the same size gives the tokens another meaning."""
+    text = write_text(tmp_path / "text.txt")
+    words = f"{tiny('lstm_text')} data.level=characters task.sample=the"
+    done = ddptrain(tmp_path, words, **ONE_THREAD)
+    assert done.code == 0, done.err
+    text.write_text(text.read_text().replace("c", "z"))
+    for verb in ("evaluate", "predict"):
+        message = refusal(tmp_path, f"{verb} run=run")
+        assert "its model's outputs stand for" in message
+        assert "Use the data it was trained with" in message
+    assert "data (files and order)=" in refusal(tmp_path, f"{words} train.steps=20")
+
+
+def test_a_run_goes_on_in_another_precision(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.txt")
+    done = ddptrain(tmp_path, f"{tiny('lstm_text')} precision=bf16", **ONE_THREAD)
+    assert done.code == 0, done.err
+    for steps, precision in ((14, "fp32"), (16, "bf16")):
+        done = ddptrain(
+            tmp_path, f"{tiny('lstm_text')} train.steps={steps} precision={precision}", **ONE_THREAD
+        )
+        assert done.code == 0, done.err
+        assert f"after {steps} steps" in done.err
+
+
+def test_a_diverged_model_ends_the_run_with_its_own_message(tmp_path: Path) -> None:
+    """Also where an evaluation, with its sample, comes before the loss is looked at."""
+    write_text(tmp_path / "text.txt")
+    done = ddptrain(
+        tmp_path,
+        f"{tiny('lstm_text')} optim.lr=1e30 train.clip_norm=null sched.warmup=0 log.every=50",
+        **ONE_THREAD,
+    )
+    assert done.code == 4, done.err
+    assert "Traceback" not in done.err
+    assert "diverged" in done.err
+
+
+def test_nodes_with_other_texts_are_refused(tmp_path: Path) -> None:
+    """Two nodes of one rank each, in folders of their own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(2):
+        node = tmp_path / f"node{rank}"
+        node.mkdir()
+        write_text(node / "text.txt").write_text("a text of this node only\n" * (200 + rank))
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                     "GROUP_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "ddptrain", *tiny("lstm_text").split()],
+                cwd=node,
+                env={**os.environ, **ONE_THREAD, **variables},
+                stderr=subprocess.PIPE,
+                text=True,
+            )  # fmt: skip
+        )
+    said = started[0].communicate(timeout=120)[1]
+    assert started[0].returncode == 2, said
+    assert "data: rank 1 sees" in said
+    started[1].kill()  # it waits for torchrun to end it, so that the message stands alone
+    started[1].communicate()
+
+
+def test_a_reader_who_has_enough_ends_predict_quietly(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.txt")
+    done = ddptrain(tmp_path, tiny("lstm_text"), **ONE_THREAD)
+    assert done.code == 0, done.err
+    command = (
+        f"set -o pipefail; {sys.executable} -m ddptrain predict run=run tokens=3000 prompt=the | head -c 4"
+    )
+    piped = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env={**os.environ, **ONE_THREAD},
+        capture_output=True,
+        timeout=120,
+    )
+    assert piped.returncode == 0, piped.stderr
+    assert piped.stdout.startswith(b"the")
+    assert b"Traceback" not in piped.stderr
+    narrow = ddptrain(tmp_path, ["predict", "run=run", "prompt=→é", "tokens=3"], PYTHONIOENCODING="latin-1")
+    assert narrow.code == 0, narrow.err

@@ -4,9 +4,16 @@ import json
 import logging
 from pathlib import Path
 
-from ddptrain.commands.setup import joined_world, make_task, named_checkpoint, trained_model
+from ddptrain.commands.setup import (
+    check_outputs,
+    joined_world,
+    make_task,
+    named_checkpoint,
+    prepare,
+    trained_model,
+)
 from ddptrain.config.schema import Config
-from ddptrain.distributed.comm import on_all_ranks, on_first_rank
+from ddptrain.distributed.comm import on_first_rank
 from ddptrain.engine.checkpoint import unpack
 from ddptrain.engine.evaluate import evaluate
 from ddptrain.engine.precision import choose_precision
@@ -27,7 +34,8 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
         state = unpack(saved.payload, where)
         precision = choose_precision(config.precision, world.device)
         log.info("evaluating %s on %s (%s), %s", where, world.device, reason, precision.name)
-        on_all_ranks(world, lambda: data.prepare(world, config.seed))
+        prepare(data, world, config.seed)
+        check_outputs(data, saved)
         log.info("data       %s", data.describe())
         model = trained_model(config, task, world.device, state, where)
         report = evaluate(task, model, data, world, precision, config.train.eval_batch_size)

@@ -1,15 +1,24 @@
 """The verb ``predict``: what a trained model answers, on standard output, as it comes."""
 
 import logging
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 
 from ddptrain.build import typed_arguments
-from ddptrain.commands.setup import joined_world, make_task, named_checkpoint, trained_model
+from ddptrain.commands.setup import (
+    check_outputs,
+    joined_world,
+    make_task,
+    named_checkpoint,
+    prepare,
+    trained_model,
+)
 from ddptrain.config.schema import Config
-from ddptrain.distributed.comm import on_all_ranks
+from ddptrain.distributed.world import world_from_environment
 from ddptrain.engine.checkpoint import unpack
 from ddptrain.engine.precision import choose_precision
 from ddptrain.errors import UserError
@@ -21,23 +30,36 @@ log = logging.getLogger("ddptrain")
 def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str]) -> None:
     """Ask a checkpoint of the run in ``folder``: ``last``, ``best``, or any by its folder.
 
-    asked: the parameters of the task's own `predict`, as typed on the command line. One rank answers.
+    asked: the parameters of the task's own `predict`, as typed on the command line. Under torchrun only the
+    first rank answers.
     """
+    if not world_from_environment().is_first:
+        return
     task, data = make_task(config)
     if type(task).predict is Task.predict:
         raise UserError(f"predict: {type(task).__name__} offers none.")
     arguments = typed_arguments(task.predict, asked, "predict")
-    with joined_world(config) as (world, reason):
-        on_all_ranks(world, lambda: data.prepare(world, config.seed))
-        if not world.is_first:
-            return
+    with joined_world(config, alone=True) as (world, reason):
         saved = named_checkpoint(folder, checkpoint)
+        prepare(data, world, config.seed)
+        check_outputs(data, saved)
         where = str(saved.path)
         precision = choose_precision(config.precision, world.device)
         log.info("predicting by %s on %s (%s), %s", where, world.device, reason, precision.name)
         model = trained_model(config, task, world.device, unpack(saved.payload, where), where).eval()
         with torch.inference_mode(), precision.autocast():
-            for piece in task.predict(model, **arguments):
-                # a prompt may hold bytes that are no text
-                print(piece.encode(errors="replace").decode(), end="", flush=True)
-        print()
+            _write(task.predict(model, **arguments))
+
+
+def _write(pieces: Iterable[str]) -> None:
+    """Each piece as it comes, until the reader has enough (``| head``)."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        for piece in pieces:
+            known = piece.encode(encoding, errors="replace").decode(encoding)
+            print(known, end="", flush=True)
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or the interpreter's last flush fails

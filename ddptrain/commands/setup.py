@@ -13,7 +13,13 @@ from torch import nn
 
 from ddptrain.build import build, check_node
 from ddptrain.config.schema import Config
-from ddptrain.distributed.comm import abandon_group, close_group, open_group
+from ddptrain.distributed.comm import (
+    abandon_group,
+    close_group,
+    from_all_ranks,
+    on_all_ranks,
+    open_group,
+)
 from ddptrain.distributed.device import choose_device
 from ddptrain.distributed.threads import share_cores
 from ddptrain.distributed.world import World, world_from_environment
@@ -38,9 +44,12 @@ def _check_nodes(config: Config) -> None:
 
 
 @contextmanager
-def joined_world(config: Config) -> Iterator[tuple[World, str]]:
-    """This rank's world with its device, and why that device; the process group is open inside."""
-    world = world_from_environment()
+def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, str]]:
+    """This rank's world with its device, and why that device; the process group is open inside.
+
+    alone: a world of one, whatever torchrun has started.
+    """
+    world = World() if alone else world_from_environment()
     try:
         device, reason, shared = choose_device(config.device, world)
     except UserError as error:
@@ -55,7 +64,7 @@ def joined_world(config: Config) -> Iterator[tuple[World, str]]:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only so
     torch.use_deterministic_algorithms(config.deterministic)
-    open_group(world, even_alone=config.strategy.name == "ddp")
+    open_group(world, even_alone=config.strategy.name == "ddp" and not alone)
     try:
         yield world, reason
     except BaseException:
@@ -84,6 +93,36 @@ def make_model(config: Config, task: Task, device: torch.device) -> nn.Module:
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return model
+
+
+def prepare(data: Data, world: World, seed: int) -> None:
+    """Open the data on every rank, and make sure that all of them see the same."""
+    on_all_ranks(world, lambda: data.prepare(world, seed))
+    seen = from_all_ranks(world, (data.identity, data.train_size, data.valid_size))
+    for rank, (_, train, valid) in enumerate(seen):
+        if seen[rank] != seen[0]:
+            raise UserError(
+                f"data: rank {rank} sees {train:,} + {valid:,} samples and rank 0 {seen[0][1]:,} +"
+                f" {seen[0][2]:,}, or other ones, or in another order. Every node needs the same files (and"
+                " for the standard library the same Python)."
+            )
+
+
+def check_outputs(data: Data, saved: Saved) -> None:
+    """Refuse a checkpoint whose model's outputs stand for something else than this data's."""
+    theirs, own = saved.manifest.get("outputs"), list(data.outputs)
+    if theirs != own:
+        raise UserError(
+            f"{saved.path}: its model's outputs stand for {_listed(theirs)}, those of this data for"
+            f" {_listed(own)}. Use the data it was trained with."
+        )
+
+
+def _listed(names: Any) -> str:
+    if not names:
+        return "nothing that has a name"
+    shown = ", ".join(map(repr, names[:5]))
+    return f"{shown} ... ({len(names)})" if len(names) > 5 else shown
 
 
 def named_checkpoint(folder: Path, name: str) -> Saved:

@@ -13,9 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ddptrain import __version__
-from ddptrain.commands.setup import joined_world, make_model, make_task
+from ddptrain.commands.setup import check_outputs, joined_world, make_model, make_task, prepare
 from ddptrain.config.schema import Config
-from ddptrain.distributed.comm import on_all_ranks, on_first_rank
+from ddptrain.distributed.comm import on_first_rank
 from ddptrain.distributed.strategy import choose_strategy
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
@@ -80,16 +80,17 @@ def _assembled(
     precision = choose_precision(config.precision, world.device)
     log.info("precision  %s", precision.name)
     log.info("strategy   %s, %s", strategy.describe(), _ranks(world))
-    on_all_ranks(world, lambda: data.prepare(world, config.seed))
-    plan = plan_run(config, data.train_size)
+    prepare(data, world, config.seed)
+    plan = plan_run(config, data.train_size, data.identity)
     log.info("batch      %s", _batch(plan, world))
+    data.train_batches(plan.sampler(world), range(0))  # refuses a batch that it can't give
     log.info("data       %s", data.describe())
     model = strategy.prepare(make_model(config, task, world.device))
     log.info("model      %s", _model(model, config))
     _note_what_depends_on_the_split(model, plan, world, config)
     state = make_state(config, model, strategy, precision, world, plan.steps)
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep)
-    _resume(config, plan, state, checkpointer, world)
+    _resume(config, plan, data, state, checkpointer, world)
     log.info("plan       steps %d to %d, %.4g epochs", state.step, plan.steps, plan.epoch(plan.steps))
     observers = Observers(_observers(config, folder) if world.is_first else [])
     engine = Engine(task, data, world, strategy, precision, plan, checkpointer, observers)
@@ -112,7 +113,9 @@ def _opened_folder(config: Config) -> Path:
     return open_run(folder)
 
 
-def _resume(config: Config, plan: Plan, state: TrainState, checkpointer: Checkpointer, world: World) -> None:
+def _resume(
+    config: Config, plan: Plan, data: Data, state: TrainState, checkpointer: Checkpointer, world: World
+) -> None:
     """Put the state back that the run's folder holds or run.resume names, on every rank, from the
     bytes that rank 0 has read and verified."""
 
@@ -129,6 +132,7 @@ def _resume(config: Config, plan: Plan, state: TrainState, checkpointer: Checkpo
     where = str(saved.path)
     kept = unpack(saved.payload, where)
     plan.check_continues(saved.manifest, where)
+    check_outputs(data, saved)
     state.load_state_dict(kept, where)
     if world.is_first:
         checkpointer.set_aside_after(state.step)

@@ -1,5 +1,7 @@
 """Where text comes from: which files, and which of them are held out for validation."""
 
+import fnmatch
+import os
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -14,6 +16,8 @@ HELD_OUT = 20
 _BLOCK = 1 << 24
 _CONTINUATION = bytes(range(0x80, 0xC0))
 """Bytes that in UTF-8 continue a character."""
+_OF_A_RUN = ("config.yaml", "command.txt")
+"""Files by which a folder is known to be a run of ddptrain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +55,10 @@ class TextSource(ABC):
     name: str
 
     @abstractmethod
-    def corpus(self) -> Corpus:
+    def corpus(self, leave_out: Path | None = None) -> Corpus:
         """Which files there are, in the same order on every machine. Reads their names and sizes only.
 
+        leave_out: a folder that is not part of the text, wherever it lies.
         Raises UserError where there is no text.
         """
 
@@ -70,23 +75,30 @@ class TextFiles(TextSource):
     name = "text"
 
     def __init__(self, path: str | None = None, pattern: str = "*") -> None:
-        if path is None:
+        if not path:
             raise UserError("data.source.path: say which text: data.source.path=<file or folder>")
         self._path = Path(path)
         self._pattern = pattern
 
-    def corpus(self) -> Corpus:
-        if self._path.is_file():
-            return _split_file(self._path)
-        if not self._path.is_dir():
-            raise UserError(f"data.source.path={self._path}: there is no such file or folder.")
-        files = _files(self._path, self._pattern)
-        if not files:
+    def corpus(self, leave_out: Path | None = None) -> Corpus:
+        try:
+            if self._path.is_file():
+                return _split_file(self._path)
+            if not self._path.is_dir():
+                problem = "is no file or folder" if self._path.exists() else "there is no such file or folder"
+                raise UserError(f"data.source.path={self._path}: {problem}.")
+            files = _files(self._path, self._pattern, leave_out)
+            if not files:
+                raise UserError(
+                    f"data.source.path={self._path}: holds no file with text in it that matches"
+                    f" data.source.pattern={self._pattern}."
+                )
+            return _split_file(files[0]) if len(files) == 1 else _split_files(files)
+        except OSError as error:
             raise UserError(
-                f"data.source.path={self._path}: holds no file that matches"
-                f" data.source.pattern={self._pattern}."
-            )
-        return _split_file(files[0]) if len(files) == 1 else _split_files(files)
+                f"data.source.path={self._path}: {error.filename or self._path} can't be read"
+                f" ({error.strerror})."
+            ) from error
 
 
 @final
@@ -96,22 +108,39 @@ class StandardLibrary(TextSource):
 
     name = "stdlib_text"
 
-    def corpus(self) -> Corpus:
+    def corpus(self, leave_out: Path | None = None) -> Corpus:
         root = Path(sysconfig.get_path("stdlib"))
         foreign = {"site-packages", "dist-packages", "test", "tests"}
-        files = [file for file in _files(root, "*.py") if not foreign & set(file.relative_to(root).parts)]
+        files = [
+            file
+            for file in _files(root, "*.py", leave_out)
+            if not foreign & set(file.relative_to(root).parts)
+        ]
         if len(files) < HELD_OUT:
             raise UserError(f"data=stdlib_text: {root} holds no Python source; use data=text.")
         return _split_files(files)
 
 
-def _files(root: Path, pattern: str) -> list[Path]:
-    found = (path for path in root.rglob(pattern) if path.is_file())
-    return sorted(path for path in found if not _hidden(path.relative_to(root)))
+def _files(root: Path, pattern: str, leave_out: Path | None) -> list[Path]:
+    """The files with something in them whose names match, sorted; without hidden ones, ``leave_out``, and the
+    folders of ddptrain's own runs. Raises OSError where a folder can't be read."""
+    found: list[Path] = []
+    for folder, inner, names in os.walk(root, onerror=_raised):
+        here = Path(folder)
+        inner[:] = [
+            name
+            for name in inner
+            if not name.startswith(".")
+            and not (leave_out is not None and (here / name).resolve() == leave_out.resolve())
+            and not all((here / name / file).is_file() for file in _OF_A_RUN)
+        ]
+        chosen = [here / name for name in fnmatch.filter(names, pattern) if not name.startswith(".")]
+        found += [path for path in chosen if path.is_file() and path.stat().st_size > 0]
+    return sorted(found)
 
 
-def _hidden(inner: Path) -> bool:
-    return any(part.startswith(".") for part in inner.parts)
+def _raised(error: OSError) -> None:
+    raise error
 
 
 def _split_files(files: Sequence[Path]) -> Corpus:
@@ -122,16 +151,13 @@ def _split_files(files: Sequence[Path]) -> Corpus:
 
 
 def _split_file(path: Path) -> Corpus:
-    """Cut before the last 20th: after the next line's end or, where lines are too long, character."""
+    """Cut before the last 20th: after the next line's end or, where that line is long, character."""
     size = path.stat().st_size
     cut = size * (HELD_OUT - 1) // HELD_OUT
-    try:
-        with path.open("rb") as file:
-            file.seek(cut)
-            line = file.readline(_BLOCK)
-    except OSError as error:
-        raise UserError(f"{path}: can't be read ({error.strerror}).") from error
-    if line.endswith(b"\n") and cut + len(line) < size:
+    with path.open("rb") as file:
+        file.seek(cut)
+        line = file.readline(max(4, (size - cut) // 2))
+    if line.endswith(b"\n"):
         cut += len(line)
     else:
         cut += len(line[:3]) - len(line[:3].lstrip(_CONTINUATION))

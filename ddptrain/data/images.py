@@ -74,6 +74,10 @@ class ImageData(Data):
         return tuple(self._set.classes)
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        return self.classes
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """(height, width, channels) of an image."""
         return self._set.train.shape

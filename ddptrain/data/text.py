@@ -1,6 +1,7 @@
 """Text for language models: runs of consecutive tokens, in order or shuffled."""
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, final
 
@@ -75,8 +76,7 @@ class TextData(Data):
         self._root = Path(root)
 
     def prepare(self, world: World, seed: int) -> None:
-        once_a_node(world, lambda: write_tokens(self._folder(), self._source.corpus(), self._level))
-        self._tokens = open_tokens(self._folder())
+        self._tokens = open_tokens(once_a_node(world, self._written))
         self._device = world.device
         self._seed = seed
         self._check_size()
@@ -84,6 +84,15 @@ class TextData(Data):
     @property
     def vocabulary(self) -> Vocabulary:
         return self._tokens.vocabulary
+
+    @property
+    def identity(self) -> str:
+        facts = f"{self._tokens.digest} {self._order} {self.window}"
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+    @property
+    def outputs(self) -> Sequence[str]:
+        return self.vocabulary.characters or ()
 
     @property
     def in_streams(self) -> bool:
@@ -99,13 +108,17 @@ class TextData(Data):
         return -(-(len(self._tokens.valid) - 1) // self._piece)  # the first token has nothing to follow from
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Windows]:
+        if self.in_streams:
+            self._check_streams(sampler.batch_size)
         starts = self._stream_starts if self.in_streams else self._shuffled_starts
-        read = (Windows(self._read(first), rows) for first, rows in starts(sampler, steps))
-        for windows in on_device(read, self._device):
-            yield windows._replace(tokens=windows.tokens.to(torch.int64))
+        return self._moved(Windows(self._read(first), rows) for first, rows in starts(sampler, steps))
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Windows]:
-        for windows in on_device(map(self._pieces, chunks), self._device):
+        return self._moved(map(self._pieces, chunks))
+
+    def _moved(self, batches: Iterable[Windows]) -> Iterator[Windows]:
+        """Tokens go to the device in their own dtype, an eighth of the bytes."""
+        for windows in on_device(batches, self._device):
             yield windows._replace(tokens=windows.tokens.to(torch.int64))
 
     def preview(self) -> None:
@@ -120,8 +133,12 @@ class TextData(Data):
             f" windows of {self.window} ({order})"
         )
 
-    def _folder(self) -> Path:
-        return tokens_folder(self._root, self._source.name, self._source.corpus(), self._level)
+    def _written(self) -> Path:
+        """Where the tokens are, once they are. The files are looked at here alone: they may be changing."""
+        corpus = self._source.corpus(leave_out=self._root)
+        folder = tokens_folder(self._root, self._source.name, corpus, self._level)
+        write_tokens(folder, corpus, self._level)
+        return folder
 
     def _check_size(self) -> None:
         train, valid = len(self._tokens.train), len(self._tokens.valid)
@@ -134,17 +151,20 @@ class TextData(Data):
             )
         if valid < 2:
             raise UserError(
-                f"data.source: {valid} tokens are held out, too few to score; take a longer text."
+                f"data.source: {valid} tokens are held out (every 20th file, or a file's last 20th), too few"
+                " to score. Take a longer text."
+            )
+
+    def _check_streams(self, count: int) -> None:
+        size = len(self._tokens.train)
+        if size < count * self.window:
+            raise UserError(
+                f"train.batch_size={count}: makes as many streams of the text, whose {size:,} tokens are less"
+                f" than a window of {self.window} for each. Take {size // self.window} or fewer."
             )
 
     def _stream_starts(self, sampler: Sampler, steps: range) -> Iterator[tuple[Tensor, slice]]:
         size, (first, stop) = len(self._tokens.train), sampler.share
-        if size < sampler.batch_size * self.window:
-            raise UserError(
-                f"train.batch_size={sampler.batch_size}: makes as many streams of the text, whose"
-                f" {size:,} tokens are less than a window of {self.window} for each."
-                f" Take {size // self.window} or fewer."
-            )
         origins = torch.arange(first, stop) * size // sampler.batch_size
         for step in steps:
             row = 0

@@ -4,9 +4,9 @@ import codecs
 import hashlib
 import json
 import os
-import platform
 import shutil
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,17 +21,21 @@ from ddptrain.errors import UserError
 
 Level = Literal["bytes", "characters"]
 _FORMAT = 1
-_VOCABULARY = "vocabulary.json"
+_ABOUT = "about.json"
 _PARTS = ("train", "valid")
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """An opened corpus: 1-d tensors of tokens, uint8 or int32, that lie in files and not in memory."""
+    """An opened corpus: 1-d tensors of tokens, uint8 or int32, that lie in files and not in memory.
+
+    digest: SHA-256 of the vocabulary and all tokens.
+    """
 
     train: Tensor
     valid: Tensor
     vocabulary: Vocabulary
+    digest: str
 
 
 def tokens_folder(root: Path, name: str, corpus: Corpus, level: Level) -> Path:
@@ -41,7 +45,10 @@ def tokens_folder(root: Path, name: str, corpus: Corpus, level: Level) -> Path:
     """
     facts: list[object] = [_FORMAT, level]
     for document in (*corpus.train, *corpus.valid):
-        status = document.path.stat()
+        try:
+            status = document.path.stat()
+        except OSError as error:
+            raise UserError(f"{document.path}: can't be read ({error.strerror}).") from error
         facts.append([str(document.path), document.start, document.stop, status.st_size, status.st_mtime_ns])
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     return root / "tokens" / f"{name}-{level}-{digest[:16]}"
@@ -54,35 +61,56 @@ def write_tokens(folder: Path, corpus: Corpus, level: Level) -> None:
     """
     if folder.is_dir():
         return
-    aside = folder.with_name(f".{folder.name}.{platform.node()}.{os.getpid()}")
     try:
-        aside.mkdir(parents=True)
-        alphabet = None if level == "bytes" else _alphabet([*corpus.train, *corpus.valid])
-        for part, documents in zip(_PARTS, (corpus.train, corpus.valid), strict=True):
-            with (aside / part).open("wb") as file:
-                for block in _encoded(documents, alphabet):
-                    file.write(block)
-        (aside / _VOCABULARY).write_text(json.dumps(alphabet))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            aside.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another job was faster, with the same files
-                raise
+            alphabet = None if level == "bytes" else _alphabet([*corpus.train, *corpus.valid])
+            digest = hashlib.sha256(json.dumps(alphabet).encode())
+            sizes = [
+                _write(aside / part, _encoded(documents, alphabet), digest)
+                for part, documents in zip(_PARTS, (corpus.train, corpus.valid), strict=True)
+            ]
+            about = {"alphabet": alphabet, "sizes": sizes, "sha256": digest.hexdigest()}
+            _write(aside / _ABOUT, [json.dumps(about).encode()], digest)
+            try:
+                aside.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another job was faster, with the same files
+                    raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         raise UserError(
             f"{folder}: the tokens can't be written ({error.strerror}). Make room, or name another"
             " folder with data.root=...",
             everywhere=False,
         ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def open_tokens(folder: Path) -> Tokens:
-    """Map the token files into memory."""
-    vocabulary = Vocabulary(json.loads((folder / _VOCABULARY).read_text()))
+    """Map the token files into memory. Raises UserError where they are damaged."""
+    try:
+        about = json.loads((folder / _ABOUT).read_text())
+        sizes = [(folder / part).stat().st_size for part in _PARTS]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: its token files can't be read ({error}). Delete it.") from error
+    if sizes != about["sizes"]:
+        raise UserError(f"{folder}: its token files are cut short. Delete it; it is made anew.")
+    vocabulary = Vocabulary(about["alphabet"])
     train, valid = (_mapped(folder / part, _dtype(len(vocabulary))) for part in _PARTS)
-    return Tokens(train, valid, vocabulary)
+    return Tokens(train, valid, vocabulary, about["sha256"])
+
+
+def _write(path: Path, blocks: Iterable[bytes], digest: "hashlib._Hash") -> int:
+    """Write and flush a file, taking what is written into the digest; returns its size."""
+    with path.open("wb") as file:
+        for block in blocks:
+            file.write(block)
+            digest.update(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell()
 
 
 def _mapped(path: Path, dtype: torch.dtype) -> Tensor:

@@ -90,9 +90,11 @@ def on_first_rank(world: World, work: Callable[[], Result]) -> Result:
     return outcome  # type: ignore[return-value]
 
 
-def once_a_node(world: World, work: Callable[[], Result]) -> None:
-    """Do something on each node's first rank while its others wait; any UserError reaches all ranks."""
-    _agree_on(world, _attempt(work) if world.is_first_on_node else None)
+def once_a_node(world: World, work: Callable[[], Result]) -> Result:
+    """Do something on each node's first rank while its others wait; they get its result. Any UserError
+    reaches all ranks."""
+    outcomes = _agree_on(world, _attempt(work) if world.is_first_on_node else None)
+    return outcomes[world.rank - world.local_rank]  # type: ignore[return-value]
 
 
 def on_all_ranks(world: World, work: Callable[[], None]) -> None:
@@ -100,10 +102,13 @@ def on_all_ranks(world: World, work: Callable[[], None]) -> None:
     _agree_on(world, _attempt(work))
 
 
-def _agree_on(world: World, outcome: object) -> None:
-    for error in from_all_ranks(world, outcome if isinstance(outcome, UserError) else None):
-        if error is not None:
+def _agree_on(world: World, outcome: Result) -> list[Result]:
+    """Every rank's outcome; raises the first that is a UserError."""
+    outcomes = from_all_ranks(world, outcome)
+    for error in outcomes:
+        if isinstance(error, UserError):
             raise error
+    return outcomes
 
 
 def _attempt(work: Callable[[], Result]) -> Result | UserError:

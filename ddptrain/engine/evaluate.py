@@ -5,6 +5,8 @@ Nothing is padded or averaged twice: counts are added as integers, and each floa
 its batch's own slot, so that adding over ranks only fills slots and the total is taken in one order.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -12,16 +14,14 @@ from ddptrain.distributed.comm import add_up, from_all_ranks
 from ddptrain.distributed.device import summing_dtype
 from ddptrain.distributed.world import World
 from ddptrain.engine.precision import Precision
-from ddptrain.protocols import Data, Report, Task
+from ddptrain.protocols import Data, Figure, Report, Task
 
 
 @torch.inference_mode()
 def evaluate(
     task: Task, model: nn.Module, data: Data, world: World, precision: Precision, batch_size: int
 ) -> Report:
-    """The task's report over the whole validation set, with further figures on rank 0.
-
-    Some collectives and a sync point, at the end.
+    """The task's report over the whole validation set. Some collectives and a sync point, at the end.
 
     model: the bare module, the same on every rank; DDP's wrapper would communicate in its forward.
     """
@@ -44,18 +44,25 @@ def evaluate(
                 floats[name][slot] = value
             else:
                 counts[name] = counts[name] + value if name in counts else value.to(torch.int64)
+    model.train(was_training)
     for name, shape in _union(world, {name: value.shape for name, value in counts.items()}).items():
         counts.setdefault(name, torch.zeros(shape, dtype=torch.int64, device=world.device))
     for name, shape in _union(world, {name: value.shape for name, value in floats.items()}).items():
         floats.setdefault(name, torch.zeros(shape, dtype=summing_dtype(world.device), device=world.device))
     totals = {name: add_up(world, counts[name]).cpu() for name in sorted(counts)}
     totals |= {name: add_up(world, floats[name]).cpu().sum() for name in sorted(floats)}
-    report = task.report(totals)
-    if world.is_first:
-        with precision.autocast():
-            report = Report(report.metrics, {**report.figures, **task.figures(model)})
+    return task.report(totals)
+
+
+@torch.inference_mode()
+def figures_of(task: Task, model: nn.Module, precision: Precision) -> Mapping[str, Figure]:
+    """What the task draws from the model itself. No collectives: on rank 0 alone."""
+    was_training = model.training
+    model.eval()
+    with precision.autocast():
+        figures = task.figures(model)
     model.train(was_training)
-    return report
+    return figures
 
 
 def _union(world: World, shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:

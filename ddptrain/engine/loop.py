@@ -15,7 +15,7 @@ from ddptrain.distributed.comm import add_up, broadcast_buffers, from_all_ranks
 from ddptrain.distributed.strategy import Strategy
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer
-from ddptrain.engine.evaluate import evaluate
+from ddptrain.engine.evaluate import evaluate, figures_of
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.seeding import StepSeed
@@ -170,6 +170,9 @@ class Engine:
         self._last = evaluate(
             self._task, model, self._data, self._world, self._precision, self._plan.eval_batch_size
         )
+        figures = dict(self._last.figures)
+        if self._world.is_first:
+            figures |= figures_of(self._task, model, self._precision)
         metrics, name = self._last.metrics, self._task.best_metric
         sign = 1 if self._task.higher_is_better else -1
         known = state.best is not None and not math.isnan(state.best)
@@ -184,7 +187,7 @@ class Engine:
         seconds = time.perf_counter() - began
         self._watch.pause(seconds)
         self._observers.evaluated(
-            Evaluated(state.step, *self._position(state.step), metrics, self._last.figures, seconds, is_best)
+            Evaluated(state.step, *self._position(state.step), metrics, figures, seconds, is_best)
         )
 
     def _save(self, state: TrainState) -> None:
@@ -243,6 +246,7 @@ class Engine:
             "samples": samples,
             "world_size": self._world.size,
             **self._plan.position_facts,
+            "outputs": list(self._data.outputs),
             "metrics": dict(self._last.metrics),
         }
 

@@ -32,19 +32,31 @@ class Plan:
     save_every: int | None = None
     clip_norm: float | None = None
     seed: int = 0
+    data: str = ""
+    """`Data.identity`."""
 
     def sampler(self, world: World) -> Sampler:
         """Which samples this rank takes in each step."""
         return Sampler(self.train_size, self.batch_size, self.seed, world.rank, world.size, self.micro_batch)
 
     @property
-    def position_facts(self) -> dict[str, int]:
+    def position_facts(self) -> dict[str, int | str]:
         """What a step's number means: equal facts, equal samples."""
-        return {"seed": self.seed, "batch_size": self.batch_size, "train_size": self.train_size}
+        return {
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "train_size": self.train_size,
+            "data": self.data,
+        }
 
     def check_continues(self, saved: Mapping[str, Any], where: str) -> None:
         """Raise UserError where a checkpoint's step number means other samples than this plan's."""
-        keys = {"seed": "seed", "batch_size": "train.batch_size", "train_size": "data (training samples)"}
+        keys = {
+            "seed": "seed",
+            "batch_size": "train.batch_size",
+            "train_size": "data (training samples)",
+            "data": "data (files and order)",
+        }
         for name, own in self.position_facts.items():
             if saved.get(name) != own:
                 raise UserError(
@@ -77,8 +89,8 @@ class Plan:
         return int(self.epoch(done)) > int(self.epoch(done - 1))
 
 
-def plan_run(config: Config, train_size: int) -> Plan:
-    """The plan a config makes for a training set of this size."""
+def plan_run(config: Config, train_size: int, data: str = "") -> Plan:
+    """The plan a config makes for a training set of this size and identity."""
     train = config.train
     steps = train.steps
     if steps is None:
@@ -95,6 +107,7 @@ def plan_run(config: Config, train_size: int) -> Plan:
         save_every=config.checkpoint.every,
         clip_norm=train.clip_norm,
         seed=config.seed,
+        data=data,
     )
 
 

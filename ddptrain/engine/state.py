@@ -79,6 +79,11 @@ class TrainState:
                 f"precision: {where} was saved {kept} fp16's gradient scaler; use the same precision, or"
                 " start a new run."
             )
+        if len(state["optimizer"]["param_groups"]) != len(self.optimizer.param_groups):
+            raise UserError(
+                f"train.weight_decay_on: {where} was saved with another one. Use the same, or start a new"
+                " run."
+            )
         settings = [
             {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
         ]

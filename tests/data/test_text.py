@@ -52,6 +52,8 @@ def test_of_a_folder_every_twentieth_file_is_held_out_in_sorted_order(tmp_path: 
     [
         (b"".join(b"line %02d\n" % i for i in range(40)), b"line 39\n"),  # the 38th line is cut after its end
         (b"x" * 100, b"x" * 5),
+        (b"".join(b"word " * 20 + b"\n" for _ in range(10)) + b"\n", None),  # not a single token is left
+        (b"word " * 200 + b"\n", None),
         ("ä".encode() * 50 + b"abcd", None),  # no line ends: no character is cut in two
         ("→".encode() * 50, None),
         ("\U0001d518".encode() * 33, None),
@@ -65,9 +67,41 @@ def test_of_a_single_file_the_last_twentieth_is_held_out(
     corpus = TextFiles(str(tmp_path / "text")).corpus()
     train, held_out = read(corpus.train), read(corpus.valid)
     assert train + held_out == text
-    assert 0 < len(held_out) <= len(text) / 20 + 4
+    assert len(text) / 40 - 4 < len(held_out) <= len(text) / 20 + 4
     assert valid is None or held_out == valid
     train.decode()
+
+
+def test_what_ddptrain_wrote_itself_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token files, and the folders of runs, where both lie in the folder of the text."""
+    monkeypatch.chdir(tmp_path)
+    for i in range(3):
+        Path(f"{i}.txt").write_text(f"text {i}\n" * 20)
+    Path("empty.txt").touch()
+    data = opened(Path(), Path("data"), window=4)
+    before = data.identity
+    run = Path("runs/lstm_text/one")
+    run.mkdir(parents=True)
+    for name in ("config.yaml", "command.txt", "log.txt"):
+        (run / name).write_text("not text")
+    assert opened(Path(), Path("data"), window=4).identity == before
+    assert len(os.listdir("data/tokens")) == 1
+    Path("3.txt").write_text("more\n" * 20)
+    assert opened(Path(), Path("data"), window=4).identity != before
+
+
+def test_a_folder_that_can_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "locked").mkdir()
+    scandir = os.scandir
+
+    def refused(path: Any) -> Any:  # for root may read anything
+        if Path(path).name == "locked":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(UserError, match="locked can't be read"):
+        TextFiles(str(tmp_path)).corpus()
 
 
 def test_the_standard_library_is_all_of_it_but_tests_with_no_file_in_both_parts() -> None:
@@ -155,6 +189,43 @@ def test_tokens_are_made_once_and_anew_when_a_file_has_changed(tmp_path: Path) -
     text.write_text("one two four\n" * 20)
     assert opened(text, tmp_path / "data", window=4).train_size == 19 * len("one two four\n") // 4
     assert len(list((tmp_path / "data/tokens").iterdir())) == 2
+
+
+def test_another_level_or_time_makes_other_tokens(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("one two three\n" * 20)
+    corpus = TextFiles(str(tmp_path / "text")).corpus()
+    folders = [tokens_folder(tmp_path, "text", corpus, level) for level in ("bytes", "characters")]
+    os.utime(tmp_path / "text", (1, 1))
+    folders.append(tokens_folder(tmp_path, "text", corpus, "bytes"))
+    assert len(set(folders)) == 3
+
+
+def test_token_files_that_are_cut_short_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("one two three\n" * 20)
+    opened(tmp_path / "text", tmp_path / "data", window=4)
+    [folder] = (tmp_path / "data/tokens").iterdir()
+    os.truncate(folder / "train", 5)
+    with pytest.raises(UserError, match="its token files are cut short"):
+        opened(tmp_path / "text", tmp_path / "data", window=4)
+
+
+def test_a_job_that_was_slower_takes_what_the_faster_one_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").write_text("one two three\n" * 20)
+    corpus = TextFiles(str(tmp_path / "text")).corpus()
+    folder = tmp_path / "tokens/text"
+    rename = Path.rename
+
+    def late(self: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        write_tokens(folder, corpus, "bytes")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    write_tokens(folder, corpus, "bytes")
+    assert len(open_tokens(folder).train) == 266
+    assert os.listdir(tmp_path / "tokens") == ["text"]
 
 
 def test_ranks_of_a_node_share_what_one_of_them_makes(tmp_path: Path) -> None:

@@ -84,3 +84,15 @@ def test_a_run_folder_belongs_to_one_job(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(set(folders)) == 4
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert name_run(config) not in folders
+
+
+def test_other_data_of_the_same_size_is_refused() -> None:
+    before, after = plan(3, data="a hash"), plan(3, data="another")
+    with pytest.raises(UserError, match=r"^data \(files and order\)=another: there was saved with a hash"):
+        after.check_continues(before.position_facts, "there")
+
+
+def test_weight_decay_on_other_parameters_is_refused(tmp_path: Path) -> None:
+    Fit(plan(3)).run(World(), tmp_path)
+    with pytest.raises(UserError, match=r"^train\.weight_decay_on"):
+        Fit(plan(6), weight_decay_on="matrices").run(World(), tmp_path)

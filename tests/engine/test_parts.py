@@ -114,3 +114,19 @@ def test_meter_means_over_ranks_and_survives_a_gather() -> None:
     for found in run_ranks(rank, 2):
         assert found[0] == found[1] == {"loss": 36 / 12, "half": 18 / 12}
         assert found[2]["loss"] == 12 / 3
+
+
+def test_weight_decay_on_matrices_leaves_vectors_alone() -> None:
+    """With gradients of zero, decay is all that moves a weight."""
+    for decay_on, shrunk in (("all", 0.9), ("matrices", 1.0)):
+        model = with_noise()
+        torch.nn.init.ones_(model[1].bias)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        node = {"_target_": "torch.optim.SGD", "lr": 1.0, "weight_decay": 0.1}
+        optimizer = build_optimizer(node, model.parameters(), decay_on)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            factor = 0.9 if parameter.ndim >= 2 else shrunk
+            torch.testing.assert_close(parameter.detach(), factor * before[name])

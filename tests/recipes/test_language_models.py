@@ -95,7 +95,7 @@ def test_rotary_positions_matter_by_their_distance_only(shift: int, first: int, 
     query, key = torch.randn(2, 1, 1, 1, 16, generator=draw, dtype=torch.float64)
 
     def product(a: int, b: int) -> Tensor:
-        turned = [rotated(x, rotation(torch.tensor([[at]]), 16)) for x, at in ((query, a), (key, b))]
+        turned = [rotated(x, rotation(at + 1, 16, torch.device("cpu"))) for x, at in ((query, a), (key, b))]
         return (turned[0] * turned[1]).sum()
 
     moved = product(first + shift, second + shift)
@@ -178,6 +178,26 @@ def test_a_uniform_guess_costs_eight_bits_a_byte(tmp_path: Path) -> None:
     assert metrics["perplexity"] == pytest.approx(256)
 
 
+@pytest.mark.parametrize("name", ["lstm", "transformer"])
+def test_a_piece_longer_than_a_window_is_scored_with_all_of_its_past(tmp_path: Path, name: str) -> None:
+    """Three windows and a bit, against one forward pass over all of them."""
+    task, model = opened(tmp_path, name)
+    text = torch.randint(256, (2, 27))
+    with torch.inference_mode():
+        logits, _ = model.eval()(text[:, :-1], None)
+        whole = nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), reduction="sum")
+        sums = task.evaluate(model, Windows(text, None, torch.ones(2, 26, dtype=torch.bool)))
+    torch.testing.assert_close(sums["nats"], whole, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["lstm", "transformer"])
+def test_dropout_is_for_training_only(tmp_path: Path, name: str) -> None:
+    model, text = made(name, dropout=0.5), tokens()
+    assert torch.equal(model(text)[0], model(text)[0])
+    model.train()
+    assert not torch.equal(model(text)[0], model(text)[0])
+
+
 def test_bits_per_byte_count_the_bytes_of_characters(tmp_path: Path) -> None:
     task, model = opened(tmp_path, level="characters")
     for parameter in model.parameters():
@@ -223,15 +243,33 @@ def test_a_prompts_continuation_is_repeatable_and_obeys_its_parameters(tmp_path:
     assert coldest == narrow
 
 
-def test_a_continuation_is_drawn_from_the_models_own_probabilities() -> None:
-    """The next token, drawn 4,000 times, against the softmax."""
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.4, None), (1.0, 3), (2.0, 3)])
+def test_a_continuation_is_drawn_from_the_models_own_probabilities(
+    temperature: float, top_k: int | None
+) -> None:
+    """The next token, drawn 3,000 times, against the softmax."""
     model, begun = made("lstm"), tokens(1, 10)
+    nn.init.normal_(model.bias, std=1.0)  # far from uniform
     with torch.inference_mode():
-        expected = model(begun)[0][0, -1].softmax(dim=0)
-        seeds = (torch.Generator().manual_seed(seed) for seed in range(4000))
-        draws = [next(continuation(model, begun, 1.0, None, seed)) for seed in seeds]
+        logits = model(begun)[0][0, -1]
+        if top_k is not None:
+            logits[logits.argsort(descending=True)[top_k:]] = -math.inf
+        expected = (logits / temperature).softmax(dim=0)
+        seeds = (torch.Generator().manual_seed(seed) for seed in range(3000))
+        draws = [next(continuation(model, begun, temperature, top_k, seed)) for seed in seeds]
     found = torch.bincount(torch.tensor(draws), minlength=VOCABULARY) / len(draws)
     assert (found - expected).abs().max() < 4 * math.sqrt(0.25 / len(draws))
+    assert 0.05 < expected.max() < 0.9
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-40, 1.0])
+def test_a_model_that_has_diverged_still_writes(temperature: float) -> None:
+    """Its sample is rubbish, but it is the loss that ends the run, with a message."""
+    model, begun = made("lstm"), tokens(1, 10)
+    nn.init.constant_(model.bias, math.nan)
+    with torch.inference_mode():
+        drawn = continuation(model, begun, temperature, None, torch.Generator().manual_seed(0))
+        assert all(0 <= token < VOCABULARY for token in islice(drawn, 5))
 
 
 @pytest.mark.parametrize("name", ["lstm", "transformer"])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ddptrain.data.dates import BEGIN, END, VOCABULARY, DatePairs, Pairs, decoded, encoded, padded
 from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
+from ddptrain.protocols import At
 from ddptrain.recipes.encoder_decoder import EncoderDecoder
 from ddptrain.recipes.translate import Translation, beam_search, greedy
 
@@ -70,6 +71,28 @@ def test_padding_is_never_looked_at() -> None:
     with torch.inference_mode():
         long, short = model(source, target), model(source[:, :12], target)
     torch.testing.assert_close(long, short, rtol=1e-4, atol=1e-5)
+
+
+def test_where_a_character_stands_matters_in_source_and_target() -> None:
+    model = small_model(layers=2)
+    sources = [torch.tensor([padded(text, "test")]) for text in ("12.3.1998", "21.3.1998")]
+    targets = [torch.tensor([[BEGIN, *encoded(text, "test")]]) for text in ("199", "919")]
+    with torch.inference_mode():
+        assert not torch.allclose(model(sources[0], targets[0]), model(sources[1], targets[0]))
+        first, second = (model(sources[0], target)[0, -1] for target in targets)
+    assert not torch.allclose(first, second)
+
+
+def test_smoothed_labels_cost_what_the_formula_says() -> None:
+    """(1 - s) of the target's nats and s of the mean over the vocabulary (arXiv 1512.00567)."""
+    data, model = opened(), small_model()
+    [batch] = data.valid_batches([range(4)])
+    plain, smoothed = (
+        Translation(lambda **_: model, data, label_smoothing=s).loss(model, batch, At(0, 0, 0.0)).sum
+        for s in (0.0, 0.1)
+    )
+    uniform = -model(batch.source, batch.target[:, :-1]).log_softmax(dim=-1).mean(dim=-1).sum()
+    torch.testing.assert_close(smoothed, 0.9 * plain + 0.1 * uniform)
 
 
 def test_no_target_token_sees_what_follows_it() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddptrain.config.schema import Config, Ema, Sched, Strategy
+from ddptrain.config.schema import Config, Ema, Sched, Strategy, Train
 from ddptrain.data.sampler import Sampler
 from ddptrain.distributed.strategy import choose_strategy
 from ddptrain.distributed.world import World
@@ -131,6 +131,7 @@ class Fit:
     ema: float | None = None
     strategy: Strategy = field(default_factory=Strategy)
     precision: str = "fp32"
+    weight_decay_on: str = "all"
     observers: Sequence[Observer] = ()
 
     def run(
@@ -151,7 +152,7 @@ class Fit:
         precision = Precision(self.precision, world.device)
         config = Config(
             recipe="toy", task={}, data={}, optim=self.optim, sched=self.sched, ema=Ema(self.ema),
-            strategy=self.strategy,
+            strategy=self.strategy, train=Train(weight_decay_on=self.weight_decay_on),
         )  # fmt: skip
         strategy = choose_strategy(self.strategy, world)
         state = make_state(config, task.build().to(world.device), strategy, precision, world, self.plan.steps)
