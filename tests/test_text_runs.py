@@ -252,7 +252,8 @@ def test_under_torchrun_one_rank_answers_and_one_message_is_printed(tmp_path: Pa
 
     def asked(prompt: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*TORCHRUN, "--nproc-per-node=2", "-m", "ddptrain", "predict", "run=run", f"prompt={prompt}", "tokens=9"],
+            [*TORCHRUN, "--nproc-per-node=2", "-m", "ddptrain", "predict", "run=run", f"prompt={prompt}",
+             "tokens=9"],
             cwd=tmp_path, env={**os.environ, **ONE_THREAD}, capture_output=True, text=True, timeout=120,
         )  # fmt: skip
 
@@ -313,16 +314,19 @@ def test_nodes_with_other_texts_are_refused(tmp_path: Path) -> None:
         node = tmp_path / f"node{rank}"
         node.mkdir()
         write_text(node / "text.txt").write_text("a text of this node only\n" * (200 + rank))
-        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                     "GROUP_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+        variables = {
+            "RANK": str(rank),
+            "GROUP_RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        command = [sys.executable, "-m", "ddptrain", *tiny("lstm_text").split()]
+        environment = {**os.environ, **ONE_THREAD, **variables}
         started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "ddptrain", *tiny("lstm_text").split()],
-                cwd=node,
-                env={**os.environ, **ONE_THREAD, **variables},
-                stderr=subprocess.PIPE,
-                text=True,
-            )  # fmt: skip
+            subprocess.Popen(command, cwd=node, env=environment, stderr=subprocess.PIPE, text=True)
         )
     said = started[0].communicate(timeout=120)[1]
     assert started[0].returncode == 2, said
@@ -335,16 +339,11 @@ def test_a_reader_who_has_enough_ends_predict_quietly(tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt")
     done = ddptrain(tmp_path, tiny("lstm_text"), **ONE_THREAD)
     assert done.code == 0, done.err
-    command = (
-        f"set -o pipefail; {sys.executable} -m ddptrain predict run=run tokens=3000 prompt=the | head -c 4"
-    )
+    predict = f"{sys.executable} -m ddptrain predict run=run tokens=3000 prompt=the"
     piped = subprocess.run(
-        ["bash", "-c", command],
-        cwd=tmp_path,
-        env={**os.environ, **ONE_THREAD},
-        capture_output=True,
-        timeout=120,
-    )
+        ["bash", "-c", f"set -o pipefail; {predict} | head -c 4"],
+        cwd=tmp_path, env={**os.environ, **ONE_THREAD}, capture_output=True, timeout=120,
+    )  # fmt: skip
     assert piped.returncode == 0, piped.stderr
     assert piped.stdout.startswith(b"the")
     assert b"Traceback" not in piped.stderr
