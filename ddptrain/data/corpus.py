@@ -154,11 +154,11 @@ def _split_file(path: Path) -> Corpus:
     """Cut before the last 20th: after the next line's end or, where that line is long, character."""
     size = path.stat().st_size
     cut = size * (HELD_OUT - 1) // HELD_OUT
+    at_most = min(_BLOCK, (size - cut) // 2)  # of it goes to training
     with path.open("rb") as file:
         file.seek(cut)
-        line = file.readline(max(4, (size - cut) // 2))
-    if line.endswith(b"\n"):
-        cut += len(line)
-    else:
-        cut += len(line[:3]) - len(line[:3].lstrip(_CONTINUATION))
+        head = file.read(max(3, at_most))
+    line_end = head.find(b"\n", 0, at_most)
+    begun = len(head[:3]) - len(head[:3].lstrip(_CONTINUATION))
+    cut += line_end + 1 if line_end >= 0 else begun
     return Corpus(train=[Document(path, 0, cut)], valid=[Document(path, cut)])

@@ -58,6 +58,7 @@ def test_of_a_folder_every_twentieth_file_is_held_out_in_sorted_order(tmp_path: 
         ("→".encode() * 50, None),
         ("\U0001d518".encode() * 33, None),
         (b"\n" * 40, b"\n"),
+        (b"ten words\n" * 4, b"s\n"),
     ],
 )
 def test_of_a_single_file_the_last_twentieth_is_held_out(
