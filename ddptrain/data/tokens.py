@@ -20,7 +20,7 @@ from ddptrain.data.vocabulary import Vocabulary
 from ddptrain.errors import UserError
 
 Level = Literal["bytes", "characters"]
-_FORMAT = 1
+_FORMAT = 2
 _ABOUT = "about.json"
 _PARTS = ("train", "valid")
 

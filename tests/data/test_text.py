@@ -114,7 +114,9 @@ def test_the_standard_library_is_all_of_it_but_tests_with_no_file_in_both_parts(
     assert {"argparse.py", "json/decoder.py", "asyncio/events.py"} <= names
     foreign = {"test", "tests", "site-packages", "dist-packages"}
     assert not [name for name in names if foreign & set(name.split("/"))]
-    assert valid == sorted(set(train) | set(valid))[::20]
+    source = [path for path in root.rglob("*.py") if not foreign & set(path.relative_to(root).parts)]
+    assert valid == sorted(source)[::20]
+    assert sorted([*train, *valid]) == sorted(source)
     assert 4e6 < sum(path.stat().st_size for path in (*train, *valid)) < 4e7
 
 
