@@ -112,25 +112,24 @@ def check_outputs(data: Data, saved: Saved) -> None:
     """Refuse a checkpoint whose model's outputs stand for something else than this data's."""
     theirs, own = saved.manifest.get("outputs"), list(data.outputs)
     if theirs != own:
+        gone, new = (_listed(set(a or []) - set(b or [])) for a, b in ((theirs, own), (own, theirs)))
         raise UserError(
-            f"{saved.path}: its model's outputs stand for {_listed(theirs)}, those of this data for"
-            f" {_listed(own)}. Use the data it was trained with."
+            f"{saved.path}: its model's outputs stand for other classes or characters than this data's, or in"
+            f" another order: {gone} only there, {new} only here. Use the data it was trained with."
         )
 
 
-def _listed(names: Any) -> str:
-    if not names:
-        return "nothing that has a name"
-    shown = ", ".join(map(repr, names[:5]))
-    return f"{shown} ... ({len(names)})" if len(names) > 5 else shown
+def _listed(names: set[str]) -> str:
+    shown = sorted(names)[:5]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(map(repr, shown))}{more}" if shown else "none"
 
 
 def named_checkpoint(folder: Path, name: str) -> Saved:
-    """A checkpoint of the run in ``folder``: ``last``, ``best``, or any by its folder."""
-    if name == "best":
-        return read(folder / "checkpoints" / "best")
+    """A checkpoint of the run in ``folder``: ``last``, ``best``, ``step-<n>``, or any by its folder."""
+    own = folder / "checkpoints" / name
     if name != "last":
-        return read(Path(name))
+        return read(own if own.is_dir() or name == "best" else Path(name))
     saved = Checkpointer(folder / "checkpoints", keep=1).newest()
     if saved is None:
         raise UserError(f"run={folder}: holds no checkpoint yet.")

@@ -62,10 +62,12 @@ def run(config: Config, arguments: Sequence[str]) -> None:
         try:
             engine.fit(state)
         except KeyboardInterrupt:
+            saved = Checkpointer(folder / "checkpoints", config.checkpoint.keep).steps()
             log.info(
-                "stopped at step %d; to go on from the last checkpoint, start this again with run.dir=%s",
+                "stopped at step %d; start this again with run.dir=%s and it goes on from %s",
                 state.step,
                 folder,
+                saved[-1].name if saved else "the beginning, for nothing is saved yet (see checkpoint.every)",
             )
             raise
         board = f", or tensorboard --logdir {folder.parent}" if config.log.tensorboard else ""

@@ -86,7 +86,8 @@ class TextFiles(TextSource):
                 return _split_file(self._path)
             if not self._path.is_dir():
                 problem = "is no file or folder" if self._path.exists() else "there is no such file or folder"
-                raise UserError(f"data.source.path={self._path}: {problem}.")
+                where = "" if self._path.is_absolute() else f" (it counts from {Path.cwd()})"
+                raise UserError(f"data.source.path={self._path}: {problem}{where}.")
             found = _files(self._path, self._pattern, leave_out)
             files = [file for file in found if file.stat().st_size > 0]
             if not files:

@@ -127,9 +127,10 @@ class TextData(Data):
     def describe(self) -> str:
         kind = "byte values" if self._level == "bytes" else "characters"
         order = "streams" if self.in_streams else "shuffled"
+        train, valid = self._tokens.documents
         return (
-            f"{self._source.name}: {len(self._tokens.train):,} tokens to train,"
-            f" {len(self._tokens.valid):,} held out, {len(self.vocabulary)} {kind},"
+            f"{self._source.name}: {len(self._tokens.train):,} tokens of {train:,} files to train,"
+            f" {len(self._tokens.valid):,} of {valid:,} held out, {len(self.vocabulary)} {kind},"
             f" windows of {self.window} ({order})"
         )
 
@@ -146,8 +147,8 @@ class TextData(Data):
             raise UserError("data.source: the text is empty.")
         if train <= self.window:
             raise UserError(
-                f"data.window={self.window}: the text to train on has {train} tokens, and a window takes one"
-                " more than its length. Take a longer text or a shorter window."
+                f"data.window={self.window}: the text to train on has {train} tokens (and {valid} are held"
+                " out), and a window takes one more than its length. Take a longer text or a shorter window."
             )
         if valid < 2:
             raise UserError(

@@ -29,12 +29,14 @@ _PARTS = ("train", "valid")
 class Tokens:
     """An opened corpus: 1-d tensors of tokens, uint8 or int32, that lie in files and not in memory.
 
+    documents: how many of them make up the training and the validation part.
     digest: SHA-256 of the vocabulary and all tokens.
     """
 
     train: Tensor
     valid: Tensor
     vocabulary: Vocabulary
+    documents: tuple[int, int]
     digest: str
 
 
@@ -71,7 +73,13 @@ def write_tokens(folder: Path, corpus: Corpus, level: Level) -> None:
                 _write(aside / part, _encoded(documents, alphabet), digest)
                 for part, documents in zip(_PARTS, (corpus.train, corpus.valid), strict=True)
             ]
-            about = {"alphabet": alphabet, "sizes": sizes, "sha256": digest.hexdigest()}
+            documents = [len(corpus.train), len(corpus.valid)]
+            about = {
+                "alphabet": alphabet,
+                "documents": documents,
+                "sizes": sizes,
+                "sha256": digest.hexdigest(),
+            }
             _write(aside / _ABOUT, [json.dumps(about).encode()], digest)
             try:
                 aside.rename(folder)
@@ -99,7 +107,7 @@ def open_tokens(folder: Path) -> Tokens:
         raise UserError(f"{folder}: its token files are cut short. Delete it; it is made anew.")
     vocabulary = Vocabulary(about["alphabet"])
     train, valid = (_mapped(folder / part, _dtype(len(vocabulary))) for part in _PARTS)
-    return Tokens(train, valid, vocabulary, about["sha256"])
+    return Tokens(train, valid, vocabulary, tuple(about["documents"]), about["sha256"])
 
 
 def _write(path: Path, blocks: Iterable[bytes], digest: "hashlib._Hash") -> int:

@@ -45,22 +45,23 @@ class Plan:
         return {
             "seed": self.seed,
             "batch_size": self.batch_size,
-            "train_size": self.train_size,
             "data": self.data,
+            "train_size": self.train_size,
         }
 
     def check_continues(self, saved: Mapping[str, Any], where: str) -> None:
         """Raise UserError where a checkpoint's step number means other samples than this plan's."""
-        keys = {
-            "seed": "seed",
-            "batch_size": "train.batch_size",
-            "train_size": "data (training samples)",
-            "data": "data (files and order)",
-        }
-        for name, own in self.position_facts.items():
+        if saved.get("data") != self.data:
+            raise UserError(
+                f"data: {where} was saved while training on other files (have they changed?), or on the same"
+                " in another order. Use the same, or start a new run."
+            )
+        keys = {"seed": "seed", "batch_size": "train.batch_size", "train_size": "data (training samples)"}
+        for name, key in keys.items():
+            own = self.position_facts[name]
             if saved.get(name) != own:
                 raise UserError(
-                    f"{keys[name]}={own}: {where} was saved with {saved.get(name)}, so its place in the data"
+                    f"{key}={own}: {where} was saved with {saved.get(name)}, so its place in the data"
                     " would be another one. Use the same, or start a new run."
                 )
 
