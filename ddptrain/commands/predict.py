@@ -60,6 +60,5 @@ def _write(pieces: Iterable[str]) -> None:
             print(known, end="", flush=True)
         print(flush=True)
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # or the interpreter's last flush fails
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # else the interpreter's last flush fails too
