@@ -217,7 +217,24 @@ def _bad_override(
 
 def _no_such_key(key: str, known: Sequence[str]) -> str:
     add = f" If the target of its section takes it, add it: +{key}=..." if "." in key else ""
-    return f"{key}: there is no such key.{did_you_mean(key, known) or add}"
+    hint = _choices_with(key) or did_you_mean(key, known) or add
+    return f"{key}: there is no such key.{hint}"
+
+
+def _choices_with(key: str) -> str:
+    """A sentence that names the choices of the key's group which have it, or ''."""
+    group, _, inner = key.partition(".")
+    if group not in GROUPS or not inner:
+        return ""
+    found = []
+    for path in sorted((Path(str(files(CONF))) / group).glob("*.yaml")):
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        assert isinstance(tree, dict)
+        if inner in flat_keys({str(name): value for name, value in tree.items()}):
+            found.append(f"{group}={path.stem}")
+    return (
+        f" {' and '.join(found)} {'has' if len(found) == 1 else 'have'} it; choose that too." if found else ""
+    )
 
 
 def _known_keys(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:

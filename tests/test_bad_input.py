@@ -39,6 +39,8 @@ SMALL = "recipe=cnn_digits device=cpu model.width=8 train.steps=2 log.tensorboar
         ("optim.lrr=0.1", ["optim.lrr: ", "Did you mean optim.lr"]),
         ("data.augment.flipp=true", ["data.augment.flipp: ", "Did you mean data.augment.flip"]),
         ("model.widht=3", ["model.widht: ", "Did you mean model.width"]),
+        ("model.cell=gru", ["model.cell: there is no such key. model=recurrent has it"]),
+        ("data.source.path=x.txt", ["data.source.path: there is no such key. data=text has it"]),
     ],
 )
 def test_a_misspelt_key_is_named_at_once(tmp_path: Path, override: str, said: list[str]) -> None:
