@@ -13,7 +13,7 @@ from toy import Fit, weights
 from ddptrain.config.schema import Sched, Strategy
 from ddptrain.data.sampler import Sampler
 from ddptrain.distributed.world import World
-from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.checkpoint import Checkpointer, read, unpack
 from ddptrain.engine.evaluate import evaluate
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
@@ -175,3 +175,18 @@ def test_states_follow_their_streams_to_another_number_of_ranks(tmp_path: Path) 
     assert whole is not None
     assert changed is not None
     assert ((whole - changed).norm() / whole.norm()).item() < 1e-5
+
+
+def test_the_best_checkpoint_holds_the_states_of_its_own_step(tmp_path: Path) -> None:
+    """Also where nothing else has been saved yet."""
+    text = write_text(tmp_path / "text.txt")
+    calendar = plan(text, 12, eval_every=12, save_every=100)
+
+    def rank(world: World) -> None:
+        task, data = language_model(text)
+        Fit(calendar).train(task, data, world, tmp_path / "run")
+
+    run_ranks(rank, 2)
+    best, last = (unpack(read(tmp_path / "run" / name).payload, "test") for name in ("best", "step-12"))
+    assert best["carried"]["hidden"].shape == (ROWS, 2, 2, 16)
+    assert_same(best["carried"], last["carried"])
