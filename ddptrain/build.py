@@ -78,7 +78,7 @@ def build(node: Node, key: str, **offered: Any) -> Any:
     for name, value in offered.items():
         if name in parameters or open_ended:
             arguments.setdefault(name, value)
-    _check_match(node, key, arguments, offered)
+    _check_match(target, node, key, arguments, offered)
     try:
         return target(**arguments)
     except UserError:
@@ -91,9 +91,8 @@ def build(node: Node, key: str, **offered: Any) -> Any:
         raise
 
 
-def _check_match(node: Node, key: str, arguments: Node, offered: Node) -> None:
+def _check_match(target: Callable[..., Any], node: Node, key: str, arguments: Node, offered: Node) -> None:
     """Refuse parts of a config that don't go together: a text model for pictures, say."""
-    target = _resolve(node, key)
     hints = _hints(target)
     for name, value in offered.items():
         hint = hints.get(name)

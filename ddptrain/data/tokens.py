@@ -73,10 +73,9 @@ def write_tokens(folder: Path, corpus: Corpus, level: Level) -> None:
                 _write(aside / part, _encoded(documents, alphabet), digest)
                 for part, documents in zip(_PARTS, (corpus.train, corpus.valid), strict=True)
             ]
-            documents = [len(corpus.train), len(corpus.valid)]
             about = {
                 "alphabet": alphabet,
-                "documents": documents,
+                "documents": [len(corpus.train), len(corpus.valid)],
                 "sizes": sizes,
                 "sha256": digest.hexdigest(),
             }
