@@ -5,8 +5,9 @@ engine owns the rest: devices, ranks, precision, the loop, checkpoints and logs.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -49,6 +50,15 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """What `Task.evaluate` lists rather than adds up: detections, say. All batches' rows reach `Task.report`
+    as one tensor, in the order of the data set, whatever the number of ranks."""
+
+    values: Tensor
+    """(k, ...), any k."""
+
+
+@dataclass(frozen=True, slots=True)
 class ConfusionMatrix:
     """A figure for `Report`: ``counts[t][p]`` samples of true class t were predicted as p."""
 
@@ -63,7 +73,25 @@ class TextSample:
     text: str
 
 
-Figure = ConfusionMatrix | TextSample
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """A figure: lines in one square from 0 to 1."""
+
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    """Points (x, y) of each, by name."""
+    x: str
+    y: str
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A figure: an image as it is."""
+
+    pixels: Tensor
+    """uint8 (3, H, W), on the CPU."""
+
+
+Figure = ConfusionMatrix | TextSample | Curves | Picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +99,29 @@ class Report:
     """The outcome of one evaluation: plain numbers, and figures for those who look."""
 
     metrics: Mapping[str, float]
+    """A name with a slash (``AP/cat``) is a detail: it is recorded, but kept off the terminal and the
+    curves."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference of two tensors of one shape, as a share of the largest value of ours."""
+    scale = ours.abs().max().clamp(min=1e-30)
+    return float((theirs - ours).abs().max() / scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """A model as the verb ``export`` writes it."""
+
+    module: nn.Module
+    """In evaluation mode, on the CPU; takes tensors and gives one tensor or a tuple of them."""
+    inputs: tuple[Tensor, ...]
+    """An example, by which the written file is checked against ``module``."""
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    difference: Callable[[Tensor, Tensor], float] = relative_difference
+    """How far an output is from eager's, in shares; of two that agree but for rounding a tiny number."""
 
 
 class Task(ABC):
@@ -93,8 +143,8 @@ class Task(ABC):
         """Forward one micro-batch in training mode, under the engine's autocast."""
 
     @abstractmethod
-    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sums over one validation batch, under ``inference_mode``.
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
+        """Sums over one validation batch, under ``inference_mode``, and rows.
 
         Integer tensors are counts, added exactly. 0-d floating tensors are kept per batch in
         float64 and added in the order of the data set, so every world size gives the same bits.
@@ -102,7 +152,7 @@ class Task(ABC):
 
     @abstractmethod
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        """Metrics from `evaluate`'s sums over the whole validation set (on the CPU)."""
+        """Metrics from `evaluate`'s sums and rows over the whole validation set (on the CPU)."""
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
         """What to look at beside the report's figures: sampled text, say. On rank 0 alone, after each
@@ -128,6 +178,10 @@ class Task(ABC):
         Where there is one, give it parameters with annotations and defaults: they are what the command line
         takes.
         """
+        raise NotImplementedError
+
+    def deploy(self, model: nn.Module, *args: Any, **kwargs: Any) -> Deployed:
+        """What the verb ``export`` writes; its parameters as for `predict`."""
         raise NotImplementedError
 
 
@@ -160,12 +214,30 @@ class Data(ABC):
         for data where they mean something else. Empty where they have no names."""
         return ()
 
+    def facts(self) -> Mapping[str, Any]:
+        """What the verbs predict and export have to know of the data (class names, the size of a picture),
+        as plain values. Kept in checkpoints, so that these verbs need no data set; empty where they do."""
+        return {}
+
+    def recall(self, facts: Mapping[str, Any], world: "World") -> None:
+        """Instead of `prepare`: know what `facts` said when the model was trained, and no more."""
+        assert not facts, "data that has facts has to implement recall"
+
+    def write(self, folder: Path, *args: Any, **kwargs: Any) -> Iterator[str]:
+        """Write the whole set to disk, for the verb ``write``; a line for each thing written.
+
+        Where there is one, give it parameters with annotations and defaults: they are what the command line
+        takes.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def train_batches(self, sampler: "Sampler", steps: range) -> Iterator[Batch]:
         """This rank's micro-batches for the given optimizer steps, in order, on the device.
 
         Which samples those are is the sampler's to say (``sampler.samples(steps, device)``); how each
-        is augmented must follow from (seed, epoch, sample index) alone.
+        is augmented must follow from (seed, epoch, sample index) and, where it changes with time, from
+        ``step / steps.stop``, which is `At.progress`: the last step is the run's.
         """
 
     @abstractmethod

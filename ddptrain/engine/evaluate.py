@@ -3,6 +3,7 @@
 The validation set is cut into the same batches on any number of ranks, which share them out whole.
 Nothing is padded or averaged twice: counts are added as integers, and each floating sum is kept in
 its batch's own slot, so that adding over ranks only fills slots and the total is taken in one order.
+Rows are gathered and put in that order.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from ddptrain.distributed.comm import add_up, from_all_ranks
 from ddptrain.distributed.device import summing_dtype
 from ddptrain.distributed.world import World
 from ddptrain.engine.precision import Precision
-from ddptrain.protocols import Data, Figure, Report, Task
+from ddptrain.protocols import Data, Figure, Report, Rows, Task
 
 
 @torch.inference_mode()
@@ -30,28 +31,59 @@ def evaluate(
     size = data.valid_size
     chunks = [range(i, min(i + batch_size, size)) for i in range(0, size, batch_size)]
     mine = range(world.rank, len(chunks), world.size)
-    counts: dict[str, Tensor] = {}
-    floats: dict[str, Tensor] = {}
+    sums = _Sums(len(chunks), world)
     for slot, batch in zip(mine, data.valid_batches([chunks[i] for i in mine]), strict=True):
         with precision.autocast():
-            sums = task.evaluate(model, batch)
-        for name, value in sums.items():
-            if value.is_floating_point():
-                if name not in floats:
-                    floats[name] = torch.zeros(
-                        len(chunks), dtype=summing_dtype(value.device), device=value.device
-                    )
-                floats[name][slot] = value
-            else:
-                counts[name] = counts[name] + value if name in counts else value.to(torch.int64)
+            found = task.evaluate(model, batch)
+        for name, value in found.items():
+            sums.add(slot, name, value)
     model.train(was_training)
-    for name, shape in _union(world, {name: value.shape for name, value in counts.items()}).items():
-        counts.setdefault(name, torch.zeros(shape, dtype=torch.int64, device=world.device))
-    for name, shape in _union(world, {name: value.shape for name, value in floats.items()}).items():
-        floats.setdefault(name, torch.zeros(shape, dtype=summing_dtype(world.device), device=world.device))
-    totals = {name: add_up(world, counts[name]).cpu() for name in sorted(counts)}
-    totals |= {name: add_up(world, floats[name]).cpu().sum() for name in sorted(floats)}
-    return task.report(totals)
+    return task.report(sums.totals())
+
+
+class _Sums:
+    """What the batches gave so far, on this rank."""
+
+    def __init__(self, slots: int, world: World) -> None:
+        self._slots = slots
+        self._world = world
+        self._counts: dict[str, Tensor] = {}
+        self._floats: dict[str, Tensor] = {}
+        self._rows: dict[str, dict[int, Tensor]] = {}
+
+    def add(self, slot: int, name: str, value: Tensor | Rows) -> None:
+        if isinstance(value, Rows):
+            self._rows.setdefault(name, {})[slot] = value.values
+        elif value.is_floating_point():
+            if name not in self._floats:
+                self._floats[name] = self._zeros(torch.Size([self._slots]), value.device)
+            self._floats[name][slot] = value
+        else:
+            added = value.to(torch.int64)
+            self._counts[name] = self._counts[name] + added if name in self._counts else added
+
+    def totals(self) -> dict[str, Tensor]:
+        """Over all ranks, on the CPU of each. Collectives and a sync point."""
+        world, device = self._world, self._world.device
+        for name, shape in _union(world, {name: value.shape for name, value in self._counts.items()}).items():
+            self._counts.setdefault(name, torch.zeros(shape, dtype=torch.int64, device=device))
+        for name, shape in _union(world, {name: value.shape for name, value in self._floats.items()}).items():
+            self._floats.setdefault(name, self._zeros(shape, device))
+        totals = {name: add_up(world, self._counts[name]).cpu() for name in sorted(self._counts)}
+        totals |= {name: add_up(world, self._floats[name]).cpu().sum() for name in sorted(self._floats)}
+        return totals | self._listed()
+
+    def _listed(self) -> dict[str, Tensor]:
+        """The rows of all ranks in the order of the data set."""
+        own = {name: {slot: value.cpu() for slot, value in rows.items()} for name, rows in self._rows.items()}
+        listed: dict[str, dict[int, Tensor]] = {}
+        for of_rank in from_all_ranks(self._world, own):
+            for name, rows in of_rank.items():
+                listed.setdefault(name, {}).update(rows)
+        return {name: torch.cat([rows[slot] for slot in sorted(rows)]) for name, rows in listed.items()}
+
+    def _zeros(self, shape: torch.Size, device: torch.device) -> Tensor:
+        return torch.zeros(shape, dtype=summing_dtype(device), device=device)
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, final
 
@@ -51,7 +52,7 @@ class Console(Observer):
             self._progress.update(self._task, completed=event.step, status=status)
 
     def evaluated(self, event: Evaluated) -> None:
-        self._metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
+        self._metrics = _told(event.metrics)
         log.info(
             "evaluated at epoch %.2f: %s%s  (%.1f s)",
             event.epoch,
@@ -69,7 +70,7 @@ class Console(Observer):
         if event.outcome == "done":
             log.info(
                 "done: %s after %d steps in %s",
-                "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items()),
+                _told(event.metrics),
                 event.step,
                 _clock(event.speed["seconds"]),
             )
@@ -113,6 +114,10 @@ def _terminal() -> "Terminal":
     from rich.console import Console as Terminal
 
     return Terminal(stderr=True)
+
+
+def _told(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if "/" not in name)
 
 
 def _short(value: float) -> str:

@@ -1,4 +1,4 @@
-"""plots/: the run's curves and its last figures, for those who would rather look."""
+"""plots/: the run's curves and its newest figures, for those who would rather look."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ddptrain.observe.jsonl import read_lines
 from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
-from ddptrain.protocols import ConfusionMatrix, Figure, TextSample
+from ddptrain.protocols import ConfusionMatrix, Curves, Figure, Picture, TextSample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -17,7 +17,8 @@ _BLUE, _ORANGE, _GREY = "#2b6cb0", "#dd6b20", "#718096"
 
 @final
 class Plots(Observer):
-    """Draws when the run ends, from metrics.jsonl, so a resumed run shows all of itself."""
+    """Writes pictures and texts at each evaluation; draws the rest when the run ends, curves from
+    metrics.jsonl, so a resumed run shows all of itself."""
 
     def __init__(self, metrics: Path, folder: Path) -> None:
         self._metrics = metrics
@@ -32,6 +33,12 @@ class Plots(Observer):
 
     def evaluated(self, event: Evaluated) -> None:
         self._figures = dict(event.figures)
+        self._folder.mkdir(exist_ok=True)
+        for name, figure in event.figures.items():
+            if isinstance(figure, TextSample):
+                (self._folder / f"{name}.txt").write_text(figure.text, errors="replace")
+            elif isinstance(figure, Picture):
+                write_picture(figure, self._folder / f"{name}.png")
 
     def saved(self, event: Saved) -> None:
         pass
@@ -43,15 +50,14 @@ class Plots(Observer):
         self._folder.mkdir(exist_ok=True)
         _saved(draw_curves(lines), self._folder / "curves.png")
         for name, figure in self._figures.items():
-            if isinstance(figure, TextSample):
-                (self._folder / f"{name}.txt").write_text(figure.text, errors="replace")
-            else:
+            if isinstance(figure, ConfusionMatrix | Curves):
                 _saved(draw_figure(figure), self._folder / f"{name}.png")
 
 
 def draw_curves(lines: Sequence[dict[str, Any]]) -> "Drawing":
     """Every logged value against epochs, training and validation of one name in one panel."""
-    names = list(dict.fromkeys(name for line in lines for name in line if name not in _POSITION))
+    seen = dict.fromkeys(name for line in lines for name in line)
+    names = [name for name in seen if name not in _POSITION and "/" not in name]
     columns = 2 if len(names) in (2, 4) else min(3, len(names))
     rows = -(-len(names) // columns)
     drawing = _new(4.2 * columns, 3.1 * rows)
@@ -71,7 +77,34 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> "Drawing":
     return drawing
 
 
-def draw_figure(matrix: ConfusionMatrix) -> "Drawing":
+def write_picture(picture: Picture, path: Path) -> None:
+    """As PNG, whole or not at all: it may be looked at while it is written."""
+    from torchvision.io import encode_png
+
+    aside = path.with_suffix(".tmp")
+    aside.write_bytes(encode_png(picture.pixels).numpy().tobytes())
+    aside.replace(path)
+
+
+def draw_figure(figure: ConfusionMatrix | Curves) -> "Drawing":
+    """A figure of numbers, drawn."""
+    return _drawn_curves(figure) if isinstance(figure, Curves) else _drawn_matrix(figure)
+
+
+def _drawn_curves(curves: Curves) -> "Drawing":
+    drawing = _new(6.0, 5.0)
+    axes = drawing.add_subplot()
+    for name, points in curves.lines.items():
+        axes.plot(*zip(*points, strict=True), label=name)
+    axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel=curves.x, ylabel=curves.y)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="lower left")
+    drawing.tight_layout()
+    return drawing
+
+
+def _drawn_matrix(matrix: ConfusionMatrix) -> "Drawing":
     """Shares of each true class by prediction; numbers are counts where there are few classes."""
     size = len(matrix.classes)
     totals = [max(sum(row), 1) for row in matrix.counts]

@@ -8,7 +8,7 @@ import torch
 
 from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
 from ddptrain.observe.plots import draw_figure
-from ddptrain.protocols import TextSample
+from ddptrain.protocols import Picture, TextSample
 
 _FLUSH_S = 5
 """Most seconds of scalars that a killed process loses; metrics.jsonl loses none."""
@@ -40,6 +40,8 @@ class TensorBoard(Observer):
         for name, figure in event.figures.items():
             if isinstance(figure, TextSample):
                 self._writer.add_text(f"valid/{name}", _verbatim(figure.text), event.step)
+            elif isinstance(figure, Picture):
+                self._writer.add_image(f"valid/{name}", figure.pixels, event.step)
             else:
                 self._writer.add_figure(f"valid/{name}", draw_figure(figure), event.step)
         self._writer.flush()
@@ -51,7 +53,7 @@ class TensorBoard(Observer):
         if event.metrics:
             self._writer.add_hparams(
                 flat_settings(self._settings),
-                {f"hparam/{name}": value for name, value in event.metrics.items()},
+                {f"hparam/{name}": value for name, value in event.metrics.items() if "/" not in name},
                 run_name=".",
                 global_step=event.step,
             )
