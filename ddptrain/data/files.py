@@ -1,18 +1,17 @@
 """Images read by a DataLoader's workers: decode, crop, flip there; normalise on the device."""
 
-import multiprocessing
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from ddptrain.data.augment import Augment
 from ddptrain.data.loader import Labelled, Loader, Recipe
-from ddptrain.data.prefetch import on_device
 from ddptrain.data.sampler import Sampler
 from ddptrain.data.source import Split
+from ddptrain.data.workers import read_by_workers
 from ddptrain.errors import UserError
 
 Key = tuple[int, int]
@@ -85,28 +84,5 @@ class FileLoader(Loader):
         return f"read by {self._workers} worker{'' if self._workers == 1 else 's'} a rank"
 
     def _loaded(self, images: AugmentedImages, keys: Any) -> Iterator[Labelled]:
-        # forkserver: a fork of this process would inherit the locks of its threads (gloo, loggers)
-        context = multiprocessing.get_context("forkserver") if self._workers else None
-        if context is not None:
-            context.set_forkserver_preload([__name__])
-        loader: DataLoader[Any] = DataLoader(
-            images,
-            batch_sampler=keys,
-            collate_fn=_as_is,
-            num_workers=self._workers,
-            multiprocessing_context=context,
-            pin_memory=self._recipe.device.type == "cuda",
-        )
-        for pixels, labels in on_device(_sound(loader), self._recipe.device):
+        for pixels, labels in read_by_workers(images, keys, self._workers, self._recipe.device):
             yield self._recipe.normalise(pixels), labels
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
-
-
-def _sound(loader: DataLoader[Any]) -> Iterator[Any]:
-    for batch in loader:
-        if isinstance(batch, UserError):
-            raise batch
-        yield batch

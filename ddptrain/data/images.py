@@ -13,8 +13,8 @@ from ddptrain.data.loader import Labelled, Loader, Recipe
 from ddptrain.data.resident import ResidentLoader
 from ddptrain.data.sampler import Sampler
 from ddptrain.data.source import ImageSource
+from ddptrain.data.workers import spare_cores
 from ddptrain.distributed.comm import once_a_node
-from ddptrain.distributed.threads import cores
 from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
 from ddptrain.protocols import Data
@@ -65,7 +65,7 @@ class ImageData(Data):
             seed,
         )
         resident = self._fits() if self._resident == "auto" else self._resident
-        workers = _workers(world) if self._workers == "auto" else self._workers
+        workers = spare_cores(world) if self._workers == "auto" else self._workers
         self._loader: Loader = ResidentLoader(self._recipe) if resident else FileLoader(self._recipe, workers)
 
     @property
@@ -124,8 +124,3 @@ class ImageData(Data):
             total = torch.cuda.get_device_properties(self._world.device).total_memory
             return self._bytes() <= _RESIDENT_SHARE_OF_GPU * total
         return self._bytes() <= _RESIDENT_ON_CPU
-
-
-def _workers(world: World) -> int:
-    """A loader process for each core that this rank's own process leaves free, eight at most."""
-    return max(0, min(8, cores() // world.local_size - 1))
