@@ -1,0 +1,36 @@
+"""A set of one's own, in YOLO's or COCO's layout: whichever the file is."""
+
+from pathlib import Path
+from typing import final
+
+from ddptrain.data.detection.coco import CocoFiles
+from ddptrain.data.detection.files import OnError, checked_path
+from ddptrain.data.detection.source import DetectionSource, Opened
+from ddptrain.data.detection.yolo import YoloFiles
+from ddptrain.errors import UserError
+
+_EXPECTED = "a data.yaml (YOLO's layout) or a JSON of instances (COCO's)"
+
+
+@final
+class LabelledFiles(DetectionSource):
+    """What ``path`` names, relative to the current folder: a .yaml or .yml is read by `YoloFiles`, a .json by
+    `CocoFiles`, which say where the images and the part for validation are looked for.
+
+    on_error: "stop" refuses a set with problems and lists them; "skip" leaves out what they concern.
+    """
+
+    name = "files"
+
+    def __init__(self, path: str | None = None, on_error: OnError = "stop") -> None:
+        ending = checked_path(path, _EXPECTED).suffix.lower()
+        self._source: DetectionSource
+        if ending in (".yaml", ".yml"):
+            self._source = YoloFiles(path, on_error)
+        elif ending == ".json":
+            self._source = CocoFiles(path, on_error=on_error)
+        else:
+            raise UserError(f"data.source.path={path}: must name {_EXPECTED}.")
+
+    def open(self, root: Path) -> Opened:
+        return self._source.open(root)

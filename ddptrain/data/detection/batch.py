@@ -1,0 +1,49 @@
+"""A batch of pictures with boxes, and how it is made ready on the device."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddptrain.data.detection.augment import Seen
+from ddptrain.data.detection.letterbox import Letterbox
+
+NOTHING = -1
+"""Label of a row that holds no box."""
+
+
+class Batch(NamedTuple):
+    """n pictures in squares of one side, with at most k boxes each."""
+
+    images: Tensor
+    """float32 (n, 3, side, side) in [0, 1]; uint8 until it is on the device."""
+    boxes: Tensor
+    """float32 (n, k, 4) x1, y1, x2, y2 in pixels of the square; zeros below a picture's last box."""
+    labels: Tensor
+    """int64 (n, k); -1 below a picture's last box."""
+    colours: Tensor
+    """float32 (n, 3, 3): what the RGB values are multiplied by."""
+    ids: Tensor
+    """int64 (n,): which pictures of their part of the set."""
+    placed: Letterbox
+    """Where each picture lies in its square; of validation pictures only."""
+
+
+def stacked(samples: Sequence[Seen], colours: Tensor, ids: Tensor, placed: Letterbox) -> Batch:
+    """One batch of uint8 pictures of one size."""
+    most = max(len(sample.labels) for sample in samples)
+    boxes = torch.zeros(len(samples), most, 4)
+    labels = torch.full((len(samples), most), NOTHING)
+    for i, sample in enumerate(samples):
+        boxes[i, : len(sample.labels)] = sample.boxes
+        labels[i, : len(sample.labels)] = sample.labels
+    return Batch(torch.stack([sample.pixels for sample in samples]), boxes, labels, colours, ids, placed)
+
+
+def coloured(batch: Batch, channels_last: bool) -> Batch:
+    """uint8 pictures -> float32 in [0, 1], their colours changed."""
+    pixels = batch.images.flatten(2).to(torch.float32)
+    images = torch.bmm(batch.colours / 255, pixels).clamp_(0, 1).view(batch.images.shape)
+    memory = torch.channels_last if channels_last else torch.contiguous_format
+    return batch._replace(images=images.contiguous(memory_format=memory))

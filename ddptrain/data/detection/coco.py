@@ -1,0 +1,242 @@
+"""COCO's layout: one JSON of instances for a part, and a folder of images (cocodataset.org/#format-data)."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from ddptrain.data.detection.files import (
+    FileScenes,
+    OnError,
+    Picture,
+    Problems,
+    Row,
+    check_size,
+    checked_path,
+    clipped,
+    held_out,
+    probe,
+    read_text,
+)
+from ddptrain.data.detection.source import DetectionSource, Opened
+from ddptrain.errors import UserError
+
+_VALID_NAMES = ("val", "valid", "validation", "test")
+_RULE = "its edges must lie within it (1 pixel beyond counts as rounding and is cut off)"
+_ROUNDING = (1.0, 1.0)
+_TRIED = 20
+"""Images looked for to find their folder: some may be missing."""
+
+
+@final
+class CocoFiles(DetectionSource):
+    """A set described by one or two JSONs of instances.
+
+    path: the JSON for training, relative to the current folder. valid_path: the one for validation; without
+    it, the sibling in whose name or folder ``train`` is val, valid, validation or test; where there is none,
+    every tenth image, sorted by name, is held out. The images lie in the first folder that holds one of the
+    first: the JSON's folder, its ``images``, its parent, the parent's ``images``, or in one of these a folder
+    named as the JSON without ``instances_``. Categories count in the order of their ids.
+
+    on_error: "stop" refuses a set with problems and lists them; "skip" leaves out bad annotations, and
+    images that are missing or broken. The argument ``root`` of `open` isn't used.
+    """
+
+    name = "coco"
+
+    def __init__(
+        self, path: str | None = None, valid_path: str | None = None, on_error: OnError = "stop"
+    ) -> None:
+        self._file = checked_path(path, "the JSON of a set's instances, in COCO's format")
+        self._valid_file = Path(valid_path) if valid_path else None
+        self._on_error = on_error
+
+    def open(self, root: Path) -> Opened:
+        problems = Problems(self._file, self._on_error)
+        train = _read(self._file, problems)
+        valid_file = self._valid_file or _sibling(self._file)
+        if valid_file is None:
+            by_name = sorted(train.images, key=lambda image: str(image.get("file_name")))
+            train_images, valid_images = held_out(by_name)
+            valid = train
+        else:
+            valid = _read(valid_file, problems)
+            train_images, valid_images = train.images, valid.images
+        for number in sorted(train.categories.keys() | valid.categories.keys()):
+            names = [part.categories.get(number, "missing") for part in (valid, train)]
+            if names[0] != names[1]:
+                raise UserError(
+                    f"{valid.file}: category {number} is {names[0]}, and {names[1]} in {train.file}; both"
+                    " must have the same categories."
+                )
+        return problems.opened(
+            FileScenes(_labelled(train, train_images, problems)),
+            FileScenes(_labelled(valid, valid_images, problems)),
+            list(train.categories.values()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Instances:
+    """What a JSON says. categories: id to name, sorted. annotations: those of each image's id."""
+
+    file: Path
+    folder: Path
+    categories: dict[int, str]
+    images: list[dict[str, Any]]
+    annotations: dict[Any, list[dict[str, Any]]]
+
+
+def _sibling(file: Path) -> Path | None:
+    folder = file.absolute().parent
+    for name in _VALID_NAMES:
+        in_folder = folder.parent / folder.name.replace("train", name)  # Roboflow: train/x.json, valid/x.json
+        for other in (folder / file.name.replace("train", name), in_folder / file.name):
+            if other != folder / file.name and other.is_file():
+                return other
+    return None
+
+
+def _read(file: Path, problems: Problems) -> _Instances:
+    try:
+        found = json.loads(read_text(file), object_hook=_without_masks)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{file}, line {error.lineno}, column {error.colno}: is not JSON ({error.msg})."
+        ) from error
+    images = _usable_images(file, _entries(file, found, "images"), problems)
+    if not images:
+        raise UserError(f"{file}: images: lists no image with an id and a file_name.")
+    return _Instances(
+        file=file,
+        folder=_image_folder(file, images),
+        categories=_categories(file, _entries(file, found, "categories")),
+        images=images,
+        annotations=_by_image(
+            file, {image["id"] for image in images}, _entries(file, found, "annotations"), problems
+        ),
+    )
+
+
+def _entries(file: Path, found: Any, key: str) -> list[dict[str, Any]]:
+    entries = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"{file}: {key}: must be a list of objects, as in COCO's instances.")
+    return entries
+
+
+def _without_masks(entry: dict[str, Any]) -> dict[str, Any]:
+    entry.pop("segmentation", None)  # most of a JSON's memory
+    return entry
+
+
+def _categories(file: Path, entries: Sequence[dict[str, Any]]) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for entry in entries:
+        number, name = entry.get("id"), entry.get("name")
+        if not isinstance(number, int) or not isinstance(name, str):
+            raise UserError(f"{file}: categories: {entry}: must have an id, a whole number, and a name.")
+        if number in names:
+            raise UserError(f"{file}: categories: the id {number} is that of {names[number]} and of {name}.")
+        names[number] = name
+    if not names:
+        raise UserError(f"{file}: categories: must list one or more.")
+    return dict(sorted(names.items()))
+
+
+def _usable_images(file: Path, entries: Sequence[dict[str, Any]], problems: Problems) -> list[dict[str, Any]]:
+    images: dict[Any, dict[str, Any]] = {}
+    for place, entry in enumerate(entries, 1):
+        number = entry.get("id")
+        missing = [key for key in ("id", "file_name", "width", "height") if key not in entry]
+        if missing:
+            which = f"image {number}" if "id" in entry else f"image number {place} in its list"
+            problems.add(f"{file}, {which}: has no {' and no '.join(missing)}.")
+        elif not isinstance(number, int | str) or not isinstance(entry["file_name"], str):
+            problems.add(
+                f"{file}, image {number}: the id must be a number and file_name, {entry['file_name']},"
+                " a string."
+            )
+        elif number in images:
+            problems.add(
+                f"{file}, image {number}: {entry['file_name']} and {images[number]['file_name']} have this"
+                " id; each image must have its own."
+            )
+        else:
+            images[number] = entry
+    return list(images.values())
+
+
+def _image_folder(file: Path, images: Sequence[dict[str, Any]]) -> Path:
+    parent = file.absolute().parent
+    bases = [parent, parent / "images", parent.parent, parent.parent / "images"]
+    split = file.stem.replace("instances_", "").replace("_annotations.coco", "")
+    folders = bases + [base / split for base in bases if split]
+    for image in images[:_TRIED]:
+        for folder in folders:
+            if (folder / image["file_name"]).is_file():
+                return folder
+    raise UserError(
+        f"{file}: images: {images[0]['file_name']} lies in none of {', '.join(map(str, folders))}."
+        " Put the images into one of these."
+    )
+
+
+def _by_image(
+    file: Path, known: set[Any], entries: Sequence[dict[str, Any]], problems: Problems
+) -> dict[Any, list[dict[str, Any]]]:
+    grouped: dict[Any, list[dict[str, Any]]] = {number: [] for number in known}
+    ids = set()
+    for place, entry in enumerate(entries, 1):
+        missing = [key for key in ("id", "image_id", "category_id", "bbox") if key not in entry]
+        number, image = entry.get("id"), entry.get("image_id")
+        if missing:
+            which = f"annotation {number}" if "id" in entry else f"annotation number {place} in its list"
+            problems.add(f"{file}, {which}: has no {' and no '.join(missing)}.")
+        elif not isinstance(number, int | str) or number in ids:
+            problems.add(f"{file}, annotation {number}: the id must be a number that no other one has.")
+        elif not isinstance(image, int | str) or image not in grouped:
+            problems.add(f"{file}, annotation {number}: image_id {json.dumps(image)}: no image has this id.")
+        else:
+            grouped[image].append(entry)
+        if isinstance(number, int | str):
+            ids.add(number)
+    return grouped
+
+
+def _labelled(
+    instances: _Instances, images: Sequence[dict[str, Any]], problems: Problems
+) -> Iterator[tuple[Picture, str, list[Row]]]:
+    index = {number: i for i, number in enumerate(instances.categories)}
+    for image in images:
+        try:
+            picture = probe(instances.folder / image["file_name"])
+            check_size(picture, image["width"], image["height"])
+        except UserError as error:
+            problems.add(f"{instances.file}, image {image['id']}: {error}")
+            continue
+        rows = []
+        for entry in instances.annotations[image["id"]]:
+            try:
+                rows.append(_row(entry, picture, index))
+            except UserError as error:
+                problems.add(f"{instances.file}, annotation {entry['id']}: {error}.")
+        yield picture, image["file_name"], rows
+
+
+def _row(entry: dict[str, Any], picture: Picture, index: dict[int, int]) -> Row:
+    category, bbox, crowd = entry["category_id"], entry["bbox"], entry.get("iscrowd", 0)
+    if not isinstance(category, int) or category not in index:
+        raise UserError(f"category_id {json.dumps(category)}: no category has this id")
+    if crowd not in (0, 1):
+        raise UserError(f"iscrowd {crowd}: must be 0 or 1")
+    numbers = isinstance(bbox, list) and all(isinstance(value, int | float) for value in bbox)
+    if not numbers or len(bbox) != 4:
+        raise UserError(f"bbox {json.dumps(bbox)}: must be four numbers, x, y, width and height")
+    x, y, width, height = map(float, bbox)
+    try:
+        box = clipped((x, y, x + width, y + height), picture.height, picture.width, _ROUNDING, _RULE)
+    except UserError as error:
+        raise UserError(f"bbox {json.dumps(bbox)}: {error}") from error
+    return box, index[category], bool(crowd)

@@ -1,0 +1,243 @@
+"""Pictures with boxes for training, from any `DetectionSource`."""
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ddptrain.data.detection.augment import Augment, Dice, Seen
+from ddptrain.data.detection.batch import Batch, coloured, stacked
+from ddptrain.data.detection.letterbox import GREY, Letterbox, letterbox
+from ddptrain.data.detection.pictures import DecodedPictures, ResidentPictures, pooled_bytes
+from ddptrain.data.detection.source import DetectionSource, Scenes
+from ddptrain.data.detection.write import write_coco, write_yolo
+from ddptrain.data.sampler import Sampler
+from ddptrain.data.workers import read_by_workers, spare_cores
+from ddptrain.distributed.comm import once_a_node
+from ddptrain.distributed.world import World
+from ddptrain.errors import UserError
+from ddptrain.protocols import Data
+
+log = logging.getLogger(__name__)
+
+_COARSEST = 32
+"""Pixels of the coarsest stride; a picture's side is a multiple of it."""
+_LARGEST_AUTO = 640
+_RESIDENT = 2 * 2**30
+"""Bytes up to which ``resident=auto`` keeps the decoded pictures in memory."""
+_LISTED = 20
+
+Key = tuple[int, int, float]
+"""(epoch, sample index, progress); epoch -1 asks for the picture as it is."""
+AS_IT_IS = -1
+
+
+@final
+class DetectionData(Data):
+    """Batches of `ddptrain.data.detection.batch.Batch`.
+
+    root: folder that the source's relative paths start from. side: pixels of the squares in which pictures
+    are put, a multiple of 32; ``auto`` takes the median of the pictures' longer sides, 640 at most. resident:
+    keep the decoded pictures in memory; ``auto`` if they are small enough. workers: loader processes of a
+    rank; ``auto`` by the cores at hand, and none where the training itself needs them (on a CPU).
+    """
+
+    def __init__(
+        self,
+        source: DetectionSource,
+        augment: Augment,
+        root: str = "data",
+        side: int | Literal["auto"] = "auto",
+        resident: bool | Literal["auto"] = "auto",
+        workers: int | Literal["auto"] = "auto",
+        channels_last: bool = True,
+    ) -> None:
+        if workers != "auto" and workers < 0:
+            raise UserError(f"data.workers={workers}: must be 0 or more, or auto.")
+        if side != "auto" and (side < _COARSEST or side % _COARSEST):
+            raise UserError(f"data.side={side}: must be a multiple of {_COARSEST} pixels, or auto.")
+        self._source = source
+        self._augment = augment
+        self._root = Path(root)
+        self._asked_side = side
+        self._resident = resident
+        self._asked_workers = workers
+        self._channels_last = channels_last
+
+    def prepare(self, world: World, seed: int) -> None:
+        once_a_node(world, lambda: self._source.fetch(self._root))
+        opened = self._set = self._source.open(self._root)
+        for part, scenes in (("training", opened.train), ("validation", opened.valid)):
+            if not any(map(len, scenes.objects)):
+                raise UserError(f"data: none of the {len(scenes):,} {part} pictures has a box on it.")
+        self.classes = tuple(opened.classes)
+        for line in opened.skipped[:_LISTED]:
+            log.warning("left out   %s", line)
+        self.side = _usual_side(opened.train.sizes) if self._asked_side == "auto" else self._asked_side
+        self._bytes = sum(pooled_bytes(part, self.side) for part in (opened.train, opened.valid))
+        resident = self._bytes <= _RESIDENT if self._resident == "auto" else self._resident
+        self._in_memory = resident
+        self._train, self._valid = (
+            _Samples(part, self.side, self._augment, seed, resident) for part in (opened.train, opened.valid)
+        )
+        spare = 0 if world.device.type == "cpu" else spare_cores(world)
+        self._workers = spare if self._asked_workers == "auto" else self._asked_workers
+        self._device = world.device
+
+    @property
+    def outputs(self) -> Sequence[str]:
+        return self.classes
+
+    @property
+    def valid(self) -> Scenes:
+        """The validation part: what is truly on its pictures."""
+        return self._set.valid
+
+    @property
+    def train_size(self) -> int:
+        return len(self._set.train)
+
+    @property
+    def valid_size(self) -> int:
+        return len(self._set.valid)
+
+    @property
+    def identity(self) -> str:
+        seen = hashlib.sha256(repr((self.side, tuple(self.classes))).encode())
+        for part in (self._set.train, self._set.valid):
+            for i, name in enumerate(part.names):
+                on_it = part.objects[i]
+                seen.update(name.encode(errors="surrogateescape"))
+                for tensor in (part.sizes[i], on_it.boxes, on_it.labels, on_it.crowd):
+                    seen.update(tensor.numpy().tobytes())
+        return seen.hexdigest()
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"classes": list(self.classes), "side": self.side}
+
+    def recall(self, facts: Mapping[str, Any], world: World) -> None:
+        self.classes, self.side = tuple(facts["classes"]), int(facts["side"])
+        self._workers, self._device = 0, world.device
+
+    def write(self, folder: Path, layout: Literal["yolo", "coco"] = "yolo") -> Iterator[str]:
+        """As PNG and text files in the layout of YOLO's family, or as PNG and JSON in COCO's."""
+        writer = {"yolo": write_yolo, "coco": write_coco}[layout]
+        self._source.fetch(self._root)
+        yield from writer(self._source.open(self._root), folder)
+
+    def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
+        return self._loaded(self._train, _Keys(sampler, steps))
+
+    def valid_batches(self, chunks: Sequence[range]) -> Iterator[Batch]:
+        return self._loaded(self._valid, [[(AS_IT_IS, i, 0.0) for i in chunk] for chunk in chunks])
+
+    def batches_of(self, scenes: Scenes) -> Iterator[Batch]:
+        """Any pictures, one at a time, as the validation's are seen."""
+        samples = _Samples(scenes, self.side, self._augment, seed=0, resident=False)
+        return self._loaded(samples, [[(AS_IT_IS, i, 0.0)] for i in range(len(scenes))])
+
+    def preview(self) -> Tensor:
+        """The first 16 training samples as epoch 0 shows them, with their boxes."""
+        from torchvision.utils import draw_bounding_boxes
+
+        batch = self._train.__getitems__([(0, i, 0.0) for i in range(min(16, self.train_size))])
+        if isinstance(batch, UserError):
+            raise batch
+        pictures = (coloured(batch, channels_last=False).images * 255).to(torch.uint8)
+        return torch.stack(
+            [
+                draw_bounding_boxes(picture, boxes[labels >= 0], colors="red")
+                for picture, boxes, labels in zip(pictures, batch.boxes, batch.labels, strict=True)
+            ]
+        )
+
+    def describe(self) -> str:
+        boxes = sum(map(len, self._set.train.objects))
+        where = f"in memory ({self._bytes / 2**20:.0f} MiB)" if self._in_memory else "read from disk"
+        left_out = f", {len(self._set.skipped)} left out" if self._set.skipped else ""
+        return (
+            f"{self._source.name}: {self.train_size:,} train with {boxes:,} boxes, {self.valid_size:,}"
+            f" valid, {len(self.classes)} classes, {self.side}x{self.side}, {where},"
+            f" {self._workers} workers{left_out}"
+        )
+
+    def _loaded(self, samples: "_Samples", keys: Any) -> Iterator[Batch]:
+        for batch in read_by_workers(samples, keys, self._workers, self._device):
+            yield coloured(batch, self._channels_last)
+
+
+class _Samples(Dataset[Any]):
+    """A part of the set, read a batch at a time, here or in a worker."""
+
+    def __init__(self, scenes: Scenes, side: int, augment: Augment, seed: int, resident: bool) -> None:
+        self._placed = letterbox(scenes.sizes, side)
+        self._pictures = (ResidentPictures if resident else DecodedPictures)(scenes, side)
+        self._objects = scenes.objects
+        self._side = side
+        self._augment = augment
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def __getitems__(self, keys: list[Key]) -> Batch | UserError:
+        epochs, ids = torch.tensor([key[:2] for key in keys]).unbind(1)
+        dice = Dice(self._seed, epochs, ids)
+        placed = Letterbox(*(of[ids] for of in self._placed))
+        try:
+            if keys[0][0] == AS_IT_IS:
+                plain = torch.eye(3).expand(len(keys), 3, 3)
+                return stacked([self._letterboxed(i) for _, i, _ in keys], plain, ids, placed)
+            samples = [self._augmented(dice, i, key) for i, key in enumerate(keys)]
+        except UserError as error:
+            return error
+        return stacked(samples, self._augment.colours(dice), ids, placed)
+
+    def _augmented(self, dice: Dice, i: int, key: Key) -> Seen:
+        _, sample, progress = key
+        tiles = self._augment.tiles(dice, i, sample, len(self), progress)
+        return self._augment.apply([self._scaled(tile) for tile in tiles], dice, i, self._side)
+
+    def _scaled(self, i: int) -> Seen:
+        """A picture at the size it is trained at, without those objects that are not to be learnt."""
+        on_it = self._objects[i]
+        scale = torch.tensor([float(self._placed.scale_x[i]), float(self._placed.scale_y[i])] * 2)
+        single = ~on_it.crowd
+        return Seen(self._pictures[i], on_it.boxes[single] * scale, on_it.labels[single])
+
+    def _letterboxed(self, i: int) -> Seen:
+        seen = self._scaled(i)
+        left, top = int(self._placed.left[i]), int(self._placed.top[i])
+        square = torch.full((3, self._side, self._side), GREY, dtype=torch.uint8)
+        square[:, top : top + seen.pixels.shape[1], left : left + seen.pixels.shape[2]] = seen.pixels
+        return seen._replace(pixels=square, boxes=seen.boxes + torch.tensor([left, top, left, top]))
+
+
+class _Keys:
+    """A batch sampler over the whole run, so that workers are started once, not every epoch."""
+
+    def __init__(self, sampler: Sampler, steps: range) -> None:
+        self._sampler = sampler
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        per_step = len(self._sampler.micro_sizes)
+        for i, (ids, epochs) in enumerate(self._sampler.samples(self._steps, torch.device("cpu"))):
+            progress = (self._steps.start + i // per_step) / self._steps.stop
+            yield [
+                (epoch, sample, progress) for epoch, sample in zip(epochs.tolist(), ids.tolist(), strict=True)
+            ]
+
+    def __len__(self) -> int:
+        return len(self._steps) * len(self._sampler.micro_sizes)
+
+
+def _usual_side(sizes: Tensor) -> int:
+    """The smallest multiple of 32 that holds the median of the longer sides, 640 at most."""
+    median = int(sizes.amax(1).median())
+    return min(-(-median // _COARSEST) * _COARSEST, _LARGEST_AUTO)

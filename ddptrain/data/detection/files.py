@@ -1,0 +1,249 @@
+"""Pictures that lie in files, and what every format of labels shares: probing them, fitting boxes into
+them, and collecting what is wrong, so that one run shows all of it."""
+
+import math
+import struct
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from ddptrain.data.detection.source import Objects, Opened, PackedObjects, Scenes
+from ddptrain.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Item = TypeVar("Item")
+OnError = Literal["stop", "skip"]
+Box = tuple[float, float, float, float]
+"""x1, y1, x2, y2 in pixels."""
+Row = tuple[Box, int, bool]
+"""Box, label, crowd."""
+
+_SHOWN = 20
+_LEAST_SIDE = 0.01
+"""Pixels. What is thinner may have no area left once it is float32."""
+_ORIENTATION = 0x0112
+_TURNING = (b"Raw profile type exif", b"XML:com.adobe.xmp")
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image file as its header describes it.
+
+    height, width: in pixels, as it is seen. turned: its EXIF tag swaps the two sides.
+    """
+
+    file: Path
+    height: int
+    width: int
+    turned: bool
+
+
+@final
+class FileScenes(Scenes):
+    """Image files, decoded when asked for and turned as their EXIF tag says.
+
+    labelled: each picture with its name and its objects. files: where the pictures lie.
+    """
+
+    def __init__(self, labelled: Iterable[tuple[Picture, str, Sequence[Row]]]) -> None:
+        self.files: list[str] = []
+        self.names: list[str] = []
+        sizes, starts = array("q"), array("q", [0])
+        boxes, labels, crowds = array("f"), array("q"), array("b")
+        for picture, name, rows in labelled:
+            self.files.append(str(picture.file))
+            self.names.append(name)
+            sizes.extend((picture.height, picture.width))
+            for box, label, crowd in rows:
+                boxes.extend(box)
+                labels.append(label)
+                crowds.append(crowd)
+            starts.append(len(labels))
+        self.sizes = torch.tensor(sizes, dtype=torch.int64).view(-1, 2)
+        self.objects = PackedObjects(
+            starts,
+            Objects(
+                boxes=torch.tensor(boxes, dtype=torch.float32).view(-1, 4),
+                labels=torch.tensor(labels, dtype=torch.int64),
+                crowd=torch.tensor(crowds, dtype=torch.bool),
+            ),
+        )
+
+    def image(self, i: int) -> Tensor:
+        from PIL import ImageOps
+        from torchvision.transforms.v2.functional import pil_to_tensor
+
+        file = self.files[i]
+        with _opened(Path(file)) as picture:
+            seen = ImageOps.exif_transpose(picture).convert("RGB")
+        pixels: Tensor = pil_to_tensor(seen)
+        height, width = self.sizes[i].tolist()
+        if pixels.shape[1:] != (height, width):
+            raise UserError(
+                f"{file}: is {pixels.shape[2]}x{pixels.shape[1]} pixels and was {width}x{height} when the set"
+                " was opened. Leave the files alone while they are trained on.",
+                everywhere=False,
+            )
+        return pixels
+
+
+@final
+class Problems:
+    """What is wrong with the set that ``source`` describes, one line each.
+
+    on_error: "stop" raises them all together, "skip" goes on without what they concern.
+    """
+
+    def __init__(self, source: Path, on_error: OnError) -> None:
+        self._source = source
+        self._on_error = on_error
+        self._lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        self._lines.append(line)
+
+    def opened(self, train: FileScenes, valid: FileScenes, classes: Sequence[str]) -> Opened:
+        """The set, where the problems allow it. Raises UserError with all of them, or the first 20."""
+        count = len(self._lines)
+        told = "\n".join(f"  {line}" for line in self._lines[:_SHOWN])
+        if count > _SHOWN:
+            told += f"\n  and {count - _SHOWN} more"
+        heading = f"{self._source}: {count} problem{'s' if count > 1 else ''} in this set:\n{told}\n"
+        if count and self._on_error == "stop":
+            raise UserError(
+                f"{heading}Mend {'them' if count > 1 else 'it'}, or go on without:"
+                " data.source.on_error=skip leaves out such boxes and pictures."
+            )
+        for part, scenes in (("training", train), ("validation", valid)):
+            if not len(scenes):
+                raise UserError(
+                    f"{self._source}: no picture is left for {part}."
+                    + (
+                        f" Left out:\n{told}"
+                        if count
+                        else " Without a part for validation it is every tenth."
+                    )
+                )
+        return Opened(train, valid, classes, skipped=tuple(self._lines))
+
+
+def checked_path(path: str | None, expected: str) -> Path:
+    """The path of a set, relative to the current folder. Raises UserError where none is given."""
+    if not path:
+        raise UserError(f"data.source.path={path}: must name {expected}.")
+    return Path(path)
+
+
+def read_text(file: Path) -> str:
+    """The file, UTF-8. Raises UserError where there is none, or it is none."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{file}: can't be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: is not UTF-8 text ({error.reason} at byte {error.start}).") from error
+
+
+def held_out(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+    """Training and validation: every tenth is held out."""
+    return [item for i, item in enumerate(items) if i % 10 != 9], list(items[9::10])
+
+
+def probe(file: Path) -> Picture:
+    """The picture's size without decoding it, unless only that tells whether the file is whole.
+
+    Raises UserError naming the file where it is missing, broken or cut short.
+    """
+    from PIL import Image
+
+    with _opened(file) as picture:
+        if not _surely_whole(file, picture.format):
+            picture.load()
+        # PNG's own getexif() would decode the picture, for a tag may follow the pixels: see _png_is_plain
+        turned = Image.Image.getexif(picture).get(_ORIENTATION, 1) in (5, 6, 7, 8)
+        width, height = picture.size[::-1] if turned else picture.size
+    return Picture(file, height, width, turned)
+
+
+def check_size(picture: Picture, width: object, height: object) -> None:
+    """Raises UserError where the labels speak of another size than the picture's."""
+    seen = (picture.width, picture.height)
+    if (width, height) == seen:
+        return
+    if picture.turned and (height, width) == seen:
+        raise UserError(
+            f"{picture.file}: its EXIF tag turns it to {seen[0]}x{seen[1]} pixels, but its labels say"
+            f" {width}x{height}, as if it were not turned. Label it as it is seen, or remove the tag."
+        )
+    raise UserError(f"{picture.file}: is {seen[0]}x{seen[1]} pixels; its labels say {width}x{height}.")
+
+
+def clipped(box: Box, height: int, width: int, slack: tuple[float, float], rule: str) -> Box:
+    """The box, cut at the picture's edges where it leaves them by rounding alone.
+
+    slack: pixels across and down that count as rounding. Raises UserError: what is wrong with the box, and
+    for one that leaves the picture, the format's own ``rule``.
+    """
+    x1, y1, x2, y2 = box
+    if not all(map(math.isfinite, box)):
+        raise UserError("must be finite numbers")
+    if x2 - x1 < _LEAST_SIDE or y2 - y1 < _LEAST_SIDE:
+        raise UserError("has no area; width and height must be more than 0")
+    over_x, over_y = max(-x1, x2 - width), max(-y1, y2 - height)
+    if over_x > slack[0] or over_y > slack[1]:
+        raise UserError(f"leaves the picture of {width}x{height} pixels; {rule}")
+    x1, y1, x2, y2 = max(x1, 0.0), max(y1, 0.0), min(x2, float(width)), min(y2, float(height))
+    if x2 - x1 < _LEAST_SIDE or y2 - y1 < _LEAST_SIDE:
+        raise UserError("has no area within the picture")
+    return x1, y1, x2, y2
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator["Image.Image"]:
+    from PIL import Image
+
+    try:
+        with Image.open(file) as picture:
+            yield picture
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
+        known = isinstance(error, OSError) and error.strerror
+        reason = known or str(error).replace(f" '{file}'", "")
+        raise UserError(
+            f"{file}: can't be read as an image ({reason}). Mend or remove it.", everywhere=False
+        ) from error
+
+
+def _surely_whole(file: Path, kind: str | None) -> bool:
+    """Whether the file's structure shows that nothing is missing; else only decoding can tell."""
+    with file.open("rb") as data:
+        size = data.seek(0, 2)
+        if kind in ("JPEG", "MPO"):
+            data.seek(size - 2)
+            return data.read(2) == b"\xff\xd9"
+        if kind == "PNG":
+            data.seek(8)
+            return _png_is_plain(data)
+    return kind == "WEBP"  # of which PIL has read and checked all at opening
+
+
+def _png_is_plain(data: BinaryIO) -> bool:
+    """Whether the chunks go on to IEND, and none that could turn the picture follows its pixels."""
+    pixels = False
+    while len(head := data.read(8)) == 8:
+        length, kind = int.from_bytes(head[:4], "big"), head[4:]
+        if kind == b"IEND":
+            return True
+        start = data.read(min(length, 24))
+        if pixels and (kind == b"eXIf" or (kind != b"IDAT" and start.startswith(_TURNING))):
+            return False
+        pixels = pixels or kind == b"IDAT"
+        data.seek(length - len(start) + 4, 1)
+    return False

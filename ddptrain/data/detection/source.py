@@ -1,0 +1,131 @@
+"""Where pictures with boxes come from: what a format has to offer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import final, overload
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """What is on one picture.
+
+    boxes: float32 (k, 4), x1, y1, x2, y2 in pixels of the picture as it is seen (turned by its EXIF tag),
+    within it. labels: int64 (k,), indices into the classes. crowd: bool (k,), COCO's ``iscrowd``: a region of
+    many, left out of training and neither right nor wrong in evaluation.
+    """
+
+    boxes: Tensor
+    labels: Tensor
+    crowd: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@final
+class PackedObjects(Sequence[Objects]):
+    """The objects of all pictures in three tensors: a tensor each would cost a loader's workers a file
+    descriptor each.
+
+    starts: where each picture's begin, and where the last one's end.
+    """
+
+    def __init__(self, starts: Sequence[int], packed: Objects) -> None:
+        self._starts = starts
+        self._packed = packed
+
+    @classmethod
+    def of(cls, pictures: Sequence[Objects]) -> "PackedObjects":
+        """The same objects, packed."""
+        starts = [0, *accumulate(map(len, pictures))]
+        boxes, labels, crowd = (
+            torch.cat([getattr(on_it, name) for on_it in pictures]) for name in ("boxes", "labels", "crowd")
+        )
+        return cls(starts, Objects(boxes, labels, crowd))
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, which: int) -> Objects: ...
+    @overload
+    def __getitem__(self, which: slice) -> list[Objects]: ...
+    def __getitem__(self, which: int | slice) -> Objects | list[Objects]:
+        if isinstance(which, slice):
+            return [self[i] for i in range(len(self))[which]]
+        i = range(len(self))[which]
+        part, packed = slice(self._starts[i], self._starts[i + 1]), self._packed
+        return Objects(packed.boxes[part], packed.labels[part], packed.crowd[part])
+
+
+class Scenes(ABC):
+    """Pictures with boxes: the training or the validation part of a set.
+
+    names: one for each picture, its path below the set's folder, say. sizes: int64 (n, 2), height and width
+    in pixels. objects: one for each picture.
+    """
+
+    names: Sequence[str]
+    sizes: Tensor
+    objects: Sequence[Objects]
+
+    @abstractmethod
+    def image(self, i: int) -> Tensor:
+        """uint8 (3, H, W): the i-th picture.
+
+        Raises UserError naming the file where it can't be read.
+        """
+
+    def __len__(self) -> int:
+        return len(self.objects)
+
+
+@final
+class ArrayScenes(Scenes):
+    """Pictures that lie in memory already: uint8 (n, 3, H, W)."""
+
+    def __init__(self, images: Tensor, objects: Sequence[Objects], names: Sequence[str]) -> None:
+        self._images = images
+        self.objects = PackedObjects.of(objects)
+        self.names = names
+        self.sizes = torch.tensor(images.shape[2:]).expand(len(images), 2)
+
+    def image(self, i: int) -> Tensor:
+        return self._images[i]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An opened set: its two parts and its classes."""
+
+    train: Scenes
+    valid: Scenes
+    classes: Sequence[str]
+    skipped: Sequence[str] = field(default=())
+    """What ``on_error=skip`` left out: one line each, as an error would have said it."""
+
+
+class DetectionSource(ABC):
+    """One format or set of pictures with boxes."""
+
+    name: str
+
+    def fetch(self, root: Path) -> None:
+        """Bring what is missing to ``root``. Runs in one process a node, before any of them opens the set.
+
+        Raises UserError that says which file to put where.
+        """
+        return  # most sets lie where they are said to
+
+    @abstractmethod
+    def open(self, root: Path) -> Opened:
+        """The set, checked; the same on every rank. ``root``: the folder of sets without a path of their own.
+
+        Raises UserError that lists every problem found: file, line or id, value, rule.
+        """

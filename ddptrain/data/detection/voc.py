@@ -1,0 +1,147 @@
+"""Pascal VOC (Everingham et al. 2010), found and read by torchvision."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, final
+from xml.etree import ElementTree
+
+from ddptrain.data.detection.files import (
+    FileScenes,
+    OnError,
+    Picture,
+    Problems,
+    Row,
+    check_size,
+    clipped,
+    probe,
+)
+from ddptrain.data.detection.source import DetectionSource, Opened
+from ddptrain.errors import UserError
+
+if TYPE_CHECKING:
+    from torchvision.datasets import VOCDetection
+
+CLASSES = (
+    *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
+    *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train"),
+    "tvmonitor",
+)
+_CORNERS = ("xmin", "ymin", "xmax", "ymax")
+_ROUNDING = (1.0, 1.0)
+_RULE = "corners count from 1 to its width and height (1 pixel beyond counts as rounding and is cut off)"
+
+
+@final
+class VocFiles(DetectionSource):
+    """Pascal VOC as its archives unpack: ``root/VOCdevkit/VOC<year>`` (2011: ``root/TrainVal/VOCdevkit/...``)
+    with Annotations, ImageSets/Main/{train,val}.txt and JPEGImages. Objects marked as difficult become
+    crowds: neither right nor wrong in evaluation, as in VOC's own.
+
+    download: bring what is missing from VOC's site. on_error: "stop" refuses a set with problems and lists
+    them; "skip" leaves out bad objects, and images that are missing, broken or have no annotation.
+    """
+
+    name = "voc"
+
+    def __init__(
+        self,
+        year: Literal[2007, 2008, 2009, 2010, 2011, 2012] = 2012,
+        download: bool = False,
+        on_error: OnError = "stop",
+    ) -> None:
+        self._year = year
+        self._download = download
+        self._on_error = on_error
+        self._below = ("TrainVal/" if year == 2011 else "") + f"VOCdevkit/VOC{year}"
+
+    def fetch(self, root: Path) -> None:
+        from torchvision.datasets import VOCDetection
+
+        if self._download and not (root / self._below).is_dir():
+            try:
+                VOCDetection(root, str(self._year), "train", download=True)
+            except (OSError, RuntimeError) as error:
+                raise UserError(
+                    f"data.source.download=true: VOC{self._year} can't be brought to {root} ({error})."
+                    f" Put it there yourself, as {root / self._below}."
+                ) from error
+
+    def open(self, root: Path) -> Opened:
+        train, valid = self._found(root, "train"), self._found(root, "val")
+        problems = Problems(root / self._below, self._on_error)
+        return problems.opened(
+            FileScenes(_labelled(train, problems)), FileScenes(_labelled(valid, problems)), CLASSES
+        )
+
+    def _found(self, root: Path, image_set: str) -> "VOCDetection":
+        from torchvision.datasets import VOCDetection
+
+        try:
+            return VOCDetection(root, str(self._year), image_set)
+        except (RuntimeError, FileNotFoundError) as error:
+            wanted = root / self._below / "ImageSets" / "Main" / f"{image_set}.txt"
+            raise UserError(
+                f"data.root={root}: holds no VOC{self._year}: {wanted} is missing. Unpack its archive into"
+                f" {root} (data.root=... names another folder), or set data.source.download=true."
+            ) from error
+
+
+def _labelled(found: "VOCDetection", problems: Problems) -> Iterator[tuple[Picture, str, list[Row]]]:
+    for image, annotation in zip(found.images, found.annotations, strict=True):
+        try:
+            picture = probe(Path(image))
+            objects = _objects(found, annotation, picture)
+        except UserError as error:
+            problems.add(str(error))
+            continue
+        rows = []
+        for number, entry in enumerate(objects, 1):
+            try:
+                rows.append(_row(entry, picture))
+            except UserError as error:
+                problems.add(f"{annotation}, object {number}: {error}.")
+        yield picture, f"JPEGImages/{picture.file.name}", rows
+
+
+def _objects(found: "VOCDetection", annotation: str, picture: Picture) -> list[Any]:
+    try:
+        tree = found.parse_voc_xml(ElementTree.parse(annotation).getroot())
+    except OSError as error:
+        raise UserError(f"{annotation}: can't be read ({error.strerror}).") from error
+    except ElementTree.ParseError as error:
+        line, column = error.position
+        reason = str(error).split(":")[0]
+        raise UserError(f"{annotation}, line {line}, column {column + 1}: is not XML ({reason}).") from error
+    content = tree.get("annotation")
+    if not isinstance(content, dict):
+        raise UserError(f"{annotation}: must hold one <annotation>.")
+    size = content.get("size")
+    if isinstance(size, dict):
+        check_size(picture, *(_whole(size.get(side)) for side in ("width", "height")))
+    objects: list[Any] = content["object"]
+    return objects
+
+
+def _whole(text: Any) -> Any:
+    return int(text) if isinstance(text, str) and text.isdecimal() else text
+
+
+def _row(entry: Any, picture: Picture) -> Row:
+    name = entry.get("name") if isinstance(entry, dict) else None
+    if name not in CLASSES:
+        raise UserError(f"name {name}: must be one of VOC's 20 classes ({', '.join(CLASSES)})")
+    difficult = entry.get("difficult", "0")
+    if difficult not in ("0", "1"):
+        raise UserError(f"difficult {difficult}: must be 0 or 1")
+    corners = entry.get("bndbox")
+    written = [corners.get(corner) if isinstance(corners, dict) else None for corner in _CORNERS]
+    told = f"bndbox {' '.join(map(str, written))}"
+    try:
+        x1, y1, x2, y2 = (float(value) for value in written if isinstance(value, str))
+    except ValueError as error:
+        raise UserError(f"{told}: must be four numbers, {', '.join(_CORNERS)}") from error
+    try:
+        box = clipped((x1 - 1, y1 - 1, x2, y2), picture.height, picture.width, _ROUNDING, _RULE)
+    except UserError as error:
+        raise UserError(f"{told}: {error}") from error
+    return box, CLASSES.index(name), difficult == "1"
