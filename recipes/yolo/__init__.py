@@ -1,0 +1,1 @@
+"""A one-stage detector in the manner of YOLO."""

@@ -1,0 +1,80 @@
+"""Which anchor learns which object: task-aligned assignment (Feng et al.: TOOD, arXiv 2108.07755).
+
+An anchor's alignment with an object is score^alpha * IoU^beta: how well it already sees it. Each object takes
+the best few anchors that lie in it; an anchor wanted by several goes to the one whose box it fits best. All
+pictures and objects of a batch at once.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torchvision.ops import box_iou
+
+from ddptrain.errors import UserError
+
+
+class Assigned(NamedTuple):
+    """What each anchor is to learn."""
+
+    target: Tensor
+    """int64 (n, a): which of the picture's objects."""
+    weight: Tensor
+    """float32 (n, a) in [0, 1]: the score it should give it; 0 where it learns that nothing is there.
+
+    An object's best anchor gets the IoU of the best fitting one, the others less in proportion to their
+    alignment (section 3.3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskAligned:
+    """most: anchors that an object takes. alpha, beta: exponents of score and IoU."""
+
+    most: int = 10
+    alpha: float = 0.5
+    beta: float = 6.0
+
+    def __post_init__(self) -> None:
+        if self.most < 1:
+            raise UserError(f"task.assigner.most={self.most}: must be 1 or more.")
+        for name in ("alpha", "beta"):
+            if getattr(self, name) < 0:
+                raise UserError(f"task.assigner.{name}={getattr(self, name)}: must be 0 or more.")
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        scores: Tensor,
+        predicted: Tensor,
+        points: Tensor,
+        strides: Tensor,
+        boxes: Tensor,
+        labels: Tensor,
+    ) -> Assigned:
+        """scores: (n, a, classes) in [0, 1]. predicted: (n, a, 4) boxes. points: (a, 2). strides: (a,).
+        boxes: (n, k, 4) true ones. labels: int64 (n, k), -1 in rows without an object. All in pixels.
+        """
+        n, a, _ = scores.shape
+        k = labels.shape[1]
+        if k == 0:
+            return Assigned(labels.new_zeros(n, a), scores.new_zeros(n, a))
+        overlap = box_iou(boxes, predicted).nan_to_num_()  # (n, k, a); two boxes without area give 0 / 0
+        wanted = labels.clamp(min=0)[:, None, :].expand(n, a, k)
+        seen = scores.gather(2, wanted).transpose(1, 2)
+        possible = self._inside(points, strides, boxes) & (labels >= 0)[..., None]
+        alignment = torch.where(possible, seen.pow(self.alpha) * overlap.pow(self.beta), 0.0)
+        best, which = alignment.topk(min(self.most, a), dim=2)
+        taken = torch.zeros_like(alignment, dtype=torch.bool).scatter_(2, which, best > 0)
+        index = torch.where(taken, overlap, -1.0).argmax(1)
+        mine = taken & (torch.arange(k, device=index.device)[:, None] == index[:, None, :])
+        alignment, overlap = alignment * mine, overlap * mine
+        share = alignment / alignment.amax(2, keepdim=True).clamp(min=torch.finfo(alignment.dtype).tiny)
+        return Assigned(index, (share * overlap.amax(2, keepdim=True)).amax(1))
+
+    def _inside(self, points: Tensor, strides: Tensor, boxes: Tensor) -> Tensor:
+        """bool (n, k, a): points in boxes. A box thinner than the finest stride is taken as thick as that, or
+        small objects would fall between the points."""
+        middle = (boxes[..., :2] + boxes[..., 2:]) / 2
+        half = ((boxes[..., 2:] - boxes[..., :2]) / 2).clamp(min=strides.min() / 2)
+        return ((points - middle[:, :, None]).abs() < half[:, :, None]).all(-1)

@@ -1,0 +1,105 @@
+"""The detector as other programs run it: pictures in, boxes out, nothing of the training."""
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torchvision.ops import batched_nms
+
+from ddptrain.protocols import Deployed, relative_difference
+from ddptrain.recipes.yolo.boxes import candidates, decoded
+
+_RECTANGLES = 12
+"""On the example picture."""
+_TIE = 1e-5
+"""Scores that differ by less are equal but for rounding."""
+
+
+def deployed(model: nn.Module, side: int, batch: int, suppress: "Suppression | None") -> Deployed:
+    """With ``suppress`` the doubles are removed and the output is a list, else every anchor speaks."""
+    module = _Dense(model) if suppress is None else _Listed(model, suppress)
+    names = ("boxes", "scores") if suppress is None else ("detections",)
+    difference = relative_difference if suppress is None else difference_of_lists
+    return Deployed(module.eval(), (_example(batch, side),), ("images",), names, difference)
+
+
+@final
+class Suppression:
+    """Which answers are listed: those of at least ``least_score``, at most ``most`` a picture, none that
+    overlaps a surer one of its class by more than ``overlap`` (IoU)."""
+
+    def __init__(self, least_score: float, overlap: float, most: int) -> None:
+        self.least_score = least_score
+        self.overlap = overlap
+        self.most = most
+
+
+@final
+class _Dense(nn.Module):
+    """float32 (n, 3, side, side) in [0, 1] -> float32 (n, a, 4) x1, y1, x2, y2 in pixels, and float32
+    (n, a, classes) scores."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        raw = self.model(images)
+        return decoded(raw), raw.classes.float().sigmoid()
+
+
+@final
+class _Listed(nn.Module):
+    """float32 (n, 3, side, side) in [0, 1] -> float32 (n, most, 6): x1, y1, x2, y2 in pixels, score, class,
+    the surest first; rows of zeros below the last."""
+
+    def __init__(self, model: nn.Module, suppress: Suppression) -> None:
+        super().__init__()
+        self.dense = _Dense(model)
+        self._suppress = suppress
+
+    def forward(self, images: Tensor) -> Tensor:
+        found = candidates(*self.dense(images))
+        return torch.stack([self._listed(*picture) for picture in zip(*found, strict=True)])
+
+    def _listed(self, boxes: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
+        # a fixed number of rows, kept ones marked by their score: shapes that depend on what is seen would
+        # have to be handled by every program that runs this
+        kept = batched_nms(boxes, scores, labels, self._suppress.overlap)
+        marks = torch.zeros_like(scores).scatter(0, kept, torch.ones_like(kept, dtype=scores.dtype))
+        score = torch.where(scores >= self._suppress.least_score, scores * marks, 0.0)
+        best, index = score.topk(min(self._suppress.most, len(score)))
+        rows = torch.cat([boxes[index], best[:, None], labels[index, None].to(best.dtype)], dim=1)
+        return rows * (best > 0)[:, None]
+
+
+def difference_of_lists(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference between a listed box and its partner in the other list, in shares of the largest
+    coordinate and of score; infinite where one has none.
+
+    Rounding decides the order of (nearly) equal scores, and with it which of two doubles stays: boxes with a
+    rival in score need no partner.
+    """
+    scale = ours.new_tensor([*[float(ours[..., :4].abs().max().clamp(min=1))] * 4, 1.0, 1e-9])
+    largest = 0.0
+    for one, other in zip(ours, theirs, strict=True):
+        both = [rows[rows[:, 4] > 0] / scale for rows in (one, other)]
+        scores = torch.cat(both)[:, 4]
+        for rows, others in (both, both[::-1]):
+            apart = torch.cdist(rows, others, p=torch.inf)
+            nearest = apart.amin(1) if len(others) else apart.new_full((len(rows),), torch.inf)
+            tied = ((rows[:, None, 4] - scores).abs() < _TIE).sum(1) > 2  # itself, its partner, a rival
+            largest = max(largest, *nearest[~tied].tolist(), 0.0)
+    return largest
+
+
+def _example(batch: int, side: int) -> Tensor:
+    """float32 (n, 3, side, side): rectangles of any colour on noise."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(batch, 3, side, side, generator=generator) * 0.2
+    for image in images:
+        for _ in range(_RECTANGLES):
+            x, y = torch.randint(0, side * 3 // 4, (2,), generator=generator).tolist()
+            width, height = torch.randint(side // 16, side // 3, (2,), generator=generator).tolist()
+            image[:, y : y + height, x : x + width] = torch.rand(3, 1, 1, generator=generator)
+    return images

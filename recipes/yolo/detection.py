@@ -1,0 +1,169 @@
+"""Detection: the Task of the YOLO recipes."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchvision.ops import complete_box_iou_loss
+
+from ddptrain.data.detection.batch import Batch
+from ddptrain.data.detection.data import DetectionData
+from ddptrain.data.dice import mixed
+from ddptrain.errors import UserError
+from ddptrain.protocols import At, Deployed, Figure, Loss, Report, Rows, Task
+from ddptrain.recipes.yolo.assign import TaskAligned
+from ddptrain.recipes.yolo.boxes import (
+    boxes_at,
+    class_loss,
+    detections,
+    distance_loss,
+    distances_from,
+    expected_distances,
+)
+from ddptrain.recipes.yolo.deploy import Suppression, deployed
+from ddptrain.recipes.yolo.draw import compared
+from ddptrain.recipes.yolo.predict import predicted
+from ddptrain.recipes.yolo.score import coco_scores
+
+_SHOWN = 8
+"""Validation pictures that are drawn at each evaluation."""
+_COARSEST = 32
+
+
+@final
+class Detection(Task):
+    """Boxes by CIoU and distribution focal loss, classes by binary cross-entropy; COCO's metrics.
+
+    model: called with ``num_classes``. assigner: which anchor learns which object. box, distance, classes:
+    weights of the three losses. multi_scale: in each step pictures are scaled to a side drawn from
+    [1 - multi_scale, 1 + multi_scale] times theirs; 0 for none. overlap: IoU above which the less sure of two
+    boxes of one class is a double.
+    """
+
+    best_metric = "mAP"
+    higher_is_better = True
+
+    def __init__(
+        self,
+        model: Callable[..., nn.Module],
+        data: DetectionData,
+        assigner: TaskAligned,
+        box: float = 7.5,
+        distance: float = 1.5,
+        classes: float = 0.5,
+        multi_scale: float = 0.0,
+        overlap: float = 0.7,
+    ) -> None:
+        if not 0 <= multi_scale < 1:
+            raise UserError(f"task.multi_scale={multi_scale}: must be in [0, 1).")
+        if not 0 <= overlap <= 1:
+            raise UserError(f"task.overlap={overlap}: must be in [0, 1].")
+        self._model = model
+        self._data = data
+        self._assigner = assigner
+        self._gains = {"box": box, "distance": distance, "classes": classes}
+        self._multi_scale = multi_scale
+        self._overlap = overlap
+
+    def build(self) -> nn.Module:
+        return self._model(num_classes=len(self._data.classes))
+
+    def loss(self, model: nn.Module, batch: Batch, at: At) -> Loss:
+        """Every term is added over anchors, weighted by the score they should give, and divided by the sum of
+        those weights over the whole global batch: how many anchors learn an object differs between ranks."""
+        images, true = self._scaled(batch.images, batch.boxes, at)
+        raw = model(images)
+        logits, scores = raw.distances.float(), raw.classes.float()
+        predicted = boxes_at(raw.points, expected_distances(logits) * raw.strides[:, None])
+        assigned = self._assigner(
+            scores.detach().sigmoid(), predicted.detach(), raw.points, raw.strides, true, batch.labels
+        )
+        weight, learnt = assigned.weight, assigned.weight > 0
+        # dense, with dummies where nothing is to be learnt: picking those out would wait for the device
+        goal, label = _of_objects(true, batch.labels, assigned.target)
+        cells = _cells(raw.points, raw.strides)
+        goal = torch.where(learnt[..., None], goal, cells)
+        # also in place of what was predicted there: a box without height has a NaN as CIoU's gradient
+        aimed = torch.where(learnt[..., None], predicted, cells)
+        targets = distances_from(raw.points, goal) / raw.strides[:, None]
+        share = functional.one_hot(label.clamp(min=0), scores.shape[-1]) * weight[..., None]
+        sums = {
+            "box": (complete_box_iou_loss(aimed, goal) * weight).sum(),
+            "distance": (distance_loss(logits, targets).mean(-1) * weight).sum(),
+            "classes": class_loss(scores, share),
+        }
+        total = torch.stack([self._gains[name] * value for name, value in sums.items()]).sum()
+        return Loss(total, weight.sum(), sums)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
+        found = []
+        for i, (boxes, scores, labels) in enumerate(
+            detections(model(batch.images), least_score=0.001, overlap=self._overlap, most=100)
+        ):
+            picture = batch.ids[i].expand(len(labels))
+            boxes = batch.placed.of(i).back(boxes)
+            found.append(torch.cat([picture[:, None], boxes, scores[:, None], labels[:, None]], dim=1))
+        return {"found": Rows(torch.cat(found))}
+
+    def report(self, sums: Mapping[str, Tensor]) -> Report:
+        found = self._clipped(sums["found"])
+        scores = coco_scores(self._data.valid, self._data.classes, found)
+        return Report(scores.metrics, {"precision_recall": scores.curves})
+
+    def figures(self, model: nn.Module) -> Mapping[str, Figure]:
+        batch = next(iter(self._data.valid_batches([range(min(_SHOWN, self._data.valid_size))])))
+        found = detections(model(batch.images), least_score=0.25, overlap=self._overlap, most=100)
+        return {"predictions": compared(batch, found, self._data.classes)}
+
+    def predict(
+        self, model: nn.Module, source: str, out: str = "predictions", score: float = 0.25
+    ) -> Iterator[str]:
+        """Boxes on pictures: a file, a folder or a pattern; see `ddptrain.recipes.yolo.predict`."""
+        if not 0 <= score <= 1:
+            raise UserError(f"score={score}: must be in [0, 1].")
+        told: Iterator[str] = predicted(model, self._data, source, Path(out), score, self._overlap)
+        return told
+
+    def deploy(
+        self, model: nn.Module, nms: bool = False, batch: int = 1, score: float = 0.25, most: int = 100
+    ) -> Deployed:
+        """With ``nms`` at most ``most`` boxes a picture, of ``score`` or more; else what every anchor says."""
+        if batch < 1 or most < 1 or not 0 <= score <= 1:
+            raise UserError(f"batch={batch} most={most} score={score}: 1 or more, 1 or more, in [0, 1].")
+        suppress = Suppression(score, self._overlap, most) if nms else None
+        whole: Deployed = deployed(model, self._data.side, batch, suppress)
+        return whole
+
+    def _clipped(self, found: Tensor) -> Tensor:
+        """Detections within their pictures."""
+        sizes = self._data.valid.sizes[found[:, 0].long()]
+        most = torch.stack([sizes[:, 1], sizes[:, 0]] * 2, dim=1).to(found.dtype)
+        return torch.cat([found[:, :1], found[:, 1:5].clamp(min=0).minimum(most), found[:, 5:]], dim=1)
+
+    def _scaled(self, images: Tensor, boxes: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        """The batch at this step's scale, the same on every rank and in every micro-batch."""
+        if not self._multi_scale:
+            return images, boxes
+        side = images.shape[-1]
+        drawn = mixed(at.step) / 2**63 * 2 - 1
+        new = max(round(side * (1 + self._multi_scale * drawn) / _COARSEST), 1) * _COARSEST
+        if new == side:
+            return images, boxes
+        resized = functional.interpolate(images, size=(new, new), mode="bilinear", antialias=True)
+        return resized, boxes * (new / side)
+
+
+def _of_objects(boxes: Tensor, labels: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """The box (n, a, 4) and the label (n, a) of the object that each anchor was given."""
+    if labels.shape[1] == 0:  # not one object in the batch
+        return boxes.new_zeros(*index.shape, 4), labels.new_zeros(index.shape)
+    return boxes.gather(1, index[..., None].expand(-1, -1, 4)), labels.gather(1, index)
+
+
+def _cells(points: Tensor, strides: Tensor) -> Tensor:
+    """(a, 4): the box of each anchor's own cell."""
+    half = strides[:, None] / 2
+    return torch.cat([points - half, points + half], dim=1)

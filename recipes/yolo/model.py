@@ -1,0 +1,130 @@
+"""The network: a backbone in five stages, a path-aggregating neck, a decoupled head on three strides."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddptrain.errors import UserError
+from ddptrain.recipes.yolo.blocks import ConvBlock, CspBlock, PyramidPooling
+
+STRIDES = (8, 16, 32)
+"""Pixels from cell to cell on the three maps."""
+_SIZES = {"n": (0.25, 1), "s": (0.5, 1), "m": (0.75, 2)}
+"""Share of the full width; bottlenecks in a block (twice as many in the backbone's middle)."""
+_FULL_WIDTHS = (64, 128, 256, 512, 1024)
+_PRIOR = 0.01
+"""Score that a fresh head gives every class, so that the many empty cells don't drown the first steps
+(Lin et al., arXiv 1708.02002, section 4.1)."""
+
+
+class Raw(NamedTuple):
+    """What the network says of each of the ``a`` anchors, finest map first, row by row."""
+
+    distances: Tensor
+    """(n, a, 4, bins) logits: how far the left, top, right and bottom sides lie, in strides."""
+    classes: Tensor
+    """(n, a, classes) logits."""
+    points: Tensor
+    """float32 (a, 2): x and y of each anchor, the middle of its cell, in pixels."""
+    strides: Tensor
+    """float32 (a,): pixels."""
+
+
+@final
+class Yolo(nn.Module):
+    """An anchor-free one-stage detector.
+
+    size: n, s or m, in width and depth. bins: how many distances, 0 to bins - 1 strides, the box regression
+    weighs (see `ddptrain.recipes.yolo.boxes`). Strides 8, 16 and 32, joined top-down and bottom-up (Liu et
+    al.: path aggregation, arXiv 1803.01534); boxes and classes by branches of their own (Ge et al.: YOLOX,
+    arXiv 2107.08430).
+    """
+
+    def __init__(
+        self, num_classes: int, size: Literal["n", "s", "m"] = "n", bins: int = 16, in_channels: int = 3
+    ) -> None:
+        super().__init__()
+        if bins < 2:
+            raise UserError(f"model.bins={bins}: must be 2 or more.")
+        share, depth = _SIZES[size]
+        one, two, three, four, five = (round(share * width) for width in _FULL_WIDTHS)
+        self.stem = nn.Sequential(ConvBlock(in_channels, one, 3, 2), ConvBlock(one, two, 3, 2))
+        self.to_8 = nn.Sequential(CspBlock(two, two, depth, True), ConvBlock(two, three, 3, 2))
+        self.to_16 = nn.Sequential(CspBlock(three, three, 2 * depth, True), ConvBlock(three, four, 3, 2))
+        self.to_32 = nn.Sequential(CspBlock(four, four, 2 * depth, True), ConvBlock(four, five, 3, 2))
+        self.top = nn.Sequential(CspBlock(five, five, depth, True), PyramidPooling(five))
+        self.down_16 = CspBlock(five + four, four, depth, False)
+        self.down_8 = CspBlock(four + three, three, depth, False)
+        self.shrink_8 = ConvBlock(three, three, 3, 2)
+        self.up_16 = CspBlock(three + four, four, depth, False)
+        self.shrink_16 = ConvBlock(four, four, 3, 2)
+        self.up_32 = CspBlock(four + five, five, depth, False)
+        self.heads = nn.ModuleList(
+            _Head(channels, num_classes, bins, box_width=max(16, three // 4, 4 * bins))
+            for channels in (three, four, five)
+        )
+
+    def forward(self, images: Tensor) -> Raw:
+        """images: float (n, 3, H, W) in [0, 1]; H and W are multiples of 32."""
+        at_8 = self.to_8(self.stem(images))
+        at_16 = self.to_16(at_8)
+        at_32 = self.top(self.to_32(at_16))
+        at_16 = self.down_16(torch.cat([_doubled(at_32), at_16], dim=1))
+        at_8 = self.down_8(torch.cat([_doubled(at_16), at_8], dim=1))
+        at_16 = self.up_16(torch.cat([self.shrink_8(at_8), at_16], dim=1))
+        at_32 = self.up_32(torch.cat([self.shrink_16(at_16), at_32], dim=1))
+        outputs = [head(x) for head, x in zip(self.heads, (at_8, at_16, at_32), strict=True)]
+        distances, classes = (torch.cat(of, dim=1) for of in zip(*outputs, strict=True))
+        points, strides = anchors(images.shape[-2], images.shape[-1], images.device)
+        return Raw(distances, classes, points, strides)
+
+
+@final
+class _Head(nn.Module):
+    """Boxes and classes of one map."""
+
+    def __init__(self, channels: int, num_classes: int, bins: int, box_width: int) -> None:
+        super().__init__()
+        self.box = nn.Sequential(
+            ConvBlock(channels, box_width, 3),
+            ConvBlock(box_width, box_width, 3),
+            nn.Conv2d(box_width, 4 * bins, 1),
+        )
+        # each class map sees all channels in 1x1s and its surroundings in depthwise 3x3s: a third of the cost
+        self.classes = nn.Sequential(
+            ConvBlock(channels, channels, 3, groups=channels),
+            ConvBlock(channels, channels),
+            ConvBlock(channels, channels, 3, groups=channels),
+            ConvBlock(channels, channels),
+            nn.Conv2d(channels, num_classes, 1),
+        )
+        self._bins = bins
+        nn.init.constant_(self.classes[-1].bias, math.log(_PRIOR / (1 - _PRIOR)))  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        box = self.box(x).flatten(2).transpose(1, 2)
+        return box.unflatten(2, (4, self._bins)), self.classes(x).flatten(2).transpose(1, 2)
+
+
+def anchors(
+    height: int, width: int, device: torch.device, strides: Sequence[int] = STRIDES
+) -> tuple[Tensor, Tensor]:
+    """float32 (a, 2) middles of all cells as x, y in pixels, and float32 (a,) strides, finest map first."""
+    points, sizes = [], []
+    for stride in strides:
+        rows, columns = (
+            (torch.arange(side // stride, device=device, dtype=torch.float32) + 0.5) * stride
+            for side in (height, width)
+        )
+        y, x = torch.meshgrid(rows, columns, indexing="ij")
+        points.append(torch.stack([x, y], dim=-1).view(-1, 2))
+        sizes.append(torch.full((len(points[-1]),), float(stride), device=device))
+    return torch.cat(points), torch.cat(sizes)
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return functional.interpolate(x, scale_factor=2.0, mode="nearest")

@@ -1,0 +1,106 @@
+"""What a trained detector sees on any pictures, written next to each other in one folder."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from glob import glob
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ddptrain.data.detection.data import DetectionData
+from ddptrain.data.detection.files import FileScenes, probe
+from ddptrain.data.detection.source import Objects
+from ddptrain.data.detection.write import as_coco
+from ddptrain.data.imagefolder import ENDINGS
+from ddptrain.errors import UserError
+from ddptrain.recipes.yolo.boxes import Detections, detections
+from ddptrain.recipes.yolo.draw import annotated
+
+
+def predicted(
+    model: nn.Module, data: DetectionData, source: str, out: Path, least_score: float, overlap: float
+) -> Iterator[str]:
+    """A line for each picture that ``source`` names: a file, a folder (with those below), or a pattern.
+
+    Under ``out``: ``pictures/`` with the boxes drawn in, ``labels/`` as YOLO's text files, and
+    ``predictions.json`` as COCO's instances JSON with a score for each box.
+    """
+    files = _files(source)
+    above = Path(os.path.commonpath([file.parent for file in files]))
+    names = [file.relative_to(above) for file in files]
+    _check_apart(names)
+    scenes = FileScenes((probe(file), str(name), []) for file, name in zip(files, names, strict=True))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"out={out}: exists and isn't empty. Name a new folder, or clear this one.")
+    seen: list[Detections] = []
+    for i, batch in enumerate(data.batches_of(scenes)):
+        found = detections(model(batch.images), least_score, overlap, most=100)[0]
+        boxes = _within(batch.placed.of(0).back(found.boxes).cpu(), scenes.sizes[i])
+        found = Detections(boxes, found.scores.cpu(), found.labels.cpu())
+        seen.append(found)
+        _write_picture(out / "pictures" / names[i].with_suffix(".png"), scenes.image(i), found, data.classes)
+        _write_labels(out / "labels" / names[i].with_suffix(".txt"), found, scenes.sizes[i])
+        told = ", ".join(_told(found, data.classes)) or "nothing"
+        yield f"{files[i]}: {told}\n"
+    (out / "predictions.json").write_text(json.dumps(_as_json(scenes, seen, data.classes)), encoding="utf-8")
+    yield f"{out}: pictures, labels and predictions.json for {len(files)} pictures"
+
+
+def _files(source: str) -> list[Path]:
+    path = Path(source)
+    if path.is_file():
+        return [path]
+    found = path.rglob("*") if path.is_dir() else map(Path, glob(source, recursive=True))
+    files = sorted(file for file in found if file.suffix.lower() in ENDINGS and file.is_file())
+    if not files:
+        raise UserError(f"source={source}: names no picture ({', '.join(ENDINGS)}): no such file or folder.")
+    return files
+
+
+def _check_apart(names: Sequence[Path]) -> None:
+    """Refuse a.jpg beside a.png: both would be written to one file."""
+    written: dict[Path, Path] = {}
+    for name in names:
+        other = written.setdefault(name.with_suffix(""), name)
+        if other is not name:
+            raise UserError(f"source: {other} and {name} differ in their ending only; give them other names.")
+
+
+def _within(boxes: Tensor, size: Tensor) -> Tensor:
+    height, width = size.tolist()
+    return boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=boxes.dtype))
+
+
+def _told(found: Detections, classes: Sequence[str]) -> Iterator[str]:
+    counts = found.labels.bincount(minlength=len(classes)).tolist()
+    return (f"{count} {name}" for name, count in zip(classes, counts, strict=True) if count)
+
+
+def _write_picture(file: Path, pixels: Tensor, found: Detections, classes: Sequence[str]) -> None:
+    from torchvision.io import write_png
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_png(annotated(pixels, found, classes), str(file))
+
+
+def _write_labels(file: Path, found: Detections, size: Tensor) -> None:
+    """``class cx cy w h`` as shares of the picture's sides: labels to correct and train on."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    height, width = size.tolist()
+    lines = [
+        f"{label} {(x1 + x2) / 2 / width:.6f} {(y1 + y2) / 2 / height:.6f}"
+        f" {(x2 - x1) / width:.6f} {(y2 - y1) / height:.6f}\n"
+        for (x1, y1, x2, y2), label in zip(found.boxes.tolist(), found.labels.tolist(), strict=True)
+    ]
+    file.write_text("".join(lines), encoding="utf-8")
+
+
+def _as_json(scenes: FileScenes, seen: Sequence[Detections], classes: Sequence[str]) -> dict[str, object]:
+    objects = [Objects(f.boxes, f.labels, torch.zeros_like(f.labels, dtype=torch.bool)) for f in seen]
+    content = as_coco(objects, scenes.sizes, scenes.names, classes)
+    scores = [score for found in seen for score in found.scores.tolist()]
+    for annotation, score in zip(content["annotations"], scores, strict=True):
+        annotation["score"] = score
+    return content

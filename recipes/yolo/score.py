@@ -1,0 +1,80 @@
+"""COCO's metrics, by faster-coco-eval."""
+
+import contextlib
+import io
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddptrain.data.detection.source import Scenes
+from ddptrain.data.detection.write import as_coco
+from ddptrain.protocols import Curves
+
+_ANY_AREA, _MOST = 0, -1
+"""Positions in the evaluator's tables: objects of all sizes, 100 detections a picture."""
+_STEP = 5
+"""Every so many of the 101 points of a curve are drawn."""
+
+
+class Scores(NamedTuple):
+    """How good detections are."""
+
+    metrics: dict[str, float]
+    curves: Curves
+
+
+def coco_scores(scenes: Scenes, classes: Sequence[str], found: Tensor) -> Scores:
+    """Average precision and recall of detections on all pictures of a part of a set.
+
+    found: float32 (d, 7), rows of picture, x1, y1, x2, y2 (in pixels of the picture), score, label.
+
+    mAP is the mean over classes and over IoU thresholds 0.50, 0.55, ... 0.95 of the average precision; mAP50
+    and mAP75 are at one threshold; AR is the recall with 100 detections a picture, over the same thresholds
+    (Lin et al., arXiv 1405.0312; cocodataset.org/#detection-eval). Classes that no picture holds don't count.
+    """
+    from faster_coco_eval import COCO, COCOeval_faster
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO(as_coco(scenes.objects, scenes.sizes, scenes.names, classes))
+        evaluator = COCOeval_faster(truth, truth.loadRes(_results(found)), "bbox")
+        evaluator.evaluate()
+        evaluator.accumulate()
+    precision = torch.from_numpy(evaluator.eval["precision"])[..., _ANY_AREA, _MOST]  # IoU, recall, class
+    recall = torch.from_numpy(evaluator.eval["recall"])[..., _ANY_AREA, _MOST]  # IoU, class
+    seen = [i for i in range(len(classes)) if recall[0, i] >= 0]
+    precision, recall = precision[..., seen], recall[..., seen]
+    metrics = {
+        "mAP": float(precision.mean()),
+        "mAP50": float(precision[0].mean()),
+        "mAP75": float(precision[5].mean()),
+        "AR": float(recall.mean()),
+    }
+    for place, label in enumerate(seen):
+        metrics[f"AP/{classes[label]}"] = float(precision[..., place].mean())
+        metrics[f"AR/{classes[label]}"] = float(recall[:, place].mean())
+    return Scores(metrics, _curves(precision))
+
+
+def _curves(precision: Tensor) -> Curves:
+    """Precision against recall, the mean over classes at some thresholds."""
+    at = {"IoU 0.50": precision[0], "IoU 0.75": precision[5], "IoU 0.90": precision[8]}
+    lines = {
+        name: [(i / 100, float(of.mean())) for i, of in enumerate(values) if i % _STEP == 0]
+        for name, values in at.items()
+    }
+    return Curves(lines, "recall", "precision")
+
+
+def _results(found: Tensor) -> list[dict[str, Any]]:
+    """Rows of picture, x1, y1, x2, y2, score, label as COCO's results JSON has them."""
+    return [
+        {
+            "image_id": int(picture) + 1,
+            "category_id": int(label) + 1,
+            "bbox": [x1, y1, x2 - x1, y2 - y1],
+            "score": score,
+        }
+        for picture, x1, y1, x2, y2, score, label in found.tolist()
+    ]
