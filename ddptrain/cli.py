@@ -32,7 +32,13 @@ def main(words: Sequence[str]) -> int:
     try:
         arguments = parse(words)
         _open_user_code(arguments)
-        verbs = {"train": _train, "evaluate": _evaluate, "predict": _predict}
+        verbs = {
+            "train": _train,
+            "evaluate": _evaluate,
+            "predict": _predict,
+            "export": _export,
+            "write": _write,
+        }
         return verbs[arguments.verb](arguments)
     except UserError as error:
         _print_once(error, error.everywhere)
@@ -81,16 +87,55 @@ def _evaluate(arguments: Arguments) -> int:
 
 
 def _predict(arguments: Arguments) -> int:
-    """What is neither of the run nor a key of its config is for the task: a prompt, a temperature."""
-    of_config = {field.name for field in dataclasses.fields(Config)} - {"seed", *_OF_A_RUN}
-    own, overrides = _divided(arguments.overrides, lambda name: name.isidentifier() and name not in of_config)
-    config, folder = _saved_config(arguments, own, overrides)
-    checkpoint = own.pop("checkpoint", "") or "last"
-    own.pop("run")
+    config, folder, checkpoint, own = _asked_of_a_run(arguments)
     from ddptrain.commands import predict
 
     _recorded(lambda: predict.run(config, folder, checkpoint, own))
     return ExitCode.DONE
+
+
+def _export(arguments: Arguments) -> int:
+    config, folder, checkpoint, own = _asked_of_a_run(arguments)
+    from ddptrain.commands import export
+
+    _recorded(lambda: export.run(config, folder, checkpoint, own))
+    return ExitCode.DONE
+
+
+def _write(arguments: Arguments) -> int:
+    """What is no key of a config is for the data: a layout."""
+    own, overrides = _divided(arguments.overrides, _is_no_key)
+    if arguments.sweeps:
+        raise UserError("write: writes one set of data; leave --multirun out.")
+    if not own.get("out"):
+        raise UserError("write: name a new folder: write recipe=<name> out=<folder>")
+    out = Path(own.pop("out"))
+
+    def job(tree: Tree, overrides: list[str]) -> None:
+        if tree.get("recipe") in (None, "???"):
+            raise UserError("write: say whose data: write recipe=<name> out=<folder>")
+        config = checked(tree)
+        from ddptrain.commands import write
+
+        _recorded(lambda: write.run(config, out, own))
+
+    run_composed(dataclasses.replace(arguments, overrides=tuple(overrides)), job)
+    return ExitCode.DONE
+
+
+def _asked_of_a_run(arguments: Arguments) -> tuple[Config, Path, str, dict[str, str]]:
+    """The config of a run, its folder, the checkpoint, and the words for its task: a prompt, a picture."""
+    own, overrides = _divided(arguments.overrides, _is_no_key)
+    config, folder = _saved_config(arguments, own, overrides)
+    checkpoint = own.pop("checkpoint", "") or "last"
+    own.pop("run")
+    return config, folder, checkpoint, own
+
+
+def _is_no_key(name: str) -> bool:
+    """Whether a word is the verb's own, not an override of the config."""
+    of_config = {field.name for field in dataclasses.fields(Config)} - {"seed", *_OF_A_RUN}
+    return name.isidentifier() and name not in of_config
 
 
 def _divided(words: Sequence[str], is_own: Callable[[str], bool]) -> tuple[dict[str, str], list[str]]:

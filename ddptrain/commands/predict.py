@@ -10,11 +10,10 @@ import torch
 
 from ddptrain.build import typed_arguments
 from ddptrain.commands.setup import (
-    check_outputs,
     joined_world,
     make_task,
     named_checkpoint,
-    prepare,
+    prepare_or_recall,
     trained_model,
 )
 from ddptrain.config.schema import Config
@@ -41,8 +40,7 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
     arguments = typed_arguments(task.predict, asked, "predict")
     with joined_world(config, alone=True) as (world, reason):
         saved = named_checkpoint(folder, checkpoint)
-        prepare(data, world, config.seed)
-        check_outputs(data, saved)
+        prepare_or_recall(data, world, config.seed, saved)
         where = str(saved.path)
         precision = choose_precision(config.precision, world.device)
         log.info("predicting by %s on %s (%s), %s", where, world.device, reason, precision.name)

@@ -108,6 +108,17 @@ def prepare(data: Data, world: World, seed: int) -> None:
             )
 
 
+def prepare_or_recall(data: Data, world: World, seed: int, saved: Saved) -> None:
+    """For verbs that ask a trained model: what a checkpoint knows of the data is enough where it is all that
+    the data would tell."""
+    facts = saved.manifest.get("recall")
+    if facts:
+        data.recall(facts, world)
+    else:
+        prepare(data, world, seed)
+        check_outputs(data, saved)
+
+
 def check_outputs(data: Data, saved: Saved) -> None:
     """Refuse a checkpoint whose model's outputs stand for something else than this data's."""
     theirs, own = saved.manifest.get("outputs"), list(data.outputs)

@@ -247,6 +247,7 @@ class Engine:
             "world_size": self._world.size,
             **self._plan.position_facts,
             "outputs": list(self._data.outputs),
+            "recall": dict(self._data.facts()),
             "metrics": dict(self._last.metrics),
         }
 

@@ -1,0 +1,115 @@
+"""The verb ``export``: a checkpoint as a file that runs without ddptrain, checked before it is done."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ddptrain.build import typed_arguments
+from ddptrain.commands.setup import (
+    joined_world,
+    make_task,
+    named_checkpoint,
+    prepare_or_recall,
+    trained_model,
+)
+from ddptrain.config.schema import Config
+from ddptrain.distributed.world import world_from_environment
+from ddptrain.engine.checkpoint import unpack
+from ddptrain.errors import UserError
+from ddptrain.protocols import Deployed, Task
+
+log = logging.getLogger("ddptrain")
+
+_TOLERANCE = 1e-3
+"""Largest difference from eager, as `Deployed.difference` counts it."""
+OWN_WORDS = ("format", "out")
+
+Runner = Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
+
+
+def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str]) -> None:
+    """Write a checkpoint of the run in ``folder`` as ``format``: pt2 (torch.export) or onnx, to ``out``.
+
+    The other words are for the task's own `deploy`. In float32, on the CPU.
+    """
+    if not world_from_environment().is_first:
+        return
+    own = typed_arguments(_own, {name: word for name, word in asked.items() if name in OWN_WORDS}, "export")
+    config.device, config.channels_last = "cpu", False
+    task, data = make_task(config)
+    if type(task).deploy is Task.deploy:
+        raise UserError(f"export: {type(task).__name__} offers none.")
+    rest = {name: word for name, word in asked.items() if name not in OWN_WORDS}
+    arguments = typed_arguments(task.deploy, rest, "export")
+    write = {"pt2": _write_pt2, "onnx": _write_onnx}[own["format"]]
+    target = Path(own.get("out", folder / f"model.{own['format']}"))
+    with joined_world(config, alone=True) as (world, _):
+        saved = named_checkpoint(folder, checkpoint)
+        prepare_or_recall(data, world, config.seed, saved)
+        where = str(saved.path)
+        model = trained_model(config, task, world.device, unpack(saved.payload, where), where).eval()
+        deployed = task.deploy(model, **arguments)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with torch.no_grad():
+            difference = _checked(deployed, write(deployed, target), target)
+    log.info("exported   %s to %s (%.1f MiB)", where, target, target.stat().st_size / 2**20)
+    for name, shape in zip(deployed.input_names, deployed.inputs, strict=True):
+        log.info("input      %s, float32 %s", name, tuple(shape.shape))
+    log.info("checked    against eager on two examples: largest relative difference %.1e", difference)
+
+
+def _own(model: object, format: Literal["onnx", "pt2"], out: str = "") -> None:
+    """What the verb itself takes, for `typed_arguments`."""
+
+
+def _write_pt2(deployed: Deployed, target: Path) -> Runner:
+    torch.export.save(torch.export.export(deployed.module, deployed.inputs), target)
+    loaded = torch.export.load(target).module()
+    return lambda inputs: _listed(loaded(*inputs))
+
+
+def _write_onnx(deployed: Deployed, target: Path) -> Runner:
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401  torch.onnx.export needs it, and says so in a traceback
+    except ImportError as error:
+        raise UserError(f"export: format=onnx needs {error.name}: pip install 'ddptrain[onnx]'") from error
+    torch.onnx.export(
+        deployed.module,
+        deployed.inputs,
+        target,
+        input_names=deployed.input_names,
+        output_names=deployed.output_names,
+        dynamo=True,
+        external_data=False,
+        verbose=False,
+    )
+    session = onnxruntime.InferenceSession(str(target), providers=["CPUExecutionProvider"])
+
+    def run(inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        fed = {name: of.numpy() for name, of in zip(deployed.input_names, inputs, strict=True)}
+        return [torch.from_numpy(value) for value in session.run(None, fed)]
+
+    return run
+
+
+def _checked(deployed: Deployed, runner: Runner, target: Path) -> float:
+    """The largest difference from eager, on the example and on the same turned upside down."""
+    largest = 0.0
+    for inputs in (deployed.inputs, tuple(value.flip(-2) for value in deployed.inputs)):
+        expected, given = _listed(deployed.module(*inputs)), runner(inputs)
+        for name, ours, theirs in zip(deployed.output_names, expected, given, strict=True):
+            difference = deployed.difference(ours, theirs) if ours.shape == theirs.shape else math.inf
+            if not difference <= _TOLERANCE:
+                raise RuntimeError(f"{target}: its {name} differs from eager's, by {difference:.1e}")
+            largest = max(largest, difference)
+    return largest
+
+
+def _listed(outputs: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else outputs
