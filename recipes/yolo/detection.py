@@ -130,7 +130,7 @@ class Detection(Task):
     def deploy(
         self, model: nn.Module, nms: bool = False, batch: int = 1, score: float = 0.25, most: int = 100
     ) -> Deployed:
-        """With ``nms`` at most ``most`` boxes a picture, of ``score`` or more; else what every anchor says."""
+        """With ``nms`` at most ``most`` boxes a picture, of ``score`` or more, else all that is said."""
         if batch < 1 or most < 1 or not 0 <= score <= 1:
             raise UserError(f"batch={batch} most={most} score={score}: 1 or more, 1 or more, in [0, 1].")
         suppress = Suppression(score, self._overlap, most) if nms else None

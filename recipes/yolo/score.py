@@ -14,8 +14,6 @@ from ddptrain.protocols import Curves
 
 _ANY_AREA, _MOST = 0, -1
 """Positions in the evaluator's tables: objects of all sizes, 100 detections a picture."""
-_STEP = 5
-"""Every so many of the 101 points of a curve are drawn."""
 
 
 class Scores(NamedTuple):
@@ -61,8 +59,7 @@ def _curves(precision: Tensor) -> Curves:
     """Precision against recall, the mean over classes at some thresholds."""
     at = {"IoU 0.50": precision[0], "IoU 0.75": precision[5], "IoU 0.90": precision[8]}
     lines = {
-        name: [(i / 100, float(of.mean())) for i, of in enumerate(values) if i % _STEP == 0]
-        for name, values in at.items()
+        name: [(i / 100, float(of.mean())) for i, of in enumerate(values)] for name, values in at.items()
     }
     return Curves(lines, "recall", "precision")
 

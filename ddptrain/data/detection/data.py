@@ -8,12 +8,11 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from ddptrain.data.detection.augment import Augment, Dice, Seen
-from ddptrain.data.detection.batch import Batch, coloured, stacked
-from ddptrain.data.detection.letterbox import GREY, Letterbox, letterbox
-from ddptrain.data.detection.pictures import DecodedPictures, ResidentPictures, pooled_bytes
+from ddptrain.data.detection.augment import Augment
+from ddptrain.data.detection.batch import Batch, coloured
+from ddptrain.data.detection.pictures import pooled_bytes
+from ddptrain.data.detection.samples import AS_IT_IS, Keys, Samples
 from ddptrain.data.detection.source import DetectionSource, Scenes
 from ddptrain.data.detection.write import write_coco, write_yolo
 from ddptrain.data.sampler import Sampler
@@ -31,10 +30,6 @@ _LARGEST_AUTO = 640
 _RESIDENT = 2 * 2**30
 """Bytes up to which ``resident=auto`` keeps the decoded pictures in memory."""
 _LISTED = 20
-
-Key = tuple[int, int, float]
-"""(epoch, sample index, progress); epoch -1 asks for the picture as it is."""
-AS_IT_IS = -1
 
 
 @final
@@ -83,7 +78,7 @@ class DetectionData(Data):
         resident = self._bytes <= _RESIDENT if self._resident == "auto" else self._resident
         self._in_memory = resident
         self._train, self._valid = (
-            _Samples(part, self.side, self._augment, seed, resident) for part in (opened.train, opened.valid)
+            Samples(part, self.side, self._augment, seed, resident) for part in (opened.train, opened.valid)
         )
         spare = 0 if world.device.type == "cpu" else spare_cores(world)
         self._workers = spare if self._asked_workers == "auto" else self._asked_workers
@@ -131,14 +126,14 @@ class DetectionData(Data):
         yield from writer(self._source.open(self._root), folder)
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
-        return self._loaded(self._train, _Keys(sampler, steps))
+        return self._loaded(self._train, Keys(sampler, steps))
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Batch]:
         return self._loaded(self._valid, [[(AS_IT_IS, i, 0.0) for i in chunk] for chunk in chunks])
 
     def batches_of(self, scenes: Scenes) -> Iterator[Batch]:
         """Any pictures, one at a time, as the validation's are seen."""
-        samples = _Samples(scenes, self.side, self._augment, seed=0, resident=False)
+        samples = Samples(scenes, self.side, self._augment, seed=0, resident=False)
         return self._loaded(samples, [[(AS_IT_IS, i, 0.0)] for i in range(len(scenes))])
 
     def preview(self) -> Tensor:
@@ -166,75 +161,9 @@ class DetectionData(Data):
             f" {self._workers} workers{left_out}"
         )
 
-    def _loaded(self, samples: "_Samples", keys: Any) -> Iterator[Batch]:
+    def _loaded(self, samples: Samples, keys: Any) -> Iterator[Batch]:
         for batch in read_by_workers(samples, keys, self._workers, self._device):
             yield coloured(batch, self._channels_last)
-
-
-class _Samples(Dataset[Any]):
-    """A part of the set, read a batch at a time, here or in a worker."""
-
-    def __init__(self, scenes: Scenes, side: int, augment: Augment, seed: int, resident: bool) -> None:
-        self._placed = letterbox(scenes.sizes, side)
-        self._pictures = (ResidentPictures if resident else DecodedPictures)(scenes, side)
-        self._objects = scenes.objects
-        self._side = side
-        self._augment = augment
-        self._seed = seed
-
-    def __len__(self) -> int:
-        return len(self._objects)
-
-    def __getitems__(self, keys: list[Key]) -> Batch | UserError:
-        epochs, ids = torch.tensor([key[:2] for key in keys]).unbind(1)
-        dice = Dice(self._seed, epochs, ids)
-        placed = Letterbox(*(of[ids] for of in self._placed))
-        try:
-            if keys[0][0] == AS_IT_IS:
-                plain = torch.eye(3).expand(len(keys), 3, 3)
-                return stacked([self._letterboxed(i) for _, i, _ in keys], plain, ids, placed)
-            samples = [self._augmented(dice, i, key) for i, key in enumerate(keys)]
-        except UserError as error:
-            return error
-        return stacked(samples, self._augment.colours(dice), ids, placed)
-
-    def _augmented(self, dice: Dice, i: int, key: Key) -> Seen:
-        _, sample, progress = key
-        tiles = self._augment.tiles(dice, i, sample, len(self), progress)
-        return self._augment.apply([self._scaled(tile) for tile in tiles], dice, i, self._side)
-
-    def _scaled(self, i: int) -> Seen:
-        """A picture at the size it is trained at, without those objects that are not to be learnt."""
-        on_it = self._objects[i]
-        scale = torch.tensor([float(self._placed.scale_x[i]), float(self._placed.scale_y[i])] * 2)
-        single = ~on_it.crowd
-        return Seen(self._pictures[i], on_it.boxes[single] * scale, on_it.labels[single])
-
-    def _letterboxed(self, i: int) -> Seen:
-        seen = self._scaled(i)
-        left, top = int(self._placed.left[i]), int(self._placed.top[i])
-        square = torch.full((3, self._side, self._side), GREY, dtype=torch.uint8)
-        square[:, top : top + seen.pixels.shape[1], left : left + seen.pixels.shape[2]] = seen.pixels
-        return seen._replace(pixels=square, boxes=seen.boxes + torch.tensor([left, top, left, top]))
-
-
-class _Keys:
-    """A batch sampler over the whole run, so that workers are started once, not every epoch."""
-
-    def __init__(self, sampler: Sampler, steps: range) -> None:
-        self._sampler = sampler
-        self._steps = steps
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        per_step = len(self._sampler.micro_sizes)
-        for i, (ids, epochs) in enumerate(self._sampler.samples(self._steps, torch.device("cpu"))):
-            progress = (self._steps.start + i // per_step) / self._steps.stop
-            yield [
-                (epoch, sample, progress) for epoch, sample in zip(epochs.tolist(), ids.tolist(), strict=True)
-            ]
-
-    def __len__(self) -> int:
-        return len(self._steps) * len(self._sampler.micro_sizes)
 
 
 def _usual_side(sizes: Tensor) -> int:
