@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from ddptrain.data.images import ImageData
 from ddptrain.errors import UserError
-from ddptrain.protocols import At, ConfusionMatrix, Loss, Report, Task
+from ddptrain.protocols import At, ConfusionMatrix, Deployed, Loss, Report, Task
 
 
 @final
@@ -59,6 +59,14 @@ class ImageClassification(Task):
             "confusion": confusion,
             "in_top5": (best_five == labels[:, None]).sum(),
         }
+
+    def deploy(self, model: nn.Module, batch: int = 1) -> Deployed:
+        """float32 (n, C, H, W), normalised as in training -> logits (n, classes)."""
+        if batch < 1:
+            raise UserError(f"batch={batch}: must be 1 or more.")
+        height, width, channels = self._data.shape
+        images = torch.randn(batch, channels, height, width, generator=torch.Generator().manual_seed(0))
+        return Deployed(model, (images,), ("images",), ("logits",))
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         confusion = sums["confusion"]

@@ -1,8 +1,8 @@
 """Labelled images for training, from any `ImageSource`, by either loading path."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ _RESIDENT_SHARE_OF_GPU = 0.25
 @final
 class ImageData(Data):
     """Batches of (float32 (n, C, H, W), int64 (n,)).
+
+    Once prepared: classes, their names, into which a label is an index; shape, (height, width, channels).
 
     root: folder where the set lies or goes. workers: loader processes of a rank, ``auto`` by the
     cores at hand. resident: keep the uint8 set on the device; ``auto`` if it is small enough. Both
@@ -55,6 +57,7 @@ class ImageData(Data):
         once_a_node(world, lambda: self._source.fetch(self._root))
         self._world = world
         self._set = self._source.open(self._root)
+        self.classes, self.shape = tuple(self._set.classes), self._set.train.shape
         mean, std = (torch.tensor(list(of)).to(world.device) for of in (self._set.mean, self._set.std))
         self._recipe = Recipe(
             self._set.train,
@@ -69,18 +72,15 @@ class ImageData(Data):
         self._loader: Loader = ResidentLoader(self._recipe) if resident else FileLoader(self._recipe, workers)
 
     @property
-    def classes(self) -> tuple[str, ...]:
-        """Class names; a label is an index into them."""
-        return tuple(self._set.classes)
-
-    @property
     def outputs(self) -> tuple[str, ...]:
         return self.classes
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(height, width, channels) of an image."""
-        return self._set.train.shape
+    def facts(self) -> Mapping[str, Any]:
+        return {"classes": list(self.classes), "shape": list(self.shape)}
+
+    def recall(self, facts: Mapping[str, Any], world: World) -> None:
+        height, width, channels = facts["shape"]
+        self.classes, self.shape = tuple(facts["classes"]), (height, width, channels)
 
     @property
     def train_size(self) -> int:

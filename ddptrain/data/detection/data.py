@@ -36,6 +36,8 @@ _LISTED = 20
 class DetectionData(Data):
     """Batches of `ddptrain.data.detection.batch.Batch`.
 
+    Once prepared: classes, their names, into which a label is an index; side.
+
     root: folder that the source's relative paths start from. side: pixels of the squares in which pictures
     are put, a multiple of 32; ``auto`` takes the median of the pictures' longer sides, 640 at most. resident:
     keep the decoded pictures in memory; ``auto`` if they are small enough. workers: loader processes of a
