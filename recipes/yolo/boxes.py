@@ -16,7 +16,8 @@ _CANDIDATES = 1000
 def expected_distances(logits: Tensor) -> Tensor:
     """(..., bins) logits -> (...): the mean of their distribution over 0 to bins - 1 (Li et al.: generalized
     focal loss, arXiv 2006.04388, equation 5)."""
-    return logits.softmax(-1) @ torch.arange(logits.shape[-1], device=logits.device, dtype=logits.dtype)
+    bins = torch.arange(logits.shape[-1], device=logits.device, dtype=logits.dtype)
+    return (logits.softmax(-1) * bins).sum(-1)  # no matrix product: autocast would round it to bf16
 
 
 def distance_loss(logits: Tensor, distances: Tensor) -> Tensor:

@@ -77,18 +77,20 @@ class Detection(Task):
         images, true = self._scaled(batch.images, batch.boxes, at)
         raw = model(images)
         logits, scores = raw.distances.float(), raw.classes.float()
-        predicted = boxes_at(raw.points, expected_distances(logits) * raw.strides[:, None])
+        # DataParallel lays what its replicas say of the anchors, all the same, one below the other
+        points, strides = (of[: logits.shape[1]] for of in (raw.points, raw.strides))
+        predicted = boxes_at(points, expected_distances(logits) * strides[:, None])
         assigned = self._assigner(
-            scores.detach().sigmoid(), predicted.detach(), raw.points, raw.strides, true, batch.labels
+            scores.detach().sigmoid(), predicted.detach(), points, strides, true, batch.labels
         )
         weight, learnt = assigned.weight, assigned.weight > 0
         # dense, with dummies where nothing is to be learnt: picking those out would wait for the device
         goal, label = _of_objects(true, batch.labels, assigned.target)
-        cells = _cells(raw.points, raw.strides)
+        cells = _cells(points, strides)
         goal = torch.where(learnt[..., None], goal, cells)
         # also in place of what was predicted there: a box without height has a NaN as CIoU's gradient
         aimed = torch.where(learnt[..., None], predicted, cells)
-        targets = distances_from(raw.points, goal) / raw.strides[:, None]
+        targets = distances_from(points, goal) / strides[:, None]
         share = functional.one_hot(label.clamp(min=0), scores.shape[-1]) * weight[..., None]
         sums = {
             "box": (complete_box_iou_loss(aimed, goal) * weight).sum(),

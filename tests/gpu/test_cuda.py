@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from scenes import detector
 from texts import language_model, write_text
 from toy import Classify, Fit
 
@@ -88,6 +89,19 @@ def test_nor_does_a_step_on_text(tmp_path: Path, model: str, precision: str) -> 
     assert report.metrics["bits_per_byte"] < 8
     with torch.inference_mode():
         assert "".join(task.predict(state.model.eval(), prompt="the", tokens=5)).startswith("the")
+
+
+@pytest.mark.usefixtures("steps_must_not_wait")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_nor_does_a_step_of_the_detector(tmp_path: Path, precision: str) -> None:
+    task, data = detector(multi_scale=0.5)
+    data.prepare(World(device=DEVICE), 0)
+    plan = Plan(
+        steps=20, train_size=data.train_size, batch_size=12, micro_batch=6, log_every=10, clip_norm=10
+    )
+    state, report = Fit(plan, precision=precision).train(task, data, World(device=DEVICE), tmp_path / "run")
+    assert all(p.is_cuda for p in state.model.parameters())
+    assert 0 <= report.metrics["mAP"] <= 1
 
 
 def test_batches_copied_ahead_are_neither_read_early_nor_overwritten() -> None:

@@ -44,6 +44,7 @@ def stacked(samples: Sequence[Seen], colours: Tensor, ids: Tensor, placed: Lette
 def coloured(batch: Batch, channels_last: bool) -> Batch:
     """uint8 pictures -> float32 in [0, 1], their colours changed."""
     pixels = batch.images.flatten(2).to(torch.float32)
-    images = torch.bmm(batch.colours / 255, pixels).clamp_(0, 1).view(batch.images.shape)
+    with torch.autocast(pixels.device.type, enabled=False):  # it would round the colours to bf16
+        images = torch.bmm(batch.colours / 255, pixels).clamp_(0, 1).view(batch.images.shape)
     memory = torch.channels_last if channels_last else torch.contiguous_format
     return batch._replace(images=images.contiguous(memory_format=memory))

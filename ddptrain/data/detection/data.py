@@ -85,6 +85,7 @@ class DetectionData(Data):
         spare = 0 if world.device.type == "cpu" else spare_cores(world)
         self._workers = spare if self._asked_workers == "auto" else self._asked_workers
         self._device = world.device
+        self._identity = self._hash()
 
     @property
     def outputs(self) -> Sequence[str]:
@@ -105,14 +106,7 @@ class DetectionData(Data):
 
     @property
     def identity(self) -> str:
-        seen = hashlib.sha256(repr((self.side, tuple(self.classes))).encode())
-        for part in (self._set.train, self._set.valid):
-            for i, name in enumerate(part.names):
-                on_it = part.objects[i]
-                seen.update(name.encode(errors="surrogateescape"))
-                for tensor in (part.sizes[i], on_it.boxes, on_it.labels, on_it.crowd):
-                    seen.update(tensor.numpy().tobytes())
-        return seen.hexdigest()
+        return self._identity
 
     def facts(self) -> Mapping[str, Any]:
         return {"classes": list(self.classes), "side": self.side}
@@ -162,6 +156,16 @@ class DetectionData(Data):
             f" valid, {len(self.classes)} classes, {self.side}x{self.side}, {where},"
             f" {self._workers} workers{left_out}"
         )
+
+    def _hash(self) -> str:
+        seen = hashlib.sha256(repr((self.side, tuple(self.classes))).encode())
+        for part in (self._set.train, self._set.valid):
+            for i, name in enumerate(part.names):
+                on_it = part.objects[i]
+                seen.update(name.encode(errors="surrogateescape"))
+                for tensor in (part.sizes[i], on_it.boxes, on_it.labels, on_it.crowd):
+                    seen.update(tensor.numpy().tobytes())
+        return seen.hexdigest()
 
     def _loaded(self, samples: Samples, keys: Any) -> Iterator[Batch]:
         for batch in read_by_workers(samples, keys, self._workers, self._device):

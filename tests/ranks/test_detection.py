@@ -1,0 +1,96 @@
+"""The detector on several ranks: the same training, normalised by the targets of all of them, and one
+model's metrics the same to the last digit."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_same
+from scenes import SAMPLES, detector
+from toy import Fit, weights
+
+from ddptrain.config.schema import Sched
+from ddptrain.distributed.world import World
+from ddptrain.engine.checkpoint import Checkpointer, read, unpack
+from ddptrain.engine.evaluate import evaluate
+from ddptrain.engine.plan import Plan
+from ddptrain.engine.precision import Precision
+from ddptrain.testing import RankFailed, run_ranks
+
+BATCH = 12
+ADAMW: dict[str, Any] = {"_target_": "torch.optim.AdamW", "lr": 2e-3}
+
+
+def plan(steps: int, micro_batch: int | None = None, **changes: Any) -> Plan:
+    return Plan(
+        steps=steps, train_size=SAMPLES, batch_size=BATCH, micro_batch=micro_batch, eval_batch_size=4, seed=3,
+        **changes,
+    )  # fmt: skip
+
+
+def trained(tmp_path: Path, size: int, micro_batch: int | None) -> list[torch.Tensor]:
+    def rank(world: World) -> torch.Tensor:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path)) if world.is_first else tmp_path / "unused"
+        fit = Fit(plan(4, micro_batch), optim={"_target_": "torch.optim.SGD", "lr": 0.01})
+        state, _ = fit.train(*detector(batchnorm=False, multi_scale=0.5), world, folder)
+        return weights(state)
+
+    return run_ranks(rank, size)
+
+
+def test_ranks_and_accumulation_do_not_change_the_weights(tmp_path: Path) -> None:
+    """Pictures differ in how many anchors learn something, so ranks do: a mean of the ranks' means would be
+    another training."""
+    [expected] = trained(tmp_path, 1, None)
+    for size, micro_batch in ((1, 5), (2, None), (3, 2)):
+        for found in trained(tmp_path, size, micro_batch):
+            difference = ((found - expected).norm() / expected.norm()).item()
+            assert difference < 1e-5, f"{size} ranks, micro-batches of {micro_batch}: {difference}"
+
+
+def test_one_model_is_judged_alike_on_any_world(tmp_path: Path) -> None:
+    """To the last digit, also by ranks that have no validation batch at all."""
+    fit = Fit(plan(100, save_every=100, eval_every=100), optim=ADAMW)
+    run_ranks(lambda world: fit.train(*detector(), world, tmp_path)[0].step, 1)
+    saved = read(Checkpointer(tmp_path, keep=1).steps()[-1])
+    state = unpack(saved.payload, "test")["model"]
+
+    def judged(world: World, batch_size: int) -> dict[str, float]:
+        task, data = detector()
+        data.prepare(world, 3)
+        network = task.build()
+        network.load_state_dict(state)
+        return dict(evaluate(task, network, data, world, Precision("fp32", world.device), batch_size).metrics)
+
+    for batch_size in (4, 13):
+        [expected] = run_ranks(lambda world, size=batch_size: judged(world, size), 1)
+        assert expected["AR"] > 0, "there is something to tell apart"
+        for size in (2, 3, 5):
+            for found in run_ranks(lambda world, size=batch_size: judged(world, size), size):
+                assert found == expected, f"{size} ranks, batches of {batch_size}"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_killed_training_ends_with_the_same_bits(tmp_path: Path, size: int) -> None:
+    """Across the end of the mosaic, with multi-scale, an average and warm-up on."""
+
+    def run(folder: Path, stop_at: int | None) -> dict[str, Any]:
+        def rank(world: World) -> dict[str, Any]:
+            torch.use_deterministic_algorithms(True)
+            fit = Fit(plan(12, save_every=3), optim=ADAMW, sched=Sched(name="cosine", warmup=0.2), ema=0.9)
+            state, _ = fit.train(
+                *detector(multi_scale=0.5), world, folder, stop_at if world.is_first else None
+            )
+            return state.state_dict()
+
+        return run_ranks(rank, size)[0]
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    expected = run(whole, None)
+    with pytest.raises(RankFailed):
+        run(broken, 6)
+    assert_same(run(broken, None), expected)

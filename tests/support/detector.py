@@ -1,0 +1,36 @@
+"""A small detector, trained by a command line in seconds until it finds something."""
+
+import shutil
+from pathlib import Path
+
+from shell import Ended, ddptrain
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+SET = "data.source.train=32 data.source.valid=8 data.source.side=64"
+LEARNS = (
+    "device=cpu train.batch_size=8 train.steps=40 train.eval_every=20 train.eval_batch_size=3 log.every=10"
+    " checkpoint.every=10 ema.decay=0.9 optim.lr=0.005"
+)
+SHAPES = f"recipe=yolo_shapes {SET} {LEARNS}"
+LAST = "checkpoints/step-40"
+
+
+def custom(path: str, settings: str = LEARNS) -> str:
+    return f"recipe=yolo_custom data.source.path={path} {settings}"
+
+
+def written(folder: Path, layout: str) -> Ended:
+    """The drawn set, as files in ``folder``."""
+    done = ddptrain(folder.parent, f"write recipe=yolo_shapes {SET} layout={layout} out={folder.name}")
+    assert done.code == 0, done.err
+    return done
+
+
+def trained_and_moved(folder: Path) -> None:
+    """``folder/run``, trained on files that are then gone, but for the eight validation pictures in
+    ``folder/pictures``."""
+    written(folder / "set", "yolo")
+    done = ddptrain(folder, f"{custom('set/data.yaml')} run.dir=run", **ONE_THREAD)
+    assert done.code == 0, done.err
+    shutil.copytree(folder / "set/images/val", folder / "pictures")
+    shutil.rmtree(folder / "set")

@@ -1,0 +1,32 @@
+"""A small detector on a few drawn scenes."""
+
+from torch import nn
+
+from ddptrain.data.detection.augment import Augment
+from ddptrain.data.detection.data import DetectionData
+from ddptrain.data.detection.drawn import DrawnScenes
+from ddptrain.recipes.yolo.assign import TaskAligned
+from ddptrain.recipes.yolo.detection import Detection
+from ddptrain.recipes.yolo.model import Yolo
+
+SAMPLES = 20
+
+
+def detector(batchnorm: bool = True, multi_scale: float = 0.0) -> tuple[Detection, DetectionData]:
+    data = DetectionData(DrawnScenes(train=SAMPLES, valid=13, side=64), Augment())
+
+    def model(num_classes: int) -> nn.Module:
+        network = Yolo(num_classes)
+        return network if batchnorm else without_batchnorm(network)
+
+    return Detection(model, data, TaskAligned(), multi_scale=multi_scale), data
+
+
+def without_batchnorm(network: nn.Module) -> nn.Module:
+    """The network with a norm that looks at one sample only, so that it can't tell how a batch is cut."""
+    for name, child in network.named_children():
+        if isinstance(child, nn.BatchNorm2d):
+            setattr(network, name, nn.GroupNorm(1, child.num_features))
+        else:
+            without_batchnorm(child)
+    return network
