@@ -1,7 +1,7 @@
 """Which anchor learns which object: task-aligned assignment (Feng et al.: TOOD, arXiv 2108.07755).
 
 An anchor's alignment with an object is score^alpha * IoU^beta: how well it already sees it. Each object takes
-the best few anchors that lie in it; an anchor wanted by several goes to the one whose box it fits best. All
+the best few anchors that lie in it and whose boxes touch its own; an anchor wanted by several goes to the one whose box it fits best. All
 pictures and objects of a batch at once.
 """
 
@@ -62,7 +62,7 @@ class TaskAligned:
         overlap = box_iou(boxes, predicted).nan_to_num_()  # (n, k, a); two boxes without area give 0 / 0
         wanted = labels.clamp(min=0)[:, None, :].expand(n, a, k)
         seen = scores.gather(2, wanted).transpose(1, 2)
-        possible = self._inside(points, strides, boxes) & (labels >= 0)[..., None]
+        possible = self._inside(points, strides, boxes) & (labels >= 0)[..., None] & (overlap > 0)
         alignment = torch.where(possible, seen.pow(self.alpha) * overlap.pow(self.beta), 0.0)
         best, which = alignment.topk(min(self.most, a), dim=2)
         taken = torch.zeros_like(alignment, dtype=torch.bool).scatter_(2, which, best > 0)

@@ -86,9 +86,18 @@ def detections(raw: Raw, least_score: float, overlap: float, most: int) -> list[
     for boxes, scores, labels in zip(*found, strict=True):
         sure = scores >= least_score
         boxes, scores, labels = boxes[sure], scores[sure], labels[sure]
-        kept = batched_nms(boxes, scores, labels, overlap)[:most]
+        kept = without_doubles(boxes, scores, labels, overlap)[:most]
         pictures.append(Detections(boxes[kept], scores[kept], labels[kept]))
     return pictures
+
+
+def without_doubles(boxes: Tensor, scores: Tensor, labels: Tensor, overlap: float) -> Tensor:
+    """int64 (kept,): which of (d, 4) boxes stay, the surest first; see `detections`."""
+    if len(boxes) == 0:
+        return labels
+    # torchvision keeps classes apart by moving their boxes, which is right from coordinate 0 on only
+    kept: Tensor = batched_nms(boxes - boxes.min(), scores, labels, overlap)
+    return kept
 
 
 def class_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -4,10 +4,9 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
-from torchvision.ops import batched_nms
 
 from ddptrain.protocols import Deployed, relative_difference
-from ddptrain.recipes.yolo.boxes import candidates, decoded
+from ddptrain.recipes.yolo.boxes import candidates, decoded, without_doubles
 
 _RECTANGLES = 12
 """On the example picture."""
@@ -65,7 +64,7 @@ class _Listed(nn.Module):
     def _listed(self, boxes: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
         # a fixed number of rows, kept ones marked by their score: shapes that depend on what is seen would
         # have to be handled by every program that runs this
-        kept = batched_nms(boxes, scores, labels, self._suppress.overlap)
+        kept = without_doubles(boxes, scores, labels, self._suppress.overlap)
         marks = torch.zeros_like(scores).scatter(0, kept, torch.ones_like(kept, dtype=scores.dtype))
         score = torch.where(scores >= self._suppress.least_score, scores * marks, 0.0)
         best, index = score.topk(min(self._suppress.most, len(score)))

@@ -21,7 +21,7 @@ _PURPOSES = (
     *("mosaic", "middle_x", "middle_y", "second", "third", "fourth", "zoom", "shift_x", "shift_y"),
     *("angle", "shear", "mirror", "upside_down", "hue", "saturation", "value"),
 )
-_RGB_TO_YIQ = torch.tensor([[0.299, 0.587, 0.114], [0.596, -0.274, -0.321], [0.211, -0.523, 0.311]])
+_RGB_TO_YIQ = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 _YIQ_TO_RGB = torch.linalg.inv(_RGB_TO_YIQ)
 _LEAST_SIDE = 2.0
 """Pixels below which what is left of a cut-off box is dropped."""
@@ -102,7 +102,10 @@ class Augment:
         from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat
 
         canvas, found, labels = self._laid_out(tiles, dice, i, side)
-        boxes = BoundingBoxes(found, format=BoundingBoxFormat.XYXY, canvas_size=(2 * side, 2 * side))
+        seen = found.clamp(0, 2 * side)
+        boxes = BoundingBoxes(
+            seen, format=BoundingBoxFormat.XYXY, canvas_size=(2 * side, 2 * side), clamping_mode=None
+        )
         angle = dice.one(i, "angle", -self.degrees, self.degrees)
         slant = dice.one(i, "shear", -self.shear, self.shear)
         if self.degrees or self.shear:
@@ -113,14 +116,14 @@ class Augment:
             min(max(round(side - wide / 2 + side * shift), 0), 2 * side - wide)
             for shift in (dice.one(i, name, -self.shift, self.shift) for name in ("shift_x", "shift_y"))
         )
-        whole = _areas(boxes) * (side / wide) ** 2
+        whole = _areas(boxes) * (side / wide) ** 2 * (_areas(found) / _areas(seen))
         pixels = functional.resized_crop(canvas, top, left, wide, wide, [side, side])
         boxes = functional.resized_crop(boxes, top, left, wide, wide, [side, side])
         if dice.one(i, "mirror") < self.mirror:
             pixels, boxes = functional.horizontal_flip(pixels), functional.horizontal_flip(boxes)
         if dice.one(i, "upside_down") < self.upside_down:
             pixels, boxes = functional.vertical_flip(pixels), functional.vertical_flip(boxes)
-        plain = boxes.as_subclass(Tensor)
+        plain = boxes.as_subclass(Tensor).clamp(0, side)
         kept = (_areas(plain) >= self.keep * whole) & (_sides(plain).amin(1) >= _LEAST_SIDE)
         return Seen(pixels, plain[kept], labels[kept])
 

@@ -70,7 +70,7 @@ class DetectionData(Data):
         once_a_node(world, lambda: self._source.fetch(self._root))
         opened = self._set = self._source.open(self._root)
         for part, scenes in (("training", opened.train), ("validation", opened.valid)):
-            if not any(map(len, scenes.objects)):
+            if all(bool(on_it.crowd.all()) for on_it in scenes.objects):
                 raise UserError(f"data: none of the {len(scenes):,} {part} pictures has a box on it.")
         self.classes = tuple(opened.classes)
         for line in opened.skipped[:_LISTED]:

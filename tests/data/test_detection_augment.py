@@ -1,0 +1,298 @@
+"""Boxes against pixels: of scenes the program draws, and of what augmentation makes of pictures."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ddptrain.data.detection.augment import Augment, Dice, Seen
+from ddptrain.data.detection.batch import Batch, coloured, stacked
+from ddptrain.data.detection.data import DetectionData
+from ddptrain.data.detection.drawn import DrawnScenes, draw_scenes
+from ddptrain.data.detection.letterbox import GREY, letterbox
+from ddptrain.data.detection.source import ArrayScenes, DetectionSource, Objects, Opened, Scenes
+from ddptrain.data.sampler import Sampler
+from ddptrain.data.shapes import DISTANCES
+from ddptrain.distributed.world import World
+
+PLAIN = dict.fromkeys(Augment.__dataclass_fields__, 0.0)
+"""An augmentation that does nothing."""
+PAINTS = torch.tensor([[255, 0, 0], [0, 255, 0], [0, 0, 255], [255, 255, 0], [255, 0, 255], [0, 255, 255]])
+
+
+def slow_owners(seed: int, side: int, scenes: int) -> Iterator[tuple[Tensor, list[int]]]:
+    """Which shape is seen at each pixel of the first scenes, painted one by one; and the shapes' labels. The
+    numbers are drawn in `draw_scenes`' order."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(200, *shape, generator=generator)
+
+    rand(3)
+    for shape in ((1, 1), (1, 1), (3, 1, 1), *((1, 1), (1, 1), (1, 1), (3, 1, 1)) * 4):  # the background
+        rand(*shape)
+    wanted = torch.randint(1, 13, (200,), generator=generator).tolist()
+    labels = torch.randint(10, (200, 20), generator=generator).tolist()
+    radius = (7 * 4 ** rand(20)).tolist()  # 7 to 28, evenly in the logarithm
+    angle = (2 * math.pi * rand(20)).tolist()
+    centre = ((0.04 + 0.92 * rand(20, 2)) * side).tolist()
+    margin = 40
+    at = torch.arange(-margin, side + margin, dtype=torch.float64) + 0.5
+    inner = slice(margin, margin + side)
+    for i in range(scenes):
+        owner, whole, painted = torch.full((side, side), -1), [], []
+        for k in range(20):
+            if len(painted) == wanted[i]:
+                break
+            dx, dy = at[None, :] - centre[i][k][0], at[:, None] - centre[i][k][1]
+            cosine, sine, size = math.cos(angle[i][k]), math.sin(angle[i][k]), radius[i][k]
+            formula = DISTANCES[list(DISTANCES)[labels[i][k]]]
+            covered = formula((cosine * dx + sine * dy) / size, (cosine * dy - sine * dx) / size) < 0
+            after = torch.where(covered[inner, inner], len(painted), owner)
+            sizes = [*whole, int(covered.sum())]
+            if all(int((after == number).sum()) >= 0.5 * of for number, of in enumerate(sizes)):
+                owner, whole = after, sizes
+                painted.append(labels[i][k])
+        yield owner, painted
+
+
+@pytest.mark.parametrize("side", [64, 100])
+def test_drawn_boxes_hold_what_is_seen_to_the_pixel(side: int) -> None:
+    images, found = draw_scenes(torch.Generator().manual_seed(5), side)
+    assert images.shape == (200, 3, side, side)
+    assert {len(one) for one in found} >= set(range(1, 9))
+    for (owner, painted), objects in zip(slow_owners(5, side, 12), found, strict=False):
+        assert objects.labels.tolist() == painted
+        for number, box in enumerate(objects.boxes.tolist()):
+            seen = torch.nonzero(owner == number)
+            (y1, x1), (y2, x2) = seen.amin(0).tolist(), seen.amax(0).tolist()
+            assert box == [x1, y1, x2 + 1, y2 + 1]
+    for objects in found:
+        assert 1 <= len(objects) <= 12
+        assert not objects.crowd.any()
+        assert 0 <= objects.boxes.min() <= objects.boxes.max() <= side
+        assert (objects.boxes[:, 2:] - objects.boxes[:, :2]).min() >= 2
+
+
+def scenes_of(train: int) -> Scenes:
+    return DrawnScenes(train=train, valid=1, side=64).open(Path("nowhere")).train
+
+
+def test_a_scene_does_not_depend_on_how_many_are_drawn_nor_on_threads() -> None:
+    few, many = scenes_of(3), scenes_of(203)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    other = scenes_of(203)
+    torch.set_num_threads(threads)
+    for i in range(203):
+        assert torch.equal(many.image(i), other.image(i))
+        assert torch.equal(many.objects[i].boxes, other.objects[i].boxes)
+    for i in range(3):
+        assert torch.equal(few.image(i), many.image(i))
+        assert torch.equal(few.objects[i].boxes, many.objects[i].boxes)
+    assert not torch.equal(many.image(0), many.image(200))
+
+
+def painted(height: int, width: int, first: int, count: int) -> Seen:
+    """Solid rectangles on grey, apart from each other; each its own colour, of which its label tells."""
+    pixels = torch.full((3, height, width), GREY, dtype=torch.uint8)
+    boxes = []
+    for j in range(count):
+        x1, x2 = round((j + 0.1) * width / count), round((j + 0.9) * width / count)
+        y1, y2 = round(height * (0.1 + 0.2 * j)), round(height * (0.6 + 0.1 * j))
+        pixels[:, y1:y2, x1:x2] = PAINTS[(first + j) % 6].to(torch.uint8)[:, None, None]
+        boxes.append([x1, y1, x2, y2])
+    return Seen(pixels, torch.tensor(boxes).float().view(-1, 4), first + torch.arange(count))
+
+
+def extent(pixels: Tensor, label: int) -> list[float] | None:
+    """Where this colour makes up more than half of a pixel."""
+    away = PAINTS[label].float() - GREY
+    share = ((pixels.float() - GREY) * away[:, None, None]).sum(0) / away.pow(2).sum()
+    others = [(pixels.float() - paint[:, None, None]).abs().sum(0) for paint in PAINTS.float()]
+    seen = torch.nonzero((share > 0.5) & (torch.stack(others).argmin(0) == label))
+    if not len(seen):
+        return None
+    (y1, x1), (y2, x2) = seen.amin(0).tolist(), seen.amax(0).tolist()
+    return [x1, y1, x2 + 1, y2 + 1]
+
+
+SIDE = 128
+shares = st.sampled_from([0.0, 0.3, 0.5])
+
+
+def applied(augment: Augment, seed: int, mosaic: bool) -> tuple[list[Seen], Seen, Dice]:
+    if mosaic:
+        tiles = [
+            painted(128, 96, 0, 2),
+            painted(64, 128, 2, 2),
+            painted(128, 128, 4, 1),
+            painted(40, 128, 5, 1),
+        ]
+    else:
+        tiles = [painted(128, 100, seed % 5, 2)]
+    dice = Dice(seed, torch.tensor([3, 1]), torch.tensor([seed % 7, 4]))
+    return tiles, augment.apply(tiles, dice, 0, SIDE), dice
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.integers(0, 2**30), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]), shares, shares, st.booleans())
+def test_boxes_stay_on_their_objects(
+    seed: int, mosaic: bool, zoom: float, shift: float, mirror: float, upside_down: bool
+) -> None:
+    changes = {
+        "zoom": zoom / 2,
+        "shift": shift,
+        "mirror": mirror,
+        "upside_down": float(upside_down),
+        "keep": 0.2,
+    }
+    tiles, (pixels, boxes, labels), dice = applied(Augment(**PLAIN | changes), seed, mosaic)
+    assert pixels.shape == (3, SIDE, SIDE)
+    assert len(set(labels.tolist())) == len(labels) == len(boxes)
+    for box, label in zip(boxes, labels.tolist(), strict=True):
+        seen = extent(pixels, label)
+        assert seen is not None
+        torch.testing.assert_close(box, torch.tensor(seen).float(), rtol=0, atol=1.5)
+        assert (box[2:] - box[:2]).min() >= 2
+    everything = Augment(**PLAIN | changes | {"keep": 0.0})
+    for box, label in zip(*applied(everything, seed, mosaic)[1][1:], strict=True):
+        whole = next(tile.boxes[tile.labels == label][0] for tile in tiles if label in tile.labels)
+        magnified = SIDE / round(SIDE / dice.one(0, "zoom", 1 - zoom / 2, 1 + zoom / 2))
+        left = float((box[2:] - box[:2]).prod() / (whole[2:] - whole[:2]).prod()) / magnified**2
+        assert abs(left - 0.2) < 1e-3 or (left >= 0.2) == (int(label) in labels.tolist())
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**30), st.booleans(), st.sampled_from([(30.0, 0.0), (0.0, 30.0), (180.0, 20.0)]))
+def test_boxes_grow_with_what_is_turned_and_slanted(
+    seed: int, mosaic: bool, most: tuple[float, float]
+) -> None:
+    augment = Augment(**PLAIN | {"degrees": most[0], "shear": most[1], "zoom": 0.3})
+    _, (pixels, boxes, labels), _ = applied(augment, seed, mosaic)
+    for label in range(6):
+        seen = extent(pixels, label)
+        x1, y1, x2, y2 = seen or (0, 0, 0, 0)
+        if min(x2 - x1, y2 - y1) < 4:
+            continue
+        [box] = boxes[labels == label].tolist()
+        assert box[0] - 1.5 <= x1 < x2 <= box[2] + 1.5
+        assert box[1] - 1.5 <= y1 < y2 <= box[3] + 1.5
+
+
+def test_what_the_mosaics_edge_hides_counts_as_cut_off_also_where_pictures_are_turned() -> None:
+    """At most a sixth of an object reaches onto the canvas: too little, however little that is turned."""
+    grey = torch.full((3, SIDE, SIDE), GREY, dtype=torch.uint8)
+    empty = Seen(grey, torch.zeros(0, 4), torch.zeros(0).long())
+    tiles = [Seen(grey, torch.tensor([[0.0, 40, 64, 80]]), torch.tensor([0])), empty, empty, empty]
+    changes, shown = PLAIN | {"zoom": 0.5, "shift": 0.5}, 0
+    for seed in range(1000):
+        dice = Dice(seed, torch.tensor([0]), torch.tensor([0]))
+        # pixels of the first tile that lie left of the canvas
+        beyond = SIDE - round(SIDE * dice.one(0, "middle_x", 0.5, 1.5))
+        if 54 <= beyond <= 60 and len(Augment(**changes).apply(tiles, dice, 0, SIDE).labels):
+            shown += 1
+            for degrees in (0.0, 0.01):
+                augment = Augment(**changes | {"degrees": degrees, "keep": 0.2})
+                assert not len(augment.apply(tiles, dice, 0, SIDE).labels), (seed, degrees)
+    assert shown
+
+
+def test_mosaics_are_a_share_of_the_samples_until_they_end() -> None:
+    augment, dice = Augment(mosaic=0.5, mosaic_until=0.8), Dice(0, torch.zeros(500).long(), torch.arange(500))
+    tiles = [augment.tiles(dice, i, i, 500, 0.79) for i in range(500)]
+    four = [of for of in tiles if len(of) == 4]
+    assert {len(of) for of in tiles} == {1, 4}
+    assert 200 < len(four) < 300
+    assert all(of[0] == i for i, of in enumerate(tiles))
+    assert len({tile for of in four for tile in of[1:]}) > 200
+    assert all(0 <= tile < 500 for of in four for tile in of)
+    for progress in (0.8, 0.99):
+        assert all(augment.tiles(dice, i, i, 500, progress) == [i] for i in range(500))
+
+
+def test_colours_turn_saturate_and_scale() -> None:
+    dice = Dice(0, torch.zeros(50).long(), torch.arange(50))
+    plain = Augment(**PLAIN).colours(dice)
+    torch.testing.assert_close(plain, torch.eye(3).expand(50, 3, 3), rtol=0, atol=1e-5)
+    grey, red = torch.ones(3) * 0.4, torch.tensor([0.5, 0.1, 0.1])
+    for changes in ({"hue": 0.5}, {"saturation": 0.9}):
+        turned = Augment(**PLAIN | changes).colours(dice)
+        torch.testing.assert_close(turned @ grey, grey.expand(50, 3), rtol=0, atol=1 / 255)
+        assert (turned @ red - red).abs().amax(1).median() > 0.05
+    values = Augment(**PLAIN | {"value": 0.4}).colours(dice)
+    torch.testing.assert_close(values, values[:, :1, :1] * torch.eye(3), rtol=0, atol=1e-5)
+    assert 0.6 <= values[:, 0, 0].min() < 0.7
+    assert 1.3 < values[:, 0, 0].max() <= 1.4
+    placed = letterbox(torch.tensor([[8, 8]]), 8)
+    batch = stacked([painted(8, 8, 0, 2)], values[:1], torch.tensor([0]), placed)
+    for channels_last in (False, True):
+        images = coloured(batch, channels_last).images
+        assert images.is_contiguous(memory_format=torch.channels_last) or not channels_last
+        torch.testing.assert_close(images, (batch.images / 255 * values[0, 0, 0]).clamp(0, 1))
+
+
+class Oblong(DetectionSource):
+    """Noise, higher or wider than a square; a crowd on one, nothing on another."""
+
+    def __init__(self, height: int, width: int) -> None:
+        self._size, self.name = (height, width), "test"
+
+    def open(self, root: Path) -> Opened:
+        generator = torch.Generator().manual_seed(1)
+        parts = []
+        for n in (10, 4):
+            images = torch.randint(256, (n, 3, *self._size), generator=generator).to(torch.uint8)
+            most = torch.tensor(self._size[::-1]) / 2
+            objects = []
+            for k in range(n):
+                corner, size = (torch.rand(k % 4, 2, generator=generator) * most for _ in range(2))
+                labels, crowd = torch.arange(k % 4) % 2, torch.arange(k % 4) == k - 3
+                objects.append(Objects(torch.cat([corner, corner + size + 1], dim=1), labels, crowd))
+            parts.append(ArrayScenes(images, objects, [str(i) for i in range(n)]))
+        return Opened(parts[0], parts[1], ("a", "b"))
+
+
+def loaded(
+    resident: bool = True, workers: int = 0, size: tuple[int, int] = (45, 70), ranks: int = 1, rank: int = 0
+) -> tuple[DetectionData, list[Batch]]:
+    """The training batches of steps 2 to 7 of 8, over an epoch's end; mosaics end at step 4."""
+    augment = Augment(mosaic=0.5, mosaic_until=0.5, degrees=5.0)
+    data = DetectionData(Oblong(*size), augment, side=64, resident=resident, workers=workers)
+    data.prepare(World(), seed=4)
+    sampler = Sampler(data.train_size, 6, seed=4, rank=rank, world_size=ranks)
+    return data, list(data.train_batches(sampler, range(2, 8)))
+
+
+def same(a: Batch, b: Batch) -> bool:
+    return all(torch.equal(x, y) for x, y in zip((*a[:5], *a.placed), (*b[:5], *b.placed), strict=True))
+
+
+@pytest.mark.parametrize("size", [(45, 70), (150, 90)])
+def test_pictures_in_memory_and_read_each_time_give_the_same_batches(size: tuple[int, int]) -> None:
+    data, resident = loaded(size=size)
+    chunks = [range(3), range(3, 4)]
+    for workers in (0, 2) if size == (45, 70) else (0,):
+        other, read = loaded(resident=False, workers=workers, size=size)
+        assert len(resident) == 6
+        assert all(same(a, b) for a, b in zip(resident, read, strict=True))
+        valid = zip(data.valid_batches(chunks), other.valid_batches(chunks), strict=True)
+        assert all(same(a, b) for a, b in valid)
+
+
+def test_ranks_share_the_batches_of_one() -> None:
+    alone, halves = loaded()[1], [loaded(ranks=2, rank=rank)[1] for rank in (0, 1)]
+    for step, batch in enumerate(alone):
+        parts = [half[step] for half in halves]
+        for of in ("images", "colours", "ids"):
+            assert torch.equal(getattr(batch, of), torch.cat([getattr(part, of) for part in parts]))
+        rows = [row for part in parts for row in zip(part.boxes, part.labels, strict=True)]
+        for (boxes, labels), whole, its in zip(rows, batch.boxes, batch.labels, strict=True):
+            assert torch.equal(labels[labels >= 0], its[its >= 0])
+            assert torch.equal(boxes[labels >= 0], whole[its >= 0])
+            assert not whole[its < 0].any()
