@@ -1,18 +1,52 @@
-"""What the benchmarks share: chunks that are compared, and tables that say where they were made."""
+"""What the benchmarks share: chunks that are compared, and tables that say where they were made; for those of
+a recipe's training also taking turns, the engine, and the optimizer of a hand-written loop."""
 
+import argparse
 import contextlib
+import gc
+import math
 import platform
+import statistics
+import tempfile
 import time
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple, final
 
+import torch
+from loops import BASE, COMPARED, LOG_EVERY, Watch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from ddptrain.arguments import parse
+from ddptrain.commands.setup import make_model
+from ddptrain.compose import run_composed
+from ddptrain.config.check import checked
+from ddptrain.config.schema import Config
+from ddptrain.distributed.strategy import choose_strategy
 from ddptrain.distributed.threads import cores
+from ddptrain.distributed.world import World
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.loop import Engine
+from ddptrain.engine.plan import plan_run
+from ddptrain.engine.precision import choose_precision
+from ddptrain.engine.state import make_state
+from ddptrain.observe.console import Console, open_log
+from ddptrain.observe.jsonl import Jsonl
+from ddptrain.observe.observer import Observers
+from ddptrain.observe.tensorboard import TensorBoard
+from ddptrain.protocols import At, Batch, Data, Loss, Report, Task
 
 TOLERANCE = 1e-5
 """How well first losses must agree (relative)."""
+THREADS = min(2, cores())
+"""Of a recipe's training."""
+WARMUP = 5
+"""Steps at the beginning of its chunks that are not timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +57,8 @@ class Chunk:
     """Of a step."""
     losses: list[float]
     """The first ones."""
+    waited: float = 0.0
+    """Of a step's seconds, those in which it waits for data, where that is noted."""
 
 
 def compare(name: str, chunk: Chunk, reference: Chunk) -> None:
@@ -70,6 +106,191 @@ def made_with(*packages: str) -> str:
     count = f"{cores()} core{'s' * (cores() > 1)}"
     day = time.strftime("%Y-%m-%d")
     return f"{_processor()}, {count}; Python {platform.python_version()}, {versions}; {day}."
+
+
+def turns_asked(doc: str | None, name: str) -> argparse.Namespace:
+    """The command line of a benchmark of a recipe's training."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=10, help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=LOG_EVERY, help="timed ones of a chunk (%(default)s)")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(name))}"
+    )
+    return parser.parse_args()
+
+
+class Loop(NamedTuple):
+    """A way to train a recipe. train: takes the job, an empty folder and the watch."""
+
+    title: str
+    train: Callable[[Any, Path, "DataWatch"], None]
+
+
+@final
+class DataWatch(Watch):
+    """Notes how long each batch is waited for, too. compared: how many first losses are kept."""
+
+    def __init__(self, compared: int) -> None:
+        super().__init__()
+        self._compared = compared
+
+    def restart(self) -> None:
+        super().restart()
+        self.waits: list[int] = []
+        """Nanoseconds."""
+
+    def note(self, loss: Tensor, count: int | Tensor = 1) -> None:
+        if len(self.losses) < self._compared:
+            self.losses.append(loss.detach() / count)
+
+    def batches(self, found: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches."""
+        asked = time.perf_counter_ns()
+        for batch in found:
+            self.waits.append(time.perf_counter_ns() - asked)
+            yield batch
+            asked = time.perf_counter_ns()
+
+
+Results = Mapping[str, Sequence[Chunk]]
+"""Of each loop: its chunks, one a round."""
+
+
+def chunk_config(recipe: str, steps: int, *changes: str) -> Config:
+    """A recipe's config for a chunk: warm-up, so many measured steps, and one that ends the last of them."""
+    total = WARMUP + steps + 1
+    words = [f"recipe={recipe}", f"train.steps={total}", f"train.eval_every={total}"]
+    words += [f"checkpoint.every={total}", f"log.every={LOG_EVERY}", *changes]
+    found: list[Config] = []
+    run_composed(parse(words), lambda tree, overrides: found.append(checked(tree)))
+    return found[0]
+
+
+def take_turns(
+    loops: Mapping[str, Loop], job: Any, steps: int, rounds: int, compared: int = COMPARED
+) -> Results:
+    """The chunks of each loop, one a round, each of so many steps in all, the first of them compared."""
+    results: dict[str, list[Chunk]] = {name: [] for name in loops}
+    for number in range(rounds + 1):
+        for name in reversed(loops) if number % 2 else loops:
+            chunk = _chunk(name, loops[name], job, steps, compared)
+            results[name].append(chunk)
+            compare(name, chunk, results[BASE][0])
+    # the first round is not counted: in it things are imported and caches filled
+    return {name: chunks[1:] for name, chunks in results.items()}
+
+
+def _chunk(name: str, loop: Loop, job: Any, steps: int, compared: int) -> Chunk:
+    watch = DataWatch(compared)
+    gc.collect()  # so that none pays for what the other one left
+    with tempfile.TemporaryDirectory() as folder:  # of each chunk, for checkpoints are large
+        loop.train(job, Path(folder), watch)
+    if torch.get_num_threads() != THREADS:
+        raise SystemExit(f"{name} changed the number of threads to {torch.get_num_threads()}")
+    if len(watch.begins) != steps:
+        raise SystemExit(f"{name} took {len(watch.begins)} steps, not {steps}")
+    timed = [(stop - start) / 1e9 for start, stop in pairwise(watch.begins[WARMUP:])]
+    waited = sum(watch.waits[WARMUP + 1 :]) / 1e9  # a step ends when the next one has got its batch
+    losses = [float(loss) for loss in watch.losses]
+    return Chunk(statistics.fmean(timed), losses, waited / len(timed))
+
+
+def fit(config: Config, task: Task, data: Data, folder: Path) -> None:
+    """The engine as the verb ``train`` sets it up, with all that a user leaves on."""
+    world = World()
+    open_log(str(folder / "log.txt"), world.is_first)
+    plan = plan_run(config, data.train_size)
+    strategy = choose_strategy(config.strategy, world)
+    precision = choose_precision(config.precision, world.device)
+    model = make_model(config, task, world.device)
+    state = make_state(config, model, strategy, precision, world, plan.steps)
+    board = TensorBoard(folder / "tensorboard", asdict(config))
+    observers = Observers([Console(), Jsonl(folder / "metrics.jsonl"), board])
+    checkpointer = Checkpointer(folder / "checkpoints", keep=1)
+    Engine(task, data, world, strategy, precision, plan, checkpointer, observers).fit(state)
+
+
+@final
+class Watched(Task):
+    """A recipe's own task, with each step's beginning noted. Its evaluation, which is not timed, is left
+    empty to save the time."""
+
+    best_metric = "loss"
+    higher_is_better = False
+
+    def __init__(self, task: Task, watch: DataWatch) -> None:
+        self._task = task
+        self._watch = watch
+
+    def build(self) -> nn.Module:
+        return self._task.build()
+
+    def loss(self, model: nn.Module, batch: Batch, at: At) -> Loss:
+        self._watch.begin()
+        loss = self._task.loss(model, batch, at)
+        self._watch.note(loss.sum, loss.count)
+        return loss
+
+    def carried(self) -> Mapping[str, Tensor]:
+        return self._task.carried()
+
+    def carry_on(self, rows: Mapping[str, Tensor]) -> None:
+        self._task.carry_on(rows)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        return {}
+
+    def report(self, sums: Mapping[str, Tensor]) -> Report:
+        return Report({"loss": 0.0})
+
+
+def adamw(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """By hand: AdamW that decays matrices only, under a linear warm-up and a cosine."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(
+        groups,
+        lr=config.optim["lr"],
+        betas=tuple(config.optim["betas"]),
+        weight_decay=config.optim["weight_decay"],
+        fused=True,
+    )
+    steps, final = config.train.steps or 0, config.sched.final
+    warmup = round(config.sched.warmup * steps)
+
+    def share_of_peak(step: int) -> float:
+        if step < warmup:
+            return 0.01 + 0.99 * step / warmup
+        return final + (1 - final) * (0.5 + 0.5 * math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+    return optimizer, LambdaLR(optimizer, share_of_peak)
+
+
+def table(results: Results, loops: Mapping[str, Loop], unit: str, count: int) -> list[str]:
+    """The table's lines. unit: what a step takes ``count`` of."""
+    return [
+        f"| | {unit}/s | speed beside the hand-written loop: median | least | most |",
+        "|---|---:|---:|---:|---:|",
+        *(_row(loops[name].title, chunks, results[BASE], count) for name, chunks in results.items()),
+    ]
+
+
+def _row(title: str, chunks: Sequence[Chunk], base: Sequence[Chunk], count: int) -> str:
+    speed = statistics.median(count / chunk.seconds for chunk in chunks)
+    if chunks is base:
+        return f"| {title} | {speed:,.0f} | 1 | | |"
+    ratios = [theirs.seconds / own.seconds for own, theirs in zip(chunks, base, strict=True)]
+    ratio = f"**{statistics.median(ratios):.3f}** | {min(ratios):.3f} | {max(ratios):.3f}"
+    return f"| {title} | {speed:,.0f} | {ratio} |"
+
+
+def turns(steps: int, rounds: int) -> str:
+    """How it was measured, for the note."""
+    return (
+        f"{rounds} round{'s' * (rounds > 1)} of {steps} steps in which both take turns,"
+        f" {THREADS} thread{'s' * (THREADS > 1)}."
+    )
 
 
 def _processor() -> str:

@@ -1,8 +1,8 @@
 """Which anchor learns which object: task-aligned assignment (Feng et al.: TOOD, arXiv 2108.07755).
 
 An anchor's alignment with an object is score^alpha * IoU^beta: how well it already sees it. Each object takes
-the best few anchors that lie in it and whose boxes touch its own; an anchor wanted by several goes to the one whose box it fits best. All
-pictures and objects of a batch at once.
+the best few anchors that lie in it and whose boxes touch its own; an anchor wanted by several goes to the one
+whose box it fits best. All pictures and objects of a batch at once.
 """
 
 from dataclasses import dataclass
