@@ -249,7 +249,7 @@ class Data(ABC):
 
     @abstractmethod
     def preview(self) -> Tensor | None:
-        """A few augmented training samples as pictures: uint8 (n, 3, H, W) or None."""
+        """A few augmented training samples as pictures: uint8 (n, 3, H, W) or None. On rank 0 alone."""
 
     @abstractmethod
     def describe(self) -> str:

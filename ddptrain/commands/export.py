@@ -2,6 +2,7 @@
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -48,6 +49,9 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
     arguments = typed_arguments(task.deploy, rest, "export")
     write = {"pt2": _write_pt2, "onnx": _write_onnx}[own["format"]]
     target = Path(own.get("out", folder / f"model.{own['format']}"))
+    if target.is_dir():
+        file = target / f"model.{own['format']}"
+        raise UserError(f"out={target}: is a folder; name a file in it: out={file}")
     with joined_world(config, alone=True) as (world, _):
         saved = named_checkpoint(folder, checkpoint)
         prepare_or_recall(data, world, config.seed, saved)
@@ -55,7 +59,8 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
         model = trained_model(config, task, world.device, unpack(saved.payload, where), where).eval()
         deployed = task.deploy(model, **arguments)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries among each other
             difference = _checked(deployed, write(deployed, target), target)
     log.info("exported   %s to %s (%.1f MiB)", where, target, target.stat().st_size / 2**20)
     for name, shape in zip(deployed.input_names, deployed.inputs, strict=True):

@@ -69,7 +69,8 @@ class Engine:
         if state.best is not None:
             self._best = {self._task.best_metric: state.best, "step": state.best_step}
         batches = self._opened(state)
-        self._observers.start(Start(start, self._plan.steps, self._data.preview()))
+        preview = self._data.preview() if self._world.is_first else None
+        self._observers.start(Start(start, self._plan.steps, preview))
         self._watch.begin()
         try:
             for step in range(start, self._plan.steps):

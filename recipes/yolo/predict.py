@@ -18,6 +18,9 @@ from ddptrain.errors import UserError
 from ddptrain.recipes.yolo.boxes import Detections, detections
 from ddptrain.recipes.yolo.draw import annotated
 
+_LEAST_SIDE = 1.0
+"""Pixels of a picture that a box has to cover either way."""
+
 
 def predicted(
     model: nn.Module, data: DetectionData, source: str, out: Path, least_score: float, overlap: float
@@ -37,8 +40,7 @@ def predicted(
     seen: list[Detections] = []
     for i, batch in enumerate(data.batches_of(scenes)):
         found = detections(model(batch.images), least_score, overlap, most=100)[0]
-        boxes = _within(batch.placed.of(0).back(found.boxes).cpu(), scenes.sizes[i])
-        found = Detections(boxes, found.scores.cpu(), found.labels.cpu())
+        found = _within(batch.placed.of(0).back(found.boxes), found, scenes.sizes[i])
         seen.append(found)
         _write_picture(out / "pictures" / names[i].with_suffix(".png"), scenes.image(i), found, data.classes)
         _write_labels(out / "labels" / names[i].with_suffix(".txt"), found, scenes.sizes[i])
@@ -68,9 +70,12 @@ def _check_apart(names: Sequence[Path]) -> None:
             raise UserError(f"source: {other} and {name} differ in their ending only; give them other names.")
 
 
-def _within(boxes: Tensor, size: Tensor) -> Tensor:
+def _within(boxes: Tensor, found: Detections, size: Tensor) -> Detections:
+    """On the CPU, cut off at the picture's edge; what lies in the grey beside it is left out."""
     height, width = size.tolist()
-    return boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=boxes.dtype))
+    boxes = boxes.cpu().clamp(min=0).minimum(torch.tensor([width, height, width, height]))
+    kept = (boxes[:, 2:] - boxes[:, :2]).amin(1) >= _LEAST_SIDE
+    return Detections(boxes[kept], found.scores.cpu()[kept], found.labels.cpu()[kept])
 
 
 def _told(found: Detections, classes: Sequence[str]) -> Iterator[str]:

@@ -112,7 +112,8 @@ class DetectionData(Data):
         return {"classes": list(self.classes), "side": self.side}
 
     def recall(self, facts: Mapping[str, Any], world: World) -> None:
-        self.classes, self.side = tuple(facts["classes"]), int(facts["side"])
+        self.classes = tuple(facts["classes"])
+        self.side = int(facts["side"]) if self._asked_side == "auto" else self._asked_side
         self._workers, self._device = 0, world.device
 
     def write(self, folder: Path, layout: Literal["yolo", "coco"] = "yolo") -> Iterator[str]:
@@ -140,12 +141,10 @@ class DetectionData(Data):
         if isinstance(batch, UserError):
             raise batch
         pictures = (coloured(batch, channels_last=False).images * 255).to(torch.uint8)
-        return torch.stack(
-            [
-                draw_bounding_boxes(picture, boxes[labels >= 0], colors="red")
-                for picture, boxes, labels in zip(pictures, batch.boxes, batch.labels, strict=True)
-            ]
-        )
+        for i, there in enumerate(batch.labels >= 0):
+            if there.any():
+                pictures[i] = draw_bounding_boxes(pictures[i], batch.boxes[i][there], colors="red")
+        return pictures
 
     def describe(self) -> str:
         boxes = sum(map(len, self._set.train.objects))
