@@ -61,7 +61,9 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
         target.parent.mkdir(parents=True, exist_ok=True)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries among each other
-            difference = _checked(deployed, write(deployed, target), target)
+            unchecked = target.with_stem(f"{target.stem}.unchecked")
+            difference = _checked(deployed, write(deployed, unchecked), unchecked)
+            unchecked.replace(target)
     log.info("exported   %s to %s (%.1f MiB)", where, target, target.stat().st_size / 2**20)
     for name, shape in zip(deployed.input_names, deployed.inputs, strict=True):
         log.info("input      %s, float32 %s", name, tuple(shape.shape))
