@@ -108,10 +108,10 @@ def made_with(*packages: str) -> str:
     return f"{_processor()}, {count}; Python {platform.python_version()}, {versions}; {day}."
 
 
-def turns_asked(doc: str | None, name: str) -> argparse.Namespace:
+def turns_asked(doc: str | None, name: str, rounds: int = 10) -> argparse.Namespace:
     """The command line of a benchmark of a recipe's training."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10, help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=rounds, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=LOG_EVERY, help="timed ones of a chunk (%(default)s)")
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(name))}"
@@ -167,7 +167,7 @@ def chunk_config(recipe: str, steps: int, *changes: str) -> Config:
 
 
 def take_turns(
-    loops: Mapping[str, Loop], job: Any, steps: int, rounds: int, compared: int = COMPARED
+    loops: dict[str, Loop], job: Any, steps: int, rounds: int, compared: int = COMPARED
 ) -> Results:
     """The chunks of each loop, one a round, each of so many steps in all, the first of them compared."""
     results: dict[str, list[Chunk]] = {name: [] for name in loops}
@@ -249,13 +249,8 @@ def adamw(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer, Lamb
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        groups,
-        lr=config.optim["lr"],
-        betas=tuple(config.optim["betas"]),
-        weight_decay=config.optim["weight_decay"],
-        fused=True,
-    )
+    settings = {name: value for name, value in config.optim.items() if name != "_target_"}
+    optimizer = torch.optim.AdamW(groups, fused=True, **settings)
     steps, final = config.train.steps or 0, config.sched.final
     warmup = round(config.sched.warmup * steps)
 

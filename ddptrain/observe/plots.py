@@ -79,10 +79,10 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> "Drawing":
 
 def write_picture(picture: Picture, path: Path) -> None:
     """As PNG, whole or not at all: it may be looked at while it is written."""
-    from torchvision.io import encode_png
+    from torchvision.transforms.v2.functional import to_pil_image
 
     aside = path.with_suffix(".tmp")
-    aside.write_bytes(encode_png(picture.pixels).numpy().tobytes())
+    to_pil_image(picture.pixels).save(aside, format="PNG")
     aside.replace(path)
 
 

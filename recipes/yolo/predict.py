@@ -84,10 +84,10 @@ def _told(found: Detections, classes: Sequence[str]) -> Iterator[str]:
 
 
 def _write_picture(file: Path, pixels: Tensor, found: Detections, classes: Sequence[str]) -> None:
-    from torchvision.io import write_png
+    from torchvision.transforms.v2.functional import to_pil_image
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_png(annotated(pixels, found, classes), str(file))
+    to_pil_image(annotated(pixels, found, classes)).save(file)
 
 
 def _write_labels(file: Path, found: Detections, size: Tensor) -> None:
