@@ -120,8 +120,9 @@ class Deployed:
     """An example, by which the written file is checked against ``module``."""
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
-    difference: Callable[[Tensor, Tensor], float] = relative_difference
-    """How far an output is from eager's, in shares; of two that agree but for rounding a tiny number."""
+    difference: Callable[[Tensor, Tensor], float | None] = relative_difference
+    """How far an output is from eager's, in shares: a tiny number where they agree but for rounding, None
+    where there is nothing to compare."""
 
 
 class Task(ABC):
@@ -152,7 +153,8 @@ class Task(ABC):
 
     @abstractmethod
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        """Metrics from `evaluate`'s sums and rows over the whole validation set (on the CPU)."""
+        """Metrics from `evaluate`'s sums and rows over the whole validation set (on the CPU). On rank 0
+        alone; every rank gets what it returns."""
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
         """What to look at beside the report's figures: sampled text, say. On rank 0 alone, after each

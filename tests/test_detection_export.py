@@ -259,6 +259,15 @@ def test_an_exported_list_is_what_eager_finds(
         assert overlaps.fill_diagonal_(0).max() < OVERLAP + 1e-3
 
 
+def test_an_export_that_nothing_was_compared_of_says_so(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "model.pt2"
+    done = ddptrain(folder, f"export run=run format=pt2 nms=true score=1 out={target}", **ONE_THREAD)
+    assert done.code == 0, done.err
+    assert "UNCHECKED" in done.err
+    assert "checked    against eager" not in done.err
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -271,6 +280,7 @@ def test_an_exported_list_is_what_eager_finds(
         ),
         ("format=pt2 batch=0", "batch=0"),
         ("format=pt2 out=elsewhere", "out=elsewhere: "),
+        ("format=pt2 out=broken/cut.jpg/model.pt2", "can't be written ("),
     ],
 )
 def test_what_export_is_asked_is_checked(folder: Path, seen: Path, words: str, said: str) -> None:

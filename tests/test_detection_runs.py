@@ -265,6 +265,9 @@ def test_a_set_that_contradicts_itself_is_refused(
         (f"{SHAPES} data.side=100", "data.side=100: must be a multiple of 32 pixels"),
         (f"{SHAPES} data.augment.zoom=0.9", "data.augment.zoom=0.9: must be in [0, 0.5]"),
         (f"{SHAPES} task.multi_scale=2", "task.multi_scale=2: must be in [0, 1)"),
+        (f"{SHAPES} data.side=8192", "data.side=8192: must be a multiple of 32 pixels, at most 4096"),
+        (f"{SHAPES} task.box=-1", "task.box=-1"),
+        (f"{SHAPES} data.side=32 train.micro_batch=1", "data.side=32: the coarsest map of a single picture"),
         (f"{SHAPES} model=cnn", "model: ddptrain.recipes.cnn.SmallCnn needs in_channels"),
     ],
 )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ddptrain.distributed.comm import add_up, from_all_ranks
+from ddptrain.distributed.comm import add_up, from_all_ranks, on_first_rank
 from ddptrain.distributed.device import summing_dtype
 from ddptrain.distributed.world import World
 from ddptrain.engine.precision import Precision
@@ -38,7 +38,8 @@ def evaluate(
         for name, value in found.items():
             sums.add(slot, name, value)
     model.train(was_training)
-    return task.report(sums.totals())
+    totals = sums.totals()
+    return on_first_rank(world, lambda: task.report(totals))
 
 
 class _Sums:

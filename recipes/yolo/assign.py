@@ -77,4 +77,7 @@ class TaskAligned:
         small objects would fall between the points."""
         middle = (boxes[..., :2] + boxes[..., 2:]) / 2
         half = ((boxes[..., 2:] - boxes[..., :2]) / 2).clamp(min=strides.min() / 2)
-        return ((points - middle[:, :, None]).abs() < half[:, :, None]).all(-1)
+        across, down = (  # one coordinate at a time: half the memory of this, the largest tensors of a step
+            (points[:, i] - middle[..., i, None]).abs() < half[..., i, None] for i in (0, 1)
+        )
+        return across & down

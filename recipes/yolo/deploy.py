@@ -1,5 +1,6 @@
 """The detector as other programs run it: pictures in, boxes out, nothing of the training."""
 
+from functools import partial
 from typing import final
 
 import torch
@@ -18,7 +19,11 @@ def deployed(model: nn.Module, side: int, batch: int, suppress: "Suppression | N
     """With ``suppress`` the doubles are removed and the output is a list, else every anchor speaks."""
     module = _Dense(model) if suppress is None else _Listed(model, suppress)
     names = ("boxes", "scores") if suppress is None else ("detections",)
-    difference = relative_difference if suppress is None else difference_of_lists
+    difference = (
+        relative_difference
+        if suppress is None
+        else partial(difference_of_lists, least_score=suppress.least_score)
+    )
     return Deployed(module.eval(), (_example(batch, side),), ("images",), names, difference)
 
 
@@ -67,18 +72,22 @@ class _Listed(nn.Module):
         kept = without_doubles(boxes, scores, labels, self._suppress.overlap)
         marks = torch.zeros_like(scores).scatter(0, kept, torch.ones_like(kept, dtype=scores.dtype))
         score = torch.where(scores >= self._suppress.least_score, scores * marks, 0.0)
-        best, index = score.topk(min(self._suppress.most, len(score)))
+        most = self._suppress.most
+        best, index = score.topk(min(most, len(score)))
         rows = torch.cat([boxes[index], best[:, None], labels[index, None].to(best.dtype)], dim=1)
-        return rows * (best > 0)[:, None]
+        return nn.functional.pad(rows * (best > 0)[:, None], (0, 0, 0, most - len(best)))
 
 
-def difference_of_lists(ours: Tensor, theirs: Tensor) -> float:
+def difference_of_lists(ours: Tensor, theirs: Tensor, least_score: float) -> float | None:
     """The largest difference between a listed box and its partner in the other list, in shares of the largest
     coordinate and of score; infinite where one has none.
 
-    Rounding decides the order of (nearly) equal scores, and with it which of two doubles stays: boxes with a
-    rival in score need no partner.
+    Rounding decides the order of (nearly) equal scores, and with it which of two doubles stays, and which
+    scores reach the least one: boxes with a rival in score, or at the list's end, need no partner. None where
+    no box is listed, so that nothing was compared.
     """
+    if not (ours[..., 4] > 0).any() and not (theirs[..., 4] > 0).any():
+        return None
     scale = ours.new_tensor([*[float(ours[..., :4].abs().max().clamp(min=1))] * 4, 1.0, 1e-9])
     largest = 0.0
     for one, other in zip(ours, theirs, strict=True):
@@ -88,7 +97,9 @@ def difference_of_lists(ours: Tensor, theirs: Tensor) -> float:
             apart = torch.cdist(rows, others, p=torch.inf)
             nearest = apart.amin(1) if len(others) else apart.new_full((len(rows),), torch.inf)
             tied = ((rows[:, None, 4] - scores).abs() < _TIE).sum(1) > 2  # itself, its partner, a rival
-            largest = max(largest, *nearest[~tied].tolist(), 0.0)
+            lowest = float(rows[-1, 4]) if len(rows) == ours.shape[1] else least_score
+            last = rows[:, 4] < lowest + _TIE
+            largest = max(largest, *nearest[~(tied | last)].tolist(), 0.0)
     return largest
 
 

@@ -61,6 +61,10 @@ class Detection(Task):
             raise UserError(f"task.multi_scale={multi_scale}: must be in [0, 1).")
         if not 0 <= overlap <= 1:
             raise UserError(f"task.overlap={overlap}: must be in [0, 1].")
+        if min(box, distance, classes) < 0 or box + distance + classes == 0:
+            raise UserError(
+                f"task.box={box} task.distance={distance} task.classes={classes}: 0 or more, and not all 0."
+            )
         self._model = model
         self._data = data
         self._assigner = assigner
@@ -75,6 +79,11 @@ class Detection(Task):
         """Every term is added over anchors, weighted by the score they should give, and divided by the sum of
         those weights over the whole global batch: how many anchors learn an object differs between ranks."""
         images, true = self._scaled(batch.images, batch.boxes, at)
+        if len(images) == 1 and images.shape[-1] == _COARSEST:
+            raise UserError(
+                f"data.side={_COARSEST}: the coarsest map of a single picture has one cell, and BatchNorm"
+                " needs more than one value. Use a larger side, train.batch_size or train.micro_batch."
+            )
         raw = model(images)
         logits, scores = raw.distances.float(), raw.classes.float()
         # DataParallel lays what its replicas say of the anchors, all the same, one below the other
@@ -91,11 +100,11 @@ class Detection(Task):
         # also in place of what was predicted there: a box without height has a NaN as CIoU's gradient
         aimed = torch.where(learnt[..., None], predicted, cells)
         targets = distances_from(points, goal) / strides[:, None]
-        share = functional.one_hot(label.clamp(min=0), scores.shape[-1]) * weight[..., None]
+        goals = torch.zeros_like(scores).scatter_(2, label.clamp(min=0)[..., None], weight[..., None])
         sums = {
             "box": (complete_box_iou_loss(aimed, goal) * weight).sum(),
             "distance": (distance_loss(logits, targets).mean(-1) * weight).sum(),
-            "classes": class_loss(scores, share),
+            "classes": class_loss(scores, goals),
         }
         total = torch.stack([self._gains[name] * value for name, value in sums.items()]).sum()
         return Loss(total, weight.sum(), sums)
@@ -150,7 +159,7 @@ class Detection(Task):
         if not self._multi_scale:
             return images, boxes
         side = images.shape[-1]
-        drawn = mixed(at.step) / 2**63 * 2 - 1
+        drawn = mixed(self._data.seed, at.step) / 2**63 * 2 - 1
         new = max(round(side * (1 + self._multi_scale * drawn) / _COARSEST), 1) * _COARSEST
         if new == side:
             return images, boxes

@@ -44,15 +44,13 @@ class Yolo(nn.Module):
     arXiv 2107.08430).
     """
 
-    def __init__(
-        self, num_classes: int, size: Literal["n", "s", "m"] = "n", bins: int = 16, in_channels: int = 3
-    ) -> None:
+    def __init__(self, num_classes: int, size: Literal["n", "s", "m"] = "n", bins: int = 16) -> None:
         super().__init__()
         if bins < 2:
             raise UserError(f"model.bins={bins}: must be 2 or more.")
         share, depth = _SIZES[size]
         one, two, three, four, five = (round(share * width) for width in _FULL_WIDTHS)
-        self.stem = nn.Sequential(ConvBlock(in_channels, one, 3, 2), ConvBlock(one, two, 3, 2))
+        self.stem = nn.Sequential(ConvBlock(3, one, 3, 2), ConvBlock(one, two, 3, 2))
         self.to_8 = nn.Sequential(CspBlock(two, two, depth, True), ConvBlock(two, three, 3, 2))
         self.to_16 = nn.Sequential(CspBlock(three, three, 2 * depth, True), ConvBlock(three, four, 3, 2))
         self.to_32 = nn.Sequential(CspBlock(four, four, 2 * depth, True), ConvBlock(four, five, 3, 2))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.files import FileScenes, probe
 from ddptrain.data.detection.source import Objects
-from ddptrain.data.detection.write import as_coco
+from ddptrain.data.detection.write import as_coco, claim
 from ddptrain.data.imagefolder import ENDINGS
 from ddptrain.errors import UserError
 from ddptrain.recipes.yolo.boxes import Detections, detections
@@ -35,22 +35,27 @@ def predicted(
     names = [file.relative_to(above) for file in files]
     _check_apart(names)
     scenes = FileScenes((probe(file), str(name), []) for file, name in zip(files, names, strict=True))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"out={out}: exists and isn't empty. Name a new folder, or clear this one.")
+    claim(out)
     seen: list[Detections] = []
-    for i, batch in enumerate(data.batches_of(scenes)):
-        found = detections(model(batch.images), least_score, overlap, most=100)[0]
-        found = _within(batch.placed.of(0).back(found.boxes), found, scenes.sizes[i])
-        seen.append(found)
-        _write_picture(out / "pictures" / names[i].with_suffix(".png"), scenes.image(i), found, data.classes)
-        _write_labels(out / "labels" / names[i].with_suffix(".txt"), found, scenes.sizes[i])
-        told = ", ".join(_told(found, data.classes)) or "nothing"
-        yield f"{files[i]}: {told}\n"
-    (out / "predictions.json").write_text(json.dumps(_as_json(scenes, seen, data.classes)), encoding="utf-8")
+    try:
+        for i, batch in enumerate(data.batches_of(scenes)):
+            found = detections(model(batch.images), least_score, overlap, most=100)[0]
+            found = _within(batch.placed.of(0).back(found.boxes), found, scenes.sizes[i])
+            pixels = scenes.image(i)
+            _write_picture(out / "pictures" / names[i].with_suffix(".png"), pixels, found, data.classes)
+            _write_labels(out / "labels" / names[i].with_suffix(".txt"), found, scenes.sizes[i])
+            seen.append(found)
+            told = ", ".join(_told(found, data.classes)) or "nothing"
+            yield f"{files[i]}: {told}\n"
+    finally:  # also where a picture can't be decoded: of those before it
+        content = json.dumps(_as_json(scenes, seen, data.classes))
+        (out / "predictions.json").write_text(content, encoding="utf-8")
     yield f"{out}: pictures, labels and predictions.json for {len(files)} pictures"
 
 
 def _files(source: str) -> list[Path]:
+    if not source:
+        raise UserError("source=: must name a picture, a folder or a pattern.")
     path = Path(source)
     if path.is_file():
         return [path]
@@ -104,7 +109,7 @@ def _write_labels(file: Path, found: Detections, size: Tensor) -> None:
 
 def _as_json(scenes: FileScenes, seen: Sequence[Detections], classes: Sequence[str]) -> dict[str, object]:
     objects = [Objects(f.boxes, f.labels, torch.zeros_like(f.labels, dtype=torch.bool)) for f in seen]
-    content = as_coco(objects, scenes.sizes, scenes.names, classes)
+    content = as_coco(objects, scenes.sizes[: len(seen)], scenes.names[: len(seen)], classes)
     scores = [score for found in seen for score in found.scores.tolist()]
     for annotation, score in zip(content["annotations"], scores, strict=True):
         annotation["score"] = score

@@ -6,6 +6,7 @@ import pickle
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from PIL import Image
 
 from ddptrain.data.detection.anyfiles import LabelledFiles
 from ddptrain.data.detection.coco import CocoFiles
-from ddptrain.data.detection.files import FileScenes
+from ddptrain.data.detection.files import FileScenes, probe
 from ddptrain.data.detection.source import ArrayScenes, Objects, Opened, Scenes
 from ddptrain.data.detection.voc import CLASSES, VocFiles
 from ddptrain.data.detection.write import write_coco, write_yolo
@@ -297,3 +298,14 @@ def test_a_set_of_many_pictures_is_few_tensors(tmp_path: Path) -> None:
     copy = pickle.loads(pickle.dumps(scenes))
     assert boxes(copy, 29) == boxes(scenes, 29)
     assert math.prod(copy.image(29).shape) == 3 * HEIGHT * WIDTH
+
+
+def test_sixteen_bits_of_grey_are_scaled_and_not_cut_off(tmp_path: Path) -> None:
+    grey = np.arange(256, dtype=np.uint16).reshape(16, 16)
+    for ending in ("png", "tif"):
+        Image.fromarray(grey * 257).save(tmp_path / f"a.{ending}")
+        picture = FileScenes([(probe(tmp_path / f"a.{ending}"), "a", [])]).image(0)
+        assert picture.tolist() == [grey.tolist()] * 3
+    Image.fromarray(grey.astype(np.float32)).save(tmp_path / "float.tif")
+    with pytest.raises(UserError, match=r"float.tif: has 32 bits a pixel"):
+        probe(tmp_path / "float.tif")

@@ -122,6 +122,7 @@ def categories(entries: Any) -> Callable[[Content], None]:
         (categories([]), "categories: must list one or more"),
         (categories([{"id": "3", "name": "cat"}]), "must have an id, a whole number, and a name"),
         (categories([{"id": 3, "name": "cat"}, {"id": 3, "name": "dog"}]), "id 3 is that of cat and of dog"),
+        (categories([{"id": 3, "name": "cat"}, {"id": 4, "name": "cat"}]), "0 and 1 are both called cat"),
         (categories([{"id": 7, "name": "cat"}]), "category 3 is cat, and missing in"),
         (
             lambda content: [one.update(file_name=f"x{one['id']}.png") for one in content["images"]],

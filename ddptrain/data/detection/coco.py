@@ -13,6 +13,7 @@ from ddptrain.data.detection.files import (
     Problems,
     Row,
     check_size,
+    checked_names,
     checked_path,
     clipped,
     held_out,
@@ -142,6 +143,7 @@ def _categories(file: Path, entries: Sequence[dict[str, Any]]) -> dict[int, str]
         names[number] = name
     if not names:
         raise UserError(f"{file}: categories: must list one or more.")
+    checked_names(file, list(names.values()))
     return dict(sorted(names.items()))
 
 
@@ -234,9 +236,9 @@ def _row(entry: dict[str, Any], picture: Picture, index: dict[int, int]) -> Row:
     numbers = isinstance(bbox, list) and all(isinstance(value, int | float) for value in bbox)
     if not numbers or len(bbox) != 4:
         raise UserError(f"bbox {json.dumps(bbox)}: must be four numbers, x, y, width and height")
-    x, y, width, height = map(float, bbox)
     try:
+        x, y, width, height = map(float, bbox)
         box = clipped((x, y, x + width, y + height), picture.height, picture.width, _ROUNDING, _RULE)
-    except UserError as error:
+    except (UserError, OverflowError) as error:
         raise UserError(f"bbox {json.dumps(bbox)}: {error}") from error
     return box, index[category], bool(crowd)

@@ -28,7 +28,8 @@ _COARSEST = 32
 """Pixels of the coarsest stride; a picture's side is a multiple of it."""
 _LARGEST_AUTO = 640
 _RESIDENT = 2 * 2**30
-"""Bytes up to which ``resident=auto`` keeps the decoded pictures in memory."""
+"""Bytes up to which ``resident=auto`` keeps the decoded pictures in a node's memory."""
+_LARGEST = 4096
 _LISTED = 20
 
 
@@ -36,7 +37,7 @@ _LISTED = 20
 class DetectionData(Data):
     """Batches of `ddptrain.data.detection.batch.Batch`.
 
-    Once prepared: classes, their names, into which a label is an index; side.
+    Once prepared: classes, their names, into which a label is an index; side; seed, the run's.
 
     root: folder that the source's relative paths start from. side: pixels of the squares in which pictures
     are put, a multiple of 32; ``auto`` takes the median of the pictures' longer sides, 640 at most. resident:
@@ -56,8 +57,10 @@ class DetectionData(Data):
     ) -> None:
         if workers != "auto" and workers < 0:
             raise UserError(f"data.workers={workers}: must be 0 or more, or auto.")
-        if side != "auto" and (side < _COARSEST or side % _COARSEST):
-            raise UserError(f"data.side={side}: must be a multiple of {_COARSEST} pixels, or auto.")
+        if side != "auto" and (not _COARSEST <= side <= _LARGEST or side % _COARSEST):
+            raise UserError(
+                f"data.side={side}: must be a multiple of {_COARSEST} pixels, at most {_LARGEST}, or auto."
+            )
         self._source = source
         self._augment = augment
         self._root = Path(root)
@@ -77,14 +80,14 @@ class DetectionData(Data):
             log.warning("left out   %s", line)
         self.side = _usual_side(opened.train.sizes) if self._asked_side == "auto" else self._asked_side
         self._bytes = sum(pooled_bytes(part, self.side) for part in (opened.train, opened.valid))
-        resident = self._bytes <= _RESIDENT if self._resident == "auto" else self._resident
+        resident = self._bytes * world.local_size <= _RESIDENT if self._resident == "auto" else self._resident
         self._in_memory = resident
         self._train, self._valid = (
             Samples(part, self.side, self._augment, seed, resident) for part in (opened.train, opened.valid)
         )
         spare = 0 if world.device.type == "cpu" else spare_cores(world)
         self._workers = spare if self._asked_workers == "auto" else self._asked_workers
-        self._device = world.device
+        self._device, self.seed = world.device, seed
         self._identity = self._hash()
 
     @property

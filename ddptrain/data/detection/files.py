@@ -83,7 +83,7 @@ class FileScenes(Scenes):
 
         file = self.files[i]
         with _opened(Path(file)) as picture:
-            seen = ImageOps.exif_transpose(picture).convert("RGB")
+            seen = _in_eight_bits(ImageOps.exif_transpose(picture)).convert("RGB")
         pixels: Tensor = pil_to_tensor(seen)
         height, width = self.sizes[i].tolist()
         if pixels.shape[1:] != (height, width):
@@ -165,12 +165,31 @@ def probe(file: Path) -> Picture:
     from PIL import Image
 
     with _opened(file) as picture:
+        if picture.mode in ("I", "F"):
+            raise UserError(f"{file}: has 32 bits a pixel; must have 8 or 16. Convert it.", everywhere=False)
         if not _surely_whole(file, picture.format):
             picture.load()
         # PNG's own getexif() would decode the picture, for a tag may follow the pixels: see _png_is_plain
         turned = Image.Image.getexif(picture).get(_ORIENTATION, 1) in (5, 6, 7, 8)
         width, height = picture.size[::-1] if turned else picture.size
     return Picture(file, height, width, turned)
+
+
+def _in_eight_bits(picture: "Image.Image") -> "Image.Image":
+    """Pillow's own way from 16 bits of grey would cut off all that is brighter than 255."""
+    if not picture.mode.startswith("I;16"):
+        return picture
+    return picture.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+
+
+def checked_names(file: Path, names: Sequence[str]) -> list[str]:
+    """Class names, each of which has a metric of its own. Raises UserError where two would share one."""
+    for i, name in enumerate(names):
+        if not name.strip() or not name.isprintable():
+            raise UserError(f"{file}: names: class {i} is called {name!r}; give it a name that can be read.")
+        if name in names[:i]:
+            raise UserError(f"{file}: names: classes {names.index(name)} and {i} are both called {name}.")
+    return list(names)
 
 
 def check_size(picture: Picture, width: object, height: object) -> None:

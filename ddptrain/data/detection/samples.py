@@ -66,11 +66,11 @@ class Samples(Dataset[Any]):
 
 def _to_learn(objects: Sequence[Objects], placed: Letterbox) -> PackedObjects:
     """Boxes at the size that pictures are trained at; crowds are left out."""
-    scales = torch.stack([placed.scale_x, placed.scale_y] * 2, dim=1)
+    scaled = placed._replace(left=torch.zeros_like(placed.left), top=torch.zeros_like(placed.top))
     kept = []
     for i, on_it in enumerate(objects):
         single = ~on_it.crowd
-        boxes, labels = on_it.boxes[single] * scales[i], on_it.labels[single]
+        boxes, labels = scaled.of(i).there(on_it.boxes[single]), on_it.labels[single]
         kept.append(Objects(boxes, labels, on_it.crowd[single]))
     return PackedObjects.of(kept)
 

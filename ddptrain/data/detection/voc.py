@@ -35,7 +35,7 @@ _RULE = "corners count from 1 to its width and height (1 pixel beyond counts as 
 class VocFiles(DetectionSource):
     """Pascal VOC as its archives unpack: ``root/VOCdevkit/VOC<year>`` (2011: ``root/TrainVal/VOCdevkit/...``)
     with Annotations, ImageSets/Main/{train,val}.txt and JPEGImages. Objects marked as difficult become
-    crowds: neither right nor wrong in evaluation, as in VOC's own.
+    crowds, by COCO's rule: in evaluation no box that lies in one counts, for or against.
 
     download: bring what is missing from VOC's site. on_error: "stop" refuses a set with problems and lists
     them; "skip" leaves out bad objects, and images that are missing, broken or have no annotation.

@@ -26,7 +26,7 @@ def write_yolo(opened: Opened, folder: Path) -> list[str]:
     """
     import yaml
 
-    _claim(folder)
+    claim(folder)
     lines, crowds = [], 0
     for part, scenes in (("train", opened.train), ("val", opened.valid)):
         images, labels = folder / "images" / part, folder / "labels" / part
@@ -55,8 +55,8 @@ def write_coco(opened: Opened, folder: Path) -> list[str]:
     Image files are copied as they are, other pictures become PNGs. Returns lines that say what was written.
     Raises UserError where the folder holds something already.
     """
-    _claim(folder)
-    (folder / "annotations").mkdir(parents=True)
+    claim(folder)
+    (folder / "annotations").mkdir()
     lines = []
     for part, scenes in (("train", opened.train), ("val", opened.valid)):
         names = [file.name for file in _write_images(scenes, folder / part)]
@@ -91,8 +91,14 @@ def as_coco(
     return {"info": {}, "images": images, "annotations": annotations, "categories": categories}
 
 
-def _claim(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+def claim(folder: Path) -> None:
+    """Make a folder, or take an empty one. Raises UserError where that can't be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        empty = not any(folder.iterdir())
+    except OSError as error:
+        raise UserError(f"out={folder}: can't be made ({error.strerror}). Name another folder.") from error
+    if not empty:
         raise UserError(f"out={folder}: exists and isn't empty. Name a new folder, or clear this one.")
 
 

@@ -13,6 +13,7 @@ from ddptrain.data.detection.files import (
     Picture,
     Problems,
     Row,
+    checked_names,
     checked_path,
     clipped,
     held_out,
@@ -83,7 +84,7 @@ def _read_layout(file: Path) -> _Layout:
 
     try:
         found = yaml.safe_load(read_text(file))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise UserError(f"{file}{place}: is not YAML ({getattr(error, 'problem', error)}).") from error
@@ -125,7 +126,7 @@ def _names(file: Path, found: dict[Any, Any]) -> list[str]:
             raise UserError(f"{file}: names: YAML reads class {i} as {name}; put its name in quotes.")
     if count is not None and count != len(names):
         raise UserError(f"{file}: nc: {count}: names lists {len(names)}; make them agree, or remove nc.")
-    return [str(name) for name in names]
+    return checked_names(file, [str(name) for name in names])
 
 
 def _listed(layout: _Layout, key: str, entries: Sequence[str], problems: Problems) -> list[Path]:
