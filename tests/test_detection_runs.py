@@ -238,7 +238,7 @@ def test_every_problem_of_a_set_is_named_at_once(tmp_path: Path) -> None:
     assert all(problem in line for problem, line in zip(problems, left_out, strict=True))
     assert "2 train with 1 boxes, 1 valid" in done.err
     assert "3 left out" in done.err
-    assert len(lines_of(tmp_path / "run", "valid")) == 1
+    assert len(lines_of(tmp_path / "run", "valid")) == 2, "each epoch"
 
 
 @pytest.mark.parametrize(
