@@ -25,12 +25,13 @@ from ddptrain.recipes.yolo.boxes import (
 )
 from ddptrain.recipes.yolo.deploy import Suppression, deployed
 from ddptrain.recipes.yolo.draw import compared
+from ddptrain.recipes.yolo.model import STRIDES
 from ddptrain.recipes.yolo.predict import predicted
 from ddptrain.recipes.yolo.score import coco_scores
 
 _SHOWN = 8
 """Validation pictures that are drawn at each evaluation."""
-_COARSEST = 32
+_COARSEST = STRIDES[-1]
 
 
 @final

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.files import FileScenes, probe
 from ddptrain.data.detection.source import Objects
-from ddptrain.data.detection.write import as_coco, claim
+from ddptrain.data.detection.write import as_coco, claim, in_sides
 from ddptrain.data.imagefolder import ENDINGS
 from ddptrain.errors import UserError
 from ddptrain.recipes.yolo.boxes import Detections, detections
@@ -100,9 +100,8 @@ def _write_labels(file: Path, found: Detections, size: Tensor) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     height, width = size.tolist()
     lines = [
-        f"{label} {(x1 + x2) / 2 / width:.6f} {(y1 + y2) / 2 / height:.6f}"
-        f" {(x2 - x1) / width:.6f} {(y2 - y1) / height:.6f}\n"
-        for (x1, y1, x2, y2), label in zip(found.boxes.tolist(), found.labels.tolist(), strict=True)
+        f"{label} {in_sides(box, height, width)}\n"
+        for box, label in zip(found.boxes.tolist(), found.labels.tolist(), strict=True)
     ]
     file.write_text("".join(lines), encoding="utf-8")
 

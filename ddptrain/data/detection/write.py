@@ -36,7 +36,7 @@ def write_yolo(opened: Opened, folder: Path) -> list[str]:
             objects, (height, width) = scenes.objects[i], scenes.sizes[i].tolist()
             kept = ~objects.crowd
             rows = zip(objects.labels[kept].tolist(), objects.boxes[kept].tolist(), strict=True)
-            text = "".join(f"{label} {_in_sides(box, height, width)}\n" for label, box in rows)
+            text = "".join(f"{label} {in_sides(box, height, width)}\n" for label, box in rows)
             (labels / f"{file.stem}.txt").write_text(text, encoding="utf-8")
             boxes += int(kept.sum())
             crowds += len(objects) - int(kept.sum())
@@ -129,7 +129,7 @@ def _stem(name: str, i: int, taken: set[str]) -> str:
     return stem
 
 
-def _in_sides(box: list[float], height: int, width: int) -> str:
+def in_sides(box: list[float], height: int, width: int) -> str:
     """``cx cy w h`` as shares of the picture's sides; ten digits bring float32 pixels back."""
     x1, y1, x2, y2 = box
     shares = ((x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height)
