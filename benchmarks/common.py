@@ -27,7 +27,7 @@ from ddptrain.commands.setup import make_model
 from ddptrain.compose import run_composed
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
-from ddptrain.distributed.strategy import choose_strategy
+from ddptrain.distributed.choice import choose_strategy
 from ddptrain.distributed.threads import cores
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer

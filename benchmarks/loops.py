@@ -21,7 +21,7 @@ from workloads import SEED, Batch, Workload
 from ddptrain.commands.setup import make_model
 from ddptrain.config.schema import Checkpoint, Config, Log, Sched, Train
 from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.strategy import choose_strategy
+from ddptrain.distributed.choice import choose_strategy
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.loop import Engine

@@ -1,5 +1,6 @@
 """What a run can end with: exit codes, and the errors that are the user's to fix."""
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 
@@ -10,6 +11,10 @@ class ExitCode(IntEnum):
     CRASH = 1
     USER_ERROR = 2
     DIVERGED = 4
+    STOPPED = 75
+    """Stopped on request, with a checkpoint written: start the same command again (EX_TEMPFAIL)."""
+    HUNG = 76
+    """A rank made no progress and was named."""
     INTERRUPTED = 130
     """Ctrl-C, as shells count it: 128 + SIGINT."""
 
@@ -37,4 +42,34 @@ def _unpickled(kind: type[UserError], message: str, everywhere: bool) -> UserErr
 
 
 class Diverged(ArithmeticError):
-    """The loss left the finite numbers; all ranks see it at the same step. Exit code 4."""
+    """The loss or a gradient left the finite numbers; all ranks see it at the same step. Exit code 4.
+
+    ``evidence``: plain values on where, for the run's folder.
+    """
+
+    def __init__(self, message: str, evidence: Mapping[str, object]) -> None:
+        super().__init__(message)
+        self.evidence = evidence
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and has saved its state; all ranks raise it at the same step. Exit code
+    75."""
+
+
+class RankLost(RuntimeError):
+    """Another rank is gone or has failed. It has its own message; this one ends with its exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class OutOfStep(RuntimeError):
+    """The ranks do not do the same any more: one is at another step, or its weights differ. Exit code 1:
+    started again, the run goes on from its last checkpoint."""
+
+
+KNOWN_ENDS = (UserError, Diverged, Stopped, RankLost, OutOfStep)
+"""What ends a run with a message of its own: everything else is a bug, and has a traceback."""
+KnownEnd = UserError | Diverged | Stopped | RankLost | OutOfStep

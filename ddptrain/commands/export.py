@@ -59,7 +59,7 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
     except OSError as error:
         raise UserError(f"out={target}: can't be written ({error.strerror}). Name another file.") from error
     try:
-        with joined_world(config, alone=True) as (world, _):
+        with joined_world(config, alone=True) as (world, _, _):
             saved = named_checkpoint(folder, checkpoint)
             prepare_or_recall(data, world, config.seed, saved)
             where = str(saved.path)

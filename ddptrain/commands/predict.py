@@ -38,7 +38,7 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
     if type(task).predict is Task.predict:
         raise UserError(f"predict: {type(task).__name__} offers none.")
     arguments = typed_arguments(task.predict, asked, "predict")
-    with joined_world(config, alone=True) as (world, reason):
+    with joined_world(config, alone=True) as (world, reason, _):
         saved = named_checkpoint(folder, checkpoint)
         prepare_or_recall(data, world, config.seed, saved)
         where = str(saved.path)

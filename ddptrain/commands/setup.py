@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,16 +17,18 @@ from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import (
     abandon_group,
     close_group,
+    from_a_lost_rank,
     from_all_ranks,
     on_all_ranks,
     open_group,
 )
 from ddptrain.distributed.device import choose_device
 from ddptrain.distributed.threads import share_cores
+from ddptrain.distributed.vigil import Vigil
 from ddptrain.distributed.world import World, world_from_environment
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read
 from ddptrain.engine.state import fit_model
-from ddptrain.errors import UserError
+from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
 from ddptrain.observe.console import open_log
 from ddptrain.protocols import Data, Task
 
@@ -44,8 +47,9 @@ def _check_nodes(config: Config) -> None:
 
 
 @contextmanager
-def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, str]]:
-    """This rank's world with its device, and why that device; the process group is open inside.
+def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, str, Vigil]]:
+    """This rank's world with its device, why that device, and what watches over the rank; the process
+    group is open inside.
 
     alone: a world of one, whatever torchrun has started.
     """
@@ -65,12 +69,35 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only so
     torch.use_deterministic_algorithms(config.deterministic)
     open_group(world, even_alone=config.strategy.name == "ddp" and not alone)
-    try:
-        yield world, reason
-    except BaseException:
+    vigil = Vigil(world, config.hang_timeout)
+    with vigil.watching():
+        try:
+            yield world, reason, vigil
+        except Stopped:
+            close_group()
+            raise
+        except BaseException as error:
+            _part(error, world, vigil)
+            raise
+        close_group()
+
+
+def _part(error: BaseException, world: World, vigil: Vigil) -> None:
+    """Leave the others after an error. Raises RankLost instead where it only follows from another rank's."""
+    agreed = isinstance(error, Diverged | OutOfStep) or (isinstance(error, UserError) and error.everywhere)
+    if world.size > 1 and not agreed:
+        if from_a_lost_rank(error):
+            failure = vigil.failure_elsewhere(wait=2.0)
+            abandon_group()
+            if failure is not None:
+                raise RankLost("", failure.code) from None
+            text = " ".join(str(error).split())[:200]
+            raise RankLost(f"rank {world.rank}: another rank is gone ({text}).", ExitCode.CRASH) from None
+        vigil.failed(ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.CRASH)
         abandon_group()
-        raise
-    close_group()
+        time.sleep(1.0)  # the others read the news before this rank, which may keep the store, is gone
+        return
+    abandon_group()
 
 
 def make_task(config: Config) -> tuple[Task, Data]:

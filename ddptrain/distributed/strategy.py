@@ -1,4 +1,5 @@
-"""How one model is spread over devices: single, dp, ddp. Another strategy is another class."""
+"""How one model is spread over devices: single, dp, ddp (and strict, in its own file). Another strategy is
+another class."""
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
@@ -10,9 +11,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.config.schema import Strategy as StrategyConfig
+from ddptrain.distributed.ballot import WithBallot
 from ddptrain.distributed.comm import backend_for
 from ddptrain.distributed.world import World
-from ddptrain.errors import UserError
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -31,6 +32,15 @@ class Strategy(ABC):
     @abstractmethod
     def sync(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch; only the ``last`` one may communicate."""
+
+    def ballot(self, wrapped: nn.Module) -> WithBallot | None:
+        """Where the ranks' votes travel with the gradients; None for a process by itself."""
+        return None
+
+    @property
+    def averages_over(self) -> int:
+        """What the sum of the ranks' gradients is divided by."""
+        return 1
 
     @abstractmethod
     def describe(self) -> str:
@@ -97,7 +107,7 @@ class Ddp(Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         on_gpu = self._world.device.type == "cuda"
         wrapped = DistributedDataParallel(
-            model,
+            WithBallot(model, exact=self._config.compression == "none"),
             device_ids=[self._world.device.index] if on_gpu else None,
             bucket_cap_mb=self._config.bucket_cap_mb,
             gradient_as_bucket_view=self._config.gradient_as_bucket_view,
@@ -114,38 +124,14 @@ class Ddp(Strategy):
         assert isinstance(wrapped, DistributedDataParallel)
         return wrapped.no_sync()
 
+    def ballot(self, wrapped: nn.Module) -> WithBallot:
+        ballot = wrapped.module
+        assert isinstance(ballot, WithBallot)
+        return ballot
+
+    @property
+    def averages_over(self) -> int:
+        return self._world.size
+
     def describe(self) -> str:
         return f"ddp over {backend_for(self._world)}"
-
-
-def choose_strategy(config: StrategyConfig, world: World, compiled: bool = False) -> Strategy:
-    """The strategy for ``strategy=...`` in this world, for a model that is ``compiled`` or not.
-
-    Raises UserError where the two do not go together.
-    """
-    name = config.name
-    if name == "auto":
-        name = "ddp" if world.size > 1 else "single"
-    if name in ("single", "dp") and world.size > 1:
-        raise UserError(
-            f"strategy={name}: runs in one process, but torchrun started {world.size}."
-            " Use strategy=ddp, or start it with python -m ddptrain."
-        )
-    if name == "ddp" and not torch.distributed.is_initialized():
-        raise UserError(
-            "strategy=ddp: needs ranks, which torchrun starts:"
-            " torchrun --standalone --nproc-per-node=2 -m ddptrain ..."
-        )
-    if config.sync_batchnorm and (name != "ddp" or world.device.type != "cuda"):
-        raise UserError(
-            "strategy.sync_batchnorm=true: PyTorch's SyncBatchNorm needs ddp on GPUs;"
-            f" this is {name} on {world.device.type}."
-        )
-    if name == "dp" and compiled:
-        raise UserError(
-            "strategy=dp: its copies of a compiled model would all compute on the first GPU."
-            " Use strategy=ddp, or compile=off."
-        )
-    if name == "dp":
-        return DataParallel()
-    return Single() if name == "single" else Ddp(config, world)

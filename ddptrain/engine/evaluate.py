@@ -13,18 +13,30 @@ from torch import Tensor, nn
 
 from ddptrain.distributed.comm import add_up, from_all_ranks, on_first_rank
 from ddptrain.distributed.device import summing_dtype
+from ddptrain.distributed.vigil import LONG_S, Vigil
 from ddptrain.distributed.world import World
 from ddptrain.engine.precision import Precision
 from ddptrain.protocols import Data, Figure, Report, Rows, Task
 
 
+class Interrupted(Exception):
+    """A stop was asked for before the evaluation's end; raised on all ranks."""
+
+
 @torch.inference_mode()
 def evaluate(
-    task: Task, model: nn.Module, data: Data, world: World, precision: Precision, batch_size: int
+    task: Task,
+    model: nn.Module,
+    data: Data,
+    world: World,
+    precision: Precision,
+    batch_size: int,
+    vigil: Vigil,
 ) -> Report:
     """The task's report over the whole validation set. Some collectives and a sync point, at the end.
 
     model: the bare module, the same on every rank; DDP's wrapper would communicate in its forward.
+    Raises Interrupted where ``vigil`` was asked to stop.
     """
     was_training = model.training
     model.eval()
@@ -33,12 +45,16 @@ def evaluate(
     mine = range(world.rank, len(chunks), world.size)
     sums = _Sums(len(chunks), world)
     for slot, batch in zip(mine, data.valid_batches([chunks[i] for i in mine]), strict=True):
+        if vigil.stop:
+            break
+        vigil.mark(slot, "evaluating a batch")
         with precision.autocast():
             found = task.evaluate(model, batch)
         for name, value in found.items():
             sums.add(slot, name, value)
     model.train(was_training)
-    totals = sums.totals()
+    totals = sums.totals(interrupted=vigil.stop is not None)
+    vigil.mark(len(chunks), "reporting", LONG_S)
     return on_first_rank(world, lambda: task.report(totals))
 
 
@@ -63,13 +79,21 @@ class _Sums:
             added = value.to(torch.int64)
             self._counts[name] = self._counts[name] + added if name in self._counts else added
 
-    def totals(self) -> dict[str, Tensor]:
-        """Over all ranks, on the CPU of each. Collectives and a sync point."""
+    def totals(self, interrupted: bool) -> dict[str, Tensor]:
+        """Over all ranks, on the CPU of each. Collectives and a sync point.
+
+        Raises Interrupted, on all ranks, where any was.
+        """
         world, device = self._world, self._world.device
-        for name, shape in _union(world, {name: value.shape for name, value in self._counts.items()}).items():
-            self._counts.setdefault(name, torch.zeros(shape, dtype=torch.int64, device=device))
-        for name, shape in _union(world, {name: value.shape for name, value in self._floats.items()}).items():
-            self._floats.setdefault(name, self._zeros(shape, device))
+        own = ({n: v.shape for n, v in self._counts.items()}, {n: v.shape for n, v in self._floats.items()})
+        # a rank without a batch has no names, and one may meet what others do not
+        for was_interrupted, counts, floats in from_all_ranks(world, (interrupted, *own)):
+            if was_interrupted:
+                raise Interrupted
+            for name, shape in counts.items():
+                self._counts.setdefault(name, torch.zeros(shape, dtype=torch.int64, device=device))
+            for name, shape in floats.items():
+                self._floats.setdefault(name, self._zeros(shape, device))
         totals = {name: add_up(world, self._counts[name]).cpu() for name in sorted(self._counts)}
         totals |= {name: add_up(world, self._floats[name]).cpu().sum() for name in sorted(self._floats)}
         return totals | self._listed()
@@ -96,11 +120,3 @@ def figures_of(task: Task, model: nn.Module, precision: Precision) -> Mapping[st
         figures = task.figures(model)
     model.train(was_training)
     return figures
-
-
-def _union(world: World, shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:
-    """The names of all ranks: one without a batch has none, and one may meet what others do not."""
-    found: dict[str, torch.Size] = {}
-    for of_rank in from_all_ranks(world, shapes):
-        found |= of_rank
-    return found

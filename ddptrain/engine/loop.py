@@ -1,31 +1,33 @@
 """The loop: from a batch to the optimizer's step, and what happens between steps."""
 
-import logging
 import math
 import time
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddptrain.data.prefetch import tensors_of
-from ddptrain.distributed.comm import add_up, broadcast_buffers, from_all_ranks
+from ddptrain.distributed.comm import broadcast_buffers, from_all_ranks, from_first_rank
 from ddptrain.distributed.strategy import Strategy
+from ddptrain.distributed.vigil import LONG_S, Vigil
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer
-from ddptrain.engine.evaluate import evaluate, figures_of
+from ddptrain.engine.evaluate import Interrupted, evaluate, figures_of
+from ddptrain.engine.guard import Guard, Verdict
+from ddptrain.engine.mean import GlobalMean
+from ddptrain.engine.nonfinite import Undo, divergence, evidence_of, where_it_began
+from ddptrain.engine.opening import check_device, rehearse
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
+from ddptrain.engine.replicas import check_replicas
 from ddptrain.engine.seeding import StepSeed
 from ddptrain.engine.state import TrainState
 from ddptrain.engine.stopwatch import Stopwatch
-from ddptrain.errors import Diverged
+from ddptrain.errors import Diverged, OutOfStep, Stopped
 from ddptrain.observe.observer import End, Evaluated, Log, Observers, Saved, Start
-from ddptrain.protocols import At, Batch, Data, Loss, Report, Task
-
-log = logging.getLogger(__name__)
+from ddptrain.protocols import At, Batch, Data, Report, Task
 
 
 class Engine:
@@ -51,43 +53,65 @@ class Engine:
         self._checkpointer = checkpointer
         self._observers = observers
         self._sampler = plan.sampler(world)
+        self._pieces = self._sampler.pieces
         self._seed_step = StepSeed(plan.seed, world)
         self._watch = Stopwatch(world.device)
-        self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
-        self._micro_sizes = self._sampler.micro_sizes
+        self._vigil = Vigil(world)
+        self._mean = GlobalMean(world, self._sampler, strategy.averages_over)
         self._grad_norm: Tensor | None = None
         self._lr = 0.0
+        self._saved_at = 0
+        self._stopping = False
         self._last = Report({})
         self._best: dict[str, float] = {}
 
-    def fit(self, state: TrainState) -> Report:
+    def fit(self, state: TrainState, vigil: Vigil | None = None) -> Report:
         """Train from ``state.step`` to the plan's end; returns the last evaluation.
 
-        Raises Diverged where the loss left the finite numbers.
+        vigil: what watches over this rank, and is asked whether to stop.
+        Raises Stopped where it was asked to, Diverged where the loss or a gradient left the finite numbers.
         """
         start, outcome = state.step, "failed"
+        self._saved_at = start
+        self._vigil = vigil or self._vigil
         if state.best is not None:
             self._best = {self._task.best_metric: state.best, "step": state.best_step}
+        self._guard = Guard(self._world, state.model, self._strategy.ballot(state.wrapped))
+        self._undo = Undo(self._task, state.model)
         batches = self._opened(state)
         preview = self._data.preview() if self._world.is_first else None
-        self._observers.start(Start(start, self._plan.steps, preview))
+        # a checkpoint is written before the evaluation at its step: that comes again
+        evaluates = start > 0 and self._plan.evaluates(start)
+        self._observers.start(Start(start, self._plan.steps, evaluates, preview))
         self._watch.begin()
         try:
+            if evaluates:
+                self._evaluate(state)
             for step in range(start, self._plan.steps):
                 self._step(state, self._plan.at(step), batches)
                 state.step = done = step + 1
+                self._heed(state, self._guard.ready())
+                self._vigil.begun()
+                if self._plan.verifies(done):
+                    check_replicas(self._world, state.model, done)
                 if self._plan.logs(done):
                     self._log(state)
+                if self._plan.saves(done) or self._stopping:
+                    self._save(state)
+                if self._stopping:
+                    raise Stopped(f"stopped at step {done}")
                 if self._plan.evaluates(done):
                     self._evaluate(state)
-                if self._plan.saves(done):
-                    self._save(state)
+            self._checkpointer.finish()
             outcome = "done"
+        except Stopped:
+            self._checkpointer.finish()
+            from_first_rank(self._world, None)  # the first rank to exit makes torchrun end the others
+            self._vigil.saved()
+            outcome = "stopped"
+            raise
         except Diverged:
             outcome = "diverged"
-            raise
-        except KeyboardInterrupt:
-            outcome = "interrupted"
             raise
         finally:
             speed = self._watch.total()
@@ -97,54 +121,81 @@ class Engine:
         return self._last
 
     def _step(self, state: TrainState, at: At, batches: Iterator[Batch]) -> None:
-        """One optimizer step over one global batch. Nothing here waits for the device."""
-        self._seed_step(at.step)
-        last = len(self._micro_sizes) - 1
-        counts: list[Tensor] = []
-        for i, size in enumerate(self._micro_sizes):
+        """One optimizer step over one global batch. Nothing here waits for the device, except, on a GPU,
+        for the step before (`Guard`)."""
+        counts: list[tuple[int, Tensor]] = []
+        if self._plan.skips_nonfinite:
+            self._undo.remember()
+        for i, piece in enumerate(self._pieces):
+            self._vigil.mark(at.step, "waiting for a batch")
             batch = self._watch.next(batches)
-            with self._strategy.sync(state.wrapped, last=i == last):
+            self._vigil.mark(at.step, "forward")
+            self._seed_step(at.step, piece.stream)
+            with self._strategy.sync(state.wrapped, last=piece.ends_shard):
                 with self._precision.autocast():
                     loss = self._task.loss(state.wrapped, batch, at)
                 if i == 0:
                     # here and not after the step: memory given back before a forward pass is taken again
                     # page by page (measured on CPUs: 6 % of a MobileNetV3 step)
                     state.optimizer.zero_grad(set_to_none=True)
-                # DDP all-reduces bucket by bucket while this runs, in the last micro-batch only
-                self._precision.backward(loss.sum, self._weight(loss, size))
-            state.meter.add(loss)
+                vote = self._guard.vote(at.step, self._vigil.stop is not None, loss, piece.ends_shard)
+                self._vigil.mark(at.step, "backward")
+                # gradients are summed over ranks while this runs (DDP), with the ranks' votes among them
+                self._precision.backward(loss.sum, self._mean.weight(loss, piece.size), vote)
+            state.meter.add(loss, piece.shard)
             if isinstance(loss.count, Tensor):
-                counts.append(loss.count)
+                counts.append((piece.shard, loss.count))
+        self._vigil.mark(at.step, "optimizer")
         self._precision.unscale(state.optimizer)
         if counts:
-            self._rescale(state.model, counts)
+            self._mean.rescale(state.model, counts)
+        self._heed(state, self._guard.all())
+        nonfinite = self._guard.judge(at.step)
         if self._plan.clip_norm is not None:
             self._grad_norm = nn.utils.clip_grad_norm_(state.model.parameters(), self._plan.clip_norm)
-        self._precision.step(state.optimizer)
         self._lr = state.optimizer.param_groups[0]["lr"]
-        state.scheduler.step()
+        self._precision.step(state.optimizer, nonfinite)
+        if self._plan.skips_nonfinite:
+            self._undo.put_back(nonfinite)
         state.average.update()
         self._watch.count(self._sampler.batch_size)
 
-    def _weight(self, loss: Loss, size: int) -> Tensor:
-        """What a loss sum is multiplied by, so that gradients averaged over ranks and added over
-        micro-batches become those of the mean over the global batch.
+    def _heed(self, state: TrainState, verdicts: list[Verdict]) -> None:
+        """What follows from the steps' outcomes, the same on all ranks."""
+        for verdict in verdicts:
+            if not verdict.aligned:
+                raise OutOfStep(
+                    f"rank {self._world.rank} is at step {verdict.step}, and others are not: a rank has left"
+                    " out a backward pass, or done one more. Look for code that only some ranks run."
+                )
+            self._stopping |= verdict.stop
+            if verdict.finite:
+                state.scheduler.step()
+                state.applied, state.left_out = state.applied + 1, 0
+                continue
+            state.left_out += 1
+            # an overflow in a gradient alone is fp16's scaler finding its scale
+            expected = self._precision.scaler.is_enabled() and verdict.loss_finite
+            tolerated = self._plan.skips_nonfinite or expected
+            if not tolerated or state.left_out > self._plan.nonfinite_limit:
+                self._diverged(state, verdict)
 
-        Where the count is only known on the device, the global batch's size stands in for it until
-        `_rescale`.
-        """
-        each = loss.count / size if isinstance(loss.count, int) else 1.0
-        value = self._world.size / (each * self._sampler.batch_size)
-        key = (value, loss.sum.dtype)
-        if key not in self._weights:
-            self._weights[key] = torch.full((), value, dtype=loss.sum.dtype, device=loss.sum.device)
-        return self._weights[key]
-
-    def _rescale(self, model: nn.Module, counts: list[Tensor]) -> None:
-        """Divide by the global count instead of the global batch size. One small all-reduce."""
-        total = add_up(self._world, torch.stack(counts).sum().to(torch.float32))
-        factor = self._sampler.batch_size / total.clamp(min=1)
-        torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], factor)
+    def _diverged(self, state: TrainState, verdict: Verdict) -> None:
+        """Say where it began, from the step's own batch. Collectives; raises Diverged on all ranks."""
+        at = self._plan.at(verdict.step)
+        self._vigil.mark(verdict.step, "looking for what is not finite", LONG_S)
+        batches = self._data.train_batches(self._sampler, range(verdict.step, self._plan.steps))
+        began = where_it_began(
+            self._task,
+            state.model,
+            self._precision,
+            islice(batches, len(self._pieces)),
+            self._sampler,
+            self._seed_step,
+            at,
+        )
+        ranks = from_all_ranks(self._world, evidence_of(began, self._sampler, verdict.step))
+        raise divergence(verdict.step, state.left_out, ranks)
 
     def _log(self, state: TrainState) -> None:
         """A collective and a sync point, every ``log.every`` steps."""
@@ -152,14 +203,10 @@ class Engine:
         if self._grad_norm is not None:
             values["grad_norm"] = float(self._grad_norm)
         values["lr"] = float(self._lr)
+        if state.step > state.applied:
+            values["left_out"] = float(state.step - state.applied)
         done = state.step
         self._observers.log(Log(done, *self._position(done), values, self._watch.lap()))
-        if not math.isfinite(values["loss"]):
-            raise Diverged(
-                f"the mean loss of the last steps up to {done} is {values['loss']}: the training has"
-                " diverged. A lower optim.lr, a longer sched.warmup or train.clip_norm=1 usually mends it."
-                " Checkpoints of earlier steps are kept."
-            )
 
     def _evaluate(self, state: TrainState) -> None:
         self._watch.settle()
@@ -168,9 +215,20 @@ class Engine:
         model = state.average.model()
         if model is not state.model:
             broadcast_buffers(self._world, model)
-        self._last = evaluate(
-            self._task, model, self._data, self._world, self._precision, self._plan.eval_batch_size
-        )
+        try:
+            self._last = evaluate(
+                self._task,
+                model,
+                self._data,
+                self._world,
+                self._precision,
+                self._plan.eval_batch_size,
+                self._vigil,
+            )
+        except Interrupted:
+            if self._saved_at != state.step:
+                self._save(state)
+            raise Stopped(f"stopped in the evaluation at step {state.step}") from None
         figures = dict(self._last.figures)
         if self._world.is_first:
             figures |= figures_of(self._task, model, self._precision)
@@ -182,6 +240,7 @@ class Engine:
             state.best, state.best_step = metrics[name], state.step
             self._gather(state)
             if self._world.is_first:
+                self._vigil.mark(state.step, "saving the best", LONG_S)
                 self._checkpointer.save_best(state.state_dict(), self._facts(state))
         assert state.best is not None
         self._best = {name: state.best, "step": state.best_step}
@@ -192,12 +251,15 @@ class Engine:
         )
 
     def _save(self, state: TrainState) -> None:
+        self._heed(state, self._guard.all())
         self._watch.settle()
         began = time.perf_counter()
         self._gather(state)
+        self._vigil.mark(state.step, "saving", LONG_S)
         if self._world.is_first:
             path = self._checkpointer.save(state.state_dict(), self._facts(state))
             self._observers.saved(Saved(state.step, path))
+        self._saved_at = state.step
         self._watch.pause(time.perf_counter() - began)
 
     def _gather(self, state: TrainState) -> None:
@@ -217,24 +279,13 @@ class Engine:
         mine, device = slice(*self._sampler.share), self._world.device
         self._task.carry_on({name: rows[mine].to(device) for name, rows in state.carried.items()})
         first = next(batches)
-        _check_device(state.model, first, device)
+        check_device(state.model, first, device)
         if isinstance(state.wrapped, DistributedDataParallel):
-            self._rehearse(state, first)
+            at, ballot = self._plan.at(state.step), self._strategy.ballot(state.wrapped)
+            assert ballot is not None
+            self._seed_step(at.step, self._pieces[0].stream)
+            rehearse(self._task, state, ballot, self._precision, first, at)
         return chain([first], batches)
-
-    def _rehearse(self, state: TrainState, batch: Batch) -> None:
-        """One throw-away forward and backward. DDP reorders its buckets after the first backward it
-        sees; were that a real step, a resumed run would sum in another order than one that went on."""
-        kept, carried = [buffer.clone() for buffer in state.model.buffers()], self._task.carried()
-        self._seed_step(state.step)
-        with self._precision.autocast():
-            loss = self._task.loss(state.wrapped, batch, self._plan.at(state.step))
-        loss.sum.backward()
-        state.optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for buffer, value in zip(state.model.buffers(), kept, strict=True):
-                buffer.copy_(value)
-        self._task.carry_on(carried)
 
     def _position(self, done: int) -> tuple[float, int]:
         return self._plan.epoch(done), done * self._plan.batch_size
@@ -251,14 +302,3 @@ class Engine:
             "recall": dict(self._data.facts()),
             "metrics": dict(self._last.metrics),
         }
-
-
-def _check_device(model: nn.Module, batch: Batch, device: torch.device) -> None:
-    """Before the first step: is every weight and the first batch on the device? Else it would train
-    on another one than the log says, or fail deep inside."""
-    for name, parameter in model.named_parameters():
-        if parameter.device != device:
-            raise RuntimeError(f"parameter {name} is on {parameter.device}, not on {device}")
-    for tensor in tensors_of(batch):
-        if tensor.device != device:
-            raise RuntimeError(f"the first batch is on {tensor.device}, not on {device}: a bug in its Data")

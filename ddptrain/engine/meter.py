@@ -11,73 +11,99 @@ from ddptrain.distributed.device import summing_dtype
 from ddptrain.distributed.world import World
 from ddptrain.protocols import Loss
 
+_COUNT = "count"
+
 
 class Meter:
-    """Sums since the last reading. Adding launches one small kernel a value and never waits."""
+    """Sums since the last reading, one for each shard of the global batch. Adding launches one small
+    kernel a value and never waits.
 
-    def __init__(self, world: World) -> None:
+    A shard's sum is kept by the rank that computes it, so adding over ranks only fills places, and a
+    checkpoint puts every sum back where it was. finite_only: leave out losses that are not.
+    """
+
+    def __init__(self, world: World, shards: int | None = None, finite_only: bool = False) -> None:
         self._world = world
+        self._shards = shards or world.size
+        count, (rank, size) = self._shards, (world.rank, world.size)
+        self._own = range(rank * count // size, (rank + 1) * count // size)
+        self._finite_only = finite_only
         self._dtype = summing_dtype(world.device)
         self._sums: dict[str, Tensor] = {}
-        self._agreed: list[str] = []
+        self._cells: dict[str, tuple[Tensor, ...]] = {}
         self._count = 0
+        """Of this rank, as far as the host knows it."""
+        self._agreed: list[str] = []
+        self._gathered: dict[str, Tensor] = {}
 
-    def add(self, loss: Loss) -> None:
+    def add(self, loss: Loss, shard: int) -> None:
         """Take in one micro-batch's sums."""
-        self._add("loss", loss.sum.detach())
+        total, count = loss.sum.detach(), loss.count
+        if self._finite_only:
+            finite = torch.isfinite(total)
+            count = finite * count
+            total = torch.where(finite, total, 0)
+        self._add("loss", shard, total)
         for name, value in loss.logs.items():
-            self._add(name, value.detach())
-        if isinstance(loss.count, int):
-            self._count += loss.count
+            self._add(
+                name, shard, value.detach().nan_to_num(0, 0, 0) if self._finite_only else value.detach()
+            )
+        if isinstance(count, int):
+            self._count += count
         else:
-            self._add("count", loss.count)
+            self._add(_COUNT, shard, count)
 
     def gather(self) -> None:
-        """Bring all ranks' sums to rank 0, the others' to zero. A collective.
-
-        Before a save: so the checkpoint, which rank 0 writes, holds what all have added.
-        """
-        if self._world.size == 1:
-            return
+        """Bring all ranks' sums to `state_dict`, for a save. A collective."""
         packed = add_up(self._world, self._packed())
-        if not self._world.is_first:
-            packed.zero_()
-        self._unpack(packed)
+        self._gathered = dict(zip([*self._names, _COUNT], packed.unbind(), strict=True))
 
     def read(self) -> dict[str, float]:
         """Means over all ranks since the last reading, then zero. A collective and a sync point."""
-        packed = add_up(self._world, self._packed()).tolist()
-        names = [*sorted(self._sums), "count"]
-        totals: dict[str, float] = dict.fromkeys(names, 0.0)
-        for name, value in zip(names, packed, strict=True):
-            totals[name] += value
-        count = totals.pop("count")
-        self._unpack(torch.zeros(len(names), dtype=self._dtype, device=self._world.device))
+        sums = add_up(self._world, self._packed()).cpu().sum(dim=1).tolist()
+        totals = dict(zip([*self._names, _COUNT], sums, strict=True))
+        for value in self._sums.values():
+            value.zero_()
+        self._count = 0
+        count = totals.pop(_COUNT)
         return {name: total / max(count, 1) for name, total in totals.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sums": dict(self._sums), "count": self._count}
+        """As of the last `gather`: of all ranks, by name, (shards,) each."""
+        return {"sums": dict(self._gathered)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        share = 1 if self._world.is_first else 0
-        self._count = state["count"] * share
-        self._sums = {name: value.to(self._world.device) * share for name, value in state["sums"].items()}
+        for name, saved in state["sums"].items():
+            sums = self._zeros(name)
+            if len(saved) == self._shards:
+                mine = slice(self._own.start, self._own.stop)
+                sums[mine] = saved[mine].to(sums)
+            elif self._world.is_first:  # another number of ranks has summed
+                sums[0] = saved.sum().to(sums)
 
-    def _add(self, name: str, value: Tensor) -> None:
+    @property
+    def _names(self) -> list[str]:
+        return sorted(self._sums.keys() - {_COUNT})
+
+    def _add(self, name: str, shard: int, value: Tensor) -> None:
         if name not in self._sums:
-            self._sums[name] = torch.zeros((), dtype=self._dtype, device=self._world.device)
-        self._sums[name].add_(value)
+            self._zeros(name)
+        self._cells[name][shard].add_(value)
+
+    def _zeros(self, name: str) -> Tensor:
+        sums = torch.zeros(self._shards, dtype=self._dtype, device=self._world.device)
+        self._sums[name], self._cells[name] = sums, sums.unbind()
+        return sums
 
     def _packed(self) -> Tensor:
-        names = sorted(self._sums)
+        """(names and the count, shards)"""
+        names = self._names
         if names != self._agreed:  # seldom: the first time, and when a task logs a new name
             if from_first_rank(self._world, names) != names:
                 raise RuntimeError(f"Task.loss logs other names on rank {self._world.rank}: {names}")
             self._agreed = names
-        count = torch.full((), self._count, dtype=self._dtype, device=self._world.device)
+        count = torch.zeros(self._shards, dtype=self._dtype, device=self._world.device)
+        count[self._own.start] = self._count
+        if _COUNT in self._sums:
+            count += self._sums[_COUNT]
         return torch.stack([*(self._sums[name] for name in names), count])
-
-    def _unpack(self, packed: Tensor) -> None:
-        *sums, count = packed.unbind()
-        self._sums = {name: value.clone() for name, value in zip(sorted(self._sums), sums, strict=True)}
-        self._count = int(count)

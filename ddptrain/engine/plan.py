@@ -34,19 +34,30 @@ class Plan:
     seed: int = 0
     data: str = ""
     """`Data.identity`."""
+    shards: int | None = None
+    """Parts of each global batch under elastic=strict; None: one a rank."""
+    skips_nonfinite: bool = False
+    """Whether a step with a number that is not finite is left out, or ends the run."""
+    nonfinite_limit: int = 20
+    """Most steps left out in a row."""
+    verify_every: int | None = None
+    """Steps between comparisons of the ranks' weights."""
 
     def sampler(self, world: World) -> Sampler:
         """Which samples this rank takes in each step."""
-        return Sampler(self.train_size, self.batch_size, self.seed, world.rank, world.size, self.micro_batch)
+        return Sampler(
+            self.train_size, self.batch_size, self.seed, world.rank, world.size, self.micro_batch, self.shards
+        )
 
     @property
-    def position_facts(self) -> dict[str, int | str]:
+    def position_facts(self) -> dict[str, int | str | None]:
         """What a step's number means: equal facts, equal samples."""
         return {
             "seed": self.seed,
             "batch_size": self.batch_size,
             "data": self.data,
             "train_size": self.train_size,
+            "shards": self.shards,
         }
 
     def check_continues(self, saved: Mapping[str, Any], where: str) -> None:
@@ -56,7 +67,12 @@ class Plan:
                 f"data: {where} was saved while training on other files (have they changed?), or on the same"
                 " in another order. Use the same, or start a new run."
             )
-        keys = {"seed": "seed", "batch_size": "train.batch_size", "train_size": "data (training samples)"}
+        keys = {
+            "seed": "seed",
+            "batch_size": "train.batch_size",
+            "train_size": "data (training samples)",
+            "shards": "elastic or strategy.shards",
+        }
         for name, key in keys.items():
             own = self.position_facts[name]
             if saved.get(name) != own:
@@ -72,6 +88,9 @@ class Plan:
     def at(self, step: int) -> At:
         """Where the training stands when ``step`` steps are done."""
         return At(step, step * self.batch_size // self.train_size, step / self.steps)
+
+    def verifies(self, done: int) -> bool:
+        return self.verify_every is not None and done % self.verify_every == 0
 
     def logs(self, done: int) -> bool:
         return done % self.log_every == 0 or done == self.steps
@@ -109,6 +128,10 @@ def plan_run(config: Config, train_size: int, data: str = "") -> Plan:
         clip_norm=train.clip_norm,
         seed=config.seed,
         data=data,
+        shards=config.strategy.shards if config.elastic == "strict" else None,
+        skips_nonfinite=train.nonfinite == "skip",
+        nonfinite_limit=train.nonfinite_limit,
+        verify_every=config.strategy.verify_every,
     )
 
 

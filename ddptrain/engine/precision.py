@@ -31,21 +31,32 @@ class Precision:
             return nullcontext()
         return torch.autocast(self._device_type, dtype=self._dtype)
 
-    def backward(self, loss: Tensor, weight: Tensor) -> None:
-        """Add the gradient of ``weight * loss`` (both 0-d) to the parameters' gradients."""
-        loss.backward(gradient=self.scaler.scale(weight) if self.scaler.is_enabled() else weight)
+    def backward(self, loss: Tensor, weight: Tensor, vote: tuple[Tensor, Tensor] | None = None) -> None:
+        """Add the gradient of ``weight * loss`` (both 0-d) to the parameters' gradients, and a vote (a
+        parameter and its gradient) as it is."""
+        gradient = self.scaler.scale(weight) if self.scaler.is_enabled() else weight
+        if vote is None:
+            loss.backward(gradient=gradient)
+        else:
+            torch.autograd.backward([loss, vote[0]], [gradient, vote[1]])
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring the gradients to their true size, for clipping."""
         if self.scaler.is_enabled():
             self.scaler.unscale_(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, unless fp16 gradients overflowed."""
+    def step(self, optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
+        """The optimizer's step, unless ``nonfinite`` (0-d) is not 0: then nothing moves.
+
+        A fused optimizer looks at it on the device; another one makes the host wait, a sync point.
+        """
         if self.scaler.is_enabled():
             self.scaler.step(optimizer)
             self.scaler.update()
-        else:
+        elif getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.grad_scale, optimizer.found_inf = None, nonfinite  # type: ignore[attr-defined]
+            optimizer.step()
+        elif not nonfinite:
             optimizer.step()
 
 

@@ -1,5 +1,5 @@
-"""What is random inside a step (dropout) follows from (seed, step, rank), so no generator's state
-has to be saved."""
+"""What is random inside a step (dropout) follows from (seed, step, micro-batch), so no generator's
+state has to be saved."""
 
 import torch
 
@@ -8,16 +8,16 @@ from ddptrain.distributed.world import World
 
 
 class StepSeed:
-    """Seeds torch's default generators at the start of each step."""
+    """Seeds torch's default generators before each micro-batch."""
 
     def __init__(self, seed: int, world: World) -> None:
         self._seed = seed
-        self._rank = world.rank
         self._generators = [torch.default_generator]
         if world.device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[world.device.index])
 
-    def __call__(self, step: int) -> None:
-        number = mixed(self._seed, step, self._rank)
+    def __call__(self, step: int, stream: int) -> None:
+        """stream: the micro-batch's number among those of all ranks in this step."""
+        number = mixed(self._seed, step, stream)
         for generator in self._generators:
             generator.manual_seed(number)

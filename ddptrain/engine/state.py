@@ -35,7 +35,11 @@ class TrainState:
     average: Average
     meter: Meter
     step: int = 0
-    """Optimizer steps done."""
+    """Optimizer steps done, those left out for a number that was not finite among them."""
+    applied: int = 0
+    """Of these, steps that moved the weights and the schedule."""
+    left_out: int = 0
+    """Steps left out in a row, up to now."""
     best: float | None = None
     """Best value of the task's best_metric so far."""
     best_step: int = 0
@@ -52,6 +56,8 @@ class TrainState:
             "average": self.average.state_dict(),
             "meter": self.meter.state_dict(),
             "step": self.step,
+            "applied": self.applied,
+            "left_out": self.left_out,
             "best": self.best,
             "best_step": self.best_step,
             "carried": self.carried,
@@ -90,11 +96,12 @@ class TrainState:
         self.optimizer.load_state_dict(state["optimizer"])
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
-        wind_forward(self.scheduler, state["step"])
+        wind_forward(self.scheduler, state["applied"])
         self.scaler.load_state_dict(state["scaler"])
         self.average.load_state_dict(state["average"])
         self.meter.load_state_dict(state["meter"])
         self.step, self.best, self.best_step = state["step"], state["best"], state["best_step"]
+        self.applied, self.left_out = state["applied"], state["left_out"]
         self.carried = state["carried"]
 
 
@@ -118,8 +125,12 @@ def make_state(
         scheduler=build_schedule(config.sched, optimizer, steps),
         scaler=precision.scaler,
         average=average,
-        meter=Meter(world),
+        meter=Meter(world, _shards(config), finite_only=config.train.nonfinite == "skip"),
     )
+
+
+def _shards(config: Config) -> int | None:
+    return config.strategy.shards if config.elastic == "strict" else None
 
 
 def fit_model(model: nn.Module, weights: Mapping[str, Any], where: str) -> None:

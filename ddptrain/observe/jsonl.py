@@ -22,7 +22,12 @@ class Jsonl(Observer):
         self._path = path
 
     def start(self, event: Start) -> None:
-        kept = [line for line in read_lines(self._path) if line["step"] <= event.step]
+        kept = [
+            line
+            for line in read_lines(self._path)
+            if line["step"] <= event.step
+            and not (event.evaluates and line["step"] == event.step and line["split"] == "valid")
+        ]
         aside = self._path.with_suffix(".part")
         aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(aside, self._path)

@@ -21,6 +21,8 @@ class Start:
     step: int
     """Steps done in earlier processes: 0 unless resumed."""
     steps: int
+    evaluates: bool
+    """The evaluation at ``step`` is still to come, or comes again."""
     preview: Tensor | None
     """Augmented training samples as pictures, uint8 (n, 3, H, W)."""
 

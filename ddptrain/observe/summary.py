@@ -1,6 +1,7 @@
 """summary.json: what came out, and how fast."""
 
 import json
+import os
 from pathlib import Path
 from typing import final
 
@@ -37,4 +38,6 @@ class Summary(Observer):
             **event.speed,
             "evaluating_seconds": self._evaluating,
         }
-        self._path.write_text(json.dumps(summary, indent=2) + "\n")
+        aside = self._path.with_suffix(".part")
+        aside.write_text(json.dumps(summary, indent=2) + "\n")
+        os.replace(aside, self._path)

@@ -26,7 +26,8 @@ class TensorBoard(Observer):
     def start(self, event: Start) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self._folder), purge_step=event.step + 1, flush_secs=_FLUSH_S)
+        first = event.step if event.evaluates else event.step + 1
+        self._writer = SummaryWriter(str(self._folder), purge_step=first, flush_secs=_FLUSH_S)
         if event.preview is not None and event.step == 0:
             self._writer.add_image("train/samples", _tiled(event.preview), 0)
 

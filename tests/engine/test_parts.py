@@ -103,11 +103,11 @@ def test_meter_means_over_ranks_and_survives_a_gather() -> None:
         for gathers in (False, True):
             for i in range(3):
                 value = torch.tensor(float(world.rank * 10 + i))
-                meter.add(Loss(value, 2, {"half": value / 2}))
+                meter.add(Loss(value, 2, {"half": value / 2}), world.rank)
                 if gathers:
                     meter.gather()
             found.append(meter.read())
-        meter.add(Loss(torch.tensor(6.0), torch.tensor(1 + world.rank)))
+        meter.add(Loss(torch.tensor(6.0), torch.tensor(1 + world.rank)), world.rank)
         found.append(meter.read())
         return found
 

@@ -16,7 +16,7 @@ from ddptrain.data.augment import Augment
 from ddptrain.data.images import ImageData
 from ddptrain.data.prefetch import on_device
 from ddptrain.data.shapes import Shapes
-from ddptrain.distributed.strategy import choose_strategy
+from ddptrain.distributed.choice import choose_strategy
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.loop import Engine

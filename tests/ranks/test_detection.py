@@ -12,6 +12,7 @@ from scenes import SAMPLES, detector
 from toy import Fit, weights
 
 from ddptrain.config.schema import Sched
+from ddptrain.distributed.vigil import Vigil
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, read, unpack
 from ddptrain.engine.evaluate import evaluate
@@ -62,7 +63,11 @@ def test_one_model_is_judged_alike_on_any_world(tmp_path: Path) -> None:
         data.prepare(world, 3)
         network = task.build()
         network.load_state_dict(state)
-        return dict(evaluate(task, network, data, world, Precision("fp32", world.device), batch_size).metrics)
+        return dict(
+            evaluate(
+                task, network, data, world, Precision("fp32", world.device), batch_size, Vigil(world)
+            ).metrics
+        )
 
     for batch_size in (4, 13):
         [expected] = run_ranks(lambda world, size=batch_size: judged(world, size), 1)

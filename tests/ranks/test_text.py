@@ -12,6 +12,7 @@ from toy import Fit, weights
 
 from ddptrain.config.schema import Sched, Strategy
 from ddptrain.data.sampler import Sampler
+from ddptrain.distributed.vigil import Vigil
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, read, unpack
 from ddptrain.engine.evaluate import evaluate
@@ -72,7 +73,11 @@ def test_one_model_is_judged_alike_on_any_world(tmp_path: Path, model: str) -> N
         task, data = language_model(text, model)
         data.prepare(world, 0)
         torch.manual_seed(1)
-        return dict(evaluate(task, task.build(), data, world, Precision("fp32", world.device), 3).metrics)
+        return dict(
+            evaluate(
+                task, task.build(), data, world, Precision("fp32", world.device), 3, Vigil(world)
+            ).metrics
+        )
 
     alone = run_ranks(rank, 1)
     for size in (2, 3):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddptrain.config.schema import Config, Ema, Sched, Strategy, Train
 from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.strategy import choose_strategy
+from ddptrain.distributed.choice import choose_strategy
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, unpack
 from ddptrain.engine.loop import Engine
@@ -132,7 +132,12 @@ class Fit:
     strategy: Strategy = field(default_factory=Strategy)
     precision: str = "fp32"
     weight_decay_on: str = "all"
+    elastic: str = "fast"
     observers: Sequence[Observer] = ()
+
+    @property
+    def nonfinite(self) -> str:
+        return "skip" if self.plan.skips_nonfinite else "stop"
 
     def run(
         self, world: World, folder: Path, stop_at: int | None = None
@@ -152,9 +157,10 @@ class Fit:
         precision = Precision(self.precision, world.device)
         config = Config(
             recipe="toy", task={}, data={}, optim=self.optim, sched=self.sched, ema=Ema(self.ema),
-            strategy=self.strategy, train=Train(weight_decay_on=self.weight_decay_on),
+            strategy=self.strategy, elastic=self.elastic,
+            train=Train(weight_decay_on=self.weight_decay_on, nonfinite=self.nonfinite),
         )  # fmt: skip
-        strategy = choose_strategy(self.strategy, world)
+        strategy = choose_strategy(self.strategy, world, strict=self.elastic == "strict")
         state = make_state(config, task.build().to(world.device), strategy, precision, world, self.plan.steps)
         checkpointer = Checkpointer(folder, keep=2)
         saved = checkpointer.newest()

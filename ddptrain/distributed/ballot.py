@@ -1,0 +1,54 @@
+"""What each rank tells all others in every step, inside the all-reduce of the gradients.
+
+A collective of its own would cost every step a round of messages. So the model is wrapped together
+with one more parameter of two numbers, whose "gradient" is the rank's vote: it is summed with the
+others' in a bucket that travels anyway.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CYCLE = 64
+"""Steps are told apart modulo this."""
+
+
+class WithBallot(nn.Module):
+    """A model, and the parameter that carries the votes.
+
+    voters: votes that are added up without being divided by their number, as DDP does. exact: gradients
+    travel as they are; where they are rounded on the way, steps are not compared.
+    """
+
+    def __init__(self, model: nn.Module, voters: int = 1, exact: bool = True) -> None:
+        super().__init__()
+        self.model = model
+        self._voters = voters
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.votes = nn.Parameter(trained[-1].detach().new_zeros(2))
+        self._cycle = _CYCLE if exact and self.votes.dtype in (torch.float32, torch.float64) else 1
+        # every possible vote, on the device once: a step picks a row and copies nothing
+        rows = torch.tensor([[[stop, at] for at in range(self._cycle)] for stop in (0.0, 1.0)])
+        self._rows = rows.to(self.votes)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def vote(self, step: int, stop: bool, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """The parameter and its gradient, as one more root for ``torch.autograd.backward``.
+
+        loss: 0-d. Both numbers become NaN where it is not finite, and a sum over ranks keeps that.
+        """
+        row = self._rows[int(stop), step % self._cycle]
+        return self.votes, torch.add(row, loss.detach().to(row.dtype), alpha=0)
+
+    def take(self) -> Tensor:
+        """(2,): the mean of all ranks' votes: any stop, and the step. Gone from the parameter."""
+        assert self.votes.grad is not None
+        summed, self.votes.grad = self.votes.grad, None
+        return summed / self._voters if self._voters > 1 else summed
+
+    def same_step(self, mean: float, step: int, world_size: int) -> bool:
+        """Whether the mean vote says that all ranks stand at this rank's step."""
+        return abs(mean - step % self._cycle) < 0.5 / world_size

@@ -1,0 +1,122 @@
+"""What ranks tell each other beside the collectives: where each is, a wish to stop, a failure.
+
+By the process group's key-value store, from a thread of its own: a store whose keeper is stopped
+answers a question never, and the thread that judges must not wait for it.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from ddptrain.distributed.standstill import Beat
+from ddptrain.distributed.world import World
+
+_FAILURE, _STOP = "failure", "stop"
+
+
+class Failure(NamedTuple):
+    """The first rank to fail, and its exit code."""
+
+    rank: int
+    code: int
+
+
+class News:
+    """One rank's end. In a world of one nothing is sent and nothing heard."""
+
+    def __init__(self, world: World, interval: float, own: Callable[[int], Beat]) -> None:
+        self.stop: str | None = None
+        """What any rank was asked to stop by."""
+        self.failure: Failure | None = None
+        self.heard: dict[int, tuple[Beat, float]] = {}
+        """The other ranks' last beats, and when each was new here."""
+        self._world = world
+        self._interval = interval
+        self._own = own
+        self._answered_at = time.monotonic()
+        self._patience = max(3.0, 4 * interval)
+        self._beats = 0
+        self._wish: str | None = None
+        self._own_failure: int | None = None
+        self._sent = threading.Event()
+        self._wake = threading.Event()
+        self._ended = False
+
+    def start(self) -> None:
+        """Join through the process group's store."""
+        if self._world.size == 1:
+            return
+        # a connection of its own: the main thread's may be busy with waiting
+        store = dist.distributed_c10d._get_default_store().clone()
+        threading.Thread(target=self._exchange, args=[store], name="news", daemon=True).start()
+
+    def end(self) -> None:
+        self._ended = True
+        self._wake.set()
+
+    def ask_to_stop(self, who: str) -> None:
+        self._wish = who
+        self._wake.set()
+
+    def tell_failure(self, code: int) -> None:
+        """This rank fails with an exit code and speaks for itself. Waits until it is sent, 2 s at most."""
+        if self._world.size > 1 and not self._ended:
+            self._own_failure = code
+            self._wake.set()
+            self._sent.wait(2.0)
+
+    def failure_elsewhere(self, wait: float) -> Failure | None:
+        """The failure of another rank; waits so many seconds for the news."""
+        deadline = time.monotonic() + wait
+        while self._world.size > 1 and self.failure is None and time.monotonic() < deadline:
+            self._wake.set()
+            time.sleep(0.05)
+        found = self.failure
+        return found if found is not None and found.rank != self._world.rank else None
+
+    def silent(self, rank: int) -> bool:
+        """Whether a rank's own threads don't run any more, as far as this one can tell."""
+        if self.unanswered:
+            return rank == 0  # it keeps the store, where no agent does
+        return rank in self.heard and time.monotonic() - self.heard[rank][1] > self._patience
+
+    @property
+    def unanswered(self) -> bool:
+        """The store does not answer, so what was heard is old."""
+        return self._world.size > 1 and time.monotonic() - self._answered_at > self._patience
+
+    def _exchange(self, store: Store) -> None:
+        rank = self._world.rank
+        while not self._ended:
+            # the keeper may be gone at the end of a job; the collectives will say so
+            with contextlib.suppress(RuntimeError):
+                self._beats += 1
+                if self._own_failure is not None:
+                    store.compare_set(_FAILURE, "", json.dumps([rank, self._own_failure]))
+                    self._sent.set()
+                if self._wish is not None:
+                    store.set(_STOP, self._wish)
+                store.set(f"beat-{rank}", json.dumps(self._own(self._beats)._asdict()))
+                if store.check([_STOP]):
+                    self.stop = store.get(_STOP).decode()
+                if store.check([_FAILURE]):
+                    self.failure = Failure(*json.loads(store.get(_FAILURE)))
+                self._listen(store)
+                self._answered_at = time.monotonic()
+            self._wake.wait(self._interval)
+            self._wake.clear()
+
+    def _listen(self, store: Store) -> None:
+        for rank in range(self._world.size):
+            if rank == self._world.rank:
+                continue
+            key = f"beat-{rank}"
+            beat = Beat(**json.loads(store.get(key))) if store.check([key]) else Beat.unheard(rank)
+            if rank not in self.heard or self.heard[rank][0].number != beat.number:
+                self.heard[rank] = (beat, time.monotonic())

@@ -1,0 +1,217 @@
+"""A thread that watches while the main one works: signals, the time limit, a standstill.
+
+The main thread leaves a mark wherever it gets to. Python's own signal handlers would run only when
+the main thread does, and it may wait in a collective; a thread hears of a signal at once.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+
+from ddptrain.distributed.news import Failure, News
+from ddptrain.distributed.standstill import Beat, describe, guilty, waits
+from ddptrain.distributed.world import World
+from ddptrain.errors import ExitCode
+
+log = logging.getLogger("ddptrain")
+
+LONG_S = 3600.0
+"""For what may take long, on one rank alone too: downloading, compiling the first step, saving."""
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_ECHO_S = 1.0
+"""A signal that comes again within this time is the same request: a scheduler signals the ranks and
+their agent, and the agent hands it on."""
+_LAST_WORDS_S = 3.0
+"""For another rank's main thread to notice a failure by itself, and for its message to be read first."""
+
+
+class Vigil:
+    """One rank's. Without ``watching`` it only remembers the last mark.
+
+    hang_timeout: seconds without a mark on any rank that end the job with exit code 76; None: never.
+    """
+
+    def __init__(self, world: World, hang_timeout: float | None = None) -> None:
+        self._world = world
+        self._timeout = hang_timeout
+        self._begun = False
+        self._marks, self._step, self._what = 0, 0, "starting"
+        self._marked_at, self._patience = time.monotonic(), LONG_S
+        self._main = threading.get_ident()
+        interval = max(0.1, min(1.0, (hang_timeout or LONG_S) / 10))
+        self._interval = interval
+        self._news = News(world, interval, self._beat)
+        self._stop: str | None = None
+        self._signalled_at: float | None = None
+        self._limit_at: float | None = None
+        self._grace = 0.0
+        self._hears_signals = self._saved = False
+        self._reader, self._writer = socket.socketpair()
+        self._ended = False
+
+    @property
+    def stop(self) -> str | None:
+        """What asked this job to stop, once something has, on this rank or another."""
+        return self._stop
+
+    def mark(self, step: int, what: str, patience: float | None = None) -> None:
+        """The main thread has come so far. ``patience``: seconds that may pass before the next mark."""
+        if patience is None:
+            patience = self._timeout if self._begun and self._timeout is not None else LONG_S
+        self._marks, self._step, self._what = self._marks + 1, step, what
+        self._marked_at, self._patience = time.monotonic(), patience
+
+    def begun(self) -> None:
+        """The first step is done: from here on a standstill is noticed after ``hang_timeout``."""
+        self._begun = True
+
+    def stop_on_signals(self, grace: float, time_limit: float | None) -> None:
+        """From here on SIGTERM, SIGUSR1, SIGINT and the time limit (seconds) ask for a stop. By the main
+        thread only.
+
+        grace: seconds after a signal in which the process has to end by itself.
+        """
+        self._grace = grace
+        self._limit_at = None if time_limit is None else time.monotonic() + time_limit
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, lambda *_: None)  # the thread hears of it through the descriptor
+        self._hears_signals = True
+
+    def saved(self) -> None:
+        """The state is on the disk: what is left to do before the end may be cut off."""
+        self._saved = True
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """The thread runs inside."""
+        self._news.start()
+        thread = threading.Thread(target=self._watch, name="vigil", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ended = True
+            self._news.end()
+            if self._hears_signals:
+                self._forget_signals()
+            self._writer.send(b"\0")
+            thread.join()
+            self._reader.close()
+            self._writer.close()
+
+    def failed(self, code: int) -> None:
+        """Tell the other ranks that this one ends with an exit code, and speaks for itself."""
+        self._news.tell_failure(code)
+
+    def failure_elsewhere(self, wait: float) -> Failure | None:
+        """The failure of another rank; waits so many seconds for the news."""
+        return self._news.failure_elsewhere(wait)
+
+    def _watch(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._reader], [], [], self._interval)
+            for number in self._reader.recv(64) if ready else b"":
+                self._hear(number)
+            if self._ended:
+                return
+            self._heed_clock_and_news()
+            if self._timeout is not None and self._overdue():
+                self._judge()
+
+    def _hear(self, number: int) -> None:
+        if number not in _SIGNALS:
+            return
+        now, name = time.monotonic(), signal.Signals(number).name
+        if self._signalled_at is None:
+            self._signalled_at = now
+            self._ask(name)
+        elif now - self._signalled_at > _ECHO_S:
+            self._exit(128 + number, f"{name} again: stopped at once, without saving.")
+
+    def _heed_clock_and_news(self) -> None:
+        now, news = time.monotonic(), self._news
+        if self._limit_at is not None and now > self._limit_at:
+            self._limit_at = None
+            self._ask("train.time_limit")
+        if self._stop is None:
+            self._stop = news.stop
+        if self._signalled_at is not None and now > self._signalled_at + self._grace:
+            if self._saved:
+                self._exit(ExitCode.STOPPED, "")
+            self._exit(
+                128 + signal.SIGTERM,
+                f"no step ended within checkpoint.grace={self._grace:g} s after {self._stop}: ended without"
+                " saving. Started again, the run goes on from its last checkpoint.",
+            )
+        if news.failure is not None and news.failure.rank != self._world.rank:
+            # the main thread meets it in its next collective; where there is none, it need not go on
+            time.sleep(_LAST_WORDS_S)
+            self._exit(news.failure.code, "")
+
+    def _ask(self, who: str) -> None:
+        if self._stop is None:
+            self._stop = who
+            log.info("stop       asked for by %s: after this step, with a checkpoint", who)
+        self._news.ask_to_stop(who)
+
+    def _overdue(self) -> bool:
+        return time.monotonic() - self._marked_at > self._patience
+
+    def _beat(self, number: int) -> Beat:
+        overdue = self._overdue()
+        frame = sys._current_frames().get(self._main) if overdue else None
+        stack = "" if frame is None else "".join(traceback.format_stack(frame)[-8:])
+        return Beat(
+            self._world.rank, number, self._marks, self._step, self._what, overdue,
+            socket.gethostname(), os.getpid(), stack, _waits(frame),
+        )  # fmt: skip
+
+    def _judge(self) -> None:
+        """This rank stands still. If all do, who holds the job up?"""
+        others = [beat for beat, _ in dict(self._news.heard).values()]
+        silent = [beat for beat in others if self._news.silent(beat.rank)]
+        beats = [self._beat(0), *others]
+        stands_still = all(beat.overdue or beat in silent or self._news.unanswered for beat in beats)
+        if len(beats) < self._world.size or not stands_still:
+            return
+        if self._world.rank != min(beat.rank for beat in beats if beat not in silent):
+            time.sleep(2 * _LAST_WORDS_S)  # the first of those that answer says it
+            self._exit(ExitCode.HUNG, "")
+        blamed = guilty(beats, silent)
+        message = describe(blamed, beats, silent, self._timeout or LONG_S)
+        for beat in silent:
+            if beat.host == socket.gethostname():
+                with contextlib.suppress(OSError):
+                    os.kill(beat.pid, signal.SIGKILL)  # a stopped process hears nothing else
+        print(f"ddptrain: {message}", file=sys.stderr, flush=True)
+        self._news.tell_failure(ExitCode.HUNG)
+        self._exit(ExitCode.HUNG, "")
+
+    def _exit(self, code: int, message: str) -> None:
+        if self._ended:
+            return  # the main thread has got to its end meanwhile
+        if message:
+            print(f"ddptrain: {message}", file=sys.stderr, flush=True)
+        logging.shutdown()
+        os._exit(code)
+
+    def _forget_signals(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in _SIGNALS:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+
+
+def _waits(frame: FrameType | None) -> bool:
+    return frame is not None and waits(frame.f_code.co_filename, frame.f_code.co_name)

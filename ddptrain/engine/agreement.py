@@ -1,0 +1,58 @@
+"""Do all ranks start the same run? Nodes may differ in versions, in code, in what they were told."""
+
+import platform
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+
+from ddptrain import __version__
+from ddptrain.config.schema import Config
+from ddptrain.distributed.comm import from_all_ranks
+from ddptrain.distributed.world import World
+from ddptrain.errors import UserError
+
+
+def check_agreement(world: World, config: Config, model: nn.Module) -> None:
+    """Compare config, versions and the model's parameters over all ranks. A collective.
+
+    Raises UserError, on all ranks, listing what differs and on which rank.
+    """
+    facts = {
+        **_flat(asdict(config), ""),
+        "version of ddptrain": __version__,
+        "version of Python": platform.python_version(),
+        "version of torch": torch.__version__,
+        "version of torchvision": torchvision.__version__,
+        **{f"parameter {name}": _shape(parameter) for name, parameter in model.named_parameters()},
+    }
+    problems = []
+    ranks = from_all_ranks(world, facts)
+    for rank, theirs in enumerate(ranks):
+        for name in [*ranks[0], *(name for name in theirs if name not in ranks[0])]:
+            first, other = ranks[0].get(name, "absent"), theirs.get(name, "absent")
+            if first != other:
+                problems.append(f"{name}: {other} on rank {rank}, {first} on rank 0.")
+    if problems:
+        more = [f"... and {len(problems) - 10} more."] if len(problems) > 10 else []
+        raise UserError(
+            "\n".join(
+                [
+                    "the ranks do not start the same run; give all nodes the same command and packages:",
+                    *problems[:10],
+                    *more,
+                ]
+            )
+        )
+
+
+def _flat(value: Any, key: str) -> dict[str, str]:
+    if isinstance(value, dict):
+        return {k: v for name in value for k, v in _flat(value[name], f"{key}.{name}".lstrip(".")).items()}
+    return {key: repr(value)}
+
+
+def _shape(parameter: nn.Parameter) -> str:
+    return f"{tuple(parameter.shape)} {parameter.dtype}"

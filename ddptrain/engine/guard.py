@@ -1,0 +1,111 @@
+"""What each step came to: are its numbers finite, does any rank want to stop, do all stand at it?
+
+Asked of all ranks in the gradients' own all-reduce (see `ddptrain.distributed.ballot`). On a GPU the
+answer is read one step later, while that step's work is already queued there, so the device never
+waits for the host.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ddptrain.distributed.ballot import WithBallot
+from ddptrain.distributed.world import World
+from ddptrain.protocols import Loss
+
+
+class Verdict(NamedTuple):
+    """On one step, the same on all ranks."""
+
+    step: int
+    finite: bool
+    """All gradients and losses; if not, the optimizer's step was left out."""
+    loss_finite: bool
+    stop: bool
+    """A rank wants to stop."""
+    aligned: bool
+    """All ranks were at this step."""
+
+
+class _Vote(NamedTuple):
+    step: int
+    stop: bool
+    values: Tensor
+    """float (2,) or (3,): whether something is not finite; then the ranks' mean vote, or the loss."""
+    arrived: torch.cuda.Event | None
+
+
+class Guard:
+    """One rank's. ballot: None for a process by itself."""
+
+    def __init__(self, world: World, model: nn.Module, ballot: WithBallot | None) -> None:
+        self._world = world
+        self._ballot = ballot
+        self._groups: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in model.parameters():
+            self._groups.setdefault(parameter.dtype, []).append(parameter)
+        self._nonfinite = torch.zeros((), device=world.device)
+        self._one = torch.ones((), device=world.device)
+        self._loss: Tensor | None = None
+        self._stop = False
+        self._open: list[_Vote] = []
+
+    def vote(self, step: int, stop: bool, loss: Loss, ends_shard: bool) -> tuple[Tensor, Tensor] | None:
+        """What this rank has to say after a micro-batch's forward pass, for `Precision.backward`."""
+        seen = loss.sum.detach()
+        self._loss = seen if self._loss is None else self._loss + seen
+        self._stop = stop
+        if self._ballot is None or not ends_shard:
+            return None
+        return self._ballot.vote(step, stop, self._loss)
+
+    def judge(self, step: int) -> Tensor:
+        """0-d, on the device: 0 where this step's gradients and losses are finite on all ranks."""
+        assert self._loss is not None
+        words = self._loss.reshape(1).clone() if self._ballot is None else self._ballot.take()
+        self._loss = None
+        self._nonfinite.zero_()
+        self._look([words])
+        for parameters in self._groups.values():
+            self._look([parameter.grad for parameter in parameters if parameter.grad is not None])
+        self._open.append(self._sent(step, torch.cat([self._nonfinite.reshape(1), words])))
+        return self._nonfinite
+
+    def ready(self) -> list[Verdict]:
+        """What is known without waiting: on a CPU all verdicts, on a GPU none."""
+        return [] if self._world.device.type == "cuda" else self.all()
+
+    def all(self) -> list[Verdict]:
+        """Every verdict not yet read. On a GPU the host waits for the steps they are of."""
+        votes, self._open = self._open, []
+        return [self._verdict(vote) for vote in votes]
+
+    def _look(self, tensors: Sequence[Tensor]) -> None:
+        """One pass over them; the multiplication by one that comes with it changes nothing."""
+        if tensors:
+            torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), self._nonfinite, self._one)
+
+    def _sent(self, step: int, values: Tensor) -> _Vote:
+        if values.device.type != "cuda":
+            return _Vote(step, self._stop, values, None)
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return _Vote(step, self._stop, host, arrived)
+
+    def _verdict(self, vote: _Vote) -> Verdict:
+        if vote.arrived is not None:
+            vote.arrived.synchronize()
+        nonfinite, *words = vote.values.tolist()
+        loss_finite = all(map(math.isfinite, words))
+        stop, aligned = vote.stop, True
+        if self._ballot is not None and loss_finite:
+            stop = words[0] > 0
+            aligned = self._ballot.same_step(words[1], vote.step, self._world.size)
+        elif self._ballot is not None:
+            stop = False  # lost in the sum; it is voted for again
+        return Verdict(vote.step, not nonfinite, loss_finite, stop, aligned)

@@ -1,0 +1,123 @@
+"""When a loss or gradient is not finite: where it began, and how a left-out step leaves no trace."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ddptrain.data.sampler import Sampler
+from ddptrain.engine.precision import Precision
+from ddptrain.engine.seeding import StepSeed
+from ddptrain.errors import Diverged
+from ddptrain.protocols import At, Batch, Task
+
+
+class Undo:
+    """Puts back, after a step that is left out, what its forward pass has changed: the model's buffers
+    (BatchNorm's statistics) and what the task carries. Decided on the device."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        self._task = task
+        self._buffers = list(model.buffers())
+        self._before: list[Tensor] = []
+        self._carried: dict[str, Tensor] = {}
+
+    def remember(self) -> None:
+        self._before = [buffer.clone() for buffer in self._buffers]
+        self._carried = dict(self._task.carried())
+
+    @torch.no_grad()
+    def put_back(self, nonfinite: Tensor) -> None:
+        """Where ``nonfinite`` (0-d) is not 0."""
+        bad = nonfinite != 0
+        for buffer, before in zip(self._buffers, self._before, strict=True):
+            buffer.copy_(torch.where(bad, before, buffer))
+        after = self._task.carried()
+        if after:
+            nothing = {name: torch.zeros_like(rows) for name, rows in after.items()}
+            carried = {**nothing, **self._carried}
+            self._task.carry_on({name: torch.where(bad, carried[name], rows) for name, rows in after.items()})
+
+
+def where_it_began(
+    task: Task,
+    model: nn.Module,
+    precision: Precision,
+    batches: Iterator[Batch],
+    sampler: Sampler,
+    seed_step: StepSeed,
+    at: At,
+) -> str | None:
+    """The first layer of which an output, else the loss, else the last parameter of which the gradient is not
+    finite, when this rank's micro-batches of a step are put through the bare model once more; None where all
+    are finite here."""
+    task.carry_on({name: rows.nan_to_num(0, 0, 0) for name, rows in task.carried().items()})
+    model.zero_grad(set_to_none=True)
+    for piece in sampler.pieces:
+        seed_step(at.step, piece.stream)
+        found: list[str] = []
+        with ExitStack() as hooks:
+            for name, layer in model.named_modules():
+                if not list(layer.children()):
+                    hooks.callback(layer.register_forward_hook(_noting(found, name)).remove)
+            with precision.autocast():
+                loss = task.loss(model, next(batches), at)
+        if found:
+            return f"the output of {found[0]}"
+        if not bool(torch.isfinite(loss.sum)):
+            return "the loss, though all outputs are finite"
+        loss.sum.backward()
+    bad = [n for n, p in model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
+    return f"the gradient of {bad[-1]}, though the loss is finite" if bad else None
+
+
+class Evidence(NamedTuple):
+    """One rank's part in a step with numbers that are not finite."""
+
+    began: str | None
+    """Where on this rank, or None."""
+    samples: list[int]
+    """The training samples of its share."""
+
+
+def evidence_of(began: str | None, sampler: Sampler, step: int) -> Evidence:
+    batches = sampler.samples(range(step, step + 1), torch.device("cpu"))
+    return Evidence(began, [int(sample) for ids, _ in batches for sample in ids])
+
+
+def divergence(step: int, left_out: int, ranks: Sequence[Evidence]) -> Diverged:
+    """The error that ends the run, from all ranks' evidence."""
+    found = [f"rank {rank}: {evidence.began}" for rank, evidence in enumerate(ranks) if evidence.began]
+    where = "; ".join(found) or "nowhere when the step is repeated, so in the sum over ranks or in the device"
+    often = f" and {left_out - 1} before it were left out for the same" if left_out > 1 else ""
+    return Diverged(
+        f"step {step + 1} is not finite{often}. First in {where}. A lower optim.lr, a longer sched.warmup or"
+        " train.clip_norm=1 usually mends it; train.nonfinite=skip leaves such steps out. Checkpoints of"
+        " earlier steps are kept.",
+        {
+            "step": step + 1,
+            "ranks": [
+                {"rank": rank, "first": evidence.began, "samples": evidence.samples}
+                for rank, evidence in enumerate(ranks)
+            ],
+        },
+    )
+
+
+def _noting(found: list[str], name: str) -> Any:
+    def look(layer: nn.Module, inputs: Any, output: Any) -> None:
+        if not found and not all(bool(value.isfinite().all()) for value in _floats(output)):
+            found.append(f"{name} ({type(layer).__name__})" if name else type(layer).__name__)
+
+    return look
+
+
+def _floats(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    values: Sequence[Any] = list(output.values()) if isinstance(output, dict) else []
+    if isinstance(output, tuple | list):
+        values = output
+    return [tensor for value in values for tensor in _floats(value)]
