@@ -61,7 +61,7 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
         raise
     world = world.on(device, shared)
     open_log(None, world.is_first)
-    share_cores(world)
+    share_cores(world, strict=config.elastic == "strict")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = not config.deterministic

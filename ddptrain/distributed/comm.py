@@ -1,8 +1,10 @@
 """Collectives. Each is a no-op in a world of one; each says so where it costs."""
 
 import datetime
+import logging
+import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,9 +13,13 @@ from torch import Tensor, nn
 from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
 
-Result = TypeVar("Result")
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
-START_TIMEOUT = datetime.timedelta(minutes=10)
+Result = TypeVar("Result")
+log = logging.getLogger("ddptrain")
+
+START_TIMEOUT = datetime.timedelta(hours=1)
 
 
 def backend_for(world: World) -> str:
@@ -29,11 +35,40 @@ def open_group(world: World, even_alone: bool = False) -> None:
     if world.size == 1 and not (even_alone and dist.is_torchelastic_launched()):
         return
     backend = backend_for(world)
+    store = _store_of_this_attempt()
     dist.init_process_group(
         backend,
         timeout=START_TIMEOUT,
         device_id=world.device if backend == "nccl" else None,
+        store=store,
+        rank=-1 if store is None else world.rank,
+        world_size=-1 if store is None else world.size,
     )
+
+
+def _store_of_this_attempt() -> "Store | None":
+    """A part of torchrun's store that no earlier attempt has written to; None for the store as it is.
+
+    torchrun keeps one store over restarts (torch 2.11 to 2.15 do), and a restarted rank then dials what
+    dead ranks have left there. Agents of several nodes may count restarts differently, so only on one
+    node does the count name the attempt.
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if not restarts or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    if os.environ.get("GROUP_WORLD_SIZE") != "1":
+        log.warning(
+            "torchrun keeps the addresses of dead ranks over a restart, so its restarts may fail: set"
+            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before it starts, and a rendezvous"
+            " (--rdzv-backend=c10d); or start with python -m ddptrain launch, which does"
+        )
+        return None
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(rendezvous("env://", timeout=START_TIMEOUT))
+    store.set_timeout(START_TIMEOUT)
+    return PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
 def close_group() -> None:
@@ -50,6 +85,14 @@ def abandon_group() -> None:
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
+
+
+def from_a_lost_rank(error: BaseException) -> bool:
+    """Whether an error is a collective's complaint that another rank does not answer any more."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    )
 
 
 def add_up(world: World, tensor: Tensor) -> Tensor:

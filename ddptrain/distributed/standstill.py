@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_COLLECTIVE_FILES = ("torch/distributed/", "torch/nn/parallel/distributed.py", "ddptrain/distributed/comm.py")
-_COLLECTIVE_FUNCTIONS = ("_engine_run_backward", "synchronize")
+_COLLECTIVES = "torch/distributed/"
+_OURS = ("torch/nn/parallel/distributed.py", "ddptrain/distributed/", "ddptrain/engine/")
+_WAITING_FUNCTIONS = ("_engine_run_backward", "synchronize")
 
 
 class Beat(NamedTuple):
@@ -23,8 +24,9 @@ class Beat(NamedTuple):
     host: str = ""
     pid: int = 0
     stack: str = ""
-    waits: bool = False
-    """Its main thread is inside a collective (or in backward, where DDP has them)."""
+    waits: str = ""
+    """Where its main thread waits for other ranks: ``engine``, or ``recipe``: a collective that the recipe's
+    own code calls. '' if it does not."""
 
     @property
     def place(self) -> str:
@@ -35,24 +37,37 @@ class Beat(NamedTuple):
         return cls(rank, -1, -1, 0, "not heard of since the start", overdue=False)
 
 
-def waits(path: str, function: str) -> bool:
-    """Whether a thread whose innermost Python frame is this one waits for other ranks."""
-    return any(part in path for part in _COLLECTIVE_FILES) or function in _COLLECTIVE_FUNCTIONS
+def waits(frames: Sequence[tuple[str, str]]) -> str:
+    """Whether, and on whose behalf, a thread waits for other ranks (`Beat.waits`).
+
+    frames: (file, function) of its Python frames, the innermost last.
+    """
+    if not frames:
+        return ""
+    path, function = frames[-1]
+    if function in _WAITING_FUNCTIONS or any(part in path for part in _OURS[:2]):
+        return "engine"
+    if _COLLECTIVES not in path:
+        return ""
+    caller = next((path for path, _ in reversed(frames) if _COLLECTIVES not in path), "")
+    return "engine" if any(part in caller for part in _OURS) else "recipe"
 
 
 def guilty(beats: Sequence[Beat], silent: Sequence[Beat]) -> list[Beat]:
     """The ranks that the others wait for.
 
     Those that do not answer; else those outside of a collective; else, where all wait, the fewer of
-    those that wait for different things, or the one that is ahead: it has left one out.
+    those that wait for different things, or those ahead: they have left one out.
     """
     if silent:
         return list(silent)
     if outside := [beat for beat in beats if not beat.waits]:
         return outside
+    kinds = Counter(beat.waits for beat in beats)
+    if len(kinds) == 2:
+        fewest = min(kinds.values())
+        return [beat for beat in beats if kinds[beat.waits] == fewest]
     places = Counter(beat.marks for beat in beats)
-    if len(places) == 1:
-        return list(beats)
     fewest = min(places.values())
     ahead = max(marks for marks, count in places.items() if count == fewest)
     return [beat for beat in beats if beat.marks == ahead]

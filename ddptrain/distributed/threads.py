@@ -13,11 +13,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def share_cores(world: World) -> None:
+def share_cores(world: World, strict: bool) -> None:
     """Give each rank of a node its part of the cores, unless OMP_NUM_THREADS says otherwise.
+
+    strict: the same bits on any number of ranks: one thread on any, for the number of threads decides
+    the order of a sum.
 
     torchrun sets OMP_NUM_THREADS=1 by itself, so under it a 1 is nobody's choice.
     """
     chosen = os.environ.get("OMP_NUM_THREADS")
     if chosen is None or (chosen == "1" and dist.is_torchelastic_launched()):
-        torch.set_num_threads(max(1, cores() // world.local_size))
+        torch.set_num_threads(1 if strict else max(1, cores() // world.local_size))

@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from types import FrameType
 
 from ddptrain.distributed.news import Failure, News
 from ddptrain.distributed.standstill import Beat, describe, guilty, waits
@@ -56,7 +55,7 @@ class Vigil:
         self._grace = 0.0
         self._hears_signals = self._saved = False
         self._reader, self._writer = socket.socketpair()
-        self._ended = False
+        self._over = threading.Event()
 
     @property
     def stop(self) -> str | None:
@@ -101,11 +100,12 @@ class Vigil:
         try:
             yield
         finally:
-            self._ended = True
+            self._over.set()
             self._news.end()
             if self._hears_signals:
                 self._forget_signals()
-            self._writer.send(b"\0")
+            with contextlib.suppress(BlockingIOError):  # it is full of signals, which wake the thread too
+                self._writer.send(b"\0")
             thread.join()
             self._reader.close()
             self._writer.close()
@@ -123,7 +123,7 @@ class Vigil:
             ready, _, _ = select.select([self._reader], [], [], self._interval)
             for number in self._reader.recv(64) if ready else b"":
                 self._hear(number)
-            if self._ended:
+            if self._over.is_set():
                 return
             self._heed_clock_and_news()
             if self._timeout is not None and self._overdue():
@@ -156,7 +156,7 @@ class Vigil:
             )
         if news.failure is not None and news.failure.rank != self._world.rank:
             # the main thread meets it in its next collective; where there is none, it need not go on
-            time.sleep(_LAST_WORDS_S)
+            self._over.wait(_LAST_WORDS_S)
             self._exit(news.failure.code, "")
 
     def _ask(self, who: str) -> None:
@@ -171,10 +171,11 @@ class Vigil:
     def _beat(self, number: int) -> Beat:
         overdue = self._overdue()
         frame = sys._current_frames().get(self._main) if overdue else None
-        stack = "" if frame is None else "".join(traceback.format_stack(frame)[-8:])
+        frames = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
         return Beat(
             self._world.rank, number, self._marks, self._step, self._what, overdue,
-            socket.gethostname(), os.getpid(), stack, _waits(frame),
+            socket.gethostname(), os.getpid(), "".join(frames.format()[-8:]),
+            waits([(entry.filename, entry.name) for entry in frames]),
         )  # fmt: skip
 
     def _judge(self) -> None:
@@ -186,8 +187,11 @@ class Vigil:
         if len(beats) < self._world.size or not stands_still:
             return
         if self._world.rank != min(beat.rank for beat in beats if beat not in silent):
-            time.sleep(2 * _LAST_WORDS_S)  # the first of those that answer says it
+            self._over.wait(2 * _LAST_WORDS_S)  # the first of those that answer says it
             self._exit(ExitCode.HUNG, "")
+            return
+        if self._over.is_set() or self._news.failure_elsewhere(wait=1.0):
+            return
         blamed = guilty(beats, silent)
         message = describe(blamed, beats, silent, self._timeout or LONG_S)
         for beat in silent:
@@ -199,7 +203,7 @@ class Vigil:
         self._exit(ExitCode.HUNG, "")
 
     def _exit(self, code: int, message: str) -> None:
-        if self._ended:
+        if self._over.is_set():
             return  # the main thread has got to its end meanwhile
         if message:
             print(f"ddptrain: {message}", file=sys.stderr, flush=True)
@@ -211,7 +215,3 @@ class Vigil:
         for number in _SIGNALS:
             default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, default)
-
-
-def _waits(frame: FrameType | None) -> bool:
-    return frame is not None and waits(frame.f_code.co_filename, frame.f_code.co_name)

@@ -1,0 +1,188 @@
+"""torchrun's agent on this node, which reads exit codes: what a restart can't mend, and how a job ended."""
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher import api
+
+from ddptrain.errors import ExitCode, UserError
+
+NOT_MENDED = (ExitCode.USER_ERROR, ExitCode.DIVERGED, ExitCode.STOPPED)
+"""With these a restart would end in the same way, or against what was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The rank that ended a job, and how; a signal is a negative code, as in subprocess."""
+
+    rank: int
+    code: int
+    error: str = ""
+    """The last line of a crash's traceback."""
+
+    @property
+    def exit_code(self) -> int:
+        return 128 - self.code if self.code < 0 else self.code
+
+    def __str__(self) -> str:
+        rank = f"rank {self.rank} on {socket.gethostname()}"
+        if self.code < 0:
+            names = {known.value: known.name for known in signal.Signals}
+            return f"{rank} was killed by {names.get(-self.code, f'signal {-self.code}')}"
+        if self.code == ExitCode.STOPPED:
+            return f"{rank} stopped on request"
+        return f"{rank} ended with exit code {self.code}{self.error and f' ({self.error})'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the ranks of this node ended."""
+
+    exit_code: int
+    how: str = ""
+    restarts: int = 0
+
+
+def run_ranks(config: api.LaunchConfig, command: str, words: list[str]) -> Ended:
+    """Start the ranks of this node and wait for their end, with restarts; forwards signals to them.
+
+    Raises UserError where torchrun refuses the config.
+    """
+    agents: list[_Agent] = []
+    # launch_agent makes its agent by this name and takes none; without it we would copy its 100 lines
+    vars(api)["LocalElasticAgent"] = partial(_Agent, agents)
+    try:
+        api.launch_agent(config, command, words)
+        return _ended(agents[0], None)
+    except ChildFailedError:
+        return _ended(agents[0], agents[0].cause)
+    except SignalException as stop:
+        return _stopped(agents[0], stop.sigval)
+    except RendezvousError as error:
+        return _not_met(agents, error)
+    except ValueError as error:
+        if agents:
+            raise
+        raise UserError(f"launch: {error}.", everywhere=False) from error
+    finally:
+        vars(api)["LocalElasticAgent"] = LocalElasticAgent
+        for name in config.signals_to_handle.split(","):  # their handlers would raise in what is left to do
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+class _Agent(LocalElasticAgent):
+    """Spends no restart where none helps, and remembers which rank ended an attempt first."""
+
+    def __init__(self, agents: "list[_Agent]", **arguments: Any) -> None:
+        super().__init__(**arguments)
+        agents.append(self)
+        self.cause: Cause | None = None
+        self.restarts = 0
+
+    def codes(self) -> dict[int, int]:
+        """The exit codes of this node's ranks that have ended, by rank."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        ended = {local: handler.proc.poll() for local, handler in handlers.items()}
+        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        return {ranks[local]: code for local, code in ended.items() if code is not None}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # as they are before torchrun ends the other ranks, too
+        first = {rank: code for rank, code in self.codes().items() if code}
+        try:
+            result: RunResult = super()._monitor_workers(worker_group)
+        except ValueError:  # a rank was killed while it wrote its exception down, and torchrun reads that
+            self._drop_half_written()
+            result = super()._monitor_workers(worker_group)
+        if not result.is_failed():
+            return result
+        first = first or {rank: failure.exitcode for rank, failure in result.failures.items()}
+        self.cause = _cause(first, result.failures)
+        if self.cause.code in NOT_MENDED:
+            self._remaining_restarts = 0  # as torchrun itself does where no restart can help
+        elif self._remaining_restarts:
+            self.restarts += 1
+            say(f"{self.cause}: restart {self.restarts} of {worker_group.spec.max_restarts}")
+        return result
+
+    def _drop_half_written(self) -> None:
+        for path in getattr(self._pcontext, "error_files", {}).values():
+            try:
+                json.loads(Path(path).read_text())
+            except FileNotFoundError:
+                continue
+            except ValueError:
+                os.unlink(path)
+
+
+def say(line: str) -> None:
+    """Print a line of the launcher's own."""
+    print(f"ddptrain launch: {line}", file=sys.stderr, flush=True)
+
+
+def _cause(codes: Mapping[int, int], failures: Mapping[int, ProcessFailure]) -> Cause:
+    """The most telling of several ranks' ends: who loses a peer crashes too, at nearly the same time."""
+
+    def told(rank: int) -> tuple[int, float, int]:
+        code = codes[rank]
+        if code in (*NOT_MENDED, ExitCode.HUNG):
+            weight = 0
+        elif code in (-signal.SIGTERM, -signal.SIGABRT):
+            weight = 3  # sent by torchrun; by gloo when a peer is gone
+        else:
+            weight = 1 if code < 0 else 2
+        return weight, _written_at(failures.get(rank)), rank
+
+    rank = min(codes, key=told)
+    failure = failures.get(rank)
+    message = failure.message if failure else ""
+    error = message.get("message", "") if isinstance(message, dict) else ""
+    return Cause(rank, codes[rank], error.strip().splitlines()[0] if error.strip() else "")
+
+
+def _written_at(failure: ProcessFailure | None) -> float:
+    """When a rank wrote down its exception; torchrun's own times are whole seconds."""
+    try:
+        return os.stat(failure.error_file).st_mtime if failure else float("inf")
+    except OSError:
+        return float("inf")
+
+
+def _ended(agent: _Agent, cause: Cause | None) -> Ended:
+    failed = {rank: code for rank, code in agent.codes().items() if code}
+    cause = cause or (_cause(failed, {}) if failed else None)
+    if cause is None:
+        return Ended(ExitCode.DONE)
+    return Ended(cause.exit_code, str(cause), agent.restarts)
+
+
+def _stopped(agent: _Agent, by: signal.Signals) -> Ended:
+    """After a signal to this launch, when torchrun has passed it on and waited for the ranks."""
+    codes = agent.codes()
+    saved = [rank for rank, code in codes.items() if code == ExitCode.STOPPED]
+    if saved:
+        return _ended(agent, Cause(saved[0], ExitCode.STOPPED))
+    if not codes:
+        return Ended(128 + by, f"stopped by {by.name} while no rank ran", agent.restarts)
+    return _ended(agent, None)
+
+
+def _not_met(agents: list[_Agent], error: RendezvousError) -> Ended:
+    """The nodes did not meet, or no longer: another node has ended the job."""
+    cause = agents[0].cause if agents else None
+    if cause is None:
+        return Ended(ExitCode.CRASH, f"the nodes did not meet: {error}")
+    return Ended(cause.exit_code, f"{cause}, and the job is over on another node", agents[0].restarts)
