@@ -1,5 +1,6 @@
 """The verb ``train``: compose, train, evaluate, summarise."""
 
+import json
 import logging
 import os
 import time
@@ -15,21 +16,22 @@ from torch.nn.modules.dropout import _DropoutNd
 from ddptrain import __version__
 from ddptrain.commands.setup import check_outputs, joined_world, make_model, make_task, prepare
 from ddptrain.config.schema import Config
+from ddptrain.distributed.choice import choose_strategy
 from ddptrain.distributed.comm import on_first_rank
-from ddptrain.distributed.strategy import choose_strategy
 from ddptrain.distributed.world import World
+from ddptrain.engine.agreement import check_agreement
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.optim import build_optimizer
 from ddptrain.engine.plan import Plan, plan_run
 from ddptrain.engine.precision import choose_precision
 from ddptrain.engine.state import TrainState, make_state
-from ddptrain.errors import UserError
+from ddptrain.errors import Diverged, Stopped, UserError
 from ddptrain.observe.console import Console, open_log
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.observer import Observer, Observers
 from ddptrain.observe.plots import Plots
-from ddptrain.observe.rundir import describe_run, discard_unused, name_run, open_run
+from ddptrain.observe.rundir import describe_run, discard_unused, lock_run, name_run, open_run
 from ddptrain.observe.summary import Summary
 from ddptrain.observe.tensorboard import TensorBoard
 from ddptrain.protocols import Data, Task
@@ -44,14 +46,15 @@ def run(config: Config, arguments: Sequence[str]) -> None:
     """
     task, data = make_task(config)
     build_optimizer(config.optim, [nn.Parameter(torch.zeros(1))])  # refuses its own values, before all else
-    with joined_world(config) as (world, reason):
+    with joined_world(config) as (world, reason, vigil):
+        vigil.stop_on_signals(config.checkpoint.grace, config.train.time_limit)
         folder = on_first_rank(world, lambda: _opened_folder(config))
         open_log(str(folder / "log.txt"), world.is_first)
         log.info("ddptrain %s  recipe %s  run %s", __version__, config.recipe, folder)
         log.info("device     %s (%s)", world.device, reason)
         try:
             engine, state, steps = _assembled(config, task, data, world, folder)
-            if state.step >= steps:
+            if state.step >= steps and _is_summarised(folder, steps):
                 log.info("this run is finished; raise train.epochs or train.steps to go on")
                 return
             on_first_rank(world, lambda: describe_run(folder, config, world, arguments))
@@ -60,15 +63,15 @@ def run(config: Config, arguments: Sequence[str]) -> None:
                 discard_unused(folder)
             raise
         try:
-            engine.fit(state)
-        except KeyboardInterrupt:
-            saved = Checkpointer(folder / "checkpoints", config.checkpoint.keep).steps()
-            log.info(
-                "stopped at step %d; start this again with run.dir=%s and it goes on from %s",
-                state.step,
-                folder,
-                saved[-1].name if saved else "the beginning, for nothing is saved yet (see checkpoint.every)",
-            )
+            engine.fit(state, vigil)
+        except Stopped as stopped:
+            log.info("%s and saved; start this again with run.dir=%s and it goes on", stopped, folder)
+            raise
+        except Diverged as diverged:
+            if world.is_first:
+                evidence = folder / f"nonfinite-step-{diverged.evidence['step']}.json"
+                evidence.write_text(json.dumps(diverged.evidence) + "\n")
+                log.info("evidence   %s (the samples of that step, by rank)", evidence)
             raise
         board = f", or tensorboard --logdir {folder.parent}" if config.log.tensorboard else ""
         log.info("look       %s/plots%s", folder, board)
@@ -78,7 +81,9 @@ def _assembled(
     config: Config, task: Task, data: Data, world: World, folder: Path
 ) -> tuple[Engine, TrainState, int]:
     """The engine, the state it goes on from, and the step it goes to."""
-    strategy = choose_strategy(config.strategy, world, compiled=config.compile != "off")
+    strategy = choose_strategy(
+        config.strategy, world, compiled=config.compile != "off", strict=config.elastic == "strict"
+    )
     precision = choose_precision(config.precision, world.device)
     log.info("precision  %s", precision.name)
     log.info("strategy   %s, %s", strategy.describe(), _ranks(world))
@@ -89,9 +94,10 @@ def _assembled(
     log.info("data       %s", data.describe())
     model = strategy.prepare(make_model(config, task, world.device))
     log.info("model      %s", _model(model, config))
+    check_agreement(world, config, model)
     _note_what_depends_on_the_split(model, plan, world, config)
     state = make_state(config, model, strategy, precision, world, plan.steps)
-    checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep)
+    checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.background)
     _resume(config, plan, data, state, checkpointer, world)
     log.info("plan       steps %d to %d, %.4g epochs", state.step, plan.steps, plan.epoch(plan.steps))
     observers = Observers(_observers(config, folder) if world.is_first else [])
@@ -100,11 +106,13 @@ def _assembled(
 
 
 def _opened_folder(config: Config) -> Path:
-    """The run's folder. Under ``run.resume=never`` what it held is renamed: nothing on disk is lost."""
+    """The run's folder, locked. Under ``run.resume=never`` what it held is renamed: nothing on disk is
+    lost."""
     folder = name_run(config)
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if config.run.resume == "never" and not restarted and (folder / "checkpoints").is_dir():
         old = folder.resolve()
+        lock_run(folder)  # no running job's folder is renamed away under it
         try:
             old.rename(old.with_name(f"{old.name}.{time.strftime('%Y-%m-%d_%H-%M-%S')}"))
         except OSError as error:
@@ -112,7 +120,18 @@ def _opened_folder(config: Config) -> Path:
                 f"run.resume=never: {folder} holds a run and can't be renamed to make place"
                 f" ({error.strerror}). Name another run.dir."
             ) from error
-    return open_run(folder)
+    open_run(folder)
+    lock_run(folder)
+    return folder
+
+
+def _is_summarised(folder: Path, steps: int) -> bool:
+    """Whether a run has got beyond its last checkpoint: evaluated and summarised after its last step."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(summary.get("outcome") == "done" and summary.get("step", 0) >= steps)
 
 
 def _resume(
@@ -172,7 +191,7 @@ def _model(model: nn.Module, config: Config) -> str:
 def _note_what_depends_on_the_split(model: nn.Module, plan: Plan, world: World, config: Config) -> None:
     """Say where the number of ranks or micro-batches does change the training."""
     parts = world.size * len(plan.sampler(world).micro_sizes)
-    if parts == 1:
+    if parts == 1 or plan.shards is not None:  # shards are the same on any number of ranks
         return
     layers = list(model.modules())
     if not config.strategy.sync_batchnorm and any(isinstance(m, _BatchNorm) for m in layers):

@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or absent, with a hash that is checked before anything is used.
+"""Checkpoints that are whole or absent, with hashes that are checked before anything is used.
 
-``checkpoints/step-<n>/`` holds ``state.pt`` and ``manifest.json``. A folder is written aside, flushed
-to the disk and renamed, so a kill at any moment leaves the old ones or the new one, never a half.
-The newest valid folder counts; there is no pointer that could go stale.
+``checkpoints/step-<n>/`` holds ``state.pt`` and ``manifest.json``, which has the SHA-256 of the state and
+of itself. A folder is written aside, flushed to the disk and renamed, so a kill at any moment leaves the old
+ones or the new one, never a half. The newest valid folder counts; there is no pointer that could go stale.
 """
 
 import hashlib
@@ -13,6 +13,8 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,9 @@ from ddptrain.errors import UserError
 log = logging.getLogger(__name__)
 
 STATE, MANIFEST = "state.pt", "manifest.json"
-FORMAT = 2
+FORMAT = 3
+_UNSEALED_FORMATS = (1, 2)
+_SEAL = "sha256"
 _STEP = re.compile(r"step-(\d+)")
 _ASIDE = ".damaged"
 
@@ -43,28 +47,35 @@ class DamagedError(UserError):
 
 
 class Checkpointer:
-    """The checkpoints of one run. Only rank 0 uses one; the others are sent what it reads."""
+    """The checkpoints of one run. Only rank 0 uses one; the others are sent what it reads.
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    background: a save returns once the state is copied, and a thread hashes and writes it. At most one write
+    is in flight. Its error is raised by the next save, or by `finish`.
+    """
+
+    def __init__(self, folder: Path, keep: int, background: bool = False) -> None:
         self._folder = folder
         self._keep = keep
+        self._writer = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self._in_flight: Future[None] | None = None
 
     def save(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> Path:
         """Write ``step-<n>`` and drop the oldest beyond ``keep``. Returns its folder.
 
         Raises UserError, with the path and the bytes needed, where the disk refuses.
         """
-        path = self._folder / f"step-{facts['step']}"
-        self._write(path, state, facts)
-        for old in self.steps()[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
-        return path
+        return self._save(self._folder / f"step-{facts['step']}", state, facts)
 
     def save_best(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> Path:
-        """Write ``best`` in place of the one before."""
-        path = self._folder / "best"
-        self._write(path, state, facts)
-        return path
+        """Write ``best`` in place of the one before. Returns its folder; raises as `save` does."""
+        return self._save(self._folder / "best", state, facts)
+
+    def finish(self) -> None:
+        """Wait for the write in flight, if there is one. Raises its UserError."""
+        if self._in_flight is not None:
+            wait([self._in_flight])  # Ctrl-C may end this; the write is then still known to be in flight
+            written, self._in_flight = self._in_flight, None
+            written.result()
 
     def steps(self) -> list[Path]:
         """The step folders, oldest first."""
@@ -109,45 +120,59 @@ class Checkpointer:
             )
         return None
 
-    def _write(self, path: Path, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    def _save(self, path: Path, state: Mapping[str, Any], facts: Mapping[str, Any]) -> Path:
+        self.finish()
         buffer = io.BytesIO()
-        torch.save(dict(state), buffer)
-        payload = buffer.getbuffer()
-        manifest = {
-            "format": FORMAT,
-            **facts,
-            "files": {STATE: {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}},
-        }
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        torch.save(dict(state), buffer)  # all that has to happen before the next step changes the tensors
+        if self._writer is None:
+            self._write(path, buffer.getbuffer(), facts)
+        else:
+            self._in_flight = self._writer.submit(self._write, path, buffer.getbuffer(), dict(facts))
+        return path
+
+    def _write(self, path: Path, payload: memoryview, facts: Mapping[str, Any]) -> None:
+        entry = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}
+        manifest = sealed({"format": FORMAT, **facts, "files": {STATE: entry}})
+        aside = _aside(path)
         try:
             shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
+            if not self._folder.is_dir():
+                self._folder.mkdir(parents=True)
+                _flush_folder(self._folder.parent)
+            aside.mkdir()
             _flushed(aside / STATE, payload)
-            _flushed(aside / MANIFEST, json.dumps(manifest, indent=2).encode())
+            _flushed(aside / MANIFEST, manifest)
             _flush_folder(aside)
             _replace(aside, path)
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
-            free = shutil.disk_usage(self._folder.parent).free
             raise UserError(
-                f"{path}: can't be saved ({error.strerror}): {len(payload):,} bytes needed, {free:,} free."
-                " Older checkpoints are untouched. Make room or allow writing, then start the same"
-                " command again with run.dir=... to go on.",
+                f"{path}: can't be saved ({error.strerror}): {len(payload):,} bytes needed,"
+                f" {_free(path):,} free. Older checkpoints are untouched. Make room or allow writing, then"
+                " start the same command again with run.dir=... to go on.",
                 everywhere=False,
             ) from error
+        for old in self.steps()[: -self._keep]:
+            _remove(old)
+
+
+def sealed(content: Mapping[str, Any]) -> bytes:
+    """A manifest as it is written: JSON whose last entry is the SHA-256 of all before it."""
+    digest = hashlib.sha256(json.dumps(content, indent=2).encode()).hexdigest()
+    return json.dumps({**content, _SEAL: digest}, indent=2).encode()
 
 
 def read(path: Path) -> Saved:
     """Read and verify one checkpoint folder.
 
-    Raises UserError where it is missing, damaged or not a checkpoint of ddptrain.
+    Raises UserError where it is missing or not one that this ddptrain reads, DamagedError where it is not
+    what was written.
     """
     if not path.is_dir():
         kind = "is a file, but" if path.exists() else "does not exist;"
         raise UserError(f"{path}: {kind} a checkpoint is a folder that holds {STATE} and {MANIFEST}.")
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        entry = manifest["files"][STATE]
+        manifest = _unsealed(path, (path / MANIFEST).read_bytes())
         payload = (path / STATE).read_bytes()
     except FileNotFoundError as error:
         raise DamagedError(
@@ -155,18 +180,44 @@ def read(path: Path) -> Saved:
         ) from error
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror}).") from error
-    except (ValueError, KeyError, TypeError) as error:
+    match manifest.get("files"):
+        case {"state.pt": {"sha256": str(digest), "bytes": int(size), **more}, **others} if not more | others:
+            pass
+        case _:
+            raise DamagedError(
+                f"{path}: its {MANIFEST} has to give sha256 and bytes of {STATE} and of nothing else."
+            )
+    if len(payload) != size:
+        raise DamagedError(
+            f"{path}: {STATE} has {len(payload):,} bytes, but {size:,} were written; it is damaged."
+        )
+    if hashlib.sha256(payload).hexdigest() != digest:
+        raise DamagedError(f"{path}: {STATE} does not match its SHA-256; the checkpoint is damaged.")
+    _check_step(path, manifest.get("step"), MANIFEST)
+    return Saved(path, payload, manifest)
+
+
+def _unsealed(path: Path, written: bytes) -> dict[str, Any]:
+    """The manifest in these bytes, which must be to the bit what `sealed` makes of it: JSON has several
+    spellings of one value (1e-05, 1E-05), and a flipped bit may lead from one to another."""
+    try:
+        manifest = json.loads(written)
+    except (ValueError, RecursionError) as error:
         raise DamagedError(
             f"{path}: its {MANIFEST} can't be read ({error}); the checkpoint is damaged."
         ) from error
-    if hashlib.sha256(payload).hexdigest() != entry["sha256"]:
-        raise DamagedError(
-            f"{path}: {STATE} does not match its SHA-256 ({len(payload):,} bytes, {entry['bytes']:,}"
-            " expected); the checkpoint is damaged."
-        )
+    if not isinstance(manifest, dict):
+        raise DamagedError(f"{path}: its {MANIFEST} is no JSON object; the checkpoint is damaged.")
+    is_earlier = manifest.get("format") in _UNSEALED_FORMATS and _SEAL not in manifest
+    content = {name: value for name, value in manifest.items() if name != _SEAL}
+    if not is_earlier and written != sealed(content):
+        raise DamagedError(f"{path}: {MANIFEST} does not match its own SHA-256; the checkpoint is damaged.")
     if manifest.get("format") != FORMAT:
-        raise UserError(f"{path}: has format {manifest.get('format')}; this ddptrain reads {FORMAT}.")
-    return Saved(path, payload, manifest)
+        raise UserError(
+            f"{path}: has format {manifest.get('format')}, and this ddptrain reads {FORMAT}. Use the ddptrain"
+            " it was made with, or start a new run."
+        )
+    return content
 
 
 def unpack(payload: bytes, where: str) -> dict[str, Any]:
@@ -177,7 +228,26 @@ def unpack(payload: bytes, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: {STATE} is not a state of ddptrain ({type(error).__name__}).") from error
     if not isinstance(state, dict) or not {"model", "optimizer", "step"} <= state.keys():
         raise UserError(f"{where}: {STATE} is not a state of ddptrain: model, optimizer or step is missing.")
+    _check_step(Path(where), state["step"], STATE)
     return state
+
+
+def _check_step(path: Path, step: object, file: str) -> None:
+    """Refuse a file of another step's checkpoint: files that have changed places are whole in themselves."""
+    named = _STEP.fullmatch(path.name)
+    if named is not None and step != int(named[1]):
+        raise DamagedError(f"{path}: its {file} is of step {step}; the checkpoint is damaged.")
+
+
+def _aside(path: Path) -> Path:
+    """Where a folder is while it is made or deleted: nobody takes that for a checkpoint."""
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def _free(path: Path) -> int:
+    """Free bytes where a folder is to be made."""
+    there = next(parent for parent in path.absolute().parents if os.path.exists(parent))
+    return shutil.disk_usage(there).free
 
 
 def _flushed(path: Path, payload: bytes | memoryview) -> None:
@@ -198,13 +268,23 @@ def _flush_folder(path: Path) -> None:
 def _replace(aside: Path, path: Path) -> None:
     """Rename a folder over another one. Folders can't be swapped in one step, so the old one is
     renamed first; whoever looks in between finds neither, and `newest` the step before."""
-    if path.exists():
-        old = path.with_name(f".{path.name}.old")
+    old = path.with_name(f".{path.name}.old")
+    if replaces := path.exists():
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
+    try:
         aside.rename(path)
-        _flush_folder(path.parent)
-        shutil.rmtree(old)
-    else:
-        aside.rename(path)
-        _flush_folder(path.parent)
+    except OSError:
+        if replaces:
+            old.rename(path)
+        raise
+    _flush_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint. A kill in the middle leaves nothing that looks like one."""
+    aside = _aside(path)
+    with suppress(OSError):
+        path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)

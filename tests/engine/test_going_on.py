@@ -4,29 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rates import Rates
 from toy import SGD, Fit
 
 from ddptrain.config.schema import Config, Run, Sched
 from ddptrain.distributed.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
-from ddptrain.observe.observer import Log, Observer
 from ddptrain.observe.rundir import name_run
-
-
-class Rates(Observer):
-    """Keeps the learning rate of every step."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def start(self, event: Any) -> None: ...
-    def log(self, event: Log) -> None:
-        self.seen.append(event.values["lr"])
-
-    def evaluated(self, event: Any) -> None: ...
-    def saved(self, event: Any) -> None: ...
-    def end(self, event: Any) -> None: ...
 
 
 def plan(steps: int, **changes: Any) -> Plan:

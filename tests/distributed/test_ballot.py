@@ -1,0 +1,79 @@
+"""The votes that travel with the gradients."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddptrain.config.schema import Strategy
+from ddptrain.distributed.choice import choose_strategy
+from ddptrain.distributed.world import World
+from ddptrain.testing import run_ranks
+
+
+def voted(
+    world: World, stop: bool, step: int, bad: bool, compression: str = "none"
+) -> tuple[list[float], bool]:
+    """The mean vote, and whether this rank takes all to be at its step."""
+    strategy = choose_strategy(Strategy(compression=compression), world)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    wrapped = strategy.wrap(model)
+    ballot = strategy.ballot(wrapped)
+    assert ballot is not None
+    loss = wrapped(torch.ones(2, 3)).sum() * (float("nan") if bad else 1.0)
+    votes, vote = ballot.vote(step, stop, loss)
+    torch.autograd.backward([loss, votes], [torch.ones(()), vote])
+    mean = ballot.take().tolist()
+    assert votes.grad is None
+    return mean, ballot.same_step(mean[1], step, world.size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_one_ranks_wish_to_stop_reaches_all(size: int, compression: str) -> None:
+    for mean, aligned in run_ranks(lambda w: voted(w, w.rank == 1, 70, False, compression), size):
+        assert mean[0] == pytest.approx(1 / size, rel=0.01)
+        assert aligned
+    for mean, aligned in run_ranks(lambda w: voted(w, False, 70, False, compression), size):
+        assert mean[0] == 0
+        assert aligned
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_one_ranks_nan_reaches_all(size: int) -> None:
+    for mean, _ in run_ranks(lambda w: voted(w, False, 3, w.rank == size - 1), size):
+        assert mean[0] != mean[0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_rank_at_another_step_is_noticed_by_all(size: int) -> None:
+    for behind in (1, 2, 63):
+        for _, aligned in run_ranks(
+            lambda w, b=behind: voted(w, False, 130 - b * (w.rank == 0), False), size
+        ):  # type: ignore[misc]
+            assert not aligned
+
+
+def test_votes_cost_no_collective_of_their_own() -> None:
+    def buckets(world: World) -> int:
+        sent = 0
+
+        def hook(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            nonlocal sent
+            sent += 1
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        strategy = choose_strategy(Strategy(), world)
+        wrapped = strategy.wrap(nn.Linear(3, 4))
+        assert isinstance(wrapped, DistributedDataParallel)
+        wrapped.register_comm_hook(None, hook)
+        ballot = strategy.ballot(wrapped)
+        assert ballot is not None
+        loss = wrapped(torch.ones(2, 3)).sum()
+        votes, vote = ballot.vote(0, False, loss)
+        torch.autograd.backward([loss, votes], [torch.ones(()), vote])
+        return sent
+
+    assert run_ranks(buckets, 2) == [1, 1]

@@ -1,0 +1,177 @@
+"""A loss or gradient that is not finite: the same decision on all ranks at the same step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_same
+from rates import Rates
+from toy import Classify, Fit, plain, weights, with_noise
+
+from ddptrain.config.schema import Sched
+from ddptrain.distributed.world import World
+from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.plan import Plan
+from ddptrain.errors import Diverged
+from ddptrain.protocols import At, Loss
+from ddptrain.testing import run_ranks
+
+BAD_STEP, BAD_RANK = 6, 1
+
+
+def plan(**changes: Any) -> Plan:
+    return Plan(**{"steps": 15, "train_size": 100, "batch_size": 24, "log_every": 1, "seed": 2, **changes})
+
+
+class Bad(Classify):
+    """Something is not finite on one rank, from one step on."""
+
+    how = "input"
+    rank = BAD_RANK
+    steps = (BAD_STEP,)
+
+    def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
+        features, labels = batch
+        here = at.step in self.steps and self.rank == _rank()
+        if here and self.how == "input":
+            features = features * float("nan")
+        logits = model(features)
+        if here and self.how == "gradient":
+            logits.register_hook(lambda gradient: gradient * float("inf"))
+        if here and self.how == "layer":
+            logits = torch.where(labels[:, None] >= 0, torch.log(logits * 0), logits)
+        total = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+        return Loss(total, len(labels))
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else BAD_RANK
+
+
+def bad(how: str, steps: tuple[int, ...] = (BAD_STEP,)) -> type[Bad]:
+    return type("Bad", (Bad,), {"how": how, "steps": steps})
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("input", "the output of 0 (Linear)"),
+        ("layer", "the loss, though all outputs are finite"),
+        ("gradient", "the gradient of 4.bias, though the loss is finite"),
+    ],
+)
+def test_it_is_seen_at_its_step_on_all_ranks_and_named(
+    tmp_path: Path, ranks: int, how: str, where: str
+) -> None:
+    def rank(world: World) -> tuple[str, Any, list[list[int]]]:
+        fit = Fit(plan(log_every=100), task=bad(how), make_model=with_noise)
+        with pytest.raises(Diverged) as caught:
+            fit.run(world, tmp_path / f"{how}{ranks}-{world.rank}")
+        asked = plan().sampler(world).samples(range(BAD_STEP, BAD_STEP + 1), torch.device("cpu"))
+        return str(caught.value), caught.value.evidence, [ids.tolist() for ids, _ in asked]
+
+    results = run_ranks(rank, ranks)
+    at = BAD_RANK if ranks > 1 else 0
+    for message, evidence, _ in results:
+        assert message.startswith(f"step {BAD_STEP + 1} is not finite. First in rank {at}: {where}.")
+        assert evidence["step"] == BAD_STEP + 1
+        assert [entry["samples"] for entry in evidence["ranks"]] == [ids[0] for _, _, ids in results]
+        assert [entry["rank"] for entry in evidence["ranks"] if entry["first"]] == [at]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("how", "precision"), [("input", "fp32"), ("gradient", "fp32"), ("gradient", "fp16")]
+)
+def test_a_left_out_step_leaves_no_trace_but_its_number(
+    tmp_path: Path, ranks: int, how: str, precision: str
+) -> None:
+    """The weights, buffers and rates are those of a run that stands still for one step. fp16's scaler leaves
+    steps out by itself."""
+    skips = precision == "fp32"
+
+    def rank(world: World) -> tuple[list[float], Any]:
+        rates = Rates()
+        at_skip: dict[int, Any] = {}
+
+        class Watched(bad(how)):  # type: ignore[misc]
+            def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
+                bare = getattr(model, "module", model)
+                bare = getattr(bare, "model", bare)
+                at_skip[at.step] = {n: v.clone() for n, v in bare.state_dict().items()}
+                return super().loss(model, batch, at)
+
+        fit = Fit(
+            plan(skips_nonfinite=skips), task=Watched, make_model=with_noise, precision=precision,
+            sched=Sched("cosine", warmup=0.2), observers=[rates] if world.is_first else [],
+        )  # fmt: skip
+        state, _, _ = fit.run(world, tmp_path / f"{how}{precision}{ranks}-{world.rank}")
+        assert state.applied == state.step - 1 == 14
+        assert all(bool(v.isfinite().all()) for v in state.model.state_dict().values())
+        before, after = at_skip[BAD_STEP], at_skip[BAD_STEP + 1]
+        moved = [n for n in before if not torch.equal(before[n], after[n]) and "running" not in n]
+        assert [n for n in moved if "num_batches" not in n] == []
+        if skips and world.is_first:  # DDP makes rank 0's buffers the truth
+            assert_same(before, after)
+        return rates.seen, state.model.state_dict()
+
+    results = run_ranks(rank, ranks)
+    keep = Rates()
+    Fit(plan(), make_model=with_noise, sched=Sched("cosine", warmup=0.2), observers=[keep]).run(
+        World(), tmp_path / "good"
+    )
+    assert results[0][0] == [*keep.seen[: BAD_STEP + 1], *keep.seen[BAD_STEP:-1]]
+    for _, model in results:
+        own = {n: v for n, v in model.items() if "running" not in n and "num_batches" not in n}
+        assert_same(own, {n: results[0][1][n] for n in own})
+
+
+def test_a_skipping_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    def final(folder: Path, *stops: int) -> Any:
+        for stop_at in (*stops, None):
+            fit = Fit(
+                plan(skips_nonfinite=True, save_every=2),
+                task=bad("input", (5, 6)),
+                make_model=with_noise,
+                ema=0.9,
+            )
+            try:
+                run_ranks(lambda world, at=stop_at, fit=fit: fit.run(world, folder, at)[2], 1)  # type: ignore[misc]
+            except AssertionError:
+                assert stop_at is not None
+        saved = Checkpointer(folder, keep=2).newest()
+        assert saved is not None
+        return unpack(saved.payload, "test")
+
+    whole = final(tmp_path / "whole")
+    assert (whole["step"], whole["applied"], whole["left_out"]) == (15, 13, 0)
+    assert_same(whole, final(tmp_path / "killed", 6, 8))
+
+
+def test_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
+    def rank(world: World) -> str:
+        steps = (2, 5, 6, 7, 8)
+        fit = Fit(plan(skips_nonfinite=True, nonfinite_limit=3), task=bad("input", steps))
+        with pytest.raises(Diverged) as caught:
+            fit.run(world, tmp_path / str(world.rank))
+        return str(caught.value)
+
+    first, second = run_ranks(rank, 2)
+    assert first == second
+    assert first.startswith(
+        "step 9 is not finite and 3 before it were left out for the same. First in rank 1"
+    )
+
+
+def test_the_mean_loss_is_over_what_is_finite(tmp_path: Path) -> None:
+    class Losses(Rates):
+        def log(self, event: Any) -> None:
+            self.seen.append(event.values["loss"])
+
+    keep = Losses()
+    fit = Fit(plan(skips_nonfinite=True, log_every=5), task=bad("input"), make_model=plain, observers=[keep])
+    state, _, _ = fit.run(World(), tmp_path)
+    assert all(0 < loss < 3 for loss in keep.seen)
+    assert bool(weights(state).isfinite().all())

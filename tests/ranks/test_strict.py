@@ -1,0 +1,126 @@
+"""elastic=strict: the same bits on any number of ranks, and over any change of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_same
+from scenes import detector
+from texts import language_model, write_text
+from toy import Classify, CountPositives, Fit, Vectors, with_noise
+
+from ddptrain.config.schema import Sched, Strategy
+from ddptrain.distributed.world import World
+from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.plan import Plan
+from ddptrain.errors import UserError
+from ddptrain.observe.jsonl import Jsonl
+from ddptrain.protocols import Data, Task
+from ddptrain.testing import RankFailed, run_ranks
+
+SHARDS = 4
+ADAMW: dict[str, Any] = {"_target_": "torch.optim.AdamW", "lr": 0.01}
+Pair = Callable[[], tuple[Task, Data]]
+
+
+def plan(**changes: Any) -> Plan:
+    return Plan(
+        **{"steps": 12, "train_size": 100, "batch_size": 26, "log_every": 3, "eval_every": 5, "save_every": 3,
+           "clip_norm": 1.0, "seed": 5, "shards": SHARDS, **changes}
+    )  # fmt: skip
+
+
+def train(
+    folder: Path, sizes: list[tuple[int, int | None]], pair: Pair, calendar: Plan, **changes: Any
+) -> tuple[dict[str, Any], bytes]:
+    """The last checkpoint and the metrics after stretches of (ranks, killed after which save)."""
+    folder.mkdir()
+    for size, stop_at in sizes:
+
+        def rank(world: World, stop_at: int | None = stop_at) -> None:
+            torch.use_deterministic_algorithms(True)
+            fit = Fit(
+                calendar, optim=ADAMW, sched=Sched(warmup=0.2), ema=0.9, elastic="strict",
+                strategy=Strategy(shards=SHARDS),
+                observers=[Jsonl(folder / "metrics.jsonl")] if world.is_first else [], **changes,
+            )  # fmt: skip
+            fit.train(*pair(), world, folder, stop_at if world.is_first else None)
+
+        if stop_at is None:
+            run_ranks(rank, size)
+        else:
+            with pytest.raises(RankFailed):
+                run_ranks(rank, size)
+    saved = Checkpointer(folder, keep=2).newest()
+    assert saved is not None
+    return unpack(saved.payload, "test"), (folder / "metrics.jsonl").read_bytes()
+
+
+def points(task: type[Classify] = Classify) -> Pair:
+    return lambda: (task(with_noise), Vectors(100))
+
+
+@pytest.mark.parametrize("micro_batch", [None, 4])
+@pytest.mark.parametrize(
+    ("task", "precision"),
+    [(Classify, "fp32"), (Classify, "bf16"), (Classify, "fp16"), (CountPositives, "fp32")],
+)
+def test_any_number_of_ranks_and_any_change_of_it(
+    tmp_path: Path, micro_batch: int | None, task: type[Classify], precision: str
+) -> None:
+    """BatchNorm, dropout, an average, clipping, accumulation: state and metrics, to the bit."""
+
+    def run(name: str, sizes: list[tuple[int, int | None]]) -> tuple[dict[str, Any], bytes]:
+        calendar = plan(micro_batch=micro_batch)
+        return train(tmp_path / name, sizes, points(task), calendar, precision=precision)
+
+    alone, metrics = run("1", [(1, None)])
+    for size in (2, 3, 4):
+        state, lines = run(str(size), [(size, None)])
+        assert_same(alone, state)
+        assert metrics == lines
+    state, lines = run("changing", [(3, 3), (4, 6), (1, 9), (2, None)])
+    assert_same(alone, state)
+    assert metrics == lines
+
+
+def test_a_recurrent_model_with_its_states(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text.txt")
+
+    def pair() -> tuple[Task, Data]:
+        return language_model(text, "lstm", dropout=0.2)
+
+    _, data = pair()
+    data.prepare(World(), 0)
+    calendar = plan(train_size=data.train_size, batch_size=12, save_every=3, eval_every=6)
+    alone, metrics = train(tmp_path / "1", [(1, None)], pair, calendar)
+    state, lines = train(tmp_path / "changing", [(3, 3), (4, 6), (1, 9), (2, None)], pair, calendar)
+    assert alone["carried"]
+    assert_same(alone, state)
+    assert metrics == lines
+
+
+def test_the_detector_with_its_mosaics(tmp_path: Path) -> None:
+    def pair() -> tuple[Task, Data]:
+        return detector(multi_scale=0.5)
+
+    _, data = pair()
+    data.prepare(World(), 0)
+    calendar = plan(
+        train_size=data.train_size, batch_size=8, steps=6, save_every=2, eval_every=6, log_every=2
+    )
+    alone, metrics = train(tmp_path / "1", [(1, None)], pair, calendar)
+    state, lines = train(tmp_path / "changing", [(3, 2), (2, None)], pair, calendar)
+    assert_same(alone, state)
+    assert metrics == lines
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"strategy.shards=4: .* 5 ranks"):
+        plan().sampler(World(rank=0, size=5, local_size=5))
+    with pytest.raises(UserError, match=r"strategy.shards=4: .* global batch of 3"):
+        plan(batch_size=3).sampler(World())
+    with pytest.raises(UserError, match=r"elastic or strategy.shards=8: .* saved with 4"):
+        plan(shards=8).check_continues({**plan().position_facts}, "step-1")
