@@ -162,7 +162,8 @@ class Vigil:
     def _ask(self, who: str) -> None:
         if self._stop is None:
             self._stop = who
-            log.info("stop       asked for by %s: after this step, with a checkpoint", who)
+            if self._news.failure is None:  # else torchrun ends the rest of a job that has failed
+                log.info("stop       asked for by %s: after this step, with a checkpoint", who)
         self._news.ask_to_stop(who)
 
     def _overdue(self) -> bool:

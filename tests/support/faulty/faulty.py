@@ -1,7 +1,7 @@
 """A recipe that behaves, but for one fault at one place: what the guards are tested with.
 
 The network has BatchNorm, dropout and several DDP buckets. ``fault`` names what happens on ``rank`` when
-``step`` is at ``place`` (data, forward, backward, evaluate, save); with ``once`` a file keeps it from
+``step`` is at ``place`` (forward, backward, evaluate, report, save); with ``once`` a file keeps it from
 happening again after a restart.
 """
 
@@ -82,7 +82,7 @@ class Faulty(Task):
     ) -> None:  # fmt: skip
         self._fault, self._rank, self._step, self._place = fault, rank, step, place
         self._seconds, self._once = seconds, once
-        self._evaluated = 0
+        self._begun = False
 
     def build(self) -> nn.Module:
         layers: list[nn.Module] = []
@@ -93,6 +93,7 @@ class Faulty(Task):
 
     def loss(self, model: nn.Module, batch: Any, at: At) -> Loss:
         features, labels = batch
+        self._begun = at.step > 0
         here = int(os.environ.get("RANK", "0")) == self._rank and at.step == self._step
         if here and self._place == "forward":
             if self._fault == "nan_input":
@@ -117,7 +118,6 @@ class Faulty(Task):
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         features, labels = batch
-        self._evaluated += 1
         if self._place == "evaluate" and int(os.environ.get("RANK", "0")) == self._rank:
             happen(self._fault, self._seconds, self._once)
         logits = model(features).float()
@@ -127,7 +127,14 @@ class Faulty(Task):
             "count": torch.tensor(len(labels)),
         }
 
+    def carried(self) -> Mapping[str, Tensor]:
+        if self._place == "save" and self._begun and int(os.environ.get("RANK", "0")) == self._rank:
+            happen(self._fault, self._seconds, self._once)  # asked for by each save
+        return {}
+
     def report(self, sums: Mapping[str, Tensor]) -> Report:
+        if self._place == "report":
+            happen(self._fault, self._seconds, self._once)
         count = int(sums["count"])
         return Report({"accuracy": int(sums["right"]) / count, "loss": float(sums["loss"]) / count})
 

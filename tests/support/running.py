@@ -1,0 +1,173 @@
+"""Jobs of several ranks as users start them, and what can happen to them."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from compare import assert_same
+from shell import RANK_VARIABLES
+
+from ddptrain.engine.checkpoint import Checkpointer, unpack
+
+FAULTY = Path(__file__).parent / "faulty"
+_MARK = "DDPTRAIN_TEST_JOB"
+
+
+@dataclass
+class Job:
+    """A running command line. All its processes are found by a variable in their environment."""
+
+    words: Sequence[str]
+    cwd: Path
+    ranks: int
+    restarts: int = 0
+    launcher: str = "launch"
+    """launch, torchrun, or python for a single process."""
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        nproc = [f"--nproc-per-node={self.ranks}", f"--max-restarts={self.restarts}"]
+        start = {
+            "launch": ["-m", "ddptrain", "launch", *nproc],
+            "torchrun": ["-m", "torch.distributed.run", "--standalone", *nproc, "-m", "ddptrain"],
+            "python": ["-m", "ddptrain"],
+        }[self.launcher]
+        inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        self.output = self.cwd / f"output-{self.mark}.txt"
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, *start, *self.words],
+                cwd=self.cwd,
+                env={**inherited, _MARK: self.mark, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def wait(self, timeout: float = 240) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.end()
+            raise AssertionError(f"still running after {timeout} s:\n{self.text[-3000:]}") from None
+
+    def wait_for(self, text: str, times: int = 1, timeout: float = 120) -> bool:
+        """Until the output holds a text so many times; False where the job ended before."""
+        deadline = time.monotonic() + timeout
+        while self.text.count(text) < times:
+            if self.process.poll() is not None:
+                return self.text.count(text) >= times
+            assert time.monotonic() < deadline, f"no {text!r} after {timeout} s:\n{self.text[-3000:]}"
+            time.sleep(0.02)
+        return True
+
+    def pids(self) -> list[int]:
+        """All living processes of the job."""
+        return [pid for pid, _ in _marked(self.mark)]
+
+    def rank_pids(self) -> dict[int, int]:
+        """The ranks' processes: children of the agent, by rank."""
+        if self.launcher == "python":
+            return {0: self.process.pid}
+        return {
+            int(variables["RANK"]): pid
+            for pid, variables in _marked(self.mark)
+            if "RANK" in variables and _parent(pid) == self.process.pid
+        }
+
+    def kill(self, pid: int, number: int = signal.SIGKILL) -> bool:
+        """False where there was nobody left."""
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def end(self) -> None:
+        for pid in [self.process.pid, *self.pids()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def faulty_words(*words: str) -> list[str]:
+    """The recipe of `faulty.py` in the run folder ``run``."""
+    return [f"--config-dir={FAULTY}", "recipe=faulty", "run.dir=run", *words]
+
+
+def kill_at_random(job: Job, dice: random.Random, seconds: float, kills: int) -> int:
+    """Kill random ranks of a job that restarts, each so many seconds (at most) after the ranks have
+    begun or gone on; returns how many kills have met somebody alive."""
+    done = 0
+    for turn in range(1, kills + 1):
+        if not job.wait_for("plan       steps", times=turn):
+            break
+        time.sleep(dice.uniform(0, seconds))
+        ranks = job.rank_pids()
+        if not ranks:
+            break
+        done += job.kill(dice.choice(sorted(ranks.values())))
+    return done
+
+
+def outcome(run: Path) -> tuple[dict[str, Any], bytes]:
+    """What a run has come to: the last checkpoint's state, and its metrics."""
+    saved = Checkpointer(run / "checkpoints", keep=2).newest()
+    assert saved is not None, f"{run} holds no checkpoint"
+    return unpack(saved.payload, str(run)), (run / "metrics.jsonl").read_bytes()
+
+
+def assert_same_outcome(run: Path, other: Path) -> None:
+    """Weights, buffers, optimizer, scaler, average, sums, and every line of the metrics: to the bit."""
+    (state, metrics), (expected, lines) = outcome(run), outcome(other)
+    assert_same(expected, state)
+    assert metrics == lines
+    assert _summary(run) == _summary(other)
+
+
+def stopped_steps(text: str) -> list[int]:
+    return [int(step) for step in re.findall(r"stopped (?:in the evaluation )?at step (\d+)", text)]
+
+
+def _summary(run: Path) -> dict[str, Any]:
+    summary = json.loads((run / "summary.json").read_text())
+    return {name: summary[name] for name in ("outcome", "step", "steps", "metrics", "best")}
+
+
+def _marked(mark: str) -> list[tuple[int, dict[str, str]]]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            raw = (entry / "environ").read_bytes()
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, ProcessLookupError):
+            continue
+        if f"{_MARK}={mark}".encode() in raw and state != "Z":
+            pairs = (item.partition("=") for item in raw.decode(errors="replace").split("\0") if "=" in item)
+            found.append((int(entry.name), {name: value for name, _, value in pairs}))
+    return found
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
