@@ -46,6 +46,14 @@ class Train:
     """Parameters that ``optim.weight_decay`` shrinks: all, or those of two dimensions or more, which
     leaves out biases and norms."""
 
+    nonfinite: str = rule("stop", choices=("stop", "skip"))
+    """What a loss or gradient that is not finite, on any rank, does to the step: ends the run (exit code
+    4), or leaves the step out. fp16's gradient scaler always leaves out steps that overflow."""
+    nonfinite_limit: int = rule(20, at_least=0)
+    """Most steps left out in a row; one more ends the run."""
+    time_limit: float | None = rule(None, above=0)
+    """Seconds after which this process saves and stops with exit code 75, as after SIGTERM."""
+
 
 @dataclass
 class Sched:
@@ -72,6 +80,10 @@ class Strategy:
     static_graph: bool = False
     compression: str = rule("none", choices=("none", "bf16", "fp16"))
     sync_batchnorm: bool = False
+    shards: int = rule(8, at_least=1)
+    """elastic=strict: the fixed parts of a global batch; as many ranks can take part."""
+    verify_every: int | None = rule(500, at_least=1)
+    """Optimizer steps between comparisons of all ranks' weights (one checksum a parameter); null: never."""
 
 
 @dataclass
@@ -86,6 +98,10 @@ class Checkpoint:
     every: int | None = rule(None, at_least=1)
     """Optimizer steps between saves; null: at the end of each epoch."""
     keep: int = rule(2, at_least=1)
+    background: bool = False
+    """Write in a thread while training goes on; the state is copied first."""
+    grace: float = rule(25.0, above=0)
+    """Seconds from a signal to stop to the process's end; torchrun and Kubernetes kill after 30."""
 
 
 @dataclass
@@ -120,6 +136,11 @@ class Config:
     run: Run = field(default_factory=Run)
     seed: int = rule(0, at_least=0, below=2**63)
     device: str = "auto"
+    elastic: str = rule("fast", choices=("fast", "strict"))
+    """``fast``: any number of ranks trains the same but for rounding. ``strict``: the same bits, slower."""
+    hang_timeout: float | None = rule(300.0, above=0)
+    """Seconds in which no rank makes progress before the job is ended and the rank named; null: never.
+    Start-up and the first step may take an hour."""
     precision: str = rule("auto", choices=("auto", "fp32", "tf32", "bf16", "fp16"))
     compile: str = rule("off", choices=("off", "default", "reduce-overhead", "max-autotune"))
     channels_last: bool = False

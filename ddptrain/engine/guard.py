@@ -33,8 +33,8 @@ class Verdict(NamedTuple):
 class _Vote(NamedTuple):
     step: int
     stop: bool
-    values: Tensor
-    """float (2,) or (3,): whether something is not finite; then the ranks' mean vote, or the loss."""
+    values: Sequence[Tensor]
+    """On the host or on their way to it: whether something is not finite; the ranks' mean vote, or the loss."""
     arrived: torch.cuda.Event | None
 
 
@@ -65,13 +65,19 @@ class Guard:
     def judge(self, step: int) -> Tensor:
         """0-d, on the device: 0 where this step's gradients and losses are finite on all ranks."""
         assert self._loss is not None
-        words = self._loss.reshape(1).clone() if self._ballot is None else self._ballot.take()
+        words = self._loss.view(1) if self._ballot is None else self._ballot.take()
         self._loss = None
         self._nonfinite.zero_()
-        self._look([words])
-        for parameters in self._groups.values():
-            self._look([parameter.grad for parameter in parameters if parameter.grad is not None])
-        self._open.append(self._sent(step, torch.cat([self._nonfinite.reshape(1), words])))
+        looked_at = False
+        for dtype, parameters in self._groups.items():
+            values = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            if dtype == words.dtype:
+                values.append(words)
+                looked_at = True
+            self._look(values)
+        if not looked_at:
+            self._look([words])
+        self._open.append(self._sent(step, words))
         return self._nonfinite
 
     def ready(self) -> list[Verdict]:
@@ -83,24 +89,25 @@ class Guard:
         votes, self._open = self._open, []
         return [self._verdict(vote) for vote in votes]
 
-    def _look(self, tensors: Sequence[Tensor]) -> None:
+    def _look(self, tensors: list[Tensor]) -> None:
         """One pass over them; the multiplication by one that comes with it changes nothing."""
         if tensors:
-            torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), self._nonfinite, self._one)
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, self._nonfinite, self._one)
 
-    def _sent(self, step: int, values: Tensor) -> _Vote:
-        if values.device.type != "cuda":
-            return _Vote(step, self._stop, values, None)
+    def _sent(self, step: int, words: Tensor) -> _Vote:
+        if words.device.type != "cuda":
+            return _Vote(step, self._stop, (self._nonfinite, words), None)
+        values = torch.cat([self._nonfinite.view(1), words])
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return _Vote(step, self._stop, host, arrived)
+        return _Vote(step, self._stop, (host,), arrived)
 
     def _verdict(self, vote: _Vote) -> Verdict:
         if vote.arrived is not None:
             vote.arrived.synchronize()
-        nonfinite, *words = vote.values.tolist()
+        nonfinite, *words = [number for value in vote.values for number in value.view(-1).tolist()]
         loss_finite = all(map(math.isfinite, words))
         stop, aligned = vote.stop, True
         if self._ballot is not None and loss_finite:

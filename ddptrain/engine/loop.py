@@ -111,6 +111,7 @@ class Engine:
             outcome = "stopped"
             raise
         except Diverged:
+            self._checkpointer.finish()
             outcome = "diverged"
             raise
         finally:

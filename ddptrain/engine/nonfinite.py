@@ -93,9 +93,9 @@ def divergence(step: int, left_out: int, ranks: Sequence[Evidence]) -> Diverged:
     where = "; ".join(found) or "nowhere when the step is repeated, so in the sum over ranks or in the device"
     often = f" and {left_out - 1} before it were left out for the same" if left_out > 1 else ""
     return Diverged(
-        f"step {step + 1} is not finite{often}. First in {where}. A lower optim.lr, a longer sched.warmup or"
-        " train.clip_norm=1 usually mends it; train.nonfinite=skip leaves such steps out. Checkpoints of"
-        " earlier steps are kept.",
+        f"step {step + 1} is not finite{often}. First in {where}: the training has diverged. A lower"
+        " optim.lr, a longer sched.warmup or train.clip_norm=1 usually mends it; train.nonfinite=skip leaves"
+        " such steps out. Checkpoints of earlier steps are kept.",
         {
             "step": step + 1,
             "ranks": [

@@ -44,7 +44,7 @@ def test_a_rank_ahead_of_the_rest_has_left_something_out() -> None:
 
 
 def test_where_a_thread_waits() -> None:
-    ours, theirs = "/x/ddptrain/engine/loop.py", "/home/me/recipe.py"
+    ours, theirs = "/x/ddptrain/engine/loop.py", "/mine/recipe.py"
     collective, ddp = "/x/torch/distributed/distributed_c10d.py", "/x/torch/nn/parallel/distributed.py"
     assert waits([(ours, "_step"), (theirs, "loss")]) == ""
     assert waits([(ours, "_step"), (theirs, "loss"), (collective, "barrier")]) == "recipe"

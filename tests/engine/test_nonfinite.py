@@ -75,7 +75,7 @@ def test_it_is_seen_at_its_step_on_all_ranks_and_named(
     results = run_ranks(rank, ranks)
     at = BAD_RANK if ranks > 1 else 0
     for message, evidence, _ in results:
-        assert message.startswith(f"step {BAD_STEP + 1} is not finite. First in rank {at}: {where}.")
+        assert message.startswith(f"step {BAD_STEP + 1} is not finite. First in rank {at}: {where}: ")
         assert evidence["step"] == BAD_STEP + 1
         assert [entry["samples"] for entry in evidence["ranks"]] == [ids[0] for _, _, ids in results]
         assert [entry["rank"] for entry in evidence["ranks"] if entry["first"]] == [at]

@@ -1,0 +1,184 @@
+"""What the guards cost: one engine with them and one without, in turns, on a step of about a millisecond.
+
+    python benchmarks/guards.py [--ranks=2] [--rounds=60]
+
+With: votes in the all-reduce, the look at every gradient, the vigil's marks and its threads. Without: each of
+these replaced by nothing. Both train the same; their last losses are compared.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddptrain.config.schema import Config, Sched, Strategy
+from ddptrain.data.sampler import Sampler
+from ddptrain.distributed.choice import choose_strategy
+from ddptrain.distributed.strategy import Strategy as AStrategy
+from ddptrain.distributed.vigil import Vigil
+from ddptrain.distributed.world import World
+from ddptrain.engine import loop
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.guard import Guard, Verdict
+from ddptrain.engine.plan import Plan
+from ddptrain.engine.precision import Precision
+from ddptrain.engine.state import make_state
+from ddptrain.observe.observer import Observers
+from ddptrain.protocols import At, Data, Loss, Report, Task
+from ddptrain.testing import run_ranks
+
+STEPS, WARMUP = 150, 30
+BATCH, WIDTH = 256, 160
+ZERO = torch.zeros(())
+
+
+@final
+class Rows(Data):
+    """The same rows again and again."""
+
+    def __init__(self, rows: int) -> None:
+        self._batch = torch.randn(rows, 32), torch.randint(10, (rows,))
+
+    def prepare(self, world: World, seed: int) -> None: ...
+
+    @property
+    def train_size(self) -> int:
+        return 100_000
+
+    @property
+    def valid_size(self) -> int:
+        return 1
+
+    def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Any]:
+        while True:
+            yield self._batch
+
+    def valid_batches(self, chunks: Sequence[range]) -> Iterator[Any]:
+        return iter([self._batch] * len(chunks))
+
+    def preview(self) -> None:
+        return None
+
+    def describe(self) -> str:
+        return "rows"
+
+
+@final
+class Timed(Task):
+    """Notes when each step's forward pass begins."""
+
+    best_metric, higher_is_better = "loss", False
+
+    def __init__(self) -> None:
+        self.begins: list[int] = []
+        self.last = torch.zeros(())
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(32, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)
+        )
+
+    def loss(self, model: nn.Module, batch: Any, at: At) -> Loss:
+        self.begins.append(time.perf_counter_ns())
+        inputs, labels = batch
+        self.last = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+        return Loss(self.last, len(labels))
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        return {"loss": torch.zeros((), dtype=torch.float64)}
+
+    def report(self, sums: Mapping[str, Tensor]) -> Report:
+        return Report({"loss": 0.0})
+
+
+class _NoGuard(Guard):
+    """Sees nothing: every step is fine."""
+
+    def vote(self, step: int, stop: bool, loss: Loss, ends_shard: bool) -> None:
+        return None
+
+    def judge(self, step: int) -> Tensor:
+        self._open.append(step)  # type: ignore[arg-type]
+        return ZERO
+
+    def all(self) -> list[Verdict]:
+        steps, self._open = self._open, []
+        return [Verdict(step, True, True, False, True) for step in steps]  # type: ignore[arg-type]
+
+
+class _NoVigil(Vigil):
+    def mark(self, step: int, what: str, patience: float | None = None) -> None:
+        return None
+
+
+def chunk(world: World, guarded: bool, folder: Path) -> tuple[float, float]:
+    """Seconds of a step (the median of this chunk's), and the last loss."""
+    torch.manual_seed(world.rank)
+    plan = Plan(
+        steps=STEPS, train_size=100_000, batch_size=BATCH * world.size, log_every=50, eval_every=STEPS,
+        save_every=STEPS,
+    )  # fmt: skip
+    config = Config(
+        recipe="guards", task={}, data={}, sched=Sched("constant"),
+        optim={"_target_": "torch.optim.SGD", "lr": 1e-3, "momentum": 0.9},
+    )  # fmt: skip
+    task, data, precision = Timed(), Rows(BATCH), Precision("fp32", world.device)
+    strategy: AStrategy = choose_strategy(Strategy(), world)
+    state = make_state(config, task.build(), strategy, precision, world, STEPS)
+    if not guarded and isinstance(state.wrapped, DistributedDataParallel):
+        state.wrapped = DistributedDataParallel(state.model, gradient_as_bucket_view=True)
+        strategy.ballot = lambda wrapped: None  # type: ignore[method-assign]
+    loop.Guard = Guard if guarded else _NoGuard  # type: ignore[misc]
+    engine = loop.Engine(
+        task, data, world, strategy, precision, plan, Checkpointer(folder, keep=1), Observers([])
+    )
+    # straight to the batches: what comes before the first step is no part of one
+    engine._opened = lambda state: data.train_batches(plan.sampler(world), range(STEPS))  # type: ignore[method-assign]
+    if guarded:
+        vigil = Vigil(world, hang_timeout=300.0)
+        with vigil.watching():
+            engine.fit(state, vigil)
+    else:
+        engine.fit(state, _NoVigil(world))
+    gaps = [b - a for a, b in zip(task.begins[WARMUP:], task.begins[WARMUP + 1 :], strict=False)]
+    return statistics.median(gaps) / 1e9, float(task.last.detach())
+
+
+def rounds(world: World, count: int) -> list[tuple[float, float]]:
+    """(with, without) of each round, whose turns alternate."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(count):
+            order = [True, False] if turn % 2 else [False, True]
+            taken = {guarded: chunk(world, guarded, Path(folder) / f"{turn}-{guarded}") for guarded in order}
+            assert taken[True][1] == taken[False][1], "both train the same"
+            found.append((taken[True][0], taken[False][0]))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=60)
+    arguments = parser.parse_args()
+    found = run_ranks(lambda world: rounds(world, arguments.rounds), arguments.ranks, timeout=3000)[0]
+    ratios = sorted(guarded / bare for guarded, bare in found)
+    extra = sorted((guarded - bare) * 1e6 for guarded, bare in found)
+    print(
+        f"{arguments.ranks} rank(s), {len(found)} rounds: a step takes"
+        f" {statistics.median(bare for _, bare in found) * 1e3:.3f} ms without the guards, and"
+        f" {statistics.median(extra):.1f} us more with them: ratio {statistics.median(ratios):.3f}"
+        f" (quartiles {ratios[len(ratios) // 4]:.3f} to {ratios[3 * len(ratios) // 4]:.3f})"
+    )
+
+
+if __name__ == "__main__":
+    main()
