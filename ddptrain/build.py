@@ -2,11 +2,11 @@
 
 A node is ``{"_target_": "package.module.Name", **arguments}``. A config can come from anywhere, so
 a name is checked twice before it is called: as written, before anything is imported, and as the
-object it led to, so that ``ddptrain.recipes.cnn.os.system`` gets nowhere. Hydra's ``instantiate``
-is not used: its block list is no security boundary (1.3.8 lets a config call ``os._exit``).
+object it led to, so that ``ddptrain.recipes.cnn.os.system`` gets nowhere. What it makes is checked too: a
+module, an optimizer, or what the argument is annotated with. Hydra's ``instantiate`` is not used: its block
+list is no security boundary (1.3.8 lets a config call ``os._exit``).
 """
 
-import importlib
 import inspect
 import math
 import types
@@ -16,17 +16,11 @@ from typing import Any, Literal, Union
 
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
+from ddptrain.targets import LIBRARIES, Node, hints_of, made_by, resolve
+from ddptrain.targets import open_package as open_package
 
-Node = Mapping[str, Any]
-
-ALLOWED = ("ddptrain.recipes.", "ddptrain.data.", "torch.nn.", "torch.optim.", "torchvision.models.")
-FUNCTIONS_ALLOWED = ("ddptrain.recipes.", "torchvision.models.")
-_opened: set[str] = set()
-
-
-def open_package(name: str) -> None:
-    """Let configs name what is defined in this top-level package or module of the user's."""
-    _opened.add(f"{name}.")
+_DOWNLOADS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")
+"""Arguments by which torchvision fetches a file and unpickles it."""
 
 
 def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list[str]:
@@ -36,23 +30,27 @@ def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list
     the caller of the built factory knows, and nothing can be called missing.
     """
     try:
-        target = _resolve(node, key)
+        target = resolve(node, key)
     except UserError as error:
         return [str(error)]
-    signature, hints = inspect.signature(target), _hints(target)
+    signature, hints = inspect.signature(target), hints_of(target)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     names = [n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     problems = []
     for name, value in node.items():
         if name == "_target_":
             continue
-        if name.startswith("_") and name not in names:
+        problems += _hidden_nodes(value, f"{key}.{name}") + _downloads(node, name, key)
+        if not isinstance(name, str):
+            problems.append(f"{key}.{name}: is no name of an argument.")
+        elif name.startswith("_") and name not in names:
             problems.append(f"{key}.{name}: only _target_ has a meaning here; remove it.")
         elif name not in names and not open_ended:
             hint = did_you_mean(f"{key}.{name}", [f"{key}.{known}" for known in names])
             problems.append(f"{key}.{name}: {node['_target_']} takes no such argument.{hint}")
         elif _is_node(value):
-            problems += check_node(value, f"{key}.{name}")
+            nested = check_node(value, f"{key}.{name}")
+            problems += nested or _misplaced(value, hints.get(name), f"{key}.{name}")
         elif not _fits(value, hints.get(name, Any)):
             problems.append(f"{key}.{name}={value}: must be {_spell(hints[name])}.")
     for name in names if offered is not None else []:
@@ -67,9 +65,15 @@ def build(node: Node, key: str, **offered: Any) -> Any:
 
     Raises UserError where the target is not allowed or refuses an argument's value.
     """
-    target = _resolve(node, key)
+    target = resolve(node, key)
     parameters = inspect.signature(target).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    hints = hints_of(target)
+    for name, value in node.items():
+        wrong = _hidden_nodes(value, f"{key}.{name}") + _downloads(node, name, key)
+        wrong += _misplaced(value, hints.get(name), f"{key}.{name}") if _is_node(value) else []
+        if wrong:
+            raise UserError(wrong[0])
     arguments = {
         name: build(value, f"{key}.{name}") if _is_node(value) else value
         for name, value in node.items()
@@ -85,15 +89,16 @@ def build(node: Node, key: str, **offered: Any) -> Any:
         raise
     except ValueError as error:
         raise UserError(f"{key} ({node['_target_']}): {error}") from error
-    except TypeError as error:  # **kwargs hide the names that check_node would compare
-        if open_ended and "unexpected keyword argument" in str(error):
+    except Exception as error:  # **kwargs hide the names and types that check_node would compare
+        unknown = open_ended and isinstance(error, TypeError) and "unexpected keyword argument" in str(error)
+        if unknown or node["_target_"].startswith(LIBRARIES):
             raise UserError(f"{key} ({node['_target_']}): {error}") from error
         raise
 
 
 def _check_match(target: Callable[..., Any], node: Node, key: str, arguments: Node, offered: Node) -> None:
     """Refuse parts of a config that don't go together: a text model for pictures, say."""
-    hints = _hints(target)
+    hints = hints_of(target)
     for name, value in offered.items():
         hint = hints.get(name)
         if arguments.get(name) is value and inspect.isclass(hint) and not isinstance(value, hint):
@@ -116,7 +121,7 @@ def typed_arguments(function: Callable[..., Any], words: Mapping[str, str], verb
     The function's first parameter, the model, is not among them. Raises UserError naming every wrong word at
     once.
     """
-    hints = _hints(function)
+    hints = hints_of(function)
     parameters = dict(list(inspect.signature(function).parameters.items())[1:])
     arguments: dict[str, Any] = {}
     problems = []
@@ -160,65 +165,45 @@ def _is_node(value: Any) -> bool:
     return isinstance(value, Mapping) and "_target_" in value
 
 
-def _resolve(node: Node, key: str) -> Callable[..., Any]:
-    name = node.get("_target_")
-    if not isinstance(name, str):
-        raise UserError(f"{key}._target_: needs the dotted name of a class, not {name!r}.")
-    if not _allowed(name, ALLOWED):
-        raise UserError(
-            f"{key}._target_={name}: not allowed. Allowed are {', '.join(a + '*' for a in ALLOWED)}"
-            " and your own modules (in the folder of --config-dir, the current folder, or an"
-            " installed package with the entry point group ddptrain.conf)."
-        )
-    if any(part.startswith("_") for part in name.split(".")):
-        raise UserError(f"{key}._target_={name}: names something private; name what is public.")
-    found = _import(name, key)
-    home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
-    # a function of a module, not a method: called as a function, that would take any object as its self
-    plain_function = inspect.isfunction(found) and "." not in found.__qualname__
-    if not (inspect.isclass(found) or (plain_function and _allowed(name, FUNCTIONS_ALLOWED))):
-        raise UserError(f"{key}._target_={name}: must be a class, not {type(found).__name__}.")
-    if not _allowed(home, ALLOWED):
-        raise UserError(f"{key}._target_={name}: leads to {home}, which is not allowed.")
-    if inspect.isabstract(found):
-        raise UserError(f"{key}._target_={name}: is an abstract class; name one that derives from it.")
-    try:
-        inspect.signature(found)
-    except ValueError as error:  # classes written in C, metaclasses
-        raise UserError(f"{key}._target_={name}: can't be built from a config.") from error
-    return typing.cast(Callable[..., Any], found)
+def _hidden_nodes(value: Any, key: str) -> list[str]:
+    """Nodes where nothing would be built of them: in lists, and in mappings that are no nodes."""
+    if isinstance(value, Mapping):
+        inner = {} if _is_node(value) else {f"{key}.{name}": item for name, item in value.items()}
+    else:
+        inner = {f"{key}[{i}]": item for i, item in enumerate(value)} if isinstance(value, list) else {}
+    problems = []
+    for where, item in inner.items():
+        if _is_node(item):
+            problems.append(f"{where}._target_: a node can only be an argument itself; move it.")
+        problems += _hidden_nodes(item, where)
+    return problems
 
 
-def _allowed(name: str, prefixes: Sequence[str]) -> bool:
-    return name.startswith((*prefixes, *_opened))
+def _downloads(node: Node, name: str, key: str) -> list[str]:
+    """torchvision's own ways to fetch weights and unpickle them."""
+    asked = name in _DOWNLOADS and node[name] not in (None, False)
+    if not asked or not str(node["_target_"]).startswith("torchvision."):
+        return []
+    return [
+        f"{key}.{name}={node[name]}: torchvision would download a file and unpickle it; set it to null. Start"
+        " from a checkpoint (run.resume=...), or use model=mobilenet_v3 model.weights=DEFAULT."
+    ]
 
 
-def _import(name: str, key: str) -> Any:
-    parts = name.split(".")
-    for split in range(len(parts) - 1, 0, -1):
-        module_name = ".".join(parts[:split])
-        try:
-            found: Any = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-                continue
-            raise  # the module exists, but something that it imports does not
-        for position, part in enumerate(parts[split:], split):
-            if not hasattr(found, part):
-                where = ".".join(parts[:position])
-                public = [n for n in vars(found) if not n.startswith("_")]
-                raise UserError(f"{key}._target_={name}: {where} has no {part}.{did_you_mean(part, public)}")
-            found = getattr(found, part)
-        return found
-    raise UserError(f"{key}._target_={name}: there is no module {parts[0]}.")
+def _misplaced(node: Node, hint: Any, key: str) -> list[str]:
+    """A nested node must make what its argument is annotated with; told before it is built."""
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    wanted = [kind for kind in kinds if kind is not type(None)]
+    if not all(inspect.isclass(kind) and kind is not Any and not _is_protocol(kind) for kind in wanted):
+        return []  # a Callable, say: any object may be one
+    made = made_by(resolve(node, key))
+    if made is None or any(issubclass(made, kind) for kind in wanted):
+        return []
+    return [f"{key}._target_={node['_target_']}: must make {' or '.join(k.__name__ for k in wanted)}."]
 
 
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    function = target.__init__ if inspect.isclass(target) else target
-    try:
-        return typing.get_type_hints(function)
-    except NameError:  # annotations that exist for type checkers only
-        return {}
+def _is_protocol(kind: type) -> bool:
+    return typing.Protocol in kind.__mro__
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -1,4 +1,4 @@
-"""From a command line to a config tree, by Hydra: the only module that imports it.
+"""From a command line to a config tree, by Hydra: this module and `ddptrain.sources` alone import it.
 
 A DictConfig never leaves this module, and Hydra's own exceptions leave it as UserErrors.
 """
@@ -6,7 +6,6 @@ A DictConfig never leaves this module, and Hydra's own exceptions leave it as Us
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -15,55 +14,70 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from ddptrain.arguments import GROUPS, Arguments
 from ddptrain.config.check import type_message
-from ddptrain.config.schema import Config
+from ddptrain.config.guard import (
+    few_interpolations,
+    is_below,
+    is_plain_name,
+    read_config,
+)
 from ddptrain.config.suggest import did_you_mean, flat_keys
-from ddptrain.errors import Diverged, UserError
+from ddptrain.errors import UserError
+from ddptrain.sources import ENTRY_POINTS as ENTRY_POINTS
+from ddptrain.sources import look_in
 
 CONF = "ddptrain.conf"
-ENTRY_POINTS = "ddptrain.conf"
+_CONFIG_DIR = ("--config-dir", "-cd")
 Tree = dict[str, Any]
+HYDRA_KEYS = ("hydra.searchpath",)
+"""Of Hydra's own keys these may be given, and on the command line alone: the others start code (callbacks,
+launcher, sweeper, logging), set the environment, or write files where they like."""
+_NOT_TAKEN = ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun")
+"""Options of Hydra that put another config in the place of ours, or unpickle a file."""
 
 
 def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> None:
     """Compose what the command line says and call ``job`` with the tree and the overrides of this job
     (``--multirun`` calls it several times); or do what an option like ``--cfg`` or ``--help`` asks.
 
-    Raises the first of the jobs' own UserErrors and Diverged.
+    Raises the first of what the jobs raised.
     """
-    for override in _parsed(arguments.overrides):
-        _check_choice(override)
+    overrides = _left_of_searchpath(arguments.overrides, arguments.config_dirs)
+    for override in _parsed(overrides):
+        _check_override(override)
+    names = [option.partition("=")[0] for option in arguments.options]
+    for name in names:
+        if name in _NOT_TAKEN:
+            raise UserError(
+                f"{name}: is not taken. Put a recipe into a folder and name that: --config-dir=..."
+            )
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us whole instead of being printed
-    _register()
-    sys.argv = [sys.argv[0], *arguments.options, *arguments.overrides]
+    own = [option for option, name in zip(arguments.options, names, strict=True) if name not in _CONFIG_DIR]
+    sys.argv = [sys.argv[0], *own, *overrides]
 
-    failures: list[UserError | Diverged] = []
+    failures: list[Exception] = []
 
     def task(composed: DictConfig) -> None:
         try:
-            tree = _plain(composed)
+            tree, words = _plain(composed), list(HydraConfig.get().overrides.task)
             choices = HydraConfig.get().runtime.choices
             if choices.get("recipe") is not None:
                 tree["recipe"] = choices["recipe"]
-            job(tree, list(HydraConfig.get().overrides.task))
-        except (UserError, Diverged) as error:  # carried past Hydra, which would report it in its own way
+            _check_places(tree, words)
+            job(tree, words)
+        except Exception as error:  # carried past Hydra, which would report it in its own way
             failures.append(error)
 
-    with _speaking_plainly(arguments.overrides, arguments.config_dirs):
+    with _speaking_plainly(overrides):
         hydra.main(config_path=f"pkg://{CONF}", config_name="config", version_base="1.3")(task)()
     if failures:
         raise failures[0]
@@ -71,30 +85,28 @@ def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -
 
 def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tree:
     """A run's saved config with overrides applied: a group's choice replaces its whole section."""
-    try:
-        saved = OmegaConf.load(path)
-    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-        raise UserError(f"{path}: can't be read ({error}).") from error
-    if not isinstance(saved, DictConfig):
-        raise UserError(f"{path}: is no run's config: it holds a list.")
-    groups_first = sorted(_parsed(overrides), key=lambda override: override.key_or_group not in GROUPS)
+    saved = read_config(path)
+    parsed = _parsed(_left_of_searchpath(overrides, arguments.config_dirs))
+    groups_first = sorted(parsed, key=lambda override: override.key_or_group not in GROUPS)
     for override in groups_first:
-        _check_choice(override)
+        _check_override(override)
         if override.is_sweep_override() or override.key_or_group == "recipe":
             raise UserError(
                 f"{override.input_line}: {arguments.verb} takes one value a key, and the run's own recipe."
             )
         if override.key_or_group in GROUPS:
             choice = [override.input_line or ""]
-            with _speaking_plainly(choice, arguments.config_dirs):
-                composed = _composed(choice, arguments.config_dirs)
+            with _speaking_plainly(choice):
+                composed = _composed(choice)
             saved[override.key_or_group] = composed[override.key_or_group]
             continue
         known = flat_keys(_plain(saved))
         if override.key_or_group not in known and not override.is_add():
             raise UserError(_no_such_key(override.key_or_group, known))
         OmegaConf.update(saved, override.key_or_group, override.value(), force_add=True)
-    return _plain(saved)
+    tree = _plain(saved)
+    _check_places(tree, ["run.dir"])  # saved as the user gave it; the folder asked is another
+    return tree
 
 
 def recipes(arguments: Arguments) -> list[str]:
@@ -108,35 +120,54 @@ def recipes(arguments: Arguments) -> list[str]:
     return sorted({path.stem for folder in folders for path in (folder / "recipe").glob("*.yaml")})
 
 
-class _InstalledRecipes(SearchPathPlugin):
-    """Finds packages with the entry point group ``ddptrain.conf``; its value is a package of YAMLs."""
+def _left_of_searchpath(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
+    """Look for YAMLs where this command line says; the overrides without ``hydra.searchpath``."""
+    places: list[str] = []
+    left = []
+    for word in overrides:
+        if not word.startswith("hydra.searchpath="):
+            left.append(word)
+            continue
+        value = _parsed([word])[0].value()
+        if not isinstance(value, list) or not all(isinstance(place, str) for place in value):
+            raise UserError(f"{word}: takes a list of folders: 'hydra.searchpath=[...]'.")
+        places += value
+    look_in(config_dirs, places)
+    return left
 
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for entry in metadata.entry_points(group=ENTRY_POINTS):
-            search_path.append(provider=entry.name, path=f"pkg://{entry.value}")
 
-
-def _register() -> None:
-    ConfigStore.instance().store(name="_schema_", node=Config)
-    Plugins.instance().register(_InstalledRecipes)
-
-
-def _composed(overrides: Sequence[str], config_dirs: Sequence[Path]) -> DictConfig:
+def _composed(overrides: Sequence[str]) -> DictConfig:
     """What these overrides alone make of the defaults. Raises Hydra's own exceptions."""
-    _register()
     GlobalHydra.instance().clear()
-    folders = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
     with hydra.initialize_config_module(CONF, version_base="1.3"):
-        return hydra.compose("config", [*overrides, f"hydra.searchpath=[{folders}]"])
+        return hydra.compose("config", list(overrides))
 
 
 def _plain(composed: DictConfig) -> Tree:
     try:
-        tree = OmegaConf.to_container(composed, resolve=True)
+        with few_interpolations():
+            tree = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(type_message(error)) from error
+        raise UserError(_message(error)) from error
     assert isinstance(tree, dict)
-    return {str(name): value for name, value in tree.items()}
+    for section, value in tree.items():
+        for key in value if isinstance(value, dict) else [section]:
+            if not isinstance(key, str):
+                raise UserError(f"{section!s}: {key!r} is no key; keys are text.")
+    return tree  # type: ignore[return-value]
+
+
+def _check_places(tree: Tree, words: Sequence[str]) -> None:
+    """Refuse names that would lead out of where a run belongs."""
+    recipe, folder = tree.get("recipe"), (tree.get("run") or {}).get("dir")
+    if recipe not in (None, "???") and not is_plain_name(recipe):
+        raise UserError(f"recipe={recipe}: is no recipe's name.")
+    said = any(word.lstrip("+").partition("=")[0] in ("run", "run.dir") for word in words)
+    if isinstance(folder, str) and not said and not is_below(folder):
+        raise UserError(
+            f"run.dir={folder}: a recipe may only name a folder below the current one. If you want this one,"
+            f" say so on the command line: run.dir={folder}"
+        )
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:
@@ -153,39 +184,49 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
     return found
 
 
-def _check_choice(override: Override) -> None:
-    """A group takes the name of a choice; on anything else Hydra raises a bare ValueError."""
-    if override.key_or_group not in GROUPS or override.is_delete() or override.is_sweep_override():
+def _check_override(override: Override) -> None:
+    """Refuse Hydra's own keys, and choices that are no names: on some Hydra raises a bare ValueError."""
+    key, word = override.key_or_group, override.input_line or ""
+    if not key:
+        raise UserError(f"{word}: is no override; write key=value.")
+    if re.match(r"hydra([./]|$)", key):
+        raise UserError(f"{word}: of Hydra's own keys only {', '.join(HYDRA_KEYS)} may be set; leave it out.")
+    if "/" in key or override.package is not None:
+        raise UserError(f"{word}: there is no such key; the groups are {', '.join(GROUPS)}.")
+    choice = word.partition("=")[2]
+    if "." not in key and re.search(r"\.\.|//|\\|^['\"]?[/~]", choice):
+        raise UserError(f"{word}: {key} takes a name, not a path. Folders of recipes go by --config-dir=...")
+    if key not in GROUPS or override.is_delete() or override.is_sweep_override():
         return
     if not isinstance(override.value(), str | list):
-        raise UserError(
-            f"{override.input_line}: {override.key_or_group} takes the name of a choice;"
-            " python -m ddptrain --help lists them."
-        )
+        raise UserError(f"{word}: {key} takes the name of a choice; python -m ddptrain --help lists them.")
 
 
 @contextmanager
-def _speaking_plainly(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Iterator[None]:
+def _speaking_plainly(overrides: Sequence[str]) -> Iterator[None]:
     """Turn what Hydra and OmegaConf raise while composing into a UserError."""
-    with warnings.catch_warnings():
-        # a search path that does not exist is only warned of, and its recipes are then missing
-        warnings.filterwarnings("error", message="provider=", category=UserWarning)
-        try:
-            yield
-        except MissingConfigException as error:
-            raise UserError(_unknown_choice(error)) from error
-        except ConfigCompositionException as error:
-            raise UserError(_bad_override(error, overrides, config_dirs)) from error
-        except OmegaConfBaseException as error:
-            raise UserError(type_message(error)) from error
-        except HydraException as error:
-            raise UserError(_one_line(error)) from error
-        except UserWarning as error:
-            if not str(error).startswith("provider="):
-                raise
-            raise UserError(
-                f"hydra.searchpath: {_one_line(error)} Name a folder or package of YAMLs."
-            ) from error
+    try:
+        yield
+    except MissingConfigException as error:
+        raise UserError(_unknown_choice(error)) from error
+    except ConfigCompositionException as error:
+        raise UserError(_bad_override(error, overrides)) from error
+    except OmegaConfBaseException as error:
+        raise UserError(_message(error)) from error
+    except HydraException as error:
+        raise UserError(_one_line(error)) from error
+    except RecursionError as error:
+        raise UserError("defaults: YAMLs that include each other can't be composed.") from error
+
+
+def _message(error: OmegaConfBaseException) -> str:
+    """OmegaConf's complaint, or ours that it wraps."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, UserError):
+        inner = inner.__cause__ or inner.__context__
+    if inner is None:
+        return type_message(error)
+    return f"{error.full_key}: {inner}" if error.full_key else str(inner)
 
 
 def _unknown_choice(error: MissingConfigException) -> str:
@@ -201,9 +242,7 @@ _KEY = re.compile(r"Could not override '([^']+)'")
 _MERGED = re.compile(r"Error merging override (.+)")
 
 
-def _bad_override(
-    error: ConfigCompositionException, overrides: Sequence[str], config_dirs: Sequence[Path]
-) -> str:
+def _bad_override(error: ConfigCompositionException, overrides: Sequence[str]) -> str:
     cause = error.__cause__
     if not isinstance(cause, OmegaConfBaseException):
         return _one_line(error)
@@ -211,8 +250,8 @@ def _bad_override(
         return f"{merged[1]}: {str(cause).splitlines()[0].rstrip('.')}."
     missing = _KEY.search(str(error))
     if missing is None or "not in" not in str(cause):
-        return type_message(cause)
-    return _no_such_key(missing[1], _known_keys(overrides, config_dirs))
+        return _message(cause)
+    return _no_such_key(missing[1], _known_keys(overrides))
 
 
 def _no_such_key(key: str, known: Sequence[str]) -> str:
@@ -237,13 +276,13 @@ def _choices_with(key: str) -> str:
     )
 
 
-def _known_keys(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
+def _known_keys(overrides: Sequence[str]) -> list[str]:
     """The keys of the config that this command line's group choices make."""
     choices = [override for override in overrides if override.partition("=")[0] in GROUPS]
     try:
-        composed = _composed(choices, config_dirs)
+        composed = _composed(choices)
     except HydraException:  # a choice that is wrong too
-        composed = _composed([], config_dirs)
+        composed = _composed([])
     tree = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(tree, dict)
     return flat_keys({str(name): value for name, value in tree.items()})

@@ -1,9 +1,10 @@
 """MobileNetV3-small (Howard et al., Searching for MobileNetV3, arXiv 1905.02244), from torchvision."""
 
+from pickle import UnpicklingError
 from typing import Any, cast
 
 from torch import nn
-from torchvision.models import mobilenet_v3_large, mobilenet_v3_small
+from torchvision.models import get_model_weights, mobilenet_v3_large, mobilenet_v3_small
 
 from ddptrain.errors import UserError
 
@@ -41,13 +42,16 @@ def mobilenet_v3(
         raise UserError(f"model.size={size}: must be small or large.")
     if weights is None:
         return cast(nn.Module, makers[size](num_classes=num_classes, dropout=dropout))
+    model = makers[size](dropout=dropout)
     try:
-        model = makers[size](weights=weights, dropout=dropout)
-    except (KeyError, ValueError) as error:
+        chosen = get_model_weights(makers[size])[weights]
+        # torchvision's own way loads without weights_only, and so runs what the file says
+        model.load_state_dict(chosen.get_state_dict(progress=False, check_hash=True, weights_only=True))
+    except KeyError as error:
         raise UserError(f"model.weights={weights}: torchvision has no such weights; try DEFAULT.") from error
-    except OSError as error:
+    except (OSError, RuntimeError, UnpicklingError) as error:  # not there; another hash; no weights
         raise UserError(
-            f"model.weights={weights}: can't be downloaded ({error}). Use model.weights=null to start"
+            f"model.weights={weights}: can't be had ({error}). Use model.weights=null to start"
             " from scratch, or put the file into torch's hub folder (TORCH_HOME)."
         ) from error
     last = model.classifier[-1]

@@ -1,7 +1,6 @@
 """Wrong input, through the real command line: exit code 2 and one message that names what is wrong."""
 
 import hashlib
-import json
 import os
 import pickle
 import shutil
@@ -16,7 +15,7 @@ import torch
 from PIL import Image
 from shell import ddptrain, early_refusal, refusal
 
-from ddptrain.engine.checkpoint import FORMAT
+from ddptrain.engine.checkpoint import FORMAT, sealed
 
 CHECKOUT = Path(__file__).parents[1]
 TYPED = "recipe=cnn_digits device=cpu"
@@ -343,8 +342,8 @@ def remove_the_state(checkpoint: Path) -> None:
     ("damage", "said"),
     [
         (flip_a_bit, "state.pt does not match its SHA-256"),
-        (cut, "state.pt does not match its SHA-256"),
-        (empty_the_manifest, "manifest.json can't be read"),
+        (cut, "were written; it is damaged"),
+        (empty_the_manifest, "manifest.json does not match its own SHA-256"),
         (remove_the_manifest, "manifest.json is missing"),
         (remove_the_state, "state.pt is missing"),
     ],
@@ -397,7 +396,7 @@ def seal(checkpoint: Path) -> None:
     payload = (checkpoint / "state.pt").read_bytes()
     entry = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}
     manifest = {"format": FORMAT, "step": 2, "files": {"state.pt": entry}}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    (checkpoint / "manifest.json").write_bytes(sealed(manifest))
 
 
 def test_a_folder_of_foreign_weights_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from ddptrain.errors import UserError
 from ddptrain.recipes.cnn import SmallCnn
 
 LINEAR = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}
+SEQUENCE = {"_target_": "torch.nn.Sequential"}
 IMAGES = {
     "_target_": "ddptrain.data.images.ImageData",
     "source": {"_target_": "ddptrain.data.digits.Digits"},
@@ -204,6 +205,71 @@ def test_an_opened_package_may_be_named(tmp_path: Path, monkeypatch: pytest.Monk
     open_package("users_own_module")
     assert check_node(node, "model") == []
     assert build(node, "model") == 42
+
+
+@pytest.mark.parametrize(
+    ("annotation", "fits"),
+    [
+        ("Any", True),
+        ("object", True),
+        ("nn.Module", True),
+        ("nn.Module | None", True),
+        ("Callable[..., Any]", True),
+        ("Callable[..., Any] | None", True),
+        ("Sized", True),
+        ("nn.Conv2d", False),
+        ("int", False),
+        ("nn.Conv2d | str", False),
+    ],
+)
+def test_a_nested_node_makes_what_its_argument_is_annotated_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, annotation: str, fits: bool
+) -> None:
+    lines = ["from collections.abc import Callable, Sized", "from typing import Any", "from torch import nn"]
+    module = f"users_annotated_{abs(hash(annotation))}"
+    (tmp_path / f"{module}.py").write_text("\n".join([*lines, f"def same(of: {annotation}): return of"]))
+    monkeypatch.syspath_prepend(tmp_path)
+    open_package(module)
+    node = {"_target_": f"{module}.same", "of": LINEAR if annotation != "Sized" else SEQUENCE}
+    if fits:
+        assert check_node(node, "model") == []
+        assert isinstance(build(node, "model"), nn.Module)
+        return
+    (problem,) = check_node(node, "model")
+    assert problem.startswith("model.of._target_=torch.nn.Linear: must make ")
+    with pytest.raises(UserError, match=r"^model\.of\._target_=torch\.nn\.Linear: must make "):
+        build(node, "model")
+
+
+@pytest.mark.parametrize("value", [[LINEAR], [{"a": LINEAR}], {"a": LINEAR}, {"a": [{"b": LINEAR}]}])
+def test_a_node_where_nothing_would_be_built_of_it_is_refused(value: Any) -> None:
+    node = {"_target_": "torch.nn.ModuleList", "modules": value}
+    (problem,) = check_node(node, "model")
+    assert problem.startswith("model.modules")
+    assert problem.endswith("a node can only be an argument itself; move it.")
+    with pytest.raises(UserError, match="a node can only be an argument itself"):
+        build(node, "model")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "torch.optim.lr_scheduler.StepLR",
+        "torch.nn.Parameter",
+        "torch.nn.ParameterList.extend",
+        "torchvision.models.get_model",
+        "torchvision.models.ResNet18_Weights",
+        "ddptrain.recipes.yolo.draw.compared",
+    ],
+)
+def test_of_a_library_only_what_a_model_is_made_of_is_built(target: str) -> None:
+    assert check_node({"_target_": target}, "model", offered=None)
+
+
+@pytest.mark.parametrize("arguments", [{"norm_layer": "x"}, {"width_per_group": "x"}, {"layers": [1]}])
+def test_what_a_library_makes_of_wrong_arguments_is_the_users_error(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"^model \(torchvision\.models\.resnet18\): "):
+        build({"_target_": "torchvision.models.resnet18", **arguments}, "model")
 
 
 def test_an_opened_package_is_no_way_to_what_it_imports(

@@ -1,6 +1,8 @@
 """Batches read by a DataLoader's workers, in order, and brought to the device."""
 
+import atexit
 import multiprocessing
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ddptrain.data.prefetch import on_device
+from ddptrain.distributed.lifeline import end_with_rank, start_forkserver
 from ddptrain.distributed.threads import cores
 from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
@@ -29,13 +32,17 @@ def read_by_workers(
     # forkserver: a fork of this process would inherit the locks of its threads (gloo, loggers)
     context = multiprocessing.get_context("forkserver") if workers else None
     if context is not None:
-        context.set_forkserver_preload([type(dataset).__module__])
+        # started by another thread, the forkserver would end with that
+        tether = ["ddptrain.distributed.tether"] * (threading.current_thread() is threading.main_thread())
+        context.set_forkserver_preload([*tether, type(dataset).__module__])
+        start_forkserver()
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=keys,
         collate_fn=_as_is,
         num_workers=workers,
         multiprocessing_context=context,
+        worker_init_fn=end_with_rank,
         pin_memory=device.type == "cuda",
     )
     return on_device(_sound(loader), device)
@@ -46,7 +53,19 @@ def _as_is(batch: Any) -> Any:
 
 
 def _sound(loader: DataLoader[Any]) -> Iterator[Any]:
-    for batch in loader:
+    batches = iter(loader)  # starts the workers
+    # what is registered last runs first: before DataLoader's own, which waits five seconds for each worker
+    # and then sends it SIGTERM, which it does not hear
+    atexit.unregister(_end_workers)
+    atexit.register(_end_workers)
+    for batch in batches:
         if isinstance(batch, UserError):
             raise batch
         yield batch
+
+
+def _end_workers() -> None:
+    """At exit, end the workers of an iterator that an exception has left behind."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()

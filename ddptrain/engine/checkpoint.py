@@ -2,7 +2,7 @@
 
 ``checkpoints/step-<n>/`` holds ``state.pt`` and ``manifest.json``, which has the SHA-256 of the state and
 of itself. A folder is written aside, flushed to the disk and renamed, so a kill at any moment leaves the old
-ones or the new one, never a half. The newest valid folder counts; there is no pointer that could go stale.
+ones or the new one, never a half. The newest valid folder counts; no pointer could go stale.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -223,13 +224,26 @@ def _unsealed(path: Path, written: bytes) -> dict[str, Any]:
 def unpack(payload: bytes, where: str) -> dict[str, Any]:
     """The state in a verified payload, on the CPU: tensors and plain values, nothing is run."""
     try:
+        _check_sizes(payload)
         state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever the bytes lead to
         raise UserError(f"{where}: {STATE} is not a state of ddptrain ({type(error).__name__}).") from error
     if not isinstance(state, dict) or not {"model", "optimizer", "step"} <= state.keys():
         raise UserError(f"{where}: {STATE} is not a state of ddptrain: model, optimizer or step is missing.")
+    if not isinstance(state["step"], int):
+        raise UserError(f"{where}: {STATE} is not a state of ddptrain: its step is no number.")
     _check_step(Path(where), state["step"], STATE)
     return state
+
+
+def _check_sizes(payload: bytes) -> None:
+    """Refuse what would take more memory than it has bytes: torch.save never compresses."""
+    with zipfile.ZipFile(io.BytesIO(payload)) as archive:
+        records = archive.infolist()
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise ValueError("compressed records")
+    if sum(record.file_size for record in records) > len(payload):
+        raise ValueError("records that overlap")
 
 
 def _check_step(path: Path, step: object, file: str) -> None:

@@ -1,5 +1,8 @@
 """Each sample once an epoch, in an order that no world size, accumulation or restart changes."""
 
+import random
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,3 +59,54 @@ def test_the_epoch_of_each_sample_is_told_where_a_batch_reaches_over_an_epochs_e
     [(ids, epochs)] = sampler.samples(range(1, 2), CPU)
     assert epochs.tolist() == [0, 1, 1, 1]
     assert ids.tolist() == [*sampler.order(0)[4:].tolist(), *sampler.order(1)[:3].tolist()]
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), size=st.integers(1, 50), batch=st.integers(4, 40), seed=st.integers(0, 99))
+def test_shards_are_the_same_on_any_number_of_ranks(
+    data: st.DataObject, size: int, batch: int, seed: int
+) -> None:
+    """Their samples, and the numbers that their dropout follows from."""
+    shards = data.draw(st.integers(1, batch))
+    micro_batch = data.draw(st.none() | st.integers(1, batch))
+
+    def dealt(world_size: int) -> list[tuple[int, int, bool, list[int]]]:
+        found = []
+        for rank in range(world_size):
+            sampler = Sampler(size, batch, seed, rank, world_size, micro_batch, shards)
+            for piece, (ids, _) in zip(sampler.pieces, sampler.samples(range(3, 4), CPU), strict=True):
+                assert len(ids) == piece.size
+                found.append((piece.shard, piece.stream, piece.ends_shard, ids.tolist()))
+        return found
+
+    alone = dealt(1)
+    assert len({stream for _, stream, _, _ in alone}) == len(alone)
+    assert [shard for shard, _, ends, _ in alone if ends] == list(range(shards))
+    assert dealt(data.draw(st.integers(1, shards))) == alone
+
+
+@pytest.mark.parametrize("schedule", range(100))
+def test_no_sample_is_missed_or_repeated_while_the_world_changes(schedule: int) -> None:
+    """Stopped anywhere and gone on with on another number of ranks, at an epoch's end too."""
+    dice = random.Random(schedule)
+    size, batch = dice.randint(5, 200), dice.randint(4, 60)
+    shards = dice.choice([None, None, 4])
+    steps = -(-4 * size // batch)
+    stops = sorted({*dice.sample(range(1, steps + 1), min(steps, dice.randint(0, 6))), steps})
+    if dice.random() < 0.5:
+        stops = sorted({*stops, min(steps, -(-size // batch))})  # exactly where an epoch ends
+    seen: list[int] = []
+    start = 0
+    for stop in stops:
+        world_size = dice.randint(1, 4)
+        samplers = [Sampler(size, batch, 11, rank, world_size, None, shards) for rank in range(world_size)]
+        streams = [sampler.samples(range(start, stop), CPU) for sampler in samplers]
+        for _ in range(start, stop):
+            for sampler, stream in zip(samplers, streams, strict=True):
+                for _ in sampler.pieces:
+                    seen += next(stream)[0].tolist()
+        start = stop
+    alone = Sampler(size, batch, 11)
+    assert seen == [i for step in range(steps) for i in ids_of(alone, alone.global_batch(step))]
+    for epoch in range(len(seen) // size):
+        assert sorted(seen[epoch * size : (epoch + 1) * size]) == list(range(size))
