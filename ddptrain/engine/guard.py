@@ -34,7 +34,7 @@ class _Vote(NamedTuple):
     step: int
     stop: bool
     values: Sequence[Tensor]
-    """On the host or on their way to it: whether something is not finite; the ranks' mean vote, or the loss."""
+    """On their way to the host: whether something is not finite; the ranks' mean vote, or the loss."""
     arrived: torch.cuda.Event | None
 
 

@@ -18,7 +18,7 @@ class Undisturbed:
         key = (ranks, *words)
         if key not in self._runs:
             cwd = self._factory.mktemp("undisturbed")
-            job = Job(words, cwd, ranks, launcher="python" if ranks == 1 else "launch")
+            job = Job(words, cwd, ranks)  # by the same launcher, which decides the number of threads
             assert job.wait() == 0, job.text[-3000:]
             self._runs[key] = cwd / "run"
         return self._runs[key]
