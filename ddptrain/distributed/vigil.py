@@ -54,7 +54,8 @@ class Vigil:
         self._limit_at: float | None = None
         self._grace = 0.0
         self._hears_signals = self._saved = False
-        self._reader, self._writer = socket.socketpair()
+        self._wakeup: tuple[socket.socket, socket.socket] | None = None
+        """(read, write): a byte for each signal, while the thread runs."""
         self._over = threading.Event()
 
     @property
@@ -81,8 +82,8 @@ class Vigil:
         """
         self._grace = grace
         self._limit_at = None if time_limit is None else time.monotonic() + time_limit
-        self._writer.setblocking(False)
-        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        assert self._wakeup is not None, "signals are heard while watching only"
+        signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
         for number in _SIGNALS:
             signal.signal(number, lambda *_: None)  # the thread hears of it through the descriptor
         self._hears_signals = True
@@ -95,7 +96,9 @@ class Vigil:
     def watching(self) -> Iterator[None]:
         """The thread runs inside."""
         self._news.start()
-        thread = threading.Thread(target=self._watch, name="vigil", daemon=True)
+        self._wakeup = reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        thread = threading.Thread(target=self._watch, args=[reader], name="vigil", daemon=True)
         thread.start()
         try:
             yield
@@ -105,10 +108,10 @@ class Vigil:
             if self._hears_signals:
                 self._forget_signals()
             with contextlib.suppress(BlockingIOError):  # it is full of signals, which wake the thread too
-                self._writer.send(b"\0")
+                writer.send(b"\0")
             thread.join()
-            self._reader.close()
-            self._writer.close()
+            reader.close()
+            writer.close()
 
     def failed(self, code: int) -> None:
         """Tell the other ranks that this one ends with an exit code, and speaks for itself."""
@@ -118,10 +121,10 @@ class Vigil:
         """The failure of another rank; waits so many seconds for the news."""
         return self._news.failure_elsewhere(wait)
 
-    def _watch(self) -> None:
+    def _watch(self, reader: socket.socket) -> None:
         while True:
-            ready, _, _ = select.select([self._reader], [], [], self._interval)
-            for number in self._reader.recv(64) if ready else b"":
+            ready, _, _ = select.select([reader], [], [], self._interval)
+            for number in reader.recv(64) if ready else b"":
                 self._hear(number)
             if self._over.is_set():
                 return
