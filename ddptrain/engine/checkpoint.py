@@ -126,12 +126,12 @@ class Checkpointer:
         buffer = io.BytesIO()
         torch.save(dict(state), buffer)  # all that has to happen before the next step changes the tensors
         if self._writer is None:
-            self._write(path, buffer.getbuffer(), facts)
+            self._write(path, buffer.getvalue(), facts)
         else:
-            self._in_flight = self._writer.submit(self._write, path, buffer.getbuffer(), dict(facts))
+            self._in_flight = self._writer.submit(self._write, path, buffer.getvalue(), dict(facts))
         return path
 
-    def _write(self, path: Path, payload: memoryview, facts: Mapping[str, Any]) -> None:
+    def _write(self, path: Path, payload: bytes, facts: Mapping[str, Any]) -> None:
         entry = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}
         manifest = sealed({"format": FORMAT, **facts, "files": {STATE: entry}})
         aside = _aside(path)
@@ -264,7 +264,7 @@ def _free(path: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def _flushed(path: Path, payload: bytes | memoryview) -> None:
+def _flushed(path: Path, payload: bytes) -> None:
     with path.open("wb") as file:
         file.write(payload)
         file.flush()
