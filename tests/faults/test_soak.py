@@ -12,8 +12,10 @@ import pytest
 from running import Job, assert_same_outcome, faulty_words
 
 RANKS = 3
-CALENDAR = ["train.steps=20000", "checkpoint.every=50", "train.eval_every=500", "log.every=100"]
+CALENDAR = ["train.steps=12000", "checkpoint.every=50", "train.eval_every=500", "log.every=100"]
 EVERY_S = 20.0
+MOST_S = 1800.0
+"""No fault after so long, so that the run comes to its end."""
 FAULTS = ["kill a rank", "stop a rank", "kill the agent", "ask to stop", "damage a checkpoint"]
 
 
@@ -54,7 +56,7 @@ def test_half_an_hour_of_faults(tmp_path: Path, undisturbed: Callable[..., Path]
         deadline = time.monotonic() + EVERY_S * dice.uniform(0.5, 1.5)
         while job.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
-        if job.process.poll() is None:
+        if job.process.poll() is None and time.monotonic() < began + MOST_S:
             last = size_of(job.process.pid)
             seen |= set(job.pids())
             first = first or last
@@ -112,13 +114,12 @@ def start(words: list[str], cwd: Path) -> Job:
 def happen(fault: str, job: Job, run: Path, dice: random.Random) -> bool:
     ranks = sorted(job.rank_pids().values())
     if fault == "damage a checkpoint":
-        newest = max(
-            (path for path in (run / "checkpoints").glob("step-*/state.pt")),
-            key=lambda path: int(path.parent.name[5:]),
-            default=None,
+        saved = sorted(
+            (run / "checkpoints").glob("step-*/state.pt"), key=lambda path: int(path.parent.name[5:])
         )
-        if newest is None or not ranks:
+        if len(saved) < 2 or not ranks:  # the one before must be whole
             return False
+        newest = saved[-1]
         with newest.open("r+b") as file:  # and then a rank, so that it is read
             file.seek(dice.randrange(newest.stat().st_size))
             file.write(b"\x55")
