@@ -138,7 +138,7 @@ def with_ddptrain(run: Run) -> None:
     precision = choose_precision(config.precision, world.device)
     model = make_model(config, task, world.device)
     state = make_state(config, model, strategy, precision, world, plan.steps)
-    board = TensorBoard(run.folder / "tensorboard", asdict(config))
+    board = TensorBoard(run.folder / "tensorboard", asdict(config), run.folder / "metrics.jsonl")
     observers = [Console(), Jsonl(run.folder / "metrics.jsonl"), board] if world.is_first else []
     checkpointer = Checkpointer(run.folder / "checkpoints", keep=1)
     engine = Engine(task, data, world, strategy, precision, plan, checkpointer, Observers(observers))

@@ -52,9 +52,11 @@ class Diverged(ArithmeticError):
         self.evidence = evidence
 
 
-class Stopped(Exception):
-    """The run was asked to stop, and has saved its state; all ranks raise it at the same step. Exit code
-    75."""
+class Stopped(BaseException):
+    """The run was asked to stop, and has saved its state; all ranks raise it at the same step. Exit code 75.
+
+    No error, so that nothing that handles errors takes it for one: a sweep ends with it too.
+    """
 
 
 class RankLost(RuntimeError):

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,20 +61,22 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
         raise
     world = world.on(device, shared)
     open_log(None, world.is_first)
+    deterministic = config.deterministic or config.elastic == "strict"
     share_cores(world, strict=config.elastic == "strict")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = not config.deterministic
-    if config.deterministic:
+        torch.backends.cudnn.benchmark = not deterministic
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only so
-    torch.use_deterministic_algorithms(config.deterministic)
+    torch.use_deterministic_algorithms(deterministic)
     open_group(world, even_alone=config.strategy.name == "ddp" and not alone)
-    vigil = Vigil(world, config.hang_timeout)
+    vigil = Vigil(world, None if alone else config.hang_timeout)
     with vigil.watching():
         try:
             yield world, reason, vigil
         except Stopped:
-            close_group()
+            with suppress(RuntimeError):  # another rank's grace time may have ended first
+                close_group()
             raise
         except BaseException as error:
             _part(error, world, vigil)

@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from ddptrain import __version__
 from ddptrain.commands.setup import check_outputs, joined_world, make_model, make_task, prepare
 from ddptrain.config.schema import Config
 from ddptrain.distributed.choice import choose_strategy
-from ddptrain.distributed.comm import on_first_rank
+from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.distributed.world import World
-from ddptrain.engine.agreement import check_agreement
+from ddptrain.engine.agreement import check_same_command, check_same_model
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.optim import build_optimizer
@@ -48,6 +49,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
     build_optimizer(config.optim, [nn.Parameter(torch.zeros(1))])  # refuses its own values, before all else
     with joined_world(config) as (world, reason, vigil):
         vigil.stop_on_signals(config.checkpoint.grace, config.train.time_limit)
+        check_same_command(world, config)
         folder = on_first_rank(world, lambda: _opened_folder(config))
         open_log(str(folder / "log.txt"), world.is_first)
         log.info("ddptrain %s  recipe %s  run %s", __version__, config.recipe, folder)
@@ -70,7 +72,8 @@ def run(config: Config, arguments: Sequence[str]) -> None:
         except Diverged as diverged:
             if world.is_first:
                 evidence = folder / f"nonfinite-step-{diverged.evidence['step']}.json"
-                evidence.write_text(json.dumps(diverged.evidence) + "\n")
+                with suppress(OSError):  # the message is what counts
+                    evidence.write_text(json.dumps(diverged.evidence) + "\n")
                 log.info("evidence   %s (the samples of that step, by rank)", evidence)
             raise
         board = f", or tensorboard --logdir {folder.parent}" if config.log.tensorboard else ""
@@ -81,10 +84,10 @@ def _assembled(
     config: Config, task: Task, data: Data, world: World, folder: Path
 ) -> tuple[Engine, TrainState, int]:
     """The engine, the state it goes on from, and the step it goes to."""
-    strategy = choose_strategy(
-        config.strategy, world, compiled=config.compile != "off", strict=config.elastic == "strict"
-    )
-    precision = choose_precision(config.precision, world.device)
+    compiled, strict = config.compile != "off", config.elastic == "strict"
+    # each rank by itself: nodes may have other GPUs, and what one can't do ends all
+    strategy = on_all_ranks(world, lambda: choose_strategy(config.strategy, world, compiled, strict))
+    precision = on_all_ranks(world, lambda: choose_precision(config.precision, world.device))
     log.info("precision  %s", precision.name)
     log.info("strategy   %s, %s", strategy.describe(), _ranks(world))
     prepare(data, world, config.seed)
@@ -94,7 +97,7 @@ def _assembled(
     log.info("data       %s", data.describe())
     model = strategy.prepare(make_model(config, task, world.device))
     log.info("model      %s", _model(model, config))
-    check_agreement(world, config, model)
+    check_same_model(world, model)
     _note_what_depends_on_the_split(model, plan, world, config)
     state = make_state(config, model, strategy, precision, world, plan.steps)
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.background)
@@ -164,7 +167,7 @@ def _observers(config: Config, folder: Path) -> list[Observer]:
     metrics = folder / "metrics.jsonl"
     found: list[Observer] = [Console(), Jsonl(metrics)]
     if config.log.tensorboard:
-        found.append(TensorBoard(folder / "tensorboard", asdict(config)))
+        found.append(TensorBoard(folder / "tensorboard", asdict(config), metrics))
     return [*found, Plots(metrics, folder / "plots"), Summary(folder / "summary.json")]
 
 

@@ -31,7 +31,7 @@ class Cause:
     rank: int
     code: int
     error: str = ""
-    """The last line of a crash's traceback."""
+    """The first line of its exception's message, where it wrote one down."""
 
     @property
     def exit_code(self) -> int:
@@ -39,12 +39,13 @@ class Cause:
 
     def __str__(self) -> str:
         rank = f"rank {self.rank} on {socket.gethostname()}"
+        error = f" ({self.error})" if self.error else ""
         if self.code < 0:
             names = {known.value: known.name for known in signal.Signals}
-            return f"{rank} was killed by {names.get(-self.code, f'signal {-self.code}')}"
+            return f"{rank} was killed by {names.get(-self.code, f'signal {-self.code}')}{error}"
         if self.code == ExitCode.STOPPED:
             return f"{rank} stopped on request"
-        return f"{rank} ended with exit code {self.code}{self.error and f' ({self.error})'}"
+        return f"{rank} ended with exit code {self.code}{error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,11 @@ def run_ranks(config: api.LaunchConfig, command: str, words: list[str]) -> Ended
     except SignalException as stop:
         return _stopped(agents[0], stop.sigval)
     except RendezvousError as error:
-        return _not_met(agents, error)
+        return _not_met(agents, config.rdzv_endpoint, error)
     except ValueError as error:
         if agents:
             raise
-        raise UserError(f"launch: {error}.", everywhere=False) from error
+        raise UserError(f"launch: {str(error).rstrip('.')}.") from error
     finally:
         vars(api)["LocalElasticAgent"] = LocalElasticAgent
         for name in config.signals_to_handle.split(","):  # their handlers would raise in what is left to do
@@ -180,9 +181,10 @@ def _stopped(agent: _Agent, by: signal.Signals) -> Ended:
     return _ended(agent, None)
 
 
-def _not_met(agents: list[_Agent], error: RendezvousError) -> Ended:
+def _not_met(agents: list[_Agent], where: str, error: RendezvousError) -> Ended:
     """The nodes did not meet, or no longer: another node has ended the job."""
     cause = agents[0].cause if agents else None
     if cause is None:
-        return Ended(ExitCode.CRASH, f"the nodes did not meet: {error}")
+        why = str(error.__cause__ or error).partition("\n")[0] or type(error).__name__
+        return Ended(ExitCode.CRASH, f"the nodes did not meet at {where} ({why})")
     return Ended(cause.exit_code, f"{cause}, and the job is over on another node", agents[0].restarts)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_CYCLE = 64
-"""Steps are told apart modulo this."""
+_CYCLE = 4
+"""Steps are told apart modulo this: small, so that the rounding of a sum over a thousand ranks is smaller."""
 
 
 class WithBallot(nn.Module):
@@ -35,13 +35,23 @@ class WithBallot(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """The model's own attributes too, for recipes that unwrap DDP."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.model[index]  # type: ignore[index]
+
     def vote(self, step: int, stop: bool, loss: Tensor) -> tuple[Tensor, Tensor]:
         """The parameter and its gradient, as one more root for ``torch.autograd.backward``.
 
         loss: 0-d. Both numbers become NaN where it is not finite, and a sum over ranks keeps that.
         """
         row = self._rows[int(stop), step % self._cycle]
-        return self.votes, torch.add(row, loss.detach().to(row.dtype), alpha=0)
+        return self.votes, row + (loss.detach() * 0).to(row.dtype)
 
     def take(self) -> Tensor:
         """(2,): the mean of all ranks' votes: any stop, and the step. Gone from the parameter."""

@@ -3,6 +3,7 @@
 import datetime
 import logging
 import os
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddptrain.distributed.standstill import waits
 from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
 
@@ -88,11 +90,13 @@ def abandon_group() -> None:
 
 
 def from_a_lost_rank(error: BaseException) -> bool:
-    """Whether an error is a collective's complaint that another rank does not answer any more."""
+    """Whether an error is a collective's complaint that another rank does not answer any more: by its
+    text, and by where it was raised, for a recipe may lose connections of its own."""
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-    )
+    frames = traceback.extract_tb(error.__traceback__)
+    in_a_collective = bool(frames) and waits([(frame.filename, frame.name) for frame in frames]) != ""
+    is_ours = isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
+    return isinstance(error, RuntimeError) and in_a_collective and is_ours
 
 
 def add_up(world: World, tensor: Tensor) -> Tensor:
@@ -140,9 +144,11 @@ def once_a_node(world: World, work: Callable[[], Result]) -> Result:
     return outcomes[world.rank - world.local_rank]  # type: ignore[return-value]
 
 
-def on_all_ranks(world: World, work: Callable[[], None]) -> None:
-    """Do something on every rank; a UserError of any of them reaches all."""
-    _agree_on(world, _attempt(work))
+def on_all_ranks(world: World, work: Callable[[], Result]) -> Result:
+    """Do something on every rank, which gets its own result; a UserError of any of them reaches all."""
+    outcome = _attempt(work)
+    _agree_on(world, None if not isinstance(outcome, UserError) else outcome)
+    return outcome  # type: ignore[return-value]
 
 
 def _agree_on(world: World, outcome: Result) -> list[Result]:

@@ -9,8 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 
 AGENT = "DDPTRAIN_AGENT"
 """Environment variable: the process id of the ``launch`` that starts this rank."""
@@ -56,11 +55,13 @@ def end_with_rank(_worker: int) -> None:
     threading.Thread(target=follow, name="lifeline", daemon=True).start()
 
 
-@contextmanager
-def deaf_children() -> Iterator[None]:
-    """Processes started inside never hear the signals that are for the rank; the rank misses none."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def start_forkserver() -> None:
+    """Start multiprocessing's forkserver, which with its workers hears none of the signals that are for the
+    rank; the rank misses none."""
+    # one by one: the first, which the second would start too, lifts a part of the mask when it is done
+    for start in (resource_tracker.ensure_running, forkserver.ensure_running):
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)
+        try:
+            start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -28,9 +28,14 @@ class Failure(NamedTuple):
 
 
 class News:
-    """One rank's end. In a world of one nothing is sent and nothing heard."""
+    """One rank's end. In a world of one nothing is sent and nothing heard.
 
-    def __init__(self, world: World, interval: float, own: Callable[[int], Beat]) -> None:
+    own: this rank's beat of a number. is_late: whether to ask for the others' beats too, a request a rank.
+    """
+
+    def __init__(
+        self, world: World, interval: float, own: Callable[[int], Beat], is_late: Callable[[], bool]
+    ) -> None:
         self.stop: str | None = None
         """What any rank was asked to stop by."""
         self.failure: Failure | None = None
@@ -39,6 +44,7 @@ class News:
         self._world = world
         self._interval = interval
         self._own = own
+        self._is_late = is_late
         self._answered_at = time.monotonic()
         self._patience = max(3.0, 4 * interval)
         self._beats = 0
@@ -107,7 +113,8 @@ class News:
                     self.stop = store.get(_STOP).decode()
                 if store.check([_FAILURE]):
                     self.failure = Failure(*json.loads(store.get(_FAILURE)))
-                self._listen(store)
+                if self._is_late():
+                    self._listen(store)
                 self._answered_at = time.monotonic()
             self._wake.wait(self._interval)
             self._wake.clear()

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 _COLLECTIVES = "torch/distributed/"
 _OURS = ("torch/nn/parallel/distributed.py", "ddptrain/distributed/", "ddptrain/engine/")
+_STEP = ("waiting for a batch", "forward", "backward", "optimizer")
 _WAITING_FUNCTIONS = ("_engine_run_backward", "synchronize")
 
 
@@ -16,7 +17,7 @@ class Beat(NamedTuple):
     number: int
     """Counts the beats; one that stays shows a process that does not run."""
     marks: int
-    """Marks its main thread has passed; all ranks pass the same ones."""
+    """Marks its main thread has passed."""
     step: int
     what: str
     overdue: bool
@@ -27,6 +28,11 @@ class Beat(NamedTuple):
     waits: str = ""
     """Where its main thread waits for other ranks: ``engine``, or ``recipe``: a collective that the recipe's
     own code calls. '' if it does not."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """How far it is, compared with other ranks."""
+        return self.step, _STEP.index(self.what) if self.what in _STEP else len(_STEP)
 
     @property
     def place(self) -> str:
@@ -45,7 +51,7 @@ def waits(frames: Sequence[tuple[str, str]]) -> str:
     if not frames:
         return ""
     path, function = frames[-1]
-    if function in _WAITING_FUNCTIONS or any(part in path for part in _OURS[:2]):
+    if function in _WAITING_FUNCTIONS or any(part in path for part in _OURS):
         return "engine"
     if _COLLECTIVES not in path:
         return ""
@@ -67,10 +73,10 @@ def guilty(beats: Sequence[Beat], silent: Sequence[Beat]) -> list[Beat]:
     if len(kinds) == 2:
         fewest = min(kinds.values())
         return [beat for beat in beats if kinds[beat.waits] == fewest]
-    places = Counter(beat.marks for beat in beats)
+    places = Counter(beat.order for beat in beats)
     fewest = min(places.values())
-    ahead = max(marks for marks, count in places.items() if count == fewest)
-    return [beat for beat in beats if beat.marks == ahead]
+    ahead = max(order for order, count in places.items() if count == fewest)
+    return [beat for beat in beats if beat.order == ahead]
 
 
 def describe(blamed: Sequence[Beat], beats: Sequence[Beat], silent: Sequence[Beat], timeout: float) -> str:

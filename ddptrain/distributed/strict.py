@@ -11,7 +11,7 @@ a shard is smaller than a rank's share.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import pairwise
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -34,12 +34,10 @@ class Strict(Strategy):
     def __init__(self, shards: int, world: World) -> None:
         self._shards = shards
         self._world = world
-        bounds = [rank * shards // world.size for rank in range(world.size + 1)]
-        self._counts = [stop - start for start, stop in pairwise(bounds)]
+        self._counts = [len(replace(world, rank=rank).shards(shards)) for rank in range(world.size)]
         self._parameters: list[nn.Parameter] = []
         self._rows: list[list[Tensor]] = []
         """The gradients of this rank's shards so far, in each the parameters'."""
-        self._buffers: list[Tensor] = []
         self._before: list[Tensor] = []
         self._first: list[Tensor] = []
 
@@ -49,7 +47,6 @@ class Strict(Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         wrapped = WithBallot(model, voters=self._shards)
         self._parameters = [p for p in wrapped.parameters() if p.requires_grad]
-        self._buffers = list(model.buffers())
         return wrapped
 
     def ballot(self, wrapped: nn.Module) -> WithBallot:
@@ -69,18 +66,19 @@ class Strict(Strategy):
 
     @contextmanager
     def _shard(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
+        # looked up each time: a layer may put another tensor in a buffer's place
         if not self._rows and not self._before:
-            self._before = [buffer.clone() for buffer in self._buffers]
+            self._before = [buffer.clone() for buffer in wrapped.buffers()]
         yield
         if not last:
             return
         if self._world.is_first and not self._rows:
-            self._first = [buffer.clone() for buffer in self._buffers]
-        _copy(self._before, self._buffers)
+            self._first = [buffer.clone() for buffer in wrapped.buffers()]
+        _copy(self._before, list(wrapped.buffers()))
         self._rows.append([_taken(parameter) for parameter in self._parameters])
         if len(self._rows) == self._counts[self._world.rank]:
             if self._world.is_first:
-                _copy(self._first, self._buffers)
+                _copy(self._first, list(wrapped.buffers()))
             broadcast_buffers(self._world, wrapped)
             self._add_up()
             self._rows, self._before, self._first = [], [], []

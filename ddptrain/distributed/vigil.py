@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from ddptrain.distributed.news import Failure, News
 from ddptrain.distributed.standstill import Beat, describe, guilty, waits
@@ -42,18 +43,21 @@ class Vigil:
     def __init__(self, world: World, hang_timeout: float | None = None) -> None:
         self._world = world
         self._timeout = hang_timeout
-        self._begun = False
+        self._usual = LONG_S if hang_timeout is None else hang_timeout
+        self._known: set[str] = set()
         self._marks, self._step, self._what = 0, 0, "starting"
         self._marked_at, self._patience = time.monotonic(), LONG_S
         self._main = threading.get_ident()
         interval = max(0.1, min(1.0, (hang_timeout or LONG_S) / 10))
         self._interval = interval
-        self._news = News(world, interval, self._beat)
+        self._news = News(world, interval, self._beat, self._is_late)
         self._stop: str | None = None
         self._signalled_at: float | None = None
         self._limit_at: float | None = None
         self._grace = 0.0
-        self._hears_signals = self._saved = False
+        self._handlers: dict[int, Any] = {}
+        """What a signal led to before."""
+        self._saved = False
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
         """(read, write): a byte for each signal, while the thread runs."""
         self._over = threading.Event()
@@ -63,16 +67,19 @@ class Vigil:
         """What asked this job to stop, once something has, on this rank or another."""
         return self._stop
 
-    def mark(self, step: int, what: str, patience: float | None = None) -> None:
-        """The main thread has come so far. ``patience``: seconds that may pass before the next mark."""
-        if patience is None:
-            patience = self._timeout if self._begun and self._timeout is not None else LONG_S
-        self._marks, self._step, self._what = self._marks + 1, step, what
-        self._marked_at, self._patience = time.monotonic(), patience
+    def mark(self, what: str, step: int | None = None, patience: float | None = None) -> None:
+        """The main thread begins something, of this step (None: the last one named).
 
-    def begun(self) -> None:
-        """The first step is done: from here on a standstill is noticed after ``hang_timeout``."""
-        self._begun = True
+        patience: seconds that may pass before the next mark; None: ``hang_timeout``, or longer for what
+        is done for the first time: that starts workers, connects, compiles.
+        """
+        if patience is None:
+            patience = self._usual if what in self._known else LONG_S
+            self._known.add(what)
+        if step is not None:
+            self._step = step
+        self._marks, self._what = self._marks + 1, what
+        self._marked_at, self._patience = time.monotonic(), max(patience, self._usual)
 
     def stop_on_signals(self, grace: float, time_limit: float | None) -> None:
         """From here on SIGTERM, SIGUSR1, SIGINT and the time limit (seconds) ask for a stop. By the main
@@ -84,9 +91,9 @@ class Vigil:
         self._limit_at = None if time_limit is None else time.monotonic() + time_limit
         assert self._wakeup is not None, "signals are heard while watching only"
         signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
-        for number in _SIGNALS:
-            signal.signal(number, lambda *_: None)  # the thread hears of it through the descriptor
-        self._hears_signals = True
+        for number in _SIGNALS:  # the thread hears of it through the descriptor
+            self._handlers[number] = signal.signal(number, lambda *_: None)
+        os.register_at_fork(after_in_child=self._forget_signals)  # a child's signals are its own
 
     def saved(self) -> None:
         """The state is on the disk: what is left to do before the end may be cut off."""
@@ -105,8 +112,7 @@ class Vigil:
         finally:
             self._over.set()
             self._news.end()
-            if self._hears_signals:
-                self._forget_signals()
+            self._forget_signals()
             with contextlib.suppress(BlockingIOError):  # it is full of signals, which wake the thread too
                 writer.send(b"\0")
             thread.join()
@@ -122,6 +128,12 @@ class Vigil:
         return self._news.failure_elsewhere(wait)
 
     def _watch(self, reader: socket.socket) -> None:
+        try:
+            self._listen(reader)
+        except Exception:  # without this thread the process would heed no signal any more
+            self._exit(ExitCode.CRASH, traceback.format_exc())
+
+    def _listen(self, reader: socket.socket) -> None:
         while True:
             ready, _, _ = select.select([reader], [], [], self._interval)
             for number in reader.recv(64) if ready else b"":
@@ -165,12 +177,18 @@ class Vigil:
     def _ask(self, who: str) -> None:
         if self._stop is None:
             self._stop = who
+            self._news.ask_to_stop(who)
             if self._news.failure is None:  # else torchrun ends the rest of a job that has failed
-                log.info("stop       asked for by %s: after this step, with a checkpoint", who)
-        self._news.ask_to_stop(who)
+                _aside(
+                    lambda: log.info("stop       asked for by %s: after this step, with a checkpoint", who)
+                )
 
     def _overdue(self) -> bool:
         return time.monotonic() - self._marked_at > self._patience
+
+    def _is_late(self) -> bool:
+        """Whether it is time to ask where the others are."""
+        return time.monotonic() - self._marked_at > self._patience / 2
 
     def _beat(self, number: int) -> Beat:
         overdue = self._overdue()
@@ -191,31 +209,43 @@ class Vigil:
         if len(beats) < self._world.size or not stands_still:
             return
         if self._world.rank != min(beat.rank for beat in beats if beat not in silent):
-            self._over.wait(2 * _LAST_WORDS_S)  # the first of those that answer says it
-            self._exit(ExitCode.HUNG, "")
+            # the first of those that answer says it, and this rank hears of it, if anything can be heard
+            if self._news.unanswered and not self._over.wait(2 * _LAST_WORDS_S):
+                self._exit(ExitCode.HUNG, "")
             return
-        if self._over.is_set() or self._news.failure_elsewhere(wait=1.0):
-            return
+        if self._over.is_set() or self._news.failure_elsewhere(wait=1.0) or self._marks != beats[0].marks:
+            return  # it goes on, or somebody else has said it
         blamed = guilty(beats, silent)
         message = describe(blamed, beats, silent, self._timeout or LONG_S)
         for beat in silent:
             if beat.host == socket.gethostname():
                 with contextlib.suppress(OSError):
                     os.kill(beat.pid, signal.SIGKILL)  # a stopped process hears nothing else
-        print(f"ddptrain: {message}", file=sys.stderr, flush=True)
         self._news.tell_failure(ExitCode.HUNG)
-        self._exit(ExitCode.HUNG, "")
+        self._exit(ExitCode.HUNG, message)
 
     def _exit(self, code: int, message: str) -> None:
         if self._over.is_set():
             return  # the main thread has got to its end meanwhile
         if message:
-            print(f"ddptrain: {message}", file=sys.stderr, flush=True)
-        logging.shutdown()
+            _aside(lambda: print(f"ddptrain: {message}", file=sys.stderr, flush=True))
         os._exit(code)
 
     def _forget_signals(self) -> None:
-        signal.set_wakeup_fd(-1)
-        for number in _SIGNALS:
-            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            signal.signal(number, default)
+        if self._handlers:
+            signal.set_wakeup_fd(-1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+
+def _aside(say: Callable[[], None]) -> None:
+    """Say something, if it can be said within a second: whoever reads it may be gone, or not read on."""
+
+    def attempt() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            say()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(timeout=1.0)

@@ -31,6 +31,10 @@ class World:
     def is_first_on_node(self) -> bool:
         return self.local_rank == 0
 
+    def shards(self, count: int) -> range:
+        """This rank's of so many parts of something: runs of nearly equal length, in the ranks' order."""
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
     def on(self, device: torch.device, shared: bool = False) -> "World":
         return replace(self, device=device, shares_device=shared)
 

@@ -15,19 +15,29 @@ from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
 
 
-def check_agreement(world: World, config: Config, model: nn.Module) -> None:
-    """Compare config, versions and the model's parameters over all ranks. A collective.
+def check_same_command(world: World, config: Config) -> None:
+    """Compare config and versions over all ranks. A collective.
 
     Raises UserError, on all ranks, listing what differs and on which rank.
     """
-    facts = {
-        **_flat(asdict(config), ""),
-        "version of ddptrain": __version__,
-        "version of Python": platform.python_version(),
-        "version of torch": torch.__version__,
-        "version of torchvision": torchvision.__version__,
-        **{f"parameter {name}": _shape(parameter) for name, parameter in model.named_parameters()},
-    }
+    _compare(
+        world,
+        {
+            **_flat(asdict(config), ""),
+            "version of ddptrain": __version__,
+            "version of Python": platform.python_version(),
+            "version of torch": torch.__version__,
+            "version of torchvision": torchvision.__version__,
+        },
+    )
+
+
+def check_same_model(world: World, model: nn.Module) -> None:
+    """The same for the model's parameters."""
+    _compare(world, {f"parameter {name}": _shape(p) for name, p in model.named_parameters()})
+
+
+def _compare(world: World, facts: dict[str, str]) -> None:
     problems = []
     ranks = from_all_ranks(world, facts)
     for rank, theirs in enumerate(ranks):
@@ -37,15 +47,8 @@ def check_agreement(world: World, config: Config, model: nn.Module) -> None:
                 problems.append(f"{name}: {other} on rank {rank}, {first} on rank 0.")
     if problems:
         more = [f"... and {len(problems) - 10} more."] if len(problems) > 10 else []
-        raise UserError(
-            "\n".join(
-                [
-                    "the ranks do not start the same run; give all nodes the same command and packages:",
-                    *problems[:10],
-                    *more,
-                ]
-            )
-        )
+        asked = "the ranks do not start the same run; give all nodes the same command and packages:"
+        raise UserError("\n".join([asked, *problems[:10], *more]))
 
 
 def _flat(value: Any, key: str) -> dict[str, str]:

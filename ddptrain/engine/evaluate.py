@@ -47,14 +47,14 @@ def evaluate(
     for slot, batch in zip(mine, data.valid_batches([chunks[i] for i in mine]), strict=True):
         if vigil.stop:
             break
-        vigil.mark(slot, "evaluating a batch")
+        vigil.mark("evaluating a batch")
         with precision.autocast():
             found = task.evaluate(model, batch)
         for name, value in found.items():
             sums.add(slot, name, value)
     model.train(was_training)
     totals = sums.totals(interrupted=vigil.stop is not None)
-    vigil.mark(len(chunks), "reporting", LONG_S)
+    vigil.mark("reporting", patience=LONG_S)
     return on_first_rank(world, lambda: task.report(totals))
 
 

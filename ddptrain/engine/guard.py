@@ -52,6 +52,8 @@ class Guard:
         self._loss: Tensor | None = None
         self._stop = False
         self._open: list[_Vote] = []
+        self._plain: bool | None = None
+        """No gradient is sparse or complex; None until the first step shows it."""
 
     def vote(self, step: int, stop: bool, loss: Loss, ends_shard: bool) -> tuple[Tensor, Tensor] | None:
         """What this rank has to say after a micro-batch's forward pass, for `Precision.backward`."""
@@ -68,9 +70,14 @@ class Guard:
         words = self._loss.view(1) if self._ballot is None else self._ballot.take()
         self._loss = None
         self._nonfinite.zero_()
+        if self._plain is None:
+            trained = [parameter for group in self._groups.values() for parameter in group]
+            self._plain = not any(p.grad is not None and _is_odd(p.grad) for p in trained)
         looked_at = False
         for dtype, parameters in self._groups.items():
             values = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            if not self._plain:
+                values = [numbers_of(gradient) for gradient in values]
             if dtype == words.dtype:
                 values.append(words)
                 looked_at = True
@@ -116,3 +123,13 @@ class Guard:
         elif self._ballot is not None:
             stop = False  # lost in the sum; it is voted for again
         return Verdict(vote.step, not nonfinite, loss_finite, stop, aligned)
+
+
+def _is_odd(gradient: Tensor) -> bool:
+    return gradient.is_sparse or gradient.is_complex()
+
+
+def numbers_of(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient that may be sparse or complex, in its own memory."""
+    values = gradient._values() if gradient.is_sparse else gradient
+    return torch.view_as_real(values) if values.is_complex() else values

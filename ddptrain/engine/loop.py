@@ -60,7 +60,8 @@ class Engine:
         self._mean = GlobalMean(world, self._sampler, strategy.averages_over)
         self._grad_norm: Tensor | None = None
         self._lr = 0.0
-        self._saved_at = 0
+        self._saved_at = -1
+        self._evaluated_at: int | None = None
         self._stopping = False
         self._last = Report({})
         self._best: dict[str, float] = {}
@@ -72,7 +73,6 @@ class Engine:
         Raises Stopped where it was asked to, Diverged where the loss or a gradient left the finite numbers.
         """
         start, outcome = state.step, "failed"
-        self._saved_at = start
         self._vigil = vigil or self._vigil
         if state.best is not None:
             self._best = {self._task.best_metric: state.best, "step": state.best_step}
@@ -81,7 +81,7 @@ class Engine:
         batches = self._opened(state)
         preview = self._data.preview() if self._world.is_first else None
         # a checkpoint is written before the evaluation at its step: that comes again
-        evaluates = start > 0 and self._plan.evaluates(start)
+        evaluates = state.evaluation_due
         self._observers.start(Start(start, self._plan.steps, evaluates, preview))
         self._watch.begin()
         try:
@@ -91,7 +91,6 @@ class Engine:
                 self._step(state, self._plan.at(step), batches)
                 state.step = done = step + 1
                 self._heed(state, self._guard.ready())
-                self._vigil.begun()
                 if self._plan.verifies(done):
                     check_replicas(self._world, state.model, done)
                 if self._plan.logs(done):
@@ -128,9 +127,9 @@ class Engine:
         if self._plan.skips_nonfinite:
             self._undo.remember()
         for i, piece in enumerate(self._pieces):
-            self._vigil.mark(at.step, "waiting for a batch")
+            self._vigil.mark("waiting for a batch", at.step)
             batch = self._watch.next(batches)
-            self._vigil.mark(at.step, "forward")
+            self._vigil.mark("forward", at.step)
             self._seed_step(at.step, piece.stream)
             with self._strategy.sync(state.wrapped, last=piece.ends_shard):
                 with self._precision.autocast():
@@ -140,13 +139,13 @@ class Engine:
                     # page by page (measured on CPUs: 6 % of a MobileNetV3 step)
                     state.optimizer.zero_grad(set_to_none=True)
                 vote = self._guard.vote(at.step, self._vigil.stop is not None, loss, piece.ends_shard)
-                self._vigil.mark(at.step, "backward")
+                self._vigil.mark("backward", at.step)
                 # gradients are summed over ranks while this runs (DDP), with the ranks' votes among them
                 self._precision.backward(loss.sum, self._mean.weight(loss, piece.size), vote)
             state.meter.add(loss, piece.shard)
             if isinstance(loss.count, Tensor):
                 counts.append((piece.shard, loss.count))
-        self._vigil.mark(at.step, "optimizer")
+        self._vigil.mark("optimizer", at.step)
         self._precision.unscale(state.optimizer)
         if counts:
             self._mean.rescale(state.model, counts)
@@ -158,7 +157,6 @@ class Engine:
         self._precision.step(state.optimizer, nonfinite)
         if self._plan.skips_nonfinite:
             self._undo.put_back(nonfinite)
-        state.average.update()
         self._watch.count(self._sampler.batch_size)
 
     def _heed(self, state: TrainState, verdicts: list[Verdict]) -> None:
@@ -166,11 +164,12 @@ class Engine:
         for verdict in verdicts:
             if not verdict.aligned:
                 raise OutOfStep(
-                    f"rank {self._world.rank} is at step {verdict.step}, and others are not: a rank has left"
-                    " out a backward pass, or done one more. Look for code that only some ranks run."
+                    f"the ranks are not at the same step (rank {self._world.rank} is at {verdict.step}): one"
+                    " has left out a backward pass, or done one more. Look for code that only some ranks run."
                 )
             self._stopping |= verdict.stop
             if verdict.finite:
+                state.average.update()
                 state.scheduler.step()
                 state.applied, state.left_out = state.applied + 1, 0
                 continue
@@ -184,7 +183,7 @@ class Engine:
     def _diverged(self, state: TrainState, verdict: Verdict) -> None:
         """Say where it began, from the step's own batch. Collectives; raises Diverged on all ranks."""
         at = self._plan.at(verdict.step)
-        self._vigil.mark(verdict.step, "looking for what is not finite", LONG_S)
+        self._vigil.mark("looking for what is not finite", verdict.step, LONG_S)
         batches = self._data.train_batches(self._sampler, range(verdict.step, self._plan.steps))
         began = where_it_began(
             self._task,
@@ -200,6 +199,7 @@ class Engine:
 
     def _log(self, state: TrainState) -> None:
         """A collective and a sync point, every ``log.every`` steps."""
+        self._heed(state, self._guard.all())
         values = state.meter.read()
         if self._grad_norm is not None:
             values["grad_norm"] = float(self._grad_norm)
@@ -210,6 +210,7 @@ class Engine:
         self._observers.log(Log(done, *self._position(done), values, self._watch.lap()))
 
     def _evaluate(self, state: TrainState) -> None:
+        self._heed(state, self._guard.all())
         self._watch.settle()
         began = time.perf_counter()
         broadcast_buffers(self._world, state.model)
@@ -230,6 +231,7 @@ class Engine:
             if self._saved_at != state.step:
                 self._save(state)
             raise Stopped(f"stopped in the evaluation at step {state.step}") from None
+        self._evaluated_at = state.step
         figures = dict(self._last.figures)
         if self._world.is_first:
             figures |= figures_of(self._task, model, self._precision)
@@ -239,9 +241,10 @@ class Engine:
         is_best = not known or sign * metrics[name] > sign * (state.best or 0.0)
         if is_best:
             state.best, state.best_step = metrics[name], state.step
+            state.evaluation_due = False
             self._gather(state)
             if self._world.is_first:
-                self._vigil.mark(state.step, "saving the best", LONG_S)
+                self._vigil.mark("saving the best", state.step, LONG_S)
                 self._checkpointer.save_best(state.state_dict(), self._facts(state))
         assert state.best is not None
         self._best = {name: state.best, "step": state.best_step}
@@ -255,8 +258,9 @@ class Engine:
         self._heed(state, self._guard.all())
         self._watch.settle()
         began = time.perf_counter()
+        state.evaluation_due = self._plan.evaluates(state.step)
         self._gather(state)
-        self._vigil.mark(state.step, "saving", LONG_S)
+        self._vigil.mark("saving", state.step, LONG_S)
         if self._world.is_first:
             path = self._checkpointer.save(state.state_dict(), self._facts(state))
             self._observers.saved(Saved(state.step, path))
@@ -302,4 +306,5 @@ class Engine:
             "outputs": list(self._data.outputs),
             "recall": dict(self._data.facts()),
             "metrics": dict(self._last.metrics),
+            "metrics_step": self._evaluated_at,
         }

@@ -25,8 +25,7 @@ class Meter:
     def __init__(self, world: World, shards: int | None = None, finite_only: bool = False) -> None:
         self._world = world
         self._shards = shards or world.size
-        count, (rank, size) = self._shards, (world.rank, world.size)
-        self._own = range(rank * count // size, (rank + 1) * count // size)
+        self._own = world.shards(self._shards)
         self._finite_only = finite_only
         self._dtype = summing_dtype(world.device)
         self._sums: dict[str, Tensor] = {}
@@ -38,6 +37,8 @@ class Meter:
 
     def add(self, loss: Loss, shard: int) -> None:
         """Take in one micro-batch's sums."""
+        if "loss" in loss.logs or _COUNT in loss.logs:
+            raise RuntimeError("Task.loss: loss and count are the engine's own names; log under another one")
         total, count = loss.sum.detach(), loss.count
         if self._finite_only:
             finite = torch.isfinite(total)

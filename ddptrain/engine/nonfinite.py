@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddptrain.data.sampler import Sampler
+from ddptrain.engine.guard import numbers_of
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.seeding import StepSeed
 from ddptrain.errors import Diverged
@@ -20,19 +21,19 @@ class Undo:
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         self._task = task
-        self._buffers = list(model.buffers())
+        self._model = model
         self._before: list[Tensor] = []
         self._carried: dict[str, Tensor] = {}
 
     def remember(self) -> None:
-        self._before = [buffer.clone() for buffer in self._buffers]
+        self._before = [buffer.clone() for buffer in self._model.buffers()]
         self._carried = dict(self._task.carried())
 
     @torch.no_grad()
     def put_back(self, nonfinite: Tensor) -> None:
         """Where ``nonfinite`` (0-d) is not 0."""
         bad = nonfinite != 0
-        for buffer, before in zip(self._buffers, self._before, strict=True):
+        for buffer, before in zip(self._model.buffers(), self._before, strict=True):
             buffer.copy_(torch.where(bad, before, buffer))
         after = self._task.carried()
         if after:
@@ -69,7 +70,11 @@ def where_it_began(
         if not bool(torch.isfinite(loss.sum)):
             return "the loss, though all outputs are finite"
         loss.sum.backward()
-    bad = [n for n, p in model.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
+    bad = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not bool(numbers_of(parameter.grad).isfinite().all())
+    ]
     return f"the gradient of {bad[-1]}, though the loss is finite" if bad else None
 
 

@@ -5,8 +5,9 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
@@ -41,16 +42,29 @@ def build_optimizer(
     if weight_decay_on == "matrices":
         vectors = [p for p in trained if p.ndim < 2]
         groups = [{"params": [p for p in trained if p.ndim >= 2]}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = build(node, "optim", params=groups, **({"fused": True} if chosen else {}))
-    if not isinstance(optimizer, Optimizer):
+    # with dampening the first step is another than the rest, and must not find a buffer
+    fused = chosen and not node.get("dampening")
+    built = build(node, "optim", params=groups, **({"fused": True} if fused else {}))
+    if not isinstance(built, Optimizer):
         raise UserError(f"optim._target_={node['_target_']}: must be a torch.optim.Optimizer.")
+    optimizer: Optimizer = built
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
             f"optim._target_={node['_target_']}: evaluates the loss several times a step, which this"
             " engine does not; use another optimizer."
         )
+    if isinstance(optimizer, SGD) and fused:
+        _begin_at_rest(optimizer)
     return optimizer
+
+
+def _begin_at_rest(optimizer: SGD) -> None:
+    """Momentum of zero for each parameter. Fused SGD allocates it in its first step without writing to it,
+    and where that step is left out the next one would read whatever lies there."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else []:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def build_schedule(sched: Sched, optimizer: Optimizer, steps: int) -> LRScheduler:

@@ -50,14 +50,13 @@ class Precision:
 
         A fused optimizer looks at it on the device; another one makes the host wait, a sync point.
         """
-        if self.scaler.is_enabled():
-            self.scaler.step(optimizer)
-            self.scaler.update()
-        elif getattr(optimizer, "_step_supports_amp_scaling", False):
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = None, nonfinite  # type: ignore[attr-defined]
             optimizer.step()
         elif not nonfinite:
             optimizer.step()
+        if self.scaler.is_enabled():
+            self.scaler.update()  # by what `unscale` has seen
 
 
 def choose_precision(asked: str, device: torch.device) -> Precision:

@@ -40,6 +40,8 @@ class TrainState:
     """Of these, steps that moved the weights and the schedule."""
     left_out: int = 0
     """Steps left out in a row, up to now."""
+    evaluation_due: bool = False
+    """The evaluation at this step comes after the save that this state is from."""
     best: float | None = None
     """Best value of the task's best_metric so far."""
     best_step: int = 0
@@ -58,6 +60,7 @@ class TrainState:
             "step": self.step,
             "applied": self.applied,
             "left_out": self.left_out,
+            "evaluation_due": self.evaluation_due,
             "best": self.best,
             "best_step": self.best_step,
             "carried": self.carried,
@@ -102,6 +105,7 @@ class TrainState:
         self.meter.load_state_dict(state["meter"])
         self.step, self.best, self.best_step = state["step"], state["best"], state["best_step"]
         self.applied, self.left_out = state["applied"], state["left_out"]
+        self.evaluation_due = state["evaluation_due"]
         self.carried = state["carried"]
 
 

@@ -6,10 +6,12 @@ from typing import Any, final
 
 import torch
 
+from ddptrain.observe.jsonl import read_lines
 from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
 from ddptrain.observe.plots import draw_figure
 from ddptrain.protocols import Picture, TextSample
 
+_PLACE = ("step", "epoch", "samples")
 _FLUSH_S = 5
 """Most seconds of scalars that a killed process loses; metrics.jsonl loses none."""
 
@@ -17,10 +19,14 @@ _FLUSH_S = 5
 @final
 class TensorBoard(Observer):
     """One event stream a run; after a resume TensorBoard drops what an earlier process wrote beyond
-    the resumed step (``purge_step``), so no point is shown twice."""
+    the resumed step (``purge_step``), so no point is shown twice.
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+    metrics: the run's metrics.jsonl.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], metrics: Path) -> None:
         self._folder = folder
+        self._metrics = metrics
         self._settings = settings
 
     def start(self, event: Start) -> None:
@@ -28,6 +34,12 @@ class TensorBoard(Observer):
 
         first = event.step if event.evaluates else event.step + 1
         self._writer = SummaryWriter(str(self._folder), purge_step=first, flush_secs=_FLUSH_S)
+        for line in read_lines(self._metrics) if event.evaluates else []:
+            if (
+                line["step"] == event.step and line.pop("split") == "train"
+            ):  # dropped with the evaluation there
+                self._scalars("train", {n: v for n, v in line.items() if n not in _PLACE}, event.step)
+                self._scalars("train", {"epoch": line["epoch"]}, event.step)
         if event.preview is not None and event.step == 0:
             self._writer.add_image("train/samples", _tiled(event.preview), 0)
 

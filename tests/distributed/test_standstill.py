@@ -38,8 +38,8 @@ def test_a_collective_too_many_or_too_few_in_a_recipe() -> None:
 
 
 def test_a_rank_ahead_of_the_rest_has_left_something_out() -> None:
-    assert blamed(beat(0), beat(1, marks=51), beat(2)) == [1]
-    assert blamed(beat(0), beat(1, marks=51)) == [1]
+    assert blamed(beat(0), beat(1, what="optimizer"), beat(2)) == [1]
+    assert blamed(beat(0), beat(1, step=13, what="forward")) == [1]
     assert blamed(beat(0), beat(1), beat(2)) == [0, 1, 2]
 
 

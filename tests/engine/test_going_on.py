@@ -81,3 +81,16 @@ def test_weight_decay_on_other_parameters_is_refused(tmp_path: Path) -> None:
     Fit(plan(3)).run(World(), tmp_path)
     with pytest.raises(UserError, match=r"^train\.weight_decay_on"):
         Fit(plan(6), weight_decay_on="matrices").run(World(), tmp_path)
+
+
+def test_the_best_of_a_finished_run_is_known_to_the_longer_one(tmp_path: Path) -> None:
+    """The last checkpoint is written before the last evaluation, which comes again."""
+    short = Fit(plan(10, eval_every=4), sched=Sched("constant"))
+    state, _, _ = short.run(World(), tmp_path)
+    assert state.best_step in (4, 8, 10)
+    longer = Fit(plan(11, eval_every=100), sched=Sched("constant"))
+    again, _, _ = longer.run(World(), tmp_path)
+    assert again.best is not None
+    assert state.best is not None
+    assert again.best >= state.best
+    assert again.best_step in (state.best_step, 11)

@@ -175,3 +175,69 @@ def test_the_mean_loss_is_over_what_is_finite(tmp_path: Path) -> None:
     state, _, _ = fit.run(World(), tmp_path)
     assert all(0 < loss < 3 for loss in keep.seen)
     assert bool(weights(state).isfinite().all())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_first_step_may_be_left_out(tmp_path: Path, precision: str) -> None:
+    """Fused SGD's momentum begins there, with whatever lies in memory if nobody writes to it."""
+    how = "input" if precision == "fp32" else "gradient"
+    for trial in range(5):
+        fit = Fit(plan(skips_nonfinite=True, steps=6), task=bad(how, (0,)), precision=precision)
+        state, _, _ = fit.run(World(), tmp_path / str(trial))
+        assert state.applied == 5
+        assert weights(state).abs().max() < 10
+
+
+def test_fp16_leaves_out_a_loss_that_is_not_finite_too(tmp_path: Path) -> None:
+    class BadLoss(Bad):
+        def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
+            loss = super().loss(model, batch, at)
+            # finite gradients: the infinite part hangs on no weight
+            return Loss(loss.sum + (float("inf") if at.step == 3 else 0.0), loss.count)
+
+    seen: list[Any] = []
+
+    class Watched(BadLoss):
+        def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
+            seen.append([p.detach().clone() for p in model.parameters()])
+            return super().loss(model, batch, at)
+
+    for precision in ("fp32", "fp16"):
+        seen.clear()
+        fit = Fit(plan(skips_nonfinite=True, steps=6), task=bad_task(Watched), precision=precision)
+        state, _, _ = fit.run(World(), tmp_path / precision)
+        assert state.applied == 5
+        assert_same(seen[3], seen[4])
+
+
+def bad_task(kind: type[Bad]) -> type[Bad]:
+    return type("Named", (kind,), {"steps": ()})
+
+
+def test_the_average_stands_still_with_the_weights(tmp_path: Path) -> None:
+    fit = Fit(plan(skips_nonfinite=True, steps=9), task=bad("input", (4, 5, 6)), ema=0.9)
+    state, _, _ = fit.run(World(), tmp_path)
+    assert state.average.state_dict()["updates"] == state.applied == 6
+
+
+def test_sparse_and_complex_gradients_are_looked_at_too(tmp_path: Path) -> None:
+    class Mixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = torch.nn.Embedding(7, 5, sparse=True)
+            self.turn = torch.nn.Parameter(torch.ones(5, dtype=torch.complex64))
+
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            return (self.rows(features[:, 0].abs().long().clamp(max=6)) * self.turn).real
+
+    for steps in ((), (3,)):
+        fit = Fit(
+            plan(steps=6), task=bad("gradient", steps), make_model=Mixed,
+            optim={"_target_": "torch.optim.SGD", "lr": 0.1, "foreach": False, "fused": False},
+        )  # fmt: skip
+        if not steps:
+            state, _, _ = fit.run(World(), tmp_path / "good")
+            assert state.applied == 6
+        else:
+            with pytest.raises(Diverged, match="step 4 is not finite"):
+                fit.run(World(), tmp_path / "bad")

@@ -83,6 +83,7 @@ class Faulty(Task):
         self._fault, self._rank, self._step, self._place = fault, rank, step, place
         self._seconds, self._once = seconds, once
         self._begun = False
+        self._evaluated = 0
 
     def build(self) -> nn.Module:
         layers: list[nn.Module] = []
@@ -118,7 +119,9 @@ class Faulty(Task):
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         features, labels = batch
-        if self._place == "evaluate" and int(os.environ.get("RANK", "0")) == self._rank:
+        self._evaluated += 1  # the first batch of all may take long
+        here = self._evaluated > 1 and int(os.environ.get("RANK", "0")) == self._rank
+        if self._place == "evaluate" and here:
             happen(self._fault, self._seconds, self._once)
         logits = model(features).float()
         return {
