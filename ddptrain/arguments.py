@@ -1,13 +1,13 @@
 """A command line's words: the verb, Hydra's overrides, and its options."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
 
-VERBS = ("train", "evaluate", "predict", "export", "write")
+VERBS = ("train", "evaluate", "predict", "export", "write", "checkpoint", "launch", "prove")
 GROUPS = ("recipe", "model", "data", "optim", "sched", "strategy")
 _SWITCHES = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
@@ -21,6 +21,8 @@ _TAKE_A_VALUE = (
     *("--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p"),
     "--experimental-rerun",
 )
+_LAUNCH_KNOWS = ("help", "module", "no_python", "run_path", "training_script", "print_completion")
+"""torchrun's options that are not for ``launch``: it always starts ddptrain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class Arguments:
     """Hydra's, those with a value as ``--option=value``."""
     config_dirs: tuple[Path, ...]
     """The folders of --config-dir."""
+    torchrun: tuple[str, ...] = ()
+    """torchrun's own options, for ``launch``."""
 
     @property
     def sweeps(self) -> bool:
@@ -54,16 +58,23 @@ def parse(words: Sequence[str]) -> Arguments:
         if verb not in VERBS:
             hint = did_you_mean(verb, VERBS)
             raise UserError(f"{verb}: there is no such verb; there are {', '.join(VERBS)}.{hint}")
-    overrides, options, config_dirs = [], [], []
+    overrides, options, config_dirs, torchrun = [], [], [], []
+    asks_help = bool({"-h", "--help"} & set(rest))
+    of_torchrun = _torchrun_options() if verb == "launch" and not asks_help else {}
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if not word.startswith("-"):
             overrides.append(word)
-        elif name in _TAKE_A_VALUE:
+        elif of_torchrun.get(name) is False:
+            torchrun.append(word)
+        elif name in (*_TAKE_A_VALUE, *of_torchrun):
             if not equals and not rest:
                 raise UserError(f"{word}: needs a value: {word}=...")
             value = value if equals else rest.pop(0)
+            if name in of_torchrun:
+                torchrun.append(f"{name}={value}")
+                continue
             options.append(f"{name}={value}")
             config_dirs += [Path(value)] if name in _CONFIG_DIR else []
         elif name in _INFO and not equals and rest and rest[0] in _INFO_OF:
@@ -71,6 +82,38 @@ def parse(words: Sequence[str]) -> Arguments:
         elif name in (*_SWITCHES, *_INFO):
             options.append(word)
         else:
-            hint = did_you_mean(name, (*_SWITCHES, *_INFO, *_TAKE_A_VALUE))
+            hint = did_you_mean(name, (*_SWITCHES, *_INFO, *_TAKE_A_VALUE, *of_torchrun))
             raise UserError(f"{word}: there is no such option.{hint}")
-    return Arguments(verb, tuple(overrides), tuple(options), tuple(config_dirs))
+    return Arguments(verb, tuple(overrides), tuple(options), tuple(config_dirs), tuple(torchrun))
+
+
+def action_of(arguments: Arguments, actions: Sequence[str], example: str) -> tuple[str, list[str]]:
+    """The word after the verb, which says what to do, and the others.
+
+    Raises UserError where it is none of ``actions``; ``example`` shows how one goes on.
+    """
+    action, *words = arguments.overrides or ("",)
+    if action not in actions:
+        asked, hint = f"{arguments.verb} {action}".strip(), did_you_mean(action, actions)
+        raise UserError(f"{asked}: say what to do: {arguments.verb} {'|'.join(actions)} {example}.{hint}")
+    return action, words
+
+
+def divided(words: Sequence[str], is_own: Callable[[str], bool]) -> tuple[dict[str, str], list[str]]:
+    """The verb's own key=value words, and the overrides among them."""
+    own, overrides = {}, []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and is_own(name):
+            own[name] = value
+        else:
+            overrides.append(word)
+    return own, overrides
+
+
+def _torchrun_options() -> dict[str, bool]:
+    """The options of torchrun that ``launch`` takes, and whether each has a value."""
+    from torch.distributed.run import get_args_parser  # it alone knows them, and takes seconds to import
+
+    actions = [action for action in get_args_parser()._actions if action.dest not in _LAUNCH_KNOWS]
+    return {name: action.nargs != 0 for action in actions for name in action.option_strings}

@@ -12,23 +12,37 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from ddptrain.arguments import GROUPS, Arguments, parse
+from ddptrain.arguments import GROUPS, Arguments, action_of, divided, parse
 from ddptrain.build import open_package
+from ddptrain.commands import usage
 from ddptrain.compose import ENTRY_POINTS, Tree, recipes, run_composed, saved_tree
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
 from ddptrain.config.suggest import did_you_mean
-from ddptrain.errors import Diverged, ExitCode, UserError
+from ddptrain.distributed.lifeline import end_with_agent
+from ddptrain.errors import (
+    KNOWN_ENDS,
+    Diverged,
+    ExitCode,
+    KnownEnd,
+    OutOfStep,
+    RankLost,
+    Stopped,
+    UserError,
+)
 
 _WAIT_FOR_FIRST_RANK_S = 30.0
 """Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""
 _OF_A_RUN = ("run", "checkpoint")
+_CHECKPOINT_ACTIONS = ("verify", "show", "convert")
+_PROOFS = ("resume", "world", "eval")
 _LIBRARIES = frozenset({"ddptrain", "torch", "torchvision", *sys.stdlib_module_names})
 """Never a user's own code, also where the current folder is a checkout of one of them."""
 
 
 def main(words: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
+    end_with_agent()
     try:
         arguments = parse(words)
         _open_user_code(arguments)
@@ -38,6 +52,9 @@ def main(words: Sequence[str]) -> int:
             "predict": _predict,
             "export": _export,
             "write": _write,
+            "checkpoint": _checkpoint,
+            "launch": _launch,
+            "prove": _prove,
         }
         return verbs[arguments.verb](arguments)
     except UserError as error:
@@ -46,16 +63,21 @@ def main(words: Sequence[str]) -> int:
     except Diverged as error:
         _print_once(error, everywhere=True)
         return ExitCode.DIVERGED
+    except OutOfStep as error:
+        _print_once(error, everywhere=True)
+        return ExitCode.CRASH
+    except RankLost as error:
+        if str(error):
+            print(f"ddptrain: {error}", file=sys.stderr, flush=True)
+        return error.code
+    except Stopped:  # the log has said so
+        return ExitCode.STOPPED
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
 
 
 def _train(arguments: Arguments) -> int:
-    if not arguments.options and not any(word.startswith("recipe=") for word in arguments.overrides):
-        for key in (word.partition("=")[0] for word in arguments.overrides):
-            if "." not in key and key not in GROUPS and (hint := did_you_mean(key, GROUPS)):
-                raise UserError(f"{key}: there is no such key.{hint}")
-        raise UserError(_welcome(arguments))
+    _expect_a_recipe(arguments)
     if arguments.sweeps and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
             "--multirun: a sweep starts its own ranks, so it can't run inside torchrun."
@@ -65,9 +87,7 @@ def _train(arguments: Arguments) -> int:
         raise UserError("run.dir: the jobs of a sweep need folders of their own; leave run.dir out.")
 
     def job(tree: Tree, overrides: list[str]) -> None:
-        if tree.get("recipe") in (None, "???"):
-            raise UserError(_welcome(arguments))
-        config = checked(tree)
+        config = _complete(tree, arguments)
         from ddptrain.commands import train
 
         folders = [f"--config-dir={folder}" for folder in arguments.config_dirs]
@@ -78,7 +98,7 @@ def _train(arguments: Arguments) -> int:
 
 
 def _evaluate(arguments: Arguments) -> int:
-    own, overrides = _divided(arguments.overrides, lambda name: name in _OF_A_RUN)
+    own, overrides = divided(arguments.overrides, lambda name: name in _OF_A_RUN)
     config, folder = _saved_config(arguments, own, overrides)
     from ddptrain.commands import evaluate
 
@@ -104,7 +124,7 @@ def _export(arguments: Arguments) -> int:
 
 def _write(arguments: Arguments) -> int:
     """What is no key of a config is for the data: a layout."""
-    own, overrides = _divided(arguments.overrides, _is_no_key)
+    own, overrides = divided(arguments.overrides, _is_no_key)
     if arguments.sweeps:
         raise UserError("write: writes one set of data; leave --multirun out.")
     if not own.get("out"):
@@ -123,9 +143,81 @@ def _write(arguments: Arguments) -> int:
     return ExitCode.DONE
 
 
+def _checkpoint(arguments: Arguments) -> int:
+    action, words = action_of(arguments, _CHECKPOINT_ACTIONS, "run=runs/<recipe>/<time>-<id>")
+    own, rest = divided(words, str.isidentifier)
+    if rest:
+        raise UserError(f"{rest[0]}: checkpoint {action} takes words of the form name=value only.")
+    folder = _run_folder(f"checkpoint {action}", own)
+    recipe = saved_tree(folder / "config.yaml", arguments, []).get("recipe")
+    own.pop("run")
+    from ddptrain.commands import checkpoint
+
+    _recorded(lambda: checkpoint.run(action, checkpoint.Run(folder, str(recipe)), own))
+    return ExitCode.DONE
+
+
+def _launch(arguments: Arguments) -> int:
+    if {"-h", "--help"} & set(arguments.options):
+        print(usage.LAUNCH)
+        return ExitCode.DONE
+    os.environ.pop("RANK", None)  # some schedulers' number of this node; each node's launch speaks for itself
+    _expect_a_recipe(arguments)
+    if arguments.sweeps:
+        raise UserError("launch: starts one job; a sweep starts its own: python -m ddptrain --multirun ...")
+    configs: list[Config] = []
+    run_composed(arguments, lambda tree, _: configs.append(_complete(tree, arguments)))
+    if not configs:  # an option like --cfg has been answered
+        return ExitCode.DONE
+    from ddptrain.commands import launch
+
+    return launch.run(configs[0], arguments.torchrun, [*arguments.options, *arguments.overrides])
+
+
+def _prove(arguments: Arguments) -> int:
+    """What is no key of a config is for the proof: how many ranks."""
+    proof, words = action_of(arguments, _PROOFS, "recipe=<name>")
+    if arguments.sweeps or "RANK" in os.environ:
+        raise UserError(
+            "prove: starts the trainings of one recipe, and their ranks, itself. Start it without --multirun"
+            f" and torchrun: python -m ddptrain prove {proof} ..."
+        )
+    from ddptrain.commands.trial import short
+
+    keys = {field.name for field in dataclasses.fields(Config)}
+    own, overrides = divided(words, lambda name: name.isidentifier() and name not in keys)
+    asked = dataclasses.replace(arguments, overrides=tuple(overrides))
+    _expect_a_recipe(asked)
+    given = dataclasses.replace(asked, overrides=(*overrides, *short(overrides)))
+    codes = []
+
+    def job(tree: Tree, _: list[str]) -> None:
+        config = _complete(tree, asked)
+        from ddptrain.commands import prove
+
+        codes.append(prove.run(config, proof, own, [*given.options, *given.overrides]))
+
+    run_composed(given, job)
+    return codes[0] if codes else ExitCode.DONE
+
+
+def _expect_a_recipe(arguments: Arguments) -> None:
+    if not arguments.options and not any(word.startswith("recipe=") for word in arguments.overrides):
+        for key in (word.partition("=")[0] for word in arguments.overrides):
+            if "." not in key and key not in GROUPS and (hint := did_you_mean(key, GROUPS)):
+                raise UserError(f"{key}: there is no such key.{hint}")
+        raise UserError(_welcome(arguments))
+
+
+def _complete(tree: Tree, arguments: Arguments) -> Config:
+    if tree.get("recipe") in (None, "???"):
+        raise UserError(_welcome(arguments))
+    return checked(tree)
+
+
 def _asked_of_a_run(arguments: Arguments) -> tuple[Config, Path, str, dict[str, str]]:
     """The config of a run, its folder, the checkpoint, and the words for its task: a prompt, a picture."""
-    own, overrides = _divided(arguments.overrides, _is_no_key)
+    own, overrides = divided(arguments.overrides, _is_no_key)
     config, folder = _saved_config(arguments, own, overrides)
     checkpoint = own.pop("checkpoint", "") or "last"
     own.pop("run")
@@ -138,23 +230,16 @@ def _is_no_key(name: str) -> bool:
     return name.isidentifier() and name not in of_config
 
 
-def _divided(words: Sequence[str], is_own: Callable[[str], bool]) -> tuple[dict[str, str], list[str]]:
-    """The verb's own key=value words, and the overrides among them."""
-    own, overrides = {}, []
-    for word in words:
-        name, equals, value = word.partition("=")
-        if equals and is_own(name):
-            own[name] = value
-        else:
-            overrides.append(word)
-    return own, overrides
-
-
 def _saved_config(
     arguments: Arguments, own: Mapping[str, str], overrides: Sequence[str]
 ) -> tuple[Config, Path]:
     """The config of the run that ``run=`` names, with the overrides, and its folder."""
-    verb = arguments.verb
+    folder = _run_folder(arguments.verb, own)
+    return checked(saved_tree(folder / "config.yaml", arguments, overrides)), folder
+
+
+def _run_folder(verb: str, own: Mapping[str, str]) -> Path:
+    """The folder that ``run=`` names."""
     if not own.get("run"):
         raise UserError(f"{verb}: name the run's folder: {verb} run=runs/<recipe>/<time>-<id>")
     folder = Path(own["run"])
@@ -162,19 +247,19 @@ def _saved_config(
         inside = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
         hint = f" Did you mean run={folder / inside[-1]}?" if inside else ""
         raise UserError(f"run={folder}: is no run's folder; it holds no config.yaml.{hint}")
-    return checked(saved_tree(folder / "config.yaml", arguments, overrides)), folder
+    return folder
 
 
 def _recorded(work: Callable[[], None]) -> None:
     """Let torchrun record a crash, so that it shows its traceback. What has a message of its own is none."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    expected: list[UserError | Diverged] = []
+    expected: list[KnownEnd] = []
 
     def caught() -> None:
         try:
             work()
-        except (UserError, Diverged) as error:
+        except KNOWN_ENDS as error:
             expected.append(error)
 
     record(caught)()

@@ -40,8 +40,8 @@ def check_replicas(world: World, model: nn.Module, step: int) -> None:
         who = f"ranks {', '.join(map(str, odd))} have other weights than the rest"
     raise OutOfStep(
         f"after step {step} {who}, first in {names[first]}: a device or memory is faulty, or a rank's code"
-        " did something else. Start the same command again: the run goes on from its last checkpoint. If it comes"
-        " again, leave that device out."
+        " did something else. Start the same command again: the run goes on from its last checkpoint. If it"
+        " comes again, leave that device out."
     )
 
 

@@ -1,0 +1,96 @@
+"""The verb ``launch``: what it refuses, which failures it restarts, and the exit codes it gives."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from jobs import FAULTY, WITH_WORKERS, Start, launch, torchrun
+from shell import ddptrain, refusal
+
+from ddptrain.distributed.agent import Cause
+
+TWO = ["--nproc-per-node=2"]
+TYPED = "recipe=cnn_cifar10 data=shapes device=cpu"
+
+
+def own_lines(said: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith("ddptrain launch: ")]
+
+
+def test_help_names_options_and_exit_codes_at_once(tmp_path: Path) -> None:
+    ended = ddptrain(tmp_path, "launch --help")
+    assert ended.code == 0
+    for word in ("--nproc-per-node", "--max-restarts", "--rdzv-id", "75", "76"):
+        assert word in ended.out
+    assert ended.seconds < 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (f"launch --nproc-per-nod=2 {TYPED}", "no such option. Did you mean --nproc-per-node?"),
+        (f"launch --max_restarts many {TYPED}", "--max-restarts: invalid int value: 'many'"),
+        (f"launch --nnodes=2 --max-restarts=1 {TYPED}", "--rdzv-backend=c10d"),
+        (f"launch --nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=here:1 {TYPED}", "--rdzv-id: give the"),
+        (f"launch --nproc-per-node=2 {TYPED} +model.wdith=2", "Did you mean model.width?"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_before_a_rank_starts(tmp_path: Path, arguments: str, said: str) -> None:
+    assert said in refusal(tmp_path, arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_rank_is_restarted_in_the_same_folder(tmp_path: Path) -> None:
+    """Its folder has the default name, which comes from the id that launch gives the job."""
+    fault = ["task.fault=kill", "task.rank=1", "task.step=9", "run.dir=null"]
+    code, said = launch(tmp_path, [*TWO, "--max-restarts=2"], [*FAULTY, *fault]).wait()
+    assert code == 0, said
+    [run] = (tmp_path / "runs/faulty").iterdir()
+    assert json.loads((run / "summary.json").read_text())["outcome"] == "done"
+    assert "resumed    " in said
+    first, restarted = own_lines(said)
+    assert first.startswith("ddptrain launch: 2 ranks, ")
+    assert "rank 1 on " in restarted
+    assert restarted.endswith(" was killed by SIGKILL: restart 1 of 2")
+
+
+def test_a_users_mistake_costs_no_restart_and_its_message_is_the_last(tmp_path: Path) -> None:
+    fault = ["task.fault=user_error", "task.rank=1", "task.step=9", "task.once=false"]
+    code, said = launch(tmp_path, [*TWO, "--max-restarts=2"], [*FAULTY, *fault]).wait()
+    assert code == 2
+    assert said.splitlines()[-1] == "ddptrain: data/7.png: is no picture."
+    assert len(own_lines(said)) == 1
+
+
+def test_a_signal_stops_the_ranks_with_a_checkpoint(tmp_path: Path) -> None:
+    job = launch(tmp_path, [*TWO, "--max-restarts=2"], [*FAULTY, "train.steps=100000", "data.pace=0.01"])
+    job.wait_for("step 10/")
+    job.launcher.send_signal(signal.SIGUSR1)
+    code, said = job.wait()
+    assert code == 75, said
+    assert not job.left_after(2.0)
+    assert own_lines(said)[-1].endswith(" stopped on request; 0 of 2 restarts used; exit code 75")
+    saved = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "r/checkpoints").glob("step-*"))
+    assert f"stopped at step {saved} and saved" in said
+
+
+@pytest.mark.parametrize(("launcher", "moment"), [(torchrun, "step 3/"), (launch, "step 3/"), (launch, "")])
+def test_nothing_outlives_a_killed_agent(tmp_path: Path, launcher: Start, moment: str) -> None:
+    """No rank, no loader worker, no forkserver."""
+    job = launcher(tmp_path, TWO, WITH_WORKERS)
+    job.wait_for(moment)
+    time.sleep(random.random() * (1 if moment else 6))
+    os.kill(job.launcher.pid, signal.SIGKILL)
+    job.launcher.wait()
+    assert not job.left_after(2.0)
+
+
+def test_a_signal_is_told_as_shells_count_it() -> None:
+    assert Cause(1, -signal.SIGKILL).exit_code == 137
+    assert Cause(1, -signal.SIGTERM).exit_code == 143
+    assert Cause(1, 76).exit_code == 76
+    assert "rank 1 on " in str(Cause(1, -signal.SIGKILL))
