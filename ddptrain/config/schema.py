@@ -140,7 +140,7 @@ class Config:
     """``fast``: any number of ranks trains the same but for rounding. ``strict``: the same bits, slower."""
     hang_timeout: float | None = rule(300.0, above=0)
     """Seconds in which no rank makes progress before the job is ended and the rank named; null: never.
-    Start-up and the first step may take an hour."""
+    Start-up, saving and whatever is done for the first time may take an hour."""
     precision: str = rule("auto", choices=("auto", "fp32", "tf32", "bf16", "fp16"))
     compile: str = rule("off", choices=("off", "default", "reduce-overhead", "max-autotune"))
     channels_last: bool = False

@@ -53,6 +53,7 @@ class News:
         self._sent = threading.Event()
         self._wake = threading.Event()
         self._ended = False
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Join through the process group's store."""
@@ -60,11 +61,16 @@ class News:
             return
         # a connection of its own: the main thread's may be busy with waiting
         store = dist.distributed_c10d._get_default_store().clone()
-        threading.Thread(target=self._exchange, args=[store], name="news", daemon=True).start()
+        self._thread = threading.Thread(target=self._exchange, args=[store], name="news", daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
+        """Before the process ends: a thread that comes back from the store to an interpreter that shuts
+        down aborts the process. One whose store never answers does not come back."""
         self._ended = True
         self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2.0)
 
     def ask_to_stop(self, who: str) -> None:
         self._wish = who
