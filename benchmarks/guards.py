@@ -115,7 +115,7 @@ class _NoGuard(Guard):
 
 
 class _NoVigil(Vigil):
-    def mark(self, step: int, what: str, patience: float | None = None) -> None:
+    def mark(self, what: str, step: int | None = None, patience: float | None = None) -> None:
         return None
 
 

@@ -39,13 +39,12 @@ class Cause:
 
     def __str__(self) -> str:
         rank = f"rank {self.rank} on {socket.gethostname()}"
-        error = f" ({self.error})" if self.error else ""
         if self.code < 0:
             names = {known.value: known.name for known in signal.Signals}
-            return f"{rank} was killed by {names.get(-self.code, f'signal {-self.code}')}{error}"
+            return f"{rank} was killed by {names.get(-self.code, f'signal {-self.code}')}"
         if self.code == ExitCode.STOPPED:
             return f"{rank} stopped on request"
-        return f"{rank} ended with exit code {self.code}{error}"
+        return f"{rank} ended with exit code {self.code}{f' ({self.error})' if self.error else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ class _Agent(LocalElasticAgent):
         if not result.is_failed():
             return result
         first = first or {rank: failure.exitcode for rank, failure in result.failures.items()}
-        self.cause = _cause(first, result.failures)
+        self.cause = cause_of(first, result.failures)
         if self.cause.code in NOT_MENDED:
             self._remaining_restarts = 0  # as torchrun itself does where no restart can help
         elif self._remaining_restarts:
@@ -134,37 +133,29 @@ def say(line: str) -> None:
     print(f"ddptrain launch: {line}", file=sys.stderr, flush=True)
 
 
-def _cause(codes: Mapping[int, int], failures: Mapping[int, ProcessFailure]) -> Cause:
-    """The most telling of several ranks' ends: who loses a peer crashes too, at nearly the same time."""
-
-    def told(rank: int) -> tuple[int, float, int]:
-        code = codes[rank]
-        if code in (*NOT_MENDED, ExitCode.HUNG):
-            weight = 0
-        elif code in (-signal.SIGTERM, -signal.SIGABRT):
-            weight = 3  # sent by torchrun; by gloo when a peer is gone
-        else:
-            weight = 1 if code < 0 else 2
-        return weight, _written_at(failures.get(rank)), rank
-
-    rank = min(codes, key=told)
-    failure = failures.get(rank)
-    message = failure.message if failure else ""
-    error = message.get("message", "") if isinstance(message, dict) else ""
-    return Cause(rank, codes[rank], error.strip().splitlines()[0] if error.strip() else "")
+def cause_of(codes: Mapping[int, int], failures: Mapping[int, ProcessFailure]) -> Cause:
+    """The most telling of several ranks' ends: who loses a peer fails too, and may be gone before it."""
+    rank = min(codes, key=lambda rank: (_weight(codes[rank]), rank))
+    crashed = [rank for rank, failure in failures.items() if isinstance(failure.message, dict)]
+    if _weight(codes[rank]) < _weight(ExitCode.CRASH) or not crashed:
+        return Cause(rank, codes[rank])
+    # a rank that wrote an exception down has crashed, whatever signal it then died of
+    rank = min(crashed, key=lambda rank: os.stat(failures[rank].error_file).st_mtime)
+    message: Any = failures[rank].message
+    return Cause(rank, ExitCode.CRASH, message.get("message", "").strip().partition("\n")[0])
 
 
-def _written_at(failure: ProcessFailure | None) -> float:
-    """When a rank wrote down its exception; torchrun's own times are whole seconds."""
-    try:
-        return os.stat(failure.error_file).st_mtime if failure else float("inf")
-    except OSError:
-        return float("inf")
+def _weight(code: int) -> int:
+    if code in (*NOT_MENDED, ExitCode.HUNG):
+        return 0
+    if code in (-signal.SIGTERM, -signal.SIGABRT):
+        return 3  # sent by torchrun; by gloo when a peer is gone
+    return 1 if code < 0 else 2
 
 
 def _ended(agent: _Agent, cause: Cause | None) -> Ended:
     failed = {rank: code for rank, code in agent.codes().items() if code}
-    cause = cause or (_cause(failed, {}) if failed else None)
+    cause = cause or (cause_of(failed, {}) if failed else None)
     if cause is None:
         return Ended(ExitCode.DONE)
     return Ended(cause.exit_code, str(cause), agent.restarts)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from jobs import FAULTY, WITH_WORKERS, Start, launch, torchrun
 from shell import ddptrain, refusal
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ddptrain.distributed.agent import Cause
+from ddptrain.distributed.agent import Cause, cause_of
 
 TWO = ["--nproc-per-node=2"]
 TYPED = "recipe=cnn_cifar10 data=shapes device=cpu"
@@ -87,6 +88,22 @@ def test_nothing_outlives_a_killed_agent(tmp_path: Path, launcher: Start, moment
     os.kill(job.launcher.pid, signal.SIGKILL)
     job.launcher.wait()
     assert not job.left_after(2.0)
+
+
+def test_the_rank_that_crashed_is_named_though_its_peers_were_gone_first(tmp_path: Path) -> None:
+    for rank, age in ((1, 5.0), (2, 0.0)):
+        path = tmp_path / f"{rank}.json"
+        trace = {"message": f"ValueError: of rank {rank}\nmore", "extraInfo": {"timestamp": "1"}}
+        path.write_text(json.dumps({"message": trace}))
+        os.utime(path, (1e9 - age, 1e9 - age))
+    failures = {
+        rank: ProcessFailure(rank, 1000 + rank, code, str(tmp_path / f"{rank}.json"))
+        for rank, code in ((0, 1), (1, -signal.SIGABRT), (2, 1))
+    }
+    assert cause_of({0: 1}, failures) == Cause(1, 1, "ValueError: of rank 1")
+    assert cause_of({0: 1, 2: -signal.SIGKILL}, failures) == Cause(2, -signal.SIGKILL)
+    assert cause_of({0: 1, 2: 76}, failures) == Cause(2, 76)
+    assert cause_of({0: -signal.SIGABRT, 1: 1}, {}) == Cause(1, 1)
 
 
 def test_a_signal_is_told_as_shells_count_it() -> None:
