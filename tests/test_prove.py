@@ -58,7 +58,11 @@ def test_a_resume_that_is_the_same_run(folder: Path) -> None:
     ("task", "reason"),
     [
         ("Counting", "two undisturbed runs are equal: something that the training goes on from is in no"),
-        ("Noisy", "two undisturbed runs differ too: something is random that does not follow from the seed"),
+        pytest.param(
+            "Noisy",
+            "two undisturbed runs differ too: something is random that does not follow from the seed",
+            marks=pytest.mark.faults,
+        ),
     ],
 )
 def test_a_resume_that_is_another_run(folder: Path, task: str, reason: str) -> None:
@@ -80,6 +84,7 @@ def test_ranks_that_train_the_same(folder: Path) -> None:
     assert verdict(ended).startswith("prove world: HOLDS: 1 to 2 ranks train the same, to rounding")
 
 
+@pytest.mark.faults
 def test_ranks_that_train_the_same_bits(folder: Path) -> None:
     ended = prove(folder, "world", "ranks=2", "elastic=strict", "train.steps=9", "out=here")
     assert ended.code == 0, ended.out + ended.err
@@ -87,6 +92,7 @@ def test_ranks_that_train_the_same_bits(folder: Path) -> None:
     assert (folder / "here/strict-2/checkpoints/step-9").is_dir()
 
 
+@pytest.mark.faults
 def test_layers_that_see_one_ranks_part_are_named(folder: Path) -> None:
     ended = prove(folder, "world", "ranks=2", "train.steps=9", "task._target_=unkept.Normed")
     assert ended.code == 0, ended.out + ended.err
@@ -96,7 +102,10 @@ def test_layers_that_see_one_ranks_part_are_named(folder: Path) -> None:
     assert said.endswith("with elastic=strict all bits are equal.")
 
 
-@pytest.mark.parametrize("broken", ["data._target_=unkept.Shifted", "task._target_=unkept.Mean"])
+@pytest.mark.parametrize(
+    "broken",
+    [pytest.param("data._target_=unkept.Shifted", marks=pytest.mark.faults), "task._target_=unkept.Mean"],
+)
 def test_ranks_that_train_something_else(folder: Path, broken: str) -> None:
     ended = prove(folder, "world", "ranks=2", broken)
     assert ended.code == 1, ended.out + ended.err
@@ -104,6 +113,7 @@ def test_ranks_that_train_something_else(folder: Path, broken: str) -> None:
     assert verdict(ended) == f"prove world: BROKEN: {found}"
 
 
+@pytest.mark.faults
 def test_metrics_that_do_not_depend_on_the_ranks(folder: Path) -> None:
     ended = prove(folder, "eval", "ranks=2")
     assert ended.code == 0, ended.out + ended.err
@@ -114,7 +124,10 @@ def test_metrics_that_do_not_depend_on_the_ranks(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("task", "reason"),
-    [("Averages", "in batches of 99 error is "), ("OwnShare", "on 2 ranks error is ")],
+    [
+        ("Averages", "in batches of 99 error is "),
+        pytest.param("OwnShare", "on 2 ranks error is ", marks=pytest.mark.faults),
+    ],
 )
 def test_metrics_that_depend_on_how_they_are_computed(folder: Path, task: str, reason: str) -> None:
     ended = prove(folder, "eval", "ranks=2", f"task._target_=unkept.{task}", "train.eval_batch_size=100")
