@@ -93,8 +93,8 @@ def _part(error: BaseException, world: World, vigil: Vigil) -> None:
             abandon_group()
             if failure is not None:
                 raise RankLost("", failure.code) from None
-            text = " ".join(str(error).split())[:200]
-            raise RankLost(f"rank {world.rank}: another rank is gone ({text}).", ExitCode.CRASH) from None
+            said = f"rank {world.rank}: another rank is gone: its connection was closed."
+            raise RankLost(said, ExitCode.CRASH) from None
         vigil.failed(ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.CRASH)
         abandon_group()
         time.sleep(1.0)  # the others read the news before this rank, which may keep the store, is gone

@@ -56,7 +56,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
         log.info("device     %s (%s)", world.device, reason)
         try:
             engine, state, steps = _assembled(config, task, data, world, folder)
-            if state.step >= steps and _is_summarised(folder, steps):
+            if state.step > steps or (state.step == steps and _is_summarised(folder, steps)):
                 log.info("this run is finished; raise train.epochs or train.steps to go on")
                 return
             on_first_rank(world, lambda: describe_run(folder, config, world, arguments))

@@ -96,11 +96,15 @@ def divergence(step: int, left_out: int, ranks: Sequence[Evidence]) -> Diverged:
     """The error that ends the run, from all ranks' evidence."""
     found = [f"rank {rank}: {evidence.began}" for rank, evidence in enumerate(ranks) if evidence.began]
     where = "; ".join(found) or "nowhere when the step is repeated, so in the sum over ranks or in the device"
-    often = f" and {left_out - 1} before it were left out for the same" if left_out > 1 else ""
+    mends = "A lower optim.lr, a longer sched.warmup or train.clip_norm=1 usually mends it"
+    if left_out > 1:
+        often = f" and {left_out - 1} before it were left out for the same"
+        advice = f"{mends}. More in a row than train.nonfinite_limit end the run."
+    else:
+        often, advice = "", f"{mends}; train.nonfinite=skip leaves such steps out."
     return Diverged(
-        f"step {step + 1} is not finite{often}. First in {where}: the training has diverged. A lower"
-        " optim.lr, a longer sched.warmup or train.clip_norm=1 usually mends it; train.nonfinite=skip leaves"
-        " such steps out. Checkpoints of earlier steps are kept.",
+        f"step {step + 1} is not finite{often}. First in {where}: the training has diverged. {advice}"
+        " Checkpoints of earlier steps are kept.",
         {
             "step": step + 1,
             "ranks": [
