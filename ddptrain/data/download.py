@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddptrain.data.durable import flush_folder
 from ddptrain.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def download(url: str, sha256: str, target: Path, limits: Limits) -> None:
                     f" {sha256}. Start again, or put {target.name} into {target.parent}/ yourself."
                 )
             part.rename(target)
-            _flush_folder(target.parent)
+            flush_folder(target.parent)
         finally:
             part.unlink(missing_ok=True)
 
@@ -134,11 +135,3 @@ def _blocks(url: str, limits: Limits) -> Iterator[bytes]:
             return
         got += len(block)
         yield block
-
-
-def _flush_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

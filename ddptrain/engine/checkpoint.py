@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ddptrain.data.durable import flush_folder
 from ddptrain.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -139,11 +140,11 @@ class Checkpointer:
             shutil.rmtree(aside, ignore_errors=True)
             if not self._folder.is_dir():
                 self._folder.mkdir(parents=True)
-                _flush_folder(self._folder.parent)
+                flush_folder(self._folder.parent)
             aside.mkdir()
             _flushed(aside / STATE, payload)
             _flushed(aside / MANIFEST, manifest)
-            _flush_folder(aside)
+            flush_folder(aside)
             _replace(aside, path)
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
@@ -271,14 +272,6 @@ def _flushed(path: Path, payload: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _flush_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _replace(aside: Path, path: Path) -> None:
     """Rename a folder over another one. Folders can't be swapped in one step, so the old one is
     renamed first; whoever looks in between finds neither, and `newest` the step before."""
@@ -292,7 +285,7 @@ def _replace(aside: Path, path: Path) -> None:
         if replaces:
             old.rename(path)
         raise
-    _flush_folder(path.parent)
+    flush_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -128,11 +128,16 @@ def plan_run(config: Config, train_size: int, data: str = "") -> Plan:
         clip_norm=train.clip_norm,
         seed=config.seed,
         data=data,
-        shards=config.strategy.shards if config.elastic == "strict" else None,
+        shards=shards_of(config),
         skips_nonfinite=train.nonfinite == "skip",
         nonfinite_limit=train.nonfinite_limit,
         verify_every=config.strategy.verify_every,
     )
+
+
+def shards_of(config: Config) -> int | None:
+    """The fixed parts of a global batch under elastic=strict; None: one a rank."""
+    return config.strategy.shards if config.elastic == "strict" else None
 
 
 def steps_of(epochs: float, train_size: int, batch_size: int) -> int:

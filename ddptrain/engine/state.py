@@ -15,6 +15,7 @@ from ddptrain.distributed.world import World
 from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
 from ddptrain.engine.meter import Meter
 from ddptrain.engine.optim import build_optimizer, build_schedule, wind_forward
+from ddptrain.engine.plan import shards_of
 from ddptrain.engine.precision import Precision
 from ddptrain.errors import UserError
 
@@ -129,12 +130,8 @@ def make_state(
         scheduler=build_schedule(config.sched, optimizer, steps),
         scaler=precision.scaler,
         average=average,
-        meter=Meter(world, _shards(config), finite_only=config.train.nonfinite == "skip"),
+        meter=Meter(world, shards_of(config), finite_only=config.train.nonfinite == "skip"),
     )
-
-
-def _shards(config: Config) -> int | None:
-    return config.strategy.shards if config.elastic == "strict" else None
 
 
 def fit_model(model: nn.Module, weights: Mapping[str, Any], where: str) -> None:
