@@ -19,7 +19,8 @@ import pytest
 from shell import ddptrain
 
 from ddptrain.errors import UserError
-from ddptrain.observe.rundir import discard_unused, lock_run, open_run
+from ddptrain.observe.lock import lock_folder
+from ddptrain.observe.rundir import discard_unused, open_run
 
 FORK = multiprocessing.get_context("fork")
 Start = Callable[..., tuple[int, Connection]]
@@ -28,7 +29,7 @@ Start = Callable[..., tuple[int, Connection]]
 def writer(folder: Path, answers: Connection, then: Callable[[], object]) -> None:
     """Takes the lock, or tells why not, and lives on until it is killed."""
     try:
-        lock_run(folder)
+        lock_folder(folder)
         then()
         answers.send("")
     except UserError as error:
@@ -109,7 +110,7 @@ def test_a_child_that_outlives_the_writer_does_not_hold_the_lock(
 
 
 def test_one_process_may_go_on_in_a_folder_of_its_own(tmp_path: Path, start: Start) -> None:
-    _, answer = start(tmp_path, lambda: lock_run(tmp_path))
+    _, answer = start(tmp_path, lambda: lock_folder(tmp_path))
     assert answer.poll(2)
     assert answer.recv() == ""
 
@@ -151,7 +152,7 @@ def test_a_file_system_without_locks_is_only_warned_of(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    lock_run(tmp_path)
+    lock_folder(tmp_path)
     [warning] = said
     assert str(tmp_path) in warning
     assert "No locks available" in warning

@@ -1,14 +1,10 @@
 """The run's folder: named once, by rank 0, held by one process, and what describes the run in it."""
 
-import errno
-import fcntl
 import hashlib
 import json
-import logging
 import os
 import platform
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -26,17 +22,9 @@ import yaml
 from ddptrain import __version__
 from ddptrain.config.schema import Config
 from ddptrain.distributed.world import World
-from ddptrain.errors import UserError
-
-log = logging.getLogger(__name__)
+from ddptrain.observe.lock import LOCK, unwritable
 
 _LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy")
-_LOCK = ".lock"
-_PATIENCE_S = 5.0
-"""How long a lock is tried for: rank 0 of a job that is restarted may still be dying."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-_held: list[int] = []
-"""Open files whose locks this process holds; the system lets go of them when it ends, however it ends."""
 
 
 def name_run(config: Config) -> Path:
@@ -61,70 +49,13 @@ def open_run(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "log.txt").touch()
     except OSError as error:
-        raise _unwritable(folder, error) from error
-
-
-def lock_run(folder: Path) -> None:
-    """Make this process the only one that writes to the run, for as long as it lives: two would overwrite
-    each other's checkpoints. Called on rank 0 only; readers need no lock.
-
-    Raises UserError where another process holds it, or the folder can't be written.
-    """
-    until = time.monotonic() + _PATIENCE_S
-    try:
-        while not _lock(folder / _LOCK):
-            if time.monotonic() > until:
-                raise _in_use(folder, (folder / _LOCK).read_text(errors="replace"))
-            time.sleep(0.1)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise _unwritable(folder, error) from error
-        why = error.strerror
-        log.warning("%s: its file system has no locks (%s); start no second run in there", folder, why)
-
-
-def _lock(path: Path) -> bool:
-    """Take the lock, unless another process has it. It then says whose it is."""
-    file, taken = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
-    try:
-        if any(os.path.samestat(os.fstat(file), os.fstat(held)) for held in _held):
-            return True
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file), path.stat()):  # else the one before has renamed its folder
-            os.ftruncate(file, 0)
-            os.write(file, f"{socket.gethostname()} {os.getpid()}".encode())
-            _held.append(file)
-            taken = True
-    except BlockingIOError:
-        pass
-    finally:
-        if not taken:
-            os.close(file)
-    return taken
-
-
-def _in_use(folder: Path, holder: str) -> UserError:
-    host, _, process = holder.partition(" ")
-    who = f"process {process} on {host}" if process else "another process"
-    return UserError(
-        f"run.dir={folder}: {who} is training in it, and a run has one writer. Stop that one or wait for its"
-        " end, or name another folder: run.dir=..."
-    )
-
-
-def _forget_locks() -> None:
-    """A lock is held until the last copy of its file is closed: a forked child must not outlive it."""
-    while _held:
-        os.close(_held.pop())
-
-
-os.register_at_fork(after_in_child=_forget_locks)
+        raise unwritable(folder, error) from error
 
 
 def discard_unused(folder: Path) -> None:
     """Remove the folder of a run that was refused before it left anything but its log and its lock."""
     left = list(folder.iterdir())
-    if {path.name for path in left} <= {"log.txt", _LOCK}:
+    if {path.name for path in left} <= {"log.txt", LOCK}:
         for path in left:
             path.unlink()
         folder.rmdir()
@@ -138,14 +69,7 @@ def describe_run(folder: Path, config: Config, world: World, arguments: Sequence
         (folder / "command.txt").write_text(command_line(world, arguments) + "\n")
         (folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n")
     except OSError as error:
-        raise _unwritable(folder, error) from error
-
-
-def _unwritable(folder: Path, error: OSError) -> UserError:
-    return UserError(
-        f"run.dir={folder}: can't be written ({error.strerror}). Make it writable, or name another"
-        " folder: run.dir=..."
-    )
+        raise unwritable(folder, error) from error
 
 
 def command_line(world: World, arguments: Sequence[str]) -> str:
