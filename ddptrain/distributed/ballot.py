@@ -5,7 +5,7 @@ with one more parameter of two numbers, whose "gradient" is the rank's vote: it 
 others' in a bucket that travels anyway.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,12 @@ class WithBallot(nn.Module):
         # every possible vote, on the device once: a step picks a row and copies nothing
         rows = torch.tensor([[[stop, at] for at in range(self._cycle)] for stop in (0.0, 1.0)])
         self._rows = rows.to(self.votes)
+
+    def hidden(self) -> Self:
+        """To be called once whoever sums gradients knows the parameters: from here on ``parameters()`` are
+        the model's alone, so that a task which adds up a penalty over them leaves the votes out."""
+        self.__dict__["votes"] = self._parameters.pop("votes")
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)

@@ -113,6 +113,7 @@ class Ddp(Strategy):
             gradient_as_bucket_view=self._config.gradient_as_bucket_view,
             static_graph=self._config.static_graph,
         )
+        self.ballot(wrapped).hidden()
         if self._config.compression != "none":
             hook: Any = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
             wrapped.register_comm_hook(None, hook[self._config.compression])

@@ -47,7 +47,7 @@ class Strict(Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         wrapped = WithBallot(model, voters=self._shards)
         self._parameters = [p for p in wrapped.parameters() if p.requires_grad]
-        return wrapped
+        return wrapped.hidden()
 
     def ballot(self, wrapped: nn.Module) -> WithBallot:
         assert isinstance(wrapped, WithBallot)

@@ -32,6 +32,7 @@ def rehearse(
     votes, vote = ballot.vote(at.step, False, loss.sum)
     torch.autograd.backward([loss.sum, votes], [torch.ones_like(loss.sum), vote])
     state.wrapped.zero_grad(set_to_none=True)
+    ballot.take()
     with torch.no_grad():
         for buffer, value in zip(state.model.buffers(), kept, strict=True):
             buffer.copy_(value)

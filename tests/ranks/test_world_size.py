@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy import CountPositives, Fit, plain, weights
+from toy import Classify, CountPositives, Fit, Lasso, plain, weights
 
 from ddptrain.config.schema import Strategy
 from ddptrain.distributed.world import World
@@ -36,9 +36,11 @@ def plan(micro_batch: int | None = None) -> Plan:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=["float32", "float64"]
 )
-@pytest.mark.parametrize("task", [None, CountPositives], ids=["host-count", "device-count"])
+@pytest.mark.parametrize(
+    "task", [None, CountPositives, Lasso], ids=["host-count", "device-count", "penalty-on-all-parameters"]
+)
 def test_any_split_of_the_global_batch_gives_the_same_weights(
-    tmp_path: Path, dtype: torch.dtype, tolerance: float, task: type[CountPositives] | None
+    tmp_path: Path, dtype: torch.dtype, tolerance: float, task: type[Classify] | None
 ) -> None:
     def fit(micro_batch: int | None) -> Fit:
         made = Fit(plan(micro_batch), make_model=lambda: plain(dtype), dtype=dtype)

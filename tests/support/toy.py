@@ -104,6 +104,15 @@ class CountPositives(Classify):
         return Loss((each * positive).sum(), positive.sum())
 
 
+class Lasso(Classify):
+    """With a penalty over the parameters of the model that it is given: the wrapped one."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+        plain = super().loss(model, batch, at)
+        penalty = torch.stack([parameter.abs().sum() for parameter in model.parameters()]).sum()
+        return Loss(plain.sum + 0.01 * len(batch[1]) * penalty, plain.count)
+
+
 def plain(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, CLASSES)).to(dtype)
 
