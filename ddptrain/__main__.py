@@ -3,6 +3,12 @@
 import sys
 
 from ddptrain.cli import main
+from ddptrain.distributed.lifeline import leave
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+    except Exception:  # a bug: its traceback, as Python itself would print it
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    leave(code)

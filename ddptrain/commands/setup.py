@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ddptrain.build import build, check_node
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import (
     abandon_group,
+    address_of_peer,
     close_group,
     from_a_lost_rank,
     from_all_ranks,
@@ -75,8 +76,10 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
         try:
             yield world, reason, vigil
         except Stopped:
-            with suppress(RuntimeError):  # another rank's grace time may have ended first
+            try:
                 close_group()
+            except RuntimeError:  # another rank's grace time has ended first
+                abandon_group()
             raise
         except BaseException as error:
             _part(error, world, vigil)
@@ -92,8 +95,10 @@ def _part(error: BaseException, world: World, vigil: Vigil) -> None:
             failure = vigil.failure_elsewhere(wait=2.0)
             abandon_group()
             if failure is not None:
-                raise RankLost("", failure.code) from None
-            said = f"rank {world.rank}: another rank is gone: its connection was closed."
+                raise RankLost(failure.said, failure.code) from None
+            address = address_of_peer(error) if world.size > world.local_size else ""
+            where = f" at {address}" if address else ""
+            said = f"rank {world.rank}: another rank{where} is gone: its connection was closed."
             raise RankLost(said, ExitCode.CRASH) from None
         vigil.failed(ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.CRASH)
         abandon_group()

@@ -3,6 +3,7 @@
 A killed torchrun leaves its ranks training, and a killed rank leaves its loader's workers waiting.
 """
 
+import atexit
 import ctypes
 import multiprocessing
 import os
@@ -10,20 +11,22 @@ import signal
 import sys
 import threading
 from multiprocessing import forkserver, resource_tracker
+from typing import NoReturn
 
 AGENT = "DDPTRAIN_AGENT"
-"""Environment variable: the process id of the ``launch`` that starts this rank."""
+"""Environment variable: the process id of the ``launch`` that starts this rank, or of the sweep that starts
+this job."""
 _PR_SET_PDEATHSIG = 1
 _FOR_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals by which a job is stopped. They go to a rank's whole process group; the rank decides."""
 
 
 def end_with_agent() -> None:
-    """End this rank, if it is one, when the agent that started it ends.
+    """End this process, if it is a rank or a sweep's job, when the agent or the sweep that started it ends.
 
-    To be called early, while the agent still lives: of an agent that died before, only ``launch``'s is known.
+    To be called early, while that one still lives: of one that died before, plain torchrun's is not known.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ or AGENT in os.environ:
         end_with_parent(os.environ.pop(AGENT, None))  # not for what this rank starts
 
 
@@ -38,6 +41,21 @@ def end_with_parent(parent: str | None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected:  # it ended before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code; a rank without the interpreter's own shutdown.
+
+    A thread of gloo's may still hold the last collective's tensors. Where it lets go of them while the
+    interpreter shuts down, it asks for a lock that is gone, and aborts the process (torch 2.15, seen on busy
+    machines: SIGABRT, "terminate called without an active exception").
+    """
+    if "RANK" not in os.environ:
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def end_with_rank(_worker: int) -> None:
