@@ -1,21 +1,22 @@
 """The loop: from a batch to the optimizer's step, and what happens between steps."""
 
-import math
 import time
 from collections.abc import Iterator
 from itertools import chain, islice
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddptrain.distributed.comm import broadcast_buffers, from_all_ranks, from_first_rank
+from ddptrain.distributed.comm import broadcast_buffers, from_all_ranks, from_first_rank, on_first_rank
 from ddptrain.distributed.strategy import Strategy
 from ddptrain.distributed.vigil import LONG_S, Vigil
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.evaluate import Interrupted, evaluate, figures_of
 from ddptrain.engine.guard import Guard, Verdict
+from ddptrain.engine.judge import Judge, Standing, always
 from ddptrain.engine.mean import GlobalMean
 from ddptrain.engine.nonfinite import Undo, divergence, evidence_of, where_it_began
 from ddptrain.engine.opening import check_device, rehearse
@@ -64,18 +65,16 @@ class Engine:
         self._evaluated_at: int | None = None
         self._stopping = False
         self._last = Report({})
-        self._best: dict[str, float] = {}
 
-    def fit(self, state: TrainState, vigil: Vigil | None = None) -> Report:
+    def fit(self, state: TrainState, vigil: Vigil | None = None, judge: Judge = always) -> Report:
         """Train from ``state.step`` to the plan's end; returns the last evaluation.
 
-        vigil: what watches over this rank, and is asked whether to stop.
+        vigil: what watches over this rank, and is asked whether to stop. judge: asked on rank 0 after each
+        evaluation whether to go on.
         Raises Stopped where it was asked to, Diverged where the loss or a gradient left the finite numbers.
         """
         start, outcome = state.step, "failed"
-        self._vigil = vigil or self._vigil
-        if state.best is not None:
-            self._best = {self._task.best_metric: state.best, "step": state.best_step}
+        self._vigil, self._judge = vigil or self._vigil, judge
         self._guard = Guard(self._world, state.model, self._strategy.ballot(state.wrapped))
         self._undo = Undo(self._task, state.model)
         batches = self._opened(state)
@@ -114,10 +113,9 @@ class Engine:
             outcome = "diverged"
             raise
         finally:
-            speed = self._watch.total()
-            self._observers.end(
-                End(state.step, self._plan.steps, outcome, self._last.metrics, self._best, speed)
-            )
+            best, higher = state.best_as(self._task.best_metric), self._task.higher_is_better
+            metrics, speed = self._last.metrics, self._watch.total()
+            self._observers.end(End(state.step, self._plan.steps, outcome, metrics, best, higher, speed))
         return self._last
 
     def _step(self, state: TrainState, at: At, batches: Iterator[Batch]) -> None:
@@ -228,31 +226,32 @@ class Engine:
                 self._vigil,
             )
         except Interrupted:
-            if self._saved_at != state.step:
-                self._save(state)
-            raise Stopped(f"stopped in the evaluation at step {state.step}") from None
+            self._save_and_stop(state, "stopped in the evaluation")
         self._evaluated_at = state.step
         figures = dict(self._last.figures)
         if self._world.is_first:
             figures |= figures_of(self._task, model, self._precision)
-        metrics, name = self._last.metrics, self._task.best_metric
-        sign = 1 if self._task.higher_is_better else -1
-        known = state.best is not None and not math.isnan(state.best)
-        is_best = not known or sign * metrics[name] > sign * (state.best or 0.0)
+        metrics, name, higher = self._last.metrics, self._task.best_metric, self._task.higher_is_better
+        is_best = state.improves(metrics[name], higher)
         if is_best:
-            state.best, state.best_step = metrics[name], state.step
             state.evaluation_due = False
             self._gather(state)
             if self._world.is_first:
                 self._vigil.mark("saving the best", state.step, LONG_S)
                 self._checkpointer.save_best(state.state_dict(), self._facts(state))
-        assert state.best is not None
-        self._best = {name: state.best, "step": state.best_step}
         seconds = time.perf_counter() - began
         self._watch.pause(seconds)
         self._observers.evaluated(
             Evaluated(state.step, *self._position(state.step), metrics, figures, seconds, is_best)
         )
+        standing = Standing(state.step, self._plan.steps, name, metrics[name], higher)
+        if not on_first_rank(self._world, lambda: self._judge(standing)):  # a collective
+            self._save_and_stop(state, "pruned")
+
+    def _save_and_stop(self, state: TrainState, why: str) -> NoReturn:
+        if self._saved_at != state.step:
+            self._save(state)
+        raise Stopped(f"{why} at step {state.step}")
 
     def _save(self, state: TrainState) -> None:
         self._heed(state, self._guard.all())

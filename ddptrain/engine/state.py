@@ -1,5 +1,6 @@
 """All that a run is at one step: what a checkpoint holds, and how it is made and put back."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,19 @@ class TrainState:
     best_step: int = 0
     carried: dict[str, Tensor] = field(default_factory=dict)
     """What the task carries from step to step, for all rows of the global batch; current at a save."""
+
+    def improves(self, value: float, higher_is_better: bool) -> bool:
+        """Take note of the metric that counts; whether it is the best so far. Nothing is worse than NaN."""
+        known = self.best is not None and not math.isnan(self.best)
+        sign = 1 if higher_is_better else -1
+        if known and not sign * value > sign * (self.best or 0.0):
+            return False
+        self.best, self.best_step = value, self.step
+        return True
+
+    def best_as(self, name: str) -> dict[str, float]:
+        """The best value under the metric's name, and its step; empty before the first evaluation."""
+        return {} if self.best is None else {name: self.best, "step": self.best_step}
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only, so that it loads with ``weights_only=True``."""

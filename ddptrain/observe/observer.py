@@ -66,6 +66,9 @@ class End:
     metrics: Mapping[str, float]
     """Of the last evaluation."""
     best: Mapping[str, float]
+    """The best value of the metric that counts, and its step."""
+    higher_is_better: bool
+    """In that metric."""
     speed: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -35,6 +35,7 @@ class Summary(Observer):
             "steps": event.steps,
             "metrics": dict(event.metrics),
             "best": dict(event.best),
+            "higher_is_better": event.higher_is_better,
             **event.speed,
             "evaluating_seconds": self._evaluating,
         }
