@@ -7,7 +7,7 @@ from pathlib import Path
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
 
-VERBS = ("train", "evaluate", "predict", "export", "write", "checkpoint", "launch", "prove")
+VERBS = ("train", "evaluate", "predict", "export", "write", "checkpoint", "launch", "prove", "report")
 GROUPS = ("recipe", "model", "data", "optim", "sched", "strategy")
 _SWITCHES = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),

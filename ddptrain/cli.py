@@ -8,7 +8,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -30,10 +30,10 @@ from ddptrain.errors import (
     Stopped,
     UserError,
 )
+from ddptrain.saved import OF_A_RUN, asked_of_a_run, is_no_key, run_folder, saved_config
 
 _WAIT_FOR_FIRST_RANK_S = 30.0
 """Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""
-_OF_A_RUN = ("run", "checkpoint")
 _CHECKPOINT_ACTIONS = ("verify", "show", "convert")
 _PROOFS = ("resume", "world", "eval")
 _LIBRARIES = frozenset({"ddptrain", "torch", "torchvision", *sys.stdlib_module_names})
@@ -55,6 +55,7 @@ def main(words: Sequence[str]) -> int:
             "checkpoint": _checkpoint,
             "launch": _launch,
             "prove": _prove,
+            "report": _report,
         }
         return verbs[arguments.verb](arguments)
     except UserError as error:
@@ -83,23 +84,72 @@ def _train(arguments: Arguments) -> int:
             "--multirun: a sweep starts its own ranks, so it can't run inside torchrun."
             " Start it with: python -m ddptrain --multirun ..."
         )
-    if arguments.sweeps and any(word.startswith("run.dir=") for word in arguments.overrides):
-        raise UserError("run.dir: the jobs of a sweep need folders of their own; leave run.dir out.")
+    if arguments.sweeps:
+        return _sweep(arguments)
 
     def job(tree: Tree, overrides: list[str]) -> None:
         config = _complete(tree, arguments)
         from ddptrain.commands import train
 
-        folders = [f"--config-dir={folder}" for folder in arguments.config_dirs]
-        _recorded(lambda: train.run(config, [*folders, *overrides]))
+        _recorded(lambda: train.run(config, [*_folders(arguments), *overrides]))
 
     run_composed(arguments, job)
     return ExitCode.DONE
 
 
+def _sweep(arguments: Arguments) -> int:
+    from ddptrain import multirun
+    from ddptrain.sweep.ledger import Job
+    from ddptrain.sweep.run import Point, Sweep
+
+    places = [word for word in arguments.overrides if word.startswith("hydra.searchpath=")]
+    for word in arguments.overrides:
+        if word.startswith(("run.dir=", "run.resume=")):
+            raise UserError(
+                f"{word}: the jobs of a sweep have folders of their own, below sweep.dir, and go on there;"
+                " leave it out."
+            )
+    sweep = Sweep()
+
+    def run(jobs: list[tuple[Tree, list[str]]]) -> list[Job]:
+        points = []
+        for tree, words in jobs:
+            own = [word for word in words if not word.lstrip("+").startswith("sweep.")]
+            points.append(Point(_complete(tree, arguments), (*_folders(arguments), *places, *own)))
+        return sweep.run(points)
+
+    def job(tree: Tree, overrides: list[str]) -> None:  # under a launcher that is not ours
+        _open_user_code(arguments)  # in a process of its making
+        config = _complete(tree, arguments)
+        from ddptrain.commands import train
+
+        train.run(config, [*_folders(arguments), *overrides])
+
+    try:
+        with multirun.launching(run):
+            run_composed(arguments, job)
+    finally:
+        all_well = sweep.close()
+    return ExitCode.DONE if all_well else ExitCode.CRASH
+
+
+def _report(arguments: Arguments) -> int:
+    from ddptrain.sweep.run import report
+
+    if len(arguments.overrides) != 1 or arguments.options:
+        raise UserError("report: name the sweep's folder: report sweeps/<recipe>")
+    report(Path(arguments.overrides[0]))
+    return ExitCode.DONE
+
+
+def _folders(arguments: Arguments) -> list[str]:
+    """The options by which a command line's words find the user's own recipes."""
+    return [f"--config-dir={folder}" for folder in arguments.config_dirs]
+
+
 def _evaluate(arguments: Arguments) -> int:
-    own, overrides = divided(arguments.overrides, lambda name: name in _OF_A_RUN)
-    config, folder = _saved_config(arguments, own, overrides)
+    own, overrides = divided(arguments.overrides, lambda name: name in OF_A_RUN)
+    config, folder = saved_config(arguments, own, overrides)
     from ddptrain.commands import evaluate
 
     _recorded(lambda: evaluate.run(config, folder, own.get("checkpoint") or "last"))
@@ -107,7 +157,7 @@ def _evaluate(arguments: Arguments) -> int:
 
 
 def _predict(arguments: Arguments) -> int:
-    config, folder, checkpoint, own = _asked_of_a_run(arguments)
+    config, folder, checkpoint, own = asked_of_a_run(arguments)
     from ddptrain.commands import predict
 
     _recorded(lambda: predict.run(config, folder, checkpoint, own))
@@ -115,7 +165,7 @@ def _predict(arguments: Arguments) -> int:
 
 
 def _export(arguments: Arguments) -> int:
-    config, folder, checkpoint, own = _asked_of_a_run(arguments)
+    config, folder, checkpoint, own = asked_of_a_run(arguments)
     from ddptrain.commands import export
 
     _recorded(lambda: export.run(config, folder, checkpoint, own))
@@ -124,7 +174,7 @@ def _export(arguments: Arguments) -> int:
 
 def _write(arguments: Arguments) -> int:
     """What is no key of a config is for the data: a layout."""
-    own, overrides = divided(arguments.overrides, _is_no_key)
+    own, overrides = divided(arguments.overrides, is_no_key)
     if arguments.sweeps:
         raise UserError("write: writes one set of data; leave --multirun out.")
     if not own.get("out"):
@@ -148,7 +198,7 @@ def _checkpoint(arguments: Arguments) -> int:
     own, rest = divided(words, str.isidentifier)
     if rest:
         raise UserError(f"{rest[0]}: checkpoint {action} takes words of the form name=value only.")
-    folder = _run_folder(f"checkpoint {action}", own)
+    folder = run_folder(f"checkpoint {action}", own)
     recipe = saved_tree(folder / "config.yaml", arguments, []).get("recipe")
     own.pop("run")
     from ddptrain.commands import checkpoint
@@ -213,41 +263,6 @@ def _complete(tree: Tree, arguments: Arguments) -> Config:
     if tree.get("recipe") in (None, "???"):
         raise UserError(_welcome(arguments))
     return checked(tree)
-
-
-def _asked_of_a_run(arguments: Arguments) -> tuple[Config, Path, str, dict[str, str]]:
-    """The config of a run, its folder, the checkpoint, and the words for its task: a prompt, a picture."""
-    own, overrides = divided(arguments.overrides, _is_no_key)
-    config, folder = _saved_config(arguments, own, overrides)
-    checkpoint = own.pop("checkpoint", "") or "last"
-    own.pop("run")
-    return config, folder, checkpoint, own
-
-
-def _is_no_key(name: str) -> bool:
-    """Whether a word is the verb's own, not an override of the config."""
-    of_config = {field.name for field in dataclasses.fields(Config)} - {"seed", *_OF_A_RUN}
-    return name.isidentifier() and name not in of_config
-
-
-def _saved_config(
-    arguments: Arguments, own: Mapping[str, str], overrides: Sequence[str]
-) -> tuple[Config, Path]:
-    """The config of the run that ``run=`` names, with the overrides, and its folder."""
-    folder = _run_folder(arguments.verb, own)
-    return checked(saved_tree(folder / "config.yaml", arguments, overrides)), folder
-
-
-def _run_folder(verb: str, own: Mapping[str, str]) -> Path:
-    """The folder that ``run=`` names."""
-    if not own.get("run"):
-        raise UserError(f"{verb}: name the run's folder: {verb} run=runs/<recipe>/<time>-<id>")
-    folder = Path(own["run"])
-    if not (folder / "config.yaml").is_file():
-        inside = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
-        hint = f" Did you mean run={folder / inside[-1]}?" if inside else ""
-        raise UserError(f"run={folder}: is no run's folder; it holds no config.yaml.{hint}")
-    return folder
 
 
 def _recorded(work: Callable[[], None]) -> None:

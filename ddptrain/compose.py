@@ -6,7 +6,7 @@ A DictConfig never leaves this module, and Hydra's own exceptions leave it as Us
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from importlib.resources import files
@@ -38,21 +38,23 @@ from ddptrain.sources import look_in
 CONF = "ddptrain.conf"
 _CONFIG_DIR = ("--config-dir", "-cd")
 Tree = dict[str, Any]
-HYDRA_KEYS = ("hydra.searchpath",)
+HYDRA_KEYS = ("hydra.searchpath", "hydra/launcher", "hydra/sweeper", "hydra.launcher.*", "hydra.sweeper.*")
 """Of Hydra's own keys these may be given, and on the command line alone: the others start code (callbacks,
-launcher, sweeper, logging), set the environment, or write files where they like."""
+logging), set the environment, or write files where they like. Launcher and sweeper are installed plugins."""
+_PLUGIN_KEY = re.compile(r"hydra(/(launcher|sweeper)|\.(launcher|sweeper)\.[\w.]+)")
 _NOT_TAKEN = ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun")
 """Options of Hydra that put another config in the place of ours, or unpickle a file."""
 
 
 def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> None:
     """Compose what the command line says and call ``job`` with the tree and the overrides of this job
-    (``--multirun`` calls it several times); or do what an option like ``--cfg`` or ``--help`` asks.
+    (``--multirun`` under a launcher that is not ours calls it several times, in processes of its choice);
+    or do what an option like ``--cfg`` or ``--help`` asks.
 
     Raises the first of what the jobs raised.
     """
     overrides = _left_of_searchpath(arguments.overrides, arguments.config_dirs)
-    for override in _parsed(overrides):
+    for override in parsed(overrides):
         _check_override(override)
     names = [option.partition("=")[0] for option in arguments.options]
     for name in names:
@@ -68,14 +70,12 @@ def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -
 
     def task(composed: DictConfig) -> None:
         try:
-            tree, words = _plain(composed), list(HydraConfig.get().overrides.task)
-            choices = HydraConfig.get().runtime.choices
-            if choices.get("recipe") is not None:
-                tree["recipe"] = choices["recipe"]
-            _check_places(tree, words)
-            job(tree, words)
-        except Exception as error:  # carried past Hydra, which would report it in its own way
-            failures.append(error)
+            words = list(HydraConfig.get().overrides.task)
+            job(tree_of(composed, HydraConfig.get().runtime.choices, words), words)
+        except Exception as error:
+            if arguments.sweeps:  # in another process, perhaps: it is the launcher's to tell
+                raise
+            failures.append(error)  # carried past Hydra, which would report it in its own way
 
     with _speaking_plainly(overrides):
         hydra.main(config_path=f"pkg://{CONF}", config_name="config", version_base="1.3")(task)()
@@ -83,11 +83,20 @@ def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -
         raise failures[0]
 
 
+def tree_of(composed: DictConfig, choices: Mapping[str, Any], words: Sequence[str]) -> Tree:
+    """A composed config as a plain tree, with the recipe's name. ``choices``: of the groups."""
+    tree = _plain(composed)
+    if choices.get("recipe") is not None:
+        tree["recipe"] = choices["recipe"]
+    _check_places(tree, words)
+    return tree
+
+
 def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tree:
     """A run's saved config with overrides applied: a group's choice replaces its whole section."""
     saved = read_config(path)
-    parsed = _parsed(_left_of_searchpath(overrides, arguments.config_dirs))
-    groups_first = sorted(parsed, key=lambda override: override.key_or_group not in GROUPS)
+    asked = parsed(_left_of_searchpath(overrides, arguments.config_dirs))
+    groups_first = sorted(asked, key=lambda override: override.key_or_group not in GROUPS)
     for override in groups_first:
         _check_override(override)
         if override.is_sweep_override() or override.key_or_group == "recipe":
@@ -128,7 +137,7 @@ def _left_of_searchpath(overrides: Sequence[str], config_dirs: Sequence[Path]) -
         if not word.startswith("hydra.searchpath="):
             left.append(word)
             continue
-        value = _parsed([word])[0].value()
+        value = parsed([word])[0].value()
         if not isinstance(value, list) or not all(isinstance(place, str) for place in value):
             raise UserError(f"{word}: takes a list of folders: 'hydra.searchpath=[...]'.")
         places += value
@@ -170,7 +179,8 @@ def _check_places(tree: Tree, words: Sequence[str]) -> None:
         )
 
 
-def _parsed(overrides: Sequence[str]) -> list[Override]:
+def parsed(overrides: Sequence[str]) -> list[Override]:
+    """Hydra's overrides of these words. Raises UserError for what is none."""
     parser = OverridesParser.create()
     found = []
     for override in overrides:
@@ -189,6 +199,10 @@ def _check_override(override: Override) -> None:
     key, word = override.key_or_group, override.input_line or ""
     if not key:
         raise UserError(f"{word}: is no override; write key=value.")
+    if _PLUGIN_KEY.fullmatch(key) and override.package is None and not override.is_sweep_override():
+        if "_target_" not in f"{key} {override.value()}":
+            return
+        raise UserError(f"{word}: plugins are chosen by their names (hydra/launcher=...), not by a _target_.")
     if re.match(r"hydra([./]|$)", key):
         raise UserError(f"{word}: of Hydra's own keys only {', '.join(HYDRA_KEYS)} may be set; leave it out.")
     if "/" in key or override.package is not None:

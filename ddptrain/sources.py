@@ -29,6 +29,12 @@ def look_in(folders: Sequence[Path], places: Sequence[str]) -> None:
     ConfigStore.instance().store(name="_schema_", node=Config)
     Plugins.instance().register(_Sources)
     Plugins.instance().register(_Folder)
+    # after Hydra's scan, which executes anew what is imported before, and finds these in a wheel, but not in
+    # an editable install
+    from hydra_plugins.ddptrain_sweep.pool import GpuPool, Grid
+
+    Plugins.instance().register(GpuPool)
+    Plugins.instance().register(Grid)
     _named[:] = [("--config-dir", f"folder://{folder.resolve()}") for folder in folders]
     for place in places:
         folder = Path(place.removeprefix("file://"))

@@ -194,7 +194,12 @@ def test_no_package_or_default_leads_to_hydras_keys(place: Place, name: str, tex
         ["hydra.run.dir=CANARY", "hydra.output_subdir=x"],
         ["hydra.job.env_set={A: b}"],
         ["hydra.launcher._target_=os.system", "--multirun"],
-        ["hydra/launcher=basic"],
+        ["hydra.launcher={_target_: os.system}", "--multirun"],
+        ["+hydra.launcher.x={_target_: os.system}", "--multirun"],
+        ["hydra.sweeper.x={a: [{_target_: os.system}]}", "--multirun"],
+        ["hydra/launcher@hydra.callbacks=basic", "--multirun"],
+        ["hydra/launcher=THEIRS/x", "--multirun"],
+        ["~hydra/launcher", "--multirun"],
         ["hydra/job_logging=default"],
         ["hydra={callbacks: {}}"],
         ["~hydra"],
@@ -209,7 +214,7 @@ def test_no_package_or_default_leads_to_hydras_keys(place: Place, name: str, tex
         ["--config-path=THEIRS"],
     ],
 )
-def test_the_command_line_sets_none_of_hydras_keys_but_searchpath(place: Place, words: list[str]) -> None:
+def test_the_command_line_sets_none_of_hydras_keys_that_start_code(place: Place, words: list[str]) -> None:
     message = place.refused(["recipe=cnn_digits", "device=cpu", "run.resume=nowhere", *words])
     assert "nowhere: does not exist" not in message
 

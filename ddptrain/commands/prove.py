@@ -21,7 +21,7 @@ from ddptrain.commands.prove_world import prove_world
 from ddptrain.commands.setup import make_task, prepare
 from ddptrain.commands.trial import Case, TrialFailed, Trials, Verdict
 from ddptrain.config.schema import Config
-from ddptrain.distributed.threads import cores
+from ddptrain.distributed.cores import cores
 from ddptrain.distributed.world import World
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log

@@ -22,6 +22,7 @@ from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.distributed.world import World
 from ddptrain.engine.agreement import check_same_command, check_same_model
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
+from ddptrain.engine.judge import always
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.optim import build_optimizer
 from ddptrain.engine.plan import Plan, plan_run
@@ -30,12 +31,14 @@ from ddptrain.engine.state import TrainState, make_state
 from ddptrain.errors import Diverged, Stopped, UserError
 from ddptrain.observe.console import Console, open_log
 from ddptrain.observe.jsonl import Jsonl
+from ddptrain.observe.lock import lock_folder
 from ddptrain.observe.observer import Observer, Observers
 from ddptrain.observe.plots import Plots
-from ddptrain.observe.rundir import describe_run, discard_unused, lock_run, name_run, open_run
+from ddptrain.observe.rundir import describe_run, discard_unused, name_run, open_run
 from ddptrain.observe.summary import Summary
 from ddptrain.observe.tensorboard import TensorBoard
 from ddptrain.protocols import Data, Task
+from ddptrain.sweep import verdicts
 
 log = logging.getLogger("ddptrain")
 
@@ -65,7 +68,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
                 discard_unused(folder)
             raise
         try:
-            engine.fit(state, vigil)
+            engine.fit(state, vigil, verdicts.goes_on if verdicts.asks() else always)
         except Stopped as stopped:
             log.info("%s and saved; start this again with run.dir=%s and it goes on", stopped, folder)
             raise
@@ -115,7 +118,7 @@ def _opened_folder(config: Config) -> Path:
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if config.run.resume == "never" and not restarted and (folder / "checkpoints").is_dir():
         old = folder.resolve()
-        lock_run(folder)  # no running job's folder is renamed away under it
+        lock_folder(folder)  # no running job's folder is renamed away under it
         try:
             old.rename(old.with_name(f"{old.name}.{time.strftime('%Y-%m-%d_%H-%M-%S')}"))
         except OSError as error:
@@ -124,7 +127,7 @@ def _opened_folder(config: Config) -> Path:
                 f" ({error.strerror}). Name another run.dir."
             ) from error
     open_run(folder)
-    lock_run(folder)
+    lock_folder(folder)
     return folder
 
 

@@ -99,6 +99,14 @@ def _cross_checks(config: Config) -> list[str]:
         problems.append(
             f"sched.milestones={milestones}: must rise and lie between 0 and 1 (shares of the run)."
         )
+    gpus, per_job = config.sweep.gpus, config.sweep.gpus_per_job
+    plain = isinstance(gpus, list) and all(type(gpu) in (int, str) and str(gpu).strip() for gpu in gpus)
+    if gpus != "auto" and not (plain and gpus and len({str(gpu) for gpu in gpus}) == len(gpus)):
+        problems.append(
+            f"sweep.gpus={gpus}: must be auto, or a list of GPUs, each once: 'sweep.gpus=[0,1]', or UUIDs."
+        )
+    if per_job != "all" and not (type(per_job) is int and per_job >= 1):
+        problems.append(f"sweep.gpus_per_job={per_job}: must be a number of at least 1, or all.")
     if config.compile == "False":
         problems.append("compile=False: write compile=off (quoted in YAML, where off means false).")
     return problems

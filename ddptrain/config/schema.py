@@ -119,6 +119,32 @@ class Run:
 
 
 @dataclass
+class Sweep:
+    """How the jobs of ``--multirun`` are run. Nothing here changes what a job computes."""
+
+    dir: str | None = None
+    """The sweep's folder; null: ``sweeps/<recipe>``. A job that is done there is not run again."""
+    gpus: Any = "auto"
+    """``auto``: all of this machine; or a list of indexes or UUIDs, as CUDA_VISIBLE_DEVICES takes them."""
+    gpus_per_job: Any = 1
+    """Ranks of a job, each with a GPU of its own; ``all``. Without GPUs: with a share of the cores."""
+    max_parallel: int | None = rule(None, at_least=1)
+    """Most jobs at once; null: as many as there are GPUs, or cores, for."""
+    timeout: float | None = rule(None, above=0)
+    """Seconds a job may run at a stretch before it is stopped and counts as failed."""
+    retries: int = rule(0, at_least=0)
+    """More attempts for a job that crashed or hung; each goes on from the last checkpoint."""
+    dry_run: bool = False
+    """Print the plan and start nothing."""
+    prune: str = rule("none", choices=("none", "asha", "median"))
+    """End jobs early that do worse than others."""
+    eta: int = rule(3, at_least=2)
+    """asha: one of so many jobs goes on at each rung."""
+    rungs: int = rule(2, at_least=1)
+    """asha: rungs, at 1/eta of the run, 1/eta^2, ...; before the first one nothing is pruned."""
+
+
+@dataclass
 class Config:
     """Everything a run follows from."""
 
@@ -134,6 +160,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
     run: Run = field(default_factory=Run)
+    sweep: Sweep = field(default_factory=Sweep)
     seed: int = rule(0, at_least=0, below=2**63)
     device: str = "auto"
     elastic: str = rule("fast", choices=("fast", "strict"))

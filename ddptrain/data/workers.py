@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ddptrain.data.prefetch import on_device
+from ddptrain.distributed.cores import cores
 from ddptrain.distributed.lifeline import end_with_rank, start_forkserver
-from ddptrain.distributed.threads import cores
 from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
 

@@ -5,12 +5,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from ddptrain.distributed.cores import cores
 from ddptrain.distributed.world import World
-
-
-def cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def share_cores(world: World, strict: bool) -> None:
@@ -21,6 +17,6 @@ def share_cores(world: World, strict: bool) -> None:
 
     torchrun sets OMP_NUM_THREADS=1 by itself, so under it a 1 is nobody's choice.
     """
-    chosen = os.environ.get("OMP_NUM_THREADS")
+    chosen = os.environ.get("OMP_NUM_THREADS") or None  # empty is unset
     if chosen is None or (chosen == "1" and dist.is_torchelastic_launched()):
         torch.set_num_threads(1 if strict else max(1, cores() // world.local_size))

@@ -1,0 +1,48 @@
+"""What the verbs on a run's folder share: its saved config, and the words that are no overrides of it."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ddptrain.arguments import Arguments, divided
+from ddptrain.compose import saved_tree
+from ddptrain.config.check import checked
+from ddptrain.config.schema import Config
+from ddptrain.errors import UserError
+
+OF_A_RUN = ("run", "checkpoint")
+
+
+def asked_of_a_run(arguments: Arguments) -> tuple[Config, Path, str, dict[str, str]]:
+    """The config of a run, its folder, the checkpoint, and the words for its task: a prompt, a picture."""
+    own, overrides = divided(arguments.overrides, is_no_key)
+    config, folder = saved_config(arguments, own, overrides)
+    checkpoint = own.pop("checkpoint", "") or "last"
+    own.pop("run")
+    return config, folder, checkpoint, own
+
+
+def is_no_key(name: str) -> bool:
+    """Whether a word is the verb's own, not an override of the config."""
+    of_config = {field.name for field in dataclasses.fields(Config)} - {"seed", *OF_A_RUN}
+    return name.isidentifier() and name not in of_config
+
+
+def saved_config(
+    arguments: Arguments, own: Mapping[str, str], overrides: Sequence[str]
+) -> tuple[Config, Path]:
+    """The config of the run that ``run=`` names, with the overrides, and its folder."""
+    folder = run_folder(arguments.verb, own)
+    return checked(saved_tree(folder / "config.yaml", arguments, overrides)), folder
+
+
+def run_folder(verb: str, own: Mapping[str, str]) -> Path:
+    """The folder that ``run=`` names."""
+    if not own.get("run"):
+        raise UserError(f"{verb}: name the run's folder: {verb} run=runs/<recipe>/<time>-<id>")
+    folder = Path(own["run"])
+    if not (folder / "config.yaml").is_file():
+        inside = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
+        hint = f" Did you mean run={folder / inside[-1]}?" if inside else ""
+        raise UserError(f"run={folder}: is no run's folder; it holds no config.yaml.{hint}")
+    return folder

@@ -1,0 +1,171 @@
+"""The ledger: what a sweep has started and what came of it, one JSON object a line, only ever appended to.
+
+A job is known by a hash of its resolved config: the same point is not run twice, whatever sweep asks for it,
+and keeps its number and folder.
+"""
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddptrain.config.schema import Config
+from ddptrain.errors import UserError
+from ddptrain.observe.lock import lock_folder, unwritable
+
+LEDGER = "ledger.jsonl"
+_NOT_HASHED = ("sweep", "run")
+"""Sections that say how and where a job is run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A job's metric at a share of its run, in (0, 1]."""
+
+    share: float
+    value: float
+    """As the job's metric, or its negative where lower is better."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One point of a sweep, and what is known of it."""
+
+    number: int
+    key: str
+    words: tuple[str, ...]
+    """Its overrides."""
+    status: str = "new"
+    """new, running, done, pruned, stopped (half done), failed, timeout."""
+    began: float = 0.0
+    """Unix time of the last attempt's start."""
+    seconds: float = 0.0
+    """Over all attempts that ended."""
+    code: int | None = None
+    why: str = ""
+    gpus: tuple[str, ...] = ()
+    metric: str = ""
+    value: float | None = None
+    """The best value of the metric."""
+    higher_is_better: bool = True
+    step: int = 0
+    steps: int = 0
+    evaluations: list[Evaluation] = field(default_factory=list)
+    passed: float = 0.0
+    """Share of the run up to which pruning has let it go on."""
+
+    @property
+    def folder(self) -> str:
+        """Within the sweep's."""
+        return f"{self.number:03}"
+
+    @property
+    def score(self) -> float | None:
+        """The metric, the higher the better."""
+        if self.value is None:
+            return None
+        return self.value if self.higher_is_better else -self.value
+
+    def heed(self, event: Mapping[str, Any]) -> None:
+        """Take in a line of the ledger."""
+        match event["event"]:
+            case "started":
+                self.status, self.gpus, self.began = "running", tuple(event["gpus"]), event["time"]
+            case "evaluated":
+                self._evaluated(event)
+            case "verdict" | "promoted":
+                if event.get("goes_on", True):
+                    self.passed = max(self.passed, event["share"])
+            case "ended":
+                self.status, self.code, self.why = event["status"], event["code"], event["why"]
+                self.seconds += event["seconds"]
+                if "metric" in event:
+                    self.metric, self.value = event["metric"], event["value"]
+                    self.higher_is_better = event["higher_is_better"]
+                    self.step, self.steps = event["step"], event["steps"]
+
+    def _evaluated(self, event: Mapping[str, Any]) -> None:
+        self.metric, self.higher_is_better = event["metric"], event["higher_is_better"]
+        self.step, self.steps = event["step"], event["steps"]
+        share, value = self.step / self.steps, event["value"]
+        if value is None:  # no number
+            score = math.nan
+        else:
+            score = value if self.higher_is_better else -value
+            self.value = value if self.score is None or score > self.score else self.value
+        if all(share != evaluation.share for evaluation in self.evaluations):  # else a resume repeats it
+            self.evaluations.append(Evaluation(share, score))
+
+
+class Ledger:
+    """A sweep's ledger, open for writing: by one process, for as long as it lives."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError where another sweep is at work in the folder, or it can't be read or written."""
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock_folder(folder, "sweep.dir", "is running a sweep")
+            path = folder / LEDGER
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            text = path.read_bytes()
+            if not text.endswith(b"\n"):  # the line that a kill has cut short
+                os.ftruncate(self._file, text.rfind(b"\n") + 1)
+        except OSError as error:
+            raise unwritable(folder, error, "sweep.dir") from error
+        self._jobs = {job.key: job for job in read_ledger(folder)}
+        for job in self._jobs.values():
+            if job.status == "running":  # the sweep that ran it was killed, and it was, too
+                job.status = "stopped"
+
+    @property
+    def jobs(self) -> list[Job]:
+        return list(self._jobs.values())
+
+    def job(self, key: str, words: Sequence[str]) -> Job:
+        """The job of this config, with the number it has or the next one."""
+        if key not in self._jobs:
+            self._append({"event": "job", "job": len(self._jobs), "key": key, "words": list(words)})
+            self._jobs[key] = Job(len(self._jobs), key, tuple(words))
+        return self._jobs[key]
+
+    def write(self, job: Job, event: str, **facts: Any) -> None:
+        """What has happened to a job; on the disk before this returns."""
+        job.heed(self._append({"event": event, "job": job.number, **facts}))
+
+    def _append(self, facts: dict[str, Any]) -> dict[str, Any]:
+        line = {**facts, "time": round(time.time(), 3)}
+        os.write(self._file, (json.dumps(line) + "\n").encode())  # at once, so that a reader sees whole lines
+        os.fsync(self._file)
+        return line
+
+
+def read_ledger(folder: Path) -> list[Job]:
+    """The jobs of a sweep, by number, without a lock. Raises UserError where a line can't be read."""
+    path = folder / LEDGER
+    jobs: list[Job] = []
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+    for number, text in enumerate(lines[:-1], start=1):  # after the last \n is nothing, or a line cut short
+        try:
+            event = json.loads(text)
+            if event["event"] == "job":
+                assert event["job"] == len(jobs)
+                jobs.append(Job(event["job"], event["key"], tuple(event["words"])))
+            else:
+                jobs[event["job"]].heed(event)
+        except (ValueError, KeyError, IndexError, TypeError, AssertionError) as error:
+            raise UserError(
+                f"{path}: line {number} is damaged. Remove it, or sweep into another folder: sweep.dir=..."
+            ) from error
+    return jobs
+
+
+def key_of(config: Config) -> str:
+    """A hash of all that a job follows from."""
+    tree = {name: value for name, value in asdict(config).items() if name not in _NOT_HASHED}
+    return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()[:16]

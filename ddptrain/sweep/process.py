@@ -1,0 +1,143 @@
+"""A job of a sweep as a process of its own."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddptrain.distributed.lifeline import AGENT
+from ddptrain.errors import ExitCode
+from ddptrain.sweep.ledger import Job
+
+OUTPUT = "output.txt"
+"""In the job's folder: what it prints, attempt after attempt."""
+_LAST_BYTES = 4096
+_AGENT_SAYS = "ddptrain launch: "
+
+
+def command(job: Job, folder: Path, ranks: int, own_group: bool) -> list[str]:
+    """The line that runs a job: ``launch`` for several ranks, for one a plain process, which is up sooner.
+
+    own_group: one rank has a process group too (strategy=ddp).
+    """
+    launch = ["launch", f"--nproc-per-node={ranks}"] if ranks > 1 or own_group else []
+    return [sys.executable, "-m", "ddptrain", *launch, *job.words, f"run.dir={_quoted(folder / job.folder)}"]
+
+
+class Process:
+    """One attempt at a job; started by the main thread only, for it ends with the thread that started it."""
+
+    def __init__(
+        self,
+        job: Job,
+        words: Sequence[str],
+        folder: Path,
+        slots: Sequence[str],
+        environment: Mapping[str, str],
+    ) -> None:
+        """folder: the job's."""
+        self.job = job
+        self.slots = tuple(slots)
+        self.stopped_for = ""
+        """Why it was asked to stop: timeout, stopped."""
+        self._kill_at: float | None = None
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+        self.began = time.monotonic()
+        with (folder / OUTPUT).open("ab") as output:
+            self._from = output.tell()
+            self._process = subprocess.Popen(
+                words,
+                env={**os.environ, **environment, AGENT: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C at the terminal reaches it through the sweep alone
+            )
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def ended(self) -> int | None:
+        """The exit code, once it has ended; a signal is a negative code."""
+        if self._kill_at is not None and time.monotonic() > self._kill_at:
+            self.kill()
+        code = self._process.poll()
+        if code is not None:
+            self._signal(signal.SIGKILL)  # what it may have left in its group
+        return code
+
+    def stop(self, why: str, grace: float) -> None:
+        """Ask it to save and stop; after so many seconds it is killed."""
+        if not self.stopped_for:
+            self.stopped_for, self._kill_at = why, time.monotonic() + grace
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)  # its ranks have the kernel end them with it
+
+    def outcome(self, code: int, pruned: bool) -> tuple[str, str, dict[str, Any]]:
+        """Its status, why, and, of one that is done, the figures it left."""
+        summary = self._summary()
+        if code == 0 and summary.get("outcome") == "done":
+            return "done", "", _figures(summary)
+        if pruned and code == ExitCode.STOPPED:
+            return "pruned", "", {}
+        if self.stopped_for:
+            return self.stopped_for, "", {}
+        if code == ExitCode.STOPPED:
+            return "stopped", "", {}
+        return "failed", self._last_words(code) if code else "it ended without a summary", {}
+
+    def _summary(self) -> dict[str, Any]:
+        try:
+            summary: dict[str, Any] = json.loads((self._folder / "summary.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return summary
+
+    def _last_words(self, code: int) -> str:
+        """What a failed attempt said last: its own message, which rank a signal ended, or the exception."""
+        with (self._folder / OUTPUT).open("rb") as output:
+            end = output.seek(0, os.SEEK_END)
+            output.seek(max(self._from, end - _LAST_BYTES))
+            lines = output.read().decode(errors="replace").splitlines()
+        own = [line.removeprefix("ddptrain: ") for line in lines if line.startswith("ddptrain: ")]
+        agent = [line.removeprefix(_AGENT_SAYS) for line in lines if line.startswith(_AGENT_SAYS)]
+        others = [line.strip() for line in lines if line.strip() and not line.startswith(_AGENT_SAYS)]
+        by_signal = code > 128 or code < 0
+        return (own or (agent if by_signal else others) or others or [""])[-1]
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
+    best = summary.get("best", {})
+    metric = next((name for name in best if name != "step"), None)
+    if metric is None:
+        return {}
+    return {
+        "metric": metric,
+        "value": best[metric],
+        "higher_is_better": summary["higher_is_better"],
+        "step": summary["step"],
+        "steps": summary["steps"],
+    }
+
+
+def _quoted(path: Path) -> str:
+    """A path as the value of an override, whatever characters it has."""
+    if re.fullmatch(r"[\w./-]+", str(path)):
+        return str(path)
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), str(path))
+    return f"'{escaped}'"

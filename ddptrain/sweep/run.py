@@ -1,0 +1,117 @@
+"""A sweep from its points to its ledger."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddptrain.config.schema import Config
+from ddptrain.config.schema import Sweep as Settings
+from ddptrain.errors import UserError
+from ddptrain.observe.lock import is_locked
+from ddptrain.sweep.board import Board, print_table
+from ddptrain.sweep.ledger import LEDGER, Job, Ledger, key_of, read_ledger
+from ddptrain.sweep.pool import Pool, unfinished
+from ddptrain.sweep.process import command
+from ddptrain.sweep.prune import pruning
+from ddptrain.sweep.slots import Slots, share_out
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One job that a sweep asks for."""
+
+    config: Config
+    words: tuple[str, ...]
+    """The command line that makes this config."""
+
+
+class Sweep:
+    """One sweep: a sweeper may come up with its points batch by batch."""
+
+    def __init__(self) -> None:
+        self._ledger: Ledger | None = None
+        self._asked: dict[int, Config] = {}
+
+    def run(self, points: Sequence[Point]) -> list[Job]:
+        """Run what is not done yet of these points; returns each one's job. Or, under ``sweep.dry_run``, say
+        what would be run.
+
+        Raises UserError for what can't be packed, Stopped and KeyboardInterrupt as `Pool.run`.
+        """
+        settings = _settings(points)
+        folder = Path(settings.dir or _default_folder(points))
+        slots = share_out(points[0].config)
+        rule = pruning(settings)
+        if settings.dry_run:
+            jobs = _planned(points, folder)
+            _print_plan(jobs, points, folder, slots, unfinished(jobs, rule))
+            return jobs
+        self._ledger = ledger = self._ledger or Ledger(folder)
+        jobs = [ledger.job(key_of(point.config), point.words) for point in points]
+        batch = {job.number: point.config for job, point in zip(jobs, points, strict=True)}
+        self._asked |= batch
+        left = {job.number for job in unfinished(jobs, rule)}
+        board = Board(jobs)
+        board.say(f"sweep {folder}: {len(batch)} jobs, {len(batch) - len(left)} of them done before")
+        board.say(slots.describe())
+        Pool(ledger, slots, rule, board).run(batch, self._asked)
+        return jobs
+
+    def close(self) -> bool:
+        """Show what became of all points; whether all that ended did so well."""
+        if self._ledger is None:
+            return True
+        folder = self._ledger.folder
+        print_table(self._ledger.jobs, live=False)
+        print(f"look  {folder}/<job>/plots, or tensorboard --logdir {folder}", file=sys.stderr)
+        asked = [job for job in self._ledger.jobs if job.number in self._asked]
+        return not any(job.status in ("failed", "timeout") for job in asked)
+
+
+def report(folder: Path) -> None:
+    """Print a sweep's table. Raises UserError where the folder holds none."""
+    jobs = read_ledger(folder)
+    if not jobs:
+        inside = sorted(path.parent for path in folder.glob(f"*/{LEDGER}"))
+        hint = f" Did you mean report {inside[0]}?" if inside else ""
+        raise UserError(f"report {folder}: holds no sweep ({LEDGER}).{hint}")
+    print_table(jobs, is_locked(folder))
+
+
+def _settings(points: Sequence[Point]) -> Settings:
+    first = points[0].config
+    for point in points:
+        if point.config.sweep != first.sweep:
+            raise UserError("sweep: these keys say how all jobs are run; give each of them one value.")
+        if point.config.device != first.device:
+            raise UserError("device: all jobs of a sweep share the machine's; give it one value.")
+    return first.sweep
+
+
+def _default_folder(points: Sequence[Point]) -> Path:
+    recipes = sorted({point.config.recipe for point in points})
+    return Path("sweeps") / "+".join(recipes)
+
+
+def _planned(points: Sequence[Point], folder: Path) -> list[Job]:
+    """The jobs as the ledger would have them; nothing is written."""
+    known = {job.key: job for job in read_ledger(folder)}
+    for point in points:
+        key = key_of(point.config)
+        known.setdefault(key, Job(len(known), key, point.words))
+    return [known[key_of(point.config)] for point in points]
+
+
+def _print_plan(
+    jobs: Sequence[Job], points: Sequence[Point], folder: Path, slots: Slots, left: Sequence[Job]
+) -> None:
+    print(f"sweep {folder}: {len({job.number for job in jobs})} jobs, {len(left)} to run; {slots.describe()}")
+    seen: set[int] = set()
+    for job, point in zip(jobs, points, strict=True):
+        if job.number in seen:
+            continue
+        seen.add(job.number)
+        line = shlex.join(command(job, folder, slots.per_job, point.config.strategy.name == "ddp")[1:])
+        print(f"{job.folder}  {job.status:8} python {line}")

@@ -1,0 +1,156 @@
+"""Pruning: the rules by themselves, and a real sweep that finds the best point with half of the work."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sweeps import events, points, start, statuses, swept_words
+
+from ddptrain.sweep.ledger import Evaluation, Job
+from ddptrain.sweep.prune import Asha, Median, Pruning
+
+EPOCHS = 9
+
+
+def simulated(rule: Pruning, finals: list[float], slots: int, dice: random.Random) -> tuple[list[Job], float]:
+    """The jobs after a sweep of one evaluation an epoch, in which they advance in any order, and the share
+    of the grid's epochs that were trained. A job's metric only rises, and never crosses another's."""
+    jobs = [Job(number, str(number), ()) for number in range(len(finals))]
+    waiting, running, epochs = list(jobs), dict[int, int](), 0
+    at = dict.fromkeys(range(len(jobs)), 0)
+    while True:
+        while len(running) < slots:
+            able = waiting[:1] or rule.revivable(jobs, idle=not running)[:1]
+            if not able:
+                break
+            [job], waiting = able, waiting[1:]
+            if job.evaluations:
+                job.heed({"event": "promoted", "share": job.evaluations[-1].share})
+            job.status, running[job.number] = "running", at[job.number]
+        if not running:
+            return jobs, epochs / (EPOCHS * len(jobs))
+        job = jobs[dice.choice(sorted(running))]
+        at[job.number] += 1
+        epochs += 1
+        share = at[job.number] / EPOCHS
+        job.evaluations.append(Evaluation(share, finals[job.number] * share))
+        goes_on = rule.goes_on(job, jobs, waiting=bool(waiting))
+        job.heed({"event": "verdict", "share": share, "goes_on": goes_on})
+        if share == 1 or not goes_on:
+            job.status = "done" if share == 1 else "pruned"
+            del running[job.number]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    finals=st.lists(st.floats(0.01, 1), min_size=1, max_size=30, unique=True),
+    slots=st.integers(1, 8),
+    seed=st.integers(0, 1000),
+)
+def test_asha_brings_the_best_to_the_end(finals: list[float], slots: int, seed: int) -> None:
+    """In whatever order jobs come and advance; and all that is pruned has been given its first rung."""
+    jobs, share = simulated(Asha(3, 2), finals, slots, random.Random(seed))
+    best = finals.index(max(finals))
+    assert jobs[best].status == "done"
+    assert all(job.evaluations for job in jobs)
+    assert {job.status for job in jobs} <= {"done", "pruned"}
+    if len(jobs) >= 9:
+        assert share <= 0.5 + slots / len(jobs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10000), ascending=st.booleans())
+def test_asha_takes_a_third_of_the_grid(seed: int, ascending: bool) -> None:
+    """27 jobs on 4 slots: at rungs of 1 and 3 of 9 epochs a synchronous halving trains 27 + 9 * 2 + 3 * 6
+    = 63 of 243 epochs (26 %); that jobs don't wait for each other costs some. Even where each is better than
+    the one before, which makes the published algorithm promote almost all."""
+    dice = random.Random(seed)
+    finals = [0.3 + 0.02 * place for place in range(27)]
+    if not ascending:
+        dice.shuffle(finals)
+    _, share = simulated(Asha(3, 2), finals, 4, dice)
+    assert 63 / 243 - 1e-9 <= share <= 0.42
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    finals=st.lists(st.floats(0.01, 1), min_size=1, max_size=30, unique=True),
+    slots=st.integers(1, 8),
+    seed=st.integers(0, 1000),
+)
+def test_the_median_rule_never_ends_the_best(finals: list[float], slots: int, seed: int) -> None:
+    jobs, _ = simulated(Median(1 / 9), finals, slots, random.Random(seed))
+    assert jobs[finals.index(max(finals))].status == "done"
+
+
+def test_the_median_rule_by_hand() -> None:
+    """Means up to the half: 0.2, 0.4, 0.6; their median is 0.4, and a best value of 0.3 is below it."""
+    others = [Job(n, str(n), ()) for n in range(3)]
+    for job, values in zip(others, [(0.1, 0.3), (0.3, 0.5), (0.5, 0.7)], strict=True):
+        job.evaluations += [Evaluation(0.25, values[0]), Evaluation(0.5, values[1])]
+    late = Job(3, "3", ())
+    late.evaluations += [Evaluation(0.25, 0.3), Evaluation(0.5, 0.1)]
+    rule = Median(1 / 9)
+    assert not rule.goes_on(late, [*others, late], waiting=True)
+    late.evaluations[0] = Evaluation(0.25, 0.4)
+    assert rule.goes_on(late, [*others, late], waiting=True)
+    assert rule.goes_on(late, [*others[:2], late], waiting=True), "two others are too few"
+    late.evaluations[:] = [Evaluation(0.05, -9.0)]
+    assert rule.goes_on(late, [*others, late], waiting=True), "too early"
+
+
+def test_what_is_no_number_is_worst() -> None:
+    jobs = [Job(n, str(n), ()) for n in range(3)]
+    for job, value in zip(jobs, (float("nan"), -5.0, -7.0), strict=True):
+        job.evaluations.append(Evaluation(1 / 3, value))
+    verdicts = [Asha(3, 2).goes_on(job, jobs, waiting=False) for job in jobs]
+    assert verdicts == [False, True, False]
+
+
+def one_sweep(cwd: Path, seed: int, ranks: int) -> None:
+    """Nine points, nine epochs each; the best is neither first nor last."""
+    best = 2 + seed
+    words = swept_words(
+        "task.point=range(9)", f"task.best={best}", f"seed={seed}", "sweep.prune=asha",
+        "sweep.gpus=[0,1,2,3]", f"sweep.gpus_per_job={ranks}",
+    )  # fmt: skip
+    job = start(cwd, words)
+    assert job.wait(280) == 0, job.text
+    assert job.pids() == []
+    done = {event["job"]: event["value"] for event in events(cwd, "ended") if event["status"] == "done"}
+    found = min(done, key=lambda number: done[number])
+    assert points(cwd)[found] == str(best)
+    summaries = [cwd / "sweep" / f"{number:03}" / "summary.json" for number in range(9)]
+    trained = sum(json.loads(summary.read_text())["step"] for summary in summaries)
+    print(f"seed {seed}, {ranks} ranks: {trained / (9 * 54):.3f} of the grid's epochs")
+    assert trained <= 0.5 * 9 * 54
+    # where a rank had gone on after the others stopped, the job had crashed or hung
+    assert set(statuses(cwd).values()) <= {"done", "pruned"}
+    for event in events(cwd, "ended"):
+        assert event["code"] == (0 if event["status"] == "done" else 75)
+    verdicts = [event for event in events(cwd, "verdict") if not event["goes_on"]]
+    assert len(verdicts) == sum(event["status"] == "pruned" for event in events(cwd, "ended"))
+
+
+def test_asha_finds_the_best_with_two_ranks_a_job(tmp_path: Path) -> None:
+    one_sweep(tmp_path, 0, 2)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_asha_finds_the_best_with_half_of_the_epochs(seed: int, ranks: int, tmp_path: Path) -> None:
+    one_sweep(tmp_path, seed, ranks)
+
+
+def test_the_pruned_go_on_where_nothing_is_pruned_any_more(tmp_path: Path) -> None:
+    words = swept_words("task.point=range(4)", "sweep.gpus=[0,1,2,3]")
+    assert start(tmp_path, [*words, "sweep.prune=asha"]).wait() == 0
+    assert sorted(statuses(tmp_path).values()) == ["done", "pruned", "pruned", "pruned"]
+    assert start(tmp_path, words).wait() == 0
+    assert set(statuses(tmp_path).values()) == {"done"}
+    assert len([event for event in events(tmp_path, "started") if event["job"] == 0]) <= 3
+    assert "resumed    " in (tmp_path / "sweep/003/output.txt").read_text()

@@ -1,0 +1,230 @@
+"""What a sweep starts, skips, tries again and leaves behind."""
+
+import ast
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import FAULTY
+from shell import ddptrain, early_refusal, refusal
+from sweeps import SWEPT, events, points, start, statuses, swept_words
+
+TYPED = f"--multirun --config-dir={SWEPT} recipe=swept device=cpu sweep.dir=sweep"
+
+
+def test_the_plan_comes_at_once_and_writes_nothing(tmp_path: Path) -> None:
+    ended = ddptrain(
+        tmp_path, f"{TYPED} task.point=range(12) sweep.dry_run=true sweep.gpus=[0,1] sweep.gpus_per_job=2"
+    )
+    assert ended.code == 0, ended.err
+    first, *jobs = ended.out.splitlines()
+    assert first == (
+        "sweep sweep: 12 jobs, 12 to run; GPUs 0, 1 (sweep.gpus): 1 job at once, each 2 ranks and "
+        + first.rpartition(" and ")[2]
+    )
+    assert len(jobs) == 12
+    assert jobs[7].startswith("007  new      python -m ddptrain launch --nproc-per-node=2 ")
+    assert jobs[7].endswith("task.point=7 run.dir=sweep/007")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_imports_no_torch(tmp_path: Path) -> None:
+    words = f"{TYPED} task.point=range(12) sweep.dry_run=true"
+    ended = ddptrain(tmp_path, words, PYTHONPROFILEIMPORTTIME="1")
+    assert ended.code == 0, ended.err
+    imported = [line.rpartition("|")[2].strip() for line in ended.err.splitlines() if "import time" in line]
+    assert "ddptrain.sweep.run" in imported
+    assert not [name for name in imported if name.partition(".")[0] in ("torch", "numpy", "matplotlib")]
+
+
+def test_values_survive_whatever_they_hold(tmp_path: Path) -> None:
+    notes = ["a b,c=d", 'it\'s "so"', "{x: [1]}", "tab\tand $HOME `ls`"]
+    quoted = ",".join("'" + note.replace("'", "\\'") + "'" for note in notes)
+    job = start(tmp_path, swept_words("train.steps=2", f"task.note={quoted}", "sweep.max_parallel=2"))
+    assert job.wait() == 0, job.text
+    seen = sorted(ast.literal_eval(path.read_text())[1] for path in (tmp_path / "seen").iterdir())
+    assert seen == sorted(notes)
+
+
+def test_the_same_sweep_again_runs_only_what_is_left(tmp_path: Path) -> None:
+    """The finished are skipped, the failed tried again, new points added; numbers stay."""
+    words = swept_words("train.epochs=1", "sweep.gpus=[0,1]", "task.failing=[1]")
+    assert start(tmp_path, [*words, "task.point=0,1"]).wait() == 1
+    before = points(tmp_path)
+    assert statuses(tmp_path) == {0: "done", 1: "failed"}
+    job = start(tmp_path, [*words, "task.point=2,1,0"])
+    assert job.wait() == 1, job.text
+    assert "3 jobs, 1 of them done before" in job.text
+    assert statuses(tmp_path) == {0: "done", 1: "failed", 2: "done"}
+    assert points(tmp_path) == {**before, 2: "2"}
+    started = [event["job"] for event in events(tmp_path, "started")]
+    assert sorted(started) == [0, 1, 1, 2]
+    assert start(tmp_path, [*words, "task.point=0,2"]).wait() == 0
+    assert len(events(tmp_path, "started")) == 4
+
+
+def test_a_crash_is_tried_again_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """A user's error is not: it would come again."""
+    words = ["--multirun", f"--config-dir={FAULTY}", "recipe=faulty", "device=cpu", "sweep.dir=sweep"]
+    job = start(tmp_path, [*words, "task.fault=raise", "task.step=20", "sweep.retries=1"])
+    assert job.wait() == 0, job.text
+    assert [event["status"] for event in events(tmp_path, "ended")] == ["failed", "done"]
+    assert "resumed    sweep/000/checkpoints/step-14" in (tmp_path / "sweep/000/output.txt").read_text()
+    (tmp_path / "happened.txt").unlink()
+    job = start(tmp_path, [*words, "task.fault=user_error", "task.step=20", "sweep.retries=3"])
+    assert job.wait() == 1, job.text
+    (ended,) = [event for event in events(tmp_path, "ended") if event["job"] == 1]
+    assert (ended["code"], ended["why"]) == (2, "data/7.png: is no picture.")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_stop_reaches_every_job_and_the_sweep_goes_on(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    words = swept_words("task.point=0,1", "task.pace=0.1", "sweep.gpus=[0,1,2,3]", "sweep.gpus_per_job=2")
+    job = start(tmp_path, words)
+    while not job.process.poll() and sum("plan  " in text for text in outputs(tmp_path)) < 2:
+        time.sleep(0.1)
+    time.sleep(1.5)
+    job.kill(job.process.pid, number)
+    assert job.wait(60) == code, job.text
+    assert job.pids() == []
+    assert statuses(tmp_path) == {0: "stopped", 1: "stopped"}
+    assert all("and saved; start this again" in text for text in outputs(tmp_path))
+    again = start(tmp_path, words)
+    assert again.wait() == 0, again.text
+    assert statuses(tmp_path) == {0: "done", 1: "done"}
+    assert all("resumed    " in text for text in outputs(tmp_path))
+
+
+def outputs(cwd: Path) -> list[str]:
+    return [path.read_text() for path in cwd.glob("sweep/*/output.txt")]
+
+
+def test_a_sweep_folder_has_one_sweep(tmp_path: Path) -> None:
+    job = start(tmp_path, swept_words("task.point=0,1", "task.pace=0.3"))
+    assert job.wait_for("running")
+    message = refusal(tmp_path, f"{TYPED} task.point=2,3")
+    assert message.startswith(f"sweep.dir=sweep: process {job.process.pid} on ")
+    job.kill(job.process.pid, signal.SIGTERM)
+    job.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("task.point=1,2 sweep.gpus=[0,0]", "sweep.gpus=[0, 0]"),
+        ("task.point=1,2 sweep.gpus=all", "sweep.gpus=all"),
+        ("task.point=1,2 sweep.gpus=[0] sweep.gpus_per_job=2", "there are 1 GPUs"),
+        ("task.point=1,2 sweep.gpus_per_job=0", "sweep.gpus_per_job=0"),
+        ("task.point=1,2 sweep.gpus_per_job=two", "sweep.gpus_per_job=two"),
+        ("task.point=1,2 sweep.gpu_per_job=2", "Did you mean sweep.gpus_per_job?"),
+        ("task.point=1,2 sweep.prune=ash", "Did you mean asha?"),
+        ("task.point=1,2 sweep.retries=-1", "sweep.retries=-1"),
+        ("task.point=1,2 sweep.eta=1", "sweep.eta=1"),
+        ("task.point=1,2 sweep.retries=0,1", "give each of them one value"),
+        ("task.point=1,2 device=cpu,cuda", "device: all jobs"),
+        ("task.point=1,2 device=cuda:1", "sweep.gpus=[1]"),
+        ("task.point=1,2 run.resume=never", "run.resume=never"),
+        ("task.point=1,2 hydra/launcher=gpu_pol", "Did you mean gpu_pool?"),
+        ("task.point=1,2 hydra/launcher=../x", "hydra/launcher"),
+        ("task.point=1,2 optim=sgd,sdg", "Did you mean sgd?"),
+        ("task.point=1,2 train.epochs=1,fast", "train.epochs"),
+        ("task.point=1,2 train.batch_size=16,0", "train.batch_size=0"),
+    ],
+)
+def test_a_wrong_sweep_is_refused_before_a_job_starts(tmp_path: Path, words: str, named: str) -> None:
+    assert named in early_refusal(tmp_path, f"{TYPED} {words}")
+
+
+def test_a_torn_line_is_passed_over_and_a_damaged_one_is_not(tmp_path: Path) -> None:
+    words = swept_words("train.steps=2", "task.point=0,1")
+    assert start(tmp_path, words).wait() == 0
+    ledger = tmp_path / "sweep/ledger.jsonl"
+    with ledger.open("a") as file:
+        file.write('{"event": "ended", "jo')
+    assert start(tmp_path, [*words[:-1], "task.point=0,1,2"]).wait() == 0
+    assert statuses(tmp_path) == {0: "done", 1: "done", 2: "done"}
+    lines = ledger.read_text().splitlines()
+    ledger.write_text("\n".join([*lines[:2], "???", *lines[2:]]) + "\n")
+    message = refusal(tmp_path, "report sweep")
+    assert message.startswith("sweep/ledger.jsonl: line 3 is damaged.")
+
+
+def test_report_sorts_by_the_metric(tmp_path: Path) -> None:
+    assert start(tmp_path, swept_words("train.epochs=2", "task.point=2,0,1", "task.failing=[1]")).wait() == 1
+    ended = ddptrain(tmp_path, "report sweep")
+    assert ended.code == 0, ended.err
+    rows = [line.split() for line in ended.out.splitlines() if line.strip()[:3] in ("000", "001", "002")]
+    assert [row[:3] for row in rows[:3]] == [
+        ["001", "done", "task.point=0"],
+        ["000", "done", "task.point=2"],
+        ["002", "failed", "(1)"],
+    ]
+    assert "3 jobs: 2 done, 1 failed" in ended.out
+    assert "002: ZeroDivisionError: this point was told to fail" in ended.out
+    message = refusal(tmp_path, "report .")
+    assert "Did you mean report sweep?" in message
+
+
+def test_tensorboard_compares_all_jobs(tmp_path: Path) -> None:
+    """What its HPARAMS page asks its server for: one session a job, with its settings and metrics."""
+    words = swept_words("train.epochs=2", "task.point=0,1", "optim.lr=0.05,0.1", "log.tensorboard=true")
+    assert start(tmp_path, words).wait() == 0
+    log = tmp_path / "board.txt"
+    with log.open("w") as said:
+        board = subprocess.Popen(
+            [sys.executable, "-m", "tensorboard.main", "--logdir=sweep", "--port=0", "--load_fast=false"],
+            cwd=tmp_path,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        until = time.monotonic() + 60
+        while not (found := re.search(r"http://localhost:(\d+)/", log.read_text())):
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.1)
+        sessions: list[dict[str, Any]] = []
+        while len(sessions) < 4:
+            assert time.monotonic() < until, sessions
+            time.sleep(0.5)
+            sessions = session_groups(int(found[1]))
+    finally:
+        board.kill()
+        board.wait()
+    tried = {(group["hparams"]["task.point"], group["hparams"]["optim.lr"]) for group in sessions}
+    assert tried == {(0, 0.05), (0, 0.1), (1, 0.05), (1, 0.1)}
+    assert all(group["metricValues"][0]["name"]["tag"] == "hparam/loss" for group in sessions)
+
+
+def session_groups(port: int) -> list[dict[str, Any]]:
+    asked = {
+        "allowedStatuses": ["STATUS_SUCCESS", "STATUS_UNKNOWN", "STATUS_RUNNING", "STATUS_FAILURE"],
+        "colParams": [{"hparam": "task.point"}, {"hparam": "optim.lr"}],
+        "startIndex": 0,
+        "sliceSize": 100,
+    }
+    request = urllib.request.Request(
+        f"http://localhost:{port}/data/plugin/hparams/session_groups",
+        json.dumps(asked).encode(),
+        {"Content-Type": "application/json"},
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=30) as reply:
+        groups: list[dict[str, Any]] = json.load(reply).get("sessionGroups", [])
+    return groups
+
+
+def test_a_foreign_launcher_still_works(tmp_path: Path) -> None:
+    """Hydra's own: one job after the other, in this process."""
+    job = start(tmp_path, [*swept_words("train.steps=2", "task.point=0,1"), "hydra/launcher=basic"])
+    assert job.wait() == 0, job.text
+    summaries = [json.loads(path.read_text()) for path in tmp_path.glob("runs/swept/*/summary.json")]
+    assert [summary["outcome"] for summary in summaries] == ["done", "done"]
