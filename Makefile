@@ -7,5 +7,5 @@ demo: ## train the main job on two ranks, on data that needs no download
 test: ## the tests
 	sh setup.sh test
 
-check: ## linter, formatter, type checker
+check: ## linters, formatter, type checker, launch files
 	sh setup.sh check

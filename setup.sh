@@ -4,7 +4,7 @@
 #   sh setup.sh          set up only
 #   sh setup.sh demo     ... and train the main job on two ranks, on data that needs no download
 #   sh setup.sh test     ... and run the tests
-#   sh setup.sh check    ... and run the linter, the formatter and the type checker
+#   sh setup.sh check    ... and run the linters, the formatter and the type checker, and check launch/
 #
 # VENV names the environment's folder (default .venv), PYTHON the interpreter (default python3.11 or
 # python3). Works without Debian's python3-venv: the system's pip then installs into the environment.
@@ -50,6 +50,9 @@ test)
 check)
     "$VENV/bin/ruff" check .
     "$VENV/bin/ruff" format --check .
-    exec "$VENV/bin/mypy"
+    "$VENV/bin/mypy"
+    "$VENV/bin/shellcheck" setup.sh .ci/run launch/*.sh launch/*.sbatch
+    "$VENV/bin/hadolint" launch/Dockerfile
+    exec "$VENV/bin/python" -m pytest -q tests/launch/test_manifests.py
     ;;
 esac
