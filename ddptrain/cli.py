@@ -9,13 +9,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 
 from ddptrain.arguments import GROUPS, Arguments, action_of, divided, parse
-from ddptrain.build import open_package
 from ddptrain.commands import usage
-from ddptrain.compose import ENTRY_POINTS, Tree, recipes, run_composed, saved_tree
+from ddptrain.compose import Tree, recipes, run_composed, saved_tree
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
 from ddptrain.config.suggest import did_you_mean
@@ -31,13 +29,12 @@ from ddptrain.errors import (
     UserError,
 )
 from ddptrain.saved import OF_A_RUN, asked_of_a_run, is_no_key, run_folder, saved_config
+from ddptrain.user_code import open_user_code
 
 _WAIT_FOR_FIRST_RANK_S = 30.0
 """Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""
 _CHECKPOINT_ACTIONS = ("verify", "show", "convert")
 _PROOFS = ("resume", "world", "eval")
-_LIBRARIES = frozenset({"ddptrain", "torch", "torchvision", *sys.stdlib_module_names})
-"""Never a user's own code, also where the current folder is a checkout of one of them."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -45,7 +42,7 @@ def main(words: Sequence[str]) -> int:
     end_with_agent()
     try:
         arguments = parse(words)
-        _open_user_code(arguments)
+        open_user_code(arguments.config_dirs)
         verbs = {
             "train": _train,
             "evaluate": _evaluate,
@@ -119,7 +116,7 @@ def _sweep(arguments: Arguments) -> int:
         return sweep.run(points)
 
     def job(tree: Tree, overrides: list[str]) -> None:  # under a launcher that is not ours
-        _open_user_code(arguments)  # in a process of its making
+        open_user_code(arguments.config_dirs)  # in a process of its making
         config = _complete(tree, arguments)
         from ddptrain.commands import train
 
@@ -289,22 +286,6 @@ def _print_once(error: Exception, everywhere: bool) -> None:
         print(f"ddptrain: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(_WAIT_FOR_FIRST_RANK_S)
-
-
-def _open_user_code(arguments: Arguments) -> None:
-    """Let configs name code that the user put beside them: modules in the folder of --config-dir or
-    the current folder, and installed packages that carry recipes."""
-    for entry in metadata.entry_points(group=ENTRY_POINTS):
-        open_package(entry.value.partition(".")[0])
-    for folder in arguments.config_dirs:
-        if not folder.is_dir():
-            raise UserError(f"--config-dir={folder}: there is no such folder.")
-        sys.path.insert(0, str(folder.resolve()))
-    for folder in (Path.cwd(), *arguments.config_dirs):
-        for path in folder.iterdir() if folder.is_dir() else []:
-            is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
-            if is_module and path.stem.isidentifier() and path.stem not in _LIBRARIES:
-                open_package(path.stem)
 
 
 def _welcome(arguments: Arguments) -> str:

@@ -70,8 +70,10 @@ def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -
 
     def task(composed: DictConfig) -> None:
         try:
+            tree = tree_of(composed, HydraConfig.get().runtime.choices)
             words = list(HydraConfig.get().overrides.task)
-            job(tree_of(composed, HydraConfig.get().runtime.choices, words), words)
+            check_places(tree, words)
+            job(tree, words)
         except Exception as error:
             if arguments.sweeps:  # in another process, perhaps: it is the launcher's to tell
                 raise
@@ -83,12 +85,11 @@ def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -
         raise failures[0]
 
 
-def tree_of(composed: DictConfig, choices: Mapping[str, Any], words: Sequence[str]) -> Tree:
+def tree_of(composed: DictConfig, choices: Mapping[str, Any]) -> Tree:
     """A composed config as a plain tree, with the recipe's name. ``choices``: of the groups."""
     tree = _plain(composed)
     if choices.get("recipe") is not None:
         tree["recipe"] = choices["recipe"]
-    _check_places(tree, words)
     return tree
 
 
@@ -114,7 +115,7 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
             raise UserError(_no_such_key(override.key_or_group, known))
         OmegaConf.update(saved, override.key_or_group, override.value(), force_add=True)
     tree = _plain(saved)
-    _check_places(tree, ["run.dir"])  # saved as the user gave it; the folder asked is another
+    check_places(tree, ["run.dir"])  # saved as the user gave it; the folder asked is another
     return tree
 
 
@@ -166,7 +167,7 @@ def _plain(composed: DictConfig) -> Tree:
     return tree  # type: ignore[return-value]
 
 
-def _check_places(tree: Tree, words: Sequence[str]) -> None:
+def check_places(tree: Tree, words: Sequence[str]) -> None:
     """Refuse names that would lead out of where a run belongs."""
     recipe, folder = tree.get("recipe"), (tree.get("run") or {}).get("dir")
     if recipe not in (None, "???") and not is_plain_name(recipe):

@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddptrain.arguments import GROUPS
-from ddptrain.compose import Tree, parsed, tree_of
+from ddptrain.compose import Tree, check_places, parsed, tree_of
 from ddptrain.sweep.ledger import Job
 
 Sweep = Callable[[list[tuple[Tree, list[str]]]], Sequence[Job]]
@@ -59,7 +59,9 @@ class _Composer:
         composed = copy.deepcopy(base)
         values = [override for override in overrides if not _is_choice(override)]
         ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-        return tree_of(composed, chosen, words), list(words)
+        tree = tree_of(composed, chosen)
+        check_places(tree, words)
+        return tree, list(words)
 
     def _compose(self, choices: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:
         composed = self._loader.load_configuration(

@@ -111,9 +111,11 @@ def _telling(job: Job, common: set[str]) -> list[str]:
     return [word for word in job.words if word not in common]
 
 
-def _place(job: Job) -> tuple[float, int]:
+def _place(job: Job) -> tuple[bool, float, int]:
+    """By the metric; those that failed come last, however far they got."""
     score = job.score
-    return (math.inf if score is None or math.isnan(score) else -score, job.number)
+    place = math.inf if score is None or math.isnan(score) else -score
+    return job.status in ("failed", "timeout"), place, job.number
 
 
 def _counts(jobs: Sequence[Job], live: bool) -> str:

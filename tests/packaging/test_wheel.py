@@ -69,7 +69,12 @@ def install(package: Path, folder: Path) -> None:
 
 
 def test_the_wheel_holds_the_tracked_files_and_nothing_else(wheel: Path) -> None:
-    homes = {"ddptrain": "ddptrain", "conf": "ddptrain/conf", "recipes": "ddptrain/recipes"}
+    homes = {
+        "ddptrain": "ddptrain",
+        "conf": "ddptrain/conf",
+        "recipes": "ddptrain/recipes",
+        "hydra_plugins": "hydra_plugins",
+    }
     expected = {
         f"{homes[name.parts[0]]}/{name.relative_to(name.parts[0]).as_posix()}"
         for name in tracked()
@@ -94,6 +99,14 @@ for name, module in sys.modules.items():
     assert 0 < metrics(tmp_path)["accuracy"] < 1
     assert all(Path(file).is_relative_to(installed) for file in files), files
     assert str(installed / "ddptrain" / "recipes" / "cnn.py") in files
+
+
+def test_the_installed_wheel_sweeps_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    """Hydra's scanner finds the launcher in the namespace package, beside other packages' plugins."""
+    sweep = [sys.executable, "-m", "ddptrain", "--multirun", "recipe=cnn_digits", "seed=1,2", *QUICK]
+    table = done(tmp_path, sweep, PYTHONPATH=str(installed))
+    assert "2 jobs: 2 done" in table
+    assert {path.parent.name for path in tmp_path.glob("sweeps/cnn_digits/*/summary.json")} == {"000", "001"}
 
 
 # -- a recipe of the user's own, one Python file and one YAML --------------------------------------
