@@ -76,7 +76,8 @@ def main(words: Sequence[str]) -> int:
 
 def _train(arguments: Arguments) -> int:
     _expect_a_recipe(arguments)
-    if arguments.sweeps and os.environ.get("WORLD_SIZE", "1") != "1":
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
+    if arguments.sweeps and under_torchrun:
         raise UserError(
             "--multirun: a sweep starts its own ranks, so it can't run inside torchrun."
             " Start it with: python -m ddptrain --multirun ..."
@@ -126,8 +127,8 @@ def _sweep(arguments: Arguments) -> int:
         with multirun.launching(run):
             run_composed(arguments, job)
     finally:
-        all_well = sweep.close()
-    return ExitCode.DONE if all_well else ExitCode.CRASH
+        code = sweep.close()
+    return code
 
 
 def _report(arguments: Arguments) -> int:

@@ -67,6 +67,8 @@ class Pool:
             for process in self._running.values():  # only where something of ours has failed
                 process.kill()
             self._desk.close()
+        if self._stop is not None:
+            self._board.say(f"sweep stopped by {self._stop.name}; start the same line again and it goes on")
         if self._stop == signal.SIGINT:
             raise KeyboardInterrupt
         if self._stop is not None:

@@ -55,7 +55,7 @@ class Process:
             self._from = output.tell()
             self._process = subprocess.Popen(
                 words,
-                env={**os.environ, **environment, AGENT: str(os.getpid())},
+                env={**_inherited(), **environment, AGENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -119,6 +119,11 @@ class Process:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+def _inherited() -> dict[str, str]:
+    """The environment, without what a scheduler says to torchrun: a job is on this node alone."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
 
 
 def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:

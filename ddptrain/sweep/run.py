@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddptrain.config.schema import Config
 from ddptrain.config.schema import Sweep as Settings
-from ddptrain.errors import UserError
+from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.lock import is_locked
 from ddptrain.sweep.board import Board, print_table
 from ddptrain.sweep.ledger import LEDGER, Job, Ledger, key_of, read_ledger
@@ -59,15 +59,18 @@ class Sweep:
         Pool(ledger, slots, rule, board).run(batch, self._asked)
         return jobs
 
-    def close(self) -> bool:
-        """Show what became of all points; whether all that ended did so well."""
+    def close(self) -> ExitCode:
+        """Show what became of all points, and say it in one number: a crash where one has failed, stopped
+        where one is only half done."""
         if self._ledger is None:
-            return True
+            return ExitCode.DONE
         folder = self._ledger.folder
         print_table(self._ledger.jobs, live=False)
         print(f"look  {folder}/<job>/plots, or tensorboard --logdir {folder}", file=sys.stderr)
-        asked = [job for job in self._ledger.jobs if job.number in self._asked]
-        return not any(job.status in ("failed", "timeout") for job in asked)
+        statuses = {job.status for job in self._ledger.jobs if job.number in self._asked}
+        if statuses & {"failed", "timeout"}:
+            return ExitCode.CRASH
+        return ExitCode.DONE if statuses <= {"done", "pruned"} else ExitCode.STOPPED
 
 
 def report(folder: Path) -> None:

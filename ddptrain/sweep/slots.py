@@ -31,7 +31,7 @@ class Slots:
         return {**shared, "CUDA_VISIBLE_DEVICES": ",".join(taken)} if self.are_gpus else shared
 
     def describe(self) -> str:
-        kind = f"GPUs {', '.join(self.names)}" if self.are_gpus else f"{len(self.names)} CPU shares"
+        kind = f"GPUs {', '.join(self.names)}" if self.are_gpus else f"{len(self.names)} CPU slots"
         ranks = f"{self.per_job} rank{'s' * (self.per_job > 1)}"
         at_once = f"{self.parallel} job{'s' * (self.parallel > 1)} at once"
         cores = f"{self.cores} core{'s' * (self.cores > 1)}"
@@ -80,6 +80,8 @@ def _devices(asked: Any, device: str) -> tuple[list[str], bool, str]:
                 "device=cuda: this machine shows no GPU (by its driver or CUDA_VISIBLE_DEVICES). Name GPUs"
                 " with sweep.gpus=[...], or say device=cpu."
             )
+    if device == "mps":
+        return ["mps"], False, "device=mps"
     why = "device=cpu" if device == "cpu" else "NO GPU IS USED, this machine shows none"
     return [str(share) for share in range(cores())], False, why
 
