@@ -13,7 +13,7 @@ from sweeps import events, packed, points, start, statuses, swept_words
 SLOTS, FAILING, HANGING = 4, (2, 6, 9), (4,)
 WORDS = swept_words(
     "task.point=range(12)", f"task.failing={list(FAILING)}", f"task.hanging={list(HANGING)}",
-    "task.pace=0.08", "sweep.timeout=20", "sweep.gpus=[0,1,2,3]",
+    "task.pace=0.04", "sweep.timeout=14", "sweep.gpus=[0,1,2,3]",
 )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def attempts(cwd: Path, begin: float, end: float) -> list[float]:
 
 
 def test_a_killed_sweep_goes_on(tmp_path: Path, undisturbed: dict[str, float]) -> None:
-    one_round(tmp_path, 9.0, undisturbed)
+    one_round(tmp_path, 7.0, undisturbed)
 
 
 @pytest.mark.faults
@@ -96,7 +96,7 @@ def test_a_killed_sweep_goes_on(tmp_path: Path, undisturbed: dict[str, float]) -
 def test_a_sweep_killed_at_any_moment_goes_on(
     turn: int, tmp_path: Path, undisturbed: dict[str, float]
 ) -> None:
-    one_round(tmp_path, random.Random(turn).uniform(1, 20), undisturbed)
+    one_round(tmp_path, random.Random(turn).uniform(1, 14), undisturbed)
 
 
 def test_no_two_jobs_share_a_gpu(tmp_path: Path) -> None:
