@@ -35,6 +35,15 @@ def run(config: Config, options: Sequence[str], words: Sequence[str]) -> int:
     args, why = _parsed(options, words, config.device)
     _meet(args)
     agent, command, rank_words = _launch_config(args)
+    if (
+        config.run.resume == "never"
+        and agent.max_nodes > 1
+        and (agent.max_restarts or agent.min_nodes < agent.max_nodes)
+    ):
+        raise UserError(
+            "run.resume=never: a node that joins or begins again can't know that the run has begun, and would"
+            " put it aside. On several nodes that may restart, name a new run.dir instead."
+        )
     make_task(config)
     build_optimizer(config.optim, [nn.Parameter(torch.zeros(1))])
     if agent.max_nodes > 1:
@@ -46,7 +55,7 @@ def run(config: Config, options: Sequence[str], words: Sequence[str]) -> int:
     here = "" if agent.max_nodes == 1 else " on this node"
     ranks = f"{agent.nproc_per_node} rank{'s' * (agent.nproc_per_node > 1)}{here}{why}"
     say(f"{ranks}, max restarts {agent.max_restarts}, run id {agent.run_id}")
-    ended = run_ranks(agent, command, rank_words)
+    ended = run_ranks(agent, command, rank_words, config.hang_timeout)
     if ended.exit_code not in (ExitCode.DONE, ExitCode.USER_ERROR):  # the last word is the rank's
         used = f"{ended.restarts} of {agent.max_restarts} restarts used"
         say(f"{ended.how}; {used}; exit code {ended.exit_code}")

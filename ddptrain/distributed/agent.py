@@ -11,13 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.launcher import api
 
+from ddptrain.distributed.meeting import LAST_WORD_S, Meeting, end_if_cut_off
 from ddptrain.errors import ExitCode, UserError
 
 NOT_MENDED = (ExitCode.USER_ERROR, ExitCode.DIVERGED, ExitCode.STOPPED)
@@ -56,14 +61,19 @@ class Ended:
     restarts: int = 0
 
 
-def run_ranks(config: api.LaunchConfig, command: str, words: list[str]) -> Ended:
+def run_ranks(
+    config: api.LaunchConfig, command: str, words: list[str], hang_timeout: float | None = None
+) -> Ended:
     """Start the ranks of this node and wait for their end, with restarts; forwards signals to them.
 
-    Raises UserError where torchrun refuses the config.
+    hang_timeout: seconds; so long, and `LAST_WORD_S` more, this node may be out of reach of the others (None:
+    for ever). Raises UserError where torchrun refuses the config.
     """
     agents: list[_Agent] = []
+    watched = hang_timeout is not None and config.max_nodes > 1 and config.rdzv_backend == "c10d"
+    patience = (hang_timeout or 0.0) + LAST_WORD_S if watched else None
     # launch_agent makes its agent by this name and takes none; without it we would copy its 100 lines
-    vars(api)["LocalElasticAgent"] = partial(_Agent, agents)
+    vars(api)["LocalElasticAgent"] = partial(_Agent, agents, config.rdzv_endpoint, patience)
     try:
         api.launch_agent(config, command, words)
         return _ended(agents[0], None)
@@ -84,13 +94,19 @@ def run_ranks(config: api.LaunchConfig, command: str, words: list[str]) -> Ended
 
 
 class _Agent(LocalElasticAgent):
-    """Spends no restart where none helps, and remembers which rank ended an attempt first."""
+    """Spends no restart where none helps, or where a host has come or gone; remembers which rank ended an
+    attempt first."""
 
-    def __init__(self, agents: "list[_Agent]", **arguments: Any) -> None:
+    def __init__(
+        self, agents: "list[_Agent]", endpoint: str, patience: float | None, **arguments: Any
+    ) -> None:
         super().__init__(**arguments)
         agents.append(self)
         self.cause: Cause | None = None
         self.restarts = 0
+        self._meeting = Meeting(arguments["spec"].rdzv_handler)
+        if patience is not None:
+            end_if_cut_off(endpoint, patience, self._kill_ranks)
 
     def codes(self) -> dict[int, int]:
         """The exit codes of this node's ranks that have ended, by rank."""
@@ -108,15 +124,43 @@ class _Agent(LocalElasticAgent):
             self._drop_half_written()
             result = super()._monitor_workers(worker_group)
         if not result.is_failed():
+            self._meeting.look()
             return result
         first = first or {rank: failure.exitcode for rank, failure in result.failures.items()}
         self.cause = cause_of(first, result.failures)
+        if change := self._change_of_hosts(self.cause):
+            say(f"{change}: going on with the hosts that are there")
+            self._restart_workers(worker_group)
+            return RunResult(WorkerState.HEALTHY)
         if self.cause.code in NOT_MENDED:
             self._remaining_restarts = 0  # as torchrun itself does where no restart can help
         elif self._remaining_restarts:
             self.restarts += 1
             say(f"{self.cause}: restart {self.restarts} of {worker_group.spec.max_restarts}")
         return result
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        hosts = self._meeting.met()
+        if self._meeting.elastic:
+            ranks = worker_group.workers[0].world_size
+            together = f"{ranks} rank{'s' * (ranks > 1)} in all"
+            say(f"{len(hosts)} host{'s' * (len(hosts) > 1)} ({', '.join(hosts)}) with {together}")
+
+    def _change_of_hosts(self, cause: Cause) -> str:
+        """Which, where one has ended the ranks; '' where they ended by themselves.
+
+        To take in a host, another agent stops its ranks, and by their votes these here too.
+        """
+        if not self._meeting.elastic or cause.code in (ExitCode.USER_ERROR, ExitCode.DIVERGED):
+            return ""
+        if cause.code != ExitCode.STOPPED and (lost := self._meeting.lost()):
+            return f"lost {' and '.join(lost)}"
+        return "the hosts meet again" if self._meeting.others_wait() else ""
+
+    def _kill_ranks(self) -> None:
+        for handler in getattr(self._pcontext, "subprocess_handlers", {}).values():
+            handler.proc.kill()
 
     def _drop_half_written(self) -> None:
         for path in getattr(self._pcontext, "error_files", {}).values():
@@ -173,9 +217,20 @@ def _stopped(agent: _Agent, by: signal.Signals) -> Ended:
 
 
 def _not_met(agents: list[_Agent], where: str, error: RendezvousError) -> Ended:
-    """The nodes did not meet, or no longer: another node has ended the job."""
-    cause = agents[0].cause if agents else None
-    if cause is None:
+    """The nodes did not meet, or no longer: the job is over elsewhere, or where they meet is gone."""
+    agent = agents[0] if agents else None
+    if agent is None or not agent.codes():
         why = str(error.__cause__ or error).partition("\n")[0] or type(error).__name__
+        why = "that job is over" if isinstance(error, RendezvousClosedError) else why
         return Ended(ExitCode.CRASH, f"the nodes did not meet at {where} ({why})")
-    return Ended(cause.exit_code, f"{cause}, and the job is over on another node", agents[0].restarts)
+    # torchrun has ended the ranks here: what they ended with by themselves says more
+    failed = {rank: code for rank, code in agent.codes().items() if code}
+    cause = agent.cause or (cause_of(failed, {}) if failed else None)
+    if cause is None or cause.code in (-signal.SIGTERM, -signal.SIGKILL):
+        cause = Cause(min(agent.codes()), ExitCode.CRASH)
+    over = f"the rendezvous at {where} is gone: the job has ended there, or that host has"
+    if isinstance(error, RendezvousClosedError):
+        over = "the job is over on another node"
+    if isinstance(error, RendezvousTimeoutError):
+        over = f"too few nodes have met again at {where}"
+    return Ended(cause.exit_code, f"{cause}, and {over}", agent.restarts)

@@ -3,6 +3,7 @@
 import datetime
 import logging
 import os
+import re
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -97,6 +98,12 @@ def from_a_lost_rank(error: BaseException) -> bool:
     in_a_collective = bool(frames) and waits([(frame.filename, frame.name) for frame in frames]) != ""
     is_ours = isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
     return isinstance(error, RuntimeError) and in_a_collective and is_ours
+
+
+def address_of_peer(error: BaseException) -> str:
+    """The address that a collective's complaint names; '' if it names none."""
+    found = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", str(error))
+    return found[1].removeprefix("::ffff:") if found else ""
 
 
 def add_up(world: World, tensor: Tensor) -> Tensor:

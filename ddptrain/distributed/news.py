@@ -25,12 +25,15 @@ class Failure(NamedTuple):
 
     rank: int
     code: int
+    said: str = ""
+    """What it has said, for the first rank of another host to repeat; '' on the others."""
 
 
 class News:
     """One rank's end. In a world of one nothing is sent and nothing heard.
 
-    own: this rank's beat of a number. is_late: whether to ask for the others' beats too, a request a rank.
+    own: this rank's beat of a number. is_late: whether to ask for the others' beats too. Rank 0, which has
+    the store at hand, always asks; the others also at the start, for who is where.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class News:
         self._patience = max(3.0, 4 * interval)
         self._beats = 0
         self._wish: str | None = None
-        self._own_failure: int | None = None
+        self._own_failure: Failure | None = None
         self._sent = threading.Event()
         self._wake = threading.Event()
         self._ended = False
@@ -76,10 +79,10 @@ class News:
         self._wish = who
         self._wake.set()
 
-    def tell_failure(self, code: int) -> None:
+    def tell_failure(self, code: int, said: str = "") -> None:
         """This rank fails with an exit code and speaks for itself. Waits until it is sent, 2 s at most."""
         if self._world.size > 1 and not self._ended:
-            self._own_failure = code
+            self._own_failure = Failure(self._world.rank, code, said)
             self._wake.set()
             self._sent.wait(2.0)
 
@@ -103,6 +106,17 @@ class News:
         """The store does not answer, so what was heard is old."""
         return self._world.size > 1 and time.monotonic() - self._answered_at > self._patience
 
+    def cut_off(self, seconds: float) -> bool:
+        """Whether for so long the store has not answered this rank, or another rank not rank 0, whatever
+        its main thread does."""
+        since = [self._answered_at]
+        if self._world.is_first:
+            since += [at for _, at in dict(self.heard).values()]
+        return self._world.size > 1 and time.monotonic() - min(since) > max(seconds, self._patience)
+
+    def _knows_all(self) -> bool:
+        return len(self.heard) == self._world.size - 1 and all(beat.host for beat, _ in self.heard.values())
+
     def _exchange(self, store: Store) -> None:
         rank = self._world.rank
         while not self._ended:
@@ -110,7 +124,7 @@ class News:
             with contextlib.suppress(RuntimeError):
                 self._beats += 1
                 if self._own_failure is not None:
-                    store.compare_set(_FAILURE, "", json.dumps([rank, self._own_failure]))
+                    store.compare_set(_FAILURE, "", json.dumps(self._own_failure))
                     self._sent.set()
                 if self._wish is not None:
                     store.set(_STOP, self._wish)
@@ -118,18 +132,25 @@ class News:
                 if store.check([_STOP]):
                     self.stop = store.get(_STOP).decode()
                 if store.check([_FAILURE]):
-                    self.failure = Failure(*json.loads(store.get(_FAILURE)))
-                if self._is_late():
+                    self.failure = self._heard_of(Failure(*json.loads(store.get(_FAILURE))))
+                if rank == 0 or not self._knows_all() or self._is_late():
                     self._listen(store)
                 self._answered_at = time.monotonic()
             self._wake.wait(self._interval)
             self._wake.clear()
 
+    def _heard_of(self, failure: Failure) -> Failure:
+        repeats = self._world.is_first_on_node and failure.rank not in self._world.neighbours
+        return failure if repeats else failure._replace(said="")
+
     def _listen(self, store: Store) -> None:
-        for rank in range(self._world.size):
-            if rank == self._world.rank:
-                continue
-            key = f"beat-{rank}"
-            beat = Beat(**json.loads(store.get(key))) if store.check([key]) else Beat.unheard(rank)
+        others = [rank for rank in range(self._world.size) if rank != self._world.rank]
+        begun = others
+        if not store.check([f"beat-{rank}" for rank in others]):  # one request where all have begun
+            begun = [rank for rank in others if store.check([f"beat-{rank}"])]
+        told = store.multi_get([f"beat-{rank}" for rank in begun]) if begun else []
+        beats = {rank: Beat(**json.loads(words)) for rank, words in zip(begun, told, strict=True)}
+        for rank in others:
+            beat = beats.get(rank, Beat.unheard(rank))
             if rank not in self.heard or self.heard[rank][0].number != beat.number:
                 self.heard[rank] = (beat, time.monotonic())

@@ -86,7 +86,7 @@ def describe(blamed: Sequence[Beat], beats: Sequence[Beat], silent: Sequence[Bea
         if beat in silent:
             lines.append(
                 f"rank {beat.rank} (pid {beat.pid} on {beat.host or 'its node'}) does not answer: stopped,"
-                f" or its machine is gone. Last heard of at {beat.place}."
+                f" or its machine or the link to it is gone. Last heard of at {beat.place}."
             )
         else:
             lines.append(f"rank {beat.rank} holds it up at {beat.place}. Its stack:\n{beat.stack.rstrip()}")
@@ -94,6 +94,27 @@ def describe(blamed: Sequence[Beat], beats: Sequence[Beat], silent: Sequence[Bea
         if beat not in blamed:
             lines.append(f"rank {beat.rank} waits for it at {beat.place}{_innermost(beat.stack)}.")
     return "\n".join(lines)
+
+
+def describe_cut(host: str, beats: Sequence[Beat], timeout: float) -> str:
+    """The message on a host that no longer reaches the host of rank 0, by which it would hear of others."""
+    ranks: dict[str, list[int]] = {}
+    for beat in beats:
+        ranks.setdefault(beat.host or "a host unheard of", []).append(beat.rank)
+    names = {name: f"{name} ({_ranks(found)})" for name, found in ranks.items()}
+    keeper = next(beat for beat in beats if beat.rank == 0)
+    others = [names[name] for name in names if name not in (host, keeper.host)]
+    unknown = f" By it ranks hear of each other: nothing is known of {', '.join(others)}." if others else ""
+    own = next(beat for beat in beats if beat.host == host)
+    return (
+        f"{host} has not reached {keeper.host} for hang_timeout={timeout:g} s, and its ranks are ended.\n"
+        f"{names[keeper.host]} is lost, or the link to it, or rank 0 is stopped.{unknown}\n"
+        f"rank {own.rank} waits for it at {own.place}{_innermost(own.stack)}."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _innermost(stack: str) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ddptrain.distributed.news import Failure, News
-from ddptrain.distributed.standstill import Beat, describe, guilty, waits
+from ddptrain.distributed.standstill import Beat, describe, describe_cut, guilty, waits
 from ddptrain.distributed.world import World
 from ddptrain.errors import ExitCode
 
@@ -141,7 +141,7 @@ class Vigil:
             if self._over.is_set():
                 return
             self._heed_clock_and_news()
-            if self._timeout is not None and self._overdue():
+            if self._timeout is not None and (self._overdue() or self._news.cut_off(self._timeout)):
                 self._judge()
 
     def _hear(self, number: int) -> None:
@@ -172,7 +172,7 @@ class Vigil:
         if news.failure is not None and news.failure.rank != self._world.rank:
             # the main thread meets it in its next collective; where there is none, it need not go on
             self._over.wait(_LAST_WORDS_S)
-            self._exit(news.failure.code, "")
+            self._exit(news.failure.code, news.failure.said)
 
     def _ask(self, who: str) -> None:
         if self._stop is None:
@@ -201,27 +201,37 @@ class Vigil:
         )  # fmt: skip
 
     def _judge(self) -> None:
-        """This rank stands still. If all do, who holds the job up?"""
+        """This rank stands still, or has lost others. If all do, who holds the job up?"""
+        timeout, host = self._timeout or LONG_S, socket.gethostname()
         others = [beat for beat, _ in dict(self._news.heard).values()]
         silent = [beat for beat in others if self._news.silent(beat.rank)]
         beats = [self._beat(0), *others]
-        stands_still = all(beat.overdue or beat in silent or self._news.unanswered for beat in beats)
+        keeper = next((beat for beat in others if beat.rank == 0), None)
+        away = self._news.unanswered and keeper is not None and keeper.host not in ("", host)
+        # who can say it: those that hear of each other, and without the store those of one host
+        speakers = [beat for beat in beats if beat not in silent and not (away and beat.host != host)]
+        known = self._news.unanswered or self._news.cut_off(timeout)
+        stands_still = all(beat.overdue or beat in silent or known for beat in beats)
         if len(beats) < self._world.size or not stands_still:
             return
-        if self._world.rank != min(beat.rank for beat in beats if beat not in silent):
+        if self._world.rank != min(beat.rank for beat in speakers):
             # the first of those that answer says it, and this rank hears of it, if anything can be heard
             if self._news.unanswered and not self._over.wait(2 * _LAST_WORDS_S):
                 self._exit(ExitCode.HUNG, "")
             return
         if self._over.is_set() or self._news.failure_elsewhere(wait=1.0) or self._marks != beats[0].marks:
             return  # it goes on, or somebody else has said it
-        blamed = guilty(beats, silent)
-        message = describe(blamed, beats, silent, self._timeout or LONG_S)
-        for beat in silent:
-            if beat.host == socket.gethostname():
+        if away:
+            message = describe_cut(host, beats, timeout)
+        else:
+            message = describe(guilty(beats, silent), beats, silent, timeout)
+        self._news.tell_failure(ExitCode.HUNG, f"rank {self._world.rank} on {host}: {message}")
+        if self._world.is_first and self._world.size > self._world.local_size:
+            self._over.wait(2 * self._interval)  # for other hosts to hear it from the store that it keeps
+        for beat in silent:  # last: torchrun takes the first rank to end for the one to blame
+            if beat.host == host:
                 with contextlib.suppress(OSError):
                     os.kill(beat.pid, signal.SIGKILL)  # a stopped process hears nothing else
-        self._news.tell_failure(ExitCode.HUNG)
         self._exit(ExitCode.HUNG, message)
 
     def _exit(self, code: int, message: str) -> None:

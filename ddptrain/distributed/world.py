@@ -31,6 +31,12 @@ class World:
     def is_first_on_node(self) -> bool:
         return self.local_rank == 0
 
+    @property
+    def neighbours(self) -> range:
+        """The ranks of this node, this one among them."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_size)
+
     def shards(self, count: int) -> range:
         """This rank's of so many parts of something: runs of nearly equal length, in the ranks' order."""
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)

@@ -37,6 +37,8 @@ def test_help_names_options_and_exit_codes_at_once(tmp_path: Path) -> None:
         (f"launch --max_restarts many {TYPED}", "--max-restarts: invalid int value: 'many'"),
         (f"launch --nnodes=2 --max-restarts=1 {TYPED}", "--rdzv-backend=c10d"),
         (f"launch --nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=here:1 {TYPED}", "--rdzv-id: give the"),
+        (f"launch --nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=a:1 --rdzv-id=b {TYPED} run.resume=never",
+         "run.resume=never: a node that joins"),
         (f"launch --nproc-per-node=2 {TYPED} +model.wdith=2", "Did you mean model.width?"),
     ],
 )  # fmt: skip
