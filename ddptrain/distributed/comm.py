@@ -78,7 +78,7 @@ def close_group() -> None:
     """Leave together: a rank that leaves early can abort another one's gloo threads."""
     if dist.is_initialized():
         dist.barrier()
-        dist.destroy_process_group()
+        _destroy_group()
 
 
 def abandon_group() -> None:
@@ -87,7 +87,18 @@ def abandon_group() -> None:
     NCCL's group is left to the end of the process: closing it would wait for what was begun.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.destroy_process_group()
+        _destroy_group()
+
+
+_left: list[object] = []
+"""Groups that were left. DDP's reducer has one too, and where it is the last to let go, it waits for gloo's
+threads with Python's lock in its hand, which one of them may want for a tensor of the last collective: then
+the process never ends (torch 2.11, seen on busy machines)."""
+
+
+def _destroy_group() -> None:
+    _left.append(dist.group.WORLD)
+    dist.destroy_process_group()
 
 
 def from_a_lost_rank(error: BaseException) -> bool:
