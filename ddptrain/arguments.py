@@ -80,11 +80,36 @@ def parse(words: Sequence[str]) -> Arguments:
         elif name in _INFO and not equals and rest and rest[0] in _INFO_OF:
             options.append(f"{name}={rest.pop(0)}")
         elif name in (*_SWITCHES, *_INFO):
+            if equals:
+                raise UserError(f"{word}: {name} takes no value here; write {name}.")
             options.append(word)
         else:
             hint = did_you_mean(name, (*_SWITCHES, *_INFO, *_TAKE_A_VALUE, *of_torchrun))
             raise UserError(f"{word}: there is no such option.{hint}")
     return Arguments(verb, tuple(overrides), tuple(options), tuple(config_dirs), tuple(torchrun))
+
+
+def check_sweep(arguments: Arguments) -> None:
+    """Raise UserError for words that ``--multirun`` can't go with."""
+    for option in arguments.options:
+        if option.partition("=")[0] in ("--cfg", "-c", *_INFO):
+            raise UserError(f"{option}: shows one config; leave --multirun out.")
+    launchers = [word for word in arguments.overrides if word.startswith("hydra/launcher=")]
+    if launchers and launchers[-1] != "hydra/launcher=gpu_pool":
+        expect_no_sweep(arguments)
+    for word in arguments.overrides:
+        if word.startswith(("run.dir=", "run.resume=")):
+            raise UserError(
+                f"{word}: the jobs of a sweep have folders of their own, below sweep.dir, and go on there;"
+                " leave it out."
+            )
+
+
+def expect_no_sweep(arguments: Arguments) -> None:
+    """Raise UserError for words that say how a sweep is run."""
+    for word in arguments.overrides:
+        if word.lstrip("+").startswith("sweep."):
+            raise UserError(f"{word}: is for --multirun with its own launcher; here it would do nothing.")
 
 
 def action_of(arguments: Arguments, actions: Sequence[str], example: str) -> tuple[str, list[str]]:

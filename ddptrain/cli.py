@@ -11,7 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ddptrain.arguments import GROUPS, Arguments, action_of, divided, parse
+from ddptrain.arguments import (
+    GROUPS,
+    Arguments,
+    action_of,
+    check_sweep,
+    divided,
+    expect_no_sweep,
+    parse,
+)
 from ddptrain.commands import usage
 from ddptrain.compose import Tree, recipes, run_composed, saved_tree
 from ddptrain.config.check import checked
@@ -84,6 +92,7 @@ def _train(arguments: Arguments) -> int:
         )
     if arguments.sweeps:
         return _sweep(arguments)
+    expect_no_sweep(arguments)
 
     def job(tree: Tree, overrides: list[str]) -> None:
         config = _complete(tree, arguments)
@@ -100,13 +109,8 @@ def _sweep(arguments: Arguments) -> int:
     from ddptrain.sweep.ledger import Job
     from ddptrain.sweep.run import Point, Sweep
 
+    check_sweep(arguments)
     places = [word for word in arguments.overrides if word.startswith("hydra.searchpath=")]
-    for word in arguments.overrides:
-        if word.startswith(("run.dir=", "run.resume=")):
-            raise UserError(
-                f"{word}: the jobs of a sweep have folders of their own, below sweep.dir, and go on there;"
-                " leave it out."
-            )
     sweep = Sweep()
 
     def run(jobs: list[tuple[Tree, list[str]]]) -> list[Job]:
@@ -211,6 +215,7 @@ def _launch(arguments: Arguments) -> int:
         return ExitCode.DONE
     os.environ.pop("RANK", None)  # some schedulers' number of this node; each node's launch speaks for itself
     _expect_a_recipe(arguments)
+    expect_no_sweep(arguments)
     if arguments.sweeps:
         raise UserError("launch: starts one job; a sweep starts its own: python -m ddptrain --multirun ...")
     configs: list[Config] = []
@@ -291,7 +296,7 @@ def _print_once(error: Exception, everywhere: bool) -> None:
 
 def _welcome(arguments: Arguments) -> str:
     names = [f"  {name}" for name in recipes(arguments)]
-    given = " ".join(arguments.overrides)
+    given = "" if arguments.sweeps else " ".join(arguments.overrides)
     return "\n".join(
         [
             "say what to train: recipe=<name>. There are:",

@@ -201,9 +201,10 @@ def _check_override(override: Override) -> None:
     if not key:
         raise UserError(f"{word}: is no override; write key=value.")
     if _PLUGIN_KEY.fullmatch(key) and override.package is None and not override.is_sweep_override():
-        if "_target_" not in f"{key} {override.value()}":
+        is_name = "/" not in key or is_plain_name(str(override.value()))
+        if is_name and "_target_" not in f"{key} {override.value()}":
             return
-        raise UserError(f"{word}: plugins are chosen by their names (hydra/launcher=...), not by a _target_.")
+        raise UserError(f"{word}: plugins are chosen by their names: hydra/launcher=<name>.")
     if re.match(r"hydra([./]|$)", key):
         raise UserError(f"{word}: of Hydra's own keys only {', '.join(HYDRA_KEYS)} may be set; leave it out.")
     if "/" in key or override.package is not None:

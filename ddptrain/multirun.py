@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddptrain.arguments import GROUPS
 from ddptrain.compose import Tree, check_places, parsed, tree_of
+from ddptrain.errors import ExitCode, RankLost
 from ddptrain.sweep.ledger import Job
 
 Sweep = Callable[[list[tuple[Tree, list[str]]]], Sequence[Job]]
@@ -80,7 +81,7 @@ def _is_choice(override: Override) -> bool:
 
 def _returned(job: Job) -> JobReturn:
     done = job.status in ("done", "pruned") and job.value is not None
-    failure = RuntimeError(f"job {job.folder} {job.status} {job.why}".rstrip())
+    failure = RankLost(f"job {job.folder}: {job.status}. {job.why}".rstrip(), ExitCode.CRASH)
     return JobReturn(
         overrides=list(job.words),
         status=JobStatus.COMPLETED if done else JobStatus.FAILED,

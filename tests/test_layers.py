@@ -33,7 +33,7 @@ MAY_IMPORT = {
     },
     "arguments": {"config", "errors"},
     "compose": {"arguments", "config", "errors", "sources"},
-    "multirun": {"arguments", "compose", "sweep"},
+    "multirun": {"arguments", "compose", "errors", "sweep"},
     "user_code": {"build", "compose", "errors"},
     "saved": {"arguments", "compose", "config", "errors"},
     "sweep": {"config", "distributed", "engine", "errors", "observe", "sweep"},

@@ -145,7 +145,7 @@ def test_a_file_system_without_locks_is_only_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    logger = logging.getLogger("ddptrain.observe.rundir")
+    logger = logging.getLogger("ddptrain.observe.lock")
     monkeypatch.setattr(logger, "warning", lambda text, *of: said.append(text % of))
 
     def none(file: int, kind: int) -> Any:

@@ -170,7 +170,8 @@ def _observers(config: Config, folder: Path) -> list[Observer]:
     metrics = folder / "metrics.jsonl"
     found: list[Observer] = [Console(), Jsonl(metrics)]
     if config.log.tensorboard:
-        found.append(TensorBoard(folder / "tensorboard", asdict(config), metrics))
+        settings = {name: value for name, value in asdict(config).items() if name not in ("run", "sweep")}
+        found.append(TensorBoard(folder / "tensorboard", settings, metrics))
     return [*found, Plots(metrics, folder / "plots"), Summary(folder / "summary.json")]
 
 

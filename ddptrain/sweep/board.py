@@ -53,7 +53,8 @@ class Board:
         """A job has started or ended."""
         if self._live is None:
             value = "" if job.value is None else f"  {job.metric} {job.value:.4f}"
-            on = f"  on GPU {','.join(job.gpus)}" if job.gpus and job.status == "running" else ""
+            kind = "slot" if job.on_cpu else "GPU"
+            on = f"  on {kind} {','.join(job.gpus)}" if job.gpus and job.status == "running" else ""
             took = f"  {job.seconds:.1f} s" if job.status != "running" else ""
             words = shlex.join(_telling(job, self._common))
             self.say(f"{job.folder}  {words}  {_status(job)}{value}{took}{on}{_because(job)}")
@@ -64,7 +65,10 @@ def print_table(jobs: Sequence[Job], live: bool) -> None:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    console.print(table(jobs, live))
+    with console.capture() as drawn:
+        console.print(table(jobs, live))
+    for line in drawn.get().splitlines():  # rich fills its lines with blanks
+        print(line.rstrip())
     for job in jobs:
         if job.why:
             console.print(f"{job.folder}: {job.why}", markup=False, highlight=False, soft_wrap=True)
@@ -97,7 +101,7 @@ def table(jobs: Sequence[Job], live: bool) -> "Table":
             "" if job.value is None else f"{job.value:.4f}",
             f"{job.step}/{job.steps}" if job.steps else "",
             _clock(seconds) if seconds else "",
-            ",".join(job.gpus) or ("CPU" if job.began else ""),
+            " ".join([*["CPU"] * job.on_cpu, ",".join(job.gpus)]).strip(),
         )
     return found
 
@@ -120,8 +124,12 @@ def _place(job: Job) -> tuple[bool, float, int]:
 
 def _counts(jobs: Sequence[Job], live: bool) -> str:
     statuses = Counter("stopped" if job.status == "running" and not live else job.status for job in jobs)
-    counted = [f"{statuses[status]} {status}" for status in _ORDER if statuses[status]]
-    return f"{len(jobs)} jobs: {', '.join(counted)}"
+    found = [f"{statuses[status]} {status}" for status in _ORDER if statuses[status]]
+    return f"{counted(len(jobs))}: {', '.join(found)}"
+
+
+def counted(jobs: int) -> str:
+    return f"{jobs} job{'s' * (jobs != 1)}"
 
 
 def _status(job: Job, status: str | None = None) -> str:

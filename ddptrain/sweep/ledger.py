@@ -49,6 +49,8 @@ class Job:
     code: int | None = None
     why: str = ""
     gpus: tuple[str, ...] = ()
+    """The slots it took, where they have names."""
+    on_cpu: bool = False
     metric: str = ""
     value: float | None = None
     """The best value of the metric."""
@@ -76,6 +78,7 @@ class Job:
         match event["event"]:
             case "started":
                 self.status, self.gpus, self.began = "running", tuple(event["gpus"]), event["time"]
+                self.on_cpu = event["on_cpu"]
             case "evaluated":
                 self._evaluated(event)
             case "verdict" | "promoted":
@@ -128,10 +131,17 @@ class Ledger:
         return list(self._jobs.values())
 
     def job(self, key: str, words: Sequence[str]) -> Job:
-        """The job of this config, with the number it has or the next one."""
+        """The job of this config, with the number it has or the next one. Raises UserError where that one's
+        folder holds something."""
         if key not in self._jobs:
-            self._append({"event": "job", "job": len(self._jobs), "key": key, "words": list(words)})
-            self._jobs[key] = Job(len(self._jobs), key, tuple(words))
+            job = Job(len(self._jobs), key, tuple(words))
+            if (self.folder / job.folder).exists():
+                raise UserError(
+                    f"sweep.dir={self.folder}: there is a folder {job.folder} of which its {LEDGER} knows"
+                    " nothing, and a job would go on with what lies there. Sweep into another: sweep.dir=..."
+                )
+            self._append({"event": "job", "job": job.number, "key": key, "words": list(words)})
+            self._jobs[key] = job
         return self._jobs[key]
 
     def write(self, job: Job, event: str, **facts: Any) -> None:
@@ -160,7 +170,8 @@ def read_ledger(folder: Path) -> list[Job]:
                 jobs[event["job"]].heed(event)
         except (ValueError, KeyError, IndexError, TypeError, AssertionError) as error:
             raise UserError(
-                f"{path}: line {number} is damaged. Remove it, or sweep into another folder: sweep.dir=..."
+                f"{path}: line {number} is damaged. Put back what the file was, or sweep into another folder:"
+                " sweep.dir=..."
             ) from error
     return jobs
 

@@ -24,7 +24,7 @@ _AFTER_GRACE_S = 10.0
 _ECHO_S = 1.0
 """A signal that comes again within this time is the same request, from a scheduler that signals all."""
 _MENDABLE = (ExitCode.CRASH, ExitCode.HUNG)
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Pool:
@@ -87,7 +87,9 @@ class Pool:
             environment = {**self._slots.environment(taken), **self._desk.environment(job.number)}
             words = command(job, folder, self._slots.per_job, config.strategy.name == "ddp")
             self._attempts[job.number] += 1
-            self._ledger.write(job, "started", gpus=taken if self._slots.are_gpus else [])
+            self._ledger.write(
+                job, "started", gpus=taken if self._slots.are_gpus else [], on_cpu=self._slots.on_cpu
+            )
             self._running[job.number] = Process(job, words, folder / job.folder, taken, environment)
             self._board.changed(job)
         return began
@@ -130,7 +132,7 @@ class Pool:
             self._ledger.write(job, "ended", **facts, **figures)
             del self._running[number]
             self._free = sorted([*self._free, *process.slots], key=self._slots.names.index)
-            crashed = status == "failed" and (code in _MENDABLE or code < 0 or code > 128)
+            crashed = status == "failed" and (code in _MENDABLE or code > 128)
             if crashed and self._attempts[number] <= config.sweep.retries:
                 self._waiting.append(job)
             self._board.changed(job)
@@ -146,12 +148,17 @@ class Pool:
             if self._stop is None:
                 self._stop, self._stopped_at = signal.Signals(number), time.monotonic()
 
-        before = {number: signal.signal(number, heed) for number in _STOPS}
+        heeded = [number for number in _STOPS if number != signal.SIGHUP or not _by_nohup()]
+        before = {number: signal.signal(number, heed) for number in heeded}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _by_nohup() -> bool:
+    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def unfinished(jobs: Sequence[Job], rule: Pruning) -> list[Job]:

@@ -48,6 +48,7 @@ class Process:
         self.stopped_for = ""
         """Why it was asked to stop: timeout, stopped."""
         self._kill_at: float | None = None
+        self._by_signal = 0
         self._folder = folder
         folder.mkdir(exist_ok=True)
         self.began = time.monotonic()
@@ -67,13 +68,14 @@ class Process:
         return time.monotonic() - self.began
 
     def ended(self) -> int | None:
-        """The exit code, once it has ended; a signal is a negative code."""
+        """The exit code, once it has ended; 128 + n where signal n has ended it."""
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self.kill()
         code = self._process.poll()
         if code is not None:
             self._signal(signal.SIGKILL)  # what it may have left in its group
-        return code
+        self._by_signal = -code if code is not None and code < 0 else 0
+        return 128 + self._by_signal if self._by_signal else code
 
     def stop(self, why: str, grace: float) -> None:
         """Ask it to save and stop; after so many seconds it is killed."""
@@ -106,6 +108,9 @@ class Process:
 
     def _last_words(self, code: int) -> str:
         """What a failed attempt said last: its own message, which rank a signal ended, or the exception."""
+        if self._by_signal:
+            memory = " (out of memory?)" if self._by_signal == signal.SIGKILL else ""
+            return f"killed by {signal.Signals(self._by_signal).name}{memory}"
         with (self._folder / OUTPUT).open("rb") as output:
             end = output.seek(0, os.SEEK_END)
             output.seek(max(self._from, end - _LAST_BYTES))
@@ -113,8 +118,7 @@ class Process:
         own = [line.removeprefix("ddptrain: ") for line in lines if line.startswith("ddptrain: ")]
         agent = [line.removeprefix(_AGENT_SAYS) for line in lines if line.startswith(_AGENT_SAYS)]
         others = [line.strip() for line in lines if line.strip() and not line.startswith(_AGENT_SAYS)]
-        by_signal = code > 128 or code < 0
-        return (own or (agent if by_signal else others) or others or [""])[-1]
+        return (own or (agent if code > 128 else others) or others or [""])[-1]
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

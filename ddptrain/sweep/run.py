@@ -3,18 +3,18 @@
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ddptrain.config.schema import Config
 from ddptrain.config.schema import Sweep as Settings
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.lock import is_locked
-from ddptrain.sweep.board import Board, print_table
+from ddptrain.sweep.board import Board, counted, print_table
 from ddptrain.sweep.ledger import LEDGER, Job, Ledger, key_of, read_ledger
 from ddptrain.sweep.pool import Pool, unfinished
 from ddptrain.sweep.process import command
-from ddptrain.sweep.prune import pruning
+from ddptrain.sweep.prune import Pruning, pruning
 from ddptrain.sweep.slots import Slots, share_out
 
 
@@ -40,21 +40,25 @@ class Sweep:
 
         Raises UserError for what can't be packed, Stopped and KeyboardInterrupt as `Pool.run`.
         """
+        if not points:
+            raise UserError("--multirun: these values make no job; one of the lists is empty.")
         settings = _settings(points)
         folder = Path(settings.dir or _default_folder(points))
         slots = share_out(points[0].config)
         rule = pruning(settings)
         if settings.dry_run:
             jobs = _planned(points, folder)
-            _print_plan(jobs, points, folder, slots, unfinished(jobs, rule))
+            plan = {job.number: (job, point) for job, point in zip(jobs, points, strict=True)}
+            _print_plan(list(plan.values()), folder, slots, rule)
             return jobs
         self._ledger = ledger = self._ledger or Ledger(folder)
         jobs = [ledger.job(key_of(point.config), point.words) for point in points]
         batch = {job.number: point.config for job, point in zip(jobs, points, strict=True)}
         self._asked |= batch
-        left = {job.number for job in unfinished(jobs, rule)}
-        board = Board(jobs)
-        board.say(f"sweep {folder}: {len(batch)} jobs, {len(batch) - len(left)} of them done before")
+        distinct = [job for job in ledger.jobs if job.number in batch]
+        board = Board(distinct)
+        done = len(distinct) - len(unfinished(distinct, rule))
+        board.say(f"sweep {folder}: {counted(len(distinct))}, {done} of them done before")
         board.say(slots.describe())
         Pool(ledger, slots, rule, board).run(batch, self._asked)
         return jobs
@@ -62,7 +66,7 @@ class Sweep:
     def close(self) -> ExitCode:
         """Show what became of all points, and say it in one number: a crash where one has failed, stopped
         where one is only half done."""
-        if self._ledger is None:
+        if self._ledger is None or not self._asked:
             return ExitCode.DONE
         folder = self._ledger.folder
         print_table(self._ledger.jobs, live=False)
@@ -75,6 +79,7 @@ class Sweep:
 
 def report(folder: Path) -> None:
     """Print a sweep's table. Raises UserError where the folder holds none."""
+    folder = folder.parent if folder.name == LEDGER else folder
     jobs = read_ledger(folder)
     if not jobs:
         inside = sorted(path.parent for path in folder.glob(f"*/{LEDGER}"))
@@ -86,8 +91,9 @@ def report(folder: Path) -> None:
 def _settings(points: Sequence[Point]) -> Settings:
     first = points[0].config
     for point in points:
-        if point.config.sweep != first.sweep:
-            raise UserError("sweep: these keys say how all jobs are run; give each of them one value.")
+        for name, value in asdict(point.config.sweep).items():
+            if value != getattr(first.sweep, name):
+                raise UserError(f"sweep.{name}: says how all jobs are run; give it one value.")
         if point.config.device != first.device:
             raise UserError("device: all jobs of a sweep share the machine's; give it one value.")
     return first.sweep
@@ -101,20 +107,18 @@ def _default_folder(points: Sequence[Point]) -> Path:
 def _planned(points: Sequence[Point], folder: Path) -> list[Job]:
     """The jobs as the ledger would have them; nothing is written."""
     known = {job.key: job for job in read_ledger(folder)}
+    for job in known.values():
+        if job.status == "running" and not is_locked(folder):
+            job.status = "stopped"
     for point in points:
         key = key_of(point.config)
         known.setdefault(key, Job(len(known), key, point.words))
     return [known[key_of(point.config)] for point in points]
 
 
-def _print_plan(
-    jobs: Sequence[Job], points: Sequence[Point], folder: Path, slots: Slots, left: Sequence[Job]
-) -> None:
-    print(f"sweep {folder}: {len({job.number for job in jobs})} jobs, {len(left)} to run; {slots.describe()}")
-    seen: set[int] = set()
-    for job, point in zip(jobs, points, strict=True):
-        if job.number in seen:
-            continue
-        seen.add(job.number)
+def _print_plan(plan: Sequence[tuple[Job, Point]], folder: Path, slots: Slots, rule: Pruning) -> None:
+    left = unfinished([job for job, _ in plan], rule)
+    print(f"sweep {folder}: {counted(len(plan))}, {len(left)} to run; {slots.describe()}")
+    for job, point in plan:
         line = shlex.join(command(job, folder, slots.per_job, point.config.strategy.name == "ddp")[1:])
         print(f"{job.folder}  {job.status:8} python {line}")

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ddptrain.config.schema import Config
@@ -23,6 +24,8 @@ class Slots:
     cores: int
     """Of the machine for each job."""
     are_gpus: bool
+    """They have names for CUDA_VISIBLE_DEVICES; with device=cpu to try a sweep out."""
+    on_cpu: bool
     why: str
 
     def environment(self, taken: Sequence[str]) -> dict[str, str]:
@@ -31,7 +34,9 @@ class Slots:
         return {**shared, "CUDA_VISIBLE_DEVICES": ",".join(taken)} if self.are_gpus else shared
 
     def describe(self) -> str:
-        kind = f"GPUs {', '.join(self.names)}" if self.are_gpus else f"{len(self.names)} CPU slots"
+        count = len(self.names)
+        named = f"{'slots' if self.on_cpu else 'GPUs'} {', '.join(self.names)}"
+        kind = named if self.are_gpus else f"{count} CPU slot{'s' * (count > 1)}"
         ranks = f"{self.per_job} rank{'s' * (self.per_job > 1)}"
         at_once = f"{self.parallel} job{'s' * (self.parallel > 1)} at once"
         cores = f"{self.cores} core{'s' * (self.cores > 1)}"
@@ -46,15 +51,15 @@ def share_out(config: Config) -> Slots:
     asked = config.sweep
     names, are_gpus, why = _devices(asked.gpus, config.device)
     per_job = len(names) if asked.gpus_per_job == "all" else asked.gpus_per_job
-    what = "GPUs" if are_gpus else "cores"
     if per_job > len(names):
         raise UserError(
-            f"sweep.gpus_per_job={per_job}: there are {len(names)} {what} ({why}). Ask for fewer, or name"
-            " more with sweep.gpus=[...]."
+            f"sweep.gpus_per_job={per_job}: there are only {len(names)} to share out ({why}). Ask for fewer,"
+            " or name more with sweep.gpus=[...]."
         )
     parallel = min(len(names) // per_job, asked.max_parallel or len(names))
     share = max(1, cores() // parallel)
-    return Slots(tuple(names), per_job, parallel, share, are_gpus, why)
+    on_cpu = config.device == "cpu" or not are_gpus
+    return Slots(tuple(names), per_job, parallel, share, are_gpus, on_cpu, why)
 
 
 def _devices(asked: Any, device: str) -> tuple[list[str], bool, str]:
@@ -65,11 +70,17 @@ def _devices(asked: Any, device: str) -> tuple[list[str], bool, str]:
             f"device={device}: each job of a sweep sees its own GPUs only. Write device=cuda, and"
             f" 'sweep.gpus=[{index}]' for that one."
         )
+    here = device != "cpu" and _any_gpu()
     if asked != "auto":
+        if device != "cpu" and not here:
+            raise UserError(
+                f"sweep.gpus={asked}: this machine shows no GPU. Say device=cpu to pack CPU jobs on"
+                " these slots."
+            )
         return [str(name) for name in asked], True, "sweep.gpus"
     if device in ("auto", "cuda"):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
+        if visible is not None and here:
             found, why = [name.strip() for name in visible.split(",") if name.strip()], "CUDA_VISIBLE_DEVICES"
         else:
             found, why = _gpus(), "all of this machine"
@@ -84,6 +95,11 @@ def _devices(asked: Any, device: str) -> tuple[list[str], bool, str]:
         return ["mps"], False, "device=mps"
     why = "device=cpu" if device == "cpu" else "NO GPU IS USED, this machine shows none"
     return [str(share) for share in range(cores())], False, why
+
+
+def _any_gpu() -> bool:
+    """Whether there is a GPU: by its device node too, for a container may lack the driver's library."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists() or bool(_gpus())
 
 
 def _gpus() -> list[str]:

@@ -34,7 +34,9 @@ class Grid(BasicSweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         assert self.launcher is not None
-        (batch,) = self.split_arguments(OverridesParser.create().parse_overrides(arguments), None)
+        assert self.hydra_context is not None
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        (batch,) = self.split_arguments(parser.parse_overrides(arguments), None)
         if not isinstance(self.launcher, GpuPool):
             self.validate_batch_is_legal(batch)
         returns = self.launcher.launch(batch, initial_job_idx=0)

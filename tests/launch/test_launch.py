@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from jobs import FAULTY, WITH_WORKERS, Start, launch, torchrun
+from running import stopped_steps
 from shell import ddptrain, refusal
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -78,7 +79,7 @@ def test_a_signal_stops_the_ranks_with_a_checkpoint(tmp_path: Path) -> None:
     assert not job.left_after(2.0)
     assert own_lines(said)[-1].endswith(" stopped on request; 0 of 2 restarts used; exit code 75")
     saved = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "r/checkpoints").glob("step-*"))
-    assert f"stopped at step {saved} and saved" in said
+    assert stopped_steps(said) == [saved]
 
 
 @pytest.mark.parametrize(("launcher", "moment"), [(torchrun, "step 3/"), (launch, "step 3/"), (launch, "")])

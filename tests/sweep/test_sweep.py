@@ -26,7 +26,7 @@ def test_the_plan_comes_at_once_and_writes_nothing(tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
     first, *jobs = ended.out.splitlines()
     assert first == (
-        "sweep sweep: 12 jobs, 12 to run; GPUs 0, 1 (sweep.gpus): 1 job at once, each 2 ranks and "
+        "sweep sweep: 12 jobs, 12 to run; slots 0, 1 (sweep.gpus): 1 job at once, each 2 ranks and "
         + first.rpartition(" and ")[2]
     )
     assert len(jobs) == 12
@@ -51,6 +51,16 @@ def test_values_survive_whatever_they_hold(tmp_path: Path) -> None:
     assert job.wait() == 0, job.text
     seen = sorted(ast.literal_eval(path.read_text())[1] for path in (tmp_path / "seen").iterdir())
     assert seen == sorted(notes)
+
+
+def test_slots_without_a_gpu_are_not_called_gpus(tmp_path: Path) -> None:
+    """Never silently on the CPU: not in the table of a sweep either."""
+    words = f"--multirun --config-dir={SWEPT} recipe=swept task.point=1,2 sweep.dry_run=true"
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this machine has a GPU")
+    assert "this machine shows no GPU" in refusal(tmp_path, f"{words} sweep.gpus=[0,1]")
+    assert "NO GPU IS USED" in ddptrain(tmp_path, words, CUDA_VISIBLE_DEVICES="0").out
+    assert "slots 0, 1 " in ddptrain(tmp_path, f"{words} sweep.gpus=[0,1] device=cpu").out
 
 
 def test_the_same_sweep_again_runs_only_what_is_left(tmp_path: Path) -> None:
@@ -82,6 +92,10 @@ def test_a_crash_is_tried_again_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     assert job.wait() == 1, job.text
     (ended,) = [event for event in events(tmp_path, "ended") if event["job"] == 1]
     assert (ended["code"], ended["why"]) == (2, "data/7.png: is no picture.")
+    job = start(tmp_path, [*words, "task.fault=kill", "task.step=20", "task.once=false"])
+    assert job.wait() == 1, job.text
+    (ended,) = [event for event in events(tmp_path, "ended") if event["job"] == 2]
+    assert (ended["code"], ended["why"]) == (137, "killed by SIGKILL (out of memory?)")
 
 
 @pytest.mark.parametrize(
@@ -125,26 +139,55 @@ def test_a_sweep_folder_has_one_sweep(tmp_path: Path) -> None:
     [
         ("task.point=1,2 sweep.gpus=[0,0]", "sweep.gpus=[0, 0]"),
         ("task.point=1,2 sweep.gpus=all", "sweep.gpus=all"),
-        ("task.point=1,2 sweep.gpus=[0] sweep.gpus_per_job=2", "there are 1 GPUs"),
+        ("task.point=1,2 sweep.gpus=[0] sweep.gpus_per_job=2", "there are only 1"),
         ("task.point=1,2 sweep.gpus_per_job=0", "sweep.gpus_per_job=0"),
         ("task.point=1,2 sweep.gpus_per_job=two", "sweep.gpus_per_job=two"),
         ("task.point=1,2 sweep.gpu_per_job=2", "Did you mean sweep.gpus_per_job?"),
         ("task.point=1,2 sweep.prune=ash", "Did you mean asha?"),
         ("task.point=1,2 sweep.retries=-1", "sweep.retries=-1"),
         ("task.point=1,2 sweep.eta=1", "sweep.eta=1"),
-        ("task.point=1,2 sweep.retries=0,1", "give each of them one value"),
+        ("task.point=1,2 sweep.retries=0,1", "sweep.retries: says how"),
         ("task.point=1,2 device=cpu,cuda", "device: all jobs"),
         ("task.point=1,2 device=cuda:1", "sweep.gpus=[1]"),
         ("task.point=1,2 run.resume=never", "run.resume=never"),
-        ("task.point=1,2 hydra/launcher=gpu_pol", "Did you mean gpu_pool?"),
-        ("task.point=1,2 hydra/launcher=../x", "hydra/launcher"),
         ("task.point=1,2 optim=sgd,sdg", "Did you mean sgd?"),
+        ("task.point=range(0)", "make no job"),
+        ("task.point=1,2 sweep.dir=a,b", "sweep.dir: says how"),
+        ("task.point=1,2 hydra/launcher=basic", "sweep.dir=sweep: is for --multirun"),
+        ("task.point=1,2 --cfg=job", "--cfg=job: shows one config"),
+        ("task.point=1,2 --multirun=true", "--multirun takes no value"),
         ("task.point=1,2 train.epochs=1,fast", "train.epochs"),
         ("task.point=1,2 train.batch_size=16,0", "train.batch_size=0"),
     ],
 )
 def test_a_wrong_sweep_is_refused_before_a_job_starts(tmp_path: Path, words: str, named: str) -> None:
     assert named in early_refusal(tmp_path, f"{TYPED} {words}")
+
+
+def test_words_of_a_sweep_are_refused_where_there_is_none(tmp_path: Path) -> None:
+    """Or sweep.dry_run would train."""
+    for words in ("recipe=cnn_digits sweep.dry_run=true", "launch recipe=cnn_digits sweep.dry_run=true"):
+        assert "sweep.dry_run=true: is for --multirun" in refusal(tmp_path, words)
+    words = "--multirun recipe=cnn_digits seed=1,2"
+    assert "Did you mean gpu_pool?" in refusal(tmp_path, f"{words} hydra/launcher=gpu_pol")
+    assert "hydra/launcher=../x" in refusal(tmp_path, f"{words} hydra/launcher=../x")
+
+
+def test_a_folder_that_the_ledger_does_not_know_is_not_gone_on_in(tmp_path: Path) -> None:
+    """It may be of another config: its weights would pass for this one's."""
+    assert start(tmp_path, swept_words("train.steps=2", "task.point=0")).wait() == 0
+    (tmp_path / "sweep/ledger.jsonl").unlink()
+    message = refusal(tmp_path, f"{TYPED} train.steps=2 task.point=1")
+    assert message.startswith(
+        "sweep.dir=sweep: there is a folder 000 of which its ledger.jsonl knows nothing"
+    )
+
+
+def test_equal_points_and_choices_by_pattern(tmp_path: Path) -> None:
+    ended = ddptrain(tmp_path, f"{TYPED} task.point=1,1,1 optim=glob(*) sweep.dry_run=true")
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("sweep sweep: 3 jobs, 3 to run;")
+    assert [line.count("optim=") for line in ended.out.splitlines()] == [0, 1, 1, 1]
 
 
 def test_a_torn_line_is_passed_over_and_a_damaged_one_is_not(tmp_path: Path) -> None:
@@ -227,7 +270,8 @@ def session_groups(port: int) -> list[dict[str, Any]]:
 
 def test_a_foreign_launcher_still_works(tmp_path: Path) -> None:
     """Hydra's own: one job after the other, in this process."""
-    job = start(tmp_path, [*swept_words("train.steps=2", "task.point=0,1"), "hydra/launcher=basic"])
+    words = [word for word in swept_words("train.steps=2", "task.point=0,1") if "sweep." not in word]
+    job = start(tmp_path, [*words, "hydra/launcher=basic"])
     assert job.wait() == 0, job.text
     summaries = [json.loads(path.read_text()) for path in tmp_path.glob("runs/swept/*/summary.json")]
     assert [summary["outcome"] for summary in summaries] == ["done", "done"]
