@@ -61,6 +61,9 @@ class Sweep:
         board.say(f"sweep {folder}: {counted(len(distinct))}, {done} of them done before")
         board.say(slots.describe())
         Pool(ledger, slots, rule, board).run(batch, self._asked)
+        late = [job for job in distinct if job.evaluations and job.evaluations[0].share >= 1]
+        if settings.prune != "none" and late:
+            board.say(f"note  {counted(len(late))} first evaluated at the end: set train.eval_every to prune")
         return jobs
 
     def close(self) -> ExitCode:
