@@ -74,7 +74,7 @@ def one_round(cwd: Path, kill_after: float, undisturbed: dict[str, float]) -> No
 def attempts(cwd: Path, begin: float, end: float) -> list[float]:
     """How long each attempt of one sweep process ran, in the order of their starts."""
     running: dict[int, float] = {}
-    lengths: dict[float, float] = {}
+    lengths: dict[tuple[float, int], float] = {}
     for event in events(cwd):
         if not begin <= event["time"] <= end:
             continue
@@ -82,9 +82,9 @@ def attempts(cwd: Path, begin: float, end: float) -> list[float]:
             running[event["job"]] = event["time"]
         if event["event"] == "ended":
             since = running.pop(event["job"])
-            lengths[since] = event["time"] - since
-    lengths |= {since: end - since for since in running.values()}
-    return [lengths[since] for since in sorted(lengths)]
+            lengths[since, event["job"]] = event["time"] - since
+    lengths |= {(since, job): end - since for job, since in running.items()}
+    return [lengths[start] for start in sorted(lengths)]
 
 
 def test_a_killed_sweep_goes_on(tmp_path: Path, undisturbed: dict[str, float]) -> None:
