@@ -13,7 +13,7 @@ from sweeps import events, packed, points, start, statuses, swept_words
 SLOTS, FAILING, HANGING = 4, (2, 6, 9), (4,)
 WORDS = swept_words(
     "task.point=range(12)", f"task.failing={list(FAILING)}", f"task.hanging={list(HANGING)}",
-    "task.pace=0.04", "sweep.timeout=14", "sweep.gpus=[0,1,2,3]",
+    "task.pace=0.04", "sweep.timeout=30", "sweep.gpus=[0,1,2,3]",
 )  # fmt: skip
 
 
@@ -22,7 +22,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """What the points that end come to, by point."""
     cwd = tmp_path_factory.mktemp("undisturbed")
     good = ",".join(str(point) for point in range(12) if point not in (*FAILING, *HANGING))
-    words = [word for word in WORDS if not word.startswith(("task.point=", "task.pace="))]
+    words = [word for word in WORDS if not word.startswith(("task.point=", "task.pace=", "sweep.timeout="))]
     assert start(cwd, [*words, f"task.point={good}"]).wait() == 0
     return values(cwd)
 
