@@ -87,16 +87,30 @@ def attempts(cwd: Path, begin: float, end: float) -> list[float]:
     return [lengths[start] for start in sorted(lengths)]
 
 
-def test_a_killed_sweep_goes_on(tmp_path: Path, undisturbed: dict[str, float]) -> None:
-    one_round(tmp_path, 7.0, undisturbed)
-
-
 @pytest.mark.faults
 @pytest.mark.parametrize("turn", range(10))
 def test_a_sweep_killed_at_any_moment_goes_on(
     turn: int, tmp_path: Path, undisturbed: dict[str, float]
 ) -> None:
     one_round(tmp_path, random.Random(turn).uniform(1, 14), undisturbed)
+
+
+def test_a_killed_sweep_leaves_nobody_and_goes_on(tmp_path: Path) -> None:
+    """The short of it: two jobs on two slots, both in the middle."""
+    words = swept_words("task.point=0,1", "task.pace=0.1", "sweep.gpus=[0,1]")
+    first = start(tmp_path, words)
+    while not all((tmp_path / f"sweep/00{n}/checkpoints/step-4").exists() for n in (0, 1)):
+        assert first.process.poll() is None, first.text
+        time.sleep(0.1)
+    first.kill(first.process.pid, signal.SIGKILL)
+    until = time.monotonic() + 5
+    while (left := first.pids()) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert left == [], "jobs outlive their sweep"
+    second = start(tmp_path, words)
+    assert second.wait() == 0, second.text
+    assert statuses(tmp_path) == {0: "done", 1: "done"}
+    assert all("resumed    " in path.read_text() for path in tmp_path.glob("sweep/*/output.txt"))
 
 
 def test_no_two_jobs_share_a_gpu(tmp_path: Path) -> None:
