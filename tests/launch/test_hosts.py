@@ -160,8 +160,11 @@ def test_hosts_leave_nothing_behind(tmp_path: Path) -> None:
         (3, 1, [f"--config-dir={FAULTY}", "recipe=faulty", "device=cpu", "run.dir=run"]),
     ],
 )
-def test_several_hosts_train_like_one(tmp_path: Path, count: int, nproc: int, words: list[str]) -> None:
-    """One run, and to the bit what as many ranks on one host come to."""
+def test_several_hosts_train_like_one(
+    tmp_path: Path, count: int, nproc: int, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run, and to the bit what as many ranks on one host come to, with as many threads."""
+    monkeypatch.setenv("DDPTRAIN_CORES", "1")  # ranks that share a host would share its cores
     (tmp_path / "one").mkdir()
     one = Job(words, tmp_path / "one", count * nproc)
     assert one.wait() == 0, one.text[-3000:]
