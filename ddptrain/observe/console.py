@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, final
 
+from ddptrain.observe.clock import clock
 from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Console(Observer):
             f"step {event.step}/{self._steps}  epoch {event.epoch:.2f}  {values}"
             f"  {_short(speed)} samples/s  waiting for data {event.speed['data_wait']:.0%}"
         )
-        log.info("%s  ETA %s", line, _clock(left))
+        log.info("%s  ETA %s", line, clock(left))
         if self._progress is not None and self._task is not None:
             status = f"loss {_short(event.values['loss'])}  {_short(speed)} samples/s  {self._metrics}"
             self._progress.update(self._task, completed=event.step, status=status)
@@ -72,7 +73,7 @@ class Console(Observer):
                 "done: %s after %d steps in %s",
                 _told(event.metrics),
                 event.step,
-                _clock(event.speed["seconds"]),
+                clock(event.speed["seconds"]),
             )
 
 
@@ -122,9 +123,3 @@ def _told(metrics: Mapping[str, float]) -> str:
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

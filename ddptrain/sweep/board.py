@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ddptrain.observe.clock import clock
 from ddptrain.sweep.ledger import Job
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Board:
     def look(self, jobs: Sequence[Job]) -> None:
         """Something may have changed, be it the clock."""
         if self._live is not None:
-            self._live.update(table(jobs, live=True))
+            self._live.update(table(jobs))
 
     def changed(self, job: Job) -> None:
         """A job has started or ended."""
@@ -60,13 +61,13 @@ class Board:
             self.say(f"{job.folder}  {words}  {_status(job)}{value}{took}{on}{_because(job)}")
 
 
-def print_table(jobs: Sequence[Job], live: bool) -> None:
+def print_table(jobs: Sequence[Job]) -> None:
     """On standard output, as wide as the terminal, sorted by the metric."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     with console.capture() as drawn:
-        console.print(table(jobs, live))
+        console.print(table(jobs))
     for line in drawn.get().splitlines():  # rich fills its lines with blanks
         print(line.rstrip())
     for job in jobs:
@@ -74,11 +75,8 @@ def print_table(jobs: Sequence[Job], live: bool) -> None:
             console.print(f"{job.folder}: {job.why}", markup=False, highlight=False, soft_wrap=True)
 
 
-def table(jobs: Sequence[Job], live: bool) -> "Table":
-    """All jobs, the best first.
-
-    live: a sweep is at work on them; else a job that was running when it was killed is half done.
-    """
+def table(jobs: Sequence[Job]) -> "Table":
+    """All jobs, the best first."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -86,21 +84,20 @@ def table(jobs: Sequence[Job], live: bool) -> "Table":
     ranked = sorted(jobs, key=_place)
     common = _common(jobs)
     metrics = {job.metric for job in jobs if job.metric}
-    found = Table(box=box.SIMPLE, title=_counts(jobs, live), title_justify="left", title_style="")
+    found = Table(box=box.SIMPLE, title=_counts(jobs), title_justify="left", title_style="")
     for name in ("job", "status", "overrides"):
         found.add_column(name, overflow="fold")
     for name in (metrics.pop() if len(metrics) == 1 else "metric", "steps", "time", "GPU"):
         found.add_column(name, justify="right", overflow="fold")
     for job in ranked:
-        status = "stopped" if job.status == "running" and not live else job.status
-        seconds = job.seconds + (time.time() - job.began if status == "running" else 0)
+        seconds = job.seconds + (time.time() - job.began if job.status == "running" else 0)
         found.add_row(
             job.folder,
-            Text(_status(job, status), style=_COLOURS.get(status, "")),
+            Text(_status(job), style=_COLOURS.get(job.status, "")),
             Text(shlex.join(_telling(job, common))),
             "" if job.value is None else f"{job.value:.4f}",
             f"{job.step}/{job.steps}" if job.steps else "",
-            _clock(seconds) if seconds else "",
+            clock(seconds) if seconds else "",
             " ".join([*["CPU"] * job.on_cpu, ",".join(job.gpus)]).strip(),
         )
     return found
@@ -122,8 +119,8 @@ def _place(job: Job) -> tuple[bool, float, int]:
     return job.status in ("failed", "timeout"), place, job.number
 
 
-def _counts(jobs: Sequence[Job], live: bool) -> str:
-    statuses = Counter("stopped" if job.status == "running" and not live else job.status for job in jobs)
+def _counts(jobs: Sequence[Job]) -> str:
+    statuses = Counter(job.status for job in jobs)
     found = [f"{statuses[status]} {status}" for status in _ORDER if statuses[status]]
     return f"{counted(len(jobs))}: {', '.join(found)}"
 
@@ -132,16 +129,9 @@ def counted(jobs: int) -> str:
     return f"{jobs} job{'s' * (jobs != 1)}"
 
 
-def _status(job: Job, status: str | None = None) -> str:
-    status = status or job.status
-    return f"failed ({job.code})" if status == "failed" else status
+def _status(job: Job) -> str:
+    return f"failed ({job.code})" if job.status == "failed" else job.status
 
 
 def _because(job: Job) -> str:
     return f"  {job.why}" if job.why else ""
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

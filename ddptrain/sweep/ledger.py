@@ -121,10 +121,7 @@ class Ledger:
                 os.ftruncate(self._file, text.rfind(b"\n") + 1)
         except OSError as error:
             raise unwritable(folder, error, "sweep.dir") from error
-        self._jobs = {job.key: job for job in read_ledger(folder)}
-        for job in self._jobs.values():
-            if job.status == "running":  # the sweep that ran it was killed, and it was, too
-                job.status = "stopped"
+        self._jobs = {job.key: job for job in read_ledger(folder, live=False)}
 
     @property
     def jobs(self) -> list[Job]:
@@ -155,8 +152,11 @@ class Ledger:
         return line
 
 
-def read_ledger(folder: Path) -> list[Job]:
-    """The jobs of a sweep, by number, without a lock. Raises UserError where a line can't be read."""
+def read_ledger(folder: Path, live: bool) -> list[Job]:
+    """The jobs of a sweep, by number, without a lock. Raises UserError where a line can't be read.
+
+    live: a sweep is at work on them; else what was running was killed with its sweep, and is half done.
+    """
     path = folder / LEDGER
     jobs: list[Job] = []
     lines = path.read_text(errors="replace").split("\n") if path.exists() else []
@@ -173,6 +173,9 @@ def read_ledger(folder: Path) -> list[Job]:
                 f"{path}: line {number} is damaged. Put back what the file was, or sweep into another folder:"
                 " sweep.dir=..."
             ) from error
+    for job in jobs:
+        if job.status == "running" and not live:
+            job.status = "stopped"
     return jobs
 
 

@@ -72,9 +72,10 @@ class Sweep:
         if self._ledger is None or not self._asked:
             return ExitCode.DONE
         folder = self._ledger.folder
-        print_table(self._ledger.jobs, live=False)
+        jobs = read_ledger(folder, live=False)
+        print_table(jobs)
         print(f"look  {folder}/<job>/plots, or tensorboard --logdir {folder}", file=sys.stderr)
-        statuses = {job.status for job in self._ledger.jobs if job.number in self._asked}
+        statuses = {job.status for job in jobs if job.number in self._asked}
         if statuses & {"failed", "timeout"}:
             return ExitCode.CRASH
         return ExitCode.DONE if statuses <= {"done", "pruned"} else ExitCode.STOPPED
@@ -83,12 +84,12 @@ class Sweep:
 def report(folder: Path) -> None:
     """Print a sweep's table. Raises UserError where the folder holds none."""
     folder = folder.parent if folder.name == LEDGER else folder
-    jobs = read_ledger(folder)
+    jobs = read_ledger(folder, is_locked(folder))
     if not jobs:
         inside = sorted(path.parent for path in folder.glob(f"*/{LEDGER}"))
         hint = f" Did you mean report {inside[0]}?" if inside else ""
         raise UserError(f"report {folder}: holds no sweep ({LEDGER}).{hint}")
-    print_table(jobs, is_locked(folder))
+    print_table(jobs)
 
 
 def _settings(points: Sequence[Point]) -> Settings:
@@ -109,10 +110,7 @@ def _default_folder(points: Sequence[Point]) -> Path:
 
 def _planned(points: Sequence[Point], folder: Path) -> list[Job]:
     """The jobs as the ledger would have them; nothing is written."""
-    known = {job.key: job for job in read_ledger(folder)}
-    for job in known.values():
-        if job.status == "running" and not is_locked(folder):
-            job.status = "stopped"
+    known = {job.key: job for job in read_ledger(folder, is_locked(folder))}
     for point in points:
         key = key_of(point.config)
         known.setdefault(key, Job(len(known), key, point.words))

@@ -57,7 +57,7 @@ class Desk:
 
 
 def asks() -> bool:
-    """Whether this process is a job of a sweep that prunes."""
+    """Whether this process is a job of a sweep."""
     return _LINE in os.environ
 
 
