@@ -7,7 +7,19 @@ from pathlib import Path
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
 
-VERBS = ("train", "evaluate", "predict", "export", "write", "checkpoint", "launch", "prove", "report")
+VERBS = (
+    "train",
+    "evaluate",
+    "predict",
+    "export",
+    "write",
+    "checkpoint",
+    "launch",
+    "prove",
+    "report",
+    "doctor",
+    "bench",
+)
 GROUPS = ("recipe", "model", "data", "optim", "sched", "strategy")
 _SWITCHES = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
@@ -15,11 +27,14 @@ _SWITCHES = (
 )
 _INFO = ("--info", "-i")
 _INFO_OF = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_OF_DOCTOR = ("--json", "--cluster")
 _CONFIG_DIR = ("--config-dir", "-cd")
+EXPLAIN = "--explain"
+_COMPOSES = ("train", "launch", "write", "prove", "bench")
 _TAKE_A_VALUE = (
     *_CONFIG_DIR,
     *("--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p"),
-    "--experimental-rerun",
+    *("--experimental-rerun", EXPLAIN),
 )
 _LAUNCH_KNOWS = ("help", "module", "no_python", "run_path", "training_script", "print_completion")
 """torchrun's options that are not for ``launch``: it always starts ddptrain."""
@@ -59,8 +74,9 @@ def parse(words: Sequence[str]) -> Arguments:
             hint = did_you_mean(verb, VERBS)
             raise UserError(f"{verb}: there is no such verb; there are {', '.join(VERBS)}.{hint}")
     overrides, options, config_dirs, torchrun = [], [], [], []
-    asks_help = bool({"-h", "--help"} & set(rest))
-    of_torchrun = _torchrun_options() if verb == "launch" and not asks_help else {}
+    helps = bool({"-h", "--help"} & set(rest))
+    of_torchrun = _torchrun_options() if verb == "launch" and not helps else {}
+    switches = (*_SWITCHES, *(_OF_DOCTOR if verb == "doctor" else ()))
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
@@ -72,6 +88,8 @@ def parse(words: Sequence[str]) -> Arguments:
             if not equals and not rest:
                 raise UserError(f"{word}: needs a value: {word}=...")
             value = value if equals else rest.pop(0)
+            if name == EXPLAIN and verb not in _COMPOSES:
+                raise UserError(f"{name}: is for {', '.join(_COMPOSES)}; {verb} composes no config.")
             if name in of_torchrun:
                 torchrun.append(f"{name}={value}")
                 continue
@@ -79,20 +97,24 @@ def parse(words: Sequence[str]) -> Arguments:
             config_dirs += [Path(value)] if name in _CONFIG_DIR else []
         elif name in _INFO and not equals and rest and rest[0] in _INFO_OF:
             options.append(f"{name}={rest.pop(0)}")
-        elif name in (*_SWITCHES, *_INFO):
+        elif name in (*switches, *_INFO):
             if equals:
                 raise UserError(f"{word}: {name} takes no value here; write {name}.")
             options.append(word)
         else:
-            hint = did_you_mean(name, (*_SWITCHES, *_INFO, *_TAKE_A_VALUE, *of_torchrun))
+            hint = did_you_mean(name, (*switches, *_INFO, *_TAKE_A_VALUE, *of_torchrun))
             raise UserError(f"{word}: there is no such option.{hint}")
     return Arguments(verb, tuple(overrides), tuple(options), tuple(config_dirs), tuple(torchrun))
+
+
+def asks_help(arguments: Arguments) -> bool:
+    return bool({"-h", "--help"} & set(arguments.options))
 
 
 def check_sweep(arguments: Arguments) -> None:
     """Raise UserError for words that ``--multirun`` can't go with."""
     for option in arguments.options:
-        if option.partition("=")[0] in ("--cfg", "-c", *_INFO):
+        if option.partition("=")[0] in ("--cfg", "-c", EXPLAIN, *_INFO):
             raise UserError(f"{option}: shows one config; leave --multirun out.")
     launchers = [word for word in arguments.overrides if word.startswith("hydra/launcher=")]
     if launchers and launchers[-1] != "hydra/launcher=gpu_pool":

@@ -8,40 +8,33 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from ddptrain import saved
 from ddptrain.arguments import (
     GROUPS,
     Arguments,
     action_of,
+    asks_help,
     check_sweep,
     divided,
     expect_no_sweep,
     parse,
 )
 from ddptrain.commands import usage
-from ddptrain.compose import Tree, recipes, run_composed, saved_tree
+from ddptrain.compose import Tree, recipes, run_composed
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.distributed.lifeline import end_with_agent
-from ddptrain.errors import (
-    KNOWN_ENDS,
-    Diverged,
-    ExitCode,
-    KnownEnd,
-    OutOfStep,
-    RankLost,
-    Stopped,
-    UserError,
-)
-from ddptrain.saved import OF_A_RUN, asked_of_a_run, is_no_key, run_folder, saved_config
+from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
+from ddptrain.recorded import recorded
+from ddptrain.saved import is_no_key
 from ddptrain.user_code import open_user_code
 
 _WAIT_FOR_FIRST_RANK_S = 30.0
 """Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""
-_CHECKPOINT_ACTIONS = ("verify", "show", "convert")
 _PROOFS = ("resume", "world", "eval")
 
 
@@ -53,14 +46,16 @@ def main(words: Sequence[str]) -> int:
         open_user_code(arguments.config_dirs)
         verbs = {
             "train": _train,
-            "evaluate": _evaluate,
-            "predict": _predict,
-            "export": _export,
+            "evaluate": saved.evaluate,
+            "predict": saved.predict,
+            "export": saved.export,
             "write": _write,
-            "checkpoint": _checkpoint,
+            "checkpoint": saved.checkpoint,
             "launch": _launch,
             "prove": _prove,
             "report": _report,
+            "doctor": _doctor,
+            "bench": _bench,
         }
         return verbs[arguments.verb](arguments)
     except UserError as error:
@@ -98,7 +93,7 @@ def _train(arguments: Arguments) -> int:
         config = _complete(tree, arguments)
         from ddptrain.commands import train
 
-        _recorded(lambda: train.run(config, [*_folders(arguments), *overrides]))
+        recorded(lambda: train.run(config, [*_folders(arguments), *overrides]))
 
     run_composed(arguments, job)
     return ExitCode.DONE
@@ -136,42 +131,59 @@ def _sweep(arguments: Arguments) -> int:
 
 
 def _report(arguments: Arguments) -> int:
-    from ddptrain.sweep.run import report
+    if asks_help(arguments):
+        print(usage.REPORT)
+        return ExitCode.DONE
+    own, folders = divided(arguments.overrides, str.isidentifier)
+    from ddptrain.commands import report
 
-    if len(arguments.overrides) != 1 or arguments.options:
-        raise UserError("report: name the sweep's folder: report sweeps/<recipe>")
-    report(Path(arguments.overrides[0]))
+    report.run([Path(folder) for folder in folders], own)
     return ExitCode.DONE
+
+
+def _doctor(arguments: Arguments) -> int:
+    if asks_help(arguments):
+        print(usage.DOCTOR)
+        return ExitCode.DONE
+    own, rest = divided(arguments.overrides, str.isidentifier)
+    if rest:
+        raise UserError(
+            f"{rest[0]}: doctor takes words of the form name=value only: doctor --help lists them."
+        )
+    from ddptrain.commands import doctor
+
+    return doctor.run(own, as_json="--json" in arguments.options, cluster="--cluster" in arguments.options)
+
+
+def _bench(arguments: Arguments) -> int:
+    """What is no key of a config is for the bench: how many steps, what to try."""
+    if asks_help(arguments):
+        print(usage.BENCH)
+        return ExitCode.DONE
+    if arguments.sweeps or "RANK" in os.environ:
+        raise UserError(
+            "bench: starts the trainings that it compares, and their ranks, itself. Start it without"
+            " --multirun and torchrun: python -m ddptrain bench recipe=<name> ranks=2"
+        )
+    keys = {field.name for field in dataclasses.fields(Config)}
+    own, overrides = divided(arguments.overrides, lambda name: name.isidentifier() and name not in keys)
+    asked = dataclasses.replace(arguments, overrides=tuple(overrides))
+    _expect_a_recipe(asked)
+    codes = []
+
+    def job(tree: Tree, _: list[str]) -> None:
+        config = _complete(tree, asked)
+        from ddptrain.commands import bench
+
+        codes.append(bench.run(config, [*asked.options, *overrides], own))
+
+    run_composed(asked, job)
+    return codes[0] if codes else ExitCode.DONE
 
 
 def _folders(arguments: Arguments) -> list[str]:
     """The options by which a command line's words find the user's own recipes."""
     return [f"--config-dir={folder}" for folder in arguments.config_dirs]
-
-
-def _evaluate(arguments: Arguments) -> int:
-    own, overrides = divided(arguments.overrides, lambda name: name in OF_A_RUN)
-    config, folder = saved_config(arguments, own, overrides)
-    from ddptrain.commands import evaluate
-
-    _recorded(lambda: evaluate.run(config, folder, own.get("checkpoint") or "last"))
-    return ExitCode.DONE
-
-
-def _predict(arguments: Arguments) -> int:
-    config, folder, checkpoint, own = asked_of_a_run(arguments)
-    from ddptrain.commands import predict
-
-    _recorded(lambda: predict.run(config, folder, checkpoint, own))
-    return ExitCode.DONE
-
-
-def _export(arguments: Arguments) -> int:
-    config, folder, checkpoint, own = asked_of_a_run(arguments)
-    from ddptrain.commands import export
-
-    _recorded(lambda: export.run(config, folder, checkpoint, own))
-    return ExitCode.DONE
 
 
 def _write(arguments: Arguments) -> int:
@@ -189,28 +201,14 @@ def _write(arguments: Arguments) -> int:
         config = checked(tree)
         from ddptrain.commands import write
 
-        _recorded(lambda: write.run(config, out, own))
+        recorded(lambda: write.run(config, out, own))
 
     run_composed(dataclasses.replace(arguments, overrides=tuple(overrides)), job)
     return ExitCode.DONE
 
 
-def _checkpoint(arguments: Arguments) -> int:
-    action, words = action_of(arguments, _CHECKPOINT_ACTIONS, "run=runs/<recipe>/<time>-<id>")
-    own, rest = divided(words, str.isidentifier)
-    if rest:
-        raise UserError(f"{rest[0]}: checkpoint {action} takes words of the form name=value only.")
-    folder = run_folder(f"checkpoint {action}", own)
-    recipe = saved_tree(folder / "config.yaml", arguments, []).get("recipe")
-    own.pop("run")
-    from ddptrain.commands import checkpoint
-
-    _recorded(lambda: checkpoint.run(action, checkpoint.Run(folder, str(recipe)), own))
-    return ExitCode.DONE
-
-
 def _launch(arguments: Arguments) -> int:
-    if {"-h", "--help"} & set(arguments.options):
+    if asks_help(arguments):
         print(usage.LAUNCH)
         return ExitCode.DONE
     os.environ.pop("RANK", None)  # some schedulers' number of this node; each node's launch speaks for itself
@@ -266,23 +264,6 @@ def _complete(tree: Tree, arguments: Arguments) -> Config:
     if tree.get("recipe") in (None, "???"):
         raise UserError(_welcome(arguments))
     return checked(tree)
-
-
-def _recorded(work: Callable[[], None]) -> None:
-    """Let torchrun record a crash, so that it shows its traceback. What has a message of its own is none."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    expected: list[KnownEnd] = []
-
-    def caught() -> None:
-        try:
-            work()
-        except KNOWN_ENDS as error:
-            expected.append(error)
-
-    record(caught)()
-    if expected:
-        raise expected[0]
 
 
 def _print_once(error: Exception, everywhere: bool) -> None:

@@ -26,3 +26,68 @@ Exit codes:
    75  stopped on request, with a checkpoint: not restarted; start the same command again
    76  a rank hung and was named, after all restarts
   128 + n  a rank was killed by signal n (137: SIGKILL, 143: SIGTERM), after all restarts"""
+
+REPORT = """\
+python -m ddptrain report <run's folder> [<another> ...] [out=<file.html>]
+python -m ddptrain report <sweep's folder> [out=<file.html>]
+
+What came of a run, of several side by side, or of a sweep: a table here, and a page on it that is one file
+and loads nothing, to keep or to send on. A run that still goes on, or was killed, is shown as far as it got.
+
+  out=<file.html>   where the page goes; by default report.html in the run's or the sweep's folder, and for
+                    several runs in the nearest folder that holds them all
+
+The table: what differs in config and environment, the last and the best value of each metric (* marks the
+best run), where the time went, and the one thing that would help most. The page has this and the curves,
+pictures, texts, devices and the whole config, and the command that repeats each run.
+
+  python -m ddptrain report runs/cnn_digits/2026-11-21_02-14-19-70d7f5
+  python -m ddptrain report runs/a runs/b out=compared.html
+  python -m ddptrain report sweeps/cnn_digits"""
+DOCTOR = """\
+python -m ddptrain doctor [device=auto|cuda|cuda:<i>|cpu] [workers=<n>] [port=<n>] [--json] [--cluster]
+python -m ddptrain doctor facts=<file> [--json]
+
+Why is my GPU not used, or slow? Looks at the machine, its driver and this PyTorch, computes on the device and
+checks the result, and says of each thing that is wrong its cause and its remedy.
+
+  device=auto|cuda|cuda:<i>|cpu   what training will be asked for (auto). With cpu the GPUs are left out
+  workers=<n>                     loader processes of each rank, for /dev/shm and cores (as training takes)
+  port=<n>                        where torchrun's ranks shall meet (29500)
+  facts=<file>                    judge what doctor --json printed, here or on another machine; ask nothing
+  --json                          one JSON object: facts, findings, and how many of them are problems
+  --cluster                       under torchrun: all nodes, their versions and clocks, and the wires between
+
+Levels:
+  problem   the device can't be used, or a run will fail. One for each cause: what only follows is left out
+  warning   it works, but slowly or not for long
+  ok        looked at, and sound
+
+  python -m ddptrain doctor
+  python -m ddptrain doctor device=cpu workers=8
+  python -m ddptrain doctor --json > doctor.json          # attach this to a report
+  python -m ddptrain doctor facts=doctor.json
+  torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-id=doctor \\
+      --rdzv-endpoint=<first node>:29500 -m ddptrain doctor --cluster
+
+Exit codes:
+    0  no problem
+    1  a problem; with --cluster on every rank, whichever node has it
+    2  the words are wrong"""
+
+BENCH = """\
+python -m ddptrain bench recipe=<name> [overrides] [ranks=<n>] [steps=<n>] [rounds=<n>] [try='<a>;<b>']
+
+Where the time of a step goes on this machine, and which overrides make it shorter: each is a training of its
+own and takes turns with the training as it is, so that the ratios hold on a busy machine too.
+
+  ranks=<n>    ranks of each training (1)
+  steps=<n>    of the shortest lap (10); a lap lasts a second at least
+  rounds=<n>   laps of each override, in turns with as many of the training as it is (6)
+  try='...'    what to try, split by semicolons: try='precision=bf16;compile=default optim=adamw'. By default
+               channels_last, precision, compile, data.resident, data.workers, the fused optimizer and, with
+               several ranks, DDP's buckets and compression, as far as the recipe has them. try= tries nothing
+
+The table shows each one's time a step, its ratio to the training as it is (median, least and most of the
+laps), the split of its time and its share of the device's peak; below it stands the fastest command, to copy.
+Nothing is saved or evaluated meanwhile, and what is trained is thrown away."""

@@ -2,12 +2,16 @@
 
 import os
 
+from ddptrain.doctor.machine import quota
+
 CORES = "DDPTRAIN_CORES"
 """Environment variable: a sweep tells each of its jobs how many of the machine's cores are its own."""
 
 
 def cores() -> int:
-    """Cores this job may run on."""
+    """Cores this job may run on: those of its affinity, no more than its container's time is worth."""
     if CORES in os.environ:
         return int(os.environ[CORES])
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    time = quota()
+    return own if time is None else max(1, min(own, int(time)))

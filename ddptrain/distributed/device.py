@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from ddptrain.distributed.world import World
+from ddptrain.doctor.brief import MORE, why_no_cuda
 from ddptrain.errors import UserError
 
 
@@ -39,7 +40,7 @@ def choose_device(asked: str, world: World) -> Placement:
     if not torch.cuda.is_available():
         raise UserError(
             f"device={asked}: {why_no_cuda()} Training on the CPU instead would be a silent"
-            " slowdown, so this stops here. Mend that, or say device=cpu (or device=auto)."
+            f" slowdown, so this stops here. Mend that, or say device=cpu (or device=auto). {MORE}."
         )
     count = torch.cuda.device_count()
     if device.index is None:
@@ -50,28 +51,6 @@ def choose_device(asked: str, world: World) -> Placement:
         because = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
         raise UserError(f"device={asked}: this machine has {names}{because}. Choose one of them.")
     return Placement(device, "asked for", shared=world.local_size > 1)
-
-
-def why_no_cuda() -> str:
-    """One sentence: why ``torch.cuda.is_available()`` is false here."""
-    if torch.version.cuda is None:
-        return (
-            f"the installed PyTorch {torch.__version__} is built without CUDA;"
-            " install torch plainly from the package registry, without +cpu."
-        )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
-        return f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU; unset it."
-    if not os.path.exists("/dev/nvidiactl") and not os.path.exists("/dev/dxg"):
-        return (
-            "there is no NVIDIA device node (/dev/nvidiactl): no GPU in this machine, no driver, or"
-            " a container started without its GPUs (docker: --gpus all)."
-        )
-    try:
-        torch.cuda.init()
-    except RuntimeError as error:
-        return f"CUDA {torch.version.cuda} does not start: {str(error).splitlines()[0].rstrip('.')}."
-    return "PyTorch counts no CUDA device."
 
 
 def summing_dtype(device: torch.device) -> torch.dtype:
@@ -92,4 +71,4 @@ def _automatic(world: World) -> Placement:
         )
     if torch.backends.mps.is_available() and world.size == 1:
         return Placement(torch.device("mps", 0), "auto: Metal")
-    return Placement(torch.device("cpu"), f"auto: NO GPU IS USED, {why_no_cuda()}")
+    return Placement(torch.device("cpu"), f"auto: NO GPU IS USED, {why_no_cuda()} {MORE}.")

@@ -1,0 +1,93 @@
+"""In a child: what the driver says of its GPUs, through NVML."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ddptrain.doctor.children import tell
+
+_MODES = {0: "default", 1: "exclusive", 2: "prohibited", 3: "exclusive"}
+_HEAT = 0x20 | 0x40
+"""Clock event reasons: thermal slowdown by software, by hardware."""
+_POWER = 0x80
+"""The power brake, by hardware; the software's power cap (0x4) is daily life under load."""
+
+
+def main() -> None:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        version = _text(pynvml.nvmlSystemGetDriverVersion())
+        count = pynvml.nvmlDeviceGetCount()
+        gpus = [_gpu(pynvml, index) for index in range(count)]
+        tell("driver", {"version": version, "error": "", "code": 0, "gpus": gpus})
+    except pynvml.NVMLError as error:
+        tell("driver", {"error": f"{error}", "code": int(error.value)})
+
+
+def _gpu(nvml: Any, index: int) -> dict[str, Any]:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    reasons = _or(nvml, 0, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+    mig = _or(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0] == 1
+    return {
+        "index": index,
+        "uuid": _text(nvml.nvmlDeviceGetUUID(handle)),
+        "name": _text(nvml.nvmlDeviceGetName(handle)),
+        "capability": list(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        "memory": int(memory.total),
+        "used": int(memory.used),
+        "mode": _MODES.get(_or(nvml, 0, nvml.nvmlDeviceGetComputeMode, handle), "default"),
+        "mig": mig,
+        "slices": _slices(nvml, handle) if mig else [],
+        "processes": _processes(nvml, handle),
+        "slowed": [name for name, bits in (("heat", _HEAT), ("power", _POWER)) if reasons & bits],
+        "pcie_width": _or(nvml, None, nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        "pcie_most": _or(nvml, None, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+    }
+
+
+def _slices(nvml: Any, handle: Any) -> list[str]:
+    found = []
+    for place in range(_or(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, handle)):
+        part = _or(nvml, None, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)  # not all are taken
+        if part is not None:
+            found.append(_text(nvml.nvmlDeviceGetUUID(part)))
+    return found
+
+
+def _processes(nvml: Any, handle: Any) -> list[dict[str, Any]]:
+    """Those that compute on it, but for doctor's own children."""
+    running = _or(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+    return [
+        {"pid": process.pid, "name": _name(process.pid), "bytes": int(process.usedGpuMemory or 0)}
+        for process in running
+        if _parent(process.pid) != os.getppid()
+    ]
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:  # another container's
+        return ""
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def _or(nvml: Any, otherwise: Any, question: Any, *about: Any) -> Any:
+    """Not every GPU answers every question."""
+    try:
+        return question(*about)
+    except nvml.NVMLError:
+        return otherwise
+
+
+def _text(name: Any) -> str:
+    return name.decode() if isinstance(name, bytes) else str(name)

@@ -1,0 +1,262 @@
+"""What doctor knows of a machine: plain values, that survive JSON. The rules read them and nothing else, so
+the facts of somebody else's machine can be judged here, and those of one that nobody has."""
+
+import dataclasses
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line and torchrun say."""
+
+    device: str = "auto"
+    workers: int | None = None
+    """Loader processes of each rank; None: as many as training takes by itself."""
+    port: int | None = None
+    local_ranks: int | None = None
+    """Of this node; None: torchrun was not there to say."""
+    under_torchrun: bool = False
+
+
+@dataclass(frozen=True)
+class System:
+    """The machine and its NVIDIA parts as the kernel shows them. Asks no driver."""
+
+    name: str = ""
+    kind: str = "Linux"
+    """Linux, Darwin, Windows."""
+    kernel: str = ""
+    processor: str = ""
+    """x86_64, aarch64, ..."""
+    python: str = ""
+    ddptrain: str = ""
+    container: str = ""
+    """The sign by which it is known to be one: /.dockerenv, kubernetes, ...; '' where there is none."""
+    wsl: bool = False
+    dxg: bool = False
+    """/dev/dxg, by which Windows lends its GPU to WSL."""
+    windows_libcuda: bool = False
+    """/usr/lib/wsl/lib/libcuda.so.1, which comes with the driver of Windows."""
+    linux_libcuda: tuple[str, ...] = ()
+    """Libraries of a Linux driver in the usual folders (looked for inside WSL only)."""
+    device_nodes: tuple[str, ...] = ()
+    """/dev/nvidia*"""
+    locked_nodes: tuple[str, ...] = ()
+    """Those of them that this user may not read and write."""
+    pci_devices: int = 0
+    """Devices on the PCI bus of any make; 0: no bus to be seen from here."""
+    nvidia_devices: tuple[str, ...] = ()
+    """NVIDIA's display and 3D controllers among them, by address."""
+    module: str = ""
+    """Version of the NVIDIA kernel module that is loaded."""
+    infiniband: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What this process may use."""
+
+    machine_cores: int = 1
+    affinity: int = 1
+    """Cores this process may run on."""
+    quota: float | None = None
+    """Cores' worth of time its cgroup may take; None: no limit."""
+    shm_total: int | None = None
+    """Bytes of /dev/shm; None: there is no such folder."""
+    shm_free: int | None = None
+    open_files: int | None = None
+    """The soft limit; None: no limit."""
+    locked_memory: int | None = None
+    """Bytes; None: no limit."""
+
+    @property
+    def cores(self) -> int:
+        """Cores there are to share out."""
+        return max(1, min(self.affinity, int(self.quota) if self.quota is not None else self.affinity))
+
+
+@dataclass(frozen=True)
+class Port:
+    number: int
+    error: str = ""
+    """Why nothing can listen on it."""
+    owner: str = ""
+    """Who does: name and pid, where that may be seen."""
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    name: str
+    """'' where it is out of sight: another container's, or another user's."""
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as its driver describes it, in the driver's order."""
+
+    index: int
+    uuid: str
+    name: str
+    capability: tuple[int, int]
+    memory: int
+    """Bytes."""
+    used: int
+    mode: str = "default"
+    """Compute mode: default, exclusive, prohibited."""
+    mig: bool = False
+    slices: tuple[str, ...] = ()
+    """UUIDs of its MIG slices."""
+    processes: tuple[Process, ...] = ()
+    slowed: tuple[str, ...] = ()
+    """heat, power: what holds its clock down now."""
+    pcie_width: int | None = None
+    pcie_most: int | None = None
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The answers of NVML, the driver's library for looking at GPUs."""
+
+    version: str = ""
+    error: str = ""
+    code: int = 0
+    """NVML's error number."""
+    gpus: tuple[Gpu, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """The answers of libcuda, by which every CUDA program starts; no PyTorch in between."""
+
+    library: str = ""
+    """The file that was loaded."""
+    code: int = 0
+    """What cuInit returned."""
+    error: str = ""
+    version: int = 0
+    """The newest CUDA that this driver runs, as 13020 for 13.2."""
+    count: int = 0
+    """Devices that CUDA_VISIBLE_DEVICES leaves."""
+
+
+@dataclass(frozen=True)
+class TorchGpu:
+    index: int
+    name: str
+    capability: tuple[int, int]
+    memory: int
+    uuid: str = ""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The PyTorch that is installed, as it was built."""
+
+    version: str
+    cuda: str | None = None
+    hip: str | None = None
+    arch_list: tuple[str, ...] = ()
+    nccl: str = ""
+    cpu: str = ""
+    """The instructions its CPU kernels take: DEFAULT, AVX2, AVX512, ..."""
+    cpu_features: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TorchCuda:
+    """What PyTorch makes of the GPUs."""
+
+    count: int = 0
+    error: str = ""
+    gpus: tuple[TorchGpu, ...] = ()
+    cudnn: str = ""
+    cudnn_error: str = ""
+    strangers: tuple[tuple[int, int], ...] = ()
+    """Pairs of GPUs that can't read each other's memory."""
+
+
+@dataclass(frozen=True)
+class TorchVision:
+    version: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Something that was done on a device, and compared with what must come out."""
+
+    name: str
+    """matrix product, convolution, training step, nms."""
+    device: str
+    dtype: str
+    ok: bool
+    said: str = ""
+    """The error against the bound, or what went wrong."""
+    lacks: bool = False
+    """The device has no such numbers: nothing is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One all-reduce."""
+
+    members: tuple[str, ...]
+    backend: str
+    megabytes: float = 0.0
+    gb_per_s: float = 0.0
+    """Per member and direction, 2 (n-1)/n of the bytes over the time: comparable between any numbers."""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A question that was not answered."""
+
+    probe: str
+    why: str
+    hung: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one machine. None: that was not asked, or not answered (``failures`` says why)."""
+
+    asked: Asked = Asked()
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    system: System | None = None
+    limits: Limits | None = None
+    port: Port | None = None
+    driver: Driver | None = None
+    cuda: Cuda | None = None
+    torch: Torch | None = None
+    torch_cuda: TorchCuda | None = None
+    torchvision: TorchVision | None = None
+    proofs: tuple[Proof, ...] = ()
+    links: tuple[Link, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Of this node: as torchrun says, or one for each GPU that training would take."""
+        several = self.torch_cuda is not None and self.asked.device in ("auto", "cuda")
+        return self.asked.local_ranks or (self.torch_cuda.count if self.torch_cuda and several else 0) or 1
+
+    @property
+    def workers(self) -> int:
+        """Loader processes of each rank."""
+        if self.asked.workers is not None:
+            return self.asked.workers
+        affinity = self.limits.affinity if self.limits else 1
+        return max(0, min(8, affinity // self.ranks - 1))  # as ddptrain.data.workers
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The facts of all nodes of one job."""
+
+    nodes: tuple[Facts, ...] = ()
+    skews: tuple[float, ...] = ()
+    """Seconds by which each node's clock is ahead of the first one's, to half a round trip."""
+    links: tuple[Link, ...] = ()

@@ -1,0 +1,173 @@
+"""The machine as its kernel shows it: files, limits, variables. Nothing here asks a driver."""
+
+import contextlib
+import os
+import platform
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ddptrain.doctor.facts import Limits, Port, System
+
+_VARIABLES = re.compile(
+    r"CUDA_.*|NVIDIA_.*|NCCL_.*|GLOO_.*|TORCH_.*|PYTORCH_.*|OMP_.*|MKL_NUM_THREADS|KMP_AFFINITY|LD_LIBRARY_PATH|ATEN_.*"
+    r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|SLURM_GPUS.*|SLURM_JOB_GPUS"
+)
+"""Those that have to do with it; what else is set is nobody's business in a report."""
+_DISPLAY = ("0x0300", "0x0302")
+"""PCI classes: a display and a 3D controller."""
+_NVIDIA = "0x10de"
+_LISTENS = "0A"
+"""A state in /proc/net/tcp."""
+_UNLIMITED = 2**60
+"""cgroup v1 and some kernels write no limit as a number beyond any machine."""
+
+
+def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    return {name: value for name, value in sorted(variables.items()) if _VARIABLES.fullmatch(name)}
+
+
+def system(root: Path = Path("/")) -> System:
+    """root: of the file system, for a test."""
+    import ddptrain
+
+    kernel = _text(root / "proc/version")
+    wsl = "microsoft" in kernel.lower()
+    nodes = sorted(f"/dev/{node.name}" for node in (root / "dev").glob("nvidia*") if not node.is_dir())
+    bus = [*(root / "sys/bus/pci/devices").glob("*")]
+    module = re.search(r"Kernel Module(?: for \S+)?\s+(\S+)", _text(root / "proc/driver/nvidia/version"))
+    usual = [root / "usr/lib/x86_64-linux-gnu", root / "usr/lib64", root / "usr/lib/aarch64-linux-gnu"]
+    return System(
+        name=socket.gethostname(),
+        kind=platform.system(),
+        kernel=platform.release(),
+        processor=platform.machine(),
+        python=platform.python_version(),
+        ddptrain=ddptrain.__version__,
+        container=_container(root),
+        wsl=wsl,
+        dxg=(root / "dev/dxg").exists(),
+        windows_libcuda=(root / "usr/lib/wsl/lib/libcuda.so.1").exists(),
+        linux_libcuda=tuple(_own_libcuda(usual, root)) if wsl else (),
+        device_nodes=tuple(nodes),
+        locked_nodes=tuple(node for node in nodes if _matters(node) and not _usable(root / node[1:])),
+        pci_devices=len(bus),
+        nvidia_devices=tuple(sorted(device.name for device in bus if _is_gpu(device))),
+        module=module[1] if module else "",
+        infiniband=tuple(sorted(device.name for device in (root / "sys/class/infiniband").glob("*"))),
+    )
+
+
+def limits(root: Path = Path("/")) -> Limits:
+    import resource
+
+    shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
+    infinite = resource.RLIM_INFINITY
+    files, locked = (
+        resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
+    )
+    cores = os.cpu_count() or 1
+    return Limits(
+        machine_cores=cores,
+        affinity=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
+        quota=quota(root),
+        shm_total=shm.f_frsize * shm.f_blocks if shm else None,
+        shm_free=shm.f_frsize * shm.f_bavail if shm else None,
+        open_files=None if files == infinite else files,
+        locked_memory=None if locked == infinite else locked,
+    )
+
+
+def quota(root: Path = Path("/")) -> float | None:
+    """Cores' worth of time that the control groups of this process leave it: the least on the way up, by
+    version 2 (cpu.max) and version 1 (cpu.cfs_quota_us)."""
+    found = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        top = root / "sys/fs/cgroup"
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for mount in (top, top / "unified") if not controllers else (top / "cpu", top / controllers):
+            # inside a container the path is the host's, and its own group is mounted at the top
+            folders = [mount / path.strip("/"), *(mount / path.strip("/")).parents]
+            for folder in [folder for folder in folders if folder == mount or mount in folder.parents]:
+                found += [*_quota_2(folder), *_quota_1(folder)]
+    return min(found, default=None)
+
+
+def _quota_2(folder: Path) -> Iterator[float]:
+    words = _text(folder / "cpu.max").split()
+    if len(words) == 2 and words[0] != "max":
+        yield int(words[0]) / int(words[1])
+
+
+def _quota_1(folder: Path) -> Iterator[float]:
+    most, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip()
+    if most.isdigit() and period.isdigit() and int(period):  # -1: none
+        yield int(most) / int(period)
+
+
+def port(number: int, root: Path = Path("/")) -> Port:
+    """Whether a server could listen on it."""
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torchrun does: remains don't count
+        try:
+            trial.bind(("", number))
+            trial.listen()
+        except OSError as error:
+            return Port(number, error.strerror or str(error), _owner(number, root))
+    return Port(number)
+
+
+def _owner(number: int, root: Path) -> str:
+    """Name and pid of who listens; '' where that is another user's."""
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        for line in _text(root / "proc/net" / table).splitlines()[1:]:
+            words = line.split()
+            if words[3] == _LISTENS and int(words[1].rpartition(":")[2], 16) == number:
+                sockets.add(f"socket:[{words[9]}]")
+    for folder in (root / "proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # not ours, or gone
+            if any(os.readlink(handle) in sockets for handle in (folder / "fd").iterdir()):
+                return f"{_text(folder / 'comm').strip()} (pid {folder.name})"
+    return ""
+
+
+def _container(root: Path) -> str:
+    for sign in (".dockerenv", "run/.containerenv", ".singularity.d"):
+        if (root / sign).exists():
+            return f"/{sign}"
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return "Kubernetes"
+    groups = _text(root / "proc/1/cgroup")
+    return next((kind for kind in ("docker", "kubepods", "containerd", "lxc") if kind in groups), "")
+
+
+def _own_libcuda(folders: list[Path], root: Path) -> Iterator[str]:
+    """A driver's own library has its version in its name."""
+    for folder in folders:
+        for file in sorted(folder.glob("libcuda.so.[1-9][0-9][0-9]*")):
+            yield f"/{file.relative_to(root)}"
+
+
+def _is_gpu(device: Path) -> bool:
+    made_by, kind = _text(device / "vendor").strip(), _text(device / "class").strip()
+    return made_by == _NVIDIA and kind.startswith(_DISPLAY)
+
+
+def _matters(node: str) -> bool:
+    """Training opens these; a node for profiling may be root's."""
+    return re.fullmatch(r"/dev/nvidia(ctl|-uvm|\d+)", node) is not None
+
+
+def _usable(node: Path) -> bool:
+    return os.access(node, os.R_OK | os.W_OK)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

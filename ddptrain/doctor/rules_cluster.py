@@ -1,0 +1,77 @@
+"""Nodes against each other."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from ddptrain.doctor.examine import examine
+from ddptrain.doctor.facts import Cluster, Facts
+from ddptrain.doctor.findings import LEVELS, Finding, listed, ok, problem, warning
+from ddptrain.doctor.rules_gpu import links
+
+_SKEW_S = 1.0
+
+
+def examine_cluster(cluster: Cluster) -> list[Finding]:
+    """Each node's findings with its name, and what differs between them."""
+    count = len(cluster.nodes)
+    backend = cluster.links[0].backend if cluster.links else ""
+    found = [*versions(cluster), *clocks(cluster), *links(cluster.links, backend)]
+    whose: dict[Finding, list[str]] = {}
+    for node in cluster.nodes:
+        for finding in examine(node):
+            whose.setdefault(finding, []).append(name_of(node))
+    for finding, names in whose.items():
+        node_names = f"all {count} nodes" if len(names) == count > 1 else ", ".join(names)
+        found.append(dataclasses.replace(finding, node=node_names))
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+
+
+def versions(cluster: Cluster) -> Iterator[Finding]:
+    """Training refuses some of these differences itself; all should be the same."""
+    nodes = cluster.nodes
+    torches = [node.torch.version if node.torch else "" for node in nodes]
+    yield from _differ(
+        nodes, "ddptrain", [node.system.ddptrain if node.system else "" for node in nodes], problem
+    )
+    yield from _differ(nodes, "torch", torches, problem)
+    if len(set(torches)) == 1:  # these come with torch
+        yield from _differ(
+            nodes, "CUDA", [str(node.torch.cuda) if node.torch else "" for node in nodes], problem
+        )
+        yield from _differ(nodes, "NCCL", [node.torch.nccl if node.torch else "" for node in nodes], problem)
+    yield from _differ(
+        nodes, "python", [node.system.python if node.system else "" for node in nodes], warning
+    )
+    yield from _differ(
+        nodes, "driver", [node.driver.version if node.driver else "" for node in nodes], warning
+    )
+
+
+def _differ(
+    nodes: Sequence[Facts], what: str, told: Sequence[str], level: Callable[[str, str, str, str], Finding]
+) -> Iterator[Finding]:
+    if len(set(told)) > 1:
+        pairs = zip(nodes, told, strict=True)
+        yield level(
+            f"differs-{what.lower()}",
+            listed([f"{name_of(node)} {version or 'none'}" for node, version in pairs]),
+            f"the nodes have different versions of {what}: they may disagree on what they send or compute.",
+            "set all nodes up from one image, or one shared virtual environment.",
+        )
+
+
+def clocks(cluster: Cluster) -> Iterator[Finding]:
+    pairs = list(zip(cluster.nodes, cluster.skews, strict=True))
+    told = listed([f"{name_of(node)} {skew:+.3f} s" for node, skew in pairs[1:]])
+    if any(abs(skew) > _SKEW_S for _, skew in pairs):
+        yield warning(
+            "clock-skew", told,
+            "the clocks of the nodes differ, so their logs and files can't be put in order.",
+            "timedatectl set-ntp true on each node (or start chronyd).",
+        )  # fmt: skip
+    elif len(pairs) > 1:
+        yield ok("clock-skew", told)
+
+
+def name_of(node: Facts) -> str:
+    return node.system.name if node.system else "?"

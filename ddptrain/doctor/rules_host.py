@@ -1,0 +1,235 @@
+"""The rest of the machine: what makes a run fail or crawl whatever its device."""
+
+from collections.abc import Iterator
+
+from ddptrain.doctor.facts import Facts
+from ddptrain.doctor.findings import Finding, counted, gib, listed, ok, problem, warning
+
+_A_WORKER = 128 * 2**20
+"""Bytes of /dev/shm: two batches of about 64 MiB, say 100 pictures of 3x224x224 in float32."""
+_DOCKER = 64 * 2**20
+"""Bytes of /dev/shm that Docker and Kubernetes give."""
+_FILES, _FILES_A_WORKER = 512, 64
+"""Descriptors: a process's own, and two batches of up to 30 tensors from each worker."""
+_SLOW = {
+    "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated by the driver",
+    "NCCL_P2P_DISABLE": "GPUs of one machine talk by way of the host",
+    "NCCL_SHM_DISABLE": "GPUs of one machine may talk over the network",
+    "NCCL_IB_DISABLE": "nodes talk over sockets, not InfiniBand",
+    "TORCH_DISTRIBUTED_DEBUG": "every collective is checked (DETAIL)",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "copies and kernels queue up behind each other (1)",
+}
+_SLOW_VALUES = {
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("1",),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1",),
+}
+
+
+def torch_imports(facts: Facts) -> Iterator[Finding]:
+    for failure in facts.failures:
+        if failure.probe == "torch":
+            yield problem(
+                "torch-import", failure.why, "PyTorch can't be imported.",
+                "pip install --force-reinstall torch torchvision; no file or folder named torch may lie"
+                " beside the command, and LD_LIBRARY_PATH should be empty.",
+            )  # fmt: skip
+
+
+def torchvision(facts: Facts) -> Iterator[Finding]:
+    found, torch = facts.torchvision, facts.torch
+    if not found or not torch:
+        return
+    both = f"torch {torch.version}, torchvision {found.version or 'not installed'}"
+    missing = "No module named 'torchvision'" in found.error
+    if missing:
+        cause, remedy = "torchvision is not installed.", "pip install torchvision, from where torch came."
+        yield problem("torchvision-missing", found.error, cause, remedy)
+    elif found.error:
+        yield problem(
+            "torchvision-mismatch", f"{both}: {found.error}",
+            "torchvision was built for another PyTorch, so its own operators don't load (operator"
+            " torchvision::nms does not exist): the two come from different places, or only one was updated.",
+            "install the two together, from one index: pip install --force-reinstall torch torchvision"
+            " (pairs: 2.15 with 0.29, 2.11 with 0.26).",
+        )  # fmt: skip
+    else:
+        yield ok("torchvision", f"{both}: nms works")
+
+
+def cpu(facts: Facts) -> Iterator[Finding]:
+    torch, system, limits = facts.torch, facts.system, facts.limits
+    if not torch or not system or not limits:
+        return
+    x86 = system.processor in ("x86_64", "AMD64")
+    seen = (
+        f"{counted(limits.cores, 'core')} with {listed(torch.cpu_features)}; PyTorch's kernels: {torch.cpu}"
+    )
+    forced = facts.environment.get("ATEN_CPU_CAPABILITY")
+    if x86 and forced and torch.cpu in ("DEFAULT", "NO AVX"):
+        yield warning(
+            "cpu-forced-slow", f"{seen}; ATEN_CPU_CAPABILITY={forced}",
+            "ATEN_CPU_CAPABILITY keeps PyTorch from the CPU's vector instructions.",
+            "unset ATEN_CPU_CAPABILITY",
+        )  # fmt: skip
+    elif x86 and "AVX2" not in torch.cpu_features:
+        yield warning(
+            "cpu-no-avx2", seen,
+            "this CPU has no AVX2, or its virtual machine hides it: on the CPU all is slow.",
+            "give the virtual machine the host's CPU (QEMU: -cpu host), or take another machine.",
+        )  # fmt: skip
+    else:
+        yield ok("cpu", seen)
+
+
+def cores(facts: Facts) -> Iterator[Finding]:
+    """Ranks, their loaders and their threads against the cores."""
+    limits, ranks = facts.limits, facts.ranks
+    if not limits:
+        return
+    omp = facts.environment.get("OMP_NUM_THREADS", "")
+    nobodys = omp == "1" and facts.asked.under_torchrun  # torchrun sets it, and training goes by the cores
+    threads = int(omp) if omp.isdigit() and not nobodys else max(1, limits.affinity // ranks)
+    need = ranks * max(threads, facts.workers + 1)
+    quota = f", a quota of {limits.quota:g}" if limits.quota is not None else ""
+    seen = (
+        f"{counted(limits.machine_cores, 'core')}, {limits.affinity} by affinity{quota};"
+        f" {counted(ranks, 'rank')} of {counted(threads, 'thread')} and {counted(facts.workers, 'worker')}"
+    )
+    fits = max(1, limits.cores // ranks)
+    share = f"export OMP_NUM_THREADS={fits}, and data.workers={fits - 1}"
+    if ranks > limits.cores:
+        yield warning(
+            "oversubscribed", seen,
+            f"{ranks} ranks share {counted(limits.cores, 'core')}, and wait for each other.",
+            f"start {counted(limits.cores, 'rank')} (--nproc-per-node={limits.cores}), or give the job more"
+            " cores"
+            " (SLURM: --cpus-per-task; docker: --cpus).",
+        )  # fmt: skip
+    elif limits.cores < limits.affinity and need > limits.cores:
+        yield warning(
+            "cpu-quota", seen,
+            f"the container may use the time of {limits.quota:g} cores and sees {limits.affinity}: as many"
+            " threads"
+            " start, and stop each other.",
+            f"{share}; or give the container more CPU.",
+        )  # fmt: skip
+    elif need > limits.cores:
+        yield warning(
+            "oversubscribed", seen,
+            f"{need} threads or workers share {counted(limits.cores, 'core')}, and wait for each other.",
+            f"{share}.",
+        )  # fmt: skip
+    else:
+        yield ok("cores", seen)
+
+
+def shared_memory(facts: Facts) -> Iterator[Finding]:
+    """Workers hand their batches over in /dev/shm, NCCL and gloo's ranks on one node too."""
+    limits = facts.limits
+    if not limits or limits.shm_total is None or limits.shm_free is None:
+        return
+    workers = facts.workers * facts.ranks
+    need = workers * _A_WORKER
+    seen = f"/dev/shm {gib(limits.shm_total)}, {gib(limits.shm_free)} free, for {counted(workers, 'worker')}"
+    remedy = (
+        f"docker run --shm-size={max(1, -(-need // 2**30))}g (or --ipc=host); Kubernetes: an emptyDir with"
+        " medium: Memory at /dev/shm; else sudo mount -o remount,size=8G /dev/shm; data.workers=0 needs none."
+    )
+    if workers and limits.shm_free < limits.shm_total // 2 and limits.shm_free < need:
+        cause = "/dev/shm is full of files that something has left: a worker ends with 'Bus error'."
+        yield problem(
+            "shm-full", seen, cause, f"ls -lt /dev/shm, and remove what no process uses; or {remedy}"
+        )
+    elif workers and limits.shm_total <= _DOCKER:
+        cause = (
+            "/dev/shm is as small as Docker makes it: a worker that hands over a batch ends with 'Bus error'."
+        )
+        yield problem("shm-small", seen, cause, remedy)
+    elif limits.shm_free < need:
+        cause = f"/dev/shm may be too small: for large batches {workers} workers take {gib(need)} of it."
+        yield warning("shm-small", seen, cause, remedy)
+    else:
+        yield ok("shm", seen)
+
+
+def open_files(facts: Facts) -> Iterator[Finding]:
+    limit = facts.limits.open_files if facts.limits else None
+    if limit is None:
+        return
+    need = _FILES + _FILES_A_WORKER * facts.workers
+    if limit < need:
+        yield warning(
+            "open-files", f"{limit} for {facts.workers} workers a rank",
+            f"a process may open {limit} files, and every tensor from a worker is one: 'Too many open"
+            " files', or 'received 0 items of ancdata'.",
+            f"ulimit -n {max(4096, need)} before the start (docker: --ulimit nofile={max(4096, need)}).",
+        )  # fmt: skip
+    else:
+        yield ok("open-files", f"a process may open {limit}")
+
+
+def locked_memory(facts: Facts) -> Iterator[Finding]:
+    """RDMA pins its buffers."""
+    limits, system = facts.limits, facts.system
+    if limits and system and system.infiniband and limits.locked_memory is not None:
+        yield warning(
+            "locked-memory", f"{gib(limits.locked_memory)}; InfiniBand: {listed(system.infiniband)}",
+            "InfiniBand needs memory that stays in place, and this process may lock little: NCCL fails with"
+            " 'Cannot allocate memory'.",
+            "ulimit -l unlimited (docker: --ulimit memlock=-1; SLURM:"
+            " PropagateResourceLimitsExcept=MEMLOCK).",
+        )  # fmt: skip
+
+
+def port(facts: Facts) -> Iterator[Finding]:
+    found = facts.port
+    if not found:
+        return
+    if found.error:
+        told = problem if facts.asked.port is not None else warning  # nobody may want torchrun's own
+        owner = f" by {found.owner}" if found.owner else ""
+        yield told(
+            "port-in-use", f"port {found.number}: {found.error}{owner}",
+            f"port {found.number}{'' if facts.asked.port else ', which torchrun takes by itself,'} is in"
+            f" use{owner}.",
+            "one node: torchrun --standalone ..., which takes a free one; several:"
+            " --rdzv-endpoint=<host>:<another port>.",
+        )  # fmt: skip
+    else:
+        yield ok("port", f"{found.number} is free")
+
+
+def settings(facts: Facts) -> Iterator[Finding]:
+    """Variables that slow a run down, mostly left over from a hunt for an error."""
+    if facts.asked.device == "cpu":
+        return
+    found = {
+        name: value
+        for name, value in facts.environment.items()
+        if name in _SLOW and (value in _SLOW_VALUES[name] if name in _SLOW_VALUES else value not in ("", "0"))
+    }
+    if found:
+        told = listed([f"{name}={value}" for name, value in found.items()])
+        cause = f"{listed([f'{name}: {_SLOW[name]}' for name in found])}."
+        yield warning("slow-settings", told, cause, f"unset {' '.join(found)}, unless they are needed here.")
+
+
+def unanswered(facts: Facts) -> Iterator[Finding]:
+    """Questions that others do not speak of."""
+    told = [
+        "torch",
+        "nvml",
+        "cuda",
+        "all-reduce",
+        "proof",
+        *["torchvision"] * (facts.torchvision is not None),
+    ]
+    for failure in facts.failures:
+        if failure.probe not in told:
+            yield warning(
+                "no-answer", f"{failure.probe}: {failure.why}",
+                f"doctor could not find out about {failure.probe}, and goes on without.",
+                "please report this, with python -m ddptrain doctor --json.",
+            )  # fmt: skip

@@ -1,0 +1,129 @@
+"""What the person at the terminal sees."""
+
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from ddptrain.doctor.facts import Cluster, Facts
+from ddptrain.doctor.findings import LEVELS, Finding, counted, gib, problems
+from ddptrain.doctor.replay import plain
+
+PLAIN_WIDTH = 160
+"""Columns where there is no terminal: a file, a pipe."""
+_READABLE = 110
+"""Columns of text, on a wider terminal too."""
+_COLOURS = {"problem": "1;31", "warning": "33", "ok": "32"}
+
+
+def json_of(facts: Facts | Cluster, findings: Sequence[Finding]) -> str:
+    """One object, which ``doctor facts=<file>`` reads again."""
+    told: dict[str, Any] = {
+        "facts": plain(facts),
+        "findings": [plain(finding) for finding in findings],
+        "problems": len(problems(list(findings))),
+    }
+    return json.dumps(told, indent=2)
+
+
+def show(asked: str, findings: Sequence[Finding]) -> None:
+    """The findings, the problems first, and what to do first; ``asked``: the device."""
+    width = min(_READABLE, shutil.get_terminal_size((_READABLE, 24)).columns)
+    for level in LEVELS:
+        for finding in [finding for finding in findings if finding.level == level]:
+            node = f"{finding.node}: " if finding.node else ""
+            _say(width, level, f"{finding.id}  {node}{finding.seen}", _COLOURS[level])
+            if finding.cause:
+                _say(width, "  cause", finding.cause)
+                _say(width, "  remedy", finding.remedy)
+    print(last_word(findings, asked))
+
+
+def header(facts: Facts) -> str:
+    """A machine in one line."""
+    system, torch, limits = facts.system, facts.torch, facts.limits
+    gpus = [f"{gpu.name} {gib(gpu.memory)}" for gpu in facts.driver.gpus] if facts.driver else []
+    parts = [
+        f"ddptrain {system.ddptrain} doctor" if system else "ddptrain doctor",
+        system.name if system else "",
+        f"Python {system.python}" if system else "",
+        f"torch {torch.version}" if torch else "torch not importable",
+        f"driver {facts.driver.version}" if facts.driver and facts.driver.version else "no NVIDIA driver",
+        multiplied(gpus) if gpus else "no GPU seen",
+        counted(limits.cores, "core") if limits else "",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def last_word(findings: Sequence[Finding], asked: str) -> str:
+    """What to do first."""
+    wrong = problems(list(findings))
+    warnings = [finding for finding in findings if finding.level == "warning"]
+    if wrong:
+        return f"Do this first ({wrong[0].id}): {wrong[0].remedy}"
+    if warnings:
+        more = f"{counted(len(warnings), 'warning')}; begin with {warnings[0].id}"
+        return f"No problem with device={asked}. {more}: {warnings[0].remedy}"
+    return f"No problem with device={asked}: nothing to do."
+
+
+def multiplied(names: Sequence[str]) -> str:
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def table(cluster: Cluster, findings: Sequence[Finding]) -> None:
+    """A row a node, as wide as the terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    found = Table(box=box.SIMPLE)
+    for name in (
+        "node",
+        "python",
+        "torch",
+        "CUDA",
+        "NCCL",
+        "driver",
+        "GPUs",
+        "cores",
+        "/dev/shm",
+        "clock",
+        "problems",
+    ):
+        found.add_column(name, overflow="fold")
+    for node, skew in zip(cluster.nodes, cluster.skews, strict=True):
+        system, torch, limits, driver = node.system, node.torch, node.limits, node.driver
+        name = system.name if system else "?"
+        own = [name, f"all {len(cluster.nodes)} nodes"]
+        wrong = [f.id for f in problems(list(findings)) if f.node in own or name in f.node.split(", ")]
+        found.add_row(
+            name,
+            system.python if system else "?",
+            torch.version if torch else "?",
+            (torch.cuda if torch else None) or "none",
+            (torch.nccl if torch else "") or "none",
+            (driver.version if driver else "") or "none",
+            multiplied([gpu.name for gpu in driver.gpus] if driver else []) or "none",
+            str(limits.cores) if limits else "?",
+            gib(limits.shm_total) if limits and limits.shm_total is not None else "none",
+            f"{skew:+.3f} s",
+            ", ".join(dict.fromkeys(wrong)) or "none",
+        )
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    with console.capture() as drawn:
+        console.print(found, highlight=False)
+    for line in drawn.get().splitlines():  # rich fills its lines with blanks
+        print(line.rstrip())
+
+
+def _say(width: int, label: str, text: str, colour: str = "") -> None:
+    """A paragraph beside its label, which is coloured on a terminal only."""
+    margin = f"{label:<10}"
+    body = textwrap.wrap(text, width - len(margin), break_long_words=False, break_on_hyphens=False)
+    coloured = colour and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(f"\033[{colour}m{margin}\033[0m" if coloured else margin, end="")
+    print(f"\n{' ' * len(margin)}".join(body))
