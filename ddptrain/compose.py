@@ -22,7 +22,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddptrain.arguments import GROUPS, Arguments
+from ddptrain.arguments import EXPLAIN, GROUPS, Arguments
 from ddptrain.config.check import type_message
 from ddptrain.config.guard import (
     few_interpolations,
@@ -32,10 +32,10 @@ from ddptrain.config.guard import (
 )
 from ddptrain.config.suggest import did_you_mean, flat_keys
 from ddptrain.errors import UserError
+from ddptrain.explain import explained, no_such_key
+from ddptrain.sources import CONF, look_in
 from ddptrain.sources import ENTRY_POINTS as ENTRY_POINTS
-from ddptrain.sources import look_in
 
-CONF = "ddptrain.conf"
 _CONFIG_DIR = ("--config-dir", "-cd")
 Tree = dict[str, Any]
 HYDRA_KEYS = ("hydra.searchpath", "hydra/launcher", "hydra/sweeper", "hydra.launcher.*", "hydra.sweeper.*")
@@ -49,7 +49,7 @@ _NOT_TAKEN = ("--config-name", "-cn", "--config-path", "-cp", "--experimental-re
 def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> None:
     """Compose what the command line says and call ``job`` with the tree and the overrides of this job
     (``--multirun`` under a launcher that is not ours calls it several times, in processes of its choice);
-    or do what an option like ``--cfg`` or ``--help`` asks.
+    or do what an option like ``--cfg``, ``--explain`` or ``--help`` asks.
 
     Raises the first of what the jobs raised.
     """
@@ -62,6 +62,11 @@ def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -
             raise UserError(
                 f"{name}: is not taken. Put a recipe into a folder and name that: --config-dir=..."
             )
+    for option in arguments.options:
+        if option.startswith(f"{EXPLAIN}="):
+            with _speaking_plainly(overrides):
+                print(explained(option.partition("=")[2], overrides))
+            return
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us whole instead of being printed
     own = [option for option, name in zip(arguments.options, names, strict=True) if name not in _CONFIG_DIR]
     sys.argv = [sys.argv[0], *own, *overrides]
@@ -112,7 +117,7 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
             continue
         known = flat_keys(_plain(saved))
         if override.key_or_group not in known and not override.is_add():
-            raise UserError(_no_such_key(override.key_or_group, known))
+            raise UserError(no_such_key(override.key_or_group, known))
         OmegaConf.update(saved, override.key_or_group, override.value(), force_add=True)
     tree = _plain(saved)
     check_places(tree, ["run.dir"])  # saved as the user gave it; the folder asked is another
@@ -267,29 +272,7 @@ def _bad_override(error: ConfigCompositionException, overrides: Sequence[str]) -
     missing = _KEY.search(str(error))
     if missing is None or "not in" not in str(cause):
         return _message(cause)
-    return _no_such_key(missing[1], _known_keys(overrides))
-
-
-def _no_such_key(key: str, known: Sequence[str]) -> str:
-    add = f" If the target of its section takes it, add it: +{key}=..." if "." in key else ""
-    hint = _choices_with(key) or did_you_mean(key, known) or add
-    return f"{key}: there is no such key.{hint}"
-
-
-def _choices_with(key: str) -> str:
-    """A sentence that names the choices of the key's group which have it, or ''."""
-    group, _, inner = key.partition(".")
-    if group not in GROUPS or not inner:
-        return ""
-    found = []
-    for path in sorted((Path(str(files(CONF))) / group).glob("*.yaml")):
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        assert isinstance(tree, dict)
-        if inner in flat_keys({str(name): value for name, value in tree.items()}):
-            found.append(f"{group}={path.stem}")
-    return (
-        f" {' and '.join(found)} {'has' if len(found) == 1 else 'have'} it; choose that too." if found else ""
-    )
+    return no_such_key(missing[1], _known_keys(overrides))
 
 
 def _known_keys(overrides: Sequence[str]) -> list[str]:

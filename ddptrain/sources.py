@@ -16,6 +16,8 @@ from ddptrain.config.guard import guard_resolvers, named_defaults, read_config
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
 
+CONF = "ddptrain.conf"
+"""Where our YAMLs are."""
 ENTRY_POINTS = "ddptrain.conf"
 _PACKAGE = re.compile(r"pkg://\w+([./]\w+)*")
 _named: list[tuple[str, str]] = []
