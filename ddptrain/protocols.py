@@ -123,6 +123,19 @@ class Deployed:
     difference: Callable[[Tensor, Tensor], float | None] = relative_difference
     """How far an output is from eager's, in shares: a tiny number where they agree but for rounding, None
     where there is nothing to compare."""
+    any_batch: bool = False
+    """The first dimension of every input and output may be any number, and is not the example's, which has
+    to be 2 or more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How data reaches the device, as it has come out. None where there is no such setting."""
+
+    workers: int | None = None
+    """Loader processes of a rank."""
+    resident: bool | None = None
+    """The whole set is kept in memory; without ``workers``, it is cut into batches by the training itself."""
 
 
 class Task(ABC):
@@ -215,6 +228,11 @@ class Data(ABC):
         """What the model's outputs stand for, one by one: class names, characters. A checkpoint is refused
         for data where they mean something else. Empty where they have no names."""
         return ()
+
+    @property
+    def loading(self) -> Loading:
+        """For the verdict on where the time goes. Known after `prepare`."""
+        return Loading()
 
     def facts(self) -> Mapping[str, Any]:
         """What the verbs predict and export have to know of the data (class names, the size of a picture),

@@ -1,15 +1,23 @@
 """Image classification: the Task that all image recipes share."""
 
-from collections.abc import Callable, Mapping
+import csv
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddptrain.data.detection.files import probe
 from ddptrain.data.images import ImageData
+from ddptrain.data.pictures import claim, fitted, named_pictures
 from ddptrain.errors import UserError
 from ddptrain.protocols import At, ConfusionMatrix, Deployed, Loss, Report, Task
+from ddptrain.recipes.sheets import COLUMNS, ROWS, Titled, write_sheet
+
+_BATCH = COLUMNS * ROWS
+"""Pictures that `ImageClassification.predict` puts through the model, and on a sheet, at once."""
 
 
 @final
@@ -60,13 +68,55 @@ class ImageClassification(Task):
             "in_top5": (best_five == labels[:, None]).sum(),
         }
 
-    def deploy(self, model: nn.Module, batch: int = 1) -> Deployed:
-        """float32 (n, C, H, W), normalised as in training -> logits (n, classes)."""
-        if batch < 1:
-            raise UserError(f"batch={batch}: must be 1 or more.")
+    def predict(self, model: nn.Module, source: str, out: str = "predictions", top: int = 3) -> Iterator[str]:
+        """A line for each picture that ``source`` names (a file, a folder with those below, a pattern): the
+        ``top`` likeliest classes. Pictures are cut and scaled as `ddptrain.data.pictures.fitted` does it.
+
+        Under ``out``: ``predictions.csv``, and the pictures with their answers on sheets, ``sheet-<n>.png``.
+        """
+        if top < 1:
+            raise UserError(f"top={top}: must be 1 or more.")
+        files, folder = named_pictures(source), Path(out)
+        for file in files:  # what is broken, before anything is written
+            probe(file)
+        claim(folder)
+        best = min(top, len(self._data.classes))
+        heads = [f"{head}_{place}" for place in range(1, best + 1) for head in ("label", "probability")]
+        with (folder / "predictions.csv").open(
+            "w", newline="", encoding="utf-8", errors="surrogateescape"
+        ) as table:
+            rows = csv.writer(table)
+            rows.writerow(["file", *heads])
+            for begin in range(0, len(files), _BATCH):
+                shown = []
+                for file, answers in self._answers(model, files[begin : begin + _BATCH], best):
+                    rows.writerow([file, *(part for name, p in answers for part in (name, f"{p:.6g}"))])
+                    told = [f"{name} {p:.1%}" for name, p in answers]
+                    shown.append(Titled(file, told[0]))
+                    yield f"{file}: {', '.join(told)}\n"
+                write_sheet(folder / f"sheet-{begin // _BATCH + 1:03}.png", shown)
+        sheets = -(-len(files) // _BATCH)
+        yield f"{out}: predictions.csv and {sheets} sheet{'s' * (sheets > 1)} of {len(files)} pictures"
+
+    def _answers(
+        self, model: nn.Module, files: Sequence[Path], best: int
+    ) -> Iterator[tuple[Path, list[tuple[str, float]]]]:
+        """For each file the ``best`` likeliest classes and their probabilities, in [0, 1]."""
+        pictures = torch.stack([fitted(file, self._data.shape) for file in files])
+        logits: Tensor = model(self._data.normalised(pictures))
+        shares, labels = logits.float().softmax(dim=1).topk(best, dim=1)
+        for file, which, how in zip(files, labels.tolist(), shares.tolist(), strict=True):
+            yield file, [(self._data.classes[label], p) for label, p in zip(which, how, strict=True)]
+
+    def deploy(self, model: nn.Module, batch: int | None = None) -> Deployed:
+        """float32 (n, C, H, W), normalised as in training -> logits (n, classes), for any n, or for ``batch``
+        alone."""
+        if batch is not None and batch < 1:
+            raise UserError(f"batch={batch}: must be 1 or more, or null for any.")
         height, width, channels = self._data.shape
-        images = torch.randn(batch, channels, height, width, generator=torch.Generator().manual_seed(0))
-        return Deployed(model, (images,), ("images",), ("logits",))
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(batch or 2, channels, height, width, generator=generator)
+        return Deployed(model, (images,), ("images",), ("logits",), any_batch=batch is None)
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         confusion = sums["confusion"]

@@ -72,22 +72,36 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
     finally:
         unchecked.unlink(missing_ok=True)
     log.info("exported   %s to %s (%.1f MiB)", where, target, target.stat().st_size / 2**20)
-    for name, shape in zip(deployed.input_names, deployed.inputs, strict=True):
-        log.info("input      %s, float32 %s", name, tuple(shape.shape))
+    for name, value in zip(deployed.input_names, deployed.inputs, strict=True):
+        sizes = ["any" if deployed.any_batch else str(len(value)), *map(str, value.shape[1:])]
+        log.info("input      %s, float32 (%s)", name, ", ".join(sizes))
     if difference is None:
         log.warning(
             "UNCHECKED  on both examples eager and the file find nothing; that is all that was compared"
         )
     else:
-        log.info("checked    against eager on two examples: largest relative difference %.1e", difference)
+        log.info("checked    against eager on several examples: largest relative difference %.1e", difference)
 
 
 def _own(model: object, format: Literal["onnx", "pt2"], out: str = "") -> None:
     """What the verb itself takes, for `typed_arguments`."""
 
 
+def _traced(deployed: Deployed) -> torch.export.ExportedProgram:
+    if not deployed.any_batch:
+        return torch.export.export(deployed.module, deployed.inputs)
+    free = tuple({0: torch.export.Dim("batch")} for _ in deployed.inputs)
+    try:
+        return torch.export.export(deployed.module, deployed.inputs, dynamic_shapes=free)
+    except torch._dynamo.exc.UserError as error:
+        raise UserError(
+            f"export: {type(deployed.module).__name__} computes in a way that needs to know how many samples"
+            " there are at once. Say how many: batch=1"
+        ) from error
+
+
 def _write_pt2(deployed: Deployed, target: Path) -> Runner:
-    torch.export.save(torch.export.export(deployed.module, deployed.inputs), target)
+    torch.export.save(_traced(deployed), target)
     loaded = torch.export.load(target).module()
     return lambda inputs: _listed(loaded(*inputs))
 
@@ -99,9 +113,8 @@ def _write_onnx(deployed: Deployed, target: Path) -> Runner:
     except ImportError as error:
         raise UserError(f"export: format=onnx needs {error.name}: pip install 'ddptrain[onnx]'") from error
     torch.onnx.export(
-        deployed.module,
-        deployed.inputs,
-        target,
+        _traced(deployed),
+        f=target,
         input_names=deployed.input_names,
         output_names=deployed.output_names,
         dynamo=True,
@@ -118,10 +131,14 @@ def _write_onnx(deployed: Deployed, target: Path) -> Runner:
 
 
 def _checked(deployed: Deployed, runner: Runner, target: Path) -> float | None:
-    """The largest difference from eager, on the example and on the same turned upside down; None where
-    there was nothing to compare."""
+    """The largest difference from eager, on the example and on the same turned upside down, and for any
+    batch on others; None where there was nothing to compare."""
     largest = None
-    for inputs in (deployed.inputs, tuple(value.flip(-2) for value in deployed.inputs)):
+    examples = [deployed.inputs, tuple(value.flip(-2) for value in deployed.inputs)]
+    if deployed.any_batch:
+        examples.append(tuple(value[:1] for value in deployed.inputs))
+        examples.append(tuple(torch.cat([value, value, value[:1]]) for value in deployed.inputs))
+    for inputs in examples:
         expected, given = _listed(deployed.module(*inputs)), runner(inputs)
         for name, ours, theirs in zip(deployed.output_names, expected, given, strict=True):
             difference = deployed.difference(ours, theirs) if ours.shape == theirs.shape else math.inf

@@ -13,6 +13,7 @@ from ddptrain.data.sampler import Sampler
 from ddptrain.data.source import Split
 from ddptrain.data.workers import read_by_workers
 from ddptrain.errors import UserError
+from ddptrain.protocols import Loading
 
 Key = tuple[int, int]
 """(epoch, sample index); epoch -1 asks for the image as it is."""
@@ -79,6 +80,10 @@ class FileLoader(Loader):
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Labelled]:
         return self._loaded(self._valid, [[(AS_IT_IS, i) for i in chunk] for chunk in chunks])
+
+    @property
+    def loading(self) -> Loading:
+        return Loading(self._workers, resident=False)
 
     def describe(self) -> str:
         return f"read by {self._workers} worker{'' if self._workers == 1 else 's'} a rank"

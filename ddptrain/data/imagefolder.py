@@ -7,10 +7,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ddptrain.data.pictures import ENDINGS, fitted
 from ddptrain.data.source import ImageSource, Opened, Split
 from ddptrain.errors import UserError
 
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 _VALID_NAMES = ("val", "valid", "validation", "test")
 
 
@@ -24,26 +24,7 @@ class FolderSplit(Split):
         self.shape = (size, size, 3)
 
     def images(self, ids: Tensor) -> Tensor:
-        return torch.stack([self._decode(self._files[i]) for i in ids.tolist()])
-
-    def _decode(self, file: str) -> Tensor:
-        from PIL import Image, ImageOps
-        from torchvision.transforms.v2.functional import pil_to_tensor
-
-        size = self.shape[0]
-        try:
-            with Image.open(file) as picture:
-                picture.draft("RGB", (size, size))  # JPEG decodes at a fraction of its size for free
-                square = ImageOps.fit(
-                    ImageOps.exif_transpose(picture).convert("RGB"), (size, size), Image.Resampling.BILINEAR
-                )
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            reason = str(error).replace(f" '{file}'", "")
-            raise UserError(
-                f"{file}: can't be read as an image ({reason}). Mend or remove it.", everywhere=False
-            ) from error
-        pixels: Tensor = pil_to_tensor(square)
-        return pixels.permute(1, 2, 0)
+        return torch.stack([fitted(Path(self._files[i]), self.shape) for i in ids.tolist()])
 
 
 @final

@@ -17,7 +17,7 @@ from ddptrain.data.workers import spare_cores
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
-from ddptrain.protocols import Data
+from ddptrain.protocols import Data, Loading
 
 _RESIDENT_ON_CPU = 2 * 2**30
 """Bytes up to which ``resident=auto`` keeps a set in a CPU rank's memory."""
@@ -52,19 +52,20 @@ class ImageData(Data):
         self._workers = workers
         self._resident = resident
         self._channels_last = channels_last
+        self._normalise: Normalise | None = None
 
     def prepare(self, world: World, seed: int) -> None:
         once_a_node(world, lambda: self._source.fetch(self._root))
         self._world = world
         self._set = self._source.open(self._root)
         self.classes, self.shape = tuple(self._set.classes), self._set.train.shape
-        mean, std = (torch.tensor(list(of)).to(world.device) for of in (self._set.mean, self._set.std))
+        self._normalise = normalise = self._normaliser(self._set.mean, self._set.std)
         self._recipe = Recipe(
             self._set.train,
             self._set.valid,
             self._augment,
-            Normalise(mean, std, self._channels_last),
-            mean.round().to(torch.uint8),
+            normalise,
+            normalise.mean.round().to(torch.uint8),
             seed,
         )
         resident = self._fits() if self._resident == "auto" else self._resident
@@ -75,12 +76,30 @@ class ImageData(Data):
     def outputs(self) -> tuple[str, ...]:
         return self.classes
 
+    @property
+    def loading(self) -> Loading:
+        return self._loader.loading
+
     def facts(self) -> Mapping[str, Any]:
-        return {"classes": list(self.classes), "shape": list(self.shape)}
+        mean, std = ([float(value) for value in of] for of in (self._set.mean, self._set.std))
+        return {"classes": list(self.classes), "shape": list(self.shape), "mean": mean, "std": std}
 
     def recall(self, facts: Mapping[str, Any], world: World) -> None:
         height, width, channels = facts["shape"]
         self.classes, self.shape = tuple(facts["classes"]), (height, width, channels)
+        self._world = world
+        self._normalise = self._normaliser(facts["mean"], facts["std"]) if "mean" in facts else None
+
+    def normalised(self, pictures: Tensor) -> Tensor:
+        """uint8 (n, H, W, C), of any pictures -> float32 (n, C, H, W) on the device, as in batches.
+
+        Needs the data set only where it was recalled from a checkpoint that knows neither mean nor deviation.
+        """
+        if self._normalise is None:
+            self._source.fetch(self._root)
+            opened = self._source.open(self._root)
+            self._normalise = self._normaliser(opened.mean, opened.std)
+        return self._normalise(pictures.to(self._world.device))
 
     @property
     def train_size(self) -> int:
@@ -112,6 +131,10 @@ class ImageData(Data):
             f"{self._source.name}: {self.train_size:,} train, {self.valid_size:,} valid,"
             f" {len(self.classes)} classes, {height}x{width}x{channels}, {self._loader.describe()}"
         )
+
+    def _normaliser(self, mean: Sequence[float], std: Sequence[float]) -> Normalise:
+        middle, spread = (torch.tensor(list(of)).to(self._world.device) for of in (mean, std))
+        return Normalise(middle, spread, self._channels_last)
 
     def _bytes(self) -> int:
         height, width, channels = self.shape

@@ -10,6 +10,7 @@ from torch import Tensor
 from ddptrain.data.augment import Augment, Normalise
 from ddptrain.data.sampler import Sampler
 from ddptrain.data.source import Split
+from ddptrain.protocols import Loading
 
 Labelled = tuple[Tensor, Tensor]
 """float32 (n, C, H, W) images and int64 (n,) labels, on the device."""
@@ -44,6 +45,10 @@ class Loader(ABC):
     @abstractmethod
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Labelled]:
         """Runs of consecutive validation samples, as they are."""
+
+    @property
+    @abstractmethod
+    def loading(self) -> Loading: ...
 
     @abstractmethod
     def describe(self) -> str:

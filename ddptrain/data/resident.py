@@ -10,6 +10,7 @@ from ddptrain.data.augment import Augment
 from ddptrain.data.loader import Labelled, Loader, Recipe
 from ddptrain.data.sampler import Sampler
 from ddptrain.data.source import Split
+from ddptrain.protocols import Loading
 
 
 @final
@@ -39,6 +40,10 @@ class ResidentLoader(Loader):
             return self._train[ids]
         moves = augment.moves(self._recipe.seed, epochs, ids, height, width)
         return augment.gather(self._train, ids, moves, self._recipe.fill)
+
+    @property
+    def loading(self) -> Loading:
+        return Loading(resident=True)
 
     def describe(self) -> str:
         size = self._train.numel() + self._valid.numel()

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
-from glob import glob
 from pathlib import Path
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.files import FileScenes, probe
 from ddptrain.data.detection.source import Objects
-from ddptrain.data.detection.write import as_coco, claim, in_sides
-from ddptrain.data.imagefolder import ENDINGS
+from ddptrain.data.detection.write import as_coco, in_sides
+from ddptrain.data.pictures import claim, named_pictures
 from ddptrain.errors import UserError
 from ddptrain.recipes.yolo.boxes import Detections, detections
 from ddptrain.recipes.yolo.draw import annotated
@@ -30,7 +29,7 @@ def predicted(
     Under ``out``: ``pictures/`` with the boxes drawn in, ``labels/`` as YOLO's text files, and
     ``predictions.json`` as COCO's instances JSON with a score for each box.
     """
-    files = _files(source)
+    files = named_pictures(source)
     above = Path(os.path.commonpath([file.parent for file in files]))
     names = [file.relative_to(above) for file in files]
     _check_apart(names)
@@ -51,19 +50,6 @@ def predicted(
         content = json.dumps(_as_json(scenes, seen, data.classes))
         (out / "predictions.json").write_text(content, encoding="utf-8")
     yield f"{out}: pictures, labels and predictions.json for {len(files)} pictures"
-
-
-def _files(source: str) -> list[Path]:
-    if not source:
-        raise UserError("source=: must name a picture, a folder or a pattern.")
-    path = Path(source)
-    if path.is_file():
-        return [path]
-    found = path.rglob("*") if path.is_dir() else map(Path, glob(source, recursive=True))
-    files = sorted(file for file in found if file.suffix.lower() in ENDINGS and file.is_file())
-    if not files:
-        raise UserError(f"source={source}: names no picture ({', '.join(ENDINGS)}): no such file or folder.")
-    return files
 
 
 def _check_apart(names: Sequence[Path]) -> None:

@@ -20,7 +20,7 @@ from ddptrain.data.workers import read_by_workers, spare_cores
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
-from ddptrain.protocols import Data
+from ddptrain.protocols import Data, Loading
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +110,10 @@ class DetectionData(Data):
     @property
     def identity(self) -> str:
         return self._identity
+
+    @property
+    def loading(self) -> Loading:
+        return Loading(self._workers, self._in_memory)
 
     def facts(self) -> Mapping[str, Any]:
         return {"classes": list(self.classes), "side": self.side}

@@ -2,22 +2,18 @@
 them, and collecting what is wrong, so that one run shows all of it."""
 
 import math
-import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, TypeVar, final
+from typing import BinaryIO, Literal, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from ddptrain.data.detection.source import Objects, Opened, PackedObjects, Scenes
+from ddptrain.data.pictures import decoded, opened
 from ddptrain.errors import UserError
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 Item = TypeVar("Item")
 OnError = Literal["stop", "skip"]
@@ -78,13 +74,10 @@ class FileScenes(Scenes):
         )
 
     def image(self, i: int) -> Tensor:
-        from PIL import ImageOps
         from torchvision.transforms.v2.functional import pil_to_tensor
 
         file = self.files[i]
-        with _opened(Path(file)) as picture:
-            seen = _in_eight_bits(ImageOps.exif_transpose(picture)).convert("RGB")
-        pixels: Tensor = pil_to_tensor(seen)
+        pixels: Tensor = pil_to_tensor(decoded(Path(file), "RGB"))
         height, width = self.sizes[i].tolist()
         if pixels.shape[1:] != (height, width):
             raise UserError(
@@ -164,22 +157,13 @@ def probe(file: Path) -> Picture:
     """
     from PIL import Image
 
-    with _opened(file) as picture:
-        if picture.mode in ("I", "F"):
-            raise UserError(f"{file}: has 32 bits a pixel; must have 8 or 16. Convert it.", everywhere=False)
+    with opened(file) as picture:
         if not _surely_whole(file, picture.format):
             picture.load()
         # PNG's own getexif() would decode the picture, for a tag may follow the pixels: see _png_is_plain
         turned = Image.Image.getexif(picture).get(_ORIENTATION, 1) in (5, 6, 7, 8)
         width, height = picture.size[::-1] if turned else picture.size
     return Picture(file, height, width, turned)
-
-
-def _in_eight_bits(picture: "Image.Image") -> "Image.Image":
-    """Pillow's own way from 16 bits of grey would cut off all that is brighter than 255."""
-    if not picture.mode.startswith("I;16"):
-        return picture
-    return picture.convert("I").point(lambda value: value * (1 / 256)).convert("L")
 
 
 def checked_names(file: Path, names: Sequence[str]) -> list[str]:
@@ -223,21 +207,6 @@ def clipped(box: Box, height: int, width: int, slack: tuple[float, float], rule:
     if x2 - x1 < _LEAST_SIDE or y2 - y1 < _LEAST_SIDE:
         raise UserError("has no area within the picture")
     return x1, y1, x2, y2
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator["Image.Image"]:
-    from PIL import Image
-
-    try:
-        with Image.open(file) as picture:
-            yield picture
-    except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        known = isinstance(error, OSError) and error.strerror
-        reason = known or str(error).replace(f" '{file}'", "")
-        raise UserError(
-            f"{file}: can't be read as an image ({reason}). Mend or remove it.", everywhere=False
-        ) from error
 
 
 def _surely_whole(file: Path, kind: str | None) -> bool:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ddptrain.data.detection.files import FileScenes
 from ddptrain.data.detection.source import Objects, Opened, Scenes
-from ddptrain.data.imagefolder import ENDINGS
-from ddptrain.errors import UserError
+from ddptrain.data.pictures import ENDINGS, claim
 
 _LONGEST_NAME = 100
 
@@ -89,17 +88,6 @@ def as_coco(
     ]
     categories = [{"id": number, "name": name} for number, name in enumerate(classes, 1)]
     return {"info": {}, "images": images, "annotations": annotations, "categories": categories}
-
-
-def claim(folder: Path) -> None:
-    """Make a folder, or take an empty one. Raises UserError where that can't be."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        empty = not any(folder.iterdir())
-    except OSError as error:
-        raise UserError(f"out={folder}: can't be made ({error.strerror}). Name another folder.") from error
-    if not empty:
-        raise UserError(f"out={folder}: exists and isn't empty. Name a new folder, or clear this one.")
 
 
 def _write_images(scenes: Scenes, folder: Path) -> Iterator[Path]:

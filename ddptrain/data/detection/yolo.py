@@ -21,7 +21,7 @@ from ddptrain.data.detection.files import (
     read_text,
 )
 from ddptrain.data.detection.source import DetectionSource, Opened
-from ddptrain.data.imagefolder import ENDINGS
+from ddptrain.data.pictures import ENDINGS
 from ddptrain.errors import UserError
 
 _ROUNDING = 1e-3

@@ -1,0 +1,60 @@
+"""Contact sheets: pictures side by side, each with what was seen on it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ddptrain.data.pictures import decoded
+
+if TYPE_CHECKING:
+    from PIL import ImageDraw, ImageFont
+
+COLUMNS, ROWS = 8, 4
+_SIDE, _GAP, _LINE = 176, 10, 18
+"""Pixels: of a picture's square, between pictures, and of a line of text."""
+
+
+class Titled(NamedTuple):
+    file: Path
+    title: str
+
+
+def write_sheet(target: Path, pictures: Sequence[Titled]) -> None:
+    """Write up to COLUMNS * ROWS pictures to one PNG, whole and in their own form; below each its title and
+    its file's name."""
+    from PIL import Image, ImageDraw, ImageOps
+
+    rows = -(-len(pictures) // COLUMNS)
+    columns = min(len(pictures), COLUMNS)
+    across, down = _SIDE + _GAP, _SIDE + 2 * _LINE + _GAP
+    sheet = Image.new("RGB", (columns * across + _GAP, rows * down + _GAP), "white")
+    draw, font = ImageDraw.Draw(sheet), _font()
+    for i, (file, title) in enumerate(pictures):
+        whole = decoded(file, "RGB", _SIDE)
+        small = max(whole.size) < _SIDE
+        shown = ImageOps.contain(
+            whole, (_SIDE, _SIDE), Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
+        )
+        left, top = _GAP + i % COLUMNS * across, _GAP + i // COLUMNS * down
+        sheet.paste(shown, (left + (_SIDE - shown.width) // 2, top + _SIDE - shown.height))
+        draw.text((left, top + _SIDE + 2), _cut(title, draw, font), fill="black", font=font)
+        draw.text((left, top + _SIDE + _LINE), _cut(file.name, draw, font), fill="#777777", font=font)
+    sheet.save(target)
+
+
+def _font() -> "ImageFont.FreeTypeFont":
+    """Matplotlib's, for it has the letters of most scripts, and is there."""
+    import matplotlib
+    from PIL import ImageFont
+
+    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf", 13)
+
+
+def _cut(text: str, draw: "ImageDraw.ImageDraw", font: "ImageFont.FreeTypeFont") -> str:
+    """The text, of one line, as far as it fits below a picture."""
+    line = " ".join(text.encode(errors="replace").decode().split())
+    if draw.textlength(line, font) <= _SIDE:
+        return line
+    while line and draw.textlength(f"{line}…", font) > _SIDE:
+        line = line[:-1]
+    return f"{line}…"
