@@ -55,6 +55,9 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
     alone: a world of one, whatever torchrun has started.
     """
     world = World() if alone else world_from_environment()
+    if config.debug.sync:
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # read when CUDA starts
+        torch.autograd.set_detect_anomaly(True, check_nan=False)  # NaN is the guard's to find
     try:
         device, reason, shared = choose_device(config.device, world)
     except UserError as error:

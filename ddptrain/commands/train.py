@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,17 +27,22 @@ from ddptrain.engine.judge import always
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.optim import build_optimizer
 from ddptrain.engine.plan import Plan, plan_run
-from ddptrain.engine.precision import choose_precision
+from ddptrain.engine.precision import Precision, choose_precision
 from ddptrain.engine.state import TrainState, make_state
 from ddptrain.errors import Diverged, Stopped, UserError
 from ddptrain.observe.console import Console, open_log
+from ddptrain.observe.gauges import own_gauges
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.lock import lock_folder
+from ddptrain.observe.monitor import Monitor, extremes, in_short
 from ddptrain.observe.observer import Observer, Observers
+from ddptrain.observe.pace import Pace, is_paced
 from ddptrain.observe.plots import Plots
+from ddptrain.observe.profile import profiled
 from ddptrain.observe.rundir import describe_run, discard_unused, name_run, open_run
 from ddptrain.observe.summary import Summary
 from ddptrain.observe.tensorboard import TensorBoard
+from ddptrain.observe.verdict import Setup, advise
 from ddptrain.protocols import Data, Task
 from ddptrain.sweep import verdicts
 
@@ -58,7 +64,9 @@ def run(config: Config, arguments: Sequence[str]) -> None:
         log.info("ddptrain %s  recipe %s  run %s", __version__, config.recipe, folder)
         log.info("device     %s (%s)", world.device, reason)
         try:
-            engine, state, steps = _assembled(config, task, data, world, folder)
+            gauges, problems = own_gauges(world, spread=config.strategy.name == "dp")
+            monitor = Monitor(world, gauges)
+            engine, state, steps = _assembled(config, task, data, world, folder, monitor)
             if state.step > steps or (state.step == steps and _is_summarised(folder, steps)):
                 log.info("this run is finished; raise train.epochs or train.steps to go on")
                 return
@@ -67,8 +75,12 @@ def run(config: Config, arguments: Sequence[str]) -> None:
             if world.is_first:
                 discard_unused(folder)
             raise
+        for problem in problems:
+            log.info("devices    %s", problem)
         try:
-            engine.fit(state, vigil, verdicts.goes_on if verdicts.asks() else always)
+            through = partial(profiled, debug=config.debug, world=world, folder=folder / "profile")
+            with monitor.running():
+                engine.fit(state, vigil, verdicts.goes_on if verdicts.asks() else always, through)
         except Stopped as stopped:
             log.info("%s and saved; start this again with run.dir=%s and it goes on", stopped, folder)
             raise
@@ -79,12 +91,14 @@ def run(config: Config, arguments: Sequence[str]) -> None:
                     evidence.write_text(json.dumps(diverged.evidence) + "\n")
                 log.info("evidence   %s (the samples of that step, by rank)", evidence)
             raise
+        if used := extremes(monitor.summary()):
+            log.info("devices    %s", used)
         board = f", or tensorboard --logdir {folder.parent}" if config.log.tensorboard else ""
         log.info("look       %s/plots%s", folder, board)
 
 
 def _assembled(
-    config: Config, task: Task, data: Data, world: World, folder: Path
+    config: Config, task: Task, data: Data, world: World, folder: Path, monitor: Monitor
 ) -> tuple[Engine, TrainState, int]:
     """The engine, the state it goes on from, and the step it goes to."""
     compiled, strict = config.compile != "off", config.elastic == "strict"
@@ -106,7 +120,8 @@ def _assembled(
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.background)
     _resume(config, plan, data, state, checkpointer, world)
     log.info("plan       steps %d to %d, %.4g epochs", state.step, plan.steps, plan.epoch(plan.steps))
-    observers = Observers(_observers(config, folder) if world.is_first else [])
+    setup = _setup(config, world, precision, data, state)
+    observers = Observers(_observers(config, folder, setup, monitor) if world.is_first else [])
     engine = Engine(task, data, world, strategy, precision, plan, checkpointer, observers)
     return engine, state, plan.steps
 
@@ -166,13 +181,30 @@ def _resume(
     log.info("resumed    %s", where)
 
 
-def _observers(config: Config, folder: Path) -> list[Observer]:
-    metrics = folder / "metrics.jsonl"
-    found: list[Observer] = [Console(), Jsonl(metrics)]
+def _setup(config: Config, world: World, precision: Precision, data: Data, state: TrainState) -> Setup:
+    trained = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
+    return Setup(
+        config,
+        world,
+        precision.name,
+        data.loading,
+        convolves=any(isinstance(layer, nn.Conv2d) for layer in state.model.modules()),
+        gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
+        fused=bool(state.optimizer.defaults.get("fused")),
+        steps_per_epoch=-(-data.train_size // config.train.batch_size),
+    )
+
+
+def _observers(config: Config, folder: Path, setup: Setup, monitor: Monitor) -> list[Observer]:
+    if is_paced():
+        return [Pace(setup)]
+    metrics, advice = folder / "metrics.jsonl", partial(advise, setup)
+    found: list[Observer] = [Console(advice, lambda: in_short(monitor.latest())), Jsonl(metrics)]
     if config.log.tensorboard:
         settings = {name: value for name, value in asdict(config).items() if name not in ("run", "sweep")}
-        found.append(TensorBoard(folder / "tensorboard", settings, metrics))
-    return [*found, Plots(metrics, folder / "plots"), Summary(folder / "summary.json")]
+        found.append(TensorBoard(folder / "tensorboard", settings, metrics, monitor.latest))
+    summary = Summary(folder / "summary.json", advice, monitor.summary)
+    return [*found, Plots(metrics, folder / "plots"), summary]
 
 
 def _ranks(world: World) -> str:

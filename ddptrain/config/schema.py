@@ -112,6 +112,20 @@ class Log:
 
 
 @dataclass
+class Debug:
+    """To look closer. Each of these makes the run slower; none changes what it computes."""
+
+    profile: bool = False
+    """Write a trace of a few steps (and on a GPU a snapshot of its memory) to the run's folder."""
+    profile_from: int = rule(10, at_least=1)
+    """The first of these steps, counted from where this process begins."""
+    profile_steps: int = rule(3, at_least=1)
+    sync: bool = False
+    """The host waits for each CUDA kernel, so that an error is raised where it happens, and an error in
+    the backward pass names the line of the forward pass that it belongs to."""
+
+
+@dataclass
 class Run:
     dir: str | None = None
     resume: str = "auto"
@@ -159,6 +173,7 @@ class Config:
     ema: Ema = field(default_factory=Ema)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
+    debug: Debug = field(default_factory=Debug)
     run: Run = field(default_factory=Run)
     sweep: Sweep = field(default_factory=Sweep)
     seed: int = rule(0, at_least=0, below=2**63)

@@ -1,6 +1,6 @@
 """Whether a run goes on after an evaluation: where many compete, somebody else decides."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -18,6 +18,10 @@ class Standing:
 
 Judge = Callable[[Standing], bool]
 """Called on rank 0 after each evaluation; where it says no, all ranks save and stop."""
+
+
+Steps = Callable[[range], Iterable[int]]
+"""The steps to do, one by one: what goes through them may look on from between two of them."""
 
 
 def always(_: Standing) -> bool:

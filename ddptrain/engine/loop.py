@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import NoReturn
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.distributed.comm import broadcast_buffers, from_all_ranks, from_first_rank, on_first_rank
 from ddptrain.distributed.strategy import Strategy
@@ -15,8 +13,9 @@ from ddptrain.distributed.vigil import LONG_S, Vigil
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.evaluate import Interrupted, evaluate, figures_of
+from ddptrain.engine.flops import peak_flops
 from ddptrain.engine.guard import Guard, Verdict
-from ddptrain.engine.judge import Judge, Standing, always
+from ddptrain.engine.judge import Judge, Standing, Steps, always
 from ddptrain.engine.mean import GlobalMean
 from ddptrain.engine.nonfinite import Undo, divergence, evidence_of, where_it_began
 from ddptrain.engine.opening import check_device, rehearse
@@ -27,7 +26,8 @@ from ddptrain.engine.seeding import StepSeed
 from ddptrain.engine.state import TrainState
 from ddptrain.engine.stopwatch import Stopwatch
 from ddptrain.errors import Diverged, OutOfStep, Stopped
-from ddptrain.observe.observer import End, Evaluated, Log, Observers, Saved, Start
+from ddptrain.observe.observer import End, Evaluated, Log, Observers, Result, Saved, Start, Times
+from ddptrain.observe.timing import Timing
 from ddptrain.protocols import At, Batch, Data, Report, Task
 
 
@@ -56,7 +56,8 @@ class Engine:
         self._sampler = plan.sampler(world)
         self._pieces = self._sampler.pieces
         self._seed_step = StepSeed(plan.seed, world)
-        self._watch = Stopwatch(world.device)
+        self._watch = Stopwatch(world.device, overlaps=world.size > 1)
+        self._ranks: list[Timing] = []
         self._vigil = Vigil(world)
         self._mean = GlobalMean(world, self._sampler, strategy.averages_over)
         self._grad_norm: Tensor | None = None
@@ -66,27 +67,30 @@ class Engine:
         self._stopping = False
         self._last = Report({})
 
-    def fit(self, state: TrainState, vigil: Vigil | None = None, judge: Judge = always) -> Report:
+    def fit(
+        self, state: TrainState, vigil: Vigil | None = None, judge: Judge = always, through: Steps = iter
+    ) -> Report:
         """Train from ``state.step`` to the plan's end; returns the last evaluation.
 
         vigil: what watches over this rank, and is asked whether to stop. judge: asked on rank 0 after each
-        evaluation whether to go on.
+        evaluation whether to go on. through: goes through the steps.
         Raises Stopped where it was asked to, Diverged where the loss or a gradient left the finite numbers.
         """
         start, outcome = state.step, "failed"
         self._vigil, self._judge = vigil or self._vigil, judge
         self._guard = Guard(self._world, state.model, self._strategy.ballot(state.wrapped))
         self._undo = Undo(self._task, state.model)
-        batches = self._opened(state)
+        batches, flops = self._opened(state)
+        peak = peak_flops(self._world.device, self._precision.name) * self._world.size
         preview = self._data.preview() if self._world.is_first else None
         # a checkpoint is written before the evaluation at its step: that comes again
         evaluates = state.evaluation_due
         self._observers.start(Start(start, self._plan.steps, evaluates, preview))
-        self._watch.begin()
+        self._watch.begin(flops, peak)
         try:
             if evaluates:
                 self._evaluate(state)
-            for step in range(start, self._plan.steps):
+            for step in through(range(start, self._plan.steps)):
                 self._step(state, self._plan.at(step), batches)
                 state.step = done = step + 1
                 self._heed(state, self._guard.ready())
@@ -114,8 +118,9 @@ class Engine:
             raise
         finally:
             best, higher = state.best_as(self._task.best_metric), self._task.higher_is_better
-            metrics, speed = self._last.metrics, self._watch.total()
-            self._observers.end(End(state.step, self._plan.steps, outcome, metrics, best, higher, speed))
+            result = Result(outcome, self._last.metrics, best, higher)
+            times = Times(self._watch.total(), self._ranks, **self._watch.process())
+            self._observers.end(End(state.step, self._plan.steps, result, times))
         return self._last
 
     def _step(self, state: TrainState, at: At, batches: Iterator[Batch]) -> None:
@@ -138,8 +143,11 @@ class Engine:
                     state.optimizer.zero_grad(set_to_none=True)
                 vote = self._guard.vote(at.step, self._vigil.stop is not None, loss, piece.ends_shard)
                 self._vigil.mark("backward", at.step)
+                self._watch.forward_is_done(loss.sum)
                 # gradients are summed over ranks while this runs (DDP), with the ranks' votes among them
                 self._precision.backward(loss.sum, self._mean.weight(loss, piece.size), vote)
+                self._watch.backward_is_done()
+            self._watch.mark("all_reduce")
             state.meter.add(loss, piece.shard)
             if isinstance(loss.count, Tensor):
                 counts.append((piece.shard, loss.count))
@@ -197,6 +205,7 @@ class Engine:
 
     def _log(self, state: TrainState) -> None:
         """A collective and a sync point, every ``log.every`` steps."""
+        self._watch.mark("optimizer")
         self._heed(state, self._guard.all())
         values = state.meter.read()
         if self._grad_norm is not None:
@@ -205,7 +214,8 @@ class Engine:
         if state.step > state.applied:
             values["left_out"] = float(state.step - state.applied)
         done = state.step
-        self._observers.log(Log(done, *self._position(done), values, self._watch.lap()))
+        self._observers.log(Log(done, *self._position(done), values, self._watch.lap("log")))
+        self._watch.mark("logging")
 
     def _evaluate(self, state: TrainState) -> None:
         self._heed(state, self._guard.all())
@@ -232,18 +242,20 @@ class Engine:
         if self._world.is_first:
             figures |= figures_of(self._task, model, self._precision)
         metrics, name, higher = self._last.metrics, self._task.best_metric, self._task.higher_is_better
+        self._watch.mark("evaluating")
         is_best = state.improves(metrics[name], higher)
         if is_best:
             state.evaluation_due = False
-            self._gather(state)
+            state.gather(self._task, self._world)
             if self._world.is_first:
                 self._vigil.mark("saving the best", state.step, LONG_S)
                 self._checkpointer.save_best(state.state_dict(), self._facts(state))
+            self._watch.mark("saving")
+        self._ranks = from_all_ranks(self._world, self._watch.total())
+        position, lap = self._position(state.step), self._watch.lap("evaluation")
         seconds = time.perf_counter() - began
-        self._watch.pause(seconds)
-        self._observers.evaluated(
-            Evaluated(state.step, *self._position(state.step), metrics, figures, seconds, is_best)
-        )
+        self._observers.evaluated(Evaluated(state.step, *position, metrics, figures, seconds, is_best, lap))
+        self._watch.mark("evaluating")
         standing = Standing(state.step, self._plan.steps, name, metrics[name], higher)
         if not on_first_rank(self._world, lambda: self._judge(standing)):  # a collective
             self._save_and_stop(state, "pruned")
@@ -256,40 +268,29 @@ class Engine:
     def _save(self, state: TrainState) -> None:
         self._heed(state, self._guard.all())
         self._watch.settle()
-        began = time.perf_counter()
         state.evaluation_due = self._plan.evaluates(state.step)
-        self._gather(state)
+        state.gather(self._task, self._world)
         self._vigil.mark("saving", state.step, LONG_S)
         if self._world.is_first:
             path = self._checkpointer.save(state.state_dict(), self._facts(state))
             self._observers.saved(Saved(state.step, path))
         self._saved_at = state.step
-        self._watch.pause(time.perf_counter() - began)
+        self._watch.mark("saving")
 
-    def _gather(self, state: TrainState) -> None:
-        """Bring to rank 0, which writes the checkpoint, what each rank has by itself. Collectives."""
-        state.meter.gather()
-        if rows := {name: value.cpu() for name, value in self._task.carried().items()}:
-            ranks = from_all_ranks(self._world, rows)
-            state.carried = {name: torch.cat([rank[name] for rank in ranks]) for name in rows}
-
-    def _opened(self, state: TrainState) -> Iterator[Batch]:
-        """The batches still to come, after a look at the first: is everything where it should be?"""
+    def _opened(self, state: TrainState) -> tuple[Iterator[Batch], float]:
+        """The batches still to come, after a look at the first: is everything where it should be, and how
+        many FLOPs does a sample cost?"""
         state.wrapped.train()
-        steps = range(state.step, self._plan.steps)
+        steps, device = range(state.step, self._plan.steps), self._world.device
         batches = self._data.train_batches(self._sampler, steps)
         if not steps:
-            return iter(())
-        mine, device = slice(*self._sampler.share), self._world.device
-        self._task.carry_on({name: rows[mine].to(device) for name, rows in state.carried.items()})
-        first = next(batches)
+            return iter(()), 0.0
+        state.hand_out(self._task, self._sampler.share, device)
+        first, at = next(batches), self._plan.at(state.step)
         check_device(state.model, first, device)
-        if isinstance(state.wrapped, DistributedDataParallel):
-            at, ballot = self._plan.at(state.step), self._strategy.ballot(state.wrapped)
-            assert ballot is not None
-            self._seed_step(at.step, self._pieces[0].stream)
-            rehearse(self._task, state, ballot, self._precision, first, at)
-        return chain([first], batches)
+        self._seed_step(at.step, self._pieces[0].stream)
+        flops = rehearse(self._task, state, self._strategy, self._precision, first, at)
+        return chain([first], batches), flops / self._pieces[0].size
 
     def _position(self, done: int) -> tuple[float, int]:
         return self._plan.epoch(done), done * self._plan.batch_size

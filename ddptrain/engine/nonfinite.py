@@ -51,17 +51,20 @@ def where_it_began(
     seed_step: StepSeed,
     at: At,
 ) -> str | None:
-    """The first layer of which an output, else the loss, else the last parameter of which the gradient is not
-    finite, when this rank's micro-batches of a step are put through the bare model once more; None where all
-    are finite here."""
+    """Where this rank's micro-batches of a step leave the finite numbers when they are put through the bare
+    model once more: the first layer's output, else the loss, else the first gradient that a layer hands back,
+    else the last parameter's. None where all are finite here."""
     task.carry_on({name: rows.nan_to_num(0, 0, 0) for name, rows in task.carried().items()})
     model.zero_grad(set_to_none=True)
     for piece in sampler.pieces:
         seed_step(at.step, piece.stream)
         found: list[str] = []
+        backward = _Backward()
         with ExitStack() as hooks:
             for name, layer in model.named_modules():
                 if not list(layer.children()):
+                    hooks.callback(layer.register_forward_pre_hook(backward.before(name)).remove)
+                    hooks.callback(layer.register_forward_hook(backward.after(name)).remove)
                     hooks.callback(layer.register_forward_hook(_noting(found, name)).remove)
             with precision.autocast():
                 loss = task.loss(model, next(batches), at)
@@ -70,12 +73,51 @@ def where_it_began(
         if not bool(torch.isfinite(loss.sum)):
             return "the loss, though all outputs are finite"
         loss.sum.backward()
+        if backward.first:
+            return f"the gradient that {backward.first} hands back, though the loss is finite"
     bad = [
         name
         for name, parameter in model.named_parameters()
         if parameter.grad is not None and not bool(numbers_of(parameter.grad).isfinite().all())
     ]
     return f"the gradient of {bad[-1]}, though the loss is finite" if bad else None
+
+
+class _Backward:
+    """Finds the layer that gets finite gradients and hands back others."""
+
+    def __init__(self) -> None:
+        self.first = ""
+        self._given_finite: set[str] = set()
+
+    def before(self, name: str) -> Any:
+        """A forward pre-hook: looks at the gradients of the layer's inputs, when they come."""
+
+        def look(layer: nn.Module, inputs: Any) -> None:
+            def seen(gradient: Tensor) -> None:
+                bad = not bool(gradient.isfinite().all())
+                if bad and not self.first and name in self._given_finite:
+                    self.first = _named(name, layer)
+
+            for tensor in _floats(inputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(seen)
+
+        return look
+
+    def after(self, name: str) -> Any:
+        """A forward hook: looks at the gradients of the layer's outputs."""
+
+        def look(layer: nn.Module, inputs: Any, output: Any) -> None:
+            def seen(gradient: Tensor) -> None:
+                if bool(gradient.isfinite().all()):
+                    self._given_finite.add(name)
+
+            for tensor in _floats(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(seen)
+
+        return look
 
 
 class Evidence(NamedTuple):
@@ -118,9 +160,13 @@ def divergence(step: int, left_out: int, ranks: Sequence[Evidence]) -> Diverged:
 def _noting(found: list[str], name: str) -> Any:
     def look(layer: nn.Module, inputs: Any, output: Any) -> None:
         if not found and not all(bool(value.isfinite().all()) for value in _floats(output)):
-            found.append(f"{name} ({type(layer).__name__})" if name else type(layer).__name__)
+            found.append(_named(name, layer))
 
     return look
+
+
+def _named(name: str, layer: nn.Module) -> str:
+    return f"{name} ({type(layer).__name__})" if name else type(layer).__name__
 
 
 def _floats(output: Any) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddptrain.config.schema import Config
+from ddptrain.distributed.comm import from_all_ranks
 from ddptrain.distributed.strategy import Strategy
 from ddptrain.distributed.world import World
 from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
@@ -19,6 +20,7 @@ from ddptrain.engine.optim import build_optimizer, build_schedule, wind_forward
 from ddptrain.engine.plan import shards_of
 from ddptrain.engine.precision import Precision
 from ddptrain.errors import UserError
+from ddptrain.protocols import Task
 
 
 @dataclass(slots=True)
@@ -49,6 +51,17 @@ class TrainState:
     best_step: int = 0
     carried: dict[str, Tensor] = field(default_factory=dict)
     """What the task carries from step to step, for all rows of the global batch; current at a save."""
+
+    def gather(self, task: Task, world: World) -> None:
+        """Bring to rank 0, which writes the checkpoint, what each rank has by itself. Collectives."""
+        self.meter.gather()
+        if rows := {name: value.cpu() for name, value in task.carried().items()}:
+            ranks = from_all_ranks(world, rows)
+            self.carried = {name: torch.cat([rank[name] for rank in ranks]) for name in rows}
+
+    def hand_out(self, task: Task, share: tuple[int, int], device: torch.device) -> None:
+        """Give the task what it carries in this rank's share of the global batch's rows."""
+        task.carry_on({name: rows[slice(*share)].to(device) for name, rows in self.carried.items()})
 
     def improves(self, value: float, higher_is_better: bool) -> bool:
         """Take note of the metric that counts; whether it is the best so far. Nothing is worse than NaN."""

@@ -2,12 +2,13 @@
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, final
 
 from ddptrain.observe.clock import clock
-from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
+from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start, Times
+from ddptrain.observe.timing import told
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -18,9 +19,14 @@ log = logging.getLogger("ddptrain")
 
 @final
 class Console(Observer):
-    """One line at each log step and evaluation; on a terminal a bar with loss, speed and ETA below."""
+    """One line at each log step and evaluation; on a terminal a bar with loss, speed and ETA below.
 
-    def __init__(self) -> None:
+    advise: what limits the run, in a sentence. devices: how busy they are, in a few words.
+    """
+
+    def __init__(self, advise: Callable[[Times], str], devices: Callable[[], str] = str) -> None:
+        self._advise = advise
+        self._devices = devices
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._steps = 0
@@ -41,15 +47,16 @@ class Console(Observer):
 
     def log(self, event: Log) -> None:
         values = "  ".join(f"{name} {_short(value)}" for name, value in event.values.items())
-        speed = event.speed["samples_per_s"]
+        speed = event.timing.samples_per_s
         left = (self._steps - event.step) * (event.samples / event.step) / max(speed, 1e-9)
         line = (
             f"step {event.step}/{self._steps}  epoch {event.epoch:.2f}  {values}"
-            f"  {_short(speed)} samples/s  waiting for data {event.speed['data_wait']:.0%}"
+            f"  {_short(speed)} samples/s  waiting for data {event.timing.shares['data']:.0%}"
         )
         log.info("%s  ETA %s", line, clock(left))
         if self._progress is not None and self._task is not None:
-            status = f"loss {_short(event.values['loss'])}  {_short(speed)} samples/s  {self._metrics}"
+            pace = f"loss {_short(event.values['loss'])}  {_short(speed)} samples/s"
+            status = "  ".join(part for part in (pace, self._devices(), self._metrics) if part)
             self._progress.update(self._task, completed=event.step, status=status)
 
     def evaluated(self, event: Evaluated) -> None:
@@ -61,6 +68,7 @@ class Console(Observer):
             "  (best so far)" if event.is_best else "",
             event.seconds,
         )
+        log.info("time       %s", told(event.timing))
 
     def saved(self, event: Saved) -> None:
         log.debug("saved %s", event.path)
@@ -68,13 +76,13 @@ class Console(Observer):
     def end(self, event: End) -> None:
         if self._progress is not None:
             self._progress.stop()
-        if event.outcome == "done":
-            log.info(
-                "done: %s after %d steps in %s",
-                _told(event.metrics),
-                event.step,
-                clock(event.speed["seconds"]),
-            )
+        result, times = event.result, event.times
+        if result.outcome == "done":
+            metrics, seconds = _told(result.metrics), clock(times.seconds)
+            log.info("done: %s after %d steps in %s", metrics, event.step, seconds)
+        if times.timing.samples:
+            log.info("time       %s", told(times.timing))
+            log.info("advice     %s", self._advise(times))
 
 
 def open_log(path: str | None, first: bool) -> None:

@@ -4,11 +4,12 @@ to other ranks; one that raises is reported once and dropped."""
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from ddptrain.observe.timing import Timing
 from ddptrain.protocols import Figure
 
 log = logging.getLogger(__name__)
@@ -29,13 +30,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """At a log step. ``values`` are the same whenever the run is repeated; ``speed`` is not."""
+    """At a log step. ``values`` are the same whenever the run is repeated; ``timing`` is not."""
 
     step: int
     epoch: float
     samples: int
     values: Mapping[str, float]
-    speed: Mapping[str, float]
+    timing: Timing
+    """Since the last log step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class Evaluated:
     figures: Mapping[str, Figure]
     seconds: float
     is_best: bool
+    timing: Timing
+    """Since the last evaluation, this one included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,9 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """After the last step of this process, also where an error ended it."""
+class Result:
+    """What a run has come to."""
 
-    step: int
-    steps: int
     outcome: str
     """done, or what ended it."""
     metrics: Mapping[str, float]
@@ -69,7 +71,29 @@ class End:
     """The best value of the metric that counts, and its step."""
     higher_is_better: bool
     """In that metric."""
-    speed: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of this process."""
+
+    timing: Timing
+    """Of rank 0."""
+    ranks: Sequence[Timing]
+    """Of all ranks, up to the last evaluation; empty where there was none."""
+    seconds: float
+    """With the set-up."""
+    peak_memory_mib: float
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """After the last step of this process, also where an error ended it."""
+
+    step: int
+    steps: int
+    result: Result
+    times: Times
 
 
 class Observer(ABC):

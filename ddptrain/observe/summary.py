@@ -2,19 +2,29 @@
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import final
 
-from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
+from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start, Times
 
 
 @final
 class Summary(Observer):
-    """Written when the process ends, whatever ended it."""
+    """Written when the process ends, whatever ended it.
 
-    def __init__(self, path: Path) -> None:
+    advise: what limits the run, in a sentence. devices: what they did, for JSON.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        advise: Callable[[Times], str],
+        devices: Callable[[], Mapping[str, object]] = dict,
+    ) -> None:
         self._path = path
-        self._evaluating = 0.0
+        self._advise = advise
+        self._devices = devices
 
     def start(self, event: Start) -> None:
         pass
@@ -23,21 +33,29 @@ class Summary(Observer):
         pass
 
     def evaluated(self, event: Evaluated) -> None:
-        self._evaluating += event.seconds
+        pass
 
     def saved(self, event: Saved) -> None:
         pass
 
     def end(self, event: End) -> None:
+        result, times, timing = event.result, event.times, event.times.timing
         summary = {
-            "outcome": event.outcome,
+            "outcome": result.outcome,
             "step": event.step,
             "steps": event.steps,
-            "metrics": dict(event.metrics),
-            "best": dict(event.best),
-            "higher_is_better": event.higher_is_better,
-            **event.speed,
-            "evaluating_seconds": self._evaluating,
+            "metrics": dict(result.metrics),
+            "best": dict(result.best),
+            "higher_is_better": result.higher_is_better,
+            "samples_per_s": timing.samples_per_s,
+            "seconds": times.seconds,
+            "peak_memory_mib": times.peak_memory_mib,
+            "time": dict(timing.seconds),
+            "time_of_ranks": [dict(rank.seconds) for rank in times.ranks],
+            "flops_per_sample": timing.flops,
+            "mfu": timing.mfu,
+            "devices": dict(self._devices()),
+            "verdict": self._advise(times) if timing.samples else None,
         }
         aside = self._path.with_suffix(".part")
         aside.write_text(json.dumps(summary, indent=2) + "\n")

@@ -1,6 +1,6 @@
-"""TensorBoard: scalars under train/, valid/ and perf/, pictures, and HPARAMS with final metrics."""
+"""TensorBoard: scalars under train/, valid/, perf/ and time/, pictures, and HPARAMS with final metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -12,6 +12,7 @@ from ddptrain.observe.plots import draw_figure
 from ddptrain.protocols import Picture, TextSample
 
 _PLACE = ("step", "epoch", "samples")
+_SHOWN_FIRST = ("recipe", "optim.lr", "optim.weight_decay", "train.batch_size", "seed")
 _FLUSH_S = 5
 """Most seconds of scalars that a killed process loses; metrics.jsonl loses none."""
 
@@ -21,11 +22,18 @@ class TensorBoard(Observer):
     """One event stream a run; after a resume TensorBoard drops what an earlier process wrote beyond
     the resumed step (``purge_step``), so no point is shown twice.
 
-    metrics: the run's metrics.jsonl.
+    metrics: the run's metrics.jsonl. devices: what they do now, by name.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], metrics: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        metrics: Path,
+        devices: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
         self._folder = folder
+        self._devices = devices
         self._metrics = metrics
         self._settings = settings
 
@@ -45,7 +53,11 @@ class TensorBoard(Observer):
 
     def log(self, event: Log) -> None:
         self._scalars("train", event.values, event.step)
-        self._scalars("perf", event.speed, event.step)
+        timing = event.timing
+        self._scalars("perf", {"samples_per_s": timing.samples_per_s}, event.step)
+        self._scalars("perf", {} if timing.mfu is None else {"mfu": timing.mfu}, event.step)
+        self._scalars("time", timing.shares, event.step)
+        self._scalars("device", self._devices(), event.step)
         self._scalars("train", {"epoch": event.epoch}, event.step)
 
     def evaluated(self, event: Evaluated) -> None:
@@ -63,14 +75,29 @@ class TensorBoard(Observer):
         pass
 
     def end(self, event: End) -> None:
-        if event.metrics:
-            self._writer.add_hparams(
-                flat_settings(self._settings),
-                {f"hparam/{name}": value for name, value in event.metrics.items() if "/" not in name},
-                run_name=".",
-                global_step=event.step,
-            )
+        metrics = event.result.metrics
+        if metrics:
+            self._add_hparams({f"hparam/{n}": v for n, v in metrics.items() if "/" not in n}, event.step)
         self._writer.close()
+
+    def _add_hparams(self, metrics: dict[str, float], step: int) -> None:
+        """The writer's own add_hparams can't say which settings come first, and the page shows five of them:
+        those that differ, says the format. No run knows, so it is those that most often do."""
+        from tensorboard.plugins.hparams.plugin_data_pb2 import (  # type: ignore[import-untyped]
+            HParamsPluginData,
+        )
+        from torch.utils.tensorboard.summary import hparams
+
+        experiment, *session = hparams(flat_settings(self._settings), metrics)
+        about = experiment.value[0].metadata.plugin_data
+        content = HParamsPluginData.FromString(about.content)
+        for setting in content.experiment.hparam_infos:
+            setting.differs = setting.name in _SHOWN_FIRST
+        about.content = content.SerializeToString()
+        for summary in (experiment, *session):
+            self._writer._get_file_writer().add_summary(summary, step)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
 
     def _scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():

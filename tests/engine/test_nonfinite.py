@@ -195,11 +195,11 @@ def test_fp16_leaves_out_a_loss_that_is_not_finite_too(tmp_path: Path) -> None:
             # finite gradients: the infinite part hangs on no weight
             return Loss(loss.sum + (float("inf") if at.step == 3 else 0.0), loss.count)
 
-    seen: list[Any] = []
+    seen: dict[int, Any] = {}
 
     class Watched(BadLoss):
         def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
-            seen.append([p.detach().clone() for p in model.parameters()])
+            seen[at.step] = [p.detach().clone() for p in model.parameters()]
             return super().loss(model, batch, at)
 
     for precision in ("fp32", "fp16"):

@@ -1,7 +1,12 @@
 """What only a GPU can show. Skipped where there is none."""
 
+import gzip
+import json
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,7 @@ from scenes import detector
 from texts import language_model, write_text
 from toy import Classify, Fit
 
-from ddptrain.config.schema import Config, Ema, Strategy
+from ddptrain.config.schema import Config, Debug, Ema, Strategy
 from ddptrain.data.augment import Augment
 from ddptrain.data.images import ImageData
 from ddptrain.data.prefetch import on_device
@@ -19,11 +24,13 @@ from ddptrain.data.shapes import Shapes
 from ddptrain.distributed.choice import choose_strategy
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.judge import Steps
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.state import TrainState, make_state
-from ddptrain.observe.observer import Observers
+from ddptrain.observe.observer import End, Observer, Observers
+from ddptrain.observe.profile import profiled
 
 DEVICE = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -36,7 +43,14 @@ def cnn() -> torch.nn.Module:
     )  # fmt: skip
 
 
-def fit(folder: Path, precision: str, resident: bool, steps: int = 30) -> TrainState:
+def fit(
+    folder: Path,
+    precision: str,
+    resident: bool,
+    steps: int = 30,
+    observers: Sequence[Observer] = (),
+    through: Steps = iter,
+) -> TrainState:
     device = DEVICE
     world = World(device=device)
     data = ImageData(Shapes(train=500, valid=100), Augment(4, True, 8), workers=0 if resident else 2,
@@ -51,7 +65,9 @@ def fit(folder: Path, precision: str, resident: bool, steps: int = 30) -> TrainS
     strategy = choose_strategy(Strategy(), world)
     state = make_state(config, model, strategy, made, world, plan.steps)
     task = Classify(cnn)
-    Engine(task, data, world, strategy, made, plan, Checkpointer(folder, 2), Observers([])).fit(state)
+    checkpointer = Checkpointer(folder, 2)
+    engine = Engine(task, data, world, strategy, made, plan, checkpointer, Observers(observers))
+    engine.fit(state, through=through)
     return state
 
 
@@ -113,6 +129,52 @@ def test_batches_copied_ahead_are_neither_read_early_nor_overwritten() -> None:
         sums.append(batch.double().sum())
         del batch  # its memory may now be reused for a copy, but not before the sum is done
     assert torch.stack(sums).tolist() == [float(i) * size for i in range(count)]
+
+
+class Ended(Observer):
+    """Keeps what the engine tells of its time."""
+
+    def start(self, event: Any) -> None:
+        self.began = time.perf_counter()
+
+    def log(self, event: Any) -> None: ...
+
+    def evaluated(self, event: Any) -> None: ...
+
+    def saved(self, event: Any) -> None: ...
+
+    def end(self, event: End) -> None:
+        torch.cuda.synchronize()
+        self.wall, self.timing = time.perf_counter() - self.began, event.times.timing
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_the_split_adds_up_to_the_wall_time(tmp_path: Path, resident: bool) -> None:
+    seen = Ended()
+    fit(tmp_path, "bf16", resident, steps=300, observers=[seen])
+    assert sum(seen.timing.seconds.values()) == pytest.approx(seen.wall, rel=0.02)
+    assert seen.timing.seconds["forward"] > 0
+    assert seen.timing.mfu is not None
+
+
+def test_copies_run_beside_the_computing_in_the_trace(tmp_path: Path) -> None:
+    """Host-to-device copies of later batches lie on another stream, inside the time of the step's kernels."""
+    debug = Debug(profile=True, profile_from=10, profile_steps=8)
+    through = partial(profiled, debug=debug, world=World(device=DEVICE), folder=tmp_path / "profile")
+    fit(tmp_path / "run", "fp32", resident=False, steps=40, through=through)
+    with gzip.open(tmp_path / "profile/trace-rank0.json.gz") as file:
+        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+    copies = [
+        e for e in events if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"] and e["args"]["bytes"] > 1e5
+    ]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    assert copies
+    assert kernels
+    own, others = {e["args"]["stream"] for e in copies}, {e["args"]["stream"] for e in kernels}
+    assert own - others, "copies have a stream of their own"
+    first, last = min(e["ts"] for e in kernels), max(e["ts"] + e["dur"] for e in kernels)
+    assert sum(first < copy["ts"] < last for copy in copies) >= len(copies) // 2
+    assert (tmp_path / "profile/memory-rank0.pickle").stat().st_size > 1000
 
 
 def test_two_ranks_share_a_gpu_over_gloo(tmp_path: Path) -> None:

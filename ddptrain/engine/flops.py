@@ -1,0 +1,115 @@
+"""How much arithmetic a model asks for, and how much a device can do."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d
+from torch.utils.flop_counter import FlopCounterMode
+
+_TERA = 1e12
+_PEAKS: dict[str, dict[str, float]] = {
+    "GB200": {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500},
+    "B200": {"fp32": 75, "tf32": 1100, "bf16": 2250, "fp16": 2250},
+    "H200": {"fp32": 67, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4},
+    "H100 PCIe": {"fp32": 51, "tf32": 378, "bf16": 756, "fp16": 756},
+    "H100 NVL": {"fp32": 60, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5},
+    "H100": {"fp32": 67, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4},
+    "A100": {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312},
+    "A40": {"fp32": 37.4, "tf32": 74.8, "bf16": 149.7, "fp16": 149.7},
+    "A30": {"fp32": 10.3, "tf32": 82, "bf16": 165, "fp16": 165},
+    "A10": {"fp32": 31.2, "tf32": 62.5, "bf16": 125, "fp16": 125},
+    "L40S": {"fp32": 91.6, "tf32": 183, "bf16": 362, "fp16": 362},
+    "L4": {"fp32": 30.3, "tf32": 60, "bf16": 121, "fp16": 121},
+    "T4": {"fp32": 8.1, "fp16": 65},
+    "V100": {"fp32": 15.7, "fp16": 125},
+}
+"""TFLOP/s without sparsity, by NVIDIA's data sheets of these products."""
+_SIDE = {"cuda": 4096, "cpu": 512}
+_MEASURED_S = 0.02
+"""For each kind of work: seven rounds on a core of 2024, more on anything faster."""
+
+
+def counter() -> FlopCounterMode:
+    """Counts what runs inside, forward and backward; recurrent layers' kernels too, which torch's own table
+    leaves out."""
+    aten = torch.ops.aten
+    return FlopCounterMode(
+        display=False,
+        custom_mapping={
+            aten.mkldnn_rnn_layer: _onednn_rnn,
+            aten.mkldnn_rnn_layer_backward: _onednn_rnn_backward,
+            aten._cudnn_rnn: _cudnn_rnn,
+            aten._cudnn_rnn_backward: _cudnn_rnn_backward,
+        },
+    )
+
+
+def peak_flops(device: torch.device, precision: str) -> float:
+    """FLOP/s of one device at a precision: by table where the GPU is known, else by what it does right
+    now. 0 where the device is neither."""
+    if device.type == "cuda":
+        known = known_peak(torch.cuda.get_device_name(device), precision)
+        return known or _measured(device, precision)
+    return _measured(device, precision) if device.type == "cpu" else 0.0
+
+
+def known_peak(name: str, precision: str) -> float | None:
+    """FLOP/s by the name that the driver gives a GPU."""
+    words = name.replace("-", " ").split()
+    for product, peaks in _PEAKS.items():
+        if all(word in words for word in product.split()) and precision in peaks:
+            return peaks[precision] * _TERA
+    return None
+
+
+def _measured(device: torch.device, precision: str) -> float:
+    """The best of a few products of square matrices and a few convolutions: on some CPUs these are more than
+    twice as fast, for another library does them. Sync points."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    side = _SIDE[device.type]
+    matrix = torch.ones(side, side, dtype=dtype, device=device)
+    pictures = torch.ones(16, 64, 28, 28, dtype=dtype, device=device)
+    pictures = pictures.contiguous(memory_format=torch.channels_last)
+    kernel = torch.ones(64, 64, 3, 3, dtype=dtype, device=device)
+    works: list[tuple[int, Callable[[], Tensor]]] = [
+        (2 * side**3, lambda: matrix @ matrix),
+        (2 * pictures.numel() * kernel[0].numel(), lambda: conv2d(pictures, kernel, padding=1)),
+    ]
+    return max(flops / _fastest(work) for flops, work in works)
+
+
+@torch.no_grad()
+def _fastest(work: Callable[[], Tensor]) -> float:
+    """Seconds."""
+    best, spent = math.inf, 0.0
+    while spent < _MEASURED_S:
+        began = time.perf_counter()
+        work().flatten()[0].item()
+        seconds = time.perf_counter() - began
+        best, spent = min(best, seconds), spent + seconds
+    return best
+
+
+def _rnn(steps: Sequence[int], weights: Sequence[Sequence[int]]) -> int:
+    """Two for each multiply-add of a step's (features,) with each weight matrix."""
+    return 2 * math.prod(steps[:-1]) * sum(math.prod(weight) for weight in weights if len(weight) == 2)
+
+
+def _onednn_rnn(steps: Any, input_weight: Any, hidden_weight: Any, *_: Any, **__: Any) -> int:
+    return _rnn(steps, [input_weight, hidden_weight])
+
+
+def _onednn_rnn_backward(steps: Any, input_weight: Any, hidden_weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * _rnn(steps, [input_weight, hidden_weight])
+
+
+def _cudnn_rnn(steps: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return _rnn(steps, weights)
+
+
+def _cudnn_rnn_backward(steps: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return 2 * _rnn(steps, weights)

@@ -1,0 +1,180 @@
+"""The devices while they run: what every rank's GPU and every host does, read by a thread of each rank.
+
+Through the process group's key-value store the readings come to rank 0, which has no need to ask: no
+collective, and nothing that a step could wait for. A rank that falls silent is simply old.
+"""
+
+import contextlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from ddptrain.distributed.world import World
+from ddptrain.observe.gauges import Gauge, Reading, Unreadable
+
+_SOON_S = 0.2
+"""The first reading, so that a short run has one."""
+_LAST_ANSWER_S = 2.0
+
+
+@final
+class Monitor:
+    """One rank's end. In a world of one nothing is sent.
+
+    gauges: what this rank reads, by label: gpu<rank>, host<node>. interval: seconds between readings.
+    """
+
+    def __init__(self, world: World, gauges: Mapping[str, Gauge], interval: float = 1.0) -> None:
+        self._world = world
+        self._gauges = gauges
+        self._interval = interval
+        self._records = {label: _Record(gauge.facts) for label, gauge in gauges.items()}
+        self._known: dict[str, dict[str, Any]] = {}
+        """What was last told of each label; replaced, never changed, for another thread reads it."""
+        self._over = threading.Event()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The thread runs inside; what it found stays."""
+        # a connection of its own: the main thread's may be busy with waiting
+        store = dist.distributed_c10d._get_default_store().clone() if self._world.size > 1 else None
+        thread = threading.Thread(target=self._sample, args=[store], name="monitor", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join(timeout=_LAST_ANSWER_S)  # of a store whose keeper is stopped there is none
+
+    def latest(self) -> dict[str, float]:
+        """On rank 0: the last reading of every rank, as ``gpu0/utilisation``, ``host0/cpu``, ..."""
+        return {
+            f"{label}/{name}": value
+            for label, told in self._known.items()
+            for name, value in told["now"].items()
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """On rank 0: means and peaks of the whole run by label, and which GPU was used least and most."""
+        known = self._known
+        found: dict[str, Any] = {
+            label: {name: value for name, value in known[label].items() if name != "now"}
+            for label in sorted(known, key=_in_order)
+        }
+        used = {
+            int(label.removeprefix("gpu")): told["mean"]["utilisation"]
+            for label, told in found.items()
+            if label.startswith("gpu") and "utilisation" in told["mean"]
+        }
+        for name, which in (("least_used", min), ("most_used", max)):
+            if used:
+                rank = which(used, key=lambda rank: used[rank])
+                found[name] = {"rank": rank, "utilisation": used[rank]}
+        return found
+
+    def _sample(self, store: Store | None) -> None:
+        pause = _SOON_S
+        while not self._over.wait(min(pause, self._interval)):
+            pause = self._interval
+            for label, gauge in self._gauges.items():
+                try:
+                    self._records[label].add(gauge.read())
+                except Unreadable as error:
+                    self._records[label].lost(str(error))
+            own = {label: record.told() for label, record in self._records.items()}
+            self._known = {**self._known, **own}
+            # the keeper may be gone at the end of a job; the collectives will say so
+            with contextlib.suppress(RuntimeError):
+                if store is not None:
+                    self._exchange(store, own)
+
+    def _exchange(self, store: Store, own: Mapping[str, Any]) -> None:
+        if not self._world.is_first:
+            store.set(f"device-{self._world.rank}", json.dumps(own))
+            return
+        begun = [f"device-{rank}" for rank in range(1, self._world.size)]
+        if not store.check(begun):  # one request where all have begun
+            begun = [key for key in begun if store.check([key])]
+        for words in store.multi_get(begun) if begun else []:
+            self._known = {**self._known, **json.loads(words)}
+
+
+class _Record:
+    """All readings of a gauge, in memory that does not grow with them."""
+
+    def __init__(self, facts: Mapping[str, str | float]) -> None:
+        self._facts = facts
+        self._now: Mapping[str, float] = {}
+        self._count = 0
+        self._counts: Counter[str] = Counter()
+        self._sums: dict[str, float] = {}
+        self._peaks: dict[str, float] = {}
+        self._slowed: Counter[str] = Counter()
+        self._lost = ""
+
+    def add(self, reading: Reading) -> None:
+        self._now, self._lost = reading.values, ""
+        self._count += 1
+        for name, value in reading.values.items():
+            self._counts[name] += 1
+            self._sums[name] = self._sums.get(name, 0.0) + value
+            self._peaks[name] = max(self._peaks.get(name, value), value)
+        self._slowed.update(reading.throttled_by)
+
+    def lost(self, reason: str) -> None:
+        """It can't be read now; later, perhaps."""
+        self._now, self._lost = {}, reason
+
+    def told(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        told = {
+            **self._facts,
+            "now": dict(self._now),
+            "readings": self._count,
+            "mean": {name: round(total / self._counts[name], 3) for name, total in self._sums.items()},
+            "peak": {name: round(peak, 3) for name, peak in self._peaks.items()},
+        }
+        if self._slowed:
+            told["throttled_by"] = {
+                name: round(count / self._count, 3) for name, count in self._slowed.items()
+            }
+        if self._lost:
+            told["lost"] = self._lost
+        return told
+
+
+def in_short(latest: Mapping[str, float]) -> str:
+    """For a progress bar: ``GPU 97 % 61 GiB``, ``GPUs 91-98 %``, or without GPUs ``CPU 88 %``."""
+    gpus = [value for name, value in latest.items() if name.endswith("/utilisation")]
+    cpus = [value for name, value in latest.items() if name.endswith("/cpu")]
+    memory = [value for name, value in latest.items() if name.endswith("/memory_gib") and name[0] == "g"]
+    if len(gpus) == 1 and memory:
+        return f"GPU {gpus[0]:.0f} % {memory[0]:.0f} GiB"
+    return _range("GPU", gpus) if gpus else _range("CPU", cpus)
+
+
+def _range(what: str, shares: list[float]) -> str:
+    if len(shares) < 2:
+        return "".join(f"{what} {share:.0f} %" for share in shares)
+    return f"{what}s {min(shares):.0f}-{max(shares):.0f} %"
+
+
+def extremes(summary: Mapping[str, Any]) -> str:
+    """The GPUs that were used least and most, where there are several; ''."""
+    if sum(label.startswith("gpu") for label in summary) < 2 or "least_used" not in summary:
+        return ""
+    least, most = summary["least_used"], summary["most_used"]
+    return (
+        f"GPU of rank {least['rank']} was used least ({least['utilisation']:.0f} % on average),"
+        f" of rank {most['rank']} most ({most['utilisation']:.0f} %)"
+    )
+
+
+def _in_order(label: str) -> tuple[str, int]:
+    kind = label.rstrip("0123456789")
+    return kind, int(label[len(kind) :])

@@ -1,0 +1,45 @@
+"""A closer look at a few steps: a trace of every operator, and on a GPU who holds its memory."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ddptrain.config.schema import Debug
+from ddptrain.distributed.world import World
+
+log = logging.getLogger("ddptrain")
+_MOST_ENTRIES = 200_000
+"""Allocations that a memory snapshot remembers."""
+
+
+def profiled(steps: range, debug: Debug, world: World, folder: Path) -> Iterator[int]:
+    """The steps, of which those that ``debug`` names are recorded. Every rank writes its own files:
+    ``trace-rank<n>.json.gz`` for Perfetto or chrome://tracing, ``memory-rank<n>.pickle`` for PyTorch's memory
+    viewer."""
+    begin = steps.start + debug.profile_from - 1
+    window = range(begin, begin + debug.profile_steps)
+    if not debug.profile or window.stop > steps.stop:
+        if debug.profile:
+            log.warning("debug.profile: the run ends before step %d; nothing is recorded", window.stop)
+        yield from steps
+        return
+    yield from range(steps.start, window.start)
+    folder.mkdir(exist_ok=True)
+    on_gpu = world.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.memory._record_memory_history(max_entries=_MOST_ENTRIES)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities, record_shapes=True, profile_memory=True) as recorded:
+        yield from window
+        if on_gpu:
+            torch.cuda.synchronize(world.device)  # the last step's kernels belong to the trace
+    trace = folder / f"trace-rank{world.rank}.json.gz"
+    recorded.export_chrome_trace(str(trace))
+    if on_gpu:
+        torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank{world.rank}.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+    log.info("profile    %s (steps %d to %d; open it in Perfetto)", trace, begin + 1, window.stop)
+    yield from range(window.stop, steps.stop)

@@ -1,0 +1,321 @@
+"""Where the time goes: each bottleneck, put in on purpose, is the one that the verdict names."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toy import FEATURES, Classify, Fit, Vectors
+
+from ddptrain.config.schema import Checkpoint, Config, Log, Strategy, Train
+from ddptrain.data.sampler import Sampler
+from ddptrain.distributed.cores import cores
+from ddptrain.distributed.world import World
+from ddptrain.engine.flops import counter, known_peak
+from ddptrain.engine.plan import Plan
+from ddptrain.engine.stopwatch import HostClock, Stopwatch
+from ddptrain.observe.observer import End, Evaluated, Observer, Times
+from ddptrain.observe.observer import Log as Logged
+from ddptrain.observe.timing import PHASES, TRAINING, Timing, told
+from ddptrain.observe.verdict import Setup, advise
+from ddptrain.protocols import Loading
+from ddptrain.testing import run_ranks
+
+TIMES = 10
+STEPS = 12
+ALONE, UNKNOWN = World(), Loading()
+
+
+class TimeKeeper(Observer):
+    """Keeps what the engine tells of its time."""
+
+    def __init__(self) -> None:
+        self.logs: list[Timing] = []
+        self.evaluations: list[Timing] = []
+
+    def start(self, event: Any) -> None: ...
+
+    def log(self, event: Logged) -> None:
+        self.logs.append(event.timing)
+
+    def evaluated(self, event: Evaluated) -> None:
+        self.evaluations.append(event.timing)
+
+    def saved(self, event: Any) -> None: ...
+
+    def end(self, event: End) -> None:
+        self.times = event.times
+
+
+class SlowVectors(Vectors):
+    """A data set that takes its time for each batch, on the given rank or on all."""
+
+    def __init__(self, train: int, seconds: float, rank: int | None = None) -> None:
+        super().__init__(train)
+        self._seconds, self._rank = seconds, rank
+
+    def prepare(self, world: World, seed: int) -> None:
+        self._slow = self._rank in (None, world.rank)
+
+    def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Any]:
+        for batch in super().train_batches(sampler, steps):
+            time.sleep(self._seconds if self._slow else 0.0)
+            yield batch
+
+
+def plan(steps: int = STEPS, **changes: Any) -> Plan:
+    settings: dict[str, Any] = {
+        "steps": steps, "train_size": 1000, "batch_size": 32, "micro_batch": None, "eval_batch_size": 128,
+        "log_every": steps, "eval_every": None, "save_every": steps, "clip_norm": None, "seed": 0,
+    }  # fmt: skip
+    return Plan(**{**settings, **changes})
+
+
+def heavy() -> nn.Module:
+    """A pass takes milliseconds; few weights, so that nothing else does."""
+
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(FEATURES, 64), nn.Linear(64, 5)
+            self.again = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for _ in range(150):
+                x = torch.tanh(self.again(x))
+            return self.last(x)
+
+    return Repeated()
+
+
+def wide() -> nn.Module:
+    """Two million weights, most without arithmetic: what a step costs is their gradients' journey."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small, self.bulk = nn.Linear(FEATURES, 5), nn.Parameter(torch.zeros(2_000_000))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.small(x) + self.bulk[:5]
+
+    return Wide()
+
+
+def light() -> nn.Module:
+    return nn.Linear(FEATURES, 5)
+
+
+def trained(
+    folder: Path, data: Vectors, make_model: Callable[[], nn.Module], world: World = ALONE, steps: int = STEPS
+) -> Times:
+    times = TimeKeeper()
+    fit = Fit(plan(steps), make_model=make_model, observers=[times])
+    fit.train(Classify(make_model), data, world, folder)
+    return times.times
+
+
+def setup(world: World = ALONE, loading: Loading = UNKNOWN, **config: Any) -> Setup:
+    given = Config(recipe="toy", task={}, data={}, optim={}, **config)
+    return Setup(given, world, "fp32", loading, False, 32_000_000, fused=True, steps_per_epoch=32)
+
+
+def test_a_slow_data_set_is_named_ten_times_of_ten(tmp_path: Path) -> None:
+    for trial in range(TIMES):
+        times = trained(tmp_path / str(trial), SlowVectors(1000, seconds=0.004), light)
+        said = advise(setup(loading=Loading(workers=4, resident=False)), times)
+        assert said.startswith("waiting for data "), said
+        assert said.endswith("data.workers=8 or data.resident=true"), said
+
+
+def test_a_heavy_model_is_as_it_should_be_ten_times_of_ten(tmp_path: Path) -> None:
+    for trial in range(TIMES):
+        times = trained(tmp_path / str(trial), Vectors(1000), heavy)
+        said = advise(setup(), times)
+        assert said.startswith("forward and backward pass "), said
+        assert times.timing.shares["backward"] > times.timing.shares["forward"] > 0.15
+
+
+def test_a_slow_disk_is_named_ten_times_of_ten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(0.05)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    for trial in range(TIMES):
+        times = trained(tmp_path / str(trial), Vectors(1000), light)
+        said = advise(setup(), times)
+        assert said.startswith("saving checkpoints "), said
+        assert "checkpoint.background=true" in said
+
+
+@pytest.mark.skipif(cores() < 2, reason="on one core each rank's backward pass waits for the other's")
+def test_gradients_that_travel_long_are_named_ten_times_of_ten(tmp_path: Path) -> None:
+    """8 MB of them over loopback, for a model of hardly any arithmetic: a slow link, for such a model."""
+
+    def rank(world: World) -> list[str]:
+        said = []
+        for trial in range(TIMES):
+            times = trained(tmp_path / str(trial), Vectors(1000), wide, world, steps=60)
+            said.append(advise(setup(world), times))
+        return said
+
+    for said in run_ranks(rank, 2)[0]:
+        assert said.startswith("waiting for the other ranks' gradients "), said
+        assert said.endswith("strategy.compression=bf16 halves the traffic"), said
+
+
+def test_a_rank_that_holds_the_others_up_is_named_ten_times_of_ten(tmp_path: Path) -> None:
+    def rank(world: World) -> list[str]:
+        said = []
+        for trial in range(TIMES):
+            data = SlowVectors(1000, seconds=0.02, rank=1)
+            times = trained(tmp_path / str(trial), data, light, world)
+            said.append(advise(setup(world, Loading(workers=2, resident=False)), times))
+        return said
+
+    for said in run_ranks(rank, 2)[0]:
+        assert said.startswith("rank 1 holds the others up: waiting for data "), said
+
+
+def test_every_moment_belongs_to_a_phase(tmp_path: Path) -> None:
+    """Of the whole of `fit` after its set-up."""
+    times = TimeKeeper()
+    steps = plan(40, log_every=10, eval_every=20, save_every=10)
+    began = time.perf_counter()
+    Fit(steps, observers=[times]).train(Classify(light), SlowVectors(1000, 0.005), World(), tmp_path)
+    wall = time.perf_counter() - began
+    split = times.times.timing
+    assert 0.8 * wall < sum(split.seconds.values()) <= wall
+    assert split.seconds["data"] >= 39 * 0.005  # the first batch belongs to the set-up
+    assert split.samples == 40 * 32
+    assert sum(lap.samples for lap in times.logs) == 40 * 32
+    assert sum(lap.samples for lap in times.evaluations) == 40 * 32
+    assert all(abs(sum(lap.shares.values()) - 1) < 1e-6 for lap in times.logs)
+    assert split.seconds["all_reduce"] < 0.01 * wall
+
+
+@pytest.mark.parametrize("elastic", ["fast", "strict"])
+def test_ranks_tell_their_backward_pass_from_the_wait_for_others(tmp_path: Path, elastic: str) -> None:
+    """Rank 1's data comes late: rank 0 waits for it in the all-reduce, and not in its own backward pass."""
+
+    def rank(world: World) -> list[dict[str, float]]:
+        times = TimeKeeper()
+        own = plan(20, shards=2 if elastic == "strict" else None)
+        fit = Fit(own, elastic=elastic, strategy=Strategy(shards=2), observers=[times])
+        fit.train(Classify(light), SlowVectors(1000, 0.02, rank=1), world, tmp_path)
+        return [dict(rank.seconds) for rank in times.times.ranks]
+
+    first, second = run_ranks(rank, 2)[0]
+    assert first["all_reduce"] > 0.25 > 0.15 > first["backward"]
+    assert second["data"] > 0.35
+    assert second["all_reduce"] < 0.15
+
+
+def test_timing_costs_less_than_a_hundredth_of_two_milliseconds() -> None:
+    """All that a step of two ranks calls, DDP's hook and callback among it, against a real step of 2 ms: the
+    ratio of the fastest of each, in turns."""
+    model, batch = heavy(), torch.randn(64, FEATURES)
+    watch = Stopwatch(torch.device("cpu"), overlaps=True)
+    watch.begin(0.0, 0.0)
+    weight = torch.ones((), requires_grad=True)
+
+    def step() -> None:
+        while time.perf_counter() < step.ends:  # type: ignore[attr-defined]
+            model(batch).sum().backward()
+
+    def backward(watched: bool) -> float:
+        began = time.perf_counter()
+        for _ in range(200):
+            loss = weight * 2
+            if watched:
+                watch.next(iter([None]))
+                watch.forward_is_done(loss)
+            loss.backward()
+            if watched:
+                watch.backward_is_done()
+                watch.mark("all_reduce")
+                watch.count(64)
+        return (time.perf_counter() - began) / 200
+
+    costs, steps = [], []
+    for _ in range(10):
+        costs.append(backward(watched=True) - backward(watched=False))
+        began = time.perf_counter()
+        step.ends = began + 0.002  # type: ignore[attr-defined]
+        step()
+        steps.append(time.perf_counter() - began)
+    assert min(steps) >= 0.002
+    assert sorted(costs)[len(costs) // 2] / min(steps) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("phase", "changes", "said"),
+    [
+        ("copy", {}, "waiting for copies to the GPU 60%: send smaller batches: uint8, say"),
+        ("optimizer", {}, "the optimizer 60%: train.batch_size=256 halves how often"),
+        ("logging", {"log": Log(every=1)}, "log lines 60%: log.every=10"),
+        ("evaluating", {}, "evaluating 60%: train.eval_every=128, or train.eval_batch_size=1024"),
+        ("evaluating", {"train": Train(eval_every=5)}, "evaluating 60%: train.eval_every=20, or train"),
+        (
+            "saving",
+            {"checkpoint": Checkpoint(background=True)},
+            "saving checkpoints 60%: checkpoint.every=128",
+        ),
+        ("data", {}, "waiting for data 60%: let its train_batches read ahead"),
+    ],
+)
+def test_the_override_follows_from_the_run(phase: str, changes: dict[str, Any], said: str) -> None:
+    seconds = dict.fromkeys(PHASES, 0.05) | {phase: 0.6}
+    timing = Timing(seconds, samples=100)
+    assert advise(setup(**changes), Times(timing, [timing], 1.0, 0.0)).startswith(said)
+
+
+def test_flops_are_counted_by_hand() -> None:
+    """Two for each multiply-add; the backward pass twice the forward, less the gradient of the input."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    with counter() as counted:
+        model(torch.randn(8, 16)).sum().backward()
+    assert counted.get_total_flops() == 3 * 2 * 8 * (16 * 32 + 32 * 4) - 2 * 8 * 16 * 32
+    lstm = nn.LSTM(16, 32, 2)
+    with counter() as counted:
+        lstm(torch.randn(10, 4, 16))[0].sum().backward()
+    assert counted.get_total_flops() == 3 * 2 * 10 * 4 * 4 * 32 * (16 + 32 + 32 + 32)
+
+
+def test_the_peak_of_known_gpus() -> None:
+    assert known_peak("NVIDIA H100 80GB HBM3", "bf16") == 989.4e12
+    assert known_peak("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert known_peak("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
+    assert known_peak("Tesla T4", "bf16") is None
+    assert known_peak("NVIDIA GeForce RTX 9999", "bf16") is None
+
+
+def test_a_run_knows_its_flops(tmp_path: Path) -> None:
+    times = TimeKeeper()
+    Fit(plan(), make_model=light, observers=[times]).train(Classify(light), Vectors(1000), World(), tmp_path)
+    timing = times.times.timing
+    assert timing.flops == 2 * 2 * FEATURES * 5  # no gradient of the input
+    assert timing.mfu is not None
+    assert 0 < timing.mfu < 1
+
+
+def test_a_split_in_one_line() -> None:
+    seconds = dict.fromkeys(PHASES, 0.0) | {"data": 4.1, "forward": 2.0, "backward": 3.9}
+    assert told(Timing(seconds, 100)) == "data 41%  forward 20%  backward 39%"
+    assert told(Timing(seconds, 100, flops=1e9, peak=1e11)).endswith("(10% of the device's peak)")
+
+
+def test_the_host_clock_leaves_nothing_out() -> None:
+    clock = HostClock()
+    began = time.perf_counter()
+    for phase in TRAINING * 50:
+        clock.mark(phase)
+    assert sum(clock.seconds.values()) == pytest.approx(time.perf_counter() - began, rel=0.2)
