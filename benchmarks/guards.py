@@ -1,9 +1,11 @@
-"""What the guards cost: one engine with them and one without, in turns, on a step of about a millisecond.
+"""What the guards, or the clocks, cost: one engine with them and one without, in turns, on a step of about a
+millisecond.
 
-    python benchmarks/guards.py [--ranks=2] [--rounds=60]
+    python benchmarks/guards.py [--of=guards|timing] [--ranks=2] [--rounds=60] [--width=160]
 
-With: votes in the all-reduce, the look at every gradient, the vigil's marks and its threads. Without: each of
-these replaced by nothing. Both train the same; their last losses are compared.
+guards: votes in the all-reduce, the look at every gradient, the vigil's marks and its threads. timing: the
+marks by which a step's time is split. Without: each of these replaced by nothing. Both train the same; their
+last losses are compared. --width: of the layers, for longer steps.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -30,12 +33,13 @@ from ddptrain.engine.guard import Guard, Verdict
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.state import make_state
+from ddptrain.engine.stopwatch import Stopwatch
 from ddptrain.observe.observer import Observers
 from ddptrain.protocols import At, Data, Loss, Report, Task
 from ddptrain.testing import run_ranks
 
 STEPS, WARMUP = 150, 30
-BATCH, WIDTH = 256, 160
+BATCH = 256
 ZERO = torch.zeros(())
 
 
@@ -76,14 +80,16 @@ class Timed(Task):
 
     best_metric, higher_is_better = "loss", False
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
+        self._width = width
         self.begins: list[int] = []
         self.last = torch.zeros(())
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
+        width = self._width
         return nn.Sequential(
-            nn.Linear(32, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)
+            nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
         )
 
     def loss(self, model: nn.Module, batch: Any, at: At) -> Loss:
@@ -114,13 +120,34 @@ class _NoGuard(Guard):
         return [Verdict(step, True, True, False, True) for step in steps]  # type: ignore[arg-type]
 
 
+class _NoWatch(Stopwatch):
+    """Looks at no clock."""
+
+    def next(self, batches: Iterator[Any]) -> Any:
+        return next(batches)
+
+    def mark(self, phase: str) -> None: ...
+
+    def forward_is_done(self, loss: Tensor) -> None: ...
+
+    def backward_is_done(self) -> None: ...
+
+
 class _NoVigil(Vigil):
     def mark(self, what: str, step: int | None = None, patience: float | None = None) -> None:
         return None
 
 
-def chunk(world: World, guarded: bool, folder: Path) -> tuple[float, float]:
+@dataclass(frozen=True)
+class Setting:
+    guarded: bool
+    timed: bool
+    width: int
+
+
+def chunk(world: World, setting: Setting, folder: Path) -> tuple[float, float]:
     """Seconds of a step (the median of this chunk's), and the last loss."""
+    guarded = setting.guarded
     torch.manual_seed(world.rank)
     plan = Plan(
         steps=STEPS, train_size=100_000, batch_size=BATCH * world.size, log_every=50, eval_every=STEPS,
@@ -130,18 +157,20 @@ def chunk(world: World, guarded: bool, folder: Path) -> tuple[float, float]:
         recipe="guards", task={}, data={}, sched=Sched("constant"),
         optim={"_target_": "torch.optim.SGD", "lr": 1e-3, "momentum": 0.9},
     )  # fmt: skip
-    task, data, precision = Timed(), Rows(BATCH), Precision("fp32", world.device)
+    task, data, precision = Timed(setting.width), Rows(BATCH), Precision("fp32", world.device)
     strategy: AStrategy = choose_strategy(Strategy(), world)
     state = make_state(config, task.build(), strategy, precision, world, STEPS)
     if not guarded and isinstance(state.wrapped, DistributedDataParallel):
         state.wrapped = DistributedDataParallel(state.model, gradient_as_bucket_view=True)
         strategy.ballot = lambda wrapped: None  # type: ignore[method-assign]
     loop.Guard = Guard if guarded else _NoGuard  # type: ignore[misc]
+    loop.Stopwatch = Stopwatch if setting.timed else _NoWatch  # type: ignore[misc]
     engine = loop.Engine(
         task, data, world, strategy, precision, plan, Checkpointer(folder, keep=1), Observers([])
     )
     # straight to the batches: what comes before the first step is no part of one
-    engine._opened = lambda state: data.train_batches(plan.sampler(world), range(STEPS))  # type: ignore[method-assign]
+    opened = data.train_batches(plan.sampler(world), range(STEPS)), 0.0
+    engine._opened = lambda state: opened  # type: ignore[method-assign]
     if guarded:
         vigil = Vigil(world, hang_timeout=300.0)
         with vigil.watching():
@@ -152,13 +181,19 @@ def chunk(world: World, guarded: bool, folder: Path) -> tuple[float, float]:
     return statistics.median(gaps) / 1e9, float(task.last.detach())
 
 
-def rounds(world: World, count: int) -> list[tuple[float, float]]:
+def rounds(world: World, count: int, of: str, width: int) -> list[tuple[float, float]]:
     """(with, without) of each round, whose turns alternate."""
+    settings = {
+        True: Setting(guarded=True, timed=True, width=width),
+        False: Setting(guarded=of != "guards", timed=of != "timing", width=width),
+    }
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(count):
             order = [True, False] if turn % 2 else [False, True]
-            taken = {guarded: chunk(world, guarded, Path(folder) / f"{turn}-{guarded}") for guarded in order}
+            taken = {
+                which: chunk(world, settings[which], Path(folder) / f"{turn}-{which}") for which in order
+            }
             assert taken[True][1] == taken[False][1], "both train the same"
             found.append((taken[True][0], taken[False][0]))
     return found
@@ -168,13 +203,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--of", choices=["guards", "timing"], default="guards")
+    parser.add_argument("--width", type=int, default=160)
     arguments = parser.parse_args()
-    found = run_ranks(lambda world: rounds(world, arguments.rounds), arguments.ranks, timeout=3000)[0]
-    ratios = sorted(guarded / bare for guarded, bare in found)
-    extra = sorted((guarded - bare) * 1e6 for guarded, bare in found)
+    found = run_ranks(
+        lambda world: rounds(world, arguments.rounds, arguments.of, arguments.width),
+        arguments.ranks,
+        timeout=3000,
+    )[0]
+    ratios = sorted(whole / bare for whole, bare in found)
+    extra = sorted((whole - bare) * 1e6 for whole, bare in found)
     print(
         f"{arguments.ranks} rank(s), {len(found)} rounds: a step takes"
-        f" {statistics.median(bare for _, bare in found) * 1e3:.3f} ms without the guards, and"
+        f" {statistics.median(bare for _, bare in found) * 1e3:.3f} ms without the {arguments.of}, and"
         f" {statistics.median(extra):.1f} us more with them: ratio {statistics.median(ratios):.3f}"
         f" (quartiles {ratios[len(ratios) // 4]:.3f} to {ratios[3 * len(ratios) // 4]:.3f})"
     )

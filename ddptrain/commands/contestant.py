@@ -1,0 +1,118 @@
+"""Trainings that take turns, so that what else the machine does meets all of them alike. Imports no torch."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddptrain.observe.turns import TURNS
+
+_STARTS_WITHIN_S = 300.0
+"""Compiling takes a minute or two."""
+_TAIL_LINES = 12
+
+
+class Unfit(Exception):
+    """A training did not start, or did not go on. The message holds the end of what it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """Some steps of one training."""
+
+    steps: int
+    seconds: Mapping[str, float]
+    """By phase."""
+    mfu: float | None
+    advice: str
+    setup: Mapping[str, Any]
+
+    @property
+    def ms_per_step(self) -> float:
+        return 1e3 * sum(self.seconds.values()) / self.steps
+
+
+class Contestant:
+    """One training, in processes of its own, which stands still between its laps.
+
+    folder: for its files. steps: of the shortest lap.
+    """
+
+    def __init__(self, words: Sequence[str], ranks: int, folder: Path, steps: int) -> None:
+        folder.mkdir()
+        self._steps = steps
+        self._said = folder / "said.txt"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(folder / "turns"))
+        self._socket.listen(1)
+        self._line: socket.socket | None = None
+        launch = ["launch", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        own = [f"log.every={steps}", f"run.dir={folder / 'run'}"]
+        with self._said.open("wb") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ddptrain", *launch, *words, *own],
+                env={**os.environ, TURNS: str(folder / "turns")},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def warm_up(self) -> Lap:
+        """The first steps, which compile, tune and allocate. Raises Unfit where they don't come."""
+        deadline = time.monotonic() + _STARTS_WITHIN_S
+        while not select.select([self._socket], [], [], 0.1)[0]:
+            if self._process.poll() is not None:
+                raise Unfit(self._tail())
+            if time.monotonic() > deadline:
+                raise Unfit(f"does not start within {_STARTS_WITHIN_S:.0f} s")
+        self._line, _ = self._socket.accept()
+        return self._told()
+
+    def lap(self, times: int = 1) -> Lap:
+        """So many times the shortest lap."""
+        assert self._line is not None
+        laps = []
+        for _ in range(times):
+            with suppress(OSError):  # it has ended; that is told below
+                self._line.sendall(b"g")
+            laps.append(self._told())
+        last = laps[-1]
+        seconds = {phase: sum(lap.seconds[phase] for lap in laps) for phase in last.seconds}
+        return Lap(times * self._steps, seconds, last.mfu, last.advice, last.setup)
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._socket.close()
+        if self._line is not None:
+            self._line.close()
+
+    def _told(self) -> Lap:
+        assert self._line is not None
+        self._line.settimeout(_STARTS_WITHIN_S)
+        read = b""
+        with suppress(OSError):
+            while not read.endswith(b"\n") and (part := self._line.recv(65536)):
+                read += part
+        if not read.endswith(b"\n"):
+            raise Unfit(self._tail())
+        said = json.loads(read)
+        return Lap(self._steps, said["seconds"], said["mfu"], said["advice"], said["setup"])
+
+    def _tail(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)  # torchrun waits for its ranks
+        lines = self._said.read_text(errors="replace").splitlines()
+        own = [line for line in lines if line.startswith("ddptrain: ")]
+        return own[-1].removeprefix("ddptrain: ") if own else "\n".join(lines[-_TAIL_LINES:])
