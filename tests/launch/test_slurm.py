@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from debian import CannotRun
 from running import FAULTY, assert_same_outcome
-from slurm import CannotRun, Cluster, Submitted, loopback_cluster
+from slurm import Cluster, Submitted, loopback_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 TWO_NODES = ["--nodes=2"]

@@ -3,7 +3,6 @@
 import contextlib
 import getpass
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from debian import unpack
 from shell import RANK_VARIABLES
 
 SCRIPT = Path(__file__).parents[2] / "launch/slurm.sbatch"
@@ -47,10 +47,6 @@ NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
-
-
-class CannotRun(Exception):
-    """Why there can be no SLURM here."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +109,7 @@ class Cluster:
 @contextlib.contextmanager
 def loopback_cluster(folder: Path) -> Iterator[Cluster]:
     """Bring it up, and end it with all of its jobs. Raises CannotRun."""
-    root = folder / "root"
-    _unpack(folder / "apt", root)
+    root = unpack(_PACKAGES, folder)
     [plugins] = root.glob("usr/lib/*/slurm-wlm")
     host = socket.gethostname().partition(".")[0]
     conf = _CONF.format(
@@ -171,29 +166,6 @@ def _wait_until_idle(cluster: Cluster, timeout: float = 30) -> None:
         time.sleep(0.2)
         with contextlib.suppress(AssertionError):  # the controller does not listen yet
             states = cluster.call("sinfo", "--noheader", "--Node", "--format=%t").split()
-
-
-def _unpack(apt: Path, root: Path) -> None:
-    """The packages, and what they need that is not installed, into ``root``: the system stays as it is."""
-    if not shutil.which("apt-get") or not shutil.which("dpkg"):
-        raise CannotRun("there is no apt-get here to get Debian's SLURM with")
-    for name in ("lists", "archives"):
-        (apt / name / "partial").mkdir(parents=True)
-    own = [
-        f"-oDir::State::lists={apt}/lists",
-        f"-oDir::Cache={apt}",
-        *("-oDebug::NoLocking=true", "-oAPT::Sandbox::User=", "-oAcquire::http::Timeout=20", "-qq"),
-    ]
-    download = ["install", "--yes", "--no-install-recommends", "--download-only", *_PACKAGES]
-    for words in (["update"], download):
-        ended = subprocess.run(["apt-get", *own, *words], capture_output=True, text=True, timeout=200)
-        if ended.returncode:
-            raise CannotRun(f"apt-get {words[0]} failed: {ended.stderr.strip()}")
-    packages = sorted((apt / "archives").glob("*.deb"))
-    if not packages:
-        raise CannotRun("SLURM is installed here; these tests bring one of their own")
-    for package in packages:
-        subprocess.run(["dpkg", "-x", package, root], check=True, timeout=60)
 
 
 def _free_ports(count: int) -> list[int]:

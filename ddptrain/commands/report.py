@@ -1,0 +1,246 @@
+"""The verb ``report``: runs in a table and on a page."""
+
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ddptrain.config.suggest import did_you_mean
+from ddptrain.errors import UserError
+from ddptrain.observe.clock import clock
+from ddptrain.observe.comparison import (
+    NOTHING,
+    Metric,
+    compared,
+    labels,
+    metrics,
+    overview,
+    ranking,
+    said,
+    time_split,
+    value_of,
+    written,
+)
+from ddptrain.observe.page import write_page
+from ddptrain.observe.run_files import RunFiles, is_run, plain, read_run
+from ddptrain.sweep.ledger import LEDGER, Job, read_ledger
+from ddptrain.sweep.run import report as print_sweep
+
+_Row = tuple[str, Sequence[str]]
+_PLAIN_WIDTH = 160
+"""Columns where there is no terminal."""
+_MOST_OF_A_SWEEP = 24
+_FEW = 12
+"""Differences that the terminal shows."""
+
+
+def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
+    """Print what became of these runs or sweeps and write a page on them.
+
+    asked: ``out``, the page's file. Raises UserError for a folder that is neither, and where the page can't
+    be written.
+    """
+    folders = [path for path in folders if not _is_page(path)]
+    _check(folders, asked)
+    folders = [folder.parent if folder.name == LEDGER else folder for folder in folders]
+    found = {folder: _runs_in(folder) for folder in folders}
+    notes = [
+        f"{plain(folder)} has {len(inside)} jobs that have begun; these are the best {_MOST_OF_A_SWEEP}."
+        for folder, inside in found.items()
+        if len(inside) > _MOST_OF_A_SWEEP
+    ]
+    chosen = list(
+        dict.fromkeys(path.resolve() for each in found.values() for path in each[:_MOST_OF_A_SWEEP])
+    )
+    runs = [read_run(path, name) for path, name in zip(chosen, labels(chosen), strict=True)]
+    sweeps = [folder for folder in folders if _is_sweep(folder)]
+    for folder in sweeps:
+        print_sweep(folder)
+    if len(sweeps) < len(folders):
+        _print(runs)
+    if runs:
+        page = _page_for(folders, runs, asked.get("out"))
+        _write(runs, _title(folders, runs), notes, page)
+        print(f"page  {page}")
+
+
+def _check(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
+    for name, value in asked.items():
+        if name != "out":
+            hint = f" Did you mean report {value}?" if name == "run" else did_you_mean(name, ["out"])
+            raise UserError(f"{name}={value}: report takes folders, and out=<file.html>.{hint}")
+    if not asked.get("out", ".html").endswith(".html"):
+        raise UserError(f"out={asked['out']}: name a file that ends in .html.")
+    if not folders:
+        newest = _newest(Path("runs"))
+        hint = f" For example: report {newest}" if newest else ""
+        raise UserError(
+            f"report: name a run's folder, several, or a sweep's: report runs/<recipe>/<time>-<id>.{hint}"
+        )
+
+
+def _is_page(path: Path) -> bool:
+    """An earlier page, which ``report runs/<recipe>/*`` names too."""
+    return path.suffix == ".html" and path.is_file()
+
+
+def _is_sweep(folder: Path) -> bool:
+    return (folder / LEDGER).is_file()
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The run that the folder is, or those of the sweep that it is. Raises UserError where it is neither."""
+    if _is_sweep(folder):
+        paths = (folder / job.folder for job in sorted(read_ledger(folder, live=False), key=_place))
+        return [path for path in paths if is_run(path)]
+    if is_run(folder):
+        return [folder]
+    if not folder.exists():
+        beside = [path.name for path in _entries(folder.parent) if path.is_dir()]
+        near = did_you_mean(folder.name, beside).removeprefix(" Did you mean ").removesuffix("?")
+        hint = f" Did you mean report {folder.parent / near}?" if near else ""
+        raise UserError(f"report {folder}: there is no such folder.{hint}")
+    inside = [path for path in _entries(folder) if _is_sweep(path)]
+    near_by = inside[0] if inside else _newest(folder)
+    if folder.is_file() and is_run(folder.parent):
+        near_by = folder.parent
+    hint = f" Did you mean report {near_by}?" if near_by else ""
+    raise UserError(
+        f"report {folder}: holds no run (config.yaml, metrics.jsonl), and no sweep ({LEDGER}).{hint}"
+    )
+
+
+def _place(job: Job) -> float:
+    """The best first, those without a value last."""
+    return math.inf if job.score is None or math.isnan(job.score) else -job.score
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _newest(folder: Path) -> Path | None:
+    """The run that was started last, of those in a folder or one or two folders further in."""
+    found = [path for depth in ("*", "*/*", "*/*/*") for path in folder.glob(f"{depth}/config.yaml")]
+    return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
+
+
+def _title(folders: Sequence[Path], runs: Sequence[RunFiles]) -> str:
+    recipes = ", ".join(dict.fromkeys(run.config.get("recipe", run.name) for run in runs))
+    if len(folders) == 1 and _is_sweep(folders[0]):
+        return f"{recipes}: the sweep {folders[0].resolve().name}"
+    return f"{recipes}: {runs[0].name}" if len(runs) == 1 else f"{recipes}: {len(runs)} runs"
+
+
+def _page_for(folders: Sequence[Path], runs: Sequence[RunFiles], out: str | None) -> Path:
+    """Where the page goes: into the one folder, else into the nearest that holds all of the runs."""
+    if out is not None:
+        return Path(out)
+    if len(folders) == 1:
+        return folders[0] / "report.html"
+    common = Path(os.path.commonpath([run.folder.parent for run in runs]))
+    return (Path() if common == Path(common.anchor) else common) / "report.html"
+
+
+def _write(runs: Sequence[RunFiles], title: str, notes: Sequence[str], page: Path) -> None:
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_page(runs, title, notes, page)
+    except OSError as error:
+        raise UserError(
+            f"report: {page} can't be written ({error.strerror}). Name another file: out=<file.html>"
+        ) from error
+
+
+def _print(runs: Sequence[RunFiles]) -> None:
+    """On standard output, as wide as the terminal."""
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    with console.capture() as drawn:
+        titles, facts = overview(runs)
+        first = list(zip([run.name for run in runs], facts, strict=True))
+        for table in [
+            _table("", "run", titles, first, numbers=False),
+            *_differences(runs),
+            *_metrics(runs),
+            *_times(runs),
+        ]:
+            console.print(table)
+    for line in drawn.get().splitlines():  # rich fills its lines with blanks
+        print(line.rstrip())
+    notes = {f"{run.name}: {note}": [""] for run in runs for note in run.notes}
+    for text, names in (notes | said(runs)).items():
+        print(f"{', '.join(names)}: {text}" if len(runs) > 1 and names[0] else text)
+
+
+def _table(title: str, corner: str, columns: Sequence[str], rows: Sequence[_Row], numbers: bool) -> Table:
+    found = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="bold")
+    found.add_column(Text(corner), overflow="fold")
+    for name in columns:
+        found.add_column(Text(name), overflow="fold", justify="right" if numbers else "left")
+    for name, cells in rows:
+        found.add_row(Text(name), *map(Text, cells))
+    return found
+
+
+def _by_run(title: str, corner: str, names: Sequence[str], rows: Sequence[_Row], numbers: bool) -> Table:
+    """Rows with a cell for each run; turned where there are more runs than rows."""
+    if len(names) <= len(rows):
+        return _table(title, corner, names, rows, numbers)
+    turned = [(name, [cells[i] for _, cells in rows]) for i, name in enumerate(names)]
+    return _table(title, "run", [name for name, _ in rows], turned, numbers)
+
+
+def _differences(runs: Sequence[RunFiles]) -> list[Table]:
+    """What differs in config and environment."""
+    every = [*compared([run.config for run in runs]), *compared([run.environment for run in runs])]
+    rows = [(row.key, [written(value, 30) for value in row.values]) for row in every if row.differs]
+    if not rows:
+        return []
+    title = "what differs" if len(rows) <= _FEW else f"what differs (the first {_FEW} of {len(rows)})"
+    return [_by_run(title, "setting", [run.name for run in runs], rows[:_FEW], numbers=False)]
+
+
+def _metrics(runs: Sequence[RunFiles]) -> list[Table]:
+    """The last and the best value of each metric; of several runs, the best run first."""
+    every, order = metrics(runs), ranking(runs)
+    if not every:
+        return []
+    if len(runs) == 1:
+        rows = [(metric.title, [value_of(p) for p in metric.scores[0]] + [_step(metric)]) for metric in every]
+        return [_table("metrics", "metric", ["last", "best", "at step"], rows, numbers=True)]
+    rows = [(metric.title, [_cell(metric, i) for i in order]) for metric in every]
+    names = [runs[i].name for i in order]
+    return [_by_run("metrics: last, best, * the best run", "metric", names, rows, numbers=True)]
+
+
+def _cell(metric: Metric, run: int) -> str:
+    last, best = metric.scores[run]
+    both = value_of(last) if best is None else f"{value_of(last)}, {value_of(best)}"
+    return f"{both}{'*' if run in metric.winners else ' '}"
+
+
+def _step(metric: Metric) -> str:
+    best = metric.scores[0].best
+    return NOTHING if best is None else f"{best.step:,.0f}"
+
+
+def _times(runs: Sequence[RunFiles]) -> list[Table]:
+    splits = [time_split(run) for run in runs]
+    parts = list(dict.fromkeys(name for split in splits for name in split))
+    if not parts:
+        return []
+    rows = []
+    for run, split in zip(runs, splits, strict=True):
+        whole = sum(split.values())
+        cells = [f"{split[part] / whole:.0%}" if part in split and whole > 0 else NOTHING for part in parts]
+        rows.append((run.name, [*cells, clock(whole) if split else NOTHING]))
+    return [_table("where the time went", "run", [*parts, "whole"], rows, numbers=True)]

@@ -1,0 +1,206 @@
+"""What a run's folder tells, for reports. Imports no torch, and trusts nothing.
+
+The folder may be a stranger's, or of a run that is still going on or was killed: a file may be missing, cut
+short or hold anything. What can't be read is left out, and said so.
+"""
+
+import json
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from ddptrain.observe.lock import LOCK, is_locked
+
+_MARKS = ("config.yaml", "metrics.jsonl", "summary.json")
+"""A folder with one of these is a run's."""
+_PLACE = ("step", "epoch", "samples", "split")
+_MOST_KEYS = 2000
+"""Of a config: YAML's aliases make a short text endless."""
+_MOST_CHARACTERS = 200_000
+_BRIEFLY = reprlib.Repr()
+_BRIEFLY.maxlist = _BRIEFLY.maxdict = _BRIEFLY.maxtuple = 20
+_BRIEFLY.maxlevel = 3
+_BRIEFLY.maxstring = _BRIEFLY.maxother = 200
+
+
+class Point(NamedTuple):
+    """One logged value."""
+
+    step: float
+    epoch: float | None
+    value: float | None
+    """None: it was no finite number."""
+
+
+@dataclass(slots=True)
+class RunFiles:
+    """A run as its folder tells of it."""
+
+    folder: Path
+    name: str
+    """Short, and different from the names of the runs beside it."""
+    config: dict[str, str] = field(default_factory=dict)
+    """By dotted key; without the sections that say where it ran."""
+    config_text: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    command: str = ""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    curves: dict[tuple[str, str], list[Point]] = field(default_factory=dict)
+    """By name and split, by rising step."""
+    details: dict[str, Point] = field(default_factory=dict)
+    """The last value of each name with a slash: of one class, say."""
+    is_going_on: bool = False
+    notes: list[str] = field(default_factory=list)
+    """What could not be read."""
+
+    @property
+    def step(self) -> float:
+        """The last step known of."""
+        return max((points[-1].step for points in self.curves.values()), default=0.0)
+
+    @property
+    def state(self) -> str:
+        """What became of it."""
+        if self.is_going_on:
+            return "still going on"
+        return plain(self.summary.get("outcome") or "killed, or crashed")
+
+    def number(self, name: str) -> float | None:
+        """A number of summary.json, if it is there and finite."""
+        return number(self.summary.get(name))
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _MARKS)
+
+
+def read_run(folder: Path, name: str) -> RunFiles:
+    """All that a report shows but the pictures."""
+    run = RunFiles(folder, plain(name))
+    run.is_going_on = (folder / LOCK).is_file() and is_locked(folder)
+    run.config_text = _text(run, "config.yaml")
+    config = _parsed(run, "config.yaml", run.config_text, _yaml)
+    run.config = flat({key: value for key, value in config.items() if key not in ("run", "sweep")})
+    run.environment = flat(_parsed(run, "environment.json", _text(run, "environment.json"), json.loads))
+    run.command = _text(run, "command.txt").strip()
+    run.summary = _parsed(run, "summary.json", _text(run, "summary.json"), json.loads)
+    _read_metrics(run)
+    return run
+
+
+def flat(tree: Mapping[Any, Any]) -> dict[str, str]:
+    """Nested settings as texts by dotted key."""
+    found: dict[str, str] = {}
+    left: list[tuple[str, Any]] = [(str(key), value) for key, value in reversed(list(tree.items()))]
+    while left and len(found) < _MOST_KEYS and len(left) < _MOST_KEYS:
+        name, value = left.pop()
+        if isinstance(value, Mapping) and value and name.count(".") < 20:
+            left += [(f"{name}.{key}", inner) for key, inner in reversed(list(value.items()))]
+        else:
+            found[plain(name)[:200]] = _briefly(value)
+    return found
+
+
+def number(value: object) -> float | None:
+    """A finite number, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        converted = float(value)
+    except OverflowError:
+        return None
+    return converted if math.isfinite(converted) else None
+
+
+def plain(value: object) -> str:
+    """Text for a terminal or a page: control characters, which could rewrite either, are shown as such."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in str(value)[:_MOST_CHARACTERS])
+
+
+def _briefly(value: object) -> str:
+    if isinstance(value, list | tuple | Mapping):
+        return plain(_BRIEFLY.repr(value))
+    return json.dumps(value) if value is None or isinstance(value, bool) else plain(value)
+
+
+def _text(run: RunFiles, name: str) -> str:
+    """A file's text as it may be shown; '' where there is none."""
+    path = run.folder / name
+    if not path.is_file():
+        run.notes += [f"{name} is missing"] if name != "summary.json" else []  # its state says that
+        return ""
+    try:
+        return plain(path.read_text(errors="replace"))
+    except OSError as error:
+        run.notes.append(f"{name} can't be read ({error.strerror})")
+        return ""
+
+
+def _parsed(run: RunFiles, name: str, text: str, parse: Callable[[str], Any]) -> Mapping[Any, Any]:
+    if not text:
+        return {}
+    try:
+        tree = parse(text)
+    except (ValueError, RecursionError, yaml.YAMLError):
+        tree = None
+    if not isinstance(tree, Mapping):
+        run.notes.append(f"{name} can't be read: it is damaged")
+        return {}
+    return tree
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def _read_metrics(run: RunFiles) -> None:
+    """The curves, and the last of what belongs to single classes. A step told twice counts as told last."""
+    path = run.folder / "metrics.jsonl"
+    found: dict[tuple[str, str], dict[float, Point]] = {}
+    damaged = 0
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    for left, text in zip(range(len(lines) - 1, -1, -1), lines, strict=True):
+        line = _line(text)
+        step = None if line is None else number(line.get("step"))
+        if line is None or step is None:
+            damaged += left > 0 and bool(text.strip())  # the last may be half written
+            continue
+        split, epoch = plain(line.get("split", "")), number(line.get("epoch"))
+        for name, value in line.items():
+            if name in _PLACE or not _is_logged(value):
+                continue
+            point = Point(step, epoch, number(value))
+            if "/" in name:
+                run.details[plain(name)] = point
+            else:
+                found.setdefault((plain(name), split), {})[step] = point
+    if damaged:
+        run.notes.append(f"metrics.jsonl: {damaged} damaged lines are left out")
+    run.curves = {key: [points[step] for step in sorted(points)] for key, points in found.items()}
+    if not run.curves:
+        _take_final_metrics(run)
+
+
+def _line(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def _is_logged(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _take_final_metrics(run: RunFiles) -> None:
+    """From summary.json, where metrics.jsonl has none."""
+    metrics, step = run.summary.get("metrics"), run.number("step") or 0.0
+    for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
+        if "/" not in str(name) and _is_logged(value):
+            run.curves[plain(name), "valid"] = [Point(step, None, number(value))]

@@ -1,0 +1,222 @@
+"""What a report can still say of a run that is half done, damaged, or a stranger's."""
+
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddptrain.observe.comparison import compared, labels, metrics, ranking, time_split
+from ddptrain.observe.page import page
+from ddptrain.observe.run_files import Point, RunFiles, flat, is_run, number, plain, read_run
+
+MakeRun = Callable[..., Path]
+
+
+def add_line(folder: Path, text: str) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(text)
+
+
+def shown(*folders: Path) -> str:
+    return page([read_run(folder, folder.name) for folder in folders], "title", [])
+
+
+def test_a_run_as_it_is(make_run: MakeRun) -> None:
+    run = read_run(make_run("a", lr=0.3), "a")
+    assert run.config == {"recipe": "toy", "optim.lr": "0.3", "train.batch_size": "64"}
+    assert run.environment["libraries.torch"] == "2.15.0"
+    assert run.command == "python -m ddptrain recipe=toy optim.lr=0.3"
+    assert set(run.curves) == {("loss", "train"), ("lr", "train"), ("accuracy", "valid"), ("loss", "valid")}
+    assert len(run.curves["loss", "train"]) == 20
+    assert run.details == {"AP/owl": Point(200, 2.5, 0.25)}
+    assert (run.state, run.step, run.notes) == ("done", 200, [])
+
+
+def test_a_run_that_goes_on_and_one_that_was_killed(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    (folder / "summary.json").unlink()
+    add_line(folder, '{"step": 999, "epo')
+    assert read_run(folder, "a").state == "killed, or crashed"
+    assert read_run(folder, "a").notes == []
+    assert read_run(folder, "a").step == 200
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_run(folder, "a").state == "still going on"
+    assert "killed, or crashed" in shown(folder)
+
+
+def test_what_is_no_number_is_a_gap(make_run: MakeRun) -> None:
+    folder = make_run("a", lines=3)
+    add_line(folder, '{"step": 40, "epoch": 0.5, "split": "train", "loss": null, "lr": NaN}\n')
+    add_line(folder, '{"step": 50, "epoch": 0.6, "split": "train", "loss": 1e999, "lr": 1%s}\n' % ("0" * 400))
+    add_line(folder, '{"step": 60, "epoch": 0.7, "split": "train", "loss": 1.5, "lr": 0.1}\n')
+    points = read_run(folder, "a").curves["loss", "train"]
+    assert [point.value is None for point in points] == [False, False, False, True, True, False]
+    assert [point.value for point in read_run(folder, "a").curves["lr", "train"]][3:5] == [None, None]
+    assert shown(folder).count("<circle") > 0
+
+
+def test_a_resumed_run_tells_each_step_once(make_run: MakeRun) -> None:
+    folder = make_run("a", lines=3)
+    add_line(folder, '{"step": 20, "epoch": 0.2, "split": "train", "loss": 7.0, "lr": 0.1}\n')
+    points = read_run(folder, "a").curves["loss", "train"]
+    assert [point.step for point in points] == [10, 20, 30]
+    assert points[1].value == 7.0
+
+
+def test_damaged_lines_are_counted(make_run: MakeRun) -> None:
+    folder = make_run("a", lines=3)
+    add_line(folder, '???\n[1, 2]\n{"step": "x"}\n' + "[" * 5000 + "\n\n")
+    run = read_run(folder, "a")
+    assert run.notes == ["metrics.jsonl: 4 damaged lines are left out"]
+    assert len(run.curves["loss", "train"]) == 3
+
+
+@pytest.mark.parametrize(
+    "missing", ["config.yaml", "environment.json", "command.txt", "metrics.jsonl", "plots"]
+)
+def test_a_missing_file_is_missing(make_run: MakeRun, missing: str) -> None:
+    folder = make_run("a")
+    if missing == "plots":
+        (folder / missing).rmdir()
+    else:
+        (folder / missing).unlink()
+    assert (f"{missing} is missing" in shown(folder)) == (missing not in ("metrics.jsonl", "plots"))
+    assert "toy" in shown(folder, make_run("b"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "\0", "a: &a [*a, *a]", "- " * 3000, "\ud800".encode("utf-8", "surrogatepass")],
+)
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "environment.json", "summary.json", "metrics.jsonl", "command.txt"]
+)
+def test_any_file_may_hold_anything(make_run: MakeRun, name: str, text: str | bytes) -> None:
+    folder = make_run("a")
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert "<title>title</title>" in shown(folder)
+
+
+def test_any_value_of_the_summary_may_be_anything(make_run: MakeRun) -> None:
+    names = ("outcome", "steps", "seconds", "best", "higher_is_better", "time", "verdict", "devices", "mfu")
+    for value in (None, "x", -1, [1], {"a": {"b": [{}]}}, {"": None}, True, 1e308):
+        folder = make_run(f"{value}", **dict.fromkeys(names, value))
+        assert "<title>title</title>" in shown(folder)
+
+
+def test_yaml_that_grows_without_end_is_cut(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    bomb = "a0: &a0 {x: 1, y: 2}\n" + "".join(
+        f"a{i}: &a{i} {{l: *a{i - 1}, r: *a{i - 1}}}\n" for i in range(1, 60)
+    )
+    (folder / "config.yaml").write_text(bomb + "recipe: toy\nself: &self [*self]\n")
+    assert len(read_run(folder, "a").config) <= 2000
+
+
+def test_metrics_stand_in_the_summary_where_there_are_no_lines(make_run: MakeRun) -> None:
+    folder = make_run("a", metrics={"accuracy": 0.75, "loss": None, "AP/owl": 0.1, "note": "x"})
+    (folder / "metrics.jsonl").unlink()
+    curves = read_run(folder, "a").curves
+    assert curves == {
+        ("accuracy", "valid"): [Point(200, None, 0.75)],
+        ("loss", "valid"): [Point(200, None, None)],
+    }
+
+
+def test_a_pipe_or_a_link_is_not_followed(make_run: MakeRun, tmp_path: Path) -> None:
+    folder, secret = make_run("a"), tmp_path / "secret"
+    secret.write_text("password")
+    (folder / "plots/sample.txt").symlink_to(secret)
+    os.mkfifo(folder / "plots/pipe.txt")
+    (folder / "command.txt").unlink()
+    os.mkfifo(folder / "command.txt")
+    os.mkfifo(folder / ".lock")
+    assert "password" not in shown(folder)
+
+
+def test_is_run(make_run: MakeRun, tmp_path: Path) -> None:
+    assert is_run(make_run("a"))
+    assert not is_run(tmp_path)
+
+
+@given(
+    st.recursive(st.none() | st.booleans() | st.floats() | st.text(), lambda s: st.dictionaries(st.text(), s))
+)
+def test_any_settings_become_lines(tree: object) -> None:
+    for key, value in flat(tree if isinstance(tree, dict) else {"": tree}).items():
+        assert plain(key) == key
+        assert plain(value) == value
+
+
+@given(st.floats() | st.integers() | st.booleans() | st.text() | st.none())
+def test_a_number_is_finite_or_none(value: object) -> None:
+    found = number(value)
+    assert found is None or abs(found) < float("inf")
+    assert not isinstance(value, bool) or found is None
+
+
+# -- several runs side by side ---------------------------------------------------------------------
+
+
+def test_differences_come_first() -> None:
+    rows = compared([{"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "4", "d": "5"}])
+    assert [(row.key, row.values, row.differs) for row in rows] == [
+        ("b", ("2", "4"), True),
+        ("c", ("3", None), True),
+        ("d", (None, "5"), True),
+        ("a", ("1", "1"), False),
+    ]
+
+
+def test_the_folder_of_a_run_is_no_difference(make_run: MakeRun) -> None:
+    runs = [read_run(make_run(name), name) for name in "ab"]
+    assert [row for row in compared([run.config for run in runs]) if row.differs] == []
+
+
+def test_the_best_run_by_each_metric(make_run: MakeRun) -> None:
+    runs = [read_run(make_run(f"{seed}", seed=seed), f"{seed}") for seed in range(4)]
+    found = {metric.title: metric for metric in metrics(runs)}
+    assert next(iter(found)) == "accuracy"
+    best = [max(point.value or 0 for point in run.curves["accuracy", "valid"]) for run in runs]
+    assert found["accuracy"].winners == [best.index(max(best))]
+    assert found["loss"].higher_is_better is False
+    assert [best[i] for i in ranking(runs)] == sorted(best, reverse=True)
+
+
+def test_a_metric_of_one_run_only_has_no_winner(make_run: MakeRun) -> None:
+    one, other = read_run(make_run("a"), "a"), read_run(make_run("b"), "b")
+    other.curves = {
+        ("perplexity", "valid"): [Point(1, None, 3.0)],
+        ("oddity", "valid"): [Point(1, None, None)],
+    }
+    found = {metric.title: metric for metric in metrics([one, other])}
+    assert set(found) == {"accuracy", "loss", "perplexity", "oddity", "loss (train)"}
+    assert all(metric.winners == [] for metric in found.values())
+    assert ranking([other, one]) == [1, 0]
+
+
+def test_time_adds_up_to_the_whole(make_run: MakeRun) -> None:
+    split = time_split(read_run(make_run("a"), "a"))
+    assert split == {"data": 4.0, "forward": 3.0, "backward": 5.0, "other": 0.5}
+    assert time_split(read_run(make_run("b", time={"own": 1, "data": float("nan")}, seconds=1), "b")) == {
+        "own": 1
+    }
+    assert time_split(RunFiles(Path(), "")) == {}
+
+
+def test_names_are_the_shortest_that_differ() -> None:
+    assert labels([Path("/r/a/1"), Path("/r/a/2")]) == ["1", "2"]
+    assert labels([Path("/r/a/1"), Path("/r/b/1"), Path("/r/b/2")]) == ["a/1", "b/1", "b/2"]
+    assert labels([Path("/r/a")]) == ["a"]
+
+
+def test_twenty_runs_side_by_side(make_run: MakeRun) -> None:
+    html = shown(*(make_run(f"{i:02}", lr=0.01 * i, seed=i) for i in range(20)))
+    assert html.count('class="run"') == 20
+    assert json.loads(html.split('id="data">')[1].split("</script>")[0])["runs"][19] == "19"
