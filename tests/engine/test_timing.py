@@ -284,6 +284,15 @@ def test_flops_are_counted_by_hand() -> None:
     with counter() as counted:
         model(torch.randn(8, 16)).sum().backward()
     assert counted.get_total_flops() == 3 * 2 * 8 * (16 * 32 + 32 * 4) - 2 * 8 * 16 * 32
+    for groups in (1, 8, 64):
+        layer = nn.Conv2d(64, 64, 3, padding=1, groups=groups)
+        with counter() as counted:
+            layer(torch.randn(2, 64, 8, 8, requires_grad=True)).sum().backward()
+        assert counted.get_total_flops() == 3 * 2 * 2 * 64 * 8 * 8 * (64 // groups) * 9
+    upwards = nn.ConvTranspose2d(8, 4, 2, stride=2)
+    with counter() as counted:
+        upwards(torch.randn(2, 8, 5, 5, requires_grad=True)).sum().backward()
+    assert counted.get_total_flops() == 3 * 2 * 2 * 8 * 5 * 5 * 4 * 2 * 2
     lstm = nn.LSTM(16, 32, 2)
     with counter() as counted:
         lstm(torch.randn(10, 4, 16))[0].sum().backward()
