@@ -34,9 +34,11 @@ _MEASURED_S = 0.02
 
 
 def counter() -> FlopCounterMode:
-    """Counts what runs inside, forward and backward. Recurrent layers' kernels too, which torch's own table
-    leaves out; and a grouped convolution's weight gradient once: torch 2.11 to 2.15 count it once a group (576
-    times for a depthwise layer of 576 channels)."""
+    """Counts what runs inside, forward and backward.
+
+    Recurrent layers' kernels too, which torch's own table leaves out; and a grouped convolution's weight
+    gradient once, where torch 2.11 to 2.15 count it once for each group.
+    """
     aten = torch.ops.aten
     return FlopCounterMode(
         display=False,
