@@ -364,3 +364,5 @@ def test_a_slow_link_that_loses_packets_changes_no_bit(
         assert [job.wait(280) for job in jobs.values()] == [0, 0], [job.text for job in jobs.values()]
     assert "lost 3 of" in (tmp_path / "cable-2.txt").read_text(), "the link was as bad as was asked for"
     assert_same_outcome(tmp_path / "run", tmp_path / "one/run")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["verdict"].startswith("waiting for the other ranks' gradients "), summary["verdict"]
