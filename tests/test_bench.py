@@ -18,25 +18,25 @@ def bench(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_override_that_helps_is_found_and_its_line_can_be_copied(tmp_path: Path) -> None:
-    done = bench(tmp_path, *FAST, "data.pace=0.03", "try=data.pace=0;data.pace=0.06;data.nonsense=1")
+    done = bench(tmp_path, *FAST, "data.pace=0.03", "try=data.pace=0;data.nonsense=1")
     assert done.returncode == 0, done.stderr
     assert "waiting for data" in done.stderr
     assert "data.nonsense=1  can't be had: data.nonsense: there is no such key." in done.stderr
     ratios = {name: float(ratio) for name, ratio in re.findall(r"(data\.pace=\S+)  x([\d.]+)", done.stderr)}
     assert ratios["data.pace=0"] < 0.5
-    assert ratios["data.pace=0.06"] == pytest.approx(2, abs=0.3)
     rows = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
-    assert rows == ["override", "as", "data.pace=0", "data.pace=0.06"]
+    assert rows == ["override", "as", "data.pace=0"]
     [last] = [line for line in done.stdout.splitlines() if "times as fast: python -m ddptrain" in line]
     words = shlex.split(last.partition("python -m ddptrain ")[2])
     assert words[-1] == "data.pace=0"
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_two_ranks_and_nothing_to_gain(tmp_path: Path) -> None:
-    done = bench(tmp_path, *FAST, "ranks=2", "data.pace=0.03", "try=data.pace=0.05")
+    done = bench(tmp_path, *FAST, "ranks=2", "data.pace=0.03", "try=data.pace=0.06")
     assert done.returncode == 0, done.stderr
+    assert float(re.findall(r"data\.pace=0\.06  x([\d.]+)", done.stderr)[0]) == pytest.approx(2, abs=0.3)
     assert "nothing tried is faster than it is: python -m ddptrain" in done.stdout
 
 

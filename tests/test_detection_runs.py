@@ -137,6 +137,7 @@ def test_evaluate_repeats_the_last_metrics(folder: Path, ranks: int) -> None:
 # -- the same training by other ways ----------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "path"), [("yolo", "data.yaml"), ("coco", "annotations/instances_train.json")]
 )

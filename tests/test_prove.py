@@ -54,6 +54,7 @@ def test_a_resume_that_is_the_same_run(folder: Path) -> None:
     assert kept(folder) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
@@ -102,6 +103,7 @@ def test_layers_that_see_one_ranks_part_are_named(folder: Path) -> None:
     assert said.endswith("with elastic=strict all bits are equal.")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "broken",
     [pytest.param("data._target_=unkept.Shifted", marks=pytest.mark.faults), "task._target_=unkept.Mean"],
@@ -122,6 +124,7 @@ def test_metrics_that_do_not_depend_on_the_ranks(folder: Path) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("task", "reason"),
     [

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from compare import assert_same
+from running import FAULTY
 from shell import ddptrain, refusal
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from texts import write_text
@@ -93,6 +94,7 @@ def kill_all(mark: str) -> int:
     return killed
 
 
+@pytest.mark.long
 def test_a_killed_text_run_goes_on_to_the_same_end(tmp_path: Path) -> None:
     """torchrun and both ranks killed by SIGKILL, at some moment after the second checkpoint."""
     write_text(tmp_path / "text.txt")
@@ -204,6 +206,7 @@ def test_more_ranks_than_streams_are_refused_once(tmp_path: Path) -> None:
     assert re.search(r"exitcode +: 2", ended.stderr)
 
 
+@pytest.mark.long
 def test_what_predict_is_asked_is_checked(tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt")
     done = ddptrain(tmp_path, f"{tiny('lstm_text')} data.level=characters task.sample=the", **ONE_THREAD)
@@ -225,14 +228,10 @@ def test_what_predict_is_asked_is_checked(tmp_path: Path) -> None:
 
 
 def test_a_task_without_predictions_says_so(tmp_path: Path) -> None:
-    done = ddptrain(
-        tmp_path,
-        "recipe=cnn_cifar10 data=shapes data.source.train=64 data.source.valid=16 device=cpu train.steps=1"
-        " run.dir=run",
-        **ONE_THREAD,
-    )
+    own = f"--config-dir={FAULTY}"
+    done = ddptrain(tmp_path, f"{own} recipe=faulty device=cpu train.steps=1 run.dir=run", **ONE_THREAD)
     assert done.code == 0, done.err
-    assert "predict: ImageClassification offers none" in refusal(tmp_path, "predict run=run")
+    assert "predict: Faulty offers none" in refusal(tmp_path, f"predict {own} run=run")
 
 
 @pytest.mark.parametrize(
@@ -270,6 +269,7 @@ def test_under_torchrun_one_rank_answers_and_one_message_is_printed(tmp_path: Pa
     assert "RuntimeError" not in refused.stderr
 
 
+@pytest.mark.long
 def test_characters_keep_their_meaning(tmp_path: Path) -> None:
     """A text with another alphabet of the same size gives the tokens another meaning."""
     text = write_text(tmp_path / "text.txt")

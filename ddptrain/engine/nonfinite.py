@@ -109,13 +109,13 @@ class _Backward:
         """A forward hook: looks at the gradients of the layer's outputs."""
 
         def look(layer: nn.Module, inputs: Any, output: Any) -> None:
-            def seen(gradient: Tensor) -> None:
-                if bool(gradient.isfinite().all()):
+            def seen(gradients: tuple[Tensor | None, ...]) -> None:
+                if all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None):
                     self._given_finite.add(name)
 
             for tensor in _floats(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(seen)
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(seen)
 
         return look
 

@@ -51,6 +51,7 @@ def test_ranks_and_accumulation_do_not_change_the_weights(tmp_path: Path) -> Non
             assert difference < 1e-5, f"{size} ranks, micro-batches of {micro_batch}: {difference}"
 
 
+@pytest.mark.long
 def test_one_model_is_judged_alike_on_any_world(tmp_path: Path) -> None:
     """To the last digit, also by ranks that have no validation batch at all."""
     fit = Fit(plan(100, save_every=100, eval_every=100), optim=ADAMW)

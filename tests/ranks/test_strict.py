@@ -102,6 +102,7 @@ def test_a_recurrent_model_with_its_states(tmp_path: Path) -> None:
     assert metrics == lines
 
 
+@pytest.mark.long
 def test_the_detector_with_its_mosaics(tmp_path: Path) -> None:
     def pair() -> tuple[Task, Data]:
         return detector(multi_scale=0.5)

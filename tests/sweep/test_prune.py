@@ -142,6 +142,7 @@ def test_asha_finds_the_best_with_half_of_the_epochs(seed: int, ranks: int, tmp_
     one_sweep(tmp_path, seed, ranks)
 
 
+@pytest.mark.long
 def test_the_pruned_go_on_where_nothing_is_pruned_any_more(tmp_path: Path) -> None:
     """With two ranks a job, which stop together and go on together."""
     words = swept_words("task.point=range(3)", "sweep.gpus=[0,1,2,3]", "sweep.gpus_per_job=2")
