@@ -43,6 +43,9 @@ def main(words: Sequence[str]) -> int:
     end_with_agent()
     try:
         arguments = parse(words)
+        if asks_help(arguments) and arguments.verb in usage.TEXTS:
+            print(usage.TEXTS[arguments.verb])
+            return ExitCode.DONE
         open_user_code(arguments.config_dirs)
         verbs = {
             "train": _train,
@@ -131,9 +134,6 @@ def _sweep(arguments: Arguments) -> int:
 
 
 def _report(arguments: Arguments) -> int:
-    if asks_help(arguments):
-        print(usage.REPORT)
-        return ExitCode.DONE
     own, folders = divided(arguments.overrides, str.isidentifier)
     from ddptrain.commands import report
 
@@ -142,9 +142,6 @@ def _report(arguments: Arguments) -> int:
 
 
 def _doctor(arguments: Arguments) -> int:
-    if asks_help(arguments):
-        print(usage.DOCTOR)
-        return ExitCode.DONE
     own, rest = divided(arguments.overrides, str.isidentifier)
     if rest:
         raise UserError(
@@ -157,9 +154,6 @@ def _doctor(arguments: Arguments) -> int:
 
 def _bench(arguments: Arguments) -> int:
     """What is no key of a config is for the bench: how many steps, what to try."""
-    if asks_help(arguments):
-        print(usage.BENCH)
-        return ExitCode.DONE
     if arguments.sweeps or "RANK" in os.environ:
         raise UserError(
             "bench: starts the trainings that it compares, and their ranks, itself. Start it without"
@@ -208,9 +202,6 @@ def _write(arguments: Arguments) -> int:
 
 
 def _launch(arguments: Arguments) -> int:
-    if asks_help(arguments):
-        print(usage.LAUNCH)
-        return ExitCode.DONE
     os.environ.pop("RANK", None)  # some schedulers' number of this node; each node's launch speaks for itself
     _expect_a_recipe(arguments)
     expect_no_sweep(arguments)

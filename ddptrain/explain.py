@@ -84,11 +84,17 @@ def explained(key: str, overrides: Sequence[str]) -> str:
         heading = (
             [_Setting(f"{key} = {choices[key].what}", f"({choices[key].where})")] if key in choices else []
         )
-        inner = [(leaf, _told(_at(final, leaf)), history.of(leaf)[-1].where) for leaf in _leaves(key, value)]
+        inner = [
+            (leaf, _told(_at(final, leaf)), history.nearest(leaf)[-1].where) for leaf in _leaves(key, value)
+        ]
         return "\n".join([*(" ".join(line) for line in heading), *_in_columns(inner)])
-    shown = _told(value) if _at(raw, key) == value else f"{_told(value)}  ({_at(raw, key)})"
+    unresolved = _at(raw, key)
+    is_plain = unresolved is _ABSENT or unresolved == value
+    shown = _told(value) if is_plain else f"{_told(value)}  ({unresolved})"
     about = _documentation(key)
-    return "\n".join([f"{key} = {shown}", *([f"  {about}"] if about else []), *_in_columns(history.of(key))])
+    return "\n".join(
+        [f"{key} = {shown}", *([f"  {about}"] if about else []), *_in_columns(history.nearest(key))]
+    )
 
 
 def no_such_key(key: str, known: Sequence[str]) -> str:
@@ -123,6 +129,14 @@ class _History:
         self._layers = layers
         self._words = words
         self._choices = choices
+
+    def nearest(self, key: str) -> list[_Setting]:
+        """Of a key inside of what an interpolation has brought: what has set the interpolation."""
+        found = self.of(key)
+        while not found and "." in key:
+            key = key.rpartition(".")[0]
+            found = self.of(key)
+        return found
 
     def of(self, key: str) -> list[_Setting]:
         found = [

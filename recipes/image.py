@@ -20,6 +20,18 @@ _BATCH = COLUMNS * ROWS
 """Pictures that `ImageClassification.predict` puts through the model, and on a sheet, at once."""
 
 
+def _check_sound(files: Sequence[Path]) -> None:
+    """Raise UserError naming all that can't be read."""
+    problems = []
+    for file in files:
+        try:
+            probe(file)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
+
+
 @final
 class ImageClassification(Task):
     """Cross-entropy over classes; accuracy, top-5 accuracy, loss and a confusion matrix.
@@ -77,8 +89,7 @@ class ImageClassification(Task):
         if top < 1:
             raise UserError(f"top={top}: must be 1 or more.")
         files, folder = named_pictures(source), Path(out)
-        for file in files:  # what is broken, before anything is written
-            probe(file)
+        _check_sound(files)  # before anything is written
         claim(folder)
         best = min(top, len(self._data.classes))
         heads = [f"{head}_{place}" for place in range(1, best + 1) for head in ("label", "probability")]
@@ -96,7 +107,8 @@ class ImageClassification(Task):
                     yield f"{file}: {', '.join(told)}\n"
                 write_sheet(folder / f"sheet-{begin // _BATCH + 1:03}.png", shown)
         sheets = -(-len(files) // _BATCH)
-        yield f"{out}: predictions.csv and {sheets} sheet{'s' * (sheets > 1)} of {len(files)} pictures"
+        of = f"{len(files)} picture{'s' * (len(files) > 1)}"
+        yield f"{out}: predictions.csv and {sheets} sheet{'s' * (sheets > 1)} of {of}"
 
     def _answers(
         self, model: nn.Module, files: Sequence[Path], best: int

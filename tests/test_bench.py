@@ -1,9 +1,12 @@
 """``bench``: real trainings in turns, and what it says of them."""
 
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,12 +23,13 @@ def bench(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_an_override_that_helps_is_found_and_its_line_can_be_copied(tmp_path: Path) -> None:
     done = bench(tmp_path, *FAST, "data.pace=0.03", "try=data.pace=0;data.nonsense=1")
     assert done.returncode == 0, done.stderr
-    assert "waiting for data" in done.stderr
+    assert re.search(r"as it is +[\d.]+ ms a step on cpu: data [5-9]\d%", done.stderr)
     assert "data.nonsense=1  can't be had: data.nonsense: there is no such key." in done.stderr
     ratios = {name: float(ratio) for name, ratio in re.findall(r"(data\.pace=\S+)  x([\d.]+)", done.stderr)}
     assert ratios["data.pace=0"] < 0.5
     rows = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
     assert rows == ["override", "as", "data.pace=0"]
+    assert re.search(r"noise +against itself x1\.|noise +against itself x0\.", done.stderr)
     [last] = [line for line in done.stdout.splitlines() if "times as fast: python -m ddptrain" in line]
     words = shlex.split(last.partition("python -m ddptrain ")[2])
     assert words[-1] == "data.pace=0"
@@ -47,6 +51,7 @@ def test_two_ranks_and_nothing_to_gain(tmp_path: Path) -> None:
         (["steps=x"], "steps=x: must be a whole number"),
         (["stops=3"], "stops: bench takes no such word. Did you mean steps?"),
         (["run.dir=here"], "run.dir=here: bench decides that itself; leave it out."),
+        (["try=log.every=1"], "log.every=1: bench decides that itself; leave it out."),
         (["optim.lrr=1"], "optim.lrr: there is no such key."),
         (["--multirun"], "bench: starts the trainings that it compares"),
     ],
@@ -59,6 +64,31 @@ def test_wrong_words_are_one_message(tmp_path: Path, words: list[str], said: str
 
 
 def test_a_training_that_does_not_start_is_told(tmp_path: Path) -> None:
-    done = bench(tmp_path, "recipe=cnn_cifar10", "data.root=nowhere/at/all", "device=cuda:99", "try=")
-    assert done.returncode == 1
+    done = bench(tmp_path, "recipe=cnn_digits", "device=cuda:99", "try=")
+    assert done.returncode == 2
     assert "bench: FAILED: device=cuda:99" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_a_bench_that_is_ended_early(tmp_path: Path, number: int) -> None:
+    """While its trainings are still starting."""
+    line = [sys.executable, "-m", "ddptrain", "bench", *FAST, "try="]
+    mark = {**os.environ, "DDPTRAIN_TEST_BENCH": str(tmp_path), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(line, cwd=tmp_path, env=mark, stderr=subprocess.DEVNULL) as process:
+        while not list(tmp_path.glob("ddptrain-bench-*/1/said.txt")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.5)
+        process.send_signal(number)
+    deadline = time.monotonic() + 60
+    while left := [pid for pid in os.listdir("/proc") if pid.isdigit() and _belongs(pid, str(tmp_path))]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+    assert number == signal.SIGKILL or not list(tmp_path.glob("ddptrain-bench-*"))
+
+
+def _belongs(pid: str, mark: str) -> bool:
+    try:
+        return f"DDPTRAIN_TEST_BENCH={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False

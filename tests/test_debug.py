@@ -16,6 +16,7 @@ from toy import FEATURES, Classify, Fit
 from ddptrain.distributed.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import Diverged
+from ddptrain.testing import run_ranks
 
 DIGITS = ["recipe=cnn_digits", "device=cpu", "log.tensorboard=false", "train.steps=20", "run.dir=run"]
 
@@ -104,3 +105,64 @@ def test_a_model_that_torch_can_not_count_trains_all_the_same(
         state, _, _ = Fit(plan, task=Shy).run(World(), tmp_path)
     assert state.applied == 5
     assert "FLOPs are not counted: an operator without a rule" in caplog.text
+
+
+def test_a_compiled_model_is_still_compiled_after_its_flops_are_counted(tmp_path: Path) -> None:
+    """Under torch's counter Dynamo leaves a frame alone, and torch 2.11 does so ever after."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def compiled() -> nn.Module:
+        model = Doubled(FEATURES, 5)
+        model.compile(backend=backend)
+        return model
+
+    plan = Plan(steps=3, train_size=100, batch_size=20)
+    state, _, _ = Fit(plan, make_model=compiled).run(World(), tmp_path)
+    assert state.applied == 3
+    assert graphs
+
+
+class Doubled(nn.Linear):
+    """Of a file of its own: torch 2.11 compiles none that is torch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def test_a_buffer_that_comes_with_the_first_forward_pass_is_no_hindrance(tmp_path: Path) -> None:
+    class Lazy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "scale"):
+                self.register_buffer("scale", torch.ones(()), persistent=False)
+            return super().forward(x) * self.scale
+
+    plan = Plan(steps=3, train_size=100, batch_size=20)
+    state, _, _ = Fit(plan, make_model=lambda: Lazy(FEATURES, 5)).run(World(), tmp_path)
+    assert state.applied == 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tasks_own_error_is_the_one_that_is_raised(tmp_path: Path, ranks: int) -> None:
+    class Broken(Classify):
+        def loss(self, model: nn.Module, batch: Any, at: Any) -> Any:
+            loss = super().loss(model, batch, at)
+            loss.sum.register_hook(_refuse)
+            return loss
+
+    def rank(world: World) -> str:
+        plan = Plan(steps=3, train_size=100, batch_size=20)
+        try:
+            Fit(plan, task=Broken).run(world, tmp_path / str(world.rank))
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    assert run_ranks(rank, ranks) == ["no gradient, thanks"] * ranks
+
+
+def _refuse(gradient: Tensor) -> None:
+    raise ValueError("no gradient, thanks")

@@ -181,7 +181,7 @@ def test_one_file_and_a_folder_that_is_not_written_to_twice(
 ) -> None:
     file = photos / "moved/val/cold/3.jpg"
     done = predict(tmp_path, f"run={photos}/run source={file} top=1 checkpoint=best out=one")
-    assert done.out.splitlines()[1] == "one: predictions.csv and 1 sheet of 1 pictures"
+    assert done.out.splitlines()[1] == "one: predictions.csv and 1 sheet of 1 picture"
     assert refused(tmp_path, f"predict run={photos}/run source={file} out=one").startswith(
         "out=one: exists and isn't empty"
     )

@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from ddptrain.commands.contestant import Contestant, Lap, Unfit
 from ddptrain.config.schema import Config
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
-from ddptrain.observe.timing import TRAINING
+from ddptrain.observe.timing import TRAINING, Timing, told
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 _LAP_S = 1.0
 """A lap is long enough for this, in the shortest steps too."""
 _GAIN = 0.97
-"""Ratio of the step's time below which an override is worth taking; three of four laps have to be faster."""
+"""Ratio of the step's time below which an override is worth taking, where there is no noise."""
 _ENDLESS = 1_000_000
 _OWN = (
     *(f"train.steps={_ENDLESS}", f"train.eval_every={_ENDLESS}", f"checkpoint.every={_ENDLESS}"),
-    *("log.tensorboard=false", "hang_timeout=null", "strategy.verify_every=null"),
+    *("log.tensorboard=false", "hang_timeout=null", "strategy.verify_every=null", "train.time_limit=null"),
 )
 """What every training here is told: to do nothing but steps, for ever."""
 _NAMED_HERE = ("run.", "log.every", "train.steps", "train.epochs", "train.eval_every", "checkpoint.every")
@@ -50,10 +51,6 @@ class Result:
     def ratio(self) -> float:
         return statistics.median(self.ratios)
 
-    @property
-    def helps(self) -> bool:
-        return self.ratio <= _GAIN and statistics.quantiles(self.ratios, n=4)[2] < 1
-
 
 def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
     """Measure the training that ``words`` (options and overrides, checked by the caller) describe, alone and
@@ -61,23 +58,25 @@ def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
 
     asked: the verb's own words, see `_asked`. Raises UserError for what the user can mend.
     """
-    for word in words:
+    own = typed_arguments(_asked, {("tries" if n == "try" else n): v for n, v in asked.items()}, "bench")
+    tries = None if "tries" not in own else [word.strip() for word in own["tries"].split(";") if word.strip()]
+    for word in [*words, *(word for override in tries or () for word in shlex.split(override))]:
         if word.lstrip("+").startswith(_NAMED_HERE):
             raise UserError(f"{word}: bench decides that itself; leave it out.")
-    own = typed_arguments(_asked, {("tries" if n == "try" else n): v for n, v in asked.items()}, "bench")
     steps, rounds, ranks = (own.get(name, default) for name, default in _DEFAULTS.items())
     for name, value, least in (("steps", steps, 1), ("rounds", rounds, 3), ("ranks", ranks, 1)):
         if value < least:
             raise UserError(f"{name}={value}: must be {least} or more.")
     open_log(None, first=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: its trainings end with it
+        signal.signal(number, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="ddptrain-bench-"))
     bench = _Bench([*words, *_OWN], ranks, steps, rounds, folder)
     try:
-        with bench.contestant() as baseline:
-            return _compared(bench, baseline, config, words, own.get("tries"))
+        return _compared(bench, config, words, tries)
     except Unfit as error:
         print(f"bench: FAILED: {error}", flush=True)
-        return ExitCode.CRASH
+        return ExitCode.USER_ERROR if error.code == ExitCode.USER_ERROR else ExitCode.CRASH
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -93,84 +92,92 @@ class _Bench:
     """Starts contestants that differ in overrides only."""
 
     def __init__(self, words: Sequence[str], ranks: int, steps: int, rounds: int, folder: Path) -> None:
-        self._words, self._ranks, self._steps, self._rounds = words, ranks, steps, rounds
+        self._words, self.ranks, self._steps, self._rounds = words, ranks, steps, rounds
         self._folder = folder
         self._started = 0
-        self.times = 1
+        self._times = 0
         """A lap is so many of the shortest."""
 
     @contextmanager
     def contestant(self, *more: str) -> Iterator[Contestant]:
         self._started += 1
         folder = self._folder / str(self._started)
-        contestant = Contestant([*self._words, *more], self._ranks, folder, self._steps)
+        contestant = Contestant([*self._words, *more], self.ranks, folder, self._steps)
         try:
             yield contestant
         finally:
             contestant.end()
 
-    def measured(self, baseline: Contestant) -> Lap:
-        """The baseline by itself."""
-        lap = baseline.warm_up()
-        lap = baseline.lap()
-        self.times = max(1, round(_LAP_S / max(sum(lap.seconds.values()), 1e-3)))
-        return baseline.lap(self.times)
-
-    def duel(self, baseline: Contestant, override: str) -> Result:
-        """Lap by lap in turns. Raises Unfit."""
-        with self.contestant(*shlex.split(override)) as other:
-            other.warm_up()
-            other.lap()
-            laps, ratios, order = [], [], [baseline, other]
+    def duel(self, override: str) -> tuple[Lap, Result]:
+        """Lap by lap in turns with the training as it is, both new: one process may be slower than its like
+        for all its life. The training as it is, and the override. Raises Unfit."""
+        with self.contestant() as baseline, self.contestant(*shlex.split(override)) as other:
+            self._warm_up(baseline)
+            self._warm_up(other)
+            ours: list[Lap] = []
+            theirs: list[Lap] = []
             for turn in range(self._rounds):
                 # ABBA: neither always comes after the other
-                ordered = order if turn % 2 == 0 else order[::-1]
-                taken = {contestant: contestant.lap(self.times) for contestant in ordered}
-                laps.append(taken[other])
-                ratios.append(taken[other].ms_per_step / taken[baseline].ms_per_step)
-        seconds = {phase: sum(lap.seconds[phase] for lap in laps) for phase in laps[0].seconds}
-        return Result(override, _joined(laps, seconds), ratios)
+                for contestant in (baseline, other)[:: 1 if turn % 2 == 0 else -1]:
+                    (ours if contestant is baseline else theirs).append(contestant.lap(self._times))
+        ratios = [b.ms_per_step / a.ms_per_step for a, b in zip(ours, theirs, strict=True)]
+        return _joined(ours), Result(override, _joined(theirs), ratios)
+
+    def _warm_up(self, contestant: Contestant) -> None:
+        contestant.warm_up()
+        lap = contestant.lap()
+        if not self._times:
+            self._times = max(1, round(_LAP_S / max(sum(lap.seconds.values()), 1e-3)))
 
 
-def _joined(laps: Sequence[Lap], seconds: Mapping[str, float]) -> Lap:
+def _joined(laps: Sequence[Lap]) -> Lap:
     last = laps[-1]
-    return Lap(sum(lap.steps for lap in laps), seconds, last.mfu, last.advice, last.setup)
+    seconds = {phase: sum(lap.seconds[phase] for lap in laps) for phase in last.seconds}
+    return Lap(sum(lap.steps for lap in laps), seconds, last.mfu, last.setup)
 
 
-def _compared(
-    bench: _Bench, baseline: Contestant, config: Config, words: Sequence[str], asked: str | None
-) -> int:
-    first = bench.measured(baseline)
-    _say(f"as it is    {first.ms_per_step:.2f} ms a step on {first.setup['device']}: {first.advice}")
-    tried = _candidates(config, first.setup) if asked is None else [word for word in asked.split(";") if word]
-    results, failed = [], []
-    for override in tried:
+def _compared(bench: _Bench, config: Config, words: Sequence[str], tries: Sequence[str] | None) -> int:
+    first, itself = bench.duel("")
+    noise = max(itself.ratio, 1 / itself.ratio) - 1
+    split = told(Timing(first.seconds, first.steps))
+    _say(f"as it is    {first.ms_per_step:.2f} ms a step on {first.setup['device']}: {split}")
+    least, most = min(itself.ratios), max(itself.ratios)
+    _say(f"noise       against itself x{itself.ratio:.3f} ({least:.3f} to {most:.3f})")
+    results = []
+    for override in _candidates(config, first.setup) if tries is None else tries:
         began = time.monotonic()
         try:
-            results.append(bench.duel(baseline, override))
+            results.append(bench.duel(override)[1])
         except Unfit as error:
-            failed.append(override)
             _say(f"{override}  can't be had: {error}")
             continue
         _say(f"{override}  x{results[-1].ratio:.3f}  ({time.monotonic() - began:.0f} s)")
-    best = _best_set(results)
+    best = _best_set([result for result in results if _helps(result, noise)])
     if len(best) > 1:
         together = " ".join(result.override for result in best)
         try:
-            results.append(bench.duel(baseline, together))
+            results.append(bench.duel(together)[1])
         except Unfit as error:
             _say(f"{together}  can't be had together: {error}")
-    _print(_table(first, results))
-    helping = [result for result in results if result.helps]
-    if helping:
-        fastest = min(helping, key=lambda result: result.ratio)
-        said, line = f"{1 / fastest.ratio:.2f} times as fast:", [*words, *shlex.split(fastest.override)]
-    else:
-        said, line = "nothing tried is faster than it is:", list(words)
-    print(f"{said} python -m ddptrain {shlex.join(line)}", flush=True)
-    if any(result.override.startswith("precision=") for result in results):
+    helping = [result for result in results if _helps(result, noise)]
+    _print(_table(first, itself, results, helping))
+    launch = [] if bench.ranks == 1 else ["launch", f"--nproc-per-node={bench.ranks}"]
+    fastest = min(helping, key=lambda result: result.ratio, default=None)
+    said = (
+        "nothing tried is faster than it is:"
+        if fastest is None
+        else f"{1 / fastest.ratio:.2f} times as fast:"
+    )
+    more = [] if fastest is None else shlex.split(fastest.override)
+    print(f"{said} python -m ddptrain {shlex.join([*launch, *words, *more])}", flush=True)
+    if any(word.startswith("precision=") for word in more):
         print("(another precision computes other numbers: compare the metrics too)", flush=True)
-    return ExitCode.DONE
+    return ExitCode.CRASH if tries and not results else ExitCode.DONE
+
+
+def _helps(result: Result, noise: float) -> bool:
+    """Faster than what a training differs from its like by, and in three of four laps."""
+    return result.ratio * (1 + noise) <= _GAIN and statistics.quantiles(result.ratios, n=4)[2] < 1
 
 
 def _candidates(config: Config, setup: Mapping[str, Any]) -> list[str]:
@@ -200,12 +207,11 @@ def _best_set(results: Sequence[Result]) -> list[Result]:
     best: dict[str, Result] = {}
     for result in sorted(results, key=lambda result: result.ratio):
         key = result.override.partition("=")[0]
-        if result.helps:
-            best.setdefault("data" if key.startswith("data.") else key, result)
+        best.setdefault("data" if key.startswith("data.") else key, result)
     return list(best.values())
 
 
-def _table(first: Lap, results: Sequence[Result]) -> "Table":
+def _table(first: Lap, itself: Result, results: Sequence[Result], helping: Sequence[Result]) -> "Table":
     from rich import box
     from rich.table import Table
 
@@ -213,20 +219,18 @@ def _table(first: Lap, results: Sequence[Result]) -> "Table":
     phases = [phase for phase in TRAINING if any(_share(lap, phase) >= 0.005 for lap in laps)]
     table = Table(box=box.SIMPLE)
     table.add_column("override", overflow="fold")
-    for name in ("ms/step", "ratio", "least", "most", *(phase.replace("_", "-") for phase in phases), "peak"):
+    for name in ("ratio", "least", "most", "ms/step", *(phase.replace("_", "-") for phase in phases)):
         table.add_column(name, justify="right")
-    table.add_row("as it is", *_cells(first, (), phases))
+    table.add_row("as it is", *_cells(itself, phases))
     for result in sorted(results, key=lambda result: result.ratio):
-        style = "green" if result.helps else ""
-        table.add_row(result.override, *_cells(result.lap, result.ratios, phases), style=style)
+        table.add_row(result.override, *_cells(result, phases), style="green" if result in helping else "")
     return table
 
 
-def _cells(lap: Lap, ratios: Sequence[float], phases: Sequence[str]) -> list[str]:
-    compared = [statistics.median(ratios), min(ratios), max(ratios)] if ratios else [1.0]
-    told = [f"{ratio:.3f}" for ratio in compared] + [""] * (3 - len(compared))
-    shares = [f"{_share(lap, phase):.0%}" for phase in phases]
-    return [f"{lap.ms_per_step:.2f}", *told, *shares, "" if lap.mfu is None else f"{lap.mfu:.0%}"]
+def _cells(result: Result, phases: Sequence[str]) -> list[str]:
+    compared = [result.ratio, min(result.ratios), max(result.ratios)]
+    shares = [f"{_share(result.lap, phase):.0%}" for phase in phases]
+    return [*(f"{ratio:.3f}" for ratio in compared), f"{result.lap.ms_per_step:.2f}", *shares]
 
 
 def _share(lap: Lap, phase: str) -> float:

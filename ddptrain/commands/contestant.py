@@ -14,15 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddptrain.errors import UserError
 from ddptrain.observe.turns import TURNS
 
 _STARTS_WITHIN_S = 300.0
 """Compiling takes a minute or two."""
+_READ_AHEAD = 3
+"""Batches that a loader process has ready while nobody asks: two, and one in its hands."""
 _TAIL_LINES = 12
 
 
 class Unfit(Exception):
     """A training did not start, or did not go on. The message holds the end of what it said."""
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        """Its exit code, where it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +41,6 @@ class Lap:
     seconds: Mapping[str, float]
     """By phase."""
     mfu: float | None
-    advice: str
     setup: Mapping[str, Any]
 
     @property
@@ -48,13 +55,20 @@ class Contestant:
     """
 
     def __init__(self, words: Sequence[str], ranks: int, folder: Path, steps: int) -> None:
+        """Raises UserError where the folder's name is too long for a socket."""
         folder.mkdir()
         self._steps = steps
         self._said = folder / "said.txt"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(str(folder / "turns"))
+        try:
+            self._socket.bind(str(folder / "turns"))
+        except OSError as error:
+            raise UserError(
+                f"{folder}: no place for a socket ({error}). Set TMPDIR to a shorter one."
+            ) from error
         self._socket.listen(1)
         self._line: socket.socket | None = None
+        self._stale = 0
         launch = ["launch", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         own = [f"log.every={steps}", f"run.dir={folder / 'run'}"]
         with self._said.open("wb") as said:
@@ -72,23 +86,27 @@ class Contestant:
         deadline = time.monotonic() + _STARTS_WITHIN_S
         while not select.select([self._socket], [], [], 0.1)[0]:
             if self._process.poll() is not None:
-                raise Unfit(self._tail())
+                raise Unfit(self._tail(), self._process.returncode)
             if time.monotonic() > deadline:
                 raise Unfit(f"does not start within {_STARTS_WITHIN_S:.0f} s")
         self._line, _ = self._socket.accept()
-        return self._told()
+        lap = self._told()
+        self._stale = -(-_READ_AHEAD * (lap.setup["workers"] or 0) // self._steps)
+        return lap
 
     def lap(self, times: int = 1) -> Lap:
-        """So many times the shortest lap."""
-        assert self._line is not None
-        laps = []
-        for _ in range(times):
-            with suppress(OSError):  # it has ended; that is told below
-                self._line.sendall(b"g")
-            laps.append(self._told())
+        """So many times the shortest lap, after those that use up what its loaders have read ahead while it
+        stood still."""
+        laps = [self._next() for _ in range(self._stale + times)][self._stale :]
         last = laps[-1]
         seconds = {phase: sum(lap.seconds[phase] for lap in laps) for phase in last.seconds}
-        return Lap(times * self._steps, seconds, last.mfu, last.advice, last.setup)
+        return Lap(times * self._steps, seconds, last.mfu, last.setup)
+
+    def _next(self) -> Lap:
+        assert self._line is not None
+        with suppress(OSError):  # it has ended; that is told below
+            self._line.sendall(b"g")
+        return self._told()
 
     def end(self) -> None:
         with suppress(ProcessLookupError):
@@ -106,9 +124,9 @@ class Contestant:
             while not read.endswith(b"\n") and (part := self._line.recv(65536)):
                 read += part
         if not read.endswith(b"\n"):
-            raise Unfit(self._tail())
+            raise Unfit(self._tail(), self._process.poll())
         said = json.loads(read)
-        return Lap(self._steps, said["seconds"], said["mfu"], said["advice"], said["setup"])
+        return Lap(self._steps, said["seconds"], said["mfu"], said["setup"])
 
     def _tail(self) -> str:
         with suppress(subprocess.TimeoutExpired):

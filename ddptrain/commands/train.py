@@ -120,7 +120,7 @@ def _assembled(
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.background)
     _resume(config, plan, data, state, checkpointer, world)
     log.info("plan       steps %d to %d, %.4g epochs", state.step, plan.steps, plan.epoch(plan.steps))
-    setup = _setup(config, world, precision, data, state)
+    setup = _setup(config, world, precision, data, state, plan.steps)
     observers = Observers(_observers(config, folder, setup, monitor) if world.is_first else [])
     engine = Engine(task, data, world, strategy, precision, plan, checkpointer, observers)
     return engine, state, plan.steps
@@ -181,7 +181,9 @@ def _resume(
     log.info("resumed    %s", where)
 
 
-def _setup(config: Config, world: World, precision: Precision, data: Data, state: TrainState) -> Setup:
+def _setup(
+    config: Config, world: World, precision: Precision, data: Data, state: TrainState, steps: int
+) -> Setup:
     trained = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
     return Setup(
         config,
@@ -192,6 +194,8 @@ def _setup(config: Config, world: World, precision: Precision, data: Data, state
         gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
         fused=bool(state.optimizer.defaults.get("fused")),
         steps_per_epoch=-(-data.train_size // config.train.batch_size),
+        steps=steps,
+        valid_size=data.valid_size,
     )
 
 

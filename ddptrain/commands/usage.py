@@ -1,4 +1,4 @@
-"""What ``launch --help`` prints; apart from the verb, whose import takes seconds."""
+"""What a verb prints when it is asked for help; apart from the verbs, whose import takes seconds."""
 
 LAUNCH = """\
 python -m ddptrain launch [torchrun's options] recipe=<name> [overrides]
@@ -91,3 +91,76 @@ own and takes turns with the training as it is, so that the ratios hold on a bus
 The table shows each one's time a step, its ratio to the training as it is (median, least and most of the
 laps), the split of its time and its share of the device's peak; below it stands the fastest command, to copy.
 Nothing is saved or evaluated meanwhile, and what is trained is thrown away."""
+
+_CHECKPOINT_WORDS = """\
+  run=<folder>          the run, whose saved config is used; any of its keys may be overridden
+  checkpoint=<which>    last (the default), best, step-<n>, or a checkpoint's folder"""
+
+EVALUATE = f"""\
+python -m ddptrain evaluate run=<folder> [checkpoint=<which>] [overrides]
+
+The metrics of a finished or running run, on any number of ranks (torchrun), as one JSON object on standard
+output.
+
+{_CHECKPOINT_WORDS}
+
+  python -m ddptrain evaluate run=runs/mine checkpoint=best data=imagefolder data.root=other"""
+
+PREDICT = f"""\
+python -m ddptrain predict run=<folder> [checkpoint=<which>] [the task's own words]
+
+What a trained model answers. It needs the checkpoint alone where that knows enough of the data (images,
+detection).
+
+{_CHECKPOINT_WORDS}
+
+  images      source=<file|folder|'pattern'> [out=predictions] [top=3]: lines, predictions.csv, contact sheets
+  detection   source=<file|folder|'pattern'> [out=predictions] [score=0.25]: pictures with boxes, labels
+  text        [prompt='...'] [tokens=...] [temperature=...] [top_k=...] [seed=...]
+  translation text='...' [beam=...]
+
+  python -m ddptrain predict run=runs/cnn checkpoint=best source=photos out=seen device=cpu"""
+
+EXPORT = f"""\
+python -m ddptrain export run=<folder> [checkpoint=<which>] format=onnx|pt2 [out=<file>] [its own words]
+
+A file that runs without ddptrain, checked against the model on the same batch before it is called done.
+
+{_CHECKPOINT_WORDS}
+  batch=<n>             images: a model for that many at once; by default any number
+
+  python -m ddptrain export run=runs/cnn checkpoint=best format=onnx out=model.onnx"""
+
+CHECKPOINT = """\
+python -m ddptrain checkpoint verify|show|convert run=<folder> [checkpoint=<which>] [out=<file>]
+
+  verify    are all of the run's checkpoints what was written?
+  show      one's facts, sizes, norms, and a table of its tensors
+  convert   plain weights to out=<file.pt|file.safetensors>, which load without ddptrain"""
+
+PROVE = """\
+python -m ddptrain prove resume|world|eval recipe=<name> [overrides] [ranks=<n>] [out=<new folder>]
+
+Whether a recipe keeps the engine's promises, by whole trainings that are compared bit for bit.
+
+  resume    killed at random moments and started again, it ends with the same bits (kills=<n>)
+  world     any number of ranks trains the same
+  eval      any number of ranks finds the same metrics"""
+
+WRITE = """\
+python -m ddptrain write recipe=<name> [overrides] layout=<one of the data's> out=<new folder>
+
+Write a recipe's data set to disk: of detection as layout=yolo or coco."""
+
+TEXTS = {
+    "launch": LAUNCH,
+    "report": REPORT,
+    "doctor": DOCTOR,
+    "bench": BENCH,
+    "evaluate": EVALUATE,
+    "predict": PREDICT,
+    "export": EXPORT,
+    "checkpoint": CHECKPOINT,
+    "prove": PROVE,
+    "write": WRITE,
+}

@@ -32,7 +32,8 @@ def named_pictures(source: str) -> list[Path]:
     found = path.rglob("*") if path.is_dir() else map(Path, glob(source, recursive=True))
     files = sorted(file for file in found if file.suffix.lower() in ENDINGS and file.is_file())
     if not files:
-        raise UserError(f"source={source}: names no picture ({', '.join(ENDINGS)}): no such file or folder.")
+        why = "it and the folders in it hold none" if path.is_dir() else "no such file or folder"
+        raise UserError(f"source={source}: names no picture ({', '.join(ENDINGS)}): {why}.")
     return files
 
 

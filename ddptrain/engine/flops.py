@@ -14,6 +14,7 @@ _TERA = 1e12
 _PEAKS: dict[str, dict[str, float]] = {
     "GB200": {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500},
     "B200": {"fp32": 75, "tf32": 1100, "bf16": 2250, "fp16": 2250},
+    "H200 NVL": {"fp32": 60, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5},
     "H200": {"fp32": 67, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4},
     "H100 PCIe": {"fp32": 51, "tf32": 378, "bf16": 756, "fp16": 756},
     "H100 NVL": {"fp32": 60, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5},
@@ -62,8 +63,10 @@ def peak_flops(device: torch.device, precision: str) -> float:
 
 
 def known_peak(name: str, precision: str) -> float | None:
-    """FLOP/s by the name that the driver gives a GPU."""
+    """FLOP/s by the name that the driver gives a GPU; of a part of one (MIG) nothing is known."""
     words = name.replace("-", " ").split()
+    if "MIG" in words:
+        return None
     for product, peaks in _PEAKS.items():
         if all(word in words for word in product.split()) and precision in peaks:
             return peaks[precision] * _TERA
@@ -98,23 +101,12 @@ def _fastest(work: Callable[[], Tensor]) -> float:
     return best
 
 
-def _convolution_backward(
-    given: Any,
-    pictures: Any,
-    kernel: Any,
-    _b: Any,
-    _s: Any,
-    _p: Any,
-    _d: Any,
-    transposed: bool,
-    *rest: Any,
-    **__: Any,
-) -> int:
+def _convolution_backward(given: Any, pictures: Any, kernel: Any, *rest: Any, **__: Any) -> int:
     """Each of the gradients that are asked for costs what the forward pass does: two for each multiply-add
     of a kernel (of its group's channels) at each place."""
-    _, _, asked = rest
+    *_, transposed, _padding, _groups, asked = rest
     places = pictures if transposed else given
-    return 2 * math.prod(places) * math.prod(kernel[1:]) * (asked[0] + asked[1])
+    return int(2 * math.prod(places) * math.prod(kernel[1:]) * (asked[0] + asked[1]))
 
 
 def _rnn(steps: Sequence[int], weights: Sequence[Sequence[int]]) -> int:

@@ -26,7 +26,7 @@ from ddptrain.engine.seeding import StepSeed
 from ddptrain.engine.state import TrainState
 from ddptrain.engine.stopwatch import Stopwatch
 from ddptrain.errors import Diverged, OutOfStep, Stopped
-from ddptrain.observe.observer import End, Evaluated, Log, Observers, Result, Saved, Start, Times
+from ddptrain.observe.observer import End, Evaluated, Log, Observers, Result, Saved, Start
 from ddptrain.observe.timing import Timing
 from ddptrain.protocols import At, Batch, Data, Report, Task
 
@@ -86,7 +86,7 @@ class Engine:
         # a checkpoint is written before the evaluation at its step: that comes again
         evaluates = state.evaluation_due
         self._observers.start(Start(start, self._plan.steps, evaluates, preview))
-        self._watch.begin(flops, peak)
+        self._watch.begin(flops, peak, state.wrapped)
         try:
             if evaluates:
                 self._evaluate(state)
@@ -105,6 +105,7 @@ class Engine:
                 if self._plan.evaluates(done):
                     self._evaluate(state)
             self._checkpointer.finish()
+            self._watch.settle()
             outcome = "done"
         except Stopped:
             self._checkpointer.finish()
@@ -119,8 +120,7 @@ class Engine:
         finally:
             best, higher = state.best_as(self._task.best_metric), self._task.higher_is_better
             result = Result(outcome, self._last.metrics, best, higher)
-            times = Times(self._watch.total(), self._ranks, **self._watch.process())
-            self._observers.end(End(state.step, self._plan.steps, result, times))
+            self._observers.end(End(state.step, self._plan.steps, result, self._watch.times(self._ranks)))
         return self._last
 
     def _step(self, state: TrainState, at: At, batches: Iterator[Batch]) -> None:
@@ -255,7 +255,7 @@ class Engine:
         position, lap = self._position(state.step), self._watch.lap("evaluation")
         seconds = time.perf_counter() - began
         self._observers.evaluated(Evaluated(state.step, *position, metrics, figures, seconds, is_best, lap))
-        self._watch.mark("evaluating")
+        self._watch.mark("drawing")
         standing = Standing(state.step, self._plan.steps, name, metrics[name], higher)
         if not on_first_rank(self._world, lambda: self._judge(standing)):  # a collective
             self._save_and_stop(state, "pruned")

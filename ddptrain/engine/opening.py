@@ -4,6 +4,7 @@ import logging
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.data.prefetch import tensors_of
 from ddptrain.distributed.strategy import Strategy
@@ -29,30 +30,44 @@ def check_device(model: nn.Module, batch: Batch, device: torch.device) -> None:
 def rehearse(
     task: Task, state: TrainState, strategy: Strategy, precision: Precision, batch: Batch, at: At
 ) -> int:
-    """One throw-away forward and backward; returns their FLOPs, 0 where they can't be counted.
+    """Forward and backward for nothing, before the first step; returns its FLOPs, 0 where they are unknown.
 
     DDP reorders its buckets after the first backward it sees; were that a real step, a resumed run would sum
-    in another order than one that went on.
+    in another order than one that went on. A model that is compiled is so here, as part of the set-up.
     """
-    kept, carried = [buffer.clone() for buffer in state.model.buffers()], task.carried()
-    flops = 0
-    try:
-        with counter() as counted:
-            _pass(task, state, strategy, precision, batch, at)
-        flops = int(counted.get_total_flops())
-    except Exception as error:  # of an operator that torch's counter does not take, or of the task's own
-        log.info("note       FLOPs are not counted: %s", str(error).partition("\n")[0])
+    kept = {name: buffer.clone() for name, buffer in state.model.named_buffers()}
+    carried = task.carried()
+    flops = _counted(task, state.model, precision, batch, at)
+    task.carry_on(carried)
+    if isinstance(state.wrapped, DistributedDataParallel) or state.model._compiled_call_impl is not None:
         _pass(task, state, strategy, precision, batch, at)
     with torch.no_grad():
-        for buffer, value in zip(state.model.buffers(), kept, strict=True):
-            buffer.copy_(value)
+        for name, buffer in state.model.named_buffers():
+            if name in kept:  # a layer may make one in its first forward pass
+                buffer.copy_(kept[name])
     task.carry_on(carried)
-    return flops
+    return 0 if isinstance(state.wrapped, nn.DataParallel) else flops  # whose peak is of several GPUs
+
+
+def _counted(task: Task, model: nn.Module, precision: Precision, batch: Batch, at: At) -> int:
+    """Of the bare model, eagerly: what fails here, under torch's counter, is no harm to the training."""
+    try:
+        with torch.compiler.set_stance("force_eager"), counter() as counted:
+            with precision.autocast():
+                loss = task.loss(model, batch, at)
+            loss.sum.backward()
+        return int(counted.get_total_flops())
+    except Exception as error:  # of an operator that the counter does not take; the task's own comes again
+        log.info("note       FLOPs are not counted: %s", str(error).partition("\n")[0])
+        return 0
+    finally:
+        model.zero_grad(set_to_none=True)
 
 
 def _pass(
     task: Task, state: TrainState, strategy: Strategy, precision: Precision, batch: Batch, at: At
 ) -> None:
+    """As a step's, the votes among the gradients."""
     with precision.autocast():
         loss = task.loss(state.wrapped, batch, at)
     roots, gradients = [loss.sum], [torch.ones_like(loss.sum)]

@@ -5,13 +5,16 @@ import resource
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
+from ddptrain.data.prefetch import copy_waits
+from ddptrain.observe.observer import Times
 from ddptrain.observe.timing import PHASES, Timing
 
 Item = TypeVar("Item")
@@ -26,10 +29,6 @@ class Clock(ABC):
     @abstractmethod
     def mark(self, phase: str) -> None:
         """What has passed since the last mark belongs to this phase."""
-
-    @abstractmethod
-    def mark_fetched(self, waited: float) -> None:
-        """A batch is there, for which the host has waited so many seconds."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -47,9 +46,6 @@ class HostClock(Clock):
         self.seconds[phase] += now - self._at
         self._at = now
 
-    def mark_fetched(self, waited: float) -> None:
-        self.mark("data")
-
     def drain(self) -> None:
         pass
 
@@ -62,26 +58,25 @@ class DeviceClock(Clock):
     def __init__(self) -> None:
         super().__init__()
         self._free: list[torch.cuda.Event] = []
-        self._open: deque[tuple[str, torch.cuda.Event, float]] = deque()
+        self._open: deque[tuple[str, torch.cuda.Event]] = deque()
         self._last = self._recorded()
 
     def mark(self, phase: str) -> None:
-        self._open.append((phase, self._recorded(), 0.0))
-
-    def mark_fetched(self, waited: float) -> None:
-        self._open.append(("data", self._recorded(), waited))
+        self._open.append((phase, self._recorded()))
+        if phase == "evaluating":
+            copy_waits.clear()  # of validation batches
 
     def drain(self) -> None:
         while self._open and self._open[0][1].query():
-            phase, event, waited = self._open.popleft()
-            passed = self._last.elapsed_time(event) / 1e3
-            if phase == "data":
-                # longer than the host has waited, the device waits for the copying stream
-                self.seconds["copy"] += max(0.0, passed - waited)
-                passed = min(passed, waited)
-            self.seconds[phase] += passed
+            phase, event = self._open.popleft()
+            self.seconds[phase] += self._last.elapsed_time(event) / 1e3
             self._free.append(self._last)
             self._last = event
+        while copy_waits and copy_waits[0][1].query():
+            before, after = copy_waits.popleft()
+            copying = before.elapsed_time(after) / 1e3
+            self.seconds["copy"] += copying
+            self.seconds["data"] -= copying
 
     def _recorded(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
@@ -101,19 +96,22 @@ class Stopwatch:
         self._flops = self._peak = 0.0
         self._laps: dict[str, Timing] = {}
 
-    def begin(self, flops: float, peak: float) -> None:
+    def begin(self, flops: float, peak: float, wrapped: nn.Module) -> None:
         """Set-up ends here: what it took is not training. For `Timing`: FLOPs per sample, and FLOP/s of all
-        ranks."""
+        ranks. wrapped: the module that training calls."""
         self._flops, self._peak = flops, peak
+        if isinstance(wrapped, DistributedDataParallel) and any(True for _ in wrapped.module.buffers()):
+            # DDP broadcasts the buffers before the model's own forward: a late rank is waited for there too
+            wrapped.register_forward_pre_hook(lambda *_: self._clock.mark("forward"))
+            wrapped.module.register_forward_pre_hook(lambda *_: self._clock.mark("all_reduce"))
         self._clock = DeviceClock() if self._device.type == "cuda" else HostClock()
 
     def next(self, batches: Iterator[Item]) -> Item:
         """The next batch."""
         self._clock.mark("optimizer")
         self._clock.drain()
-        asked = time.perf_counter()
         batch = next(batches)
-        self._clock.mark_fetched(time.perf_counter() - asked)
+        self._clock.mark("data")
         return batch
 
     def mark(self, phase: str) -> None:
@@ -141,24 +139,23 @@ class Stopwatch:
         self._clock.mark("optimizer")
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        self._clock.drain()
 
     def lap(self, name: str) -> Timing:
         """The time since the last lap of this name."""
+        self._clock.drain()
         now = self.total()
         before, self._laps[name] = self._laps.get(name), now
         return now if before is None else now.since(before)
 
     def total(self) -> Timing:
-        """The time since `begin`."""
-        self._clock.drain()
+        """The time since `begin`, as far as it is added up: a device that has failed can't be asked."""
         return Timing(dict(self._clock.seconds), self._samples, self._flops, self._peak)
 
-    def process(self) -> dict[str, float]:
-        """Seconds since this was made, and peak memory."""
-        return {
-            "seconds": time.perf_counter() - self._began,
-            "peak_memory_mib": self._peak_memory() / 2**20,
-        }
+    def times(self, ranks: Sequence[Timing]) -> Times:
+        """Of this process, at its end. ranks: the last that is known of all of them."""
+        seconds = time.perf_counter() - self._began
+        return Times(self.total(), ranks, seconds, self._peak_memory() / 2**20)
 
     def _queue_mark(self, gradient: Tensor) -> None:
         Variable._execution_engine.queue_callback(self._mark_backward)

@@ -9,7 +9,10 @@ from ddptrain.observe.clock import clock
 from ddptrain.observe.run_files import Point, RunFiles, number, plain
 
 NOTHING = "–"  # noqa: RUF001
-PARTS = ("data", "copy", "forward", "backward", "all_reduce", "optimizer", "logging", "evaluating", "saving")
+PARTS = (
+    *("data", "copy", "forward", "backward", "all_reduce", "optimizer", "logging"),
+    *("evaluating", "drawing", "saving"),
+)
 """Of the time, in the order of a step."""
 _LOWER = ("loss", "perplexity", "error", "bits_per", "distance")
 _HIGHER = ("accuracy", "top", "map", "ap", "ar", "precision", "recall", "f1", "exact", "match", "bleu", "iou")

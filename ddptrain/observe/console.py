@@ -68,7 +68,8 @@ class Console(Observer):
             "  (best so far)" if event.is_best else "",
             event.seconds,
         )
-        log.info("time       %s", told(event.timing))
+        if event.timing.samples:
+            log.info("time       %s", told(event.timing))
 
     def saved(self, event: Saved) -> None:
         log.debug("saved %s", event.path)

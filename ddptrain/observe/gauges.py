@@ -99,6 +99,10 @@ class Gpu(Gauge):
         return int(getattr(self._nvml, f"nvmlClocksThrottleReason{reason}"))
 
 
+_UNLIKE_LINUX = (OSError, KeyError, ValueError, IndexError)
+"""A /proc that is not there, or says other things than Linux's."""
+
+
 @final
 class Host(Gauge):
     """Processor and memory of this node, and of this process, from /proc. Raises Unreadable where there is
@@ -113,15 +117,15 @@ class Host(Gauge):
         try:
             self._before = self._jiffies()
             self.facts = {"memory_total_gib": self._memory()[1] / _GIB}
-        except OSError as error:
-            raise Unreadable(str(error)) from error
+        except _UNLIKE_LINUX as error:
+            raise Unreadable(repr(error)) from error
 
     def read(self) -> Reading:
         try:
             now, (used, _) = self._jiffies(), self._memory()
             pages = int((self._root / "proc/self/statm").read_text().split()[1])
-        except OSError as error:
-            raise Unreadable(str(error)) from error
+        except _UNLIKE_LINUX as error:
+            raise Unreadable(repr(error)) from error
         busy, total = (after - before for before, after in zip(self._before, now, strict=True))
         self._before = now
         values = {} if total <= 0 else {"cpu": 100 * busy / total}
@@ -195,7 +199,9 @@ def own_gauges(world: World, spread: bool) -> tuple[dict[str, Gauge], list[str]]
             problems.append(f"{device} tells nothing of its use ({error})")
     if world.is_first_on_node:
         try:
-            found[f"host{world.rank // world.local_size}"] = Host()
+            # torchrun's number of the node, where it speaks: nodes may have different numbers of ranks
+            node = os.environ.get("GROUP_RANK", world.rank // world.local_size)
+            found[f"host{node}"] = Host()
         except Unreadable as error:
             problems.append(f"the host tells nothing of its use ({error})")
     return found, problems

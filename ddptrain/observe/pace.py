@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, final
 
-from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start, Times
+from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
 from ddptrain.observe.turns import TURNS
-from ddptrain.observe.verdict import Setup, advise
+from ddptrain.observe.verdict import Setup
+
+_GONE = "the bench that started this training is gone"
 
 
 def is_paced() -> bool:
@@ -26,7 +28,10 @@ class Pace(Observer):
 
     def start(self, event: Start) -> None:
         self._bench = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._bench.connect(os.environ[TURNS])
+        try:
+            self._bench.connect(os.environ[TURNS])
+        except OSError as error:
+            raise SystemExit(_GONE) from error
 
     def log(self, event: Log) -> None:
         # log lines here are waits for other contestants' turns
@@ -34,7 +39,6 @@ class Pace(Observer):
         said: dict[str, Any] = {
             "seconds": timing.seconds,
             "mfu": timing.mfu,
-            "advice": advise(self._setup, Times(timing, (), 0.0, 0.0)),
             "setup": _told(self._setup),
         }
         try:
@@ -43,7 +47,7 @@ class Pace(Observer):
         except OSError:
             goes_on = b""
         if not goes_on:
-            raise SystemExit("the bench that started this training is gone")
+            raise SystemExit(_GONE)
 
     def evaluated(self, event: Evaluated) -> None:
         pass

@@ -70,7 +70,7 @@ def where_time_went(runs: Sequence[RunFiles]) -> str:
         cells = [_share(split.get(part), whole) for part in parts]
         rows.append((name, [*cells, clock(whole) if split else None]))
     legend = "".join(
-        f'<span><span class="key k{i % COLOURS}"></span>{escape(_word(part))}</span>'
+        f'<span><span class="key k{_colour(i)}"></span>{escape(_word(part))}</span>'
         for i, part in enumerate(parts)
     )
     numbers = table("run", [*map(_word, parts), "whole"], rows, "number")
@@ -85,7 +85,7 @@ def _bar(run: RunFiles, split: dict[str, float], parts: Sequence[str]) -> str:
         wide = 1000 * seconds / whole
         tip = escape(f"{_word(name)}: {seconds:,.1f} s, {seconds / whole:.1%}")
         place = f'x="{at:.1f}" y="0" width="{wide:.1f}" height="20"'
-        pieces.append(f'<rect class="f{parts.index(name) % COLOURS}" {place}><title>{tip}</title></rect>')
+        pieces.append(f'<rect class="f{_colour(parts.index(name))}" {place}><title>{tip}</title></rect>')
         at += wide
     told = ", ".join(f"{_word(name)} {seconds / whole:.0%}" for name, seconds in split.items())
     label = escape(f"{run.name}: {told or 'not measured'}")
@@ -95,6 +95,11 @@ def _bar(run: RunFiles, split: dict[str, float], parts: Sequence[str]) -> str:
 
 def _share(seconds: float | None, whole: float) -> str | None:
     return None if seconds is None or whole <= 0 else f"{seconds / whole:.0%}, {written(seconds)} s"
+
+
+def _colour(part: int) -> int:
+    """One more than runs have: grey, for the rest."""
+    return part % (COLOURS + 1)
 
 
 def _word(part: str) -> str:

@@ -27,7 +27,7 @@ def profiled(steps: range, debug: Debug, world: World, folder: Path) -> Iterator
         yield from steps
         return
     yield from range(steps.start, window.start)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         torch.cuda.memory._record_memory_history(max_entries=_MOST_ENTRIES)

@@ -16,7 +16,7 @@ import yaml
 
 from ddptrain.observe.lock import LOCK, is_locked
 
-_MARKS = ("config.yaml", "metrics.jsonl", "summary.json")
+_MARKS = ("command.txt", "metrics.jsonl", "summary.json")
 """A folder with one of these is a run's."""
 _PLACE = ("step", "epoch", "samples", "split")
 _MOST_KEYS = 2000
@@ -61,7 +61,8 @@ class RunFiles:
     @property
     def step(self) -> float:
         """The last step known of."""
-        return max((points[-1].step for points in self.curves.values()), default=0.0)
+        logged = max((points[-1].step for points in self.curves.values()), default=0.0)
+        return max(logged, self.number("step") or 0.0)
 
     @property
     def state(self) -> str:

@@ -7,7 +7,8 @@ TRAINING = ("data", "copy", "forward", "backward", "all_reduce", "optimizer", "l
 """The phases of a step: waiting for the batch, waiting for its copy to the GPU, forward pass and loss,
 backward pass, what of the gradients' all-reduce is not hidden behind it (waiting for slower ranks included),
 optimizer and bookkeeping, and the log lines between steps."""
-PHASES = (*TRAINING, "evaluating", "saving")
+PHASES = (*TRAINING, "evaluating", "drawing", "saving")
+"""The last three are between steps: evaluations, their figures (for TensorBoard and plots/), checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,5 +54,6 @@ def told(timing: Timing) -> str:
     parts = [
         f"{phase.replace('_', '-')} {share:.0%}" for phase, share in timing.shares.items() if share >= 0.005
     ]
-    mfu = "" if timing.mfu is None else f"  ({timing.mfu:.0%} of the device's peak)"
+    # a peak that was measured in a slow moment says nothing
+    mfu = "" if timing.mfu is None or timing.mfu > 1 else f"  ({timing.mfu:.0%} of the device's peak)"
     return "  ".join(parts) + mfu

@@ -17,6 +17,7 @@ _WORTH_A_WORD = {
     "optimizer": 0.30,
     "logging": 0.05,
     "evaluating": 0.40,
+    "drawing": 0.20,
     "saving": 0.10,
 }
 """Share of the whole time from which on a phase is what to mend; the rest is the model's own work."""
@@ -27,6 +28,7 @@ _NAMES = {
     "optimizer": "the optimizer",
     "logging": "log lines",
     "evaluating": "evaluating",
+    "drawing": "drawing figures",
     "saving": "saving checkpoints",
 }
 _LATE = 0.15
@@ -51,6 +53,9 @@ class Setup:
     fused: bool
     """The optimizer is one kernel a step."""
     steps_per_epoch: int
+    steps: int
+    """Of the whole run."""
+    valid_size: int
 
 
 def advise(setup: Setup, times: Times) -> str:
@@ -89,26 +94,28 @@ def _on_computing(setup: Setup, timing: Timing, shares: dict[str, float], late: 
         return "its forward and backward pass are slower. python -m ddptrain doctor on its host says more"
     if setup.convolves and not config.channels_last:
         return f"{said}: channels_last=true makes convolutions faster"
-    if on_gpu and setup.precision == "fp32":
-        return f"{said}: precision=bf16 (or tf32) makes them faster"
-    if on_gpu and config.compile == "off":
+    if on_gpu and config.precision == "fp32":
+        return f"{said}: precision=auto computes in bf16 where the GPU has it"
+    if on_gpu and config.compile == "off" and config.strategy.name != "dp":
         return f"{said}: compile=default saves launches and memory traffic"
     if on_gpu and timing.mfu is not None and timing.mfu < _LOW_MFU:
         return f"{said}, at {timing.mfu:.0%} of the peak: train.batch_size={2 * config.train.batch_size}"
-    more = "gpu" if on_gpu else str(2 * setup.world.size)
-    return f"{said}: more ranks (torchrun --nproc-per-node={more}), or what python -m ddptrain bench finds"
+    return f"{said}; python -m ddptrain bench tries what could shorten it"
 
 
 def _on_data(setup: Setup) -> str:
     loading, share = setup.loading, max(1, cores() // setup.world.local_size)
-    workers = max(2 * (loading.workers or 0), min(8, max(2, share)))
-    if loading.resident and loading.workers is None:
+    if loading.workers is None:
+        if not loading.resident:
+            return "let its train_batches read ahead, in a thread or a DataLoader's workers"
         if setup.world.device.type == "cpu" and share > 1:
             return f"data.resident=false data.workers={share - 1} augments beside the training"
         return "fewer augmentations (data.augment)"
-    if loading.workers is None:
-        return "let its train_batches read ahead, in a thread or a DataLoader's workers"
-    return f"data.workers={workers}" + (" or data.resident=true" if loading.resident is False else "")
+    # beyond two for each core they only take turns
+    workers = min(max(2 * loading.workers, share), 2 * share)
+    mends = [f"data.workers={workers}"] if workers > loading.workers else []
+    mends += ["data.resident=true"] if setup.config.data.get("resident") is False else []
+    return " or ".join(mends) or "smaller files, a faster disk, or more cores"
 
 
 def _on_copies(setup: Setup) -> str:
@@ -134,16 +141,31 @@ def _on_log(setup: Setup) -> str:
     return f"log.every={10 * setup.config.log.every}"
 
 
+def _rarer(key: str, every: int | None, setup: Setup) -> list[str]:
+    """Four times as seldom, as far as the run is long enough."""
+    rarer = min(4 * (every or setup.steps_per_epoch), setup.steps)
+    return [f"{key}={rarer}"] if rarer > (every or setup.steps_per_epoch) else []
+
+
 def _on_evaluating(setup: Setup) -> str:
-    every = setup.config.train.eval_every or setup.steps_per_epoch
-    return f"train.eval_every={4 * every}, or train.eval_batch_size={4 * setup.config.train.eval_batch_size}"
+    train = setup.config.train
+    mends = _rarer("train.eval_every", train.eval_every, setup)
+    if setup.valid_size > train.eval_batch_size:
+        mends.append(f"train.eval_batch_size={min(4 * train.eval_batch_size, setup.valid_size)}")
+    return ", or ".join(mends) or "a smaller validation set"
+
+
+def _on_drawing(setup: Setup) -> str:
+    mends = _rarer("train.eval_every", setup.config.train.eval_every, setup)
+    mends += ["log.tensorboard=false"] if setup.config.log.tensorboard else []
+    return ", or ".join(mends) or "a longer run: drawing takes its time once"
 
 
 def _on_saving(setup: Setup) -> str:
     checkpoint = setup.config.checkpoint
     if not checkpoint.background:
         return "checkpoint.background=true writes while it trains"
-    return f"checkpoint.every={4 * (checkpoint.every or setup.steps_per_epoch)}"
+    return "".join(_rarer("checkpoint.every", checkpoint.every, setup)) or "a faster disk for run.dir"
 
 
 _MENDS = {
@@ -153,5 +175,6 @@ _MENDS = {
     "optimizer": _on_optimizer,
     "logging": _on_log,
     "evaluating": _on_evaluating,
+    "drawing": _on_drawing,
     "saving": _on_saving,
 }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toy import FEATURES, Classify, Fit, Vectors
+from toy import FEATURES, Classify, Fit, Vectors, with_noise
 
 from ddptrain.config.schema import Checkpoint, Config, Log, Strategy, Train
 from ddptrain.data.sampler import Sampler
@@ -37,7 +37,8 @@ class TimeKeeper(Observer):
         self.logs: list[Timing] = []
         self.evaluations: list[Timing] = []
 
-    def start(self, event: Any) -> None: ...
+    def start(self, event: Any) -> None:
+        self.began = time.perf_counter()
 
     def log(self, event: Logged) -> None:
         self.logs.append(event.timing)
@@ -121,16 +122,27 @@ def trained(
 
 
 def setup(world: World = ALONE, loading: Loading = UNKNOWN, **config: Any) -> Setup:
-    given = Config(recipe="toy", task={}, data={}, optim={}, **config)
-    return Setup(given, world, "fp32", loading, False, 32_000_000, fused=True, steps_per_epoch=32)
+    given = Config(**{"recipe": "toy", "task": {}, "data": {}, "optim": {}, **config})
+    return Setup(
+        given,
+        world,
+        "fp32",
+        loading,
+        False,
+        32_000_000,
+        fused=True,
+        steps_per_epoch=32,
+        steps=200,
+        valid_size=101,
+    )
 
 
 def test_a_slow_data_set_is_named_ten_times_of_ten(tmp_path: Path) -> None:
     for trial in range(TIMES):
         times = trained(tmp_path / str(trial), SlowVectors(1000, seconds=0.004), light)
-        said = advise(setup(loading=Loading(workers=4, resident=False)), times)
+        said = advise(setup(loading=Loading(workers=0, resident=False), data={"resident": False}), times)
         assert said.startswith("waiting for data "), said
-        assert said.endswith("data.workers=8 or data.resident=true"), said
+        assert said.endswith(f"data.workers={cores()} or data.resident=true"), said
 
 
 def test_a_heavy_model_is_as_it_should_be_ten_times_of_ten(tmp_path: Path) -> None:
@@ -138,7 +150,7 @@ def test_a_heavy_model_is_as_it_should_be_ten_times_of_ten(tmp_path: Path) -> No
         times = trained(tmp_path / str(trial), Vectors(1000), heavy)
         said = advise(setup(), times)
         assert said.startswith("forward and backward pass "), said
-        assert times.timing.shares["backward"] > times.timing.shares["forward"] > 0.15
+        assert times.timing.shares["backward"] > 0.15 < times.timing.shares["forward"]
 
 
 def test_a_slow_disk_is_named_ten_times_of_ten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,15 +197,45 @@ def test_a_rank_that_holds_the_others_up_is_named_ten_times_of_ten(tmp_path: Pat
         assert said.startswith("rank 1 holds the others up: waiting for data "), said
 
 
+def test_a_late_rank_is_named_where_buffers_are_broadcast_too(tmp_path: Path) -> None:
+    """DDP sends BatchNorm's statistics from rank 0 before each forward pass: the wait is no forward pass."""
+
+    def rank(world: World) -> tuple[list[str], dict[str, float]]:
+        said = []
+        for trial in range(3):
+            data = SlowVectors(1000, seconds=0.02, rank=1)
+            times = trained(tmp_path / str(trial), data, with_noise, world)
+            said.append(advise(setup(world, Loading(workers=2, resident=False)), times))
+        return said, dict(times.ranks[0].seconds)
+
+    said, first = run_ranks(rank, 2)[0]
+    assert all(words.startswith("rank 1 holds the others up: waiting for data ") for words in said), said
+    assert first["all_reduce"] > 0.15 > first["forward"]
+
+
+@pytest.mark.parametrize(
+    ("loading", "data", "said"),
+    [
+        (Loading(workers=64, resident=False), {}, "smaller files, a faster disk, or more cores"),
+        (Loading(workers=0, resident=False), {}, f"data.workers={cores()}"),
+        (Loading(workers=64, resident=False), {"resident": False}, "data.resident=true"),
+    ],
+)
+def test_workers_are_not_doubled_beyond_the_cores(loading: Loading, data: dict[str, Any], said: str) -> None:
+    seconds = dict.fromkeys(PHASES, 0.4 / (len(PHASES) - 1)) | {"data": 0.6}
+    timing = Timing(seconds, samples=100)
+    told = advise(setup(loading=loading, data=data), Times(timing, [timing], 1.0, 0.0))
+    assert told == f"waiting for data 60%: {said}"
+
+
 def test_every_moment_belongs_to_a_phase(tmp_path: Path) -> None:
     """Of the whole of `fit` after its set-up."""
     times = TimeKeeper()
     steps = plan(40, log_every=10, eval_every=20, save_every=10)
-    began = time.perf_counter()
     Fit(steps, observers=[times]).train(Classify(light), SlowVectors(1000, 0.005), World(), tmp_path)
-    wall = time.perf_counter() - began
+    wall = time.perf_counter() - times.began
     split = times.times.timing
-    assert 0.8 * wall < sum(split.seconds.values()) <= wall
+    assert 0.9 * wall < sum(split.seconds.values()) <= wall
     assert split.seconds["data"] >= 39 * 0.005  # the first batch belongs to the set-up
     assert split.samples == 40 * 32
     assert sum(lap.samples for lap in times.logs) == 40 * 32
@@ -224,7 +266,7 @@ def test_timing_costs_less_than_a_hundredth_of_two_milliseconds() -> None:
     ratio of the fastest of each, in turns."""
     model, batch = heavy(), torch.randn(64, FEATURES)
     watch = Stopwatch(torch.device("cpu"), overlaps=True)
-    watch.begin(0.0, 0.0)
+    watch.begin(0.0, 0.0, model)
     weight = torch.ones((), requires_grad=True)
 
     def step() -> None:
@@ -262,18 +304,30 @@ def test_timing_costs_less_than_a_hundredth_of_two_milliseconds() -> None:
         ("copy", {}, "waiting for copies to the GPU 60%: send smaller batches: uint8, say"),
         ("optimizer", {}, "the optimizer 60%: train.batch_size=256 halves how often"),
         ("logging", {"log": Log(every=1)}, "log lines 60%: log.every=10"),
-        ("evaluating", {}, "evaluating 60%: train.eval_every=128, or train.eval_batch_size=1024"),
-        ("evaluating", {"train": Train(eval_every=5)}, "evaluating 60%: train.eval_every=20, or train"),
+        ("evaluating", {}, "evaluating 60%: train.eval_every=128"),
+        (
+            "evaluating",
+            {"train": Train(eval_every=5, eval_batch_size=50)},
+            "evaluating 60%: train.eval_every=20, or train.eval_batch_size=101",
+        ),
+        ("evaluating", {"train": Train(eval_every=200)}, "evaluating 60%: a smaller validation set"),
+        ("drawing", {}, "drawing figures 60%: train.eval_every=128, or log.tensorboard=false"),
+        ("saving", {}, "saving checkpoints 60%: checkpoint.background=true"),
         (
             "saving",
             {"checkpoint": Checkpoint(background=True)},
             "saving checkpoints 60%: checkpoint.every=128",
         ),
+        (
+            "saving",
+            {"checkpoint": Checkpoint(background=True, every=200)},
+            "saving checkpoints 60%: a faster disk for run.dir",
+        ),
         ("data", {}, "waiting for data 60%: let its train_batches read ahead"),
     ],
 )
 def test_the_override_follows_from_the_run(phase: str, changes: dict[str, Any], said: str) -> None:
-    seconds = dict.fromkeys(PHASES, 0.05) | {phase: 0.6}
+    seconds = dict.fromkeys(PHASES, 0.4 / (len(PHASES) - 1)) | {phase: 0.6}
     timing = Timing(seconds, samples=100)
     assert advise(setup(**changes), Times(timing, [timing], 1.0, 0.0)).startswith(said)
 
