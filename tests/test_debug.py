@@ -44,7 +44,7 @@ def test_a_profile_holds_the_steps_that_were_chosen_and_changes_nothing(tmp_path
 def test_a_profile_beyond_the_end_is_told(tmp_path: Path) -> None:
     done = train(tmp_path, "debug.profile=true", "debug.profile_from=19")
     assert done.returncode == 0
-    assert "debug.profile: the run ends before step 21; nothing is recorded" in done.stderr
+    assert "debug.profile: the run ends before step 21, so nothing is recorded" in done.stderr
     assert not (tmp_path / "run/profile").exists()
 
 

@@ -1,5 +1,6 @@
 """The verb ``bench``: where a recipe's step goes on this machine, and which overrides make it faster."""
 
+import inspect
 import shlex
 import shutil
 import signal
@@ -63,7 +64,8 @@ def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
     for word in [*words, *(word for override in tries or () for word in shlex.split(override))]:
         if word.lstrip("+").startswith(_NAMED_HERE):
             raise UserError(f"{word}: bench decides that itself; leave it out.")
-    steps, rounds, ranks = (own.get(name, default) for name, default in _DEFAULTS.items())
+    defaults = inspect.signature(_asked).parameters
+    steps, rounds, ranks = (own.get(n, defaults[n].default) for n in ("steps", "rounds", "ranks"))
     for name, value, least in (("steps", steps, 1), ("rounds", rounds, 3), ("ranks", ranks, 1)):
         if value < least:
             raise UserError(f"{name}={value}: must be {least} or more.")
@@ -79,9 +81,6 @@ def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
         return ExitCode.USER_ERROR if error.code == ExitCode.USER_ERROR else ExitCode.CRASH
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-_DEFAULTS = {"steps": 10, "rounds": 6, "ranks": 1}
 
 
 def _asked(model: object, steps: int = 10, rounds: int = 6, ranks: int = 1, tries: str = "") -> None:
@@ -133,7 +132,7 @@ class _Bench:
 def _joined(laps: Sequence[Lap]) -> Lap:
     last = laps[-1]
     seconds = {phase: sum(lap.seconds[phase] for lap in laps) for phase in last.seconds}
-    return Lap(sum(lap.steps for lap in laps), seconds, last.mfu, last.setup)
+    return Lap(sum(lap.steps for lap in laps), seconds, last.setup)
 
 
 def _compared(bench: _Bench, config: Config, words: Sequence[str], tries: Sequence[str] | None) -> int:

@@ -40,7 +40,6 @@ class Lap:
     steps: int
     seconds: Mapping[str, float]
     """By phase."""
-    mfu: float | None
     setup: Mapping[str, Any]
 
     @property
@@ -100,7 +99,7 @@ class Contestant:
         laps = [self._next() for _ in range(self._stale + times)][self._stale :]
         last = laps[-1]
         seconds = {phase: sum(lap.seconds[phase] for lap in laps) for phase in last.seconds}
-        return Lap(times * self._steps, seconds, last.mfu, last.setup)
+        return Lap(times * self._steps, seconds, last.setup)
 
     def _next(self) -> Lap:
         assert self._line is not None
@@ -126,7 +125,7 @@ class Contestant:
         if not read.endswith(b"\n"):
             raise Unfit(self._tail(), self._process.poll())
         said = json.loads(read)
-        return Lap(self._steps, said["seconds"], said["mfu"], said["setup"])
+        return Lap(self._steps, said["seconds"], said["setup"])
 
     def _tail(self) -> str:
         with suppress(subprocess.TimeoutExpired):

@@ -243,4 +243,12 @@ def _times(runs: Sequence[RunFiles]) -> list[Table]:
         whole = sum(split.values())
         cells = [f"{split[part] / whole:.0%}" if part in split and whole > 0 else NOTHING for part in parts]
         rows.append((run.name, [*cells, clock(whole) if split else NOTHING]))
-    return [_table("where the time went", "run", [*parts, "whole"], rows, numbers=True)]
+    return [
+        _table(
+            "where the time went",
+            "run",
+            [*(part.replace("_", "-") for part in parts), "whole"],
+            rows,
+            numbers=True,
+        )
+    ]

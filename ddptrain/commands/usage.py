@@ -89,7 +89,8 @@ own and takes turns with the training as it is, so that the ratios hold on a bus
                several ranks, DDP's buckets and compression, as far as the recipe has them. try= tries nothing
 
 The table shows each one's time a step, its ratio to the training as it is (median, least and most of the
-laps), the split of its time and its share of the device's peak; below it stands the fastest command, to copy.
+laps), and the split of its time; its first row is the training as it is against itself: what gains no more
+than that differs by is not called faster. Below it stands the fastest command, to copy.
 Nothing is saved or evaluated meanwhile, and what is trained is thrown away."""
 
 _CHECKPOINT_WORDS = """\

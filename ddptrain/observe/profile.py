@@ -23,7 +23,10 @@ def profiled(steps: range, debug: Debug, world: World, folder: Path) -> Iterator
     window = range(begin, begin + debug.profile_steps)
     if not debug.profile or window.stop > steps.stop:
         if debug.profile:
-            log.warning("debug.profile: the run ends before step %d; nothing is recorded", window.stop)
+            log.warning(
+                "debug.profile: the run ends before step %d, so nothing is recorded; set profile_from lower",
+                window.stop,
+            )
         yield from steps
         return
     yield from range(steps.start, window.start)
