@@ -67,7 +67,7 @@ def test_a_resume_that_is_the_same_run(folder: Path) -> None:
     ],
 )
 def test_a_resume_that_is_another_run(folder: Path, task: str, reason: str) -> None:
-    ended = prove(folder, "resume", "ranks=1", "kills=1", "moments=3", f"task._target_=unkept.{task}")
+    ended = prove(folder, "resume", "ranks=1", "kills=3", "moments=3", f"task._target_=unkept.{task}")
     assert ended.code == 1, ended.out + ended.err
     said = verdict(ended)
     assert said.startswith("prove resume: BROKEN: ")

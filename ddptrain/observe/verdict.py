@@ -83,7 +83,8 @@ def _late_rank(ranks: Sequence[Timing]) -> int | None:
     waits = [rank.shares["all_reduce"] for rank in ranks]
     least = min(range(len(waits)), key=lambda rank: waits[rank])
     others = (sum(waits) - waits[least]) / (len(waits) - 1)
-    return least if others - waits[least] > _LATE else None
+    # where all of them wait long, it is for the messages
+    return least if others - waits[least] > _LATE and waits[least] < others / 2 else None
 
 
 def _on_computing(setup: Setup, timing: Timing, shares: dict[str, float], late: int | None) -> str:
