@@ -60,6 +60,7 @@ class DeviceClock(Clock):
         self._free: list[torch.cuda.Event] = []
         self._open: deque[tuple[str, torch.cuda.Event]] = deque()
         self._last = self._recorded()
+        copy_waits.clear()  # of batches that were fetched before
 
     def mark(self, phase: str) -> None:
         self._open.append((phase, self._recorded()))
