@@ -64,6 +64,7 @@ def test_a_lone_process_is_watched_too(tmp_path: Path) -> None:
     assert "time.sleep" in job.text
 
 
+@pytest.mark.long
 def test_slow_work_on_one_rank_is_no_hang(tmp_path: Path) -> None:
     """A first step, a save and a report that take longer than hang_timeout."""
     words = faulty_words(

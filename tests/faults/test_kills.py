@@ -38,7 +38,8 @@ def test_a_killed_rank_costs_time_and_no_bit(
     assert_same_outcome(cwd / "run", undisturbed(ranks, *words))
 
 
-@pytest.mark.parametrize("trial", TRIALS)
+@pytest.mark.faults
+@pytest.mark.parametrize("trial", range(len(TRIALS)))
 def test_a_killed_agent_takes_all_with_it_and_the_same_command_goes_on(
     tmp_path: Path, undisturbed: Callable[..., Path], trial: int
 ) -> None:

@@ -100,7 +100,10 @@ def test_a_crash_is_tried_again_and_goes_on_from_its_checkpoint(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [pytest.param(signal.SIGTERM, 75, marks=pytest.mark.faults), (signal.SIGINT, 130)],
+    [
+        pytest.param(signal.SIGTERM, 75, marks=pytest.mark.faults),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.long),
+    ],
 )
 def test_a_stop_reaches_every_job_and_the_sweep_goes_on(
     tmp_path: Path, number: signal.Signals, code: int
