@@ -257,7 +257,12 @@ def logits(model: Path, images: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "checkpoint"), [("pt2", "last"), ("onnx", "best"), ("onnx", "run/checkpoints/step-12")]
+    ("kind", "checkpoint"),
+    [
+        ("pt2", "last"),
+        ("onnx", "best"),
+        pytest.param("onnx", "run/checkpoints/step-12", marks=pytest.mark.long),
+    ],
 )
 def test_an_export_says_what_predict_says(digits: Path, tmp_path: Path, kind: str, checkpoint: str) -> None:
     """For any number of pictures, of a checkpoint of two ranks, in a folder where no data is."""

@@ -79,6 +79,7 @@ def test_a_resume_that_is_another_run(folder: Path, task: str, reason: str) -> N
     assert (trials / "killed-1/checkpoints/step-40").is_dir()
 
 
+@pytest.mark.long
 def test_ranks_that_train_the_same(folder: Path) -> None:
     ended = prove(folder, "world", "ranks=2")
     assert ended.code == 0, ended.out + ended.err

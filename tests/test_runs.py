@@ -171,6 +171,7 @@ def test_a_compiled_model_trains_alike_and_saves_clean_names(tmp_path: Path) -> 
             torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 def test_starting_from_another_runs_checkpoint_leaves_that_run_alone(tmp_path: Path) -> None:
     command = [*SMALL, "checkpoint.every=2", "checkpoint.keep=9", "train.steps=8"]
     assert start(tmp_path, *command, "run.dir=base").returncode == 0

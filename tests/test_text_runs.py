@@ -131,6 +131,7 @@ def test_a_killed_text_run_goes_on_to_the_same_end(tmp_path: Path) -> None:
 # -- what is refused --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_missing_or_empty_text_is_refused(tmp_path: Path) -> None:
     lstm = tiny("lstm_text")
     assert "data.source.path=text.txt: there is no such file" in refusal(tmp_path, lstm)
@@ -153,6 +154,7 @@ def test_a_text_shorter_than_a_window_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_bytes_that_are_no_utf8_are_refused_as_characters_only(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(b"caf\xe9 au lait\n" * 400)
     message = refusal(tmp_path, f"{tiny('lstm_text')} data.level=characters")
@@ -285,6 +287,7 @@ def test_characters_keep_their_meaning(tmp_path: Path) -> None:
     assert "was saved while training on other files" in refusal(tmp_path, f"{words} train.steps=20")
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_another_precision(tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt")
     done = ddptrain(tmp_path, f"{tiny('lstm_text')} precision=bf16", **ONE_THREAD)

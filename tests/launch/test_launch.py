@@ -82,7 +82,10 @@ def test_a_signal_stops_the_ranks_with_a_checkpoint(tmp_path: Path) -> None:
     assert stopped_steps(said) == [saved]
 
 
-@pytest.mark.parametrize(("launcher", "moment"), [(torchrun, "step 3/"), (launch, "step 3/"), (launch, "")])
+@pytest.mark.parametrize(
+    ("launcher", "moment"),
+    [pytest.param(torchrun, "step 3/", marks=pytest.mark.long), (launch, "step 3/"), (launch, "")],
+)
 def test_nothing_outlives_a_killed_agent(tmp_path: Path, launcher: Start, moment: str) -> None:
     """No rank, no loader worker, no forkserver."""
     job = launcher(tmp_path, TWO, WITH_WORKERS)

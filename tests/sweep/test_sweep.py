@@ -44,6 +44,7 @@ def test_the_plan_imports_no_torch(tmp_path: Path) -> None:
     assert not [name for name in imported if name.partition(".")[0] in ("torch", "numpy", "matplotlib")]
 
 
+@pytest.mark.long
 def test_values_survive_whatever_they_hold(tmp_path: Path) -> None:
     notes = ["a b,c=d", 'it\'s "so"', "{x: [1]}", "tab\tand $HOME `ls`"]
     quoted = ",".join("'" + note.replace("'", "\\'") + "'" for note in notes)
@@ -193,6 +194,7 @@ def test_equal_points_and_choices_by_pattern(tmp_path: Path) -> None:
     assert [line.count("optim=") for line in ended.out.splitlines()] == [0, 1, 1, 1]
 
 
+@pytest.mark.long
 def test_a_torn_line_is_passed_over_and_a_damaged_one_is_not(tmp_path: Path) -> None:
     words = swept_words("train.steps=2", "task.point=0,1")
     assert start(tmp_path, words).wait() == 0
@@ -223,6 +225,7 @@ def test_report_sorts_by_the_metric(tmp_path: Path) -> None:
     assert "Did you mean report sweep?" in message
 
 
+@pytest.mark.long
 def test_tensorboard_compares_all_jobs(tmp_path: Path) -> None:
     """What its HPARAMS page asks its server for: one session a job, with its settings and metrics."""
     words = swept_words("train.epochs=2", "task.point=0,1", "optim.lr=0.05,0.1", "log.tensorboard=true")
