@@ -212,7 +212,7 @@ def outputs_of(model: Path, images: torch.Tensor) -> list[torch.Tensor]:
         return [torch.from_numpy(arrays[name]) for name in arrays.files]
 
 
-@pytest.mark.parametrize("kind", ["pt2", "onnx"])
+@pytest.mark.parametrize("kind", [pytest.param("pt2", marks=pytest.mark.long), "onnx"])
 def test_every_anchor_of_an_export_says_what_eager_says(
     folder: Path, tmp_path: Path, eager: nn.Module, kind: str
 ) -> None:
@@ -229,7 +229,7 @@ def test_every_anchor_of_an_export_says_what_eager_says(
     torch.testing.assert_close(boxes, decoded(raw), rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.parametrize("kind", ["pt2", "onnx"])
+@pytest.mark.parametrize("kind", ["pt2", pytest.param("onnx", marks=pytest.mark.long)])
 def test_an_exported_list_is_what_eager_finds(
     folder: Path, tmp_path: Path, eager: nn.Module, kind: str
 ) -> None:

@@ -162,6 +162,7 @@ def test_written_and_read_again_a_set_trains_alike(
         assert_same(ours[part], drawn[part], part)
 
 
+@pytest.mark.long
 def test_loader_processes_change_nothing(folder: Path, tmp_path: Path) -> None:
     done = ddptrain(tmp_path, f"{SHAPES} data.workers=1 run.dir=run", **ONE_THREAD)
     assert done.code == 0, done.err

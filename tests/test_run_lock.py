@@ -161,6 +161,7 @@ def test_a_file_system_without_locks_is_only_warned_of(
 TRAIN = "recipe=cnn_digits device=cpu model.width=8 log.tensorboard=false log.every=1 run.dir=mine"
 
 
+@pytest.mark.long
 def test_a_second_training_in_a_folder_is_refused(tmp_path: Path) -> None:
     first = subprocess.Popen(
         [sys.executable, "-m", "ddptrain", *TRAIN.split(), "train.steps=1000000", "checkpoint.every=5"],

@@ -9,17 +9,15 @@ import pytest
 from running import Job, assert_same_outcome, faulty_words, kill_at_random
 from texts import write_text
 
-TRIALS = [pytest.param(i, marks=[] if i == 0 else pytest.mark.faults) for i in range(20)]
+TRIALS = range(20)
 PACE = "data.pace=0.04"
 """Seconds a batch: 40 steps take some two seconds, so that kills fall into them."""
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("trial", TRIALS)
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.faults)])
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.faults), 2, pytest.param(3, marks=pytest.mark.faults),
-              pytest.param(4, marks=pytest.mark.faults)]
-)  # fmt: skip
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_killed_rank_costs_time_and_no_bit(
     tmp_path: Path, undisturbed: Callable[..., Path], ranks: int, precision: str, trial: int
 ) -> None:
@@ -39,7 +37,7 @@ def test_a_killed_rank_costs_time_and_no_bit(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("trial", range(len(TRIALS)))
+@pytest.mark.parametrize("trial", TRIALS)
 def test_a_killed_agent_takes_all_with_it_and_the_same_command_goes_on(
     tmp_path: Path, undisturbed: Callable[..., Path], trial: int
 ) -> None:

@@ -81,6 +81,7 @@ def test_the_same_sweep_again_runs_only_what_is_left(tmp_path: Path) -> None:
     assert len(events(tmp_path, "started")) == 4
 
 
+@pytest.mark.long
 def test_a_crash_is_tried_again_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """A user's error is not: it would come again."""
     words = ["--multirun", f"--config-dir={FAULTY}", "recipe=faulty", "device=cpu", "sweep.dir=sweep"]
