@@ -159,17 +159,14 @@ def _bench(arguments: Arguments) -> int:
             "bench: starts the trainings that it compares, and their ranks, itself. Start it without"
             " --multirun and torchrun: python -m ddptrain bench recipe=<name> ranks=2"
         )
-    keys = {field.name for field in dataclasses.fields(Config)}
-    own, overrides = divided(arguments.overrides, lambda name: name.isidentifier() and name not in keys)
-    asked = dataclasses.replace(arguments, overrides=tuple(overrides))
-    _expect_a_recipe(asked)
+    own, asked = _without_own(arguments, arguments.overrides)
     codes = []
 
     def job(tree: Tree, _: list[str]) -> None:
         config = _complete(tree, asked)
         from ddptrain.commands import bench
 
-        codes.append(bench.run(config, [*asked.options, *overrides], own))
+        codes.append(bench.run(config, [*asked.options, *asked.overrides], own))
 
     run_composed(asked, job)
     return codes[0] if codes else ExitCode.DONE
@@ -226,11 +223,8 @@ def _prove(arguments: Arguments) -> int:
         )
     from ddptrain.commands.trial import short
 
-    keys = {field.name for field in dataclasses.fields(Config)}
-    own, overrides = divided(words, lambda name: name.isidentifier() and name not in keys)
-    asked = dataclasses.replace(arguments, overrides=tuple(overrides))
-    _expect_a_recipe(asked)
-    given = dataclasses.replace(asked, overrides=(*overrides, *short(overrides)))
+    own, asked = _without_own(arguments, words)
+    given = dataclasses.replace(asked, overrides=(*asked.overrides, *short(asked.overrides)))
     codes = []
 
     def job(tree: Tree, _: list[str]) -> None:
@@ -241,6 +235,16 @@ def _prove(arguments: Arguments) -> int:
 
     run_composed(given, job)
     return codes[0] if codes else ExitCode.DONE
+
+
+def _without_own(arguments: Arguments, words: Sequence[str]) -> tuple[dict[str, str], Arguments]:
+    """The words that are no keys of a config, for the verb itself, and the command line without them, which
+    has to name a recipe."""
+    keys = {field.name for field in dataclasses.fields(Config)}
+    own, overrides = divided(words, lambda name: name.isidentifier() and name not in keys)
+    asked = dataclasses.replace(arguments, overrides=tuple(overrides))
+    _expect_a_recipe(asked)
+    return own, asked
 
 
 def _expect_a_recipe(arguments: Arguments) -> None:

@@ -2,6 +2,7 @@
 
 import os
 
+from ddptrain.doctor.facts import Limits
 from ddptrain.doctor.machine import quota
 
 CORES = "DDPTRAIN_CORES"
@@ -13,5 +14,4 @@ def cores() -> int:
     if CORES in os.environ:
         return int(os.environ[CORES])
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    time = quota()
-    return own if time is None else max(1, min(own, int(time)))
+    return Limits(affinity=own, quota=quota()).cores

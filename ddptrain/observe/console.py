@@ -81,9 +81,9 @@ class Console(Observer):
         if result.outcome == "done":
             metrics, seconds = _told(result.metrics), clock(times.seconds)
             log.info("done: %s after %d steps in %s", metrics, event.step, seconds)
-        if result.outcome == "done" and times.timing.samples:
-            log.info("time       %s", told(times.timing))
-            log.info("advice     %s", self._advise(times))
+            if times.timing.samples:
+                log.info("time       %s", told(times.timing))
+                log.info("advice     %s", self._advise(times))
 
 
 def open_log(path: str | None, first: bool) -> None:
