@@ -19,8 +19,11 @@ _MASK = 2**64 - 1
 def mixed(*keys: int) -> int:
     """A 63-bit hash of whole numbers, their order included. For seeding generators."""
     state = 0
-    for key in keys:
-        state = _mix(state + (key & _MASK) + _GOLDEN)
+    for key in keys:  # straight on, for every step does it
+        state = (state + key + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * _FIRST) & _MASK
+        state = ((state ^ (state >> 27)) * _SECOND) & _MASK
+        state ^= state >> 31
     return state >> 1
 
 
@@ -36,13 +39,6 @@ def draw(seed: int, epochs: Tensor, ids: Tensor, purpose: int) -> Tensor:
 def draw_below(bound: int, seed: int, epochs: Tensor, ids: Tensor, purpose: int) -> Tensor:
     """int64 (n,) in [0, bound). Bounds are small here: the modulo's bias is below bound / 2**31."""
     return draw(seed, epochs, ids, purpose) % bound
-
-
-def _mix(x: int) -> int:
-    x &= _MASK
-    x = ((x ^ (x >> 30)) * _FIRST) & _MASK
-    x = ((x ^ (x >> 27)) * _SECOND) & _MASK
-    return x ^ (x >> 31)
 
 
 def _mix_tensor(x: Tensor) -> Tensor:

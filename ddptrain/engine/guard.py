@@ -6,7 +6,6 @@ waits for the host.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,9 +32,11 @@ class Verdict(NamedTuple):
 class _Vote(NamedTuple):
     step: int
     stop: bool
-    values: Sequence[Tensor]
-    """On their way to the host: whether something is not finite; the ranks' mean vote, or the loss."""
+    nonfinite: Tensor
+    words: Tensor
+    """The ranks' mean vote, or the loss of a process by itself."""
     arrived: torch.cuda.Event | None
+    """Where both are on their way from a GPU."""
 
 
 class Guard:
@@ -43,6 +44,7 @@ class Guard:
 
     def __init__(self, world: World, model: nn.Module, ballot: WithBallot | None) -> None:
         self._world = world
+        self._on_gpu = world.device.type == "cuda"
         self._ballot = ballot
         self._groups: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in model.parameters():
@@ -67,7 +69,7 @@ class Guard:
     def judge(self, step: int) -> Tensor:
         """0-d, on the device: 0 where this step's gradients and losses are finite on all ranks."""
         assert self._loss is not None
-        words = self._loss.view(1) if self._ballot is None else self._ballot.take()
+        words = self._loss if self._ballot is None else self._ballot.take()
         self._loss = None
         self._nonfinite.zero_()
         if self._plain is None:
@@ -75,7 +77,7 @@ class Guard:
             self._plain = not any(p.grad is not None and _is_odd(p.grad) for p in trained)
         looked_at = False
         for dtype, parameters in self._groups.items():
-            values = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            values = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
             if not self._plain:
                 values = [numbers_of(gradient) for gradient in values]
             if dtype == words.dtype:
@@ -84,12 +86,13 @@ class Guard:
             self._look(values)
         if not looked_at:
             self._look([words])
-        self._open.append(self._sent(step, words))
+        on_host = (self._nonfinite, words, None) if not self._on_gpu else self._sent(words)
+        self._open.append(_Vote(step, self._stop, *on_host))
         return self._nonfinite
 
     def ready(self) -> list[Verdict]:
         """What is known without waiting: on a CPU all verdicts, on a GPU none."""
-        return [] if self._world.device.type == "cuda" else self.all()
+        return [] if self._on_gpu else self.all()
 
     def all(self) -> list[Verdict]:
         """Every verdict not yet read. On a GPU the host waits for the steps they are of."""
@@ -101,28 +104,25 @@ class Guard:
         if tensors:
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, self._nonfinite, self._one)
 
-    def _sent(self, step: int, words: Tensor) -> _Vote:
-        if words.device.type != "cuda":
-            return _Vote(step, self._stop, (self._nonfinite, words), None)
-        values = torch.cat([self._nonfinite.view(1), words])
+    def _sent(self, words: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event]:
+        values = torch.cat([self._nonfinite.view(1), words.view(-1)])
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return _Vote(step, self._stop, (host,), arrived)
+        return host[0], host[1:], arrived
 
     def _verdict(self, vote: _Vote) -> Verdict:
         if vote.arrived is not None:
             vote.arrived.synchronize()
-        nonfinite, *words = [number for value in vote.values for number in value.view(-1).tolist()]
-        loss_finite = all(map(math.isfinite, words))
-        stop, aligned = vote.stop, True
+        words = vote.words.view(-1).tolist()
+        loss_finite, stop, aligned = all(map(math.isfinite, words)), vote.stop, True
         if self._ballot is not None and loss_finite:
             stop = words[0] > 0
             aligned = self._ballot.same_step(words[1], vote.step, self._world.size)
         elif self._ballot is not None:
             stop = False  # lost in the sum; it is voted for again
-        return Verdict(vote.step, not nonfinite, loss_finite, stop, aligned)
+        return Verdict(vote.step, not vote.nonfinite.item(), loss_finite, stop, aligned)
 
 
 def _is_odd(gradient: Tensor) -> bool:

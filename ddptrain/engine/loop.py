@@ -25,6 +25,7 @@ from ddptrain.engine.replicas import check_replicas
 from ddptrain.engine.seeding import StepSeed
 from ddptrain.engine.state import TrainState
 from ddptrain.engine.stopwatch import Stopwatch
+from ddptrain.engine.update import Update
 from ddptrain.errors import Diverged, OutOfStep, Stopped
 from ddptrain.observe.observer import End, Evaluated, Log, Observers, Result, Saved, Start
 from ddptrain.observe.timing import Timing
@@ -79,7 +80,8 @@ class Engine:
         start, outcome = state.step, "failed"
         self._vigil, self._judge = vigil or self._vigil, judge
         self._guard = Guard(self._world, state.model, self._strategy.ballot(state.wrapped))
-        self._undo = Undo(self._task, state.model)
+        self._undo = Undo(self._task, self._strategy, state.model)
+        self._update = Update(state.optimizer, self._precision.scaler)
         batches, flops = self._opened(state)
         peak = peak_flops(self._world.device, self._precision.name) * self._world.size
         preview = self._data.preview() if self._world.is_first else None
@@ -140,7 +142,7 @@ class Engine:
                 if i == 0:
                     # here and not after the step: memory given back before a forward pass is taken again
                     # page by page (measured on CPUs: 6 % of a MobileNetV3 step)
-                    state.optimizer.zero_grad(set_to_none=True)
+                    self._update.forget_gradients()
                 vote = self._guard.vote(at.step, self._vigil.stop is not None, loss, piece.ends_shard)
                 self._vigil.mark("backward", at.step)
                 self._watch.forward_is_done(loss.sum)
@@ -160,7 +162,7 @@ class Engine:
         if self._plan.clip_norm is not None:
             self._grad_norm = nn.utils.clip_grad_norm_(state.model.parameters(), self._plan.clip_norm)
         self._lr = state.optimizer.param_groups[0]["lr"]
-        self._precision.step(state.optimizer, nonfinite)
+        self._update(nonfinite)
         if self._plan.skips_nonfinite:
             self._undo.put_back(nonfinite)
         self._watch.count(self._sampler.batch_size)
@@ -226,14 +228,9 @@ class Engine:
         if model is not state.model:
             broadcast_buffers(self._world, model)
         try:
+            size = self._plan.eval_batch_size
             self._last = evaluate(
-                self._task,
-                model,
-                self._data,
-                self._world,
-                self._precision,
-                self._plan.eval_batch_size,
-                self._vigil,
+                self._task, model, self._data, self._world, self._precision, size, self._vigil
             )
         except Interrupted:
             self._save_and_stop(state, "stopped in the evaluation")
@@ -272,6 +269,7 @@ class Engine:
         state.gather(self._task, self._world)
         self._vigil.mark("saving", state.step, LONG_S)
         if self._world.is_first:
+            self._observers.settle()
             path = self._checkpointer.save(state.state_dict(), self._facts(state))
             self._observers.saved(Saved(state.step, path))
         self._saved_at = state.step

@@ -1,7 +1,9 @@
-"""Running sums of the loss and its companions, on the device until somebody asks."""
+"""Running sums of the loss and its companions, where the loss is, until somebody asks."""
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -12,11 +14,12 @@ from ddptrain.distributed.world import World
 from ddptrain.protocols import Loss
 
 _COUNT = "count"
+Rows = Tensor | list[list[float]]
+"""Sums, (names, shards)."""
 
 
 class Meter:
-    """Sums since the last reading, one for each shard of the global batch. Adding launches one small
-    kernel a value and never waits.
+    """Sums since the last reading, one for each shard of the global batch.
 
     A shard's sum is kept by the rank that computes it, so adding over ranks only fills places, and a
     checkpoint puts every sum back where it was. finite_only: leave out losses that are not.
@@ -26,48 +29,33 @@ class Meter:
         self._world = world
         self._shards = shards or world.size
         self._own = world.shards(self._shards)
-        self._finite_only = finite_only
-        self._dtype = summing_dtype(world.device)
-        self._sums: dict[str, Tensor] = {}
-        self._cells: dict[str, tuple[Tensor, ...]] = {}
-        self._count = 0
-        """Of this rank, as far as the host knows it."""
+        on_host = world.device.type == "cpu"
+        self._sums: _Sums = (_HostSums if on_host else _DeviceSums)(self._shards, world.device, finite_only)
         self._agreed: list[str] = []
         self._gathered: dict[str, Tensor] = {}
 
     def add(self, loss: Loss, shard: int) -> None:
-        """Take in one micro-batch's sums."""
+        """Take in one micro-batch's sums. Never waits for the device."""
         if "loss" in loss.logs or _COUNT in loss.logs:
             raise RuntimeError("Task.loss: loss and count are the engine's own names; log under another one")
-        total, count = loss.sum.detach(), loss.count
-        if self._finite_only:
-            finite = torch.isfinite(total)
-            count = finite * count
-            total = torch.where(finite, total, 0)
-        self._add("loss", shard, total)
-        for name, value in loss.logs.items():
-            self._add(
-                name, shard, value.detach().nan_to_num(0, 0, 0) if self._finite_only else value.detach()
-            )
-        if isinstance(count, int):
-            self._count += count
-        else:
-            self._add(_COUNT, shard, count)
+        self._sums.add(loss, shard)
 
     def gather(self) -> None:
         """Bring all ranks' sums to `state_dict`, for a save. A collective."""
-        packed = add_up(self._world, self._packed())
-        self._gathered = dict(zip([*self._names, _COUNT], packed.unbind(), strict=True))
+        names, rows = self._rows()
+        table = torch.as_tensor(rows, dtype=summing_dtype(self._world.device))
+        self._gathered = dict(zip(names, add_up(self._world, table).unbind(), strict=True))
 
     def read(self) -> dict[str, float]:
         """Means over all ranks since the last reading, then zero. A collective and a sync point."""
-        sums = add_up(self._world, self._packed()).cpu().sum(dim=1).tolist()
-        totals = dict(zip([*self._names, _COUNT], sums, strict=True))
-        for value in self._sums.values():
-            value.zero_()
-        self._count = 0
-        count = totals.pop(_COUNT)
-        return {name: total / max(count, 1) for name, total in totals.items()}
+        names, rows = self._rows()
+        if self._world.size > 1:
+            rows = add_up(self._world, torch.as_tensor(rows, dtype=summing_dtype(self._world.device)))
+        by_shard = rows.tolist() if isinstance(rows, Tensor) else rows
+        totals = {name: math.fsum(sums) for name, sums in zip(names, by_shard, strict=True)}
+        self._sums.clear()
+        count = max(totals.pop(_COUNT), 1)
+        return {name: total / count for name, total in totals.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """As of the last `gather`: of all ranks, by name, (shards,) each."""
@@ -75,36 +63,120 @@ class Meter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, saved in state["sums"].items():
-            sums = self._zeros(name)
+            sums = torch.zeros(self._shards, dtype=torch.float64)
             if len(saved) == self._shards:
                 mine = slice(self._own.start, self._own.stop)
                 sums[mine] = saved[mine].to(sums)
             elif self._world.is_first:  # another number of ranks has summed
-                sums[0] = saved.sum().to(sums)
+                sums[0] = saved.sum()
+            self._sums.put(name, sums)
 
-    @property
-    def _names(self) -> list[str]:
-        return sorted(self._sums.keys() - {_COUNT})
-
-    def _add(self, name: str, shard: int, value: Tensor) -> None:
-        if name not in self._sums:
-            self._zeros(name)
-        self._cells[name][shard].add_(value)
-
-    def _zeros(self, name: str) -> Tensor:
-        sums = torch.zeros(self._shards, dtype=self._dtype, device=self._world.device)
-        self._sums[name], self._cells[name] = sums, sums.unbind()
-        return sums
-
-    def _packed(self) -> Tensor:
-        """(names and the count, shards)"""
-        names = self._names
+    def _rows(self) -> tuple[list[str], Rows]:
+        names, rows = self._sums.rows()
         if names != self._agreed:  # seldom: the first time, and when a task logs a new name
             if from_first_rank(self._world, names) != names:
                 raise RuntimeError(f"Task.loss logs other names on rank {self._world.rank}: {names}")
             self._agreed = names
-        count = torch.zeros(self._shards, dtype=self._dtype, device=self._world.device)
-        count[self._own.start] = self._count
-        if _COUNT in self._sums:
-            count += self._sums[_COUNT]
-        return torch.stack([*(self._sums[name] for name in names), count])
+        return names, rows
+
+
+class _Sums(ABC):
+    """One rank's sums by name, the count's among them."""
+
+    @abstractmethod
+    def add(self, loss: Loss, shard: int) -> None: ...
+
+    @abstractmethod
+    def put(self, name: str, sums: Tensor) -> None:
+        """Go on from float64 (shards,) on the CPU."""
+
+    @abstractmethod
+    def rows(self) -> tuple[list[str], Rows]:
+        """Names in order, and the sums of each."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Zero all, and remember the names."""
+
+
+@final
+class _HostSums(_Sums):
+    """On a CPU nothing has to be waited for. Python's floats are float64, and adding to one costs a tenth of
+    an operation on a tensor."""
+
+    def __init__(self, shards: int, device: torch.device, finite_only: bool) -> None:
+        self._shards = shards
+        self._finite_only = finite_only
+        self._sums: dict[str, list[float]] = {}
+        for name in ("loss", _COUNT):
+            self.put(name, torch.zeros(shards))
+
+    def add(self, loss: Loss, shard: int) -> None:
+        total, count = loss.sum.item(), float(loss.count)
+        if self._finite_only and not math.isfinite(total):
+            total = count = 0.0
+        self._sums["loss"][shard] += total
+        self._sums[_COUNT][shard] += count
+        for name, tensor in loss.logs.items():
+            if name not in self._sums:
+                self.put(name, torch.zeros(self._shards))
+            value = tensor.item()
+            self._sums[name][shard] += 0.0 if self._finite_only and not math.isfinite(value) else value
+
+    def put(self, name: str, sums: Tensor) -> None:
+        self._sums[name] = sums.tolist()
+        self._sums = dict(sorted(self._sums.items()))
+
+    def rows(self) -> tuple[list[str], Rows]:
+        return list(self._sums), list(self._sums.values())
+
+    def clear(self) -> None:
+        for name in self._sums:
+            self._sums[name] = [0.0] * self._shards
+
+
+@final
+class _DeviceSums(_Sums):
+    """Adding launches a small kernel a value."""
+
+    def __init__(self, shards: int, device: torch.device, finite_only: bool) -> None:
+        self._shards = shards
+        self._device = device
+        self._finite_only = finite_only
+        self._sums: dict[str, Tensor] = {}
+        self._cells: dict[str, tuple[Tensor, ...]] = {}
+        self._count = [0] * shards
+        """As far as the host knows it."""
+
+    def add(self, loss: Loss, shard: int) -> None:
+        total, count = loss.sum.detach(), loss.count
+        logs = {name: value.detach() for name, value in loss.logs.items()}
+        if self._finite_only:
+            finite = torch.isfinite(total)
+            total, count = torch.where(finite, total, 0), finite * count
+            logs = {name: value.nan_to_num(0, 0, 0) for name, value in logs.items()}
+        if isinstance(count, int):
+            self._count[shard] += count
+        else:
+            logs[_COUNT] = count
+        for name, value in {"loss": total, **logs}.items():
+            if name not in self._cells:
+                self.put(name, torch.zeros(self._shards))
+            self._cells[name][shard].add_(value)
+
+    def put(self, name: str, sums: Tensor) -> None:
+        self._sums[name] = sums.to(self._device, summing_dtype(self._device))
+        self._cells[name] = self._sums[name].unbind()
+
+    def rows(self) -> tuple[list[str], Rows]:
+        if _COUNT not in self._sums:
+            self.put(_COUNT, torch.zeros(self._shards))
+        counted = self._sums[_COUNT] + torch.tensor(self._count).to(self._sums[_COUNT])
+        packed = {**self._sums, _COUNT: counted}
+        names = sorted(packed)
+        return names, torch.stack([packed[name] for name in names])
+
+    def clear(self) -> None:
+        for value in self._sums.values():
+            value.zero_()
+        self._count = [0] * self._shards

@@ -84,6 +84,8 @@ def build_schedule(sched: Sched, optimizer: Optimizer, steps: int) -> LRSchedule
     main: LRScheduler
     if sched.name == "cosine":
         main = CosineAnnealingLR(optimizer, T_max=rest, eta_min=sched.final * peak)
+    elif sched.name == "linear":
+        main = LinearLR(optimizer, start_factor=1.0, end_factor=sched.final, total_iters=rest)
     elif sched.name == "step":
         milestones = [round(share * steps) - warmup for share in sched.milestones]
         main = MultiStepLR(optimizer, milestones, gamma=sched.gamma)

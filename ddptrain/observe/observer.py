@@ -2,7 +2,9 @@
 to other ranks; one that raises is reported once and dropped."""
 
 import logging
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,9 @@ from ddptrain.observe.timing import Timing
 from ddptrain.protocols import Figure
 
 log = logging.getLogger(__name__)
+
+_PAUSE_S = 0.1
+"""Between two looks at what is to be told: no step pays for waking a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,10 @@ class End:
 
 
 class Observer(ABC):
-    """Implement the events; leave those of no interest empty."""
+    """Implement the events; leave those of no interest empty. The training waits for all but ``log``."""
+
+    at_once = False
+    """Whether it waits for ``log`` too."""
 
     @abstractmethod
     def start(self, event: Start) -> None: ...
@@ -116,16 +124,36 @@ class Observer(ABC):
 
 
 class Observers:
-    """Tells all observers of an event; ranks other than the first have none."""
+    """Tells all observers of an event, in the order of events; ranks other than the first have none.
+
+    Of log steps they are told by a thread, a moment later: a step waits for no terminal and no disk.
+    """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = list(observers)
+        self._some_at_once = any(observer.at_once for observer in observers)
+        self._some_later = not all(observer.at_once for observer in observers)
+        self._waiting: deque[Log] = deque()
+        self._talking = threading.RLock()
+        self._over = threading.Event()
+        self._teller = threading.Thread(target=self._tell_later, name="observers", daemon=True)
 
     def start(self, event: Start) -> None:
         self._tell(lambda observer: observer.start(event))
+        if self._some_later:
+            self._teller.start()
 
     def log(self, event: Log) -> None:
-        self._tell(lambda observer: observer.log(event))
+        if self._some_at_once:
+            self._tell_log(event, at_once=True)
+        if self._some_later:
+            self._waiting.append(event)
+
+    def settle(self) -> None:
+        """Tell now of all log steps so far: before something is written that a resume will build on."""
+        with self._talking:
+            while self._waiting:
+                self._tell_log(self._waiting.popleft(), at_once=False)
 
     def evaluated(self, event: Evaluated) -> None:
         self._tell(lambda observer: observer.evaluated(event))
@@ -135,11 +163,25 @@ class Observers:
 
     def end(self, event: End) -> None:
         self._tell(lambda observer: observer.end(event))
+        self._over.set()
 
     def _tell(self, what: Callable[[Observer], None]) -> None:
-        for observer in list(self._observers):
-            try:
-                what(observer)
-            except Exception:  # whatever it is, the training must not pay for it
-                log.exception("%s failed and is switched off", type(observer).__name__)
-                self._observers.remove(observer)
+        with self._talking:
+            self.settle()
+            for observer in list(self._observers):
+                self._tell_one(observer, what)
+
+    def _tell_log(self, event: Log, at_once: bool) -> None:
+        for observer in [o for o in self._observers if o.at_once == at_once]:
+            self._tell_one(observer, lambda observer: observer.log(event))
+
+    def _tell_later(self) -> None:
+        while not self._over.wait(_PAUSE_S):
+            self.settle()
+
+    def _tell_one(self, observer: Observer, what: Callable[[Observer], None]) -> None:
+        try:
+            what(observer)
+        except Exception:  # whatever it is, the training must not pay for it
+            log.exception("%s failed and is switched off", type(observer).__name__)
+            self._observers.remove(observer)

@@ -22,6 +22,8 @@ class Pace(Observer):
     """At each log step says how it went, and trains on when it is told to; ends where nobody is left to tell
     it."""
 
+    at_once = True
+
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
 
@@ -63,4 +65,6 @@ def _told(setup: Setup) -> Mapping[str, Any]:
         "fused": setup.fused,
         "workers": setup.loading.workers,
         "resident": setup.loading.resident,
+        "gradient_bytes": setup.gradient_bytes,
+        "steps_per_epoch": setup.steps_per_epoch,
     }

@@ -46,22 +46,24 @@ class TensorBoard(Observer):
             if (
                 line["step"] == event.step and line.pop("split") == "train"
             ):  # dropped with the evaluation there
-                self._scalars("train", {n: v for n, v in line.items() if n not in _PLACE}, event.step)
-                self._scalars("train", {"epoch": line["epoch"]}, event.step)
+                values = {n: v for n, v in line.items() if n not in _PLACE}
+                self._scalars({"train": {**values, "epoch": line["epoch"]}}, event.step)
         if event.preview is not None and event.step == 0:
             self._writer.add_image("train/samples", _tiled(event.preview), 0)
 
     def log(self, event: Log) -> None:
-        self._scalars("train", event.values, event.step)
         timing = event.timing
-        self._scalars("perf", {"samples_per_s": timing.samples_per_s}, event.step)
-        self._scalars("perf", {} if timing.mfu is None else {"mfu": timing.mfu}, event.step)
-        self._scalars("time", timing.shares, event.step)
-        self._scalars("device", self._devices(), event.step)
-        self._scalars("train", {"epoch": event.epoch}, event.step)
+        perf = {"samples_per_s": timing.samples_per_s} | ({} if timing.mfu is None else {"mfu": timing.mfu})
+        groups = {
+            "train": {**event.values, "epoch": event.epoch},
+            "perf": perf,
+            "time": timing.shares,
+            "device": self._devices(),
+        }
+        self._scalars(groups, event.step)
 
     def evaluated(self, event: Evaluated) -> None:
-        self._scalars("valid", event.metrics, event.step)
+        self._scalars({"valid": event.metrics}, event.step)
         for name, figure in event.figures.items():
             if isinstance(figure, TextSample):
                 self._writer.add_text(f"valid/{name}", _verbatim(figure.text), event.step)
@@ -99,9 +101,16 @@ class TensorBoard(Observer):
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def _scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(f"{group}/{name}", value, step)
+    def _scalars(self, groups: Mapping[str, Mapping[str, float]], step: int) -> None:
+        """In one record: the writer's add_scalar makes one, and computes a checksum in Python, for each."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
+        values = [
+            Summary.Value(tag=f"{group}/{name}", simple_value=value)
+            for group, named in groups.items()
+            for name, value in named.items()
+        ]
+        self._writer._get_file_writer().add_summary(Summary(value=values), step)
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | float | int | str]:

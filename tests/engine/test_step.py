@@ -13,6 +13,7 @@ from toy import SGD, Classify, Fit, Vectors, plain, weights, with_noise
 
 from ddptrain.config.schema import Strategy
 from ddptrain.distributed.world import World
+from ddptrain.engine import meter
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import Diverged
@@ -59,8 +60,10 @@ def reads_counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_no_value_is_read_from_the_device_between_two_log_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str, ema: float | None
 ) -> None:
+    """Here the device is a CPU, whose meter may read; so this one is told to do as on a GPU."""
     reads: dict[int, list[str]] = {}
     step = Engine._step
+    monkeypatch.setattr(meter, "_HostSums", meter._DeviceSums)
 
     def watched(self: Engine, state: Any, at: At, batches: Any) -> None:
         with reads_counted(monkeypatch) as seen:
