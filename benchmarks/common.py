@@ -211,7 +211,7 @@ def fit(config: Config, task: Task, data: Data, folder: Path) -> None:
     model = make_model(config, task, world.device)
     state = make_state(config, model, strategy, precision, world, plan.steps)
     board = TensorBoard(folder / "tensorboard", asdict(config), folder / "metrics.jsonl")
-    observers = Observers([Console(), Jsonl(folder / "metrics.jsonl"), board])
+    observers = Observers([Console(lambda times: ""), Jsonl(folder / "metrics.jsonl"), board])
     checkpointer = Checkpointer(folder / "checkpoints", keep=1)
     Engine(task, data, world, strategy, precision, plan, checkpointer, observers).fit(state)
 

@@ -1,11 +1,12 @@
-"""What the guards, or the clocks, cost: one engine with them and one without, in turns, on a step of about a
-millisecond.
+"""What the guards, the clocks or the log lines cost: one engine with them and one without, in turns, on a
+step of about a millisecond.
 
-    python benchmarks/guards.py [--of=guards|timing] [--ranks=2] [--rounds=60] [--width=160]
+    python benchmarks/guards.py [--of=guards|timing|logging] [--ranks=2] [--rounds=60] [--width=160]
 
 guards: votes in the all-reduce, the look at every gradient, the vigil's marks and its threads. timing: the
-marks by which a step's time is split. Without: each of these replaced by nothing. Both train the same; their
-last losses are compared. --width: of the layers, for longer steps.
+marks by which a step's time is split. Without: each of these replaced by nothing. logging: the loss and four
+more scalars added up and logged (terminal, metrics.jsonl, TensorBoard) in every step; without: in none. Both
+train the same; their last losses are compared. --width: of the layers, for longer steps.
 """
 
 import argparse
@@ -34,7 +35,10 @@ from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.state import make_state
 from ddptrain.engine.stopwatch import Stopwatch
-from ddptrain.observe.observer import Observers
+from ddptrain.observe.console import Console
+from ddptrain.observe.jsonl import Jsonl
+from ddptrain.observe.observer import Observer, Observers
+from ddptrain.observe.tensorboard import TensorBoard
 from ddptrain.protocols import At, Data, Loss, Report, Task
 from ddptrain.testing import run_ranks
 
@@ -80,9 +84,12 @@ class Timed(Task):
 
     best_metric, higher_is_better = "loss", False
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, scalars: Sequence[str] = ()) -> None:
         self._width = width
+        self._scalars = scalars
         self.begins: list[int] = []
+        self.worked: list[int] = []
+        """Nanoseconds of this thread on a core, at each."""
         self.last = torch.zeros(())
 
     def build(self) -> nn.Module:
@@ -94,9 +101,10 @@ class Timed(Task):
 
     def loss(self, model: nn.Module, batch: Any, at: At) -> Loss:
         self.begins.append(time.perf_counter_ns())
+        self.worked.append(time.thread_time_ns())
         inputs, labels = batch
         self.last = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
-        return Loss(self.last, len(labels))
+        return Loss(self.last, len(labels), dict.fromkeys(self._scalars, self.last))
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         return {"loss": torch.zeros((), dtype=torch.float64)}
@@ -142,22 +150,33 @@ class _NoVigil(Vigil):
 class Setting:
     guarded: bool
     timed: bool
+    logged: bool
     width: int
 
 
-def chunk(world: World, setting: Setting, folder: Path) -> tuple[float, float]:
-    """Seconds of a step (the median of this chunk's), and the last loss."""
+@dataclass(frozen=True)
+class Chunk:
+    """Seconds of a step: the median of this chunk's on the clock, and the mean of the training thread's on a
+    core."""
+
+    seconds: float
+    worked: float
+    last_loss: float
+
+
+def chunk(world: World, setting: Setting, folder: Path) -> Chunk:
     guarded = setting.guarded
     torch.manual_seed(world.rank)
     plan = Plan(
-        steps=STEPS, train_size=100_000, batch_size=BATCH * world.size, log_every=50, eval_every=STEPS,
-        save_every=STEPS,
+        steps=STEPS, train_size=100_000, batch_size=BATCH * world.size, log_every=1 if setting.logged else 50,
+        eval_every=STEPS, save_every=STEPS,
     )  # fmt: skip
     config = Config(
         recipe="guards", task={}, data={}, sched=Sched("constant"),
         optim={"_target_": "torch.optim.SGD", "lr": 1e-3, "momentum": 0.9},
     )  # fmt: skip
-    task, data, precision = Timed(setting.width), Rows(BATCH), Precision("fp32", world.device)
+    task, data = Timed(setting.width, ("one", "two", "three", "four") if setting.logged else ()), Rows(BATCH)
+    precision = Precision("fp32", world.device)
     strategy: AStrategy = choose_strategy(Strategy(), world)
     state = make_state(config, task.build(), strategy, precision, world, STEPS)
     if not guarded and isinstance(state.wrapped, DistributedDataParallel):
@@ -165,8 +184,13 @@ def chunk(world: World, setting: Setting, folder: Path) -> tuple[float, float]:
         strategy.ballot = lambda wrapped: None  # type: ignore[method-assign]
     loop.Guard = Guard if guarded else _NoGuard  # type: ignore[misc]
     loop.Stopwatch = Stopwatch if setting.timed else _NoWatch  # type: ignore[misc]
+    metrics = folder / "metrics.jsonl"
+    observers: list[Observer] = []
+    if setting.logged and world.is_first:
+        folder.mkdir()
+        observers = [Console(lambda times: ""), Jsonl(metrics), TensorBoard(folder / "tb", {}, metrics)]
     engine = loop.Engine(
-        task, data, world, strategy, precision, plan, Checkpointer(folder, keep=1), Observers([])
+        task, data, world, strategy, precision, plan, Checkpointer(folder, keep=1), Observers(observers)
     )
     # straight to the batches: what comes before the first step is no part of one
     opened = data.train_batches(plan.sampler(world), range(STEPS)), 0.0
@@ -178,14 +202,15 @@ def chunk(world: World, setting: Setting, folder: Path) -> tuple[float, float]:
     else:
         engine.fit(state, _NoVigil(world))
     gaps = [b - a for a, b in zip(task.begins[WARMUP:], task.begins[WARMUP + 1 :], strict=False)]
-    return statistics.median(gaps) / 1e9, float(task.last.detach())
+    worked = (task.worked[-1] - task.worked[WARMUP]) / len(gaps)
+    return Chunk(statistics.median(gaps) / 1e9, worked / 1e9, float(task.last.detach()))
 
 
-def rounds(world: World, count: int, of: str, width: int) -> list[tuple[float, float]]:
+def rounds(world: World, count: int, of: str, width: int) -> list[tuple[Chunk, Chunk]]:
     """(with, without) of each round, whose turns alternate."""
     settings = {
-        True: Setting(guarded=True, timed=True, width=width),
-        False: Setting(guarded=of != "guards", timed=of != "timing", width=width),
+        True: Setting(guarded=True, timed=True, logged=of == "logging", width=width),
+        False: Setting(guarded=of != "guards", timed=of != "timing", logged=False, width=width),
     }
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -194,8 +219,8 @@ def rounds(world: World, count: int, of: str, width: int) -> list[tuple[float, f
             taken = {
                 which: chunk(world, settings[which], Path(folder) / f"{turn}-{which}") for which in order
             }
-            assert taken[True][1] == taken[False][1], "both train the same"
-            found.append((taken[True][0], taken[False][0]))
+            assert taken[True].last_loss == taken[False].last_loss, "both train the same"
+            found.append((taken[True], taken[False]))
     return found
 
 
@@ -203,7 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--of", choices=["guards", "timing"], default="guards")
+    parser.add_argument("--of", choices=["guards", "timing", "logging"], default="guards")
     parser.add_argument("--width", type=int, default=160)
     arguments = parser.parse_args()
     found = run_ranks(
@@ -211,13 +236,15 @@ def main() -> None:
         arguments.ranks,
         timeout=3000,
     )[0]
-    ratios = sorted(whole / bare for whole, bare in found)
-    extra = sorted((whole - bare) * 1e6 for whole, bare in found)
+    ratios = sorted(whole.seconds / bare.seconds for whole, bare in found)
+    extra = statistics.median((whole.seconds - bare.seconds) * 1e6 for whole, bare in found)
+    worked = statistics.median((whole.worked - bare.worked) * 1e6 for whole, bare in found)
+    step = statistics.median(bare.seconds for _, bare in found)
     print(
-        f"{arguments.ranks} rank(s), {len(found)} rounds: a step takes"
-        f" {statistics.median(bare for _, bare in found) * 1e3:.3f} ms without the {arguments.of}, and"
-        f" {statistics.median(extra):.1f} us more with them: ratio {statistics.median(ratios):.3f}"
-        f" (quartiles {ratios[len(ratios) // 4]:.3f} to {ratios[3 * len(ratios) // 4]:.3f})"
+        f"{arguments.ranks} rank(s), {len(found)} rounds: a step takes {step * 1e3:.3f} ms without the"
+        f" {arguments.of}, and {extra:.1f} us more with it: ratio {statistics.median(ratios):.3f}"
+        f" (quartiles {ratios[len(ratios) // 4]:.3f} to {ratios[3 * len(ratios) // 4]:.3f});"
+        f" the training thread works {worked:.1f} us more"
     )
 
 

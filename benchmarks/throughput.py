@@ -1,8 +1,9 @@
-"""Samples per second of ddptrain, a hand-written PyTorch loop, Lightning and Accelerate, on the CPU.
+"""Samples per second of ddptrain, a hand-written PyTorch loop and other trainers, on the CPU.
 
-    python benchmarks/throughput.py                     # a Markdown table on stdout, in some 5 minutes
+    python benchmarks/throughput.py                     # a Markdown table on stdout, in some 40 minutes
     python benchmarks/throughput.py --write README.md   # and between that file's throughput markers
-    python benchmarks/throughput.py --cases tiny,tiny-2-ranks --rounds 5
+    python benchmarks/throughput.py --cases tiny,tiny-2-ranks --peers hand,ddptrain --rounds 5
+    python benchmarks/throughput.py --cases tiny --peers hand,ddptrain --rounds 8 --at-most 1.1   # the gate's
 
 All train the same model on the same samples in the same order, with the same optimizer, seed and
 threads; where their first losses differ by more than 1e-5 this stops with an error. Each case is a
@@ -15,7 +16,6 @@ warm-up or final evaluation.
 
 import argparse
 import gc
-import importlib.util
 import json
 import os
 import statistics
@@ -30,8 +30,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from common import Chunk, check_markers, compare, made_with, markers, publish, silent
-from loops import BASE, LOG_EVERY, PEERS, Run, Watch
-from workloads import Workload, mobilenet, tiny
+from loops import BASE, LOG_EVERY, Run, Watch
+from peers import PEERS
+from workloads import Workload, lstm, mobilenet, tiny
 
 from ddptrain.distributed.comm import close_group, open_group
 from ddptrain.distributed.world import World, world_from_environment
@@ -53,24 +54,20 @@ class Case:
     steps: int
     window: int
     """Steps after which things come round again; see `_quiet`."""
-    rounds: int
+    rounds: int = 40
     ranks: int = 1
     threads: int = 1
     """Of each rank."""
 
 
 CASES = {
-    "tiny": Case(
-        "MLP, 26 thousand parameters", tiny, batch=64, warmup=50, steps=1000, window=LOG_EVERY, rounds=20
-    ),
-    "tiny-2-ranks": Case(
-        "the same, 2 ranks over gloo", tiny, batch=64, warmup=50, steps=1000, window=LOG_EVERY, rounds=12,
-        ranks=2,
-    ),
-    "mobilenet": Case(
-        "MobileNetV3-small, 32x32", mobilenet, batch=128, warmup=2, steps=5, window=1, rounds=12, threads=2
-    ),
-}  # fmt: skip
+    "tiny": Case("MLP, 26 thousand parameters", tiny, 64, warmup=50, steps=500, window=LOG_EVERY),
+    "tiny-2-ranks": Case("the same, 2 ranks over gloo", tiny, 64, 50, 300, LOG_EVERY, ranks=2),
+    "mobilenet": Case("MobileNetV3-small, 32x32", mobilenet, 128, warmup=2, steps=5, window=1),
+    "mobilenet-2-ranks": Case("the same, 2 ranks over gloo", mobilenet, 128, 2, 5, window=1, ranks=2),
+    "lstm": Case("LSTM, 2 layers of 256, 128 characters", lstm, 32, warmup=1, steps=3, window=1),
+    "lstm-2-ranks": Case("the same, 2 ranks over gloo", lstm, 32, 1, 3, window=1, ranks=2),
+}
 
 
 def main() -> None:
@@ -80,10 +77,13 @@ def main() -> None:
         return
     if arguments.write:
         check_markers(arguments.write, NAME)
-    peers = [name for name in PEERS if importlib.util.find_spec(PEERS[name].package)]
+    wanted = arguments.peers.split(",") if arguments.peers else list(PEERS)
+    peers = [name for name in wanted if PEERS[name].is_installed()]
     rounds = {name: arguments.rounds or CASES[name].rounds for name in arguments.cases.split(",")}
     results = {name: _in_processes(name, peers, count) for name, count in rounds.items()}
     publish("\n".join([*_table(results), "", *_notes(results, peers)]), NAME, arguments.write)
+    if arguments.at_most is not None:
+        _check(results, arguments.at_most)
 
 
 def measure(case: Case, peers: Sequence[str], rounds: int, out: Path) -> None:
@@ -109,7 +109,8 @@ def measure(case: Case, peers: Sequence[str], rounds: int, out: Path) -> None:
 def _chunk(name: str, case: Case, workload: Workload, world: World, folder: Path) -> Chunk:
     folder.mkdir()
     watch = Watch()
-    run = Run(workload, world, case.batch * world.size, case.warmup + case.steps + 1, folder, watch)
+    steps, tuned = case.warmup + case.steps + 1, PEERS[name].tuned
+    run = Run(workload, world, case.batch * world.size, steps, folder, watch, tuned)
     gc.collect()  # so that none pays for what another one left
     torch.set_num_threads(case.threads)
     if world.size > 1:
@@ -119,8 +120,8 @@ def _chunk(name: str, case: Case, workload: Workload, world: World, folder: Path
         raise SystemExit(f"{name} changed the number of threads to {torch.get_num_threads()}")
     if len(watch.begins) != run.steps:
         raise SystemExit(f"{name} took {len(watch.begins)} steps, not {run.steps}")
-    steps = [(stop - start) / 1e9 for start, stop in pairwise(watch.begins[case.warmup :])]
-    return Chunk(_quiet(steps, case.window), [float(loss) for loss in watch.losses])
+    taken = [(stop - start) / 1e9 for start, stop in pairwise(watch.begins[case.warmup :])]
+    return Chunk(_quiet(taken, case.window), [float(loss) for loss in watch.losses])
 
 
 def _quiet(steps: Sequence[float], window: int) -> float:
@@ -175,15 +176,27 @@ def _row(peer: str, chunks: Sequence[Chunk], base: Sequence[Chunk], case: Case) 
 
 
 def _notes(results: Results, peers: Sequence[str]) -> list[str]:
-    packages = ["torch", *(PEERS[name].package for name in peers if name != BASE)]
+    packages = sorted({PEERS[name].package for name in peers})
     rounds = ", ".join(f"{name}: {_rounds(CASES[name], chunks[BASE])}" for name, chunks in results.items())
-    missing = [PEERS[name].title for name in PEERS if name not in peers]
+    missing = [peer.title for peer in PEERS.values() if not peer.is_installed()]
     return [
         f"Medians over rounds in which all take turns ({rounds}; of each step the 10th percentile;"
         f" fp32). {made_with(*packages)}"
         " Made by `python benchmarks/throughput.py`.",
         *(f"Not installed, so not measured: {title}." for title in missing),
     ]
+
+
+def _check(results: Results, at_most: float) -> None:
+    for name, chunks in results.items():
+        ratio = statistics.median(_ratios(chunks["ddptrain"], chunks[BASE]))
+        if ratio > at_most:
+            raise SystemExit(f"{name}: ddptrain's step is {ratio:.3f} hand-written ones; at most {at_most}")
+
+
+def _ratios(own: Sequence[Chunk], base: Sequence[Chunk]) -> list[float]:
+    """Of a step's seconds, round by round."""
+    return [a.seconds / b.seconds for a, b in zip(own, base, strict=True)]
 
 
 def _rounds(case: Case, chunks: Sequence[Chunk]) -> str:
@@ -199,8 +212,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
     )
+    parser.add_argument("--peers", help=f"{BASE} and some of {', '.join(PEERS)}")
+    parser.add_argument(
+        "--at-most", type=float, metavar="RATIO",
+        help="fail where the median of ddptrain's step is longer than so many of the hand-written loop's",
+    )  # fmt: skip
     parser.add_argument("--measure", choices=CASES, help=argparse.SUPPRESS)  # how this starts itself
-    parser.add_argument("--peers", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     unknown = [name for name in arguments.cases.split(",") if name not in CASES]

@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from ddptrain.data.augment import Augment, Normalise
 from ddptrain.data.images import ImageData
@@ -45,7 +46,10 @@ class Rows(Data):
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
         for ids, _ in sampler.samples(steps, self._inputs.device):
-            yield self._prepare_rows(self._inputs[ids]), self._labels[ids]
+            yield self.batch(ids)
+
+    def batch(self, ids: Tensor) -> Batch:
+        return self._prepare_rows(self._inputs[ids]), self._labels[ids]
 
     @property
     def valid_size(self) -> int:
@@ -72,6 +76,13 @@ class Workload:
     data: Data
     channels_last: bool
 
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        """Cross-entropy added up, and of how many labels."""
+        inputs, labels = batch
+        logits = model(inputs)
+        total = cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+        return total, labels.numel()
+
 
 def tiny(world: World) -> Workload:
     """An MLP of 26,122 parameters on rows of 64 floats."""
@@ -85,6 +96,30 @@ def tiny(world: World) -> Workload:
     labels = torch.randint(10, (8192,), generator=generator)
     rows = Rows(inputs, labels, lambda chosen: chosen, world)
     return Workload(build, rows, rows, channels_last=False)
+
+
+@final
+class _Lstm(nn.Module):
+    """Two layers of 256 on 96 characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(96, 256)
+        self.cells = nn.LSTM(256, 256, num_layers=2, batch_first=True)
+        self.head = nn.Linear(256, 96)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        hidden, _ = self.cells(self.embedding(characters))
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def lstm(world: World) -> Workload:
+    """An LSTM of 1.1 million parameters on windows of 128 characters."""
+    generator = torch.Generator().manual_seed(SEED)
+    windows = torch.randint(96, (2048, 129), generator=generator)
+    rows = Rows(windows[:, :-1], windows[:, 1:], lambda chosen: chosen, world)
+    return Workload(_Lstm, rows, rows, channels_last=False)
 
 
 def mobilenet(world: World) -> Workload:
