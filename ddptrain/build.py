@@ -254,5 +254,6 @@ def _spell(hint: Any) -> str:
     if typing.get_origin(hint) in (tuple, list, Sequence):
         return "a list: [...]"
     if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+        words = typing.get_args(hint)
+        return "one of " * (len(words) > 1) + ", ".join(map(str, words))
     return names.get(hint) or str(getattr(hint, "__name__", hint))

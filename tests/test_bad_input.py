@@ -134,8 +134,8 @@ def test_every_wrong_argument_of_every_node_is_named_in_one_message(tmp_path: Pa
         " Did you mean task.label_smoothing?",
         "model.hidden=1.5: must be a whole number.",
         "model.widht: ddptrain.recipes.cnn.SmallCnn takes no such argument. Did you mean model.width?",
-        "data.workers=two: must be a whole number or one of auto.",
-        "data.augment.flip=maybe: must be true or false.",
+        "data.workers=two: must be a whole number or auto.",
+        "data.augment.flip=maybe: must be true or false or alternate.",
         "data.augment.flipp: ddptrain.data.augment.Augment takes no such argument."
         " Did you mean data.augment.flip?",
         "data.augment._partial_: only _target_ has a meaning here; remove it.",

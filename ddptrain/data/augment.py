@@ -1,13 +1,11 @@
-"""Crop, flip, cutout and normalise, drawn once and applied in two ways with the same pixels.
+"""Crop, flip, cutout and normalise: a batch at once, the same pixels whatever has read them.
 
-What happens to a sample follows from (seed, epoch, sample index). `apply_one` does it to one image
-with torchvision.transforms.v2, in a loader's worker; `gather` does it to a whole batch at once,
-where a resident set lies. Both give equal bits, which a test compares.
+What happens to a sample follows from (seed, epoch, sample index). `gather` cuts a batch out of padded images:
+out of a resident set, where that lies, or out of the batch that a loader's worker has just read.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,12 +34,14 @@ class Augment:
     """How training images are varied.
 
     crop: pixels of padding (in the set's mean colour) around an image, out of which a window of the
-    original size is cut at random. flip: mirror half of the images. cutout: side in pixels of a
-    square painted over in the mean colour (DeVries, Taylor: arXiv 1708.04552), 0 for none.
+    original size is cut at random. flip: mirror half of the images, drawn anew in each epoch; ``alternate``
+    draws in epoch 0 only, and from then on every image is turned over from one epoch to the next, so that
+    two epochs in a row show both sides of all of them (Jordan: arXiv 2404.00498). cutout: side in pixels
+    of a square painted over in the mean colour (DeVries, Taylor: arXiv 1708.04552), 0 for none.
     """
 
     crop: int = 0
-    flip: bool = False
+    flip: bool | Literal["alternate"] = False
     cutout: int = 0
 
     def __post_init__(self) -> None:
@@ -51,63 +51,69 @@ class Augment:
 
     def moves(self, seed: int, epochs: Tensor, ids: Tensor, height: int, width: int) -> Moves:
         """Draw for each (epoch, sample); int64 (n,) on any device, the same numbers on each."""
-        offsets, faces = 2 * self.crop + 1, 2 if self.flip else 1
+        none, offsets = torch.zeros_like(ids), 2 * self.crop + 1
+
+        def below(bound: int, purpose: int) -> Tensor:
+            return draw_below(bound, seed, epochs, ids, purpose)
+
         return Moves(
-            draw_below(offsets, seed, epochs, ids, _TOP),
-            draw_below(offsets, seed, epochs, ids, _LEFT),
-            draw_below(faces, seed, epochs, ids, _FLIP),
-            draw_below(height, seed, epochs, ids, _CUT_Y),
-            draw_below(width, seed, epochs, ids, _CUT_X),
+            below(offsets, _TOP) if self.crop else none,
+            below(offsets, _LEFT) if self.crop else none,
+            self._faces(seed, epochs, ids) if self.flip else none,
+            below(height, _CUT_Y) if self.cutout else none,
+            below(width, _CUT_X) if self.cutout else none,
         )
 
-    def apply_one(self, image: Tensor, moves: Moves, i: int, fill: Sequence[int]) -> Tensor:
-        """uint8 (H, W, C) -> (H, W, C): the i-th of the moves, by torchvision's functions."""
-        from torchvision.transforms.v2 import functional
-
-        height, width, _ = image.shape
-        picture = image.permute(2, 0, 1)
-        top, left, flip, cut_y, cut_x = (int(move[i]) for move in moves)
-        if self.crop:
-            picture = functional.pad(picture, [self.crop], fill=[float(c) for c in fill])
-            picture = functional.crop(picture, top, left, height, width)
-        if flip:
-            picture = functional.horizontal_flip(picture)
-        if self.cutout:
-            y, x = max(cut_y - self.cutout // 2, 0), max(cut_x - self.cutout // 2, 0)
-            bottom = min(cut_y - self.cutout // 2 + self.cutout, height)
-            right = min(cut_x - self.cutout // 2 + self.cutout, width)
-            paint = torch.tensor(fill, dtype=torch.uint8).view(-1, 1, 1)
-            picture = functional.erase(picture, y, x, bottom - y, right - x, paint)
-        return picture.permute(1, 2, 0)
+    def _faces(self, seed: int, epochs: Tensor, ids: Tensor) -> Tensor:
+        if self.flip != "alternate":
+            return draw_below(2, seed, epochs, ids, _FLIP)
+        return (draw_below(2, seed, torch.zeros_like(epochs), ids, _FLIP) + epochs) % 2
 
     def padded(self, images: Tensor, fill: Tensor) -> Tensor:
-        """uint8 (n, H, W, C) -> (n, H + 2 * crop, W + 2 * crop, C), once for a resident set."""
+        """uint8 (n, H, W, C) -> (n, H + 2 * crop, W + 2 * crop, C), contiguous; once for a resident set."""
         if not self.crop:
-            return images
+            return images.contiguous()
         n, height, width, channels = images.shape
-        size = (n, height + 2 * self.crop, width + 2 * self.crop, channels)
-        around = fill.to(images.device).expand(size).contiguous()
+        tall, wide = height + 2 * self.crop, width + 2 * self.crop
+        # a row at a time, as in `Normalise`
+        rows = fill.to(images.device).repeat(wide).expand(n, tall, -1).contiguous()
+        around = rows.view(n, tall, wide, channels)
         around[:, self.crop : -self.crop, self.crop : -self.crop] = images
         return around
 
     def gather(self, padded: Tensor, ids: Tensor, moves: Moves, fill: Tensor) -> Tensor:
-        """uint8 (k, H, W, C): augmented images out of a `padded` set, in one gather of pixels."""
+        """uint8 (k, H, W, C): the images with these indices out of `padded` ones, augmented.
+
+        No number is read from the device, and shapes depend on k alone.
+        """
         _, tall, wide, channels = padded.shape
         height, width = tall - 2 * self.crop, wide - 2 * self.crop
-        rows = torch.arange(height, device=padded.device)
-        columns = torch.arange(width, device=padded.device)
-        mirrored = torch.where(moves.flip[:, None] == 1, width - 1 - columns, columns)
-        first = ids * (tall * wide) + moves.top * wide + moves.left
-        pixels = first[:, None, None] + rows[:, None] * wide + mirrored[:, None, :]
-        images = padded.view(-1, channels).index_select(0, pixels.view(-1))
-        images = images.view(len(ids), height, width, channels)
-        if self.cutout:
-            y, x = moves.cut_y - self.cutout // 2, moves.cut_x - self.cutout // 2
-            in_rows = (rows >= y[:, None]) & (rows < y[:, None] + self.cutout)
-            in_columns = (columns >= x[:, None]) & (columns < x[:, None] + self.cutout)
-            square = in_rows[:, :, None] & in_columns[:, None, :]
-            images = torch.where(square[..., None], fill, images)
-        return images
+        corners = (ids * tall + moves.top) * wide + moves.left
+        images = _windows(padded, height, width).index_select(0, corners)
+        images = images.view(-1, height, width, channels)
+        if self.flip:
+            # both sides of all and then a choice of whole images: twice as fast as a choice of pixels
+            both = torch.cat((images, images.flip(2)))
+            images = both.index_select(0, moves.flip * len(ids) + torch.arange(len(ids), device=ids.device))
+        return self._cut(images, moves, fill) if self.cutout else images
+
+    def _cut(self, images: Tensor, moves: Moves, fill: Tensor) -> Tensor:
+        _, height, width, channels = images.shape
+        rows = torch.arange(height, device=images.device)
+        columns = torch.arange(width, device=images.device).repeat_interleave(channels)
+        y, x = (centre[:, None] - self.cutout // 2 for centre in (moves.cut_y, moves.cut_x))
+        in_rows = (rows >= y) & (rows < y + self.cutout)
+        in_columns = (columns >= x) & (columns < x + self.cutout)
+        square = in_rows[:, :, None] & in_columns[:, None, :]
+        return torch.where(square, fill.repeat(width), images.flatten(2)).view(images.shape)
+
+
+def _windows(padded: Tensor, height: int, width: int) -> Tensor:
+    """A view of (n, H, W, C) in which item i is the window that begins at pixel i of all pixels in a row:
+    (positions, height, width * C). Taking some copies runs of bytes, with no index for each pixel."""
+    n, tall, wide, channels = padded.shape
+    positions = n * tall * wide - (height - 1) * wide - width + 1
+    return padded.as_strided((positions, height, width * channels), (channels, wide * channels, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,5 +129,9 @@ class Normalise:
 
     def __call__(self, images: Tensor) -> Tensor:
         """uint8 (n, H, W, C) -> float32 (n, C, H, W)."""
-        normal = images.to(torch.float32).sub_(self.mean).div_(self.std).permute(0, 3, 1, 2)
+        _, _, width, channels = images.shape
+        mean, std = (of.expand(width, channels).flatten() for of in (self.mean, self.std))
+        # a row at a time: over the three numbers of a pixel a loop costs six times as much
+        rows = images.flatten(2).to(torch.float32).sub_(mean).div_(std)
+        normal = rows.view(images.shape).permute(0, 3, 1, 2)
         return normal if self.channels_last else normal.contiguous()

@@ -1,6 +1,5 @@
 """One file from the network: whole and right, or absent; once, however many jobs start on a node."""
 
-import fcntl
 import hashlib
 import http.client
 import logging
@@ -11,10 +10,10 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddptrain.data.alone import alone
 from ddptrain.data.durable import flush_folder
 from ddptrain.errors import UserError
 
@@ -53,7 +52,7 @@ def download(url: str, sha256: str, target: Path, limits: Limits) -> None:
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise ValueError("a download starts with http:// or https://")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(target.with_name(f".{target.name}.lock")):
+    with alone(target.with_name(f".{target.name}.lock")):
         if target.exists():
             return
         part = target.with_name(f".{target.name}.part")
@@ -68,22 +67,6 @@ def download(url: str, sha256: str, target: Path, limits: Limits) -> None:
             flush_folder(target.parent)
         finally:
             part.unlink(missing_ok=True)
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Hold a lock that the system takes back from a process that dies. Its file stays: whoever removed it
-    could remove one that another process has just locked."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for another process that downloads beside %s", lock)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _write(part: Path, url: str, limits: Limits) -> tuple[int, str]:

@@ -25,7 +25,7 @@ class AugmentedImages(Dataset[Any]):
     """A split, read a batch at a time in a worker. A broken file comes back as its UserError, for
     an exception would reach the trainer as a worker's traceback."""
 
-    def __init__(self, split: Split, augment: Augment, fill: Sequence[int], seed: int) -> None:
+    def __init__(self, split: Split, augment: Augment, fill: Tensor, seed: int) -> None:
         self._split = split
         self._augment = augment
         self._fill = fill
@@ -45,8 +45,8 @@ class AugmentedImages(Dataset[Any]):
             return images, labels
         height, width, _ = self._split.shape
         moves = self._augment.moves(self._seed, epochs, ids, height, width)
-        changed = [self._augment.apply_one(image, moves, i, self._fill) for i, image in enumerate(images)]
-        return torch.stack(changed), labels
+        padded = self._augment.padded(images, self._fill)
+        return self._augment.gather(padded, torch.arange(len(ids)), moves, self._fill), labels
 
 
 class _Keys:
@@ -69,7 +69,7 @@ class FileLoader(Loader):
     """DataLoader workers read and augment; the device normalises."""
 
     def __init__(self, recipe: Recipe, workers: int) -> None:
-        fill = recipe.fill.tolist()
+        fill = recipe.fill.cpu()
         self._recipe = recipe
         self._workers = workers
         self._train = AugmentedImages(recipe.train, recipe.augment, fill, recipe.seed)

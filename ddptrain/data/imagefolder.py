@@ -1,13 +1,16 @@
 """Any folder of class folders: ``cats/1.jpg``, ``dogs/2.png``, ..."""
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor
 
-from ddptrain.data.pictures import ENDINGS, fitted
+from ddptrain.data.packed import open_packed, pack, packed_folder
+from ddptrain.data.pictures import ENDINGS, decoders, fitted
 from ddptrain.data.source import ImageSource, Opened, Split
 from ddptrain.errors import UserError
 
@@ -19,12 +22,12 @@ class FolderSplit(Split):
     """Image files, decoded when asked for, cut and scaled to a square."""
 
     def __init__(self, files: Sequence[Path], labels: Sequence[int], size: int) -> None:
-        self._files = [str(file) for file in files]
+        self.files = [str(file) for file in files]
         self.labels = torch.tensor(labels, dtype=torch.int64)
         self.shape = (size, size, 3)
 
     def images(self, ids: Tensor) -> Tensor:
-        return torch.stack([fitted(Path(self._files[i]), self.shape) for i in ids.tolist()])
+        return torch.stack([fitted(Path(self.files[i]), self.shape) for i in ids.tolist()])
 
 
 @final
@@ -32,21 +35,46 @@ class ImageFolder(ImageSource):
     """``root/train/<class>/*`` and ``root/val/<class>/*`` (or valid, validation, test). Without the
     second, or with just ``root/<class>/*``, every tenth file of a class (in sorted order) is held out.
 
-    size: side in pixels to which the middle square of every picture is scaled.
+    size: side in pixels to which the middle square of every picture is scaled. cache: folder in which the
+    decoded, scaled pictures are kept, size * size * 3 bytes each, for the epochs and runs to come; None to
+    decode them whenever they are asked for. The pixels are the same.
     """
 
     name = "imagefolder"
 
-    def __init__(self, size: int = 224) -> None:
+    def __init__(self, size: int = 224, cache: str | None = None) -> None:
         if size < 1:
             raise UserError(f"data.source.size={size}: must be 1 pixel or more.")
         self._size = size
+        self._cache = None if cache is None else Path(cache)
 
     def fetch(self, root: Path) -> None:
         if not root.is_dir():
             raise UserError(f"data.root={root}: there is no such folder. Name one that holds class folders.")
+        if self._cache is not None:
+            if self._cache.resolve().is_relative_to(root.resolve()):
+                raise UserError(
+                    f"data.source.cache={self._cache}: lies in data.root, whose folders are classes. Name"
+                    " another folder."
+                )
+            listed = self._listed(root)
+            pack(self._packed(root, self._cache, listed), {"train": listed.train, "valid": listed.valid})
 
     def open(self, root: Path) -> Opened:
+        listed = self._listed(root)
+        if self._cache is None:
+            return listed
+        folder = self._packed(root, self._cache, listed)
+        train, valid = open_packed(folder, "train", listed.train), open_packed(folder, "valid", listed.valid)
+        return replace(listed, train=train, valid=valid)
+
+    def _packed(self, root: Path, cache: Path, listed: Opened) -> Path:
+        """The pixels' folder, by all that they follow from: files told by names, sizes and times, for reading
+        them would take as long as to decode them."""
+        files = [_facts(part, root) for part in (listed.train, listed.valid)]
+        return packed_folder(cache, f"{self.name}-{self._size}", [self._size, decoders(), files])
+
+    def _listed(self, root: Path) -> Opened:
         train_root = root / "train"
         valid_root = next((root / name for name in _VALID_NAMES if (root / name).is_dir()), None)
         if train_root.is_dir() and valid_root is not None:
@@ -81,6 +109,19 @@ class ImageFolder(ImageSource):
     def _split(self, files: dict[str, list[Path]], classes: list[str]) -> FolderSplit:
         listed = [(file, label) for label, name in enumerate(classes) for file in files.get(name, [])]
         return FolderSplit([file for file, _ in listed], [label for _, label in listed], self._size)
+
+
+def _facts(part: Split, root: Path) -> list[tuple[str, int, int]]:
+    """Of each file its name from the root on, its bytes and when it was changed (ns)."""
+    assert isinstance(part, FolderSplit)
+    facts = []
+    for file in part.files:
+        try:
+            status = os.stat(file)
+        except OSError as error:
+            raise UserError(f"{file}: can't be read ({error.strerror}).", everywhere=False) from error
+        facts.append((os.path.relpath(file, root), status.st_size, status.st_mtime_ns))
+    return facts
 
 
 def _listed(root: Path) -> dict[str, list[Path]]:

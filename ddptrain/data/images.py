@@ -12,7 +12,7 @@ from ddptrain.data.files import FileLoader
 from ddptrain.data.loader import Labelled, Loader, Recipe
 from ddptrain.data.resident import ResidentLoader
 from ddptrain.data.sampler import Sampler
-from ddptrain.data.source import ImageSource
+from ddptrain.data.source import ImageSource, Split
 from ddptrain.data.workers import spare_cores
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.distributed.world import World
@@ -53,11 +53,13 @@ class ImageData(Data):
         self._resident = resident
         self._channels_last = channels_last
         self._normalise: Normalise | None = None
+        self._training: Split | None = None
 
     def prepare(self, world: World, seed: int) -> None:
         once_a_node(world, lambda: self._source.fetch(self._root))
         self._world = world
         self._set = self._source.open(self._root)
+        self._training = self._set.train
         self.classes, self.shape = tuple(self._set.classes), self._set.train.shape
         self._normalise = normalise = self._normaliser(self._set.mean, self._set.std)
         self._recipe = Recipe(
@@ -100,6 +102,13 @@ class ImageData(Data):
             opened = self._source.open(self._root)
             self._normalise = self._normaliser(opened.mean, opened.std)
         return self._normalise(pictures.to(self._world.device))
+
+    def examples(self, count: int) -> Tensor | None:
+        """The first training samples as they are, for models whose first weights follow from them: normalised
+        float32 (n, C, H, W) on the device. None where the set was only recalled."""
+        if self._training is None:
+            return None
+        return self.normalised(self._training.images(torch.arange(min(count, len(self._training)))))
 
     @property
     def train_size(self) -> int:

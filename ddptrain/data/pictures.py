@@ -101,6 +101,14 @@ def fitted(file: Path, shape: tuple[int, int, int]) -> Tensor:
     return pixels.permute(1, 2, 0)
 
 
+def decoders() -> list[str | None]:
+    """The versions of what decodes and scales: with others, pixels may differ."""
+    import PIL
+    from PIL import features
+
+    return [PIL.__version__, *(features.version(name) for name in ("jpg", "webp", "libtiff"))]
+
+
 def _in_eight_bits(picture: "Image.Image") -> "Image.Image":
     """Pillow's own way from 16 bits of grey would cut off all that is brighter than 255."""
     if not picture.mode.startswith("I;16"):

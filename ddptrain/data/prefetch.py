@@ -1,4 +1,4 @@
-"""From host to device, the next batch while this one computes."""
+"""The next batch, copied to the device or made there, while this one computes."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 copy_waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=1000)
-"""Before and after each wait of the computing stream for a batch's copy, in this process: for the split of a
+"""Before and after each wait of the computing stream for a batch, in this process: for the split of a
 step's time, which takes them out."""
 
 
@@ -40,32 +40,31 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """The batches on the device, in order; on a GPU copied one ahead on a stream of their own."""
+    """The batches on the device, in order. On a GPU one ahead, on a stream of their own: the copies of those
+    that lie in the host's memory, and whatever is done on the device to make one."""
     if device.type != "cuda":
         return (to_device(batch, device) for batch in batches)
-    return _copied_ahead(iter(batches), device)
+    return _one_ahead(iter(batches), device)
 
 
-def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    copying = torch.cuda.Stream(device)
+def _one_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    bringing = torch.cuda.Stream(device)
+    bringing.wait_stream(torch.cuda.current_stream(device))  # a resident set may still be on its way
 
-    def start_copy() -> Any:
-        batch = next(batches, None)
-        if batch is None:
-            return None
-        with torch.cuda.stream(copying):
-            return to_device(batch, device)
+    def bring() -> Any:
+        with torch.cuda.stream(bringing):
+            return to_device(next(batches, None), device)
 
-    ahead = start_copy()
+    ahead = bring()
     while ahead is not None:
         computing = torch.cuda.current_stream(device)
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record(computing)
-        computing.wait_stream(copying)  # on the device; the host goes on
+        computing.wait_stream(bringing)  # on the device; the host goes on
         after.record(computing)
         copy_waits.append((before, after))
         for tensor in tensors_of(ahead):
-            # its memory belongs to the copying stream, which must not reuse it while we compute
+            # its memory belongs to the other stream, which must not reuse it while we compute
             tensor.record_stream(computing)
-        batch, ahead = ahead, start_copy()
+        batch, ahead = ahead, bring()
         yield batch

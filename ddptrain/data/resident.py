@@ -1,21 +1,31 @@
 """The whole set as one uint8 tensor on the device; batches are cut and augmented there."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import final
 
 import torch
 from torch import Tensor
 
-from ddptrain.data.augment import Augment
+from ddptrain.data.augment import Moves
 from ddptrain.data.loader import Labelled, Loader, Recipe
+from ddptrain.data.prefetch import on_device
 from ddptrain.data.sampler import Sampler
 from ddptrain.data.source import Split
 from ddptrain.protocols import Loading
 
+_DRAWN_AT_ONCE = 8192
+"""Samples, of a few batches or of many. To draw takes about a hundred operations, whose calls cost more than
+their arithmetic: on a GPU each is a launch."""
+
 
 @final
 class ResidentLoader(Loader):
-    """A training batch costs one gather on the device; no worker, no copy from the host."""
+    """A training batch costs one gather on the device; no worker, no copy from the host. On a GPU the next
+    batch is made on a stream of its own while this one is trained on.
+
+    The training set lies there padded, (H + 2 * crop) * (W + 2 * crop) * C bytes an image.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -25,21 +35,32 @@ class ResidentLoader(Loader):
         self._valid_labels = recipe.valid.labels.to(recipe.device)
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Labelled]:
-        for ids, epochs in sampler.samples(steps, self._recipe.device):
-            yield self._recipe.normalise(self.augmented(ids, epochs)), self._train_labels[ids]
+        return on_device(self._augmented(sampler, steps), self._recipe.device)
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Labelled]:
+        return on_device(self._as_they_are(chunks), self._recipe.device)
+
+    def _augmented(self, sampler: Sampler, steps: range) -> Iterator[Labelled]:
+        recipe = self._recipe
+        samples = sampler.samples(steps, recipe.device)
+        at_once = max(1, _DRAWN_AT_ONCE // max(sampler.micro_sizes))
+        while batches := list(islice(samples, at_once)):
+            for (ids, _), moves in zip(batches, self._moves(batches), strict=True):
+                images = recipe.augment.gather(self._train, ids, moves, recipe.fill)
+                yield recipe.normalise(images), self._train_labels[ids]
+
+    def _as_they_are(self, chunks: Sequence[range]) -> Iterator[Labelled]:
         for chunk in chunks:
             chosen = slice(chunk.start, chunk.stop)
             yield self._recipe.normalise(self._valid[chosen]), self._valid_labels[chosen]
 
-    def augmented(self, ids: Tensor, epochs: Tensor) -> Tensor:
-        """uint8 (n, H, W, C): training samples as they are seen in those epochs."""
-        augment, (height, width, _) = self._recipe.augment, self._recipe.train.shape
-        if augment == Augment():
-            return self._train[ids]
-        moves = augment.moves(self._recipe.seed, epochs, ids, height, width)
-        return augment.gather(self._train, ids, moves, self._recipe.fill)
+    def _moves(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Moves]:
+        """Of each of some batches of (ids, epochs)."""
+        height, width, _ = self._recipe.train.shape
+        ids, epochs = (torch.cat(of) for of in zip(*batches, strict=True))
+        moves = self._recipe.augment.moves(self._recipe.seed, epochs, ids, height, width)
+        parts = (move.split([len(ids) for ids, _ in batches]) for move in moves)
+        return map(Moves._make, zip(*parts, strict=True))
 
     @property
     def loading(self) -> Loading:

@@ -1,0 +1,212 @@
+"""Pictures decoded and scaled once, in files that are mapped into memory: for folders that are read again and
+again, by epochs or by runs. What lies there is what decoding gave, so a run has the same batches with and
+without."""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from ddptrain.data.alone import alone
+from ddptrain.data.durable import flush_folder
+from ddptrain.data.source import Split
+from ddptrain.distributed.cores import cores
+from ddptrain.errors import UserError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Of the files, and of the pixels: raise it when `pictures.fitted` comes to give others."""
+_ABOUT = "about.json"
+_BLOCK = 16 * 2**20
+"""Bytes of pixels, about, that are decoded, written and checked at a time."""
+_CHECKED = 64
+"""Blocks looked at before a run, a GiB of pixels: all of most sets, and others each time of a larger one."""
+_TOLD_EVERY = 10.0
+"""Seconds."""
+
+
+class _Block(NamedTuple):
+    part: str
+    ids: range
+    bytes_each: int
+
+
+@final
+class PackedSplit(Split):
+    """Packed pictures; their pixels stay on the disk, and in the system's cache, until they are asked for."""
+
+    def __init__(self, file: Path, labels: Tensor, shape: tuple[int, int, int]) -> None:
+        self._file = file
+        self.labels = labels
+        self.shape = shape
+        # private pages: what is read is shared with the other processes, and nothing can be written back
+        size = len(labels) * math.prod(shape)
+        self._pixels = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8).view(-1, *shape)
+
+    def images(self, ids: Tensor) -> Tensor:
+        return self._pixels.index_select(0, ids)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A loader's worker maps the file itself; to be sent, the pixels would be copied."""
+        return PackedSplit, (self._file, self.labels, self.shape)
+
+
+def packed_folder(cache: Path, name: str, made_of: object) -> Path:
+    """Where packed pictures belong: another folder for all else that they are made of, a plain value."""
+    digest = hashlib.sha256(json.dumps([FORMAT, made_of]).encode()).hexdigest()
+    return cache / f"{name}-{digest[:16]}"
+
+
+def pack(folder: Path, parts: Mapping[str, Split]) -> None:
+    """Make sure that a folder holds the pictures of these splits, whole. Runs in one process a node.
+
+    What is there is checked: the files' lengths, and the SHA-256 of the pixels, or of a GiB of them. What is
+    missing or damaged is decoded on all cores, written aside, flushed and renamed, while other processes and
+    nodes that see the folder wait. Raises UserError where a picture can't be read or the disk refuses.
+    """
+    size = sum(len(split) * math.prod(split.shape) for split in parts.values())
+    if not _damage(folder, parts):  # looked at without a lock, for the folder may be one to read only
+        log.info("packed pictures: %s (%s)", folder, _spelled(size))
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with alone(folder.with_name(f".{folder.name}.lock")):
+            damage = _damage(folder, parts)  # another process may have been at it
+            if damage and folder.is_dir():
+                log.warning("%s: damaged (%s); it is made anew", folder, damage)
+            if damage:
+                _write(folder, parts, size)
+    except OSError as error:
+        raise UserError(
+            f"data.source.cache={folder.parent}: {_spelled(size)} of packed pictures can't be written there"
+            f" ({error.strerror}). Make room, name another folder, or do without: data.source.cache=null.",
+            everywhere=False,
+        ) from error
+
+
+def open_packed(folder: Path, part: str, split: Split) -> PackedSplit:
+    """The packed pictures of a split. Raises UserError where its folder has not been packed."""
+    file = folder / part
+    try:
+        length = file.stat().st_size
+    except OSError as error:
+        raise UserError(
+            f"{file}: can't be read ({error.strerror}). The pictures that it is made of have changed since"
+            " the run began. Start again."
+        ) from error
+    if length != len(split) * math.prod(split.shape):
+        raise UserError(f"{file}: was cut short since the run began. Start again; it is made anew.")
+    return PackedSplit(file, split.labels, split.shape)
+
+
+def _write(folder: Path, parts: Mapping[str, Split], size: int) -> None:
+    aside = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed; nobody else is at it
+    aside.mkdir()
+    try:
+        for part, split in parts.items():
+            with (aside / part).open("wb") as file:
+                # a full disk shows now, and not after an hour
+                os.posix_fallocate(file.fileno(), 0, len(split) * math.prod(split.shape))
+        blocks = _blocks(parts)
+        began = time.monotonic()
+        digests = list(_told(blocks, _on_all_cores(lambda block: _packed(aside, parts, block), blocks)))
+        (aside / _ABOUT).write_text(json.dumps({"sha256": digests}))
+        for path in aside.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        flush_folder(aside)
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+        flush_folder(folder.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    count, seconds = sum(map(len, parts.values())), time.monotonic() - began
+    log.info("packed %s pictures in %.0f s: %s (%s)", f"{count:,}", seconds, folder, _spelled(size))
+
+
+def _packed(aside: Path, parts: Mapping[str, Split], block: _Block) -> str:
+    """Decode a block and write it to its place; its SHA-256."""
+    pixels = parts[block.part].images(torch.arange(block.ids.start, block.ids.stop)).numpy().data
+    with (aside / block.part).open("r+b") as file:
+        file.seek(block.ids.start * block.bytes_each)
+        file.write(pixels)
+    return hashlib.sha256(pixels).hexdigest()
+
+
+def _damage(folder: Path, parts: Mapping[str, Split]) -> str:
+    """What is wrong with packed pictures; "" where nothing is found."""
+    blocks = _blocks(parts)
+    try:
+        digests = json.loads((folder / _ABOUT).read_text())["sha256"]
+        lengths = {part: (folder / part).stat().st_size for part in parts}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"can't be read: {error}"
+    for part, split in parts.items():
+        wanted = len(split) * math.prod(split.shape)
+        if lengths[part] != wanted:
+            return f"{part} has {lengths[part]:,} bytes instead of {wanted:,}"
+    if not isinstance(digests, list) or len(digests) != len(blocks):
+        return f"{_ABOUT} is about other files"
+    pairs = list(zip(blocks, digests, strict=True))
+    if len(pairs) > _CHECKED:
+        pairs = random.SystemRandom().sample(pairs, _CHECKED)
+    sound = _on_all_cores(lambda pair: _digest(folder, pair[0]) == pair[1], pairs)
+    wrong = [block.part for (block, _), right in zip(pairs, sound, strict=True) if not right]
+    return f"pixels in {wrong[0]} differ from what was written" if wrong else ""
+
+
+def _digest(folder: Path, block: _Block) -> str:
+    with (folder / block.part).open("rb") as file:
+        file.seek(block.ids.start * block.bytes_each)
+        return hashlib.sha256(file.read(len(block.ids) * block.bytes_each)).hexdigest()
+
+
+def _blocks(parts: Mapping[str, Split]) -> list[_Block]:
+    found = []
+    for part, split in parts.items():
+        bytes_each = math.prod(split.shape)
+        stride, count = max(1, _BLOCK // bytes_each), len(split)
+        found += [
+            _Block(part, range(start, min(start + stride, count)), bytes_each)
+            for start in range(0, count, stride)
+        ]
+    return found
+
+
+def _on_all_cores(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """In order. Threads: Pillow decodes, files are written and hashed without Python's lock."""
+    pool = ThreadPoolExecutor(cores())
+    try:
+        yield from pool.map(work, items)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after a broken picture, none of the others
+
+
+def _told(blocks: list[_Block], digests: Iterable[str]) -> Iterator[str]:
+    """The same, with a line in the log now and then."""
+    count, done, told = sum(len(block.ids) for block in blocks), 0, time.monotonic()
+    for block, digest in zip(blocks, digests, strict=True):
+        done += len(block.ids)
+        if time.monotonic() - told > _TOLD_EVERY:
+            log.info("packing pictures: %s of %s", f"{done:,}", f"{count:,}")
+            told = time.monotonic()
+        yield digest
+
+
+def _spelled(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,189 @@
+"""Packed pictures: the same batches as by decoding, made once, checked, mended where damaged."""
+
+import logging
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ddptrain.data.augment import Augment
+from ddptrain.data.imagefolder import ImageFolder
+from ddptrain.data.images import ImageData
+from ddptrain.data.sampler import Sampler
+from ddptrain.distributed.comm import once_a_node
+from ddptrain.distributed.world import World
+from ddptrain.errors import UserError
+from ddptrain.testing import run_ranks
+
+COUNT = 15
+"""Pictures of a class."""
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """JPEGs of noise in several sizes, in two classes, of which every tenth is held out."""
+    root, generator = tmp_path / "pictures", torch.Generator().manual_seed(0)
+    for name in ("cats", "dogs"):
+        (root / name).mkdir(parents=True)
+        for i in range(COUNT):
+            pixels = torch.randint(0, 256, (20 + i, 30, 3), generator=generator, dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(root / name / f"{i:02}.jpg")
+    return root
+
+
+def batches(root: Path, cache: Path | None, resident: bool, workers: int = 0, size: int = 16) -> list[Tensor]:
+    source = ImageFolder(size, None if cache is None else str(cache))
+    data = ImageData(source, Augment(3, "alternate", 5), str(root), workers, resident)
+    data.prepare(World(), seed=5)
+    trained = data.train_batches(Sampler(data.train_size, 8, seed=5), range(6))
+    return [tensor for batch in (*trained, *data.valid_batches([range(2)])) for tensor in batch]
+
+
+def packed(root: Path, cache: Path, size: int = 16) -> Path:
+    """Pack, and the folder that came of it."""
+    before = set(cache.glob("[!.]*"))
+    ImageFolder(size, str(cache)).fetch(root)
+    (found,) = set(cache.glob("[!.]*")) - before or before
+    return found
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("resident", "workers"), [(True, 0), (False, 0), (False, 2)])
+def test_batches_are_bit_for_bit_those_of_decoding(
+    pictures: Path, tmp_path: Path, resident: bool, workers: int
+) -> None:
+    expected = batches(pictures, None, resident=False)
+    for _ in range(2):
+        assert_equal(batches(pictures, tmp_path / "cache", resident, workers), expected)
+    assert len(list((tmp_path / "cache").glob("[!.]*"))) == 1
+
+
+def test_more_pictures_than_are_written_at_a_time(tmp_path: Path) -> None:
+    for name, colour in (("a", (10, 0, 0)), ("b", (0, 0, 20))):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        for i in range(100):
+            Image.new("RGB", (12, 10), (colour[0], i, colour[2])).save(tmp_path / "in" / name / f"{i:03}.png")
+    source = ImageFolder(224, str(tmp_path / "cache"))
+    source.fetch(tmp_path / "in")
+    found, expected = source.open(tmp_path / "in"), ImageFolder(224).open(tmp_path / "in")
+    ids = torch.tensor([179, 0, 110, 111, 112, 3])
+    assert torch.equal(found.train.images(ids), expected.train.images(ids))
+    assert torch.equal(found.train.labels, expected.train.labels)
+
+
+def test_it_is_made_once_and_then_only_read(pictures: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+
+    def rank(world: World) -> int:
+        source = ImageFolder(16, str(cache))
+        once_a_node(world, lambda: source.fetch(pictures))
+        return int(source.open(pictures).train.images(torch.arange(26)).sum())
+
+    assert len(set(run_ranks(rank, 3))) == 1
+    made = packed(pictures, cache).stat()
+    (lock,) = cache.glob(".*")
+    lock.unlink()
+    again = packed(pictures, cache).stat()
+    assert (again.st_ino, again.st_mtime_ns) == (made.st_ino, made.st_mtime_ns)
+    assert not list(cache.glob(".*"))  # nothing is written, so the folder may be one to read only
+
+
+def test_who_comes_second_waits_for_the_first(pictures: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+
+    def rank(world: World) -> int:
+        return packed(pictures, cache).stat().st_ino  # as jobs or nodes that know nothing of each other
+
+    assert len(set(run_ranks(rank, 3))) == 1
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_another_picture_or_size_makes_another_folder(pictures: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    one = packed(pictures, cache)
+    two = packed(pictures, cache, size=20)
+    Image.new("RGB", (50, 50)).save(pictures / "cats" / "00.jpg")
+    three = packed(pictures, cache)
+    os.utime(pictures / "dogs" / "03.jpg", (1, 1))
+    four = packed(pictures, cache)
+    assert len({one, two, three, four}) == 4
+    ImageFolder(16, str(cache)).fetch(pictures.rename(tmp_path / "moved"))
+    assert len(list(cache.glob("[!.]*"))) == 4  # the same pictures in another place
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "about", "gone"])
+def test_damage_is_noticed_and_mended_with_one_warning(
+    pictures: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, expected = tmp_path / "cache", batches(pictures, None, resident=False)
+    folder = packed(pictures, cache)
+    pixels = bytearray((folder / "train").read_bytes())
+    if damage == "bit":
+        pixels[5000] ^= 4
+        (folder / "train").write_bytes(pixels)
+    elif damage == "cut":
+        (folder / "train").write_bytes(pixels[:-1])
+    elif damage == "about":
+        (folder / "about.json").write_text("{")
+    else:
+        (folder / "valid").unlink()
+    with caplog.at_level(logging.INFO, "ddptrain"):
+        assert_equal(batches(pictures, cache, resident=False), expected)
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert str(folder) in warnings[0]
+    assert "made anew" in warnings[0]
+    caplog.clear()
+    packed(pictures, cache)
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_what_a_killed_process_left_is_no_hindrance(pictures: Path, tmp_path: Path) -> None:
+    folder = packed(pictures, tmp_path / "cache")
+    folder.rename(folder.with_name(f".{folder.name}.part"))
+    (folder.with_name(f".{folder.name}.part") / "train").write_bytes(b"half")
+    assert packed(pictures, tmp_path / "cache") == folder
+    assert not folder.with_name(f".{folder.name}.part").exists()
+
+
+@pytest.mark.parametrize("split", ["00.jpg", "09.jpg"])
+def test_a_broken_picture_is_the_same_error_as_without(pictures: Path, tmp_path: Path, split: str) -> None:
+    cache = tmp_path / "cache"
+    (pictures / "cats" / split).write_bytes(b"\xff\xd8 no picture")
+    with pytest.raises(UserError) as without:
+        batches(pictures, None, resident=True)
+    with pytest.raises(UserError) as packing:
+        batches(pictures, cache, resident=True)
+    assert str(packing.value) == str(without.value)
+    assert not list(cache.glob("[!.]*"))
+    assert not list(cache.glob("*.part"))
+
+
+def test_a_disk_that_refuses_is_one_clear_error(pictures: Path, tmp_path: Path) -> None:
+    def rank(world: World) -> str:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        with pytest.raises(UserError) as refused:
+            packed(pictures, tmp_path / "cache")
+        return str(refused.value)
+
+    (found,) = run_ranks(rank, 1)
+    assert found == (
+        f"data.source.cache={tmp_path / 'cache'}: 0.0 MiB of packed pictures can't be written there (File too"
+        " large). Make room, name another folder, or do without: data.source.cache=null."
+    )
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/cache: .*\(Not a directory\).*data\.source\.cache=null"):
+        packed(pictures, tmp_path / "file" / "cache")
+
+
+def test_a_cache_among_the_classes_is_refused(pictures: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.source\.cache=.*lies in data\.root"):
+        ImageFolder(16, str(pictures / "cache")).fetch(pictures)
