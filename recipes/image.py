@@ -15,6 +15,7 @@ from ddptrain.data.pictures import claim, fitted, named_pictures
 from ddptrain.errors import UserError
 from ddptrain.protocols import At, ConfusionMatrix, Deployed, Loss, Report, Task
 from ddptrain.recipes.sheets import COLUMNS, ROWS, Titled, write_sheet
+from ddptrain.recipes.views import Views, check_level
 
 _BATCH = COLUMNS * ROWS
 """Pictures that `ImageClassification.predict` puts through the model, and on a sheet, at once."""
@@ -36,27 +37,33 @@ def _check_sound(files: Sequence[Path]) -> None:
 class ImageClassification(Task):
     """Cross-entropy over classes; accuracy, top-5 accuracy, loss and a confusion matrix.
 
-    model: called with those of ``num_classes``, ``in_channels`` and ``image_size`` (height, width)
-    that it has parameters for; they follow from the data.
+    model: called with those of ``num_classes``, ``in_channels``, ``image_size`` (height, width) and
+    ``examples`` (`ImageData.examples`) that it has parameters for; they follow from the data.
     label_smoothing: in [0, 1) (Szegedy et al., arXiv 1512.00567), in training only.
+    tta: level of `ddptrain.recipes.views.Views` in evaluation and ``predict``; an export is without.
     """
 
     best_metric = "accuracy"
     higher_is_better = True
 
     def __init__(
-        self, model: Callable[..., nn.Module], data: ImageData, label_smoothing: float = 0.0
+        self, model: Callable[..., nn.Module], data: ImageData, label_smoothing: float = 0.0, tta: int = 0
     ) -> None:
         if not 0 <= label_smoothing < 1:
             raise UserError(f"task.label_smoothing={label_smoothing}: must be in [0, 1).")
         self._model = model
         self._data = data
+        check_level(tta)
         self._label_smoothing = label_smoothing
+        self._tta = tta
 
     def build(self) -> nn.Module:
         height, width, channels = self._data.shape
         return self._model(
-            num_classes=len(self._data.classes), in_channels=channels, image_size=(height, width)
+            num_classes=len(self._data.classes),
+            in_channels=channels,
+            image_size=(height, width),
+            examples=self._data.examples,
         )
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
@@ -69,7 +76,7 @@ class ImageClassification(Task):
 
     def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mapping[str, Tensor]:
         images, labels = batch
-        logits = model(images).float()
+        logits = Views(model, self._tta)(images).float()
         classes = logits.shape[1]
         cells = labels * classes + logits.argmax(dim=1)
         confusion = torch.bincount(cells, minlength=classes * classes).view(classes, classes)
@@ -115,7 +122,7 @@ class ImageClassification(Task):
     ) -> Iterator[tuple[Path, list[tuple[str, float]]]]:
         """For each file the ``best`` likeliest classes and their probabilities, in [0, 1]."""
         pictures = torch.stack([fitted(file, self._data.shape) for file in files])
-        logits: Tensor = model(self._data.normalised(pictures))
+        logits: Tensor = Views(model, self._tta)(self._data.normalised(pictures))
         shares, labels = logits.float().softmax(dim=1).topk(best, dim=1)
         for file, which, how in zip(files, labels.tolist(), shares.tolist(), strict=True):
             yield file, [(self._data.classes[label], p) for label, p in zip(which, how, strict=True)]

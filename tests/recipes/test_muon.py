@@ -1,0 +1,190 @@
+"""Muon and SGD in one optimizer, against slow arithmetic with singular value decompositions."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddptrain.config.schema import Sched
+from ddptrain.engine.optim import build_optimizer, build_schedule
+from ddptrain.errors import UserError
+from ddptrain.recipes.muon import MuonWithSgd, orthogonalised
+
+RATES = {"lr": 0.2, "head_lr": 3.0, "bias_lr": 0.5}
+SETTINGS = {**RATES, "momentum": 0.6, "sgd_momentum": 0.85, "weight_decay": 0.01, "iterations": 5}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 8, 3), nn.GELU(),
+        nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 4, 5, bias=False),
+    ).to(torch.float64)  # fmt: skip
+
+
+def gradients(model: nn.Module, steps: int) -> list[list[Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [
+        [torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in model.parameters()]
+        for _ in range(steps)
+    ]
+
+
+def take(optimizer: MuonWithSgd, model: nn.Module, step: list[Tensor]) -> None:
+    for parameter, gradient in zip(model.parameters(), step, strict=True):
+        parameter.grad = gradient.clone()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("shape", [(64, 24 * 9), (256, 16 * 9), (40, 40)])
+def test_the_iteration_keeps_singular_vectors_and_brings_singular_values_near_one(
+    shape: tuple[int, int],
+) -> None:
+    draw = torch.Generator().manual_seed(2)
+    matrices = torch.randn(3, *shape, generator=draw, dtype=torch.float64)
+    left, values, right = torch.linalg.svd(matrices, full_matrices=False)
+    for iterations, least in ((3, 0.02), (5, 0.005)):
+        found = left.mT @ orthogonalised(matrices, iterations) @ right.mT
+        on_diagonal = found.diagonal(dim1=1, dim2=2)
+        torch.testing.assert_close(found, torch.diag_embed(on_diagonal), rtol=0, atol=1e-9)
+        large = on_diagonal[values > least * torch.linalg.matrix_norm(matrices)[:, None]]
+        assert large.numel() > 0.8 * on_diagonal.numel()
+        assert float(large.min()) > 0.68
+        assert float(large.max()) < 1.21
+    in_float = orthogonalised(matrices.float(), 5)
+    torch.testing.assert_close(in_float.double(), orthogonalised(matrices, 5), rtol=0, atol=1e-3)
+
+
+def test_a_matrix_of_nothing_stays_nothing() -> None:
+    assert torch.equal(orthogonalised(torch.zeros(2, 4, 6), 5), torch.zeros(2, 4, 6))
+
+
+def slow_muon(weight: Tensor, momentum: Tensor, gradient: Tensor, lr: float) -> tuple[Tensor, Tensor]:
+    """One layer's step as it is written down, its direction by a singular value decomposition."""
+    momentum = 0.6 * momentum + gradient
+    left, values, right = torch.linalg.svd(
+        (gradient + 0.6 * momentum).reshape(len(weight), -1), full_matrices=False
+    )
+    values = values / values.square().sum().sqrt()
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    weight = weight * len(weight) ** 0.5 / weight.square().sum().sqrt()
+    return weight - lr * (left @ torch.diag(values) @ right).view_as(weight), momentum
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_few_steps_are_what_the_slow_formulas_say(layout: torch.memory_format) -> None:
+    model = network().to(memory_format=layout)
+    optimizer = MuonWithSgd(model.parameters(), **SETTINGS)
+    schedule = build_schedule(Sched("linear"), optimizer, steps=4)
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    buffers = [torch.zeros_like(parameter) for parameter in expected]
+    for at, step in enumerate(gradients(model, 4)):
+        share = 1 - at / 4
+        for i, gradient in enumerate(step):
+            if expected[i].ndim == 4:
+                expected[i], buffers[i] = slow_muon(expected[i], buffers[i], gradient, share * 0.2)
+                continue
+            rate = 3.0 if expected[i].ndim == 2 else 0.5
+            gradient = gradient + 0.01 / rate * expected[i]
+            buffers[i] = 0.85 * buffers[i] + gradient
+            expected[i] = expected[i] - share * rate * (gradient + 0.85 * buffers[i])
+        take(optimizer, model, step)
+        schedule.step()
+    for found, wanted in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(found.detach(), wanted, rtol=1e-9, atol=1e-9)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what on a GPU makes the host wait: a number read off a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += op in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_step_that_is_not_finite_moves_nothing_and_is_not_asked_about_on_the_host(bad: int) -> None:
+    model, other = network().float(), network().float()
+    optimizer = MuonWithSgd(model.parameters(), **SETTINGS)
+    left_out = MuonWithSgd(other.parameters(), **SETTINGS)
+    assert left_out._step_supports_amp_scaling
+    steps = gradients(model, 4)
+    for at, step in enumerate(steps):
+        left_out.found_inf = torch.zeros(())
+        if at == bad:
+            before = [p.detach().clone() for p in other.parameters()]
+            kept = {p: s["momentum_buffer"].clone() for p, s in left_out.state.items()}
+            left_out.found_inf = torch.ones(())
+            with HostReads() as reads:
+                take(left_out, other, [gradient * torch.nan for gradient in step])
+            assert reads.count == 0
+            assert all(torch.equal(p, b) for p, b in zip(other.parameters(), before, strict=True))
+            for parameter, state in left_out.state.items():
+                had = kept.get(parameter, torch.zeros_like(parameter))
+                assert torch.equal(state["momentum_buffer"], had)
+            left_out.found_inf = torch.zeros(())
+        take(optimizer, model, step)
+        take(left_out, other, step)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_its_state_goes_through_a_checkpoint_bit_for_bit() -> None:
+    model, other = network(), network()
+    optimizer, again = (MuonWithSgd(m.parameters(), **SETTINGS) for m in (model, other))
+    steps = gradients(model, 4)
+    for step in steps[:2]:
+        take(optimizer, model, step)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(deepcopy(optimizer.state_dict()))
+    for step in steps[2:]:
+        take(optimizer, model, step)
+        take(again, other, step)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "onecycle", "step"])
+def test_all_groups_follow_the_schedule(schedule: str) -> None:
+    optimizer = MuonWithSgd(network().parameters(), **SETTINGS)
+    turned = build_schedule(Sched(schedule, warmup=0.2, final=0.1), optimizer, steps=10)
+    for _ in range(10):
+        optimizer.step()
+        turned.step()
+        assert len({group["lr"] for group in optimizer.param_groups}) == 1
+
+
+def test_weight_decay_can_be_kept_off_the_biases() -> None:
+    node = {"_target_": "ddptrain.recipes.muon.MuonWithSgd", **SETTINGS}
+    decays = {
+        on: {
+            g["kind"]: g["weight_decay"]
+            for g in build_optimizer(node, network().parameters(), on).param_groups
+        }
+        for on in ("all", "matrices")
+    }
+    assert decays["all"]["head"] == decays["matrices"]["head"] == pytest.approx(0.01 / 3)
+    assert decays["all"]["biases"] == pytest.approx(0.01 / 0.5)
+    assert decays["matrices"]["biases"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lr": 0.0}, "optim.lr=0.0: must be above 0."),
+        ({"head_lr": -1.0}, "optim.head_lr=-1.0: must be above 0."),
+        ({"momentum": 1.0}, "optim.momentum=1.0: must be between 0 and 1."),
+        ({"weight_decay": -0.1}, "optim.weight_decay=-0.1: must be 0 or more."),
+        ({"iterations": 0}, "optim.iterations=0: must be from 1 to 20."),
+    ],
+)
+def test_what_makes_no_sense_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        MuonWithSgd(network().parameters(), **{**SETTINGS, **change})
+    assert str(caught.value) == said
