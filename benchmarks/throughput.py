@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bars import draw
 from common import Chunk, check_markers, compare, made_with, markers, publish, silent
 from loops import BASE, LOG_EVERY, Run, Watch
 from peers import PEERS
@@ -82,6 +83,9 @@ def main() -> None:
     rounds = {name: arguments.rounds or CASES[name].rounds for name in arguments.cases.split(",")}
     results = {name: _in_processes(name, peers, count) for name, count in rounds.items()}
     publish("\n".join([*_table(results), "", *_notes(results, peers)]), NAME, arguments.write)
+    if arguments.plot:
+        drawn = {CASES[name].title: _by_title(chunks) for name, chunks in results.items()}
+        draw(drawn, "median and quartiles; " + made_with("torch"), arguments.plot)
     if arguments.at_most is not None:
         _check(results, arguments.at_most)
 
@@ -187,6 +191,11 @@ def _notes(results: Results, peers: Sequence[str]) -> list[str]:
     ]
 
 
+def _by_title(chunks: Mapping[str, Sequence[Chunk]]) -> dict[str, list[float]]:
+    titled = {PEERS[name].title.strip("*"): own for name, own in chunks.items() if name != BASE}
+    return {title: _ratios(own, chunks[BASE]) for title, own in titled.items()}
+
+
 def _check(results: Results, at_most: float) -> None:
     for name, chunks in results.items():
         ratio = statistics.median(_ratios(chunks["ddptrain"], chunks[BASE]))
@@ -217,6 +226,7 @@ def _arguments() -> argparse.Namespace:
         "--at-most", type=float, metavar="RATIO",
         help="fail where the median of ddptrain's step is longer than so many of the hand-written loop's",
     )  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, too")
     parser.add_argument("--measure", choices=CASES, help=argparse.SUPPRESS)  # how this starts itself
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -3,12 +3,7 @@
 import sys
 
 from ddptrain.cli import main
-from ddptrain.distributed.lifeline import leave
+from ddptrain.distributed.lifeline import end_with
 
 if __name__ == "__main__":
-    try:
-        code = main(sys.argv[1:])
-    except Exception:  # a bug: its traceback, as Python itself would print it
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    leave(code)
+    end_with(main, sys.argv[1:])

@@ -36,6 +36,16 @@ _TAKE_A_VALUE = (
     *("--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p"),
     *("--experimental-rerun", EXPLAIN),
 )
+OF_TORCHRUN = {
+    **dict.fromkeys(("--nnodes", "--nproc-per-node", "--node-rank", "--role", "--local-addr"), True),
+    **dict.fromkeys(("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"), True),
+    **dict.fromkeys(("--master-addr", "--master-port", "--max-restarts", "--monitor-interval"), True),
+    **dict.fromkeys(("--log-dir", "-r", "--redirects", "-t", "--tee", "--local-ranks-filter"), True),
+    **dict.fromkeys(("--signals-to-handle", "--numa-binding"), True),
+    **dict.fromkeys(("--standalone", "--virtual-local-rank"), False),
+}
+"""torchrun's options that every torch from 2.11 on has, and whether each has a value: with these a command
+line is understood before torch is imported. Each may be spelled with _ for its inner -, too."""
 _LAUNCH_KNOWS = ("help", "module", "no_python", "run_path", "training_script", "print_completion")
 """torchrun's options that are not for ``launch``: it always starts ddptrain."""
 
@@ -75,7 +85,7 @@ def parse(words: Sequence[str]) -> Arguments:
             raise UserError(f"{verb}: there is no such verb; there are {', '.join(VERBS)}.{hint}")
     overrides, options, config_dirs, torchrun = [], [], [], []
     helps = bool({"-h", "--help"} & set(rest))
-    of_torchrun = _torchrun_options() if verb == "launch" and not helps else {}
+    of_torchrun = _torchrun_options(rest) if verb == "launch" and not helps else {}
     switches = (*_SWITCHES, *(_OF_DOCTOR if verb == "doctor" else ()))
     while rest:
         word = rest.pop(0)
@@ -158,9 +168,14 @@ def divided(words: Sequence[str], is_own: Callable[[str], bool]) -> tuple[dict[s
     return own, overrides
 
 
-def _torchrun_options() -> dict[str, bool]:
+def _torchrun_options(words: Sequence[str]) -> dict[str, bool]:
     """The options of torchrun that ``launch`` takes, and whether each has a value."""
-    from torch.distributed.run import get_args_parser  # it alone knows them, and takes seconds to import
+    known = {name[:2] + name[2:].replace("-", "_"): takes for name, takes in OF_TORCHRUN.items()}
+    known |= OF_TORCHRUN
+    asked = {word.partition("=")[0] for word in words if word.startswith("-")}
+    if asked <= known.keys() | {*_SWITCHES, *_INFO, *_TAKE_A_VALUE}:
+        return known
+    from torch.distributed.run import get_args_parser  # it knows all, and takes a second to import
 
     actions = [action for action in get_args_parser()._actions if action.dest not in _LAUNCH_KNOWS]
     return {name: action.nargs != 0 for action in actions for name in action.option_strings}

@@ -22,6 +22,7 @@ from ddptrain.arguments import (
     expect_no_sweep,
     parse,
 )
+from ddptrain.collecting import uncollected
 from ddptrain.commands import usage
 from ddptrain.compose import Tree, recipes, run_composed
 from ddptrain.config.check import checked
@@ -94,7 +95,8 @@ def _train(arguments: Arguments) -> int:
 
     def job(tree: Tree, overrides: list[str]) -> None:
         config = _complete(tree, arguments)
-        from ddptrain.commands import train
+        with uncollected():
+            from ddptrain.commands import train
 
         recorded(lambda: train.run(config, [*_folders(arguments), *overrides]))
 
@@ -208,9 +210,15 @@ def _launch(arguments: Arguments) -> int:
     run_composed(arguments, lambda tree, _: configs.append(_complete(tree, arguments)))
     if not configs:  # an option like --cfg has been answered
         return ExitCode.DONE
-    from ddptrain.commands import launch
+    if not os.environ.get("OMP_NUM_THREADS"):  # as torchrun does, but before what reads it is imported:
+        os.environ["OMP_NUM_THREADS"] = "1"  # the ranks take their threads when they know how many they are
+    with uncollected():
+        from ddptrain.distributed.nursery import nursery_for
 
-    return launch.run(configs[0], arguments.torchrun, [*arguments.options, *arguments.overrides])
+        nursery = nursery_for(main, configs[0])  # now, so that it imports its part while this does the rest
+        from ddptrain.commands import launch
+
+    return launch.run(configs[0], arguments.torchrun, [*arguments.options, *arguments.overrides], nursery)
 
 
 def _prove(arguments: Arguments) -> int:

@@ -4,30 +4,23 @@ import inspect
 import shlex
 import shutil
 import signal
-import statistics
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.build import typed_arguments
-from ddptrain.commands.contestant import Contestant, Lap, Unfit
+from ddptrain.commands.bench_ddp import estimate, exposed_table, of_ddp, ranks_for
+from ddptrain.commands.contestant import Lap, Unfit
+from ddptrain.commands.duels import Bench, Compared, Result, compared, show
 from ddptrain.config.schema import Config
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
-from ddptrain.observe.timing import TRAINING, Timing, told
+from ddptrain.observe.timing import TRAINING
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_LAP_S = 1.0
-"""A lap is long enough for this, in the shortest steps too."""
-_GAIN = 0.97
-"""Ratio of the step's time below which an override is worth taking, where there is no noise."""
 _ENDLESS = 1_000_000
 _OWN = (
     *(f"train.steps={_ENDLESS}", f"train.eval_every={_ENDLESS}", f"checkpoint.every={_ENDLESS}"),
@@ -35,22 +28,6 @@ _OWN = (
 )
 """What every training here is told: to do nothing but steps, for ever."""
 _NAMED_HERE = ("run.", "log.every", "train.steps", "train.epochs", "train.eval_every", "checkpoint.every")
-_WIDTH = 140
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What an override came to."""
-
-    override: str
-    lap: Lap
-    """All its laps together."""
-    ratios: Sequence[float]
-    """Of its step's time to the baseline's, lap by lap."""
-
-    @property
-    def ratio(self) -> float:
-        return statistics.median(self.ratios)
 
 
 def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
@@ -65,17 +42,20 @@ def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
         if word.lstrip("+").startswith(_NAMED_HERE):
             raise UserError(f"{word}: bench decides that itself; leave it out.")
     defaults = inspect.signature(_asked).parameters
-    steps, rounds, ranks = (own.get(n, defaults[n].default) for n in ("steps", "rounds", "ranks"))
+    words_of_its_own = ("steps", "rounds", "ranks", "ddp")
+    steps, rounds, ranks, ddp = (own.get(n, defaults[n].default) for n in words_of_its_own)
     for name, value, least in (("steps", steps, 1), ("rounds", rounds, 3), ("ranks", ranks, 1)):
         if value < least:
             raise UserError(f"{name}={value}: must be {least} or more.")
+    if ddp:
+        ranks = ranks_for(config, own.get("ranks"))
     open_log(None, first=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: its trainings end with it
         signal.signal(number, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="ddptrain-bench-"))
-    bench = _Bench([*words, *_OWN], ranks, steps, rounds, folder)
+    bench = Bench([*words, *_OWN], ranks, steps, rounds, folder)
     try:
-        return _compared(bench, config, words, tries)
+        return _benched(bench, config, words, tries, ddp)
     except Unfit as error:
         print(f"bench: FAILED: {error}", flush=True)
         return ExitCode.USER_ERROR if error.code == ExitCode.USER_ERROR else ExitCode.CRASH
@@ -83,85 +63,34 @@ def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _asked(model: object, steps: int = 10, rounds: int = 6, ranks: int = 1, tries: str = "") -> None:
+def _asked(
+    model: object, steps: int = 10, rounds: int = 6, ranks: int = 1, tries: str = "", ddp: bool = False
+) -> None:
     """What the verb itself takes, for `typed_arguments`."""
 
 
-class _Bench:
-    """Starts contestants that differ in overrides only."""
+def _benched(
+    bench: Bench, config: Config, words: Sequence[str], tries: Sequence[str] | None, ddp: bool
+) -> int:
+    """Compare, and say what came of it."""
 
-    def __init__(self, words: Sequence[str], ranks: int, steps: int, rounds: int, folder: Path) -> None:
-        self._words, self.ranks, self._steps, self._rounds = words, ranks, steps, rounds
-        self._folder = folder
-        self._started = 0
-        self._times = 0
-        """A lap is so many of the shortest."""
+    def candidates(setup: Mapping[str, Any]) -> Sequence[str]:
+        if tries is not None:
+            return tries
+        return of_ddp(config, setup) if ddp else _candidates(config, setup)
 
-    @contextmanager
-    def contestant(self, *more: str) -> Iterator[Contestant]:
-        self._started += 1
-        folder = self._folder / str(self._started)
-        contestant = Contestant([*self._words, *more], self.ranks, folder, self._steps)
-        try:
-            yield contestant
-        finally:
-            contestant.end()
-
-    def duel(self, override: str) -> tuple[Lap, Result]:
-        """Lap by lap in turns with the training as it is, both new: one process may be slower than its like
-        for all its life. The training as it is, and the override. Raises Unfit."""
-        with self.contestant() as baseline, self.contestant(*shlex.split(override)) as other:
-            self._warm_up(baseline)
-            self._warm_up(other)
-            ours: list[Lap] = []
-            theirs: list[Lap] = []
-            for turn in range(self._rounds):
-                # ABBA: neither always comes after the other
-                for contestant in (baseline, other)[:: 1 if turn % 2 == 0 else -1]:
-                    (ours if contestant is baseline else theirs).append(contestant.lap(self._times))
-        ratios = [b.ms_per_step / a.ms_per_step for a, b in zip(ours, theirs, strict=True)]
-        return _joined(ours), Result(override, _joined(theirs), ratios)
-
-    def _warm_up(self, contestant: Contestant) -> None:
-        contestant.warm_up()
-        lap = contestant.lap()
-        if not self._times:
-            self._times = max(1, round(_LAP_S / max(sum(lap.seconds.values()), 1e-3)))
+    found = compared(bench, candidates)
+    show(exposed_table(found) if ddp else _table(found))
+    _recommend(bench, found, words)
+    if ddp:
+        estimate(bench, config, found.first)
+    return ExitCode.CRASH if tries and not found.results else ExitCode.DONE
 
 
-def _joined(laps: Sequence[Lap]) -> Lap:
-    last = laps[-1]
-    seconds = {phase: sum(lap.seconds[phase] for lap in laps) for phase in last.seconds}
-    return Lap(sum(lap.steps for lap in laps), seconds, last.setup)
-
-
-def _compared(bench: _Bench, config: Config, words: Sequence[str], tries: Sequence[str] | None) -> int:
-    first, itself = bench.duel("")
-    noise = max(itself.ratio, 1 / itself.ratio) - 1
-    split = told(Timing(first.seconds, first.steps))
-    _say(f"as it is    {first.ms_per_step:.2f} ms a step on {first.setup['device']}: {split}")
-    least, most = min(itself.ratios), max(itself.ratios)
-    _say(f"noise       against itself x{itself.ratio:.3f} ({least:.3f} to {most:.3f})")
-    results = []
-    for override in _candidates(config, first.setup) if tries is None else tries:
-        began = time.monotonic()
-        try:
-            results.append(bench.duel(override)[1])
-        except Unfit as error:
-            _say(f"{override}  can't be had: {error}")
-            continue
-        _say(f"{override}  x{results[-1].ratio:.3f}  ({time.monotonic() - began:.0f} s)")
-    best = _best_set([result for result in results if _helps(result, noise)])
-    if len(best) > 1:
-        together = " ".join(result.override for result in best)
-        try:
-            results.append(bench.duel(together)[1])
-        except Unfit as error:
-            _say(f"{together}  can't be had together: {error}")
-    helping = [result for result in results if _helps(result, noise)]
-    _print(_table(first, itself, results, helping))
+def _recommend(bench: Bench, found: Compared, words: Sequence[str]) -> None:
+    """The fastest command, to copy."""
     launch = [] if bench.ranks == 1 else ["launch", f"--nproc-per-node={bench.ranks}"]
-    fastest = min(helping, key=lambda result: result.ratio, default=None)
+    fastest = found.fastest
     said = (
         "nothing tried is faster than it is:"
         if fastest is None
@@ -171,12 +100,8 @@ def _compared(bench: _Bench, config: Config, words: Sequence[str], tries: Sequen
     print(f"{said} python -m ddptrain {shlex.join([*launch, *words, *more])}", flush=True)
     if any(word.startswith("precision=") for word in more):
         print("(another precision computes other numbers: compare the metrics too)", flush=True)
-    return ExitCode.CRASH if tries and not results else ExitCode.DONE
-
-
-def _helps(result: Result, noise: float) -> bool:
-    """Faster than what a training differs from its like by, and in three of four laps."""
-    return result.ratio * (1 + noise) <= _GAIN and statistics.quantiles(result.ratios, n=4)[2] < 1
+    if any(word.startswith("strategy.compression=") for word in more):
+        print("(compressed gradients are other numbers: compare the metrics too)", flush=True)
 
 
 def _candidates(config: Config, setup: Mapping[str, Any]) -> list[str]:
@@ -201,28 +126,21 @@ def _candidates(config: Config, setup: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _best_set(results: Sequence[Result]) -> list[Result]:
-    """Of each key the override that helps most; how the data are loaded is one key."""
-    best: dict[str, Result] = {}
-    for result in sorted(results, key=lambda result: result.ratio):
-        key = result.override.partition("=")[0]
-        best.setdefault("data" if key.startswith("data.") else key, result)
-    return list(best.values())
-
-
-def _table(first: Lap, itself: Result, results: Sequence[Result], helping: Sequence[Result]) -> "Table":
+def _table(found: Compared) -> "Table":
     from rich import box
     from rich.table import Table
 
-    laps = [first, *(result.lap for result in results)]
+    laps = [found.first, *(result.lap for result in found.results)]
     phases = [phase for phase in TRAINING if any(_share(lap, phase) >= 0.005 for lap in laps)]
     table = Table(box=box.SIMPLE)
     table.add_column("override", overflow="fold")
     for name in ("ratio", "least", "most", "ms/step", *(phase.replace("_", "-") for phase in phases)):
         table.add_column(name, justify="right")
-    table.add_row("as it is", *_cells(itself, phases))
-    for result in sorted(results, key=lambda result: result.ratio):
-        table.add_row(result.override, *_cells(result, phases), style="green" if result in helping else "")
+    table.add_row("as it is", *_cells(found.itself, phases))
+    for result in sorted(found.results, key=lambda result: result.ratio):
+        table.add_row(
+            result.override, *_cells(result, phases), style="green" if result in found.helping else ""
+        )
     return table
 
 
@@ -234,17 +152,3 @@ def _cells(result: Result, phases: Sequence[str]) -> list[str]:
 
 def _share(lap: Lap, phase: str) -> float:
     return lap.seconds[phase] / max(sum(lap.seconds.values()), 1e-9)
-
-
-def _print(table: "Table") -> None:
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    with console.capture() as drawn:
-        console.print(table)
-    for line in drawn.get().splitlines():  # rich fills its lines with blanks
-        print(line.rstrip())
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

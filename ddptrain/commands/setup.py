@@ -72,7 +72,8 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
         torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only so
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # to ask imports torch's compiler
+        torch.use_deterministic_algorithms(deterministic)
     open_group(world, even_alone=config.strategy.name == "ddp" and not alone)
     vigil = Vigil(world, None if alone else config.hang_timeout)
     with vigil.watching():

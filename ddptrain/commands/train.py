@@ -20,9 +20,12 @@ from ddptrain.commands.setup import check_outputs, joined_world, make_model, mak
 from ddptrain.config.schema import Config
 from ddptrain.distributed.choice import choose_strategy
 from ddptrain.distributed.comm import on_all_ranks, on_first_rank
+from ddptrain.distributed.eager import spare_dynamo
+from ddptrain.distributed.threads import said_of_cores, share_cores
 from ddptrain.distributed.world import World
 from ddptrain.engine.agreement import check_same_command, check_same_model
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
+from ddptrain.engine.compiled import Compilations
 from ddptrain.engine.judge import always
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.optim import build_optimizer
@@ -54,6 +57,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
 
     Raises UserError for what the user can mend, Diverged where the loss left the finite numbers.
     """
+    spare_dynamo()
     task, data = make_task(config)
     build_optimizer(config.optim, [nn.Parameter(torch.zeros(1))])  # refuses its own values, before all else
     with joined_world(config) as (world, reason, vigil):
@@ -112,6 +116,9 @@ def _assembled(
     log.info("batch      %s", _batch(plan, world))
     data.train_batches(plan.sampler(world), range(0))  # refuses a batch that it can't give
     log.info("data       %s", data.describe())
+    workers = data.loading.workers or 0
+    share_cores(world, strict, workers)
+    log.info("cores      %s", said_of_cores(world, workers))
     model = strategy.prepare(make_model(config, task, world.device))
     log.info("model      %s", _model(model, config))
     check_same_model(world, model)
@@ -207,6 +214,8 @@ def _observers(config: Config, folder: Path, setup: Setup, monitor: Monitor) -> 
     if config.log.tensorboard:
         settings = {name: value for name, value in asdict(config).items() if name not in ("run", "sweep")}
         found.append(TensorBoard(folder / "tensorboard", settings, metrics, monitor.latest))
+    if config.compile != "off":
+        found.append(Compilations())
     summary = Summary(folder / "summary.json", advice, monitor.summary)
     return [*found, Plots(metrics, folder / "plots"), summary]
 

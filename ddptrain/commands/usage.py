@@ -77,6 +77,7 @@ Exit codes:
 
 BENCH = """\
 python -m ddptrain bench recipe=<name> [overrides] [ranks=<n>] [steps=<n>] [rounds=<n>] [try='<a>;<b>']
+                         [ddp=true]
 
 Where the time of a step goes on this machine, and which overrides make it shorter: each is a training of its
 own and takes turns with the training as it is, so that the ratios hold on a busy machine too.
@@ -87,11 +88,16 @@ own and takes turns with the training as it is, so that the ratios hold on a bus
   try='...'    what to try, split by semicolons: try='precision=bf16;compile=default optim=adamw'. By default
                channels_last, precision, compile, data.resident, data.workers, the fused optimizer and, with
                several ranks, DDP's buckets and compression, as far as the recipe has them. try= tries nothing
+  ddp=true     several ranks (by default one for each GPU, else two), and what DDP offers: its buckets, static
+               graph, gradient views, compression; then how long all-reduces take between these ranks, and an
+               upper bound of what more nodes could do
 
 The table shows each one's time a step, its ratio to the training as it is (median, least and most of the
 laps), and the split of its time; its first row is the training as it is against itself: what gains no more
 than that differs by is not called faster. Below it stands the fastest command, to copy.
-Nothing is saved or evaluated meanwhile, and what is trained is thrown away."""
+Nothing is saved or evaluated meanwhile, and what is trained is thrown away.
+
+With ddp=true the table has what of the all-reduce is exposed: not hidden behind the backward pass."""
 
 _CHECKPOINT_WORDS = """\
   run=<folder>          the run, whose saved config is used; any of its keys may be overridden

@@ -60,11 +60,11 @@ class Sched:
     """The learning rate over the run. All lengths are shares of the run, so that changing
     ``train.epochs`` keeps the shape."""
 
-    name: str = rule("cosine", choices=("constant", "cosine", "step", "onecycle"))
+    name: str = rule("cosine", choices=("constant", "linear", "cosine", "step", "onecycle"))
     warmup: float = rule(0.0, at_least=0, below=1)
     """Share of all steps in which the rate rises linearly to ``optim.lr``."""
     final: float = rule(0.0, at_least=0, at_most=1)
-    """cosine, onecycle: last rate as a share of ``optim.lr``."""
+    """linear, cosine, onecycle: last rate as a share of ``optim.lr``."""
     milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])
     """step: shares of the run after which the rate is multiplied by ``gamma``."""
     gamma: float = rule(0.1, above=0, at_most=1)
@@ -78,7 +78,10 @@ class Strategy:
     bucket_cap_mb: float = rule(25.0, above=0)
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
-    compression: str = rule("none", choices=("none", "bf16", "fp16"))
+    compression: str = rule("none", choices=("none", "bf16", "fp16", "powersgd"))
+    """Of the gradients on their way: rounded, or as thin factors (arXiv 1905.13727)."""
+    powersgd_rank: int = rule(2, at_least=1)
+    """powersgd: columns of a factor; more are closer to the gradient and travel longer."""
     sync_batchnorm: bool = False
     shards: int = rule(8, at_least=1)
     """elastic=strict: the fixed parts of a global batch; as many ranks can take part."""

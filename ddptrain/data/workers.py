@@ -12,13 +12,14 @@ from torch.utils.data import DataLoader, Dataset
 from ddptrain.data.prefetch import on_device
 from ddptrain.distributed.cores import cores
 from ddptrain.distributed.lifeline import end_with_rank, start_forkserver
+from ddptrain.distributed.threads import workers_of
 from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
 
 
 def spare_cores(world: World) -> int:
-    """A loader process for each core that this rank's own process leaves free, eight at most."""
-    return max(0, min(8, cores() // world.local_size - 1))
+    """How many loader processes ``auto`` gives a rank."""
+    return workers_of(cores(), world.local_size, on_cpu=world.device.type == "cpu")
 
 
 def read_by_workers(

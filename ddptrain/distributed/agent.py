@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher import api
 
 from ddptrain.distributed.meeting import LAST_WORD_S, Meeting, end_if_cut_off
+from ddptrain.distributed.nursery import Nursery
 from ddptrain.errors import ExitCode, UserError
 
 NOT_MENDED = (ExitCode.USER_ERROR, ExitCode.DIVERGED, ExitCode.STOPPED)
@@ -62,20 +64,27 @@ class Ended:
 
 
 def run_ranks(
-    config: api.LaunchConfig, command: str, words: list[str], hang_timeout: float | None = None
+    config: api.LaunchConfig,
+    command: str,
+    words: list[str],
+    hang_timeout: float | None = None,
+    nursery: Nursery | None = None,
 ) -> Ended:
     """Start the ranks of this node and wait for their end, with restarts; forwards signals to them.
 
     hang_timeout: seconds; so long, and `LAST_WORD_S` more, this node may be out of reach of the others (None:
-    for ever). Raises UserError where torchrun refuses the config.
+    for ever). nursery: forks the ranks, in place of ``command -u -m ddptrain``. Raises UserError where
+    torchrun refuses the config.
     """
     agents: list[_Agent] = []
     watched = hang_timeout is not None and config.max_nodes > 1 and config.rdzv_backend == "c10d"
     patience = (hang_timeout or 0.0) + LAST_WORD_S if watched else None
     # launch_agent makes its agent by this name and takes none; without it we would copy its 100 lines
     vars(api)["LocalElasticAgent"] = partial(_Agent, agents, config.rdzv_endpoint, patience)
+    program = (command, "-u", "-m", "ddptrain")
     try:
-        api.launch_agent(config, command, words)
+        with nursery.starting(program) if nursery is not None else nullcontext():
+            api.launch_agent(config, command, words)
         return _ended(agents[0], None)
     except ChildFailedError:
         return _ended(agents[0], agents[0].cause)

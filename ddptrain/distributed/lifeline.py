@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from typing import NoReturn
 
@@ -17,6 +19,7 @@ AGENT = "DDPTRAIN_AGENT"
 """Environment variable: the process id of the ``launch`` that starts this rank, or of the sweep that starts
 this job."""
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _FOR_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals by which a job is stopped. They go to a rank's whole process group; the rank decides."""
 
@@ -41,6 +44,31 @@ def end_with_parent(parent: str | None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected:  # it ended before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Inside, a process whose parent ends becomes a child of this one if it descends from it. On Linux."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:  # what a rank leaves behind is init's to wait for
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def end_with(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> NoReturn:
+    """Run a command line, and end this process with its exit code."""
+    try:
+        code = main(words)
+    except SystemExit as end:  # of a recipe's own
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code and code is not end.code:
+            print(end.code, file=sys.stderr)
+    except Exception:  # a bug: its traceback, as Python itself would print it
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    leave(code)
 
 
 def leave(code: int) -> NoReturn:

@@ -1,19 +1,25 @@
 """How one model is spread over devices: single, dp, ddp (and strict, in its own file). Another strategy is
 another class."""
 
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.config.schema import Strategy as StrategyConfig
+from ddptrain.distributed import eager
 from ddptrain.distributed.ballot import WithBallot
 from ddptrain.distributed.comm import backend_for
+from ddptrain.distributed.powersgd import PowerSgd
 from ddptrain.distributed.world import World
+
+log = logging.getLogger("ddptrain")
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -36,6 +42,20 @@ class Strategy(ABC):
     def ballot(self, wrapped: nn.Module) -> WithBallot | None:
         """Where the ranks' votes travel with the gradients; None for a process by itself."""
         return None
+
+    def carried(self) -> Mapping[str, Tensor]:
+        """What this rank carries from step to step: gradients that it has not sent yet. Never changed in
+        place."""
+        return {}
+
+    def carry_on(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what `carried` has returned at a step, in this process."""
+        assert not tensors, "a strategy that carries something has to implement carry_on"
+
+    def hand_out(self, ranks: Mapping[str, Tensor]) -> None:
+        """Go on from what all ranks carried at a save: their values of each tensor, stacked."""
+        if ranks:
+            log.info("note       what strategy.compression=powersgd had not sent yet is dropped")
 
     @property
     def averages_over(self) -> int:
@@ -97,6 +117,7 @@ class Ddp(Strategy):
     def __init__(self, config: StrategyConfig, world: World) -> None:
         self._config = config
         self._world = world
+        self._powersgd: PowerSgd | None = None
 
     def prepare(self, model: nn.Module) -> nn.Module:
         if not self._config.sync_batchnorm:
@@ -106,17 +127,16 @@ class Ddp(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         on_gpu = self._world.device.type == "cuda"
-        wrapped = DistributedDataParallel(
-            WithBallot(model, exact=self._config.compression == "none"),
-            device_ids=[self._world.device.index] if on_gpu else None,
-            bucket_cap_mb=self._config.bucket_cap_mb,
-            gradient_as_bucket_view=self._config.gradient_as_bucket_view,
-            static_graph=self._config.static_graph,
-        )
+        with eager.wrapping():
+            wrapped = DistributedDataParallel(
+                WithBallot(model, exact=self._config.compression in ("none", "powersgd")),
+                device_ids=[self._world.device.index] if on_gpu else None,
+                bucket_cap_mb=self._config.bucket_cap_mb,
+                gradient_as_bucket_view=self._config.gradient_as_bucket_view,
+                static_graph=self._config.static_graph,
+            )
         self.ballot(wrapped).hidden()
-        if self._config.compression != "none":
-            hook: Any = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-            wrapped.register_comm_hook(None, hook[self._config.compression])
+        self._register_hook(wrapped, model)
         return wrapped
 
     def sync(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
@@ -130,9 +150,39 @@ class Ddp(Strategy):
         assert isinstance(ballot, WithBallot)
         return ballot
 
+    def carried(self) -> Mapping[str, Tensor]:
+        return {} if self._powersgd is None else self._powersgd.carried()
+
+    def carry_on(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._powersgd is not None:
+            self._powersgd.carry_on(tensors)
+
+    def hand_out(self, ranks: Mapping[str, Tensor]) -> None:
+        """Each rank gets its own back; on another number of ranks each gets the mean, so that their sum,
+        and with it the training, lacks nothing."""
+        if self._powersgd is None:
+            super().hand_out(ranks)
+            return
+        saved = len(next(iter(ranks.values()))) if ranks else self._world.size
+        if saved != self._world.size:
+            log.info("note       powersgd: what %d ranks had not sent yet is spread over all", saved)
+        own = self._world.rank if saved == self._world.size else None
+        self._powersgd.carry_on(
+            {name: rows.mean(dim=0) if own is None else rows[own] for name, rows in ranks.items()}
+        )
+
     @property
     def averages_over(self) -> int:
         return self._world.size
 
     def describe(self) -> str:
         return f"ddp over {backend_for(self._world)}"
+
+    def _register_hook(self, wrapped: DistributedDataParallel, model: nn.Module) -> None:
+        config = self._config
+        if config.compression == "powersgd":
+            self._powersgd = PowerSgd(model, config.powersgd_rank, self._world.size, config.static_graph)
+            wrapped.register_comm_hook(self._powersgd, PowerSgd.reduce)
+        elif config.compression != "none":
+            hook: Any = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+            wrapped.register_comm_hook(None, hook[config.compression])

@@ -249,7 +249,7 @@ class Facts:
         if self.asked.workers is not None:
             return self.asked.workers
         affinity = self.limits.affinity if self.limits else 1
-        return max(0, min(8, affinity // self.ranks - 1))  # as ddptrain.data.workers
+        return max(0, min(8, affinity // self.ranks - 1))  # as training on a GPU takes them
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 import platform
 from dataclasses import asdict
+from importlib import metadata
 from typing import Any
 
 import torch
-import torchvision
 from torch import nn
 
 from ddptrain import __version__
@@ -27,7 +27,7 @@ def check_same_command(world: World, config: Config) -> None:
             "version of ddptrain": __version__,
             "version of Python": platform.python_version(),
             "version of torch": torch.__version__,
-            "version of torchvision": torchvision.__version__,
+            "version of torchvision": metadata.version("torchvision"),
         },
     )
 

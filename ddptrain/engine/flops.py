@@ -1,14 +1,21 @@
 """How much arithmetic a model asks for, and how much a device can do."""
 
+import logging
 import math
+import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
-from torch.utils.flop_counter import FlopCounterMode
+
+from ddptrain.distributed.eager import leave_eager
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 _TERA = 1e12
 _PEAKS: dict[str, dict[str, float]] = {
@@ -34,14 +41,14 @@ _MEASURED_S = 0.02
 """For each kind of work: seven rounds on a core of 2024, more on anything faster."""
 
 
-def counter() -> FlopCounterMode:
-    """Counts what runs inside, forward and backward.
+def counter(device: torch.device) -> "FlopCounterMode":
+    """Counts what runs inside on the device, forward and backward.
 
     Recurrent layers' kernels too, which torch's own table leaves out; and a grouped convolution's weight
     gradient once, where torch 2.11 to 2.15 count it once for each group.
     """
     aten = torch.ops.aten
-    return FlopCounterMode(
+    return _flop_counter(device)(
         display=False,
         custom_mapping={
             aten.convolution_backward: _convolution_backward,
@@ -51,6 +58,31 @@ def counter() -> FlopCounterMode:
             aten._cudnn_rnn_backward: _cudnn_rnn_backward,
         },
     )
+
+
+def _flop_counter(device: torch.device) -> "type[FlopCounterMode]":
+    """torch's. Its module imports triton, of 70 MB, for kernels that no CPU runs."""
+    with _without("triton") if device.type == "cpu" else nullcontext():
+        from torch.utils import flop_counter
+    mode = getattr(flop_counter, "_FlopCounterMode", None)
+    leave_eager(getattr(mode, "__torch_dispatch__", None))
+    return flop_counter.FlopCounterMode
+
+
+@contextmanager
+def _without(package: str) -> Iterator[None]:
+    """Inside, a package that nobody has imported can't be, and torch does not warn of it."""
+    if package in sys.modules:
+        yield
+        return
+    warnings = logging.getLogger("torch.utils.flop_counter")
+    sys.modules[package] = None  # type: ignore[assignment]
+    warnings.disabled = True
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+        warnings.disabled = False
 
 
 def peak_flops(device: torch.device, precision: str) -> float:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddptrain.data.sampler import Sampler
+from ddptrain.distributed.strategy import Strategy
 from ddptrain.engine.guard import numbers_of
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.seeding import StepSeed
@@ -16,18 +17,18 @@ from ddptrain.protocols import At, Batch, Task
 
 
 class Undo:
-    """Puts back, after a step that is left out, what its forward pass has changed: the model's buffers
-    (BatchNorm's statistics) and what the task carries. Decided on the device."""
+    """Puts back, after a step that is left out, what its passes have changed: the model's buffers
+    (BatchNorm's statistics) and what the task and the strategy carry. Decided on the device."""
 
-    def __init__(self, task: Task, model: nn.Module) -> None:
-        self._task = task
+    def __init__(self, task: Task, strategy: Strategy, model: nn.Module) -> None:
+        self._carriers: tuple[Task | Strategy, ...] = (task, strategy)
         self._model = model
         self._before: list[Tensor] = []
-        self._carried: dict[str, Tensor] = {}
+        self._carried: list[dict[str, Tensor]] = []
 
     def remember(self) -> None:
         self._before = [buffer.clone() for buffer in self._model.buffers()]
-        self._carried = dict(self._task.carried())
+        self._carried = [dict(carrier.carried()) for carrier in self._carriers]
 
     @torch.no_grad()
     def put_back(self, nonfinite: Tensor) -> None:
@@ -35,11 +36,12 @@ class Undo:
         bad = nonfinite != 0
         for buffer, before in zip(self._model.buffers(), self._before, strict=True):
             buffer.copy_(torch.where(bad, before, buffer))
-        after = self._task.carried()
-        if after:
-            nothing = {name: torch.zeros_like(rows) for name, rows in after.items()}
-            carried = {**nothing, **self._carried}
-            self._task.carry_on({name: torch.where(bad, carried[name], rows) for name, rows in after.items()})
+        for carrier, carried in zip(self._carriers, self._carried, strict=True):
+            after = carrier.carried()
+            nothing = {name: torch.zeros_like(rows) for name, rows in after.items() if name not in carried}
+            old = {**nothing, **carried}
+            if after:
+                carrier.carry_on({name: torch.where(bad, old[name], rows) for name, rows in after.items()})
 
 
 def where_it_began(

@@ -1,6 +1,8 @@
 """Before the first step: is everything on the device, and is DDP in the order it will keep?"""
 
 import logging
+import sys
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -36,32 +38,38 @@ def rehearse(
     in another order than one that went on. A model that is compiled is so here, as part of the set-up.
     """
     kept = {name: buffer.clone() for name, buffer in state.model.named_buffers()}
-    carried = task.carried()
+    carried, unsent = task.carried(), strategy.carried()
     flops = _counted(task, state.model, precision, batch, at)
     task.carry_on(carried)
-    if isinstance(state.wrapped, DistributedDataParallel) or state.model._compiled_call_impl is not None:
+    passes = 1 if state.model._compiled_call_impl is not None else 0
+    if isinstance(state.wrapped, DistributedDataParallel):
+        passes = 2 if state.wrapped.static_graph else 1  # which sees the order in the second only
+    for _ in range(passes):
         _pass(task, state, strategy, precision, batch, at)
     with torch.no_grad():
         for name, buffer in state.model.named_buffers():
             if name in kept:  # a layer may make one in its first forward pass
                 buffer.copy_(kept[name])
     task.carry_on(carried)
+    strategy.carry_on(unsent)
     return 0 if isinstance(state.wrapped, nn.DataParallel) else flops  # whose peak is of several GPUs
 
 
 def _counted(task: Task, model: nn.Module, precision: Precision, batch: Batch, at: At) -> int:
     """Of the bare model, eagerly: what fails here, under torch's counter, is no harm to the training."""
+    # to ask imports the compiler's front end; where nobody has, nothing is compiled
+    eagerly = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
-        with torch.compiler.set_stance("force_eager"), counter() as counted:
+        with eagerly, counter(next(model.parameters()).device) as counted:
             with precision.autocast():
                 loss = task.loss(model, batch, at)
-            loss.sum.backward()
+            # not backward(): DDP has hooks where gradients are added up, and static_graph counts their calls
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            torch.autograd.grad(loss.sum, trained, allow_unused=True)
         return int(counted.get_total_flops())
     except Exception as error:  # of an operator that the counter does not take; the task's own comes again
         log.info("note       FLOPs are not counted: %s", str(error).partition("\n")[0])
         return 0
-    finally:
-        model.zero_grad(set_to_none=True)
 
 
 def _pass(

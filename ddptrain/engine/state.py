@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddptrain.config.schema import Config
-from ddptrain.distributed.comm import from_all_ranks
+from ddptrain.distributed.comm import from_all_ranks, to_first_rank
 from ddptrain.distributed.strategy import Strategy
 from ddptrain.distributed.world import World
+from ddptrain.engine.compiled import compile_model
 from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
 from ddptrain.engine.meter import Meter
 from ddptrain.engine.optim import build_optimizer, build_schedule, wind_forward
@@ -38,6 +39,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     average: Average
     meter: Meter
+    strategy: Strategy
     step: int = 0
     """Optimizer steps done, those left out for a number that was not finite among them."""
     applied: int = 0
@@ -51,6 +53,8 @@ class TrainState:
     best_step: int = 0
     carried: dict[str, Tensor] = field(default_factory=dict)
     """What the task carries from step to step, for all rows of the global batch; current at a save."""
+    unsent: dict[str, Tensor] = field(default_factory=dict)
+    """On rank 0, current at a save: what each rank has not sent yet of its gradients, stacked by rank."""
 
     def gather(self, task: Task, world: World) -> None:
         """Bring to rank 0, which writes the checkpoint, what each rank has by itself. Collectives."""
@@ -58,6 +62,10 @@ class TrainState:
         if rows := {name: value.cpu() for name, value in task.carried().items()}:
             ranks = from_all_ranks(world, rows)
             self.carried = {name: torch.cat([rank[name] for rank in ranks]) for name in rows}
+        for name, value in self.strategy.carried().items():
+            by_rank = to_first_rank(world, value)  # one at a time: all ranks' are many times the model
+            if world.is_first:
+                self.unsent[name] = torch.stack(by_rank)
 
     def hand_out(self, task: Task, share: tuple[int, int], device: torch.device) -> None:
         """Give the task what it carries in this rank's share of the global batch's rows."""
@@ -92,6 +100,7 @@ class TrainState:
             "best": self.best,
             "best_step": self.best_step,
             "carried": self.carried,
+            "unsent": self.unsent,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], where: str) -> None:
@@ -135,6 +144,7 @@ class TrainState:
         self.applied, self.left_out = state["applied"], state["left_out"]
         self.evaluation_due = state["evaluation_due"]
         self.carried = state["carried"]
+        self.strategy.hand_out(state.get("unsent", {}))  # absent from earlier checkpoints
 
 
 def make_state(
@@ -149,7 +159,7 @@ def make_state(
     if config.ema.decay is not None:
         average = ExponentialAverage(model, config.ema.decay)
     if config.compile != "off":
-        model.compile(mode=config.compile)  # in place: names in checkpoints stay clean
+        compile_model(model, config.compile)
     return TrainState(
         model=model,
         wrapped=strategy.wrap(model),
@@ -158,6 +168,7 @@ def make_state(
         scaler=precision.scaler,
         average=average,
         meter=Meter(world, shards_of(config), finite_only=config.train.nonfinite == "skip"),
+        strategy=strategy,
     )
 
 

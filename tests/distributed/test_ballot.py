@@ -16,7 +16,7 @@ def voted(
 ) -> tuple[list[float], bool]:
     """The mean vote, and whether this rank takes all to be at its step."""
     strategy = choose_strategy(Strategy(compression=compression), world)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(3, 20), nn.Linear(20, 20), nn.Linear(20, 2))
     wrapped = strategy.wrap(model)
     ballot = strategy.ballot(wrapped)
     assert ballot is not None
@@ -29,7 +29,7 @@ def voted(
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("compression", ["none", "bf16"])
+@pytest.mark.parametrize("compression", ["none", "bf16", "powersgd"])
 def test_one_ranks_wish_to_stop_reaches_all(size: int, compression: str) -> None:
     for mean, aligned in run_ranks(lambda w: voted(w, w.rank == 1, 70, False, compression), size):
         assert mean[0] == pytest.approx(1 / size, rel=0.01)
@@ -40,17 +40,20 @@ def test_one_ranks_wish_to_stop_reaches_all(size: int, compression: str) -> None
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_one_ranks_nan_reaches_all(size: int) -> None:
-    for mean, _ in run_ranks(lambda w: voted(w, False, 3, w.rank == size - 1), size):
+@pytest.mark.parametrize("compression", ["none", "bf16", "powersgd"])
+def test_one_ranks_nan_reaches_all(size: int, compression: str) -> None:
+    for mean, _ in run_ranks(lambda w: voted(w, False, 3, w.rank == size - 1, compression), size):
         assert mean[0] != mean[0]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_rank_at_another_step_is_noticed_by_all(size: int) -> None:
+@pytest.mark.parametrize("compression", ["none", "powersgd"])
+def test_a_rank_at_another_step_is_noticed_by_all(size: int, compression: str) -> None:
     for behind in (1, 2, 63):
         for _, aligned in run_ranks(
-            lambda w, b=behind: voted(w, False, 130 - b * (w.rank == 0), False), size
-        ):  # type: ignore[misc]
+            lambda w, b=behind: voted(w, False, 130 - b * (w.rank == 0), False, compression),  # type: ignore[misc]
+            size,
+        ):
             assert not aligned
 
 

@@ -42,8 +42,13 @@ class Job:
             time.sleep(0.05)
 
     def ranks(self) -> list[int]:
-        """Process ids of the launcher's children."""
-        return [pid for pid in self.living() if _parent(pid) == self.launcher.pid]
+        """Process ids of the launcher's children that lead a session: not of what forks them."""
+        return [pid for pid in self.living() if _parent(pid) == self.launcher.pid and os.getsid(pid) == pid]
+
+    def nursery(self) -> int:
+        """Process id of what forks the ranks of ``launch``."""
+        (pid,) = (pid for pid in self.living() if _name(pid) == "ddptrain-nurse")
+        return pid
 
     def living(self) -> dict[int, str]:
         """All processes of the job, and their command lines; zombies don't count."""
@@ -89,6 +94,13 @@ def launch(folder: Path, options: Sequence[str], arguments: Sequence[str]) -> Jo
 
 def torchrun(folder: Path, options: Sequence[str], arguments: Sequence[str]) -> Job:
     return start(folder, ["torch.distributed.run", "--standalone", *options, "-m", "ddptrain"], arguments)
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _parent(pid: int) -> int:

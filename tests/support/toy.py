@@ -14,6 +14,7 @@ from ddptrain.data.sampler import Sampler
 from ddptrain.distributed.choice import choose_strategy
 from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.judge import Steps
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
@@ -143,6 +144,7 @@ class Fit:
     weight_decay_on: str = "all"
     elastic: str = "fast"
     observers: Sequence[Observer] = ()
+    through: Steps = iter
 
     @property
     def nonfinite(self) -> str:
@@ -177,7 +179,7 @@ class Fit:
             state.load_state_dict(unpack(saved.payload, "test"), "test")
         observers = Observers([*self.observers, *([_Killer(stop_at)] if stop_at else [])])
         engine = Engine(task, data, world, strategy, precision, self.plan, checkpointer, observers)
-        return state, engine.fit(state)
+        return state, engine.fit(state, through=self.through)
 
 
 class _Killer(Observer):

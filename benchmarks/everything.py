@@ -1,0 +1,33 @@
+"""Every table of docs/performance.md and README.md, and the picture, measured anew, one after the other.
+
+    python benchmarks/everything.py                      # in some hours, 45 minutes of them for text.py
+    python benchmarks/everything.py throughput startup   # some
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PERFORMANCE = ROOT / "docs" / "performance.md"
+PICTURE = ROOT / "docs" / "images" / "throughput.png"
+FILES = {
+    "throughput": PERFORMANCE,
+    "startup": PERFORMANCE,
+    "pipelines": PERFORMANCE,
+    "lstm": PERFORMANCE,
+    "detection": PERFORMANCE,
+    "text": ROOT / "README.md",
+}
+
+
+def main(asked: list[str]) -> None:
+    for name in asked or FILES:
+        if name not in FILES:
+            raise SystemExit(f"{name}: is none of {', '.join(FILES)}")
+        command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--write", str(FILES[name])]
+        subprocess.run([*command, *(["--plot", str(PICTURE)] if name == "throughput" else [])], check=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

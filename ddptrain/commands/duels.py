@@ -1,0 +1,168 @@
+"""Trainings against themselves under other overrides, lap by lap in turns, and which of those help."""
+
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddptrain.commands.contestant import Contestant, Lap, Unfit
+from ddptrain.observe.timing import Timing, told
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_LAP_S = 1.0
+"""A lap is long enough for this, in the shortest steps too."""
+_GAIN = 0.97
+"""Ratio of the step's time below which an override is worth taking, where there is no noise."""
+_WIDTH = 140
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What an override came to."""
+
+    override: str
+    lap: Lap
+    """All its laps together."""
+    ratios: Sequence[float]
+    """Of its step's time to the baseline's, lap by lap."""
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+
+class Bench:
+    """Starts contestants that differ in overrides only.
+
+    words: of all of them. ranks: of each. steps: of the shortest lap. rounds: laps of a duel. folder: for all
+    their files.
+    """
+
+    def __init__(self, words: Sequence[str], ranks: int, steps: int, rounds: int, folder: Path) -> None:
+        self._words, self.ranks, self._steps, self._rounds = words, ranks, steps, rounds
+        self.folder = folder
+        self._started = 0
+        self._times = 0
+        """A lap is so many of the shortest."""
+
+    @contextmanager
+    def contestant(self, *more: str) -> Iterator[Contestant]:
+        self._started += 1
+        folder = self.folder / str(self._started)
+        contestant = Contestant([*self._words, *more], self.ranks, folder, self._steps)
+        try:
+            yield contestant
+        finally:
+            contestant.end()
+
+    def duel(self, override: str) -> tuple[Lap, Result]:
+        """Lap by lap in turns with the training as it is, both new: one process may be slower than its like
+        for all its life. The training as it is, and the override. Raises Unfit."""
+        with self.contestant() as baseline, self.contestant(*shlex.split(override)) as other:
+            self._warm_up(baseline)
+            self._warm_up(other)
+            ours: list[Lap] = []
+            theirs: list[Lap] = []
+            for turn in range(self._rounds):
+                # ABBA: neither always comes after the other
+                for contestant in (baseline, other)[:: 1 if turn % 2 == 0 else -1]:
+                    (ours if contestant is baseline else theirs).append(contestant.lap(self._times))
+        ratios = [b.ms_per_step / a.ms_per_step for a, b in zip(ours, theirs, strict=True)]
+        return _joined(ours), Result(override, _joined(theirs), ratios)
+
+    def _warm_up(self, contestant: Contestant) -> None:
+        contestant.warm_up()
+        lap = contestant.lap()
+        if not self._times:
+            self._times = max(1, round(_LAP_S / max(sum(lap.seconds.values()), 1e-3)))
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What came of all duels."""
+
+    first: Lap
+    """The training as it is."""
+    itself: Result
+    """The same against its like."""
+    results: Sequence[Result]
+    helping: Sequence[Result]
+    """Of these, what is faster than noise."""
+
+    @property
+    def fastest(self) -> Result | None:
+        return min(self.helping, key=lambda result: result.ratio, default=None)
+
+
+Candidates = Callable[[Mapping[str, Any]], Sequence[str]]
+"""What to try, by what a training says of its setup."""
+
+
+def compared(bench: Bench, candidates: Candidates) -> Compared:
+    """The training as it is against itself, against each candidate, and against those that help together."""
+    first, itself = bench.duel("")
+    noise = max(itself.ratio, 1 / itself.ratio) - 1
+    split = told(Timing(first.seconds, first.steps))
+    say(f"as it is    {first.ms_per_step:.2f} ms a step on {first.setup['device']}: {split}")
+    least, most = min(itself.ratios), max(itself.ratios)
+    say(f"noise       against itself x{itself.ratio:.3f} ({least:.3f} to {most:.3f})")
+    results = []
+    for override in candidates(first.setup):
+        began = time.monotonic()
+        try:
+            results.append(bench.duel(override)[1])
+        except Unfit as error:
+            say(f"{override}  can't be had: {error}")
+            continue
+        say(f"{override}  x{results[-1].ratio:.3f}  ({time.monotonic() - began:.0f} s)")
+    best = _best_set([result for result in results if _helps(result, noise)])
+    if len(best) > 1:
+        together = " ".join(result.override for result in best)
+        try:
+            results.append(bench.duel(together)[1])
+        except Unfit as error:
+            say(f"{together}  can't be had together: {error}")
+    return Compared(first, itself, results, [result for result in results if _helps(result, noise)])
+
+
+def _joined(laps: Sequence[Lap]) -> Lap:
+    last = laps[-1]
+    seconds = {phase: sum(lap.seconds[phase] for lap in laps) for phase in last.seconds}
+    return Lap(sum(lap.steps for lap in laps), seconds, last.setup)
+
+
+def _helps(result: Result, noise: float) -> bool:
+    """Faster than what a training differs from its like by, and in three of four laps."""
+    return result.ratio * (1 + noise) <= _GAIN and statistics.quantiles(result.ratios, n=4)[2] < 1
+
+
+def _best_set(results: Sequence[Result]) -> list[Result]:
+    """Of each key the override that helps most; how the data are loaded is one key."""
+    best: dict[str, Result] = {}
+    for result in sorted(results, key=lambda result: result.ratio):
+        key = result.override.partition("=")[0]
+        best.setdefault("data" if key.startswith("data.") else key, result)
+    return list(best.values())
+
+
+def show(table: "Table") -> None:
+    """A table on standard output."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    with console.capture() as drawn:
+        console.print(table)
+    for line in drawn.get().splitlines():  # rich fills its lines with blanks
+        print(line.rstrip())
+
+
+def say(line: str) -> None:
+    """A line on standard error."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,73 @@
+"""A training that compiles nothing imports no compiler, and trains as one that does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from running import FAULTY
+
+TRAINING = """
+import sys
+if sys.argv[1] == "compiler":
+    import torch._dynamo
+from ddptrain.cli import main
+assert main(sys.argv[2:]) == 0
+heavy = {"torch._dynamo", "torch.onnx", "torchvision", "triton", "sklearn", "pandas", "IPython"}
+print(*sorted(heavy & sys.modules.keys()))
+"""
+LATE = """
+import os, sys
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer, SGD
+from ddptrain.distributed.eager import spare_dynamo, wrapping
+
+spare_dynamo()
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = SGD([weight], lr=0.5)
+weight.grad = torch.ones(2)
+optimizer.step()
+assert "torch._dynamo" not in sys.modules
+assert weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()
+os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Linear(2, 2)
+with wrapping():
+    wrapped = DistributedDataParallel(model)
+wrapped(torch.ones(2)).sum().backward()
+assert "torch._dynamo" not in sys.modules and "_dynamo" not in vars(torch)
+compiled = torch.compile(lambda x: x + 1, backend="eager")
+compiled(weight)
+wrapped(torch.ones(2)).sum().backward()
+assert DistributedDataParallel(model)._use_python_reducer is False
+optimizer.zero_grad()
+weight.grad = torch.ones(2)
+optimizer.step()
+print(weight.tolist(), vars(Optimizer.zero_grad.__wrapped__)["__dynamo_disable"].__module__, flush=True)
+os._exit(0)
+"""
+
+
+def run(script: str, *words: str, cwd: Path) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *words], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+def test_without_the_compiler_the_bits_are_the_same(tmp_path: Path) -> None:
+    words = [f"--config-dir={FAULTY}", "recipe=faulty", "device=cpu", "train.steps=6"]
+    losses = []
+    for compiler in ("compiler", "none"):
+        said = run(TRAINING, compiler, *words, f"run.dir={compiler}", cwd=tmp_path)
+        assert ("torch._dynamo" in said) == (compiler == "compiler")
+        assert compiler == "compiler" or not said
+        lines = (tmp_path / compiler / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line).get("loss") for line in lines])
+    assert losses[0] == losses[1]
+
+
+def test_a_compiler_that_comes_later_is_asked_as_ever(tmp_path: Path) -> None:
+    assert run(LATE, cwd=tmp_path) == "[0.0, 0.0] torch._dynamo.eval_frame"

@@ -1,0 +1,115 @@
+"""What a step of several ranks sends: one all-reduce a bucket, DDP's broadcast of the buffers, nothing else.
+
+Counted by torch's profiler in the operators that all of them go through, so that nothing is missed, whoever
+sends it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from toy import FEATURES, Classify, CountPositives, Fit, plain, with_noise
+
+from ddptrain.config.schema import Strategy
+from ddptrain.distributed.world import World
+from ddptrain.engine.plan import Plan
+from ddptrain.testing import run_ranks
+
+COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
+SMALL = 0.0005
+STEPS = 6
+COUNTED = STEPS - 2
+"""Neither the first nor the last, at which it logs, evaluates and saves."""
+
+
+def squares() -> nn.Module:
+    """Matrices alone, each too large for a small bucket with another."""
+    return nn.Sequential(*[nn.Linear(n, m, bias=False) for n, m in ((FEATURES, 32), (32, 32), (32, 5))])
+
+
+class Case(NamedTuple):
+    make: Callable[[], nn.Module] = plain
+    task: Callable[..., Classify] = Classify
+    bucket_cap_mb: float = 25.0
+    micro_batch: int | None = None
+    compression: str = "none"
+    static_graph: bool = False
+    nonfinite: str = "stop"
+
+
+class Sent(NamedTuple):
+    """In all counted steps together."""
+
+    all_reduces: int
+    broadcasts: int
+    others: int
+    buckets: int
+    """Of DDP, a step."""
+
+
+def sent(world: World, case: Case, folder: Path) -> Sent:
+    """The counted steps, with what the loop does between them."""
+    names: list[str] = []
+    wrapped: list[Any] = []
+
+    def through(steps: Iterable[int]) -> Iterator[int]:
+        first, *middle, last = steps
+        yield first
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            yield from middle
+        names.extend(event.name for event in seen.events() or ())
+        yield last
+
+    def task(make: Callable[[], nn.Module]) -> Classify:
+        made = case.task(make)
+        loss = made.loss
+
+        def watched(model: nn.Module, batch: Any, at: Any) -> Any:
+            wrapped[:] = [model]
+            return loss(model, batch, at)
+
+        made.loss = watched  # type: ignore[method-assign]
+        return made
+
+    plan = Plan(
+        steps=STEPS, train_size=100, batch_size=32, micro_batch=case.micro_batch, log_every=100,
+        eval_every=100, save_every=100, clip_norm=1.0, skips_nonfinite=case.nonfinite == "skip",
+    )  # fmt: skip
+    strategy = Strategy(
+        bucket_cap_mb=case.bucket_cap_mb, compression=case.compression, static_graph=case.static_graph
+    )
+    Fit(plan, make_model=case.make, task=task, strategy=strategy, through=through).run(world, folder)
+    found = Counter(name for name in names if name.startswith("c10d::"))
+    data = wrapped[0]._get_ddp_logging_data()
+    buckets = len(str(data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]).split(","))
+    reduces, broadcasts = found.pop("c10d::allreduce_", 0), found.pop("c10d::broadcast_", 0)
+    return Sent(reduces, broadcasts, found.total(), buckets)
+
+
+CASES = [
+    *(Case(make, bucket_cap_mb=cap) for make in (plain, with_noise, squares) for cap in (SMALL, 25.0)),
+    *(Case(with_noise, bucket_cap_mb=SMALL, micro_batch=4, compression=how) for how in COMPRESSIONS),
+    *(Case(squares, bucket_cap_mb=SMALL, compression=how) for how in COMPRESSIONS[1:]),
+    Case(with_noise, bucket_cap_mb=SMALL, static_graph=True),
+    Case(with_noise, bucket_cap_mb=SMALL, nonfinite="skip"),
+    Case(task=CountPositives),
+]
+
+
+def test_one_all_reduce_a_bucket_and_the_buffers(tmp_path: Path) -> None:
+    """The ranks' votes travel in a bucket, clipping needs no word, and micro-batches before the last are
+    silent. PowerSGD's two factors need a message each, and so does a count that only the device knows."""
+
+    def rank(world: World) -> list[Sent]:
+        return [sent(world, case, tmp_path / f"{i}-{world.rank}") for i, case in enumerate(CASES)]
+
+    ours, theirs = run_ranks(rank, 2)
+    assert ours == theirs
+    for case, found in zip(CASES, ours, strict=True):
+        buckets = {plain: 2, with_noise: 2, squares: 3}[case.make] if case.bucket_cap_mb == SMALL else 1
+        each = buckets * (2 if case.compression == "powersgd" else 1) + (case.task is CountPositives)
+        kinds = len({buffer.dtype for buffer in case.make().buffers()})
+        assert found == Sent(COUNTED * each, COUNTED * kinds, 0, buckets), case
