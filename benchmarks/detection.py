@@ -1,7 +1,7 @@
 """Images per second of ddptrain and of a hand-written loop that train the recipe yolo_shapes, on the CPU.
 
     python benchmarks/detection.py                      # a Markdown table on stdout, in some 4 minutes
-    python benchmarks/detection.py --write README.md    # and between that file's detection markers
+    python benchmarks/detection.py --write docs/performance.md    # and into that file
     python benchmarks/detection.py --rounds 1 --steps 10
 
 Both train the same model on the same batches, the recipe's own, mosaic and all, with the same assigner, loss,

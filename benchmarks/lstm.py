@@ -1,7 +1,7 @@
 """Tokens per second of ddptrain and of a hand-written loop that train the recipe lstm_text, on the CPU.
 
     python benchmarks/lstm.py                      # a Markdown table on stdout, in some 10 minutes
-    python benchmarks/lstm.py --write README.md    # and between that file's lstm markers
+    python benchmarks/lstm.py --write docs/performance.md    # and into that file
     python benchmarks/lstm.py --rounds 1 --steps 10
 
 Both train the same model on the same windows with the same optimizer, schedule, precision and seed; where

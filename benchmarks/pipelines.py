@@ -2,7 +2,7 @@
 loading paths.
 
     python benchmarks/pipelines.py                      # two Markdown tables on stdout, in some 3 minutes
-    python benchmarks/pipelines.py --write README.md    # and between that file's pipelines markers
+    python benchmarks/pipelines.py --write docs/performance.md    # and into that file
     python benchmarks/pipelines.py --rounds 3
 
 All crop out of a padded picture, mirror half of them and normalise; a batch ends as float32 in memory, and

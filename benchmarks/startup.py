@@ -1,7 +1,7 @@
 """How long ddptrain takes to its first step, and how much memory, beside a script written by hand.
 
     python benchmarks/startup.py                      # a Markdown table on stdout, in some 8 minutes
-    python benchmarks/startup.py --write README.md    # and between that file's startup markers
+    python benchmarks/startup.py --write docs/performance.md    # and into that file
     python benchmarks/startup.py --exits 200          # instead: how many two-rank trainings end badly
 
 Whole processes take turns, A B, then B A, and a ratio is taken within one round. Both train the same small

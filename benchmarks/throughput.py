@@ -1,7 +1,7 @@
 """Samples per second of ddptrain, a hand-written PyTorch loop and other trainers, on the CPU.
 
     python benchmarks/throughput.py                     # a Markdown table on stdout, in some 40 minutes
-    python benchmarks/throughput.py --write README.md   # and between that file's throughput markers
+    python benchmarks/throughput.py --write docs/performance.md   # and into that file
     python benchmarks/throughput.py --cases tiny,tiny-2-ranks --peers hand,ddptrain --rounds 5
     python benchmarks/throughput.py --cases tiny --peers hand,ddptrain --rounds 8 --at-most 1.1   # the gate's
 
