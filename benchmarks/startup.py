@@ -193,6 +193,7 @@ def notes(rounds: int) -> list[str]:
 
 def exits(count: int) -> None:
     """Print how many of so many trainings on two ranks end with an exit code other than 0."""
+    os.environ["DDPTRAIN_CORES"] = "2"  # one thread a rank, as under torchrun
     bad: dict[bool, list[int]] = {True: [], False: []}
     for number in range(1, count + 1):
         for ours in (True, False):

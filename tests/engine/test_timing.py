@@ -127,7 +127,7 @@ def setup(world: World = ALONE, loading: Loading = UNKNOWN, **config: Any) -> Se
 
 def test_a_slow_data_set_is_named_ten_times_of_ten(tmp_path: Path) -> None:
     for trial in range(TIMES):
-        times = trained(tmp_path / str(trial), SlowVectors(1000, seconds=0.004), light, steps=40)
+        times = trained(tmp_path / str(trial), SlowVectors(1000, seconds=0.008), light, steps=60)
         said = advise(setup(loading=Loading(workers=0, resident=False), data={"resident": False}), times)
         assert said.startswith("waiting for data "), said
         assert said.endswith(f"data.workers={cores()} or data.resident=true"), said
