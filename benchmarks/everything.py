@@ -1,7 +1,7 @@
 """Every table of docs/performance.md and README.md, and the picture, measured anew, one after the other.
 
-    python benchmarks/everything.py                      # in some hours, 45 minutes of them for text.py
-    python benchmarks/everything.py throughput startup   # some
+python benchmarks/everything.py                      # in some hours, 45 minutes of them for text.py
+python benchmarks/everything.py throughput startup   # some
 """
 
 import subprocess

@@ -3,7 +3,7 @@
     python benchmarks/throughput.py                     # a Markdown table on stdout, in some 40 minutes
     python benchmarks/throughput.py --write docs/performance.md   # and into that file
     python benchmarks/throughput.py --cases tiny,tiny-2-ranks --peers hand,ddptrain --rounds 5
-    python benchmarks/throughput.py --cases tiny --peers hand,ddptrain --rounds 8 --at-most 1.1   # the gate's
+    python benchmarks/throughput.py --cases tiny --peers hand,ddptrain --rounds 12 --at-most 1   # the gate's
 
 All train the same model on the same samples in the same order, with the same optimizer, seed and
 threads; where their first losses differ by more than 1e-5 this stops with an error. Each case is a

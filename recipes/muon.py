@@ -101,7 +101,9 @@ class MuonWithSgd(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move all parameters that have a gradient."""
+        """Move all parameters that have a gradient. Raises RuntimeError for a closure."""
+        if closure is not None:
+            raise RuntimeError("MuonWithSgd.step: takes no closure")
         assert self.grad_scale is None, "gradients are brought to their true size before"
         for group in self.param_groups:
             moved = [p for p in group["params"] if p.grad is not None]
@@ -124,7 +126,7 @@ class MuonWithSgd(Optimizer):
         after = momentum * before + gradients
         nesterov = (gradients + momentum * after).flatten(2)
         update = orthogonalised(nesterov, self._iterations).view_as(weights)
-        norms = torch.linalg.vector_norm(weights.flatten(1), dim=1)
+        norms = torch.linalg.vector_norm(weights.flatten(1), dim=1).clamp(min=1e-7)
         unit = weights * (weights.shape[1] ** 0.5 / norms).view(-1, *[1] * (weights.ndim - 1))
         self._put(filters, weights, unit - lr * update)
         self._put(buffers, before, after)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "throughput.py"
 
-AT_MOST = 1.05
-"""Of the tuned hand-written loop's step, on an MLP of 26 thousand parameters. In 50 runs of 12 rounds on a busy
-machine it was 0.903 to 0.958, so none cried wolf; 30 us more in each step would not get through."""
+AT_MOST = 1.0
+"""Of the tuned hand-written loop's step, on an MLP of 26 thousand parameters. In 50 runs on a busy machine
+the ratio was 0.903 to 0.958 (median 0.935), so none cried wolf."""
 
 
 def measured(at_most: float, rounds: int) -> subprocess.CompletedProcess[str]:
@@ -24,7 +24,7 @@ def measured(at_most: float, rounds: int) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_step_costs_no_more_than_by_hand_with_all_that_a_user_leaves_on() -> None:
-    done = measured(AT_MOST, rounds=8)
+    done = measured(AT_MOST, rounds=12)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

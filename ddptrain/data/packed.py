@@ -121,7 +121,10 @@ def _write(folder: Path, parts: Mapping[str, Split], size: int) -> None:
         for part, split in parts.items():
             with (aside / part).open("wb") as file:
                 # a full disk shows now, and not after an hour
-                os.posix_fallocate(file.fileno(), 0, len(split) * math.prod(split.shape))
+                size_here = len(split) * math.prod(split.shape)
+                if hasattr(os, "posix_fallocate"):  # not on macOS
+                    os.posix_fallocate(file.fileno(), 0, size_here)
+                file.truncate(size_here)
         blocks = _blocks(parts)
         began = time.monotonic()
         digests = list(_told(blocks, _on_all_cores(lambda block: _packed(aside, parts, block), blocks)))

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,8 +39,6 @@ _IN_ANY_TRAINING = (
     "torch.fx.experimental.symbolic_shapes",  # by backward()
     "torch.utils.tensorboard",
 )
-_START_S = 60.0
-"""A fork of a few hundred MB takes milliseconds; longer, and it never comes."""
 _LOOK_EVERY_S = 0.001
 _WAIT_EVERY_S = 0.01
 
@@ -80,11 +78,15 @@ class Nursery:
         self._orders, orders = multiprocessing.Pipe()
         sys.stdout.flush()
         sys.stderr.flush()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where a scheduler ignores it, no exit code is kept
         launcher = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
             self._orders.close()
-            _serve(orders, launcher, main, modules)
+            try:
+                _serve(orders, launcher, main, modules)
+            finally:  # nothing may unwind into what the launcher was about to do
+                os._exit(1)
         orders.close()
 
     def start(self, order: _Order) -> "_Rank":
@@ -92,11 +94,11 @@ class Nursery:
         try:
             with adopting():
                 self._orders.send(order)
-                answer = self._orders.recv() if self._orders.poll(_START_S) else None
+                answer = self._orders.recv()  # the first one comes when all is imported
         except (EOFError, OSError) as error:
             raise RuntimeError("the process that forks the ranks is gone") from error
         if not isinstance(answer, int):
-            raise RuntimeError(f"no rank could be forked: {answer or 'there was no answer'}")
+            raise RuntimeError(f"no rank could be forked: {answer}")
         return _Rank(answer)
 
     @contextmanager
@@ -148,11 +150,11 @@ class _Rank:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """Raises TimeoutExpired after so many seconds."""
-        deadline = time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
+            if timeout is not None and deadline is not None and time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired("rank", timeout)
             time.sleep(_WAIT_EVERY_S)
         return code
@@ -169,12 +171,13 @@ def _serve(orders: Connection, launcher: int, main: Main, modules: Sequence[str]
     _name_process("ddptrain-nurse")
     with uncollected():
         for module in modules:
-            importlib.import_module(module)
+            with suppress(Exception):  # the ranks will meet it where it can be told
+                importlib.import_module(module)
     gc.disable()  # a collection would touch, and so copy, what the ranks share
     while True:
         try:
             order = orders.recv()
-        except EOFError:  # the launcher has closed it, or ended
+        except (EOFError, OSError):  # the launcher has closed it, or ended
             os._exit(0)
         try:
             _fork_twice(orders, order, handlers, main)
@@ -200,11 +203,11 @@ def _fork_twice(
     os.setsid()  # torchrun sends its signals to the rank's process group
     while os.getppid() == between:
         time.sleep(_LOOK_EVERY_S)
-    orders.send(os.getpid())
-    orders.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     try:
+        orders.send(os.getpid())
+        orders.close()
         _become_rank(order)
         end_with(main, order.words)
     finally:  # an interrupt must not unwind into what the launcher was about to do

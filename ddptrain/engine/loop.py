@@ -245,6 +245,7 @@ class Engine:
             state.evaluation_due = False
             state.gather(self._task, self._world)
             if self._world.is_first:
+                self._observers.settle()
                 self._vigil.mark("saving the best", state.step, LONG_S)
                 self._checkpointer.save_best(state.state_dict(), self._facts(state))
             self._watch.mark("saving")

@@ -30,6 +30,9 @@ class GlobalMean:
         value = self._averages_over / (each * self._sampler.batch_size)
         key = (value, loss.sum.dtype)
         if key not in self._weights:
+            if loss.sum.ndim:
+                shape = tuple(loss.sum.shape)
+                raise RuntimeError(f"Task.loss: sum must be one number, a 0-d tensor, and has shape {shape}")
             self._weights[key] = torch.full((), value, dtype=loss.sum.dtype, device=loss.sum.device)
         return self._weights[key]
 

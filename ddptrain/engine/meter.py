@@ -29,8 +29,11 @@ class Meter:
         self._world = world
         self._shards = shards or world.size
         self._own = world.shards(self._shards)
-        on_host = world.device.type == "cpu"
-        self._sums: _Sums = (_HostSums if on_host else _DeviceSums)(self._shards, world.device, finite_only)
+        self._sums: _Sums = (
+            _HostSums(self._shards, finite_only)
+            if world.device.type == "cpu"
+            else _DeviceSums(self._shards, finite_only, world.device)
+        )
         self._agreed: list[str] = []
         self._gathered: dict[str, Tensor] = {}
 
@@ -52,7 +55,7 @@ class Meter:
         if self._world.size > 1:
             rows = add_up(self._world, torch.as_tensor(rows, dtype=summing_dtype(self._world.device)))
         by_shard = rows.tolist() if isinstance(rows, Tensor) else rows
-        totals = {name: math.fsum(sums) for name, sums in zip(names, by_shard, strict=True)}
+        totals = {name: _added(sums) for name, sums in zip(names, by_shard, strict=True)}
         self._sums.clear()
         count = max(totals.pop(_COUNT), 1)
         return {name: total / count for name, total in totals.items()}
@@ -80,6 +83,14 @@ class Meter:
         return names, rows
 
 
+def _added(sums: list[float]) -> float:
+    """Exactly, where they are finite: so in no order."""
+    try:
+        return math.fsum(sums)
+    except (ValueError, OverflowError):  # of infinities with both signs, or nearly
+        return sum(sums)
+
+
 class _Sums(ABC):
     """One rank's sums by name, the count's among them."""
 
@@ -104,7 +115,7 @@ class _HostSums(_Sums):
     """On a CPU nothing has to be waited for. Python's floats are float64, and adding to one costs a tenth of
     an operation on a tensor."""
 
-    def __init__(self, shards: int, device: torch.device, finite_only: bool) -> None:
+    def __init__(self, shards: int, finite_only: bool) -> None:
         self._shards = shards
         self._finite_only = finite_only
         self._sums: dict[str, list[float]] = {}
@@ -139,7 +150,7 @@ class _HostSums(_Sums):
 class _DeviceSums(_Sums):
     """Adding launches a small kernel a value."""
 
-    def __init__(self, shards: int, device: torch.device, finite_only: bool) -> None:
+    def __init__(self, shards: int, finite_only: bool, device: torch.device) -> None:
         self._shards = shards
         self._device = device
         self._finite_only = finite_only

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.1
 """Between two looks at what is to be told: no step pays for waking a thread."""
+_MOST_WAITING = 1000
+"""Log steps not told yet; beyond them, the training waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,8 @@ class Observer(ABC):
 class Observers:
     """Tells all observers of an event, in the order of events; ranks other than the first have none.
 
-    Of log steps they are told by a thread, a moment later: a step waits for no terminal and no disk.
+    Of log steps they are told by a thread, a moment later: a step waits for no terminal and no disk, unless
+    those fall behind.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -136,22 +139,30 @@ class Observers:
         self._waiting: deque[Log] = deque()
         self._talking = threading.RLock()
         self._over = threading.Event()
-        self._teller = threading.Thread(target=self._tell_later, name="observers", daemon=True)
+        self._ended: BaseException | None = None
+        """What an observer ended the thread with."""
 
     def start(self, event: Start) -> None:
         self._tell(lambda observer: observer.start(event))
+        self._over.clear()
         if self._some_later:
-            self._teller.start()
+            threading.Thread(target=self._tell_later, name="observers", daemon=True).start()
 
     def log(self, event: Log) -> None:
         if self._some_at_once:
-            self._tell_log(event, at_once=True)
+            with self._talking:
+                self._tell_log(event, at_once=True)
         if self._some_later:
             self._waiting.append(event)
+        if len(self._waiting) > _MOST_WAITING or self._ended is not None:
+            self.settle()
 
     def settle(self) -> None:
         """Tell now of all log steps so far: before something is written that a resume will build on."""
         with self._talking:
+            if self._ended is not None:
+                ended, self._ended = self._ended, None
+                raise ended
             while self._waiting:
                 self._tell_log(self._waiting.popleft(), at_once=False)
 
@@ -162,8 +173,10 @@ class Observers:
         self._tell(lambda observer: observer.saved(event))
 
     def end(self, event: End) -> None:
-        self._tell(lambda observer: observer.end(event))
-        self._over.set()
+        try:
+            self._tell(lambda observer: observer.end(event))
+        finally:
+            self._over.set()
 
     def _tell(self, what: Callable[[Observer], None]) -> None:
         with self._talking:
@@ -177,7 +190,11 @@ class Observers:
 
     def _tell_later(self) -> None:
         while not self._over.wait(_PAUSE_S):
-            self.settle()
+            try:
+                self.settle()
+            except BaseException as ended:  # SystemExit, say: the training's own thread has to end with it
+                self._ended = ended
+                return
 
     def _tell_one(self, observer: Observer, what: Callable[[Observer], None]) -> None:
         try:

@@ -14,7 +14,8 @@ from ddptrain.protocols import Picture, TextSample
 _PLACE = ("step", "epoch", "samples")
 _SHOWN_FIRST = ("recipe", "optim.lr", "optim.weight_decay", "train.batch_size", "seed")
 _FLUSH_S = 5
-"""Most seconds of scalars that a killed process loses; metrics.jsonl loses none."""
+"""Most seconds of scalars that a killed process loses. metrics.jsonl loses a tenth of one, and nothing that a
+checkpoint comes after."""
 
 
 @final

@@ -130,3 +130,18 @@ def test_weight_decay_on_matrices_leaves_vectors_alone() -> None:
         for name, parameter in model.named_parameters():
             factor = 0.9 if parameter.ndim >= 2 else shrunk
             torch.testing.assert_close(parameter.detach(), factor * before[name])
+
+
+def test_a_logged_infinity_is_told_and_does_not_end_the_run() -> None:
+    def rank(world: World) -> dict[str, float]:
+        meter = Meter(world)
+        endless = torch.tensor(float("inf") if world.is_first else float("-inf"))
+        meter.add(
+            Loss(torch.tensor(1.0), 1, {"ratio": endless, "huge": torch.tensor(1e308).double()}), world.rank
+        )
+        return meter.read()
+
+    for found in run_ranks(rank, 2):
+        assert found["loss"] == 1.0
+        assert math.isnan(found["ratio"])
+        assert math.isinf(found["huge"])

@@ -63,7 +63,8 @@ def test_no_value_is_read_from_the_device_between_two_log_steps(
     """Here the device is a CPU, whose meter may read; so this one is told to do as on a GPU."""
     reads: dict[int, list[str]] = {}
     step = Engine._step
-    monkeypatch.setattr(meter, "_HostSums", meter._DeviceSums)
+    device = torch.device("cpu")
+    monkeypatch.setattr(meter, "_HostSums", lambda *given: meter._DeviceSums(*given, device))
 
     def watched(self: Engine, state: Any, at: At, batches: Any) -> None:
         with reads_counted(monkeypatch) as seen:

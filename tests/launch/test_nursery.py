@@ -87,6 +87,30 @@ def test_ranks_outlive_what_has_forked_them_and_a_restart_says_that_it_is_gone(t
     assert not job.left_after(2.0)
 
 
+def test_exit_codes_come_through_where_sigchld_is_ignored(tmp_path: Path) -> None:
+    """As some daemons leave it to what they start."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        job = launch(tmp_path, TWO, [*FAULTY, "train.steps=6"])
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    code, said = job.wait()
+    assert code == 0, said
+    assert "done: " in said
+
+
+@pytest.mark.faults
+def test_a_rank_that_hears_no_signal_is_killed_and_named(tmp_path: Path) -> None:
+    job = launch(tmp_path, TWO, ENDLESS)
+    job.wait_for("step 5/")
+    os.kill(job.ranks()[0], signal.SIGSTOP)
+    job.launcher.send_signal(signal.SIGTERM)
+    code, said = job.wait()
+    assert code in (75, 76, 137), said
+    assert "Traceback" not in said
+    assert not job.left_after(2.0)
+
+
 def test_the_options_that_are_known_without_torch_are_torchruns() -> None:
     theirs = {
         name: action.nargs != 0 for action in get_args_parser()._actions for name in action.option_strings

@@ -1,0 +1,109 @@
+"""Log steps are told by a thread: in order, before all that comes after them, and not without bound."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddptrain.observe.observer import End, Evaluated, Log, Observer, Observers, Result, Saved, Start, Times
+from ddptrain.observe.timing import Timing
+
+START = Start(0, 100, False, None)
+END = End(9, 9, Result("done", {}, {}, True), Times(Timing(), [], 1.0, 1.0))
+
+
+def logged(step: int) -> Log:
+    return Log(step, 0.0, 0, {}, Timing())
+
+
+class Heard(Observer):
+    def __init__(self, on_log: Callable[[int], Any] = id) -> None:
+        self.events: list[str] = []
+        self._on_log = on_log
+
+    def start(self, event: Start) -> None:
+        self.events.append("start")
+
+    def log(self, event: Log) -> None:
+        self._on_log(event.step)
+        self.events.append(f"log {event.step}")
+
+    def evaluated(self, event: Evaluated) -> None:
+        self.events.append(f"evaluated {event.step}")
+
+    def saved(self, event: Saved) -> None:
+        self.events.append(f"saved {event.step}")
+
+    def end(self, event: End) -> None:
+        self.events.append("end")
+
+
+def test_events_come_in_order_and_a_log_step_soon_by_itself() -> None:
+    heard = Heard()
+    observers = Observers([heard])
+    observers.start(START)
+    for step in (1, 2, 3):
+        observers.log(logged(step))
+    observers.saved(Saved(3, Path()))
+    assert heard.events == ["start", "log 1", "log 2", "log 3", "saved 3"]
+    observers.log(logged(4))
+    deadline = time.monotonic() + 20
+    while heard.events[-1] != "log 4":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    observers.log(logged(5))
+    observers.end(END)
+    assert heard.events[-2:] == ["log 5", "end"]
+
+
+def test_one_that_raises_is_dropped_and_the_others_go_on() -> None:
+    def broken(step: int) -> None:
+        raise OSError("no space left")
+
+    poor, heard = Heard(broken), Heard()
+    observers = Observers([poor, heard])
+    observers.start(START)
+    for step in (1, 2):
+        observers.log(logged(step))
+    observers.end(END)
+    assert poor.events == ["start"]
+    assert heard.events == ["start", "log 1", "log 2", "end"]
+
+
+def test_one_that_ends_the_process_ends_the_training() -> None:
+    def leaves(step: int) -> None:
+        raise SystemExit(3)
+
+    observers = Observers([Heard(leaves)])
+    observers.start(START)
+
+    def train() -> None:
+        for step in range(1, 1000):
+            observers.log(logged(step))
+            time.sleep(0.01)
+
+    with pytest.raises(SystemExit):
+        train()
+
+
+def test_the_training_waits_for_one_that_falls_far_behind() -> None:
+    heard = Heard(lambda step: time.sleep(0.0005))
+    observers = Observers([heard])
+    observers.start(START)
+    for step in range(3000):
+        observers.log(logged(step))
+        assert step - len(heard.events) < 1100
+    observers.end(END)
+    assert heard.events[1:-1] == [f"log {step}" for step in range(3000)]
+
+
+def test_a_second_training_may_use_them_too() -> None:
+    heard = Heard()
+    observers = Observers([heard])
+    for _ in range(2):
+        observers.start(START)
+        observers.log(logged(1))
+        observers.end(END)
+    assert heard.events == ["start", "log 1", "end"] * 2
