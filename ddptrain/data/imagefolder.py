@@ -45,6 +45,11 @@ class ImageFolder(ImageSource):
     def __init__(self, size: int = 224, cache: str | None = None) -> None:
         if size < 1:
             raise UserError(f"data.source.size={size}: must be 1 pixel or more.")
+        if cache is not None and not cache.strip():
+            raise UserError(
+                "data.source.cache=: must name a folder; it is empty, as of a shell variable that isn't set."
+                " Use data.source.cache=null to do without."
+            )
         self._size = size
         self._cache = None if cache is None else Path(cache)
 
@@ -58,7 +63,9 @@ class ImageFolder(ImageSource):
                     " another folder."
                 )
             listed = self._listed(root)
-            pack(self._packed(root, self._cache, listed), {"train": listed.train, "valid": listed.valid})
+            about = {"root": str(root.resolve()), "size": self._size}
+            parts = {"train": listed.train, "valid": listed.valid}
+            pack(self._packed(root, self._cache, listed), parts, about)
 
     def open(self, root: Path) -> Opened:
         listed = self._listed(root)

@@ -2,6 +2,7 @@
 again, by epochs or by runs. What lies there is what decoding gave, so a run has the same batches with and
 without."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -12,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, TypeVar, final
 
@@ -37,6 +39,8 @@ _CHECKED = 64
 """Blocks looked at before a run, a GiB of pixels: all of most sets, and others each time of a larger one."""
 _TOLD_EVERY = 10.0
 """Seconds."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_TO_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class _Block(NamedTuple):
@@ -71,31 +75,30 @@ def packed_folder(cache: Path, name: str, made_of: object) -> Path:
     return cache / f"{name}-{digest[:16]}"
 
 
-def pack(folder: Path, parts: Mapping[str, Split]) -> None:
+def pack(folder: Path, parts: Mapping[str, Split], about: Mapping[str, object]) -> None:
     """Make sure that a folder holds the pictures of these splits, whole. Runs in one process a node.
+
+    about: plain values for people to tell packs apart by, kept in its about.json.
 
     What is there is checked: the files' lengths, and the SHA-256 of the pixels, or of a GiB of them. What is
     missing or damaged is decoded on all cores, written aside, flushed and renamed, while other processes and
     nodes that see the folder wait. Raises UserError where a picture can't be read or the disk refuses.
     """
     size = sum(len(split) * math.prod(split.shape) for split in parts.values())
-    if not _damage(folder, parts):  # looked at without a lock, for the folder may be one to read only
-        log.info("packed pictures: %s (%s)", folder, _spelled(size))
+    damage = _damage(folder, parts)  # without a lock, for the folder may be one to read only
+    if not damage:
+        log.info("packed     %s (%s)", folder, _spelled(size))
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with alone(folder.with_name(f".{folder.name}.lock")):
             damage = _damage(folder, parts)  # another process may have been at it
             if damage and folder.is_dir():
-                log.warning("%s: damaged (%s); it is made anew", folder, damage)
+                log.warning("packed     %s is damaged (%s); it is made anew", folder, damage)
             if damage:
-                _write(folder, parts, size)
+                _write(folder, parts, size, about)
     except OSError as error:
-        raise UserError(
-            f"data.source.cache={folder.parent}: {_spelled(size)} of packed pictures can't be written there"
-            f" ({error.strerror}). Make room, name another folder, or do without: data.source.cache=null.",
-            everywhere=False,
-        ) from error
+        raise _refused(folder, size, damage, error) from error
 
 
 def open_packed(folder: Path, part: str, split: Split) -> PackedSplit:
@@ -113,7 +116,28 @@ def open_packed(folder: Path, part: str, split: Split) -> PackedSplit:
     return PackedSplit(file, split.labels, split.shape)
 
 
-def _write(folder: Path, parts: Mapping[str, Split], size: int) -> None:
+def _refused(folder: Path, size: int, damage: str, error: OSError) -> UserError:
+    """Why packed pictures can't be written, why they would have to be, and what helps."""
+    found = ""
+    if os.path.isdir(folder):
+        found = f" {folder.name} there is damaged: {damage}."
+    elif error.errno in _TO_READ_ONLY:
+        others = sorted(other.name for other in folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*"))
+        many = f"{others[0]} and {len(others) - 1} more" if len(others) > 1 else "".join(others)
+        if others:
+            found = (
+                f" What is packed there ({many}) was made of other files, sizes or times of change, or by"
+                f" another version of Pillow; {_ABOUT} in it says when and of what."
+            )
+    remedy = "Make room, name" if error.errno in _NO_ROOM else "Name"
+    return UserError(
+        f"data.source.cache={folder.parent}: {_spelled(size)} of packed pictures can't be written there"
+        f" ({error.strerror}).{found} {remedy} another folder, or do without: data.source.cache=null.",
+        everywhere=False,
+    )
+
+
+def _write(folder: Path, parts: Mapping[str, Split], size: int, about: Mapping[str, object]) -> None:
     aside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed; nobody else is at it
     aside.mkdir()
@@ -128,7 +152,10 @@ def _write(folder: Path, parts: Mapping[str, Split], size: int) -> None:
         blocks = _blocks(parts)
         began = time.monotonic()
         digests = list(_told(blocks, _on_all_cores(lambda block: _packed(aside, parts, block), blocks)))
-        (aside / _ABOUT).write_text(json.dumps({"sha256": digests}))
+        pictures = {part: len(split) for part, split in parts.items()}
+        made = datetime.now(UTC).isoformat(timespec="seconds")
+        told = {**about, "pictures": pictures, "made": made, "sha256": digests}
+        (aside / _ABOUT).write_text(json.dumps(told, indent=1))  # for people, but for the last
         for path in aside.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -139,7 +166,7 @@ def _write(folder: Path, parts: Mapping[str, Split], size: int) -> None:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     count, seconds = sum(map(len, parts.values())), time.monotonic() - began
-    log.info("packed %s pictures in %.0f s: %s (%s)", f"{count:,}", seconds, folder, _spelled(size))
+    log.info("packed     %s pictures in %.0f s: %s (%s)", f"{count:,}", seconds, folder, _spelled(size))
 
 
 def _packed(aside: Path, parts: Mapping[str, Split], block: _Block) -> str:
@@ -153,12 +180,19 @@ def _packed(aside: Path, parts: Mapping[str, Split], block: _Block) -> str:
 
 def _damage(folder: Path, parts: Mapping[str, Split]) -> str:
     """What is wrong with packed pictures; "" where nothing is found."""
+    try:
+        return _difference(folder, parts)
+    except OSError as error:
+        return f"{Path(error.filename or folder).name} can't be read: {error.strerror}"
+
+
+def _difference(folder: Path, parts: Mapping[str, Split]) -> str:
     blocks = _blocks(parts)
     try:
         digests = json.loads((folder / _ABOUT).read_text())["sha256"]
-        lengths = {part: (folder / part).stat().st_size for part in parts}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"can't be read: {error}"
+    except (ValueError, KeyError, TypeError):
+        return f"{_ABOUT} can't be read"
+    lengths = {part: (folder / part).stat().st_size for part in parts}
     for part, split in parts.items():
         wanted = len(split) * math.prod(split.shape)
         if lengths[part] != wanted:
@@ -206,7 +240,7 @@ def _told(blocks: list[_Block], digests: Iterable[str]) -> Iterator[str]:
     for block, digest in zip(blocks, digests, strict=True):
         done += len(block.ids)
         if time.monotonic() - told > _TOLD_EVERY:
-            log.info("packing pictures: %s of %s", f"{done:,}", f"{count:,}")
+            log.info("packing    %s of %s pictures", f"{done:,}", f"{count:,}")
             told = time.monotonic()
         yield digest
 

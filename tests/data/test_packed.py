@@ -1,8 +1,13 @@
 """Packed pictures: the same batches as by decoding, made once, checked, mended where damaged."""
 
+import json
 import logging
 import os
 import resource
+import shutil
+import subprocess
+import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -21,6 +26,7 @@ from ddptrain.testing import run_ranks
 
 COUNT = 15
 """Pictures of a class."""
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -138,8 +144,13 @@ def test_damage_is_noticed_and_mended_with_one_warning(
         assert_equal(batches(pictures, cache, resident=False), expected)
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert str(folder) in warnings[0]
-    assert "made anew" in warnings[0]
+    why = {
+        "bit": "pixels in train differ from what was written",
+        "cut": "train has 21,503 bytes instead of 21,504",
+        "about": "about.json can't be read",
+        "gone": "valid can't be read: No such file or directory",
+    }
+    assert warnings[0] == f"packed     {folder} is damaged ({why[damage]}); it is made anew"
     caplog.clear()
     packed(pictures, cache)
     assert not [record for record in caplog.records if record.levelno == logging.WARNING]
@@ -176,14 +187,92 @@ def test_a_disk_that_refuses_is_one_clear_error(pictures: Path, tmp_path: Path) 
     (found,) = run_ranks(rank, 1)
     assert found == (
         f"data.source.cache={tmp_path / 'cache'}: 0.0 MiB of packed pictures can't be written there (File too"
-        " large). Make room, name another folder, or do without: data.source.cache=null."
+        " large). Name another folder, or do without: data.source.cache=null."
     )
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"file/cache: .*\(Not a directory\).*data\.source\.cache=null"):
+    with pytest.raises(
+        UserError, match=r"file/cache: .*\(Not a directory\)\. Name another folder, or .*=null"
+    ):
         packed(pictures, tmp_path / "file" / "cache")
 
 
 def test_a_cache_among_the_classes_is_refused(pictures: Path) -> None:
     with pytest.raises(UserError, match=r"data\.source\.cache=.*lies in data\.root"):
         ImageFolder(16, str(pictures / "cache")).fetch(pictures)
+
+
+FULL = """
+import subprocess, sys
+from pathlib import Path
+from ddptrain.data.imagefolder import ImageFolder
+from ddptrain.errors import UserError
+
+pictures, disk = sys.argv[1:]
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], check=True)
+try:
+    ImageFolder(224, disk + "/cache").fetch(Path(pictures))
+except UserError as error:
+    print(error)
+"""
+
+
+def test_room_is_asked_for_where_the_disk_is_full(pictures: Path, tmp_path: Path) -> None:
+    alone = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
+    (disk := tmp_path / "disk").mkdir()
+    mount = f"mount -t tmpfs -o size=1m none {disk}"
+    if not shutil.which("unshare") or subprocess.run([*alone, "sh", "-c", mount]).returncode:
+        pytest.skip("NOT SEEN: a full disk; this user may not mount a file system")
+    command = [*alone, sys.executable, "-c", FULL, str(pictures), str(disk)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == (
+        f"data.source.cache={disk}/cache: 4.3 MiB of packed pictures can't be written there (No space left on"
+        " device). Make room, name another folder, or do without: data.source.cache=null.\n"
+    ), ended.stderr
+
+
+@pytest.mark.parametrize("state", ["damaged", "of other pictures"])
+def test_what_lies_in_a_folder_to_read_only_is_told(pictures: Path, tmp_path: Path, state: str) -> None:
+    folder = packed(pictures, tmp_path / "cache")
+    if state == "damaged":
+        (folder / "train").write_bytes(b"")
+    else:
+        os.utime(pictures / "dogs" / "03.jpg", (1, 1))
+    for lock in folder.parent.glob(".*"):
+        lock.unlink()
+    folder.parent.chmod(0o555)
+    tmp_path.chmod(0o755)  # that nobody gets as far as the folders
+
+    def as_nobody(world: World) -> str:
+        os.chdir(tmp_path)
+        if os.geteuid() == 0:  # who may write anywhere
+            os.seteuid(NOBODY)
+        with pytest.raises(UserError) as refused:
+            ImageFolder(16, "cache").fetch(Path("pictures"))
+        return str(refused.value)
+
+    [found] = run_ranks(as_nobody, 1)
+    told = {
+        "damaged": f"{folder.name} there is damaged: train has 0 bytes instead of 21,504.",
+        "of other pictures": f"What is packed there ({folder.name}) was made of other files, sizes or times"
+        " of change, or by another version of Pillow; about.json in it says when and of what.",
+    }
+    assert found == (
+        "data.source.cache=cache: 0.0 MiB of packed pictures can't be written there (Permission denied)."
+        f" {told[state]} Name another folder, or do without: data.source.cache=null."
+    )
+
+
+def test_people_can_tell_packs_apart(pictures: Path, tmp_path: Path) -> None:
+    about = json.loads((packed(pictures, tmp_path / "cache") / "about.json").read_text())
+    assert (about["root"], about["size"]) == (str(pictures), 16)
+    assert about["pictures"] == {"train": 28, "valid": 2}
+    assert datetime.fromisoformat(about["made"]).tzinfo is not None
+
+
+@pytest.mark.parametrize("cache", ["", " "])
+def test_a_cache_without_a_name_is_refused(cache: str) -> None:
+    with pytest.raises(
+        UserError, match=r"data\.source\.cache=: must name a folder.*data\.source\.cache=null"
+    ):
+        ImageFolder(16, cache)
