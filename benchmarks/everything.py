@@ -1,6 +1,6 @@
 """Every table of docs/performance.md and README.md, and the picture, measured anew, one after the other.
 
-python benchmarks/everything.py                      # in some hours, 45 minutes of them for text.py
+python benchmarks/everything.py                      # in some two hours, 45 minutes of them for text.py
 python benchmarks/everything.py throughput startup   # some
 """
 
@@ -22,6 +22,9 @@ FILES = {
 
 
 def main(asked: list[str]) -> None:
+    if "--help" in asked or "-h" in asked:
+        print(__doc__)
+        return
     for name in asked or FILES:
         if name not in FILES:
             raise SystemExit(f"{name}: is none of {', '.join(FILES)}")

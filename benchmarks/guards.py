@@ -231,6 +231,8 @@ def main() -> None:
     parser.add_argument("--of", choices=["guards", "timing", "logging"], default="guards")
     parser.add_argument("--width", type=int, default=160)
     arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds={arguments.rounds}: must be 1 or more")
     found = run_ranks(
         lambda world: rounds(world, arguments.rounds, arguments.of, arguments.width),
         arguments.ranks,

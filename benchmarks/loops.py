@@ -33,7 +33,7 @@ from ddptrain.observe.observer import Observers
 from ddptrain.observe.tensorboard import TensorBoard
 from ddptrain.protocols import At, Loss, Report, Task
 
-SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9}
 LOG_EVERY = 50
 BASE = "hand"
 """The peer that the others are compared with."""

@@ -109,13 +109,21 @@ def _memory_of(mark: str) -> float:
     return total / 1024
 
 
-def in_turns(measure: Callable[[bool], float], rounds: int) -> tuple[list[float], list[float]]:
-    """Of each round: ours, and the other one's."""
+def in_turns(
+    measure: Callable[[bool], float],
+    rounds: int,
+    unit: str,
+    own: str = "ddptrain",
+    other: str = "by hand",
+) -> tuple[list[float], list[float]]:
+    """Of each round: ours, and the other one's. Each is told, by its name."""
+    digits = 2 if unit == "s" else 0
     results: dict[bool, list[float]] = {True: [], False: []}
     for number in range(rounds):
         for ours in (True, False) if number % 2 == 0 else (False, True):
             results[ours].append(measure(ours))
-        print(f"  round {number + 1}: {results[True][-1]:.2f} {results[False][-1]:.2f}", file=sys.stderr)
+        first, second = (f"{results[ours][-1]:,.{digits}f} {unit}" for ours in (True, False))
+        print(f"  round {number + 1}: {own} {first}, {other} {second}", file=sys.stderr)
     return results[True], results[False]
 
 
@@ -127,17 +135,22 @@ def row(title: str, unit: str, ours: Sequence[float], theirs: Sequence[float]) -
     return f"| {title} | {own} | {other} | {ratio} |"
 
 
+def _fewer(rounds: int) -> int:
+    """For what takes long: half as many, but no fewer than three where that many are asked for."""
+    return min(rounds, max(3, rounds // 2))
+
+
 def measured(rounds: int) -> list[str]:
     lines = ["| | ddptrain | by hand | ratio (min to max) |", "|---|---:|---:|---:|"]
     for ranks, title in ((1, "one process"), (2, "2 ranks: `launch` / torchrun")):
         print(f"first step, {title}", file=sys.stderr)
-        ours, theirs = in_turns(lambda own, ranks=ranks: start(own, ranks).seconds, rounds)
+        ours, theirs = in_turns(lambda own, ranks=ranks: start(own, ranks).seconds, rounds, "s")
         lines.append(row(f"first step, {title}", "s", ours, theirs))
     print("memory, 4 ranks", file=sys.stderr)
-    ours, theirs = in_turns(lambda own: start(own, 4, weigh=True).shared_mb, max(3, rounds // 2))
+    ours, theirs = in_turns(lambda own: start(own, 4, weigh=True).shared_mb, _fewer(rounds), "MB")
     lines.append(row("memory of a job of 4 ranks (PSS)", "MB", ours, theirs))
     print("memory, one process", file=sys.stderr)
-    ours, theirs = in_turns(lambda own: start(own, 1).peak_mb, 3)
+    ours, theirs = in_turns(lambda own: start(own, 1).peak_mb, min(3, rounds), "MB")
     lines.append(row("peak memory of one process (RSS)", "MB", ours, theirs))
     return lines
 
@@ -183,7 +196,7 @@ def notes(rounds: int) -> list[str]:
         name = " ".join(["python -m ddptrain", *verb])
         lines.append(f"`{name}` refuses a mistyped config in {statistics.median(seconds):.2f} s.")
     print("threads", file=sys.stderr)
-    ours, theirs = in_turns(tokens, max(3, rounds // 2))
+    ours, theirs = in_turns(tokens, _fewer(rounds), "samples/s", "cores shared out", "one thread a rank")
     ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
     span = f"{statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
     lines.append(f"`lstm_text` on 2 ranks, with cores shared out: {span} torchrun's one thread a rank.")
@@ -224,7 +237,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds={arguments.rounds}: must be 1 or more")
+    return arguments
 
 
 if __name__ == "__main__":

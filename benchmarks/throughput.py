@@ -59,15 +59,18 @@ class Case:
     ranks: int = 1
     threads: int = 1
     """Of each rank."""
+    peers: Sequence[str] = tuple(PEERS)
 
 
+_FEW = (BASE, "plain", "ddptrain", "lightning-defaults")
+"""Where a step is long, what a loop itself costs is lost in it."""
 CASES = {
     "tiny": Case("MLP, 26 thousand parameters", tiny, 64, warmup=50, steps=500, window=LOG_EVERY),
     "tiny-2-ranks": Case("the same, 2 ranks over gloo", tiny, 64, 50, 300, LOG_EVERY, ranks=2),
-    "mobilenet": Case("MobileNetV3-small, 32x32", mobilenet, 128, warmup=2, steps=5, window=1),
-    "mobilenet-2-ranks": Case("the same, 2 ranks over gloo", mobilenet, 128, 2, 5, window=1, ranks=2),
-    "lstm": Case("LSTM, 2 layers of 256, 128 characters", lstm, 32, warmup=1, steps=3, window=1),
-    "lstm-2-ranks": Case("the same, 2 ranks over gloo", lstm, 32, 1, 3, window=1, ranks=2),
+    "mobilenet": Case("MobileNetV3-small, 32x32", mobilenet, 128, 2, 5, window=1, peers=_FEW),
+    "mobilenet-2-ranks": Case("the same, 2 ranks", mobilenet, 128, 2, 5, window=1, ranks=2, peers=_FEW),
+    "lstm": Case("LSTM, 2 layers of 256, 128 characters", lstm, 32, 1, 3, window=1, peers=_FEW),
+    "lstm-2-ranks": Case("the same, 2 ranks", lstm, 32, 1, 3, window=1, ranks=2, peers=_FEW),
 }
 
 
@@ -79,10 +82,12 @@ def main() -> None:
     if arguments.write:
         check_markers(arguments.write, NAME)
     wanted = arguments.peers.split(",") if arguments.peers else list(PEERS)
-    peers = [name for name in wanted if PEERS[name].is_installed()]
-    rounds = {name: arguments.rounds or CASES[name].rounds for name in arguments.cases.split(",")}
-    results = {name: _in_processes(name, peers, count) for name, count in rounds.items()}
-    publish("\n".join([*_table(results), "", *_notes(results, peers)]), NAME, arguments.write)
+    results: dict[str, dict[str, list[Chunk]]] = {}
+    for name in arguments.cases.split(","):
+        asked = wanted if arguments.peers else CASES[name].peers
+        peers = [peer for peer in asked if PEERS[peer].is_installed()]
+        results[name] = _kept(name, peers, arguments.rounds or CASES[name].rounds, arguments.keep)
+    publish("\n".join([*_table(results), "", *_notes(results, wanted)]), NAME, arguments.write)
     if arguments.plot:
         drawn = {CASES[name].title: _by_title(chunks) for name, chunks in results.items()}
         draw(drawn, "median and quartiles; " + made_with("torch"), arguments.plot)
@@ -137,6 +142,19 @@ def _quiet(steps: Sequence[float], window: int) -> float:
     return statistics.fmean(at_place[len(at_place) // 10] for at_place in places)
 
 
+def _kept(name: str, peers: Sequence[str], rounds: int, folder: Path | None) -> dict[str, list[Chunk]]:
+    """A case's chunks, out of the folder where an earlier call has left them there."""
+    file = None if folder is None else folder / f"{name}.json"
+    if file is not None and file.exists():
+        kept = json.loads(file.read_text())
+        return {peer: [Chunk(**chunk) for chunk in chunks] for peer, chunks in kept.items()}
+    chunks = _in_processes(name, peers, rounds)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({peer: [asdict(chunk) for chunk in own] for peer, own in chunks.items()}))
+    return chunks
+
+
 def _in_processes(name: str, peers: Sequence[str], rounds: int) -> dict[str, list[Chunk]]:
     """Measure a case in fresh processes, as many as it has ranks."""
     case = CASES[name]
@@ -179,10 +197,11 @@ def _row(peer: str, chunks: Sequence[Chunk], base: Sequence[Chunk], case: Case) 
     return f"| {PEERS[peer].title} | {speed:,.0f} | {ratio} | {statistics.median(more):+,.0f} |"
 
 
-def _notes(results: Results, peers: Sequence[str]) -> list[str]:
-    packages = sorted({PEERS[name].package for name in peers})
+def _notes(results: Results, wanted: Sequence[str]) -> list[str]:
+    asked = [PEERS[name] for name in wanted]
+    packages = sorted({peer.package for peer in asked if peer.is_installed()})
     rounds = ", ".join(f"{name}: {_rounds(CASES[name], chunks[BASE])}" for name, chunks in results.items())
-    missing = [peer.title for peer in PEERS.values() if not peer.is_installed()]
+    missing = [peer.title for peer in asked if not peer.is_installed()]
     return [
         f"Medians over rounds in which all take turns ({rounds}; of each step the 10th percentile;"
         f" fp32). {made_with(*packages)}"
@@ -221,6 +240,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
     )
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="leave each case there, or take it from there"
+    )
     parser.add_argument("--peers", help=f"{BASE} and some of {', '.join(PEERS)}")
     parser.add_argument(
         "--at-most", type=float, metavar="RATIO",
@@ -233,6 +255,8 @@ def _arguments() -> argparse.Namespace:
     unknown = [name for name in arguments.cases.split(",") if name not in CASES]
     if unknown:
         parser.error(f"--cases: {unknown[0]} is none of {', '.join(CASES)}")
+    if arguments.rounds is not None and arguments.rounds < 1:
+        parser.error(f"--rounds={arguments.rounds}: must be 1 or more")
     return arguments
 
 

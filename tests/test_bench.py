@@ -52,6 +52,8 @@ def test_two_ranks_and_nothing_to_gain(tmp_path: Path) -> None:
         (["stops=3"], "stops: bench takes no such word. Did you mean steps?"),
         (["run.dir=here"], "run.dir=here: bench decides that itself; leave it out."),
         (["try=log.every=1"], "log.every=1: bench decides that itself; leave it out."),
+        (["try=train.batch_size=8;foo"], "try=foo: is no override. Give key=value"),
+        (["ddp=true", "strategy=dp"], "strategy=dp: runs in one process, without DDP."),
         (["optim.lrr=1"], "optim.lrr: there is no such key."),
         (["--multirun"], "bench: starts the trainings that it compares"),
     ],

@@ -134,4 +134,11 @@ def test_ddps_settings_are_tried_and_more_nodes_estimated(tmp_path: Path) -> Non
     table = re.findall(r"^ +(\d+) +(\d+) +([\d,]+) .*?(\d+)%( to (\d+)%)?", done.stdout, re.M)
     assert [(int(row[0]), int(row[1])) for row in table] == [(n, 2 * n) for n in (1, 2, 4, 8, 16)]
     assert "An upper bound" in done.stdout
+    [step] = re.findall(r"^as it is +([\d.]+) ms a step", done.stderr, re.M)
+    [row] = re.findall(r"^  as it is .*", done.stdout, re.M)
+    assert row.split()[6] == step, "one figure wherever the training as it is is told of"
+    assert f"of a step's {step} ms" in done.stdout
+    noise = float(re.findall(r"against itself x([\d.]+)", done.stderr)[0])
+    if not 0.86 < noise < 1.16:
+        assert "Noise: the training against itself is x" in done.stdout
     assert not list(tmp_path.iterdir())

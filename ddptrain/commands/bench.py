@@ -38,7 +38,7 @@ def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
     """
     own = typed_arguments(_asked, {("tries" if n == "try" else n): v for n, v in asked.items()}, "bench")
     tries = None if "tries" not in own else [word.strip() for word in own["tries"].split(";") if word.strip()]
-    for word in [*words, *(word for override in tries or () for word in shlex.split(override))]:
+    for word in [*words, *(word for override in tries or () for word in _words(override))]:
         if word.lstrip("+").startswith(_NAMED_HERE):
             raise UserError(f"{word}: bench decides that itself; leave it out.")
     defaults = inspect.signature(_asked).parameters
@@ -63,6 +63,21 @@ def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _words(override: str) -> list[str]:
+    """The words of one entry of ``try``. Raises UserError where one is no override."""
+    try:
+        words = shlex.split(override)
+    except ValueError as error:
+        raise UserError(f"try={override}: {error}. Close the quote.") from error
+    for word in words:
+        if "=" not in word and not word.startswith("~"):
+            raise UserError(
+                f"try={word}: is no override. Give key=value, several with ; between them, in quotes:"
+                " try='channels_last=true;compile=default'."
+            )
+    return words
+
+
 def _asked(
     model: object, steps: int = 10, rounds: int = 6, ranks: int = 1, tries: str = "", ddp: bool = False
 ) -> None:
@@ -83,7 +98,7 @@ def _benched(
     show(exposed_table(found) if ddp else _table(found))
     _recommend(bench, found, words)
     if ddp:
-        estimate(bench, config, found.first)
+        estimate(bench, config, found.itself)
     return ExitCode.CRASH if tries and not found.results else ExitCode.DONE
 
 
@@ -130,7 +145,7 @@ def _table(found: Compared) -> "Table":
     from rich import box
     from rich.table import Table
 
-    laps = [found.first, *(result.lap for result in found.results)]
+    laps = [found.itself.lap, *(result.lap for result in found.results)]
     phases = [phase for phase in TRAINING if any(_share(lap, phase) >= 0.005 for lap in laps)]
     table = Table(box=box.SIMPLE)
     table.add_column("override", overflow="fold")

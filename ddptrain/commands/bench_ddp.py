@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.commands.contestant import Lap, Unfit
-from ddptrain.commands.duels import Bench, Compared, show
+from ddptrain.commands.duels import Bench, Compared, Result, show
 from ddptrain.commands.scaling import STRAGGLING, Link, Step, estimated, fitted, misses
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
@@ -27,6 +27,8 @@ _COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
 _BYTES = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
 """What of a gradient's bytes travels, where the gradients are float32; powersgd's depends on their shapes."""
 _NODES = (1, 2, 4, 8, 16)
+_NOISY = 1.15
+"""A training that differs from its like by more than this factor: the estimate says so."""
 _WITHIN_S = 300.0
 _LEFT_OUT = f"""\
 An upper bound: links between nodes are taken to be as fast as those measured here, with nobody else on them.
@@ -42,6 +44,10 @@ def ranks_for(config: Config, asked: int | None) -> int:
         raise UserError(f"ranks={asked}: ddp=true measures what ranks send each other; give 2 or more.")
     if config.elastic == "strict":
         raise UserError("elastic=strict: adds up gradients by itself, without DDP. Leave it or ddp=true out.")
+    if config.strategy.name in ("single", "dp"):
+        raise UserError(
+            f"strategy={config.strategy.name}: runs in one process, without DDP. Leave it or ddp=true out."
+        )
     if asked is not None:
         return asked
     import torch
@@ -93,9 +99,10 @@ def _ms(lap: Lap, phase: str) -> float:
     return 1e3 * lap.seconds[phase] / lap.steps
 
 
-def estimate(bench: Bench, config: Config, lap: Lap) -> None:
+def estimate(bench: Bench, config: Config, itself: Result) -> None:
     """Measure all-reduces between as many ranks, and print the link they show and what it lets more nodes do,
     for the training as it is. Raises Unfit."""
+    lap = itself.lap
     traffic = _BYTES.get(config.strategy.compression)
     size = lap.setup["gradient_bytes"] * (traffic or 1.0)
     cap = config.strategy.bucket_cap_mb * 2**20 * (traffic or 1.0)
@@ -116,7 +123,8 @@ def estimate(bench: Bench, config: Config, lap: Lap) -> None:
     print(
         f"all-reduce  latency {1e6 * link.latency_s:.0f} us and {link.bytes_per_s / 1e9:.2f} GB/s between"
         f" neighbours, fitted to {len(measured)} sizes from {_size(measured[0][0])} to"
-        f" {_size(measured[-1][0])} (off by {median(off):.0%} in the middle, {max(off):.0%} at most)"
+        f" {_size(measured[-1][0])} (the fit is off by {median(off):.0%} of the measured"
+        f" time in the median, {max(off):.0%} at most)"
     )
     if traffic is None:
         print("more nodes  not estimated: what powersgd sends depends on the gradients' shapes", flush=True)
@@ -131,6 +139,11 @@ def estimate(bench: Bench, config: Config, lap: Lap) -> None:
         messages=messages,
     )
     show(_scaling_table(step, link, lap.setup["steps_per_epoch"]))
+    if not 1 / _NOISY <= itself.ratio <= _NOISY:
+        print(
+            f"Noise: the training against itself is x{itself.ratio:.2f};"
+            " the estimate is no more certain than that."
+        )
     print(_LEFT_OUT, flush=True)
 
 

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ class Result:
 
     override: str
     lap: Lap
-    """All its laps together."""
+    """What its laps came to: medians."""
     ratios: Sequence[float]
     """Of its step's time to the baseline's, lap by lap."""
 
@@ -51,6 +51,7 @@ class Bench:
         self._started = 0
         self._times = 0
         """A lap is so many of the shortest."""
+        self._as_it_is: list[Lap] = []
 
     @contextmanager
     def contestant(self, *more: str) -> Iterator[Contestant]:
@@ -62,9 +63,14 @@ class Bench:
         finally:
             contestant.end()
 
-    def duel(self, override: str) -> tuple[Lap, Result]:
+    @property
+    def as_it_is(self) -> Lap:
+        """What all laps of the training as it is came to, in the duels up to now."""
+        return _typical(self._as_it_is)
+
+    def duel(self, override: str) -> Result:
         """Lap by lap in turns with the training as it is, both new: one process may be slower than its like
-        for all its life. The training as it is, and the override. Raises Unfit."""
+        for all its life. Raises Unfit."""
         with self.contestant() as baseline, self.contestant(*shlex.split(override)) as other:
             self._warm_up(baseline)
             self._warm_up(other)
@@ -75,7 +81,8 @@ class Bench:
                 for contestant in (baseline, other)[:: 1 if turn % 2 == 0 else -1]:
                     (ours if contestant is baseline else theirs).append(contestant.lap(self._times))
         ratios = [b.ms_per_step / a.ms_per_step for a, b in zip(ours, theirs, strict=True)]
-        return _joined(ours), Result(override, _joined(theirs), ratios)
+        self._as_it_is += ours if override else [*ours, *theirs]
+        return Result(override, _typical(theirs), ratios)
 
     def _warm_up(self, contestant: Contestant) -> None:
         contestant.warm_up()
@@ -88,10 +95,8 @@ class Bench:
 class Compared:
     """What came of all duels."""
 
-    first: Lap
-    """The training as it is."""
     itself: Result
-    """The same against its like."""
+    """The training as it is: its ratios against its like, and the lap of all its duels."""
     results: Sequence[Result]
     helping: Sequence[Result]
     """Of these, what is faster than noise."""
@@ -107,17 +112,15 @@ Candidates = Callable[[Mapping[str, Any]], Sequence[str]]
 
 def compared(bench: Bench, candidates: Candidates) -> Compared:
     """The training as it is against itself, against each candidate, and against those that help together."""
-    first, itself = bench.duel("")
+    itself = bench.duel("")
     noise = max(itself.ratio, 1 / itself.ratio) - 1
-    split = told(Timing(first.seconds, first.steps))
-    say(f"as it is    {first.ms_per_step:.2f} ms a step on {first.setup['device']}: {split}")
     least, most = min(itself.ratios), max(itself.ratios)
     say(f"noise       against itself x{itself.ratio:.3f} ({least:.3f} to {most:.3f})")
     results = []
-    for override in candidates(first.setup):
+    for override in candidates(itself.lap.setup):
         began = time.monotonic()
         try:
-            results.append(bench.duel(override)[1])
+            results.append(bench.duel(override))
         except Unfit as error:
             say(f"{override}  can't be had: {error}")
             continue
@@ -126,16 +129,24 @@ def compared(bench: Bench, candidates: Candidates) -> Compared:
     if len(best) > 1:
         together = " ".join(result.override for result in best)
         try:
-            results.append(bench.duel(together)[1])
+            results.append(bench.duel(together))
         except Unfit as error:
             say(f"{together}  can't be had together: {error}")
-    return Compared(first, itself, results, [result for result in results if _helps(result, noise)])
+    # not before: every duel has said more about it
+    usual = bench.as_it_is
+    split = told(Timing(usual.seconds, usual.steps))
+    say(f"as it is    {usual.ms_per_step:.2f} ms a step on {usual.setup['device']}: {split}")
+    itself = replace(itself, lap=usual)
+    return Compared(itself, results, [result for result in results if _helps(result, noise)])
 
 
-def _joined(laps: Sequence[Lap]) -> Lap:
-    last = laps[-1]
-    seconds = {phase: sum(lap.seconds[phase] for lap in laps) for phase in last.seconds}
-    return Lap(sum(lap.steps for lap in laps), seconds, last.setup)
+def _typical(laps: Sequence[Lap]) -> Lap:
+    """The laps' median step, split as the medians of its phases are."""
+    last, steps = laps[-1], sum(lap.steps for lap in laps)
+    whole = steps * statistics.median(lap.ms_per_step for lap in laps) / 1e3
+    phases = {name: statistics.median(lap.seconds[name] / lap.steps for lap in laps) for name in last.seconds}
+    share = whole / max(sum(phases.values()), 1e-12)
+    return Lap(steps, {name: seconds * share for name, seconds in phases.items()}, last.setup)
 
 
 def _helps(result: Result, noise: float) -> bool:

@@ -1,0 +1,28 @@
+"""What the benchmarks answer to words they can't take, and to --help."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def start(script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, str(BENCHMARKS / script), *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("script", ["throughput.py", "guards.py", "startup.py"])
+def test_no_rounds_are_refused(script: str) -> None:
+    done = start(script, "--rounds", "0")
+    assert done.returncode == 2
+    assert "--rounds=0: must be 1 or more" in done.stderr
+    assert not done.stdout
+
+
+def test_everything_tells_what_it_does_and_starts_nothing() -> None:
+    done = start("everything.py", "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Every table of docs/performance.md")
