@@ -35,14 +35,14 @@ from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.state import make_state
 from ddptrain.engine.stopwatch import Stopwatch
-from ddptrain.observe.console import Console
+from ddptrain.observe.console import Console, open_log
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.observer import Observer, Observers
 from ddptrain.observe.tensorboard import TensorBoard
 from ddptrain.protocols import At, Data, Loss, Report, Task
 from ddptrain.testing import run_ranks
 
-STEPS, WARMUP = 150, 30
+STEPS, WARMUP = 600, 30
 BATCH = 256
 ZERO = torch.zeros(())
 
@@ -188,6 +188,7 @@ def chunk(world: World, setting: Setting, folder: Path) -> Chunk:
     observers: list[Observer] = []
     if setting.logged and world.is_first:
         folder.mkdir()
+        open_log(str(folder / "log.txt"), first=True)
         observers = [Console(lambda times: ""), Jsonl(metrics), TensorBoard(folder / "tb", {}, metrics)]
     engine = loop.Engine(
         task, data, world, strategy, precision, plan, Checkpointer(folder, keep=1), Observers(observers)

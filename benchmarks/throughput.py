@@ -177,7 +177,7 @@ Results = Mapping[str, Mapping[str, Sequence[Chunk]]]
 
 def _table(results: Results) -> list[str]:
     lines = [
-        "| | samples/s | speed beside the hand-written loop (min to max) | µs more in a step |",
+        "| | samples/s | a step, in the tuned hand-written loop's (min to max) | µs more |",
         "|---|---:|---:|---:|",
     ]
     for name, chunks in results.items():
@@ -191,7 +191,7 @@ def _row(peer: str, chunks: Sequence[Chunk], base: Sequence[Chunk], case: Case) 
     speed = statistics.median(case.batch * case.ranks / chunk.seconds for chunk in chunks)
     if peer == BASE:
         return f"| {PEERS[peer].title} | {speed:,.0f} | 1 | |"
-    ratios = [theirs.seconds / own.seconds for own, theirs in zip(chunks, base, strict=True)]
+    ratios = _ratios(chunks, base)
     more = [(own.seconds - theirs.seconds) * 1e6 for own, theirs in zip(chunks, base, strict=True)]
     ratio = f"**{statistics.median(ratios):.3f}** ({min(ratios):.3f} to {max(ratios):.3f})"
     return f"| {PEERS[peer].title} | {speed:,.0f} | {ratio} | {statistics.median(more):+,.0f} |"

@@ -28,6 +28,7 @@ def compile_model(model: nn.Module, mode: str) -> None:
             log.warning("%s: can't be made (%s), so the next run compiles again", cache, error.strerror)
         else:
             os.environ[_FOLDER] = str(cache)
+    log.info("compiling  before the first step; it may take minutes the first time (%s)", mode)
     model.compile(mode=mode)
 
 
