@@ -67,8 +67,8 @@ _FEW = (BASE, "plain", "ddptrain", "lightning-defaults")
 CASES = {
     "tiny": Case("MLP, 26 thousand parameters", tiny, 64, warmup=50, steps=500, window=LOG_EVERY),
     "tiny-2-ranks": Case("the same, 2 ranks over gloo", tiny, 64, 50, 300, LOG_EVERY, ranks=2),
-    "mobilenet": Case("MobileNetV3-small, 32x32", mobilenet, 128, 2, 5, window=1, peers=_FEW),
-    "mobilenet-2-ranks": Case("the same, 2 ranks", mobilenet, 128, 2, 5, window=1, ranks=2, peers=_FEW),
+    "mobilenet": Case("MobileNetV3-small, 32x32", mobilenet, 128, 1, 3, window=1, peers=_FEW),
+    "mobilenet-2-ranks": Case("the same, 2 ranks", mobilenet, 128, 1, 3, window=1, ranks=2, peers=_FEW),
     "lstm": Case("LSTM, 2 layers of 256, 128 characters", lstm, 32, 1, 3, window=1, peers=_FEW),
     "lstm-2-ranks": Case("the same, 2 ranks", lstm, 32, 1, 3, window=1, ranks=2, peers=_FEW),
 }

@@ -21,7 +21,7 @@ def bench(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_override_that_helps_is_found_and_its_line_can_be_copied(tmp_path: Path) -> None:
-    done = bench(tmp_path, *FAST, "data.pace=0.03", "try=data.pace=0;data.nonsense=1")
+    done = bench(tmp_path, *FAST, "data.pace=0.06", "try=data.pace=0;data.nonsense=1")
     assert done.returncode == 0, done.stderr
     assert re.search(r"as it is +[\d.]+ ms a step on cpu: data [5-9]\d%", done.stderr)
     assert "data.nonsense=1  can't be had: data.nonsense: there is no such key." in done.stderr
