@@ -14,9 +14,11 @@ def draw(cases: Mapping[str, Mapping[str, Sequence[float]]], note: str, file: Pa
     matplotlib.use("agg")
     from matplotlib import pyplot
 
+    rows = [len(peers) + 1 for peers in cases.values()]
     figure, axes = pyplot.subplots(
-        len(cases), 1, figsize=(8, 0.6 + 2.4 * len(cases)), sharex=True, layout="constrained", squeeze=False
-    )
+        len(cases), 1, figsize=(8, 1 + 0.32 * sum(rows)), sharex=True, layout="constrained", squeeze=False,
+        height_ratios=rows,
+    )  # fmt: skip
     for axis, (title, peers) in zip(axes[:, 0], cases.items(), strict=True):
         ordered = sorted(peers, key=lambda peer: -median(peers[peer]))
         middles = [median(peers[peer]) for peer in ordered]
