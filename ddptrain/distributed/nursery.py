@@ -6,6 +6,7 @@ A rank starts in milliseconds instead of seconds, and shares the memory of all t
 import gc
 import importlib
 import io
+import math
 import multiprocessing
 import os
 import signal
@@ -152,10 +153,11 @@ class _Rank:
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises TimeoutExpired after so many seconds."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        seconds = math.inf if timeout is None else timeout
+        deadline = time.monotonic() + seconds
         while (code := self.poll()) is None:
-            if timeout is not None and deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("rank", timeout)
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("rank", seconds)
             time.sleep(_WAIT_EVERY_S)
         return code
 
