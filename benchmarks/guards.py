@@ -131,14 +131,12 @@ class _NoGuard(Guard):
 class _NoWatch(Stopwatch):
     """Looks at no clock."""
 
+    def begin(self, flops: float, peak: float, wrapped: nn.Module) -> None: ...
+
     def next(self, batches: Iterator[Any]) -> Any:
         return next(batches)
 
     def mark(self, phase: str) -> None: ...
-
-    def forward_is_done(self, loss: Tensor) -> None: ...
-
-    def backward_is_done(self) -> None: ...
 
 
 class _NoVigil(Vigil):

@@ -5,6 +5,7 @@ with one more parameter of two numbers, whose "gradient" is the rank's vote: it 
 others' in a bucket that travels anyway.
 """
 
+import math
 from typing import Any, Self
 
 import torch
@@ -28,9 +29,9 @@ class WithBallot(nn.Module):
         trained = [p for p in model.parameters() if p.requires_grad]
         self.votes = nn.Parameter(trained[-1].detach().new_zeros(2))
         self._cycle = _CYCLE if exact and self.votes.dtype in (torch.float32, torch.float64) else 1
-        # every possible vote, on the device once: a step picks a row and copies nothing
-        rows = torch.tensor([[[stop, at] for at in range(self._cycle)] for stop in (0.0, 1.0)])
-        self._rows = rows.to(self.votes)
+        # every possible vote, on the device once: a step picks one and copies nothing
+        self._rows = [[self._row(stop, at) for at in range(self._cycle)] for stop in (0, 1)]
+        self._nan = self._row(math.nan, math.nan)
 
     def hidden(self) -> Self:
         """To be called once whoever sums gradients knows the parameters: from here on ``parameters()`` are
@@ -39,7 +40,7 @@ class WithBallot(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
+        return self._modules["model"](*args, **kwargs)  # type: ignore[misc]  # past `__getattr__`, which costs
 
     def __getattr__(self, name: str) -> Any:
         """The model's own attributes too, for recipes that unwrap DDP."""
@@ -56,14 +57,19 @@ class WithBallot(nn.Module):
 
         loss: 0-d. Both numbers become NaN where it is not finite, and a sum over ranks keeps that.
         """
-        row = self._rows[int(stop), step % self._cycle]
-        return self.votes, row + (loss.detach() * 0).to(row.dtype)
+        row = self._rows[stop][step % self._cycle]
+        if loss.device.type == "cpu":
+            return self.votes, row if math.isfinite(loss.item()) else self._nan
+        return self.votes, row + (loss.detach() * 0).to(row.dtype)  # without waiting for the device
 
     def take(self) -> Tensor:
         """(2,): the mean of all ranks' votes: any stop, and the step. Gone from the parameter."""
         assert self.votes.grad is not None
         summed, self.votes.grad = self.votes.grad, None
         return summed / self._voters if self._voters > 1 else summed
+
+    def _row(self, stop: float, at: float) -> Tensor:
+        return torch.tensor([stop, at]).to(self.votes)
 
     def same_step(self, mean: float, step: int, world_size: int) -> bool:
         """Whether the mean vote says that all ranks stand at this rank's step."""

@@ -57,7 +57,7 @@ class Engine:
         self._sampler = plan.sampler(world)
         self._pieces = self._sampler.pieces
         self._seed_step = StepSeed(plan.seed, world)
-        self._watch = Stopwatch(world.device, overlaps=world.size > 1)
+        self._watch = Stopwatch(world.device)
         self._ranks: list[Timing] = []
         self._vigil = Vigil(world)
         self._mean = GlobalMean(world, self._sampler, strategy.averages_over)
@@ -145,10 +145,11 @@ class Engine:
                     self._update.forget_gradients()
                 vote = self._guard.vote(at.step, self._vigil.stop is not None, loss, piece.ends_shard)
                 self._vigil.mark("backward", at.step)
-                self._watch.forward_is_done(loss.sum)
+                self._watch.mark("forward")
                 # gradients are summed over ranks while this runs (DDP), with the ranks' votes among them
                 self._precision.backward(loss.sum, self._mean.weight(loss, piece.size), vote)
-                self._watch.backward_is_done()
+                if vote is None:  # else it has marked its own end, before the wait for other ranks
+                    self._watch.mark("backward")
             self._watch.mark("all_reduce")
             state.meter.add(loss, piece.shard)
             if isinstance(loss.count, Tensor):

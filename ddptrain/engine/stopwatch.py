@@ -14,6 +14,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.data.prefetch import copy_waits
+from ddptrain.distributed.ballot import WithBallot
 from ddptrain.observe.observer import Times
 from ddptrain.observe.timing import PHASES, Timing
 
@@ -86,11 +87,10 @@ class DeviceClock(Clock):
 
 
 class Stopwatch:
-    """One rank's. overlaps: gradients are summed over ranks during the backward pass."""
+    """One rank's."""
 
-    def __init__(self, device: torch.device, overlaps: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._overlaps = overlaps
         self._clock: Clock = HostClock()
         self._began = time.perf_counter()
         self._samples = 0
@@ -99,8 +99,14 @@ class Stopwatch:
 
     def begin(self, flops: float, peak: float, wrapped: nn.Module) -> None:
         """Set-up ends here: what it took is not training. For `Timing`: FLOPs per sample, and FLOP/s of all
-        ranks. wrapped: the module that training calls."""
+        ranks. wrapped: the module that training calls; where votes travel with its gradients, the end of a
+        backward pass marks itself."""
         self._flops, self._peak = flops, peak
+        called = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+        if isinstance(called, WithBallot):
+            # a backward pass comes to the votes first. Autograd runs callbacks in the order in which they were
+            # queued: this one, at the end of the rank's own pass, before DDP's, which waits for the others
+            called.votes.register_hook(self._queue_mark)
         if isinstance(wrapped, DistributedDataParallel) and any(True for _ in wrapped.module.buffers()):
             # DDP broadcasts the buffers before the model's own forward: a late rank is waited for there too
             wrapped.register_forward_pre_hook(lambda *_: self._clock.mark("forward"))
@@ -118,18 +124,6 @@ class Stopwatch:
     def mark(self, phase: str) -> None:
         """What has passed since the last mark belongs to this phase."""
         self._clock.mark(phase)
-
-    def forward_is_done(self, loss: Tensor) -> None:
-        """Also: mark the end of this rank's own backward pass when it comes, for DDP then still waits for
-        the others' gradients. Autograd runs callbacks in the order in which they were queued: this one is
-        queued at the start of the pass, DDP's at its end."""
-        self._clock.mark("forward")
-        if self._overlaps:
-            loss.register_hook(self._queue_mark)
-
-    def backward_is_done(self) -> None:
-        if not self._overlaps:
-            self._clock.mark("backward")
 
     def count(self, samples: int) -> None:
         self._samples += samples
