@@ -29,6 +29,7 @@ class WithBallot(nn.Module):
         trained = [p for p in model.parameters() if p.requires_grad]
         self.votes = nn.Parameter(trained[-1].detach().new_zeros(2))
         self._cycle = _CYCLE if exact and self.votes.dtype in (torch.float32, torch.float64) else 1
+        self._on_host = self.votes.device.type == "cpu"
         # every possible vote, on the device once: a step picks one and copies nothing
         self._rows = [[self._row(stop, at) for at in range(self._cycle)] for stop in (0, 1)]
         self._nan = self._row(math.nan, math.nan)
@@ -58,7 +59,7 @@ class WithBallot(nn.Module):
         loss: 0-d. Both numbers become NaN where it is not finite, and a sum over ranks keeps that.
         """
         row = self._rows[stop][step % self._cycle]
-        if loss.device.type == "cpu":
+        if self._on_host:
             return self.votes, row if math.isfinite(loss.item()) else self._nan
         return self.votes, row + (loss.detach() * 0).to(row.dtype)  # without waiting for the device
 

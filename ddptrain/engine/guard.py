@@ -46,9 +46,10 @@ class Guard:
         self._world = world
         self._on_gpu = world.device.type == "cuda"
         self._ballot = ballot
-        self._groups: dict[torch.dtype, list[nn.Parameter]] = {}
+        groups: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in model.parameters():
-            self._groups.setdefault(parameter.dtype, []).append(parameter)
+            groups.setdefault(parameter.dtype, []).append(parameter)
+        self._groups = list(groups.items())
         self._nonfinite = torch.zeros((), device=world.device)
         self._one = torch.ones((), device=world.device)
         self._loss: Tensor | None = None
@@ -73,21 +74,24 @@ class Guard:
         self._loss = None
         self._nonfinite.zero_()
         if self._plain is None:
-            trained = [parameter for group in self._groups.values() for parameter in group]
+            trained = [parameter for _, group in self._groups for parameter in group]
             self._plain = not any(p.grad is not None and _is_odd(p.grad) for p in trained)
         looked_at = False
-        for dtype, parameters in self._groups.items():
+        for dtype, parameters in self._groups:
             values = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
             if not self._plain:
                 values = [numbers_of(gradient) for gradient in values]
             if dtype == words.dtype:
                 values.append(words)
                 looked_at = True
-            self._look(values)
+            if values:
+                self._look(values)
         if not looked_at:
             self._look([words])
-        on_host = (self._nonfinite, words, None) if not self._on_gpu else self._sent(words)
-        self._open.append(_Vote(step, self._stop, *on_host))
+        if self._on_gpu:
+            self._open.append(_Vote(step, self._stop, *self._sent(words)))
+        else:
+            self._open.append(_Vote(step, self._stop, self._nonfinite, words, None))
         return self._nonfinite
 
     def ready(self) -> list[Verdict]:
@@ -101,8 +105,7 @@ class Guard:
 
     def _look(self, tensors: list[Tensor]) -> None:
         """One pass over them; the multiplication by one that comes with it changes nothing."""
-        if tensors:
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, self._nonfinite, self._one)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, self._nonfinite, self._one)
 
     def _sent(self, words: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event]:
         values = torch.cat([self._nonfinite.view(1), words.view(-1)])
@@ -115,14 +118,14 @@ class Guard:
     def _verdict(self, vote: _Vote) -> Verdict:
         if vote.arrived is not None:
             vote.arrived.synchronize()
-        words = vote.words.view(-1).tolist()
-        loss_finite, stop, aligned = all(map(math.isfinite, words)), vote.stop, True
-        if self._ballot is not None and loss_finite:
-            stop = words[0] > 0
-            aligned = self._ballot.same_step(words[1], vote.step, self._world.size)
-        elif self._ballot is not None:
-            stop = False  # lost in the sum; it is voted for again
-        return Verdict(vote.step, not vote.nonfinite.item(), loss_finite, stop, aligned)
+        finite = not vote.nonfinite.item()
+        if self._ballot is None:
+            return Verdict(vote.step, finite, math.isfinite(vote.words.item()), vote.stop, True)
+        stop, at = vote.words.tolist()
+        if not math.isfinite(stop + at):  # lost in the sum; it is voted for again
+            return Verdict(vote.step, finite, False, False, True)
+        aligned = self._ballot.same_step(at, vote.step, self._world.size)
+        return Verdict(vote.step, finite, True, stop > 0, aligned)
 
 
 def _is_odd(gradient: Tensor) -> bool:

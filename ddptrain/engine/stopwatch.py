@@ -104,8 +104,8 @@ class Stopwatch:
         self._flops, self._peak = flops, peak
         called = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
         if isinstance(called, WithBallot):
-            # a backward pass comes to the votes first. Autograd runs callbacks in the order in which they were
-            # queued: this one, at the end of the rank's own pass, before DDP's, which waits for the others
+            # A backward pass comes to the votes first, and autograd runs callbacks in the order in which they
+            # were queued: this one, at the end of the rank's own pass, before DDP's, which waits for others.
             called.votes.register_hook(self._queue_mark)
         if isinstance(wrapped, DistributedDataParallel) and any(True for _ in wrapped.module.buffers()):
             # DDP broadcasts the buffers before the model's own forward: a late rank is waited for there too
