@@ -33,7 +33,7 @@ from bars import draw
 from common import Chunk, check_markers, compare, made_with, markers, publish, silent
 from loops import BASE, LOG_EVERY, Run, Watch
 from peers import PEERS
-from workloads import Workload, lstm, mobilenet, tiny
+from workloads import Workload, lstm, mobilenet, mobilenet_as_torchvision_has_it, tiny
 
 from ddptrain.distributed.comm import close_group, open_group
 from ddptrain.distributed.world import World, world_from_environment
@@ -69,6 +69,9 @@ CASES = {
     "tiny-2-ranks": Case("the same, 2 ranks over gloo", tiny, 64, 50, 300, LOG_EVERY, ranks=2),
     "mobilenet": Case("MobileNetV3-small, 32x32", mobilenet, 128, 1, 3, window=1, peers=_FEW),
     "mobilenet-2-ranks": Case("the same, 2 ranks", mobilenet, 128, 1, 3, window=1, ranks=2, peers=_FEW),
+    "mobilenet-torchvision": Case(
+        "torchvision's MobileNetV3-small, 32x32", mobilenet_as_torchvision_has_it, 128, 1, 3, 1, peers=_FEW
+    ),
     "lstm": Case("LSTM, 2 layers of 256, 128 characters", lstm, 32, 1, 3, window=1, peers=_FEW),
     "lstm-2-ranks": Case("the same, 2 ranks", lstm, 32, 1, 3, window=1, ranks=2, peers=_FEW),
 }
