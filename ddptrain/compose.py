@@ -264,11 +264,11 @@ _MERGED = re.compile(r"Error merging override (.+)")
 
 
 def _bad_override(error: ConfigCompositionException, overrides: Sequence[str]) -> str:
-    cause = error.__cause__
+    cause = error.__cause__ or error.__context__
     if not isinstance(cause, OmegaConfBaseException):
         return _one_line(error)
     if merged := _MERGED.search(str(error)):
-        return f"{merged[1]}: {str(cause).splitlines()[0].rstrip('.')}."
+        return type_message(cause, merged[1])
     missing = _KEY.search(str(error))
     if missing is None or "not in" not in str(cause):
         return _message(cause)

@@ -51,10 +51,12 @@ def test_a_misspelt_key_is_named_at_once(tmp_path: Path, override: str, said: li
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("train.epochs=two", ["train.epochs", "two", "Float"]),
+        ("train.epochs=two", ["train.epochs=two: must be a number."]),
         ("train.epochs=", ["train.epochs"]),
-        ("train.batch_size=1.5", ["train.batch_size", "1.5", "Integer"]),
-        ("log.tensorboard=maybe", ["log.tensorboard", "maybe", "bool"]),
+        ("train.batch_size=1.5", ["train.batch_size=1.5: must be a whole number."]),
+        ("strategy.static_graph=x", ["strategy.static_graph=x: must be true or false."]),
+        ("strategy.bucket_cap_mb=x", ["strategy.bucket_cap_mb=x: must be a number."]),
+        ("log.tensorboard=maybe", ["log.tensorboard=maybe: must be true or false."]),
         ("sched.milestones=half", ["sched.milestones", "half", "list"]),
         ("device=null", ["device", "null"]),
         ("train=5", ["train", "5", "Train"]),

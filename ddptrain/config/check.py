@@ -7,6 +7,7 @@ checked against the target's signature by `ddptrain.build.check_node`.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
@@ -43,10 +44,23 @@ def _schema() -> Any:
     return OmegaConf.structured(Config)
 
 
-def type_message(error: OmegaConfBaseException) -> str:
-    """OmegaConf's complaint in one line, with the full key in front."""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"{error.full_key}: {text}." if error.full_key else f"{text}."
+_WRONG_TYPE = re.compile(
+    r"Value '(.*?)' (?:of type .*|is )(converted to Integer|converted to Float|not a valid bool)"
+)
+_MEANT = {
+    "converted to Integer": "must be a whole number",
+    "converted to Float": "must be a number",
+    "not a valid bool": "must be true or false",
+}
+
+
+def type_message(error: OmegaConfBaseException, override: str = "") -> str:
+    """OmegaConf's complaint in one line, after the override that it is about, or else the full key."""
+    text = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+    where = override or error.full_key
+    if where and (wrong := _WRONG_TYPE.match(text)):
+        return f"{override or f'{where}={wrong[1]}'}: {_MEANT[wrong[2]]}."
+    return f"{where}: {text}." if where else f"{text}."
 
 
 def _unknown_keys(tree: dict[str, Any], section: Any, prefix: str) -> list[str]:
