@@ -251,7 +251,7 @@ class Engine:
                 self._checkpointer.save_best(state.state_dict(), self._facts(state))
             self._watch.mark("saving")
         self._ranks = from_all_ranks(self._world, self._watch.total())
-        position, lap = self._position(state.step), self._watch.lap("evaluation")
+        position, lap = self._position(state.step), self._watch.lap("evaluation").timing
         seconds = time.perf_counter() - began
         self._observers.evaluated(Evaluated(state.step, *position, metrics, figures, seconds, is_best, lap))
         self._watch.mark("drawing")

@@ -55,10 +55,10 @@ class Meter:
         if self._world.size > 1:
             rows = add_up(self._world, torch.as_tensor(rows, dtype=summing_dtype(self._world.device)))
         by_shard = rows.tolist() if isinstance(rows, Tensor) else rows
-        totals = {name: _added(sums) for name, sums in zip(names, by_shard, strict=True)}
+        totals = [sums[0] if self._shards == 1 else _added(sums) for sums in by_shard]
         self._sums.clear()
-        count = max(totals.pop(_COUNT), 1)
-        return {name: total / count for name, total in totals.items()}
+        count = max(totals[names.index(_COUNT)], 1)
+        return {name: total / count for name, total in zip(names, totals, strict=True) if name != _COUNT}
 
     def state_dict(self) -> dict[str, Any]:
         """As of the last `gather`: of all ranks, by name, (shards,) each."""
@@ -116,11 +116,11 @@ class _HostSums(_Sums):
     an operation on a tensor."""
 
     def __init__(self, shards: int, finite_only: bool) -> None:
-        self._shards = shards
+        self._zeros = [0.0] * shards
         self._finite_only = finite_only
         self._sums: dict[str, list[float]] = {}
         for name in ("loss", _COUNT):
-            self.put(name, torch.zeros(shards))
+            self._open(name)
 
     def add(self, loss: Loss, shard: int) -> None:
         total, count = loss.sum.item(), float(loss.count)
@@ -130,20 +130,23 @@ class _HostSums(_Sums):
         self._sums[_COUNT][shard] += count
         for name, tensor in loss.logs.items():
             if name not in self._sums:
-                self.put(name, torch.zeros(self._shards))
+                self._open(name)
             value = tensor.item()
             self._sums[name][shard] += 0.0 if self._finite_only and not math.isfinite(value) else value
 
     def put(self, name: str, sums: Tensor) -> None:
-        self._sums[name] = sums.tolist()
-        self._sums = dict(sorted(self._sums.items()))
+        self._open(name)
+        self._sums[name][:] = sums.tolist()
 
     def rows(self) -> tuple[list[str], Rows]:
         return list(self._sums), list(self._sums.values())
 
     def clear(self) -> None:
-        for name in self._sums:
-            self._sums[name] = [0.0] * self._shards
+        for sums in self._sums.values():
+            sums[:] = self._zeros
+
+    def _open(self, name: str) -> None:
+        self._sums = dict(sorted({**self._sums, name: list(self._zeros)}.items()))
 
 
 @final

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddptrain.data.prefetch import copy_waits
 from ddptrain.distributed.ballot import WithBallot
 from ddptrain.observe.observer import Times
-from ddptrain.observe.timing import PHASES, Timing
+from ddptrain.observe.timing import PHASES, Lap, Timing
 
 Item = TypeVar("Item")
 
@@ -136,12 +136,11 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
         self._clock.drain()
 
-    def lap(self, name: str) -> Timing:
-        """The time since the last lap of this name."""
+    def lap(self, name: str) -> Lap:
+        """From the end of the last lap of this name, or from `begin`."""
         self._clock.drain()
-        now = self.total()
-        before, self._laps[name] = self._laps.get(name), now
-        return now if before is None else now.since(before)
+        start, self._laps[name] = self._laps.get(name, Timing()), self.total()
+        return Lap(self._laps[name], start)
 
     def total(self) -> Timing:
         """The time since `begin`, as far as it is added up: a device that has failed can't be asked."""

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ddptrain.observe.timing import Timing
+from ddptrain.observe.timing import Lap, Timing
 from ddptrain.protocols import Figure
 
 log = logging.getLogger(__name__)
@@ -35,16 +36,19 @@ class Start:
     """Augmented training samples as pictures, uint8 (n, 3, H, W)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
+class Log(NamedTuple):
     """At a log step. ``values`` are the same whenever the run is repeated; ``timing`` is not."""
 
     step: int
     epoch: float
     samples: int
     values: Mapping[str, float]
-    timing: Timing
-    """Since the last log step."""
+    lap: Lap
+
+    @property
+    def timing(self) -> Timing:
+        """Since the last log step."""
+        return self.lap.timing
 
 
 @dataclass(frozen=True, slots=True)

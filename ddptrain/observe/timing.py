@@ -1,7 +1,8 @@
 """Where the time went: seconds by phase, and what follows from them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 TRAINING = ("data", "copy", "forward", "backward", "all_reduce", "optimizer", "logging")
 """The phases of a step: waiting for the batch, waiting for its copy to the GPU, forward pass and loss,
@@ -11,11 +12,10 @@ PHASES = (*TRAINING, "evaluating", "drawing", "saving")
 """The last three are between steps: evaluations, their figures (for TensorBoard and plots/), checkpoints."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(NamedTuple):
     """One rank's time. On a GPU it is the device's own: what overlaps with computing counts for nothing."""
 
-    seconds: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    seconds: Mapping[str, float] = MappingProxyType(dict.fromkeys(PHASES, 0.0))
     """By phase; every moment belongs to one."""
     samples: int = 0
     """Of all ranks."""
@@ -47,6 +47,17 @@ class Timing:
         """Model FLOP utilisation (Chowdhery et al., arXiv 2204.02311, appendix B): the share of the devices'
         peak that the model's own arithmetic makes up."""
         return self.samples_per_s * self.flops / self.peak if self.flops and self.peak else None
+
+
+class Lap(NamedTuple):
+    """Two readings of one rank's clock. The time between them is worked out by who wants to know."""
+
+    end: Timing
+    start: Timing = Timing()
+
+    @property
+    def timing(self) -> Timing:
+        return self.end.since(self.start)
 
 
 def told(timing: Timing) -> str:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from ddptrain.observe.observer import End, Evaluated, Log, Observer, Observers, Result, Saved, Start, Times
-from ddptrain.observe.timing import Timing
+from ddptrain.observe.timing import Lap, Timing
 
 START = Start(0, 100, False, None)
 END = End(9, 9, Result("done", {}, {}, True), Times(Timing(), [], 1.0, 1.0))
 
 
 def logged(step: int) -> Log:
-    return Log(step, 0.0, 0, {}, Timing())
+    return Log(step, 0.0, 0, {}, Lap(Timing()))
 
 
 class Heard(Observer):
