@@ -14,7 +14,7 @@ def draw(cases: Mapping[str, Mapping[str, Sequence[float]]], note: str, file: Pa
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    rows = [len(peers) + 1 for peers in cases.values()]
+    rows = [len(peers) + 0.6 for peers in cases.values()]
     figure, axes = pyplot.subplots(
         len(cases), 1, figsize=(8, 1 + 0.32 * sum(rows)), sharex=True, layout="constrained", squeeze=False,
         height_ratios=rows,
@@ -31,6 +31,7 @@ def draw(cases: Mapping[str, Mapping[str, Sequence[float]]], note: str, file: Pa
         axis.axvline(1, color="#334155", linewidth=1, linestyle=":")
         for place, middle in enumerate(middles):
             axis.text(0.02, place, f"{middle:.2f}", va="center", fontsize=8, color="white")
+        axis.set_ylim(-0.8, len(ordered) - 0.2)
         axis.set_title(title, fontsize=10, loc="left")
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)

@@ -66,14 +66,16 @@ _FEW = (BASE, "plain", "ddptrain", "lightning-defaults")
 """Where a step is long, what a loop itself costs is lost in it."""
 CASES = {
     "tiny": Case("MLP, 26 thousand parameters", tiny, 64, warmup=50, steps=500, window=LOG_EVERY),
-    "tiny-2-ranks": Case("the same, 2 ranks over gloo", tiny, 64, 50, 300, LOG_EVERY, ranks=2),
+    "tiny-2-ranks": Case("MLP on 2 ranks over gloo", tiny, 64, 50, 300, LOG_EVERY, ranks=2),
     "mobilenet": Case("MobileNetV3-small, 32x32", mobilenet, 128, 1, 3, window=1, peers=_FEW),
-    "mobilenet-2-ranks": Case("the same, 2 ranks", mobilenet, 128, 1, 3, window=1, ranks=2, peers=_FEW),
+    "mobilenet-2-ranks": Case(
+        "MobileNetV3-small on 2 ranks", mobilenet, 128, 1, 3, window=1, ranks=2, peers=_FEW
+    ),
     "mobilenet-torchvision": Case(
         "torchvision's MobileNetV3-small, 32x32", mobilenet_as_torchvision_has_it, 128, 1, 3, 1, peers=_FEW
     ),
     "lstm": Case("LSTM, 2 layers of 256, 128 characters", lstm, 32, 1, 3, window=1, peers=_FEW),
-    "lstm-2-ranks": Case("the same, 2 ranks", lstm, 32, 1, 3, window=1, ranks=2, peers=_FEW),
+    "lstm-2-ranks": Case("LSTM on 2 ranks", lstm, 32, 1, 3, window=1, ranks=2, peers=_FEW),
 }
 
 
