@@ -135,9 +135,6 @@ class DataWatch(Watch):
     def __init__(self, compared: int) -> None:
         super().__init__()
         self._compared = compared
-
-    def restart(self) -> None:
-        super().restart()
         self.waits: list[int] = []
         """Nanoseconds."""
 
@@ -232,6 +229,8 @@ class Watched(Task):
         return self._task.build()
 
     def loss(self, model: nn.Module, batch: Batch, at: At) -> Loss:
+        if at.step == 0:
+            self._watch.restart()  # the engine rehearses the first step
         self._watch.begin()
         loss = self._task.loss(model, batch, at)
         self._watch.note(loss.sum, loss.count)

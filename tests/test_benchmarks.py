@@ -26,3 +26,18 @@ def test_everything_tells_what_it_does_and_starts_nothing() -> None:
     done = start("everything.py", "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Every table of docs/performance.md")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "guards.py --rounds 1",
+        pytest.param("lstm.py --rounds 1 --steps 2", marks=pytest.mark.long),
+        pytest.param("detection.py --rounds 1 --steps 2", marks=pytest.mark.long),
+    ],
+)
+def test_what_is_compared_trains_the_same(words: str) -> None:
+    """Each ends with an error where its two sides take other steps or come to other losses."""
+    done = start(*words.split())
+    assert done.returncode == 0, done.stderr
+    assert "1 round" in done.stdout
