@@ -1,5 +1,7 @@
 """Which strategy a config means in this world."""
 
+import logging
+
 import torch
 
 from ddptrain.config.schema import Strategy as StrategyConfig
@@ -7,6 +9,8 @@ from ddptrain.distributed.strategy import DataParallel, Ddp, Single, Strategy
 from ddptrain.distributed.strict import Strict
 from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
+
+log = logging.getLogger("ddptrain")
 
 
 def choose_strategy(
@@ -45,6 +49,8 @@ def choose_strategy(
             "elastic=strict: adds the gradients of fixed shards itself, which does not go with strategy=dp,"
             " strategy.sync_batchnorm or strategy.compression. Leave these, or use elastic=fast."
         )
+    if name != "ddp" and config.compression != "none":
+        log.info("note       strategy.compression=%s: one process sends no gradients", config.compression)
     if strict:
         return Strict(config.shards, world)
     if name == "dp":
