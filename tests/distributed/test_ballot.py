@@ -57,6 +57,28 @@ def test_a_rank_at_another_step_is_noticed_by_all(size: int, compression: str) -
             assert not aligned
 
 
+@pytest.mark.parametrize("as_view", [True, False])
+def test_what_ranks_have_voted_before_changes_no_vote(as_view: bool) -> None:
+    """Each rank hands the same few tensors over and over; sums over ranks are never written into them."""
+
+    def rank(world: World) -> list[list[float]]:
+        strategy = choose_strategy(Strategy(gradient_as_bucket_view=as_view), world)
+        wrapped = strategy.wrap(nn.Linear(3, 4))
+        ballot = strategy.ballot(wrapped)
+        assert ballot is not None
+        means = []
+        for step in range(12):
+            loss = wrapped(torch.ones(2, 3)).sum()
+            votes, vote = ballot.vote(step, step % 4 == 1 and world.rank == 1, loss)
+            torch.autograd.backward([loss, votes], [torch.ones(()), vote])
+            means.append(ballot.take().tolist())
+            wrapped.zero_grad(set_to_none=True)
+        return means
+
+    expected = [[0.5 if step % 4 == 1 else 0.0, step % 4] for step in range(12)]
+    assert run_ranks(rank, 2) == [expected, expected]
+
+
 def test_votes_cost_no_collective_of_their_own() -> None:
     def buckets(world: World) -> int:
         sent = 0
