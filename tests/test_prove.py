@@ -46,6 +46,7 @@ def kept(folder: Path) -> list[Path]:
     return list(folder.glob("ddptrain-prove-*"))
 
 
+@pytest.mark.long
 def test_a_resume_that_is_the_same_run(folder: Path) -> None:
     ended = prove(folder, "resume", "ranks=2", "kills=2", "moments=5")
     assert ended.code == 0, ended.out + ended.err

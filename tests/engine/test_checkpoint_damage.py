@@ -80,6 +80,7 @@ def test_what_is_not_damaged_is_used(two: Checkpointer, warnings: list[str]) -> 
     assert not warnings
 
 
+@pytest.mark.long
 def test_every_bit_of_a_manifest_counts(two: Checkpointer, tmp_path: Path) -> None:
     """Also those that change a number's spelling and not its value."""
     file = tmp_path / "step-2" / MANIFEST

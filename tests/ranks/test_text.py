@@ -47,7 +47,11 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-11)], ids=["float32", "float64"]
+    ("dtype", "tolerance"),
+    [
+        pytest.param(torch.float32, 1e-5, id="float32", marks=pytest.mark.long),
+        pytest.param(torch.float64, 1e-11, id="float64"),
+    ],
 )
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_and_accumulation_change_neither_weights_nor_perplexity(
@@ -112,9 +116,13 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(tmp_path: Path, ord
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(
     ("model", "precision", "order"),
-    [("lstm", "bf16", "streams"), ("gru", "fp32", "streams"), ("transformer", "fp32", "shuffled"),
-     ("transformer", "fp32", "streams")],
-)  # fmt: skip
+    [
+        ("lstm", "bf16", "streams"),
+        pytest.param("gru", "fp32", "streams", marks=pytest.mark.long),
+        ("transformer", "fp32", "shuffled"),
+        pytest.param("transformer", "fp32", "streams", marks=pytest.mark.long),
+    ],
+)
 def test_a_stopped_run_goes_on_with_the_states_it_had(
     tmp_path: Path, ranks: int, model: str, precision: str, order: str
 ) -> None:
