@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from jobs import FAULTY, WITH_WORKERS, Start, launch, torchrun
 from running import stopped_steps
-from shell import ddptrain, refusal
+from shell import refusal, without_torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ddptrain.distributed.agent import Cause, cause_of
@@ -24,11 +24,10 @@ def own_lines(said: str) -> list[str]:
 
 
 def test_help_names_options_and_exit_codes_at_once(tmp_path: Path) -> None:
-    ended = ddptrain(tmp_path, "launch --help")
+    ended = without_torch(tmp_path, "launch --help")
     assert ended.code == 0
     for word in ("--nproc-per-node", "--max-restarts", "--rdzv-id", "75", "76"):
         assert word in ended.out
-    assert ended.seconds < 5
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shell import ddptrain, early_refusal, refusal
+from shell import ddptrain, early_refusal, refusal, without_torch
 
 MakeRun = Callable[..., Path]
 
 
 def test_one_run(make_run: MakeRun, tmp_path: Path) -> None:
     make_run("runs/toy/a")
-    ended = ddptrain(tmp_path, "report runs/toy/a")
+    ended = without_torch(tmp_path, "report runs/toy/a")
     assert (ended.code, ended.err) == (0, "")
     assert "page  runs/toy/a/report.html" in ended.out
     assert "waiting for data 32%: data.workers=4" in ended.out
@@ -21,7 +21,6 @@ def test_one_run(make_run: MakeRun, tmp_path: Path) -> None:
     at = rows.index(["metric", "last", "best", "at", "step"])
     assert [row[0] for row in rows[at + 2 : at + 4]] == ["accuracy", "loss"]
     assert "<h1>toy: a</h1>" in (tmp_path / "runs/toy/a/report.html").read_text()
-    assert ended.seconds < 5, "it imports no torch"
 
 
 def test_several_runs(make_run: MakeRun, tmp_path: Path) -> None:
