@@ -34,7 +34,7 @@ def prove(folder: Path, *words: str) -> Ended:
         [sys.executable, "-m", "ddptrain", "prove", *words, *WORDS], cwd=folder, capture_output=True,
         text=True, env={**inherited, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}, timeout=280,
     )  # fmt: skip
-    return Ended(ended.returncode, ended.stdout, ended.stderr, 0.0)
+    return Ended(ended.returncode, ended.stdout, ended.stderr)
 
 
 def verdict(ended: Ended) -> str:
