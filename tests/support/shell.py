@@ -34,15 +34,22 @@ def ddptrain(cwd: Path, arguments: str | Sequence[str], **variables: str) -> End
     return Ended(ended.returncode, ended.stdout, ended.stderr)
 
 
-def without_torch(cwd: Path, arguments: str | Sequence[str], **variables: str) -> Ended:
-    """Of a command that answers at once: by Python's own list of imports, which no busy machine disturbs, it
-    does without torch."""
+def with_imports(cwd: Path, arguments: str | Sequence[str], **variables: str) -> tuple[Ended, set[str]]:
+    """And the modules that it has imported, by Python's own list, which no busy machine disturbs."""
     ended = ddptrain(cwd, arguments, **{**variables, "PYTHONPROFILEIMPORTTIME": "1"})
     lines = ended.err.splitlines(keepends=True)
     imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
     assert "ddptrain" in imported
+    return replace(
+        ended, err="".join(line for line in lines if not line.startswith("import time:"))
+    ), imported
+
+
+def without_torch(cwd: Path, arguments: str | Sequence[str], **variables: str) -> Ended:
+    """Of a command that answers at once: it does without torch."""
+    ended, imported = with_imports(cwd, arguments, **variables)
     assert "torch" not in imported
-    return replace(ended, err="".join(line for line in lines if not line.startswith("import time:")))
+    return ended
 
 
 def refusal(cwd: Path, arguments: str | Sequence[str], **variables: str) -> str:

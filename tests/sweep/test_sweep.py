@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from running import FAULTY
-from shell import ddptrain, early_refusal, refusal
+from shell import ddptrain, early_refusal, refusal, with_imports
 from sweeps import SWEPT, events, points, start, statuses, swept_words
 
 TYPED = f"--multirun --config-dir={SWEPT} recipe=swept device=cpu sweep.dir=sweep"
@@ -37,9 +37,8 @@ def test_the_plan_comes_at_once_and_writes_nothing(tmp_path: Path) -> None:
 
 def test_the_plan_imports_no_torch(tmp_path: Path) -> None:
     words = f"{TYPED} task.point=range(12) sweep.dry_run=true"
-    ended = ddptrain(tmp_path, words, PYTHONPROFILEIMPORTTIME="1")
+    ended, imported = with_imports(tmp_path, words)
     assert ended.code == 0, ended.err
-    imported = [line.rpartition("|")[2].strip() for line in ended.err.splitlines() if "import time" in line]
     assert "ddptrain.sweep.run" in imported
     assert not [name for name in imported if name.partition(".")[0] in ("torch", "numpy", "matplotlib")]
 
