@@ -1,6 +1,6 @@
 """Muon for the filters of a convolutional network, SGD with Nesterov momentum for the rest: one optimizer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast, final
 
 import torch
@@ -15,24 +15,37 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 """a, b, c of the polynomial a*s + b*s^3 + c*s^5, steep at 0 (kellerjordan.github.io/posts/muon)."""
 
 
-def orthogonalised(matrices: Tensor, iterations: int) -> Tensor:
-    """(k, m, n) -> (k, m, n): each matrix U S V^T of them becomes about U V^T, with singular values near 1.
+def orthogonalised(matrices: Sequence[Tensor], iterations: int) -> list[Tensor]:
+    """Each (m, ...), read as a matrix (m, n) = U S V^T, becomes about U V^T, with singular values near 1.
 
     The Newton-Schulz iteration of Muon (kellerjordan.github.io/posts/muon): matrix products alone, no
     decomposition. It does not settle at 1: from singular values above 0.005 of the matrix's Frobenius norm
     five iterations lead into [0.68, 1.16], and three lead into [0.68, 1.21] from above 0.02; smaller ones
     come less far. In bfloat16 on a GPU, as published, else in the dtype it is given.
+
+    All at once, padded with zeros to the largest (as in github.com/hiverge/cifar10-speedrun): rows and
+    columns of zeros stay so and change no singular value. The answers are views of the padded ones.
     """
     a, b, c = _QUINTIC
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if is_tall else matrices  # the smaller of the two possible products with itself
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-30)
-    if x.is_cuda:
-        x = x.bfloat16()
+    first = matrices[0]
+    rows, columns = max(len(m) for m in matrices), max(m[0].numel() for m in matrices)
+    dtype = torch.bfloat16 if first.is_cuda else first.dtype
+    padded = first.new_zeros(len(matrices), rows, columns, dtype=dtype)
+    torch._foreach_copy_(_unpadded(padded, matrices), list(matrices))
+    x = padded.mT if rows > columns else padded  # the smaller of the two possible products with itself
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=1e-30)
     for _ in range(iterations):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if is_tall else x).to(matrices.dtype)
+    return _unpadded(x.mT if rows > columns else x, matrices)
+
+
+def _unpadded(padded: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
+    """The matrices' own parts of (k, rows, columns), as views in their shapes."""
+    return [
+        page[: len(m), : m[0].numel()].unflatten(1, m.shape[1:])
+        for page, m in zip(padded, matrices, strict=True)
+    ]
 
 
 @final
@@ -40,21 +53,23 @@ class MuonWithSgd(Optimizer):
     """For convolutional networks with BatchNorm after each convolution and a linear layer at the end.
 
     * Filters (three dimensions or more) by Muon (Jordan et al., kellerjordan.github.io/posts/muon): a step's
-      direction is the orthogonalised Nesterov momentum, one matrix (out, in * height * width) a layer. Before
-      it, as in airbench94_muon (github.com/KellerJordan/cifar10-airbench), each layer's filters are brought
-      to a mean square norm of 1, which BatchNorm makes harmless and which takes the place of weight decay.
-      Layers of one shape are moved together.
+      direction is the orthogonalised Nesterov momentum, one matrix (out, in * height * width) a layer, of all
+      layers at once. Before it, as in airbench94_muon (github.com/KellerJordan/cifar10-airbench), each
+      layer's filters are brought to a mean square norm of 1, which BatchNorm makes harmless and which takes
+      the place of weight decay.
     * Matrices and biases by SGD with Nesterov momentum, in torch's fused kernel.
 
     All groups carry one ``lr``, that of the filters, so that any schedule turns them alike; ``scale`` times
     that is a group's own rate.
 
     lr: of the filters, the 2-norm of a step in each direction. momentum: of the filters. iterations: of
-    Newton-Schulz. head_lr, bias_lr: of matrices and of biases, for gradients of the mean loss. sgd_momentum:
-    of both. weight_decay: of both; their share that a step takes away at the full rate, before momentum
-    makes ``1 / (1 - sgd_momentum)`` times as much of it.
+    Newton-Schulz. normalise_every: in the first of so many steps the filters are brought to their size, as in
+    github.com/hiverge/cifar10-speedrun. head_lr, bias_lr: of matrices and of biases, for gradients of the
+    mean loss. sgd_momentum: of both. weight_decay: of both; their share that a step takes away at the full
+    rate, before momentum makes ``1 / (1 - sgd_momentum)`` times as much of it.
 
     A step reads nothing on the host: where ``found_inf`` (0-d, on the device) is not 0, nothing moves.
+    Gradients have the memory layout of their parameters, as autograd gives them.
     """
 
     _step_supports_amp_scaling = True  # torch's word for: looks at found_inf itself
@@ -69,6 +84,7 @@ class MuonWithSgd(Optimizer):
         sgd_momentum: float = 0.85,
         weight_decay: float = 0.0,
         iterations: int = 5,
+        normalise_every: int = 1,
     ) -> None:
         for name, rate in (("lr", lr), ("head_lr", head_lr), ("bias_lr", bias_lr)):
             if not rate > 0:
@@ -80,12 +96,15 @@ class MuonWithSgd(Optimizer):
             raise UserError(f"optim.weight_decay={weight_decay}: must be 0 or more.")
         if not 1 <= iterations <= 20:
             raise UserError(f"optim.iterations={iterations}: must be from 1 to 20.")
+        if normalise_every < 1:
+            raise UserError(f"optim.normalise_every={normalise_every}: must be 1 step or more.")
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         self._iterations = iterations
+        self._normalise_every = normalise_every
         # beta, and not momentum, which onecycle would turn
         kinds = {
-            "filters": {"scale": 1.0, "beta": momentum},
+            "filters": {"scale": 1.0, "beta": momentum, "steps": 0},
             "head": {"scale": head_lr / lr, "beta": sgd_momentum},
             "biases": {"scale": bias_lr / lr, "beta": sgd_momentum},
         }
@@ -110,44 +129,42 @@ class MuonWithSgd(Optimizer):
             for parameter in moved:
                 if "momentum_buffer" not in self.state[parameter]:
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            if group["kind"] == "filters":
-                shapes: dict[torch.Size, list[Tensor]] = {}
-                for parameter in moved:
-                    shapes.setdefault(parameter.shape, []).append(parameter)
-                for alike in shapes.values():
-                    self._turn(alike, group["lr"], group["beta"])
+            if moved and group["kind"] == "filters":
+                self._turn(moved, group)
             elif moved:
-                self._slide(moved, group)
+                self._slide(moved, moved, group["lr"] * group["scale"], group)
 
-    def _turn(self, filters: list[Tensor], lr: float, momentum: float) -> None:
-        """Muon, for layers of one shape."""
+    def _turn(self, filters: list[Tensor], group: dict[str, Any]) -> None:
+        """Muon: the state's momentum, and the filters by it."""
         buffers = [self.state[p]["momentum_buffer"] for p in filters]
-        weights, gradients, before = torch.stack(filters), _stacked_gradients(filters), torch.stack(buffers)
-        after = momentum * before + gradients
-        nesterov = (gradients + momentum * after).flatten(2)
-        update = orthogonalised(nesterov, self._iterations).view_as(weights)
-        norms = torch.linalg.vector_norm(weights.flatten(1), dim=1).clamp(min=1e-7)
-        unit = weights * (weights.shape[1] ** 0.5 / norms).view(-1, *[1] * (weights.ndim - 1))
-        self._put(filters, weights, unit - lr * update)
-        self._put(buffers, before, after)
+        # zeros, which SGD's kernel moves by the Nesterov momentum, in one launch, unless found_inf
+        directions = list(torch._foreach_mul(buffers, 0.0))
+        self._slide(directions, filters, -1.0, group)
+        if group["steps"] % self._normalise_every == 0:
+            self._normalise(filters)
+        group["steps"] += 1
+        updates = orthogonalised(directions, self._iterations)
+        torch._foreach_add_(filters, updates, alpha=-group["lr"])
 
-    def _put(self, tensors: list[Tensor], old: Tensor, new: Tensor) -> None:
-        """Write ``new`` into the tensors, or what they hold where the step is to be left out."""
+    def _normalise(self, filters: list[Tensor]) -> None:
+        norms = torch._foreach_norm(filters)
+        torch._foreach_div_(norms, [len(p) ** 0.5 for p in filters])
+        scales = torch.stack(norms).clamp_(min=1e-8).reciprocal_()
         if self.found_inf is not None:
-            new = torch.where(self.found_inf != 0, old, new)
-        for tensor, values in zip(tensors, new.unbind(), strict=True):
-            tensor.copy_(values)
+            scales.masked_fill_(self.found_inf != 0, 1.0)
+        torch._foreach_mul_(filters, scales.unbind())
 
-    def _slide(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _slide(self, moved: list[Tensor], owners: list[Tensor], lr: float, group: dict[str, Any]) -> None:
+        """SGD for some tensors, with the gradients and the momentum of their owners."""
         sgd(
-            parameters,
-            [cast(Tensor, p.grad) for p in parameters],
-            [self.state[p]["momentum_buffer"] for p in parameters],
+            moved,
+            [cast(Tensor, p.grad) for p in owners],
+            [self.state[p]["momentum_buffer"] for p in owners],
             fused=True,
             found_inf=self.found_inf,
             weight_decay=group["weight_decay"],
             momentum=group["beta"],
-            lr=group["lr"] * group["scale"],
+            lr=lr,
             dampening=0.0,
             nesterov=True,
             maximize=False,
@@ -164,7 +181,3 @@ def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
 
 def _kind(parameter: Tensor) -> str:
     return "filters" if parameter.ndim > 2 else "head" if parameter.ndim == 2 else "biases"
-
-
-def _stacked_gradients(parameters: list[Tensor]) -> Tensor:
-    return torch.stack([cast(Tensor, p.grad) for p in parameters])

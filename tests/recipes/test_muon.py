@@ -35,7 +35,7 @@ def gradients(model: nn.Module, steps: int) -> list[list[Tensor]]:
 
 def take(optimizer: MuonWithSgd, model: nn.Module, step: list[Tensor]) -> None:
     for parameter, gradient in zip(model.parameters(), step, strict=True):
-        parameter.grad = gradient.clone()
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)  # in its layout, as autograd does
     optimizer.step()
 
 
@@ -47,22 +47,32 @@ def test_the_iteration_keeps_singular_vectors_and_brings_singular_values_near_on
     matrices = torch.randn(3, *shape, generator=draw, dtype=torch.float64)
     left, values, right = torch.linalg.svd(matrices, full_matrices=False)
     for iterations, least in ((3, 0.02), (5, 0.005)):
-        found = left.mT @ orthogonalised(matrices, iterations) @ right.mT
+        found = left.mT @ torch.stack(orthogonalised(list(matrices), iterations)) @ right.mT
         on_diagonal = found.diagonal(dim1=1, dim2=2)
         torch.testing.assert_close(found, torch.diag_embed(on_diagonal), rtol=0, atol=1e-9)
         large = on_diagonal[values > least * torch.linalg.matrix_norm(matrices)[:, None]]
         assert large.numel() > 0.8 * on_diagonal.numel()
         assert float(large.min()) > 0.68
         assert float(large.max()) < 1.21
-    in_float = orthogonalised(matrices.float(), 5)
-    torch.testing.assert_close(in_float.double(), orthogonalised(matrices, 5), rtol=0, atol=1e-3)
+    [in_float], [in_double] = (orthogonalised([matrices[0].to(of)], 5) for of in (torch.float, torch.double))
+    torch.testing.assert_close(in_float.double(), in_double, rtol=0, atol=1e-3)
 
 
-def test_a_matrix_of_nothing_stays_nothing() -> None:
-    assert torch.equal(orthogonalised(torch.zeros(2, 4, 6), 5), torch.zeros(2, 4, 6))
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_matrices_of_any_shapes_are_taken_together_as_if_each_were_alone(layout: torch.memory_format) -> None:
+    draw = torch.Generator().manual_seed(3)
+    shapes = [(6, 2, 3, 3), (64, 1, 3, 1), (5, 7, 1, 1), (6, 2, 3, 3), (1, 4, 2, 2)]
+    filters = [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+    filters = [each.to(memory_format=layout) for each in [*filters, torch.zeros(4, 6, 1, 1).double()]]
+    for each, found in zip(filters, orthogonalised(filters, 4), strict=True):
+        [alone] = orthogonalised([each.flatten(1)], 4)
+        torch.testing.assert_close(found, alone.view(each.shape), rtol=0, atol=1e-12)
+    assert not found.any()  # a matrix of nothing stays nothing
 
 
-def slow_muon(weight: Tensor, momentum: Tensor, gradient: Tensor, lr: float) -> tuple[Tensor, Tensor]:
+def slow_muon(
+    weight: Tensor, momentum: Tensor, gradient: Tensor, lr: float, normalise: bool
+) -> tuple[Tensor, Tensor]:
     """One layer's step as it is written down, its direction by a singular value decomposition."""
     momentum = 0.6 * momentum + gradient
     left, values, right = torch.linalg.svd(
@@ -71,14 +81,15 @@ def slow_muon(weight: Tensor, momentum: Tensor, gradient: Tensor, lr: float) -> 
     values = values / values.square().sum().sqrt()
     for _ in range(5):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    weight = weight * len(weight) ** 0.5 / weight.square().sum().sqrt()
+    if normalise:
+        weight = weight * len(weight) ** 0.5 / weight.square().sum().sqrt()
     return weight - lr * (left @ torch.diag(values) @ right).view_as(weight), momentum
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_a_few_steps_are_what_the_slow_formulas_say(layout: torch.memory_format) -> None:
+@pytest.mark.parametrize(("layout", "every"), [(torch.contiguous_format, 3), (torch.channels_last, 1)])
+def test_a_few_steps_are_what_the_slow_formulas_say(layout: torch.memory_format, every: int) -> None:
     model = network().to(memory_format=layout)
-    optimizer = MuonWithSgd(model.parameters(), **SETTINGS)
+    optimizer = MuonWithSgd(model.parameters(), **SETTINGS, normalise_every=every)
     schedule = build_schedule(Sched("linear"), optimizer, steps=4)
     expected = [parameter.detach().clone() for parameter in model.parameters()]
     buffers = [torch.zeros_like(parameter) for parameter in expected]
@@ -86,7 +97,9 @@ def test_a_few_steps_are_what_the_slow_formulas_say(layout: torch.memory_format)
         share = 1 - at / 4
         for i, gradient in enumerate(step):
             if expected[i].ndim == 4:
-                expected[i], buffers[i] = slow_muon(expected[i], buffers[i], gradient, share * 0.2)
+                expected[i], buffers[i] = slow_muon(
+                    expected[i], buffers[i], gradient, share * 0.2, normalise=at % every == 0
+                )
                 continue
             rate = 3.0 if expected[i].ndim == 2 else 0.5
             gradient = gradient + 0.01 / rate * expected[i]
@@ -138,7 +151,7 @@ def test_a_step_that_is_not_finite_moves_nothing_and_is_not_asked_about_on_the_h
 
 def test_its_state_goes_through_a_checkpoint_bit_for_bit() -> None:
     model, other = network(), network()
-    optimizer, again = (MuonWithSgd(m.parameters(), **SETTINGS) for m in (model, other))
+    optimizer, again = (MuonWithSgd(m.parameters(), **SETTINGS, normalise_every=3) for m in (model, other))
     steps = gradients(model, 4)
     for step in steps[:2]:
         take(optimizer, model, step)
@@ -182,6 +195,7 @@ def test_weight_decay_can_be_kept_off_the_biases() -> None:
         ({"momentum": 1.0}, "optim.momentum=1.0: must be between 0 and 1."),
         ({"weight_decay": -0.1}, "optim.weight_decay=-0.1: must be 0 or more."),
         ({"iterations": 0}, "optim.iterations=0: must be from 1 to 20."),
+        ({"normalise_every": 0}, "optim.normalise_every=0: must be 1 step or more."),
     ],
 )
 def test_what_makes_no_sense_is_refused(change: dict[str, Any], said: str) -> None:
