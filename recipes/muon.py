@@ -104,7 +104,7 @@ class MuonWithSgd(Optimizer):
         self._normalise_every = normalise_every
         # beta, and not momentum, which onecycle would turn
         kinds = {
-            "filters": {"scale": 1.0, "beta": momentum, "steps": 0},
+            "filters": {"scale": 1.0, "beta": momentum},
             "head": {"scale": head_lr / lr, "beta": sgd_momentum},
             "biases": {"scale": bias_lr / lr, "beta": sgd_momentum},
         }
@@ -140,9 +140,10 @@ class MuonWithSgd(Optimizer):
         # zeros, which SGD's kernel moves by the Nesterov momentum, in one launch, unless found_inf
         directions = list(torch._foreach_mul(buffers, 0.0))
         self._slide(directions, filters, -1.0, group)
-        if group["steps"] % self._normalise_every == 0:
+        steps = self.state[filters[0]].get("steps", 0)  # also those that moved nothing: the host can't know
+        if steps % self._normalise_every == 0:
             self._normalise(filters)
-        group["steps"] += 1
+        self.state[filters[0]]["steps"] = steps + 1
         updates = orthogonalised(directions, self._iterations)
         torch._foreach_add_(filters, updates, alpha=-group["lr"])
 

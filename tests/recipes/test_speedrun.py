@@ -36,7 +36,7 @@ MUON: dict[str, Any] = {
     "lr": 0.24, "momentum": 0.6, "iterations": 3, "head_lr": 167.5, "bias_lr": 13.25, "weight_decay": 4e-3,
 }  # fmt: skip
 """The recipe's, for an eighth of its width."""
-GENTLE = {**MUON, "lr": 0.02, "head_lr": 1.0, "bias_lr": 0.1}
+GENTLE = {**MUON, "lr": 0.02, "head_lr": 1.0, "bias_lr": 0.1, "normalise_every": 3}
 
 
 @final
