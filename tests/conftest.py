@@ -1,5 +1,20 @@
-"""One thread for every test: several would fight over the cores of a small, busy machine."""
+"""One thread for every test: several would fight over the cores of a small, busy machine. And no GPU, but for
+tests/gpu by itself."""
 
+import os
+from pathlib import Path
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+GPU = Path(__file__).parent / "gpu"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where torch sees a GPU, a backward pass, on the CPU too, starts threads that forbid `run_ranks` to fork.
+    Child processes inherit this."""
+    asked = [(config.invocation_params.dir / word.partition("::")[0]).resolve() for word in config.args]
+    if not all(path.is_relative_to(GPU) for path in asked):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA reads it when it is first called

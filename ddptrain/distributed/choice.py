@@ -39,6 +39,9 @@ def choose_strategy(
             "strategy.sync_batchnorm=true: PyTorch's SyncBatchNorm needs ddp on GPUs;"
             f" this is {name} on {world.device.type}."
         )
+    if name == "dp" and world.device.type != "cuda":
+        log.info("note       strategy=dp: on %s there is nothing to spread over; single", world.device.type)
+        name = "single"
     if name == "dp" and compiled:
         raise UserError(
             "strategy=dp: its copies of a compiled model would all compute on the first GPU."
@@ -54,5 +57,5 @@ def choose_strategy(
     if strict:
         return Strict(config.shards, world)
     if name == "dp":
-        return DataParallel()
+        return DataParallel(world.device)
     return Single() if name == "single" else Ddp(config, world)

@@ -3,7 +3,7 @@ another class."""
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -42,6 +42,11 @@ class Strategy(ABC):
     def ballot(self, wrapped: nn.Module) -> WithBallot | None:
         """Where the ranks' votes travel with the gradients; None for a process by itself."""
         return None
+
+    @property
+    def further_gpus(self) -> Sequence[int]:
+        """Indexes of the GPUs that this process computes on beside its own."""
+        return ()
 
     def carried(self) -> Mapping[str, Tensor]:
         """What this rank carries from step to step: gradients that it has not sent yet. Never changed in
@@ -86,28 +91,39 @@ class Single(Strategy):
 
 @final
 class DataParallel(Strategy):
-    """One process, all GPUs by threads (torch.nn.DataParallel)."""
+    """One process, all GPUs by threads (torch.nn.DataParallel). home: the GPU that keeps the weights."""
+
+    def __init__(self, home: torch.device) -> None:
+        self._home = home
+
+    @property
+    def further_gpus(self) -> Sequence[int]:
+        return [i for i in range(torch.cuda.device_count()) if i != self._home.index]
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return model
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        home = next(model.parameters()).device
-        if home.type != "cuda":
-            return nn.DataParallel(model)  # passes through
-        others = [i for i in range(torch.cuda.device_count()) if i != home.index]
-        return nn.DataParallel(model, device_ids=[home.index, *others])
+        return _Replicated(model, device_ids=[self._home, *self.further_gpus])
 
     def sync(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
         return _NOTHING
 
     def describe(self) -> str:
-        if not torch.cuda.is_available():
-            return "dp (without GPUs there is nothing to spread over: it trains like single)"
         return (
             "dp (one process copies the model to every GPU in every step and its threads share one"
             " interpreter; ddp has neither cost: torchrun --standalone --nproc-per-node=gpu -m ddptrain ...)"
         )
+
+
+@final
+class _Replicated(nn.DataParallel[nn.Module]):
+    """torch's (2.11 to 2.15) takes autocast into its threads without the dtype: there bf16 would be fp16."""
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        calls: list[Any] = [torch.autocast("cuda", dtype, enabled)(replica.__call__) for replica in replicas]
+        return super().parallel_apply(calls, inputs, kwargs)
 
 
 @final

@@ -56,7 +56,7 @@ class Engine:
         self._observers = observers
         self._sampler = plan.sampler(world)
         self._pieces = self._sampler.pieces
-        self._seed_step = StepSeed(plan.seed, world)
+        self._seed_step = StepSeed(plan.seed, world, strategy.further_gpus)
         self._watch = Stopwatch(world.device)
         self._ranks: list[Timing] = []
         self._vigil = Vigil(world)

@@ -1,5 +1,6 @@
 """Which numbers the forward pass computes in."""
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.autograd import Variable
 
 from ddptrain.errors import UserError
 
+log = logging.getLogger("ddptrain")
 _run_backward = Variable._execution_engine.run_backward
 """What ``torch.autograd.backward`` comes to. What that does before is to check arguments which are right here
 by construction; it cost 19 us of a step of 280 (measured, interleaved)."""
@@ -52,7 +54,7 @@ class Precision:
 def choose_precision(asked: str, device: torch.device) -> Precision:
     """The precision for ``precision=asked``; ``auto`` takes bf16 where the GPU computes in it.
 
-    Raises UserError where the device has no such numbers.
+    Raises UserError where the device has no such numbers, and warns where it only imitates them.
     """
     on_gpu = device.type == "cuda"
     has_bf16 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -62,5 +64,11 @@ def choose_precision(asked: str, device: torch.device) -> Precision:
         raise UserError(
             f"precision=tf32: needs an NVIDIA GPU of 2020 (sm_80) or later; this is {device}."
             " Use precision=fp32, or bf16."
+        )
+    if asked == "bf16" and on_gpu and not has_bf16:
+        log.warning(
+            "precision=bf16: %s has no such arithmetic (it came with sm_80, in 2020) and computes it through"
+            " fp32, slower than fp32 itself. Use precision=fp16 or fp32",
+            torch.cuda.get_device_name(device),
         )
     return Precision(asked, device)

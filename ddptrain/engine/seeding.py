@@ -1,6 +1,8 @@
 """What is random inside a step (dropout) follows from (seed, step, micro-batch), so no generator's
 state has to be saved."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ddptrain.data.dice import mixed
@@ -8,16 +10,20 @@ from ddptrain.distributed.world import World
 
 
 class StepSeed:
-    """Seeds torch's default generators before each micro-batch."""
+    """Seeds torch's default generators before each micro-batch. further_gpus: computed on beside the world's
+    device; each draws numbers of its own."""
 
-    def __init__(self, seed: int, world: World) -> None:
+    def __init__(self, seed: int, world: World, further_gpus: Sequence[int] = ()) -> None:
         self._seed = seed
         self._generators = [torch.default_generator]
         if world.device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[world.device.index])
+        self._further = [torch.cuda.default_generators[i] for i in further_gpus]
 
     def __call__(self, step: int, stream: int) -> None:
         """stream: the micro-batch's number among those of all ranks in this step."""
         number = mixed(self._seed, step, stream)
         for generator in self._generators:
             generator.manual_seed(number)
+        for i, generator in enumerate(self._further, start=1):
+            generator.manual_seed(mixed(number, i))

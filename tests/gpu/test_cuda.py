@@ -1,4 +1,5 @@
-"""What only a GPU can show. Skipped where there is none."""
+"""What only a GPU can show: ``python -m pytest tests/gpu``, by itself. Skipped where there is none, and together
+with other tests, which see none (tests/conftest.py)."""
 
 import gzip
 import json
@@ -33,7 +34,9 @@ from ddptrain.observe.observer import End, Observer, Observers
 from ddptrain.observe.profile import profiled
 
 DEVICE = torch.device("cuda", 0)
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device, and pytest tests/gpu by itself"
+)
 
 
 def cnn() -> torch.nn.Module:
