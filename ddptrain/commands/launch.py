@@ -82,9 +82,12 @@ def _parsed(options: Sequence[str], words: Sequence[str], device: str) -> tuple[
         raise UserError(f"{name}: {error.message}.") from error
     if args.nproc_per_node is not None:
         return args, ""
-    on_gpus = device != "cpu" and torch.cuda.is_available()
-    args.nproc_per_node = "gpu" if on_gpus else "1"
-    why = "one for each GPU" if on_gpus else "no GPU in use; for more: --nproc-per-node=<number>"
+    if device.startswith("cuda:"):  # a second one would only take turns with the first
+        args.nproc_per_node, why = "1", f"device={device} is one GPU"
+    elif device != "cpu" and torch.cuda.is_available():
+        args.nproc_per_node, why = "gpu", "one for each GPU"
+    else:
+        args.nproc_per_node, why = "1", "no GPU in use; for more: --nproc-per-node=<number>"
     return args, f" ({why})"
 
 

@@ -60,11 +60,10 @@ def _wait(world: World) -> None:
 
 def main(device: str, largest: str, out: str) -> None:
     world = world_from_environment()
-    chosen = choose_device(device, world)
-    world = world.on(chosen.device, chosen.shared)
+    world = world.on(choose_device(device, world).device)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    open_group(world)
+    world = open_group(world)
     sizes = sizes_up_to(int(largest))
     seconds = measured(world, sizes)
     if world.is_first:

@@ -59,11 +59,11 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # read when CUDA starts
         torch.autograd.set_detect_anomaly(True, check_nan=False)  # NaN is the guard's to find
     try:
-        device, reason, shared = choose_device(config.device, world)
+        device, reason = choose_device(config.device, world)
     except UserError as error:
         error.everywhere = not world.is_first_on_node  # nodes differ, and each one's first rank speaks
         raise
-    world = world.on(device, shared)
+    world = world.on(device)
     open_log(None, world.is_first)
     deterministic = config.deterministic or config.elastic == "strict"
     share_cores(world, strict=config.elastic == "strict")
@@ -74,7 +74,9 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only so
     if deterministic != torch.are_deterministic_algorithms_enabled():  # to ask imports torch's compiler
         torch.use_deterministic_algorithms(deterministic)
-    open_group(world, even_alone=config.strategy.name == "ddp" and not alone)
+    world = open_group(world, even_alone=config.strategy.name == "ddp" and not alone)
+    if world.shares_device:
+        reason = f"{reason}; RANKS SHARE A GPU, so their gradients go by way of the host, over gloo"
     vigil = Vigil(world, None if alone else config.hang_timeout)
     with vigil.watching():
         try:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddptrain.distributed.device import compared, name_of_gpu
 from ddptrain.distributed.standstill import waits
 from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
@@ -26,51 +27,58 @@ START_TIMEOUT = datetime.timedelta(hours=1)
 
 
 def backend_for(world: World) -> str:
-    """nccl where every rank has a GPU of its own, else gloo."""
+    """nccl where every rank of the job has a GPU of its own, else gloo."""
     return "nccl" if world.device.type == "cuda" and not world.shares_device else "gloo"
 
 
-def open_group(world: World, even_alone: bool = False) -> None:
-    """Join the process group that torchrun's environment describes.
+def open_group(world: World, even_alone: bool = False) -> World:
+    """Join the process group that torchrun's environment describes. Returns the world, which knows now
+    whether ranks share a GPU. Raises UserError where some have a GPU and others none.
 
     A world of one needs none, unless DDP itself was asked for.
     """
     if world.size == 1 and not (even_alone and dist.is_torchelastic_launched()):
-        return
-    backend = backend_for(world)
+        return world
     store = _store_of_this_attempt()
+    store.set(f"gpu-{world.rank}", name_of_gpu(world.device))
+    # no collective: which backend there can be follows from this
+    gpus = store.multi_get([f"gpu-{rank}" for rank in range(world.size)])
+    world = compared(world, [gpu.decode() for gpu in gpus])
+    backend = backend_for(world)
     dist.init_process_group(
         backend,
         timeout=START_TIMEOUT,
         device_id=world.device if backend == "nccl" else None,
         store=store,
-        rank=-1 if store is None else world.rank,
-        world_size=-1 if store is None else world.size,
+        rank=world.rank,
+        world_size=world.size,
     )
+    return world
 
 
-def _store_of_this_attempt() -> "Store | None":
-    """A part of torchrun's store that no earlier attempt has written to; None for the store as it is.
+def _store_of_this_attempt() -> "Store":
+    """Torchrun's store, or a part of it that no earlier attempt has written to.
 
     torchrun keeps one store over restarts (torch 2.11 to 2.15 do), and a restarted rank then dials what
     dead ranks have left there. Agents of several nodes may count restarts differently, so only on one
     node does the count name the attempt.
     """
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store: Store
+    store, _, _ = next(rendezvous("env://", timeout=START_TIMEOUT))
+    store.set_timeout(START_TIMEOUT)
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if not restarts or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
+        return store
     if os.environ.get("GROUP_WORLD_SIZE") != "1":
         log.warning(
             "torchrun keeps the addresses of dead ranks over a restart, so its restarts may fail: set"
             " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before it starts, and a rendezvous"
             " (--rdzv-backend=c10d); or start with python -m ddptrain launch, which does"
         )
-        return None
-    from torch._C._distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
-
-    store, _, _ = next(rendezvous("env://", timeout=START_TIMEOUT))
-    store.set_timeout(START_TIMEOUT)
+        return store
     return PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 

@@ -1,6 +1,8 @@
 """Which device this rank trains on, and why. A GPU that was asked for is never replaced by a CPU."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,8 +15,6 @@ from ddptrain.errors import UserError
 class Placement(NamedTuple):
     device: torch.device
     reason: str
-    shared: bool = False
-    """Other local ranks are on the same GPU."""
 
 
 def choose_device(asked: str, world: World) -> Placement:
@@ -50,7 +50,34 @@ def choose_device(asked: str, world: World) -> Placement:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         because = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
         raise UserError(f"device={asked}: this machine has {names}{because}. Choose one of them.")
-    return Placement(device, "asked for", shared=world.local_size > 1)
+    return Placement(device, "asked for")
+
+
+def name_of_gpu(device: torch.device) -> str:
+    """What all ranks on this GPU call it, on any node and whatever number it has for them: its name and UUID.
+    '' where it is no GPU."""
+    if device.type != "cuda":
+        return ""
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name} {found.uuid}"
+
+
+def compared(world: World, gpus: Sequence[str]) -> World:
+    """The world, once it is known which GPU each rank is on (`name_of_gpu`, by rank).
+
+    Raises UserError where some ranks have a GPU and others none.
+    """
+    with_one = [rank for rank, gpu in enumerate(gpus) if gpu]
+    if not with_one:
+        return world
+    if len(with_one) < len(gpus):
+        raise UserError(
+            f"device: rank {with_one[0]} has a GPU and rank {gpus.index('')} has none, and all would wait for"
+            f" that one. Mend its node, or say device=cpu. {MORE}."
+        )
+    # NCCL joins no slices of a GPU either, and CUDA's name of one tells that it is one
+    shared = len(set(gpus)) < len(gpus) or (len(gpus) > 1 and any(" MIG " in gpu for gpu in gpus))
+    return replace(world, shares_device=shared, sharers=gpus.count(gpus[world.rank]))
 
 
 def summing_dtype(device: torch.device) -> torch.dtype:
@@ -60,8 +87,7 @@ def summing_dtype(device: torch.device) -> torch.dtype:
 
 def _spread(world: World, reason: str) -> Placement:
     count = torch.cuda.device_count()
-    device = torch.device("cuda", world.local_rank % count)
-    return Placement(device, reason, shared=world.local_size > count)
+    return Placement(torch.device("cuda", world.local_rank % count), reason)
 
 
 def _automatic(world: World) -> Placement:

@@ -21,7 +21,9 @@ class World:
     local_size: int = 1
     device: torch.device = torch.device("cpu")
     shares_device: bool = False
-    """Several local ranks sit on one GPU: NCCL refuses that, gloo allows it."""
+    """Somewhere in the job ranks share a GPU: NCCL refuses that, and all take gloo."""
+    sharers: int = 1
+    """Ranks on this rank's GPU."""
 
     @property
     def is_first(self) -> bool:
@@ -41,8 +43,8 @@ class World:
         """This rank's of so many parts of something: runs of nearly equal length, in the ranks' order."""
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
-    def on(self, device: torch.device, shared: bool = False) -> "World":
-        return replace(self, device=device, shares_device=shared)
+    def on(self, device: torch.device) -> "World":
+        return replace(self, device=device)
 
 
 def world_from_environment(environment: Mapping[str, str] = os.environ) -> World:

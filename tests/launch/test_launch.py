@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from jobs import FAULTY, WITH_WORKERS, Start, launch, torchrun
 from running import stopped_steps
-from shell import refusal, without_torch
+from shell import ddptrain, refusal, without_torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ddptrain.distributed.agent import Cause, cause_of
@@ -45,6 +45,13 @@ def test_help_names_options_and_exit_codes_at_once(tmp_path: Path) -> None:
 def test_what_is_wrong_is_refused_before_a_rank_starts(tmp_path: Path, arguments: str, said: str) -> None:
     assert said in refusal(tmp_path, arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_one_gpu_that_is_named_gets_one_rank(tmp_path: Path) -> None:
+    """A GPU that is not there here: which ranks there are is said before they look for it."""
+    ended = ddptrain(tmp_path, f"launch {TYPED.replace('device=cpu', 'device=cuda:99')}")
+    assert ended.code == 2
+    assert own_lines(ended.err)[0].startswith("ddptrain launch: 1 rank (device=cuda:99 is one GPU), ")
 
 
 def test_a_killed_rank_is_restarted_in_the_same_folder(tmp_path: Path) -> None:
