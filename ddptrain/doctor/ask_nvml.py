@@ -18,26 +18,29 @@ def main() -> None:
 
     try:
         pynvml.nvmlInit()
-        version = _text(pynvml.nvmlSystemGetDriverVersion())
         count = pynvml.nvmlDeviceGetCount()
-        gpus = [_gpu(pynvml, index) for index in range(count)]
-        tell("driver", {"version": version, "error": "", "code": 0, "gpus": gpus})
     except pynvml.NVMLError as error:
         tell("driver", {"error": f"{error}", "code": int(error.value)})
+        return
+    version = _text(_or(pynvml, "", pynvml.nvmlSystemGetDriverVersion))
+    tell("driver", {"version": version, "gpus": [_gpu(pynvml, index) for index in range(count)]})
 
 
 def _gpu(nvml: Any, index: int) -> dict[str, Any]:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    except nvml.NVMLError as error:  # the others may be sound
+        return {"index": index, "error": f"{error}"}
+    memory = _or(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle)
     reasons = _or(nvml, 0, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
     mig = _or(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0] == 1
     return {
         "index": index,
-        "uuid": _text(nvml.nvmlDeviceGetUUID(handle)),
-        "name": _text(nvml.nvmlDeviceGetName(handle)),
-        "capability": list(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
-        "memory": int(memory.total),
-        "used": int(memory.used),
+        "uuid": _text(_or(nvml, "", nvml.nvmlDeviceGetUUID, handle)),
+        "name": _text(_or(nvml, "", nvml.nvmlDeviceGetName, handle)),
+        "capability": list(_or(nvml, (0, 0), nvml.nvmlDeviceGetCudaComputeCapability, handle)),
+        "memory": int(memory.total) if memory else 0,
+        "used": int(memory.used) if memory else 0,
         "mode": _MODES.get(_or(nvml, 0, nvml.nvmlDeviceGetComputeMode, handle), "default"),
         "mig": mig,
         "slices": _slices(nvml, handle) if mig else [],
@@ -53,8 +56,8 @@ def _slices(nvml: Any, handle: Any) -> list[str]:
     for place in range(_or(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, handle)):
         part = _or(nvml, None, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)  # not all are taken
         if part is not None:
-            found.append(_text(nvml.nvmlDeviceGetUUID(part)))
-    return found
+            found.append(_text(_or(nvml, "", nvml.nvmlDeviceGetUUID, part)))
+    return [uuid for uuid in found if uuid]
 
 
 def _processes(nvml: Any, handle: Any) -> list[dict[str, Any]]:

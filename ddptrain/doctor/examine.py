@@ -19,6 +19,7 @@ of one stage are independent."""
 _OF_A_WORKING_GPU: tuple[Rule, ...] = (
     rules_gpu.gpu_found,
     rules_presence.nvml_quiet,
+    rules_gpu.silent,
     rules_gpu.mig,
     rules_gpu.ranks,
     rules_gpu.speed,

@@ -94,15 +94,17 @@ class Process:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as its driver describes it, in the driver's order."""
+    """One GPU as its driver describes it, in the driver's order. What the driver does not tell is as here."""
 
     index: int
-    uuid: str
-    name: str
-    capability: tuple[int, int]
-    memory: int
+    uuid: str = ""
+    name: str = ""
+    capability: tuple[int, int] = (0, 0)
+    memory: int = 0
     """Bytes."""
-    used: int
+    used: int = 0
+    error: str = ""
+    """Why the driver does not reach it."""
     mode: str = "default"
     """Compute mode: default, exclusive, prohibited."""
     mig: bool = False

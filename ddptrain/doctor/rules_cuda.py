@@ -89,13 +89,13 @@ def visible(facts: Facts) -> Iterator[Finding]:
     seen = f"CUDA_VISIBLE_DEVICES={asked!r}"
     entries = [entry.strip() for entry in asked.strip().rstrip(",").split(",")]
     gpus = facts.driver.gpus if facts.driver else ()
-    known = [gpu.uuid for gpu in gpus] + [part for gpu in gpus for part in gpu.slices]
+    # '' for what the driver does not tell: then no name can be said to be wrong
+    known = [name for gpu in gpus for name in (gpu.uuid, *(gpu.slices or ("",) * gpu.mig))]
     unset = "unset CUDA_VISIBLE_DEVICES, or set it to what nvidia-smi -L lists"
     strange = next((e for e in entries if not re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", e)), None)
     beyond = next((e for e in entries if e.isdigit() and gpus and int(e) >= len(gpus)), None)
-    lost = next(
-        (e for e in entries if e[:4] in ("GPU-", "MIG-") and known and not _names_one(e, known)), None
-    )
+    by_name = [e for e in entries if e[:4] in ("GPU-", "MIG-") and gpus and all(known)]
+    lost = next((e for e in by_name if not _names_one(e, known)), None)
     if entries[0] in ("", "-1"):
         cause = f"{seen} hides every GPU."
         yield problem("cvd-hides-all", seen, cause, "unset CUDA_VISIBLE_DEVICES")

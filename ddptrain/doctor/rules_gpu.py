@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from ddptrain.doctor.facts import Facts, Gpu, Link
 from ddptrain.doctor.findings import Finding, gib, listed, ok, problem, warning
 from ddptrain.doctor.rules_cuda import CUDA_12
+from ddptrain.doctor.rules_presence import LOOK
 
 _FULL, _HALF = 0.9, 0.2
 """Of a GPU's memory, taken by others: nothing fits any more; less fits."""
@@ -108,6 +109,18 @@ def mig(facts: Facts) -> Iterator[Finding]:
             f"train on one slice with one rank{' instead of ' + str(ranks) if ranks > 1 else ''}, or undo"
             f" it on an idle GPU: sudo nvidia-smi -i {divided[0].index} -mig 0",
         )  # fmt: skip
+
+
+def silent(facts: Facts) -> Iterator[Finding]:
+    """One of several that the driver does not reach."""
+    for gpu in facts.driver.gpus if facts.driver else ():
+        if gpu.error:
+            yield warning(
+                "gpu-silent", f"GPU {gpu.index}: {gpu.error}",
+                f"the driver does not reach GPU {gpu.index}, of those that it counts: nothing can be trained"
+                " on it.",
+                f"{LOOK}; reboot, and if it comes again look at its power and its seat.",
+            )  # fmt: skip
 
 
 def speed(facts: Facts) -> Iterator[Finding]:
@@ -217,7 +230,7 @@ def shown(facts: Facts) -> list[Gpu]:
     index = facts.asked.device.removeprefix("cuda:")
     wanted = [gpu for gpu in found if not index.isdigit() or gpu.index == int(index)]
     uuids = [gpu.uuid.removeprefix("GPU-") for gpu in wanted if gpu.uuid]
-    if len(uuids) < len(wanted) or not uuids:  # a PyTorch that tells none
+    if len(uuids) < len(wanted) or not uuids or not any(gpu.uuid for gpu in gpus):  # they are not told
         return list(gpus)
     return [gpu for gpu in gpus if gpu.uuid.removeprefix("GPU-") in uuids or gpu.mig]
 

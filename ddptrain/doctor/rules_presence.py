@@ -13,7 +13,7 @@ _INSTALL = (
     "install the driver: sudo ubuntu-drivers install (Ubuntu), sudo apt install nvidia-driver (Debian),"
     " sudo dnf install nvidia-driver-cuda (Fedora, RHEL); then reboot. nvidia-smi must then list the GPU."
 )
-_LOOK = "sudo dmesg | grep -iE 'nvrm|xid' tells what happened"
+LOOK = "sudo dmesg | grep -iE 'nvrm|xid' tells what happened"
 
 
 def no_cuda_here(facts: Facts) -> Iterator[Finding]:
@@ -76,7 +76,7 @@ def device_nodes(facts: Facts) -> Iterator[Finding]:
             cause, remedy = "this container was given the driver but none of the GPUs.", _GIVE_GPUS
         else:
             cause = "the driver is loaded and has found no GPU that it can run, or nobody made its node."
-            remedy = f"sudo nvidia-modprobe -u -c=0; if nvidia-smi still lists none, {_LOOK}."
+            remedy = f"sudo nvidia-modprobe -u -c=0; if nvidia-smi still lists none, {LOOK}."
         yield problem("no-gpu-node", f"{listed(nodes)}; {module}", cause, remedy)
     elif system.locked_nodes:
         yield problem(
@@ -120,7 +120,7 @@ def driver_answers(facts: Facts) -> Iterator[Finding]:
         yield problem(
             "driver-hangs", f"no answer from {listed(hung)}",
             "the driver hangs: a GPU of it has failed, or resets.",
-            f"{_LOOK}; then reboot. nvidia-smi will hang as well.",
+            f"{LOOK}; then reboot. nvidia-smi will hang as well.",
         )  # fmt: skip
     elif driver and code == 18:
         yield problem(
@@ -136,10 +136,10 @@ def driver_answers(facts: Facts) -> Iterator[Finding]:
             "sudo modprobe nvidia; where that fails after a kernel update: sudo dkms autoinstall, or"
             " reinstall the driver (Secure Boot refuses a module that is not signed: mokutil --sb-state).",
         )  # fmt: skip
-    elif driver and code == 15:
+    elif driver and (code == 15 or (driver.gpus and all(gpu.error for gpu in driver.gpus))):
         yield problem(
-            "gpu-lost", f"NVML: {driver.error}", "a GPU has fallen off the bus.",
-            f"{_LOOK} (Xid 79); reboot, and if it comes again look at its power and its seat.",
+            "gpu-lost", f"NVML: {driver.error or driver.gpus[0].error}", "a GPU has fallen off the bus.",
+            f"{LOOK} (Xid 79); reboot, and if it comes again look at its power and its seat.",
         )  # fmt: skip
     elif cuda and not cuda.library:
         yield problem(

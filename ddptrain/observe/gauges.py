@@ -51,6 +51,11 @@ class Gpu(Gauge):
 
     def __init__(self, uuid: str, nvml: Any) -> None:
         self._nvml = nvml
+        self._refusals = (
+            nvml.NVMLError_NotSupported,
+            nvml.NVMLError_NoPermission,
+            nvml.NVMLError_InvalidArgument,  # what NVML says to a slice's handle
+        )
         try:
             nvml.nvmlInit()
             self._handle = self._named(uuid)
@@ -59,7 +64,8 @@ class Gpu(Gauge):
             raise Unreadable(str(error)) from error
 
     def read(self) -> Reading:
-        """Without the fields that this GPU does not offer. Raises Unreadable where it does not answer."""
+        """Without the fields that this GPU does not offer, or not to this user: a slice of one (MIG) has few.
+        Raises Unreadable where it does not answer."""
         nvml, gpu = self._nvml, self._handle
         fields: dict[str, Callable[[], Any]] = {
             "utilisation": lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
@@ -73,7 +79,7 @@ class Gpu(Gauge):
         for name, field in fields.items():
             try:
                 values[name] = field()
-            except nvml.NVMLError_NotSupported:
+            except self._refusals:
                 continue
             except nvml.NVMLError as error:
                 raise Unreadable(str(error)) from error
@@ -84,15 +90,16 @@ class Gpu(Gauge):
         return Reading({**values, "throttled": float(bool(slowed))}, tuple(slowed))
 
     def _facts(self) -> Iterator[tuple[str, str | float]]:
-        yield "name", str(self._nvml.nvmlDeviceGetName(self._handle))
-        with contextlib.suppress(self._nvml.NVMLError_NotSupported):  # it shares the host's
+        with contextlib.suppress(*self._refusals):
+            yield "name", str(self._nvml.nvmlDeviceGetName(self._handle))
+        with contextlib.suppress(*self._refusals):  # it shares the host's
             yield "memory_total_gib", self._nvml.nvmlDeviceGetMemoryInfo(self._handle).total / _GIB
 
     def _named(self, uuid: str) -> object:
         """The library writes GPU-<uuid>, and MIG-<uuid> for a part of a GPU."""
         try:
             return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        except self._nvml.NVMLError_NotFound:
+        except (self._nvml.NVMLError_NotFound, self._nvml.NVMLError_InvalidArgument):
             return self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
 
     def _bit(self, reason: str) -> int:

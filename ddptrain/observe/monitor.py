@@ -60,7 +60,8 @@ class Monitor:
         }
 
     def summary(self) -> dict[str, Any]:
-        """On rank 0: means and peaks of the whole run by label, and which GPU was used least and most."""
+        """On rank 0: means and peaks of the whole run by label, and which GPU was used least and most, where
+        that is not the same."""
         known = self._known
         found: dict[str, Any] = {
             label: {name: value for name, value in known[label].items() if name != "now"}
@@ -71,8 +72,8 @@ class Monitor:
             for label, told in found.items()
             if label.startswith("gpu") and "utilisation" in told["mean"]
         }
-        for name, which in (("least_used", min), ("most_used", max)):
-            if used:
+        if len(set(used.values())) > 1:
+            for name, which in (("least_used", min), ("most_used", max)):
                 rank = which(used, key=lambda rank: used[rank])
                 found[name] = {"rank": rank, "utilisation": used[rank]}
         return found
@@ -165,8 +166,8 @@ def _range(what: str, shares: list[float]) -> str:
 
 
 def extremes(summary: Mapping[str, Any]) -> str:
-    """The GPUs that were used least and most, where there are several; ''."""
-    if sum(label.startswith("gpu") for label in summary) < 2 or "least_used" not in summary:
+    """The GPUs that were used least and most, where that is not the same; ''."""
+    if "least_used" not in summary:
         return ""
     least, most = summary["least_used"], summary["most_used"]
     return (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddptrain.doctor import children, machine, proof
-from ddptrain.doctor.facts import Asked, Cuda, Failure, Limits, Process, Proof
+from ddptrain.doctor.facts import Asked, Cuda, Failure, Gpu, Limits, Process, Proof
 from ddptrain.doctor.probes import Probe, collect
 
 # -- every question by itself ------------------------------------------------------------------------
@@ -96,6 +96,44 @@ def test_the_driver_is_asked_for_its_gpus(nvml: Callable[[str], None]) -> None:
     assert (gpu.slowed, gpu.pcie_width, gpu.pcie_most) == (("heat",), 8, None)
     name = Path(f"/proc/{os.getppid()}/comm").read_text().strip()
     assert gpu.processes == (Process(os.getppid(), name, 1 << 30), Process(4194304, "", 1 << 30))
+
+
+QUESTIONS = (
+    *("SystemGetDriverVersion", "DeviceGetMemoryInfo", "DeviceGetUUID", "DeviceGetName"),
+    *("DeviceGetCudaComputeCapability", "DeviceGetCurrentClocksThrottleReasons", "DeviceGetMigMode"),
+    *("DeviceGetComputeMode", "DeviceGetComputeRunningProcesses", "DeviceGetCurrPcieLinkWidth"),
+)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_that_a_gpu_refuses_silences_no_other(
+    nvml: Callable[[str], None], tmp_path: Path, question: str
+) -> None:
+    nvml("pass")
+    sound = children.ask("ask_nvml", "nvml", 20)["driver"]
+    with (tmp_path / "pynvml.py").open("a") as library:
+        library.write(f"\ndef nvml{question}(*about): raise NVMLError\n")
+    driver = children.ask("ask_nvml", "nvml", 20)["driver"]
+    told, of_all = dataclasses.asdict(driver.gpus[0]), dataclasses.asdict(sound.gpus[0])
+    assert driver.error == ""
+    assert (driver.version, told) != (sound.version, of_all)
+    assert sum(told[name] != of_all[name] for name in told) <= 2
+
+
+def test_a_gpu_that_the_driver_does_not_reach_silences_no_other(
+    nvml: Callable[[str], None], tmp_path: Path
+) -> None:
+    nvml("pass")
+    with (tmp_path / "pynvml.py").open("a") as library:
+        library.write("""
+def nvmlDeviceGetCount(): return 2
+def nvmlDeviceGetHandleByIndex(index):
+    if index == 0: raise NVMLError
+    return index
+""")
+    first, second = children.ask("ask_nvml", "nvml", 20)["driver"].gpus
+    assert first == Gpu(0, error="Driver/library version mismatch")
+    assert (second.index, second.uuid, second.error) == (1, "GPU-1", "")
 
 
 def test_nvmls_errors_keep_their_number(nvml: Callable[[str], None]) -> None:

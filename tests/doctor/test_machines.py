@@ -170,6 +170,13 @@ CASES = {
         broken(driver=Driver(error="GPU is lost", code=15), cuda={"code": 999}, torch_cuda=NO_CUDA, proofs=(),
                links=()),
         "gpu-lost", PROBLEM, "fallen off the bus", "dmesg"),
+    "every GPU lost": Case(
+        broken(driver={"gpus": (Gpu(0, error="GPU is lost"), Gpu(1, error="GPU is lost"))},
+               cuda={"code": 999}, torch_cuda=NO_CUDA, proofs=(), links=()),
+        "gpu-lost", PROBLEM, "fallen off the bus", "dmesg"),
+    "one lost GPU of two": Case(
+        broken(environment={}, driver={"gpus": (GPUS[0], Gpu(1, error="GPU is lost"))}),
+        "gpu-silent", WARNING, "does not reach GPU 1", "dmesg"),
     "driver that hangs": Case(
         broken(driver=None, cuda=None, torch_cuda=None, proofs=(), links=(),
                failures=(Failure("nvml", "no answer in 10 s", True), Failure("cuda", "no answer in 10 s",

@@ -108,21 +108,24 @@ def test_what_holds_the_clock_down_is_told_in_words() -> None:
     assert reading.throttled_by == ("power limit", "far too hot")
 
 
-def test_a_field_that_a_gpu_does_not_offer_is_left_out() -> None:
-    refused = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-    values = Gpu(
-        "0", nvml(nvmlDeviceGetPowerUsage=refused, nvmlDeviceGetCurrentClocksThrottleReasons=refused)
-    ).read()
-    assert set(values.values) == {*("utilisation", "memory_gib", "temperature_c", "clock_mhz")}
+@pytest.mark.parametrize("code", ["NOT_SUPPORTED", "NO_PERMISSION", "INVALID_ARGUMENT"])
+def test_a_field_that_a_gpu_does_not_offer_is_left_out(code: str) -> None:
+    """A slice of a GPU (MIG) refuses most, some as not supported and some as no question at all."""
+    refused = pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{code}"))
+    names = ("Name", "UtilizationRates", "PowerUsage", "CurrentClocksThrottleReasons")
+    gpu = Gpu("0", nvml(**{f"nvmlDeviceGet{name}": refused for name in names}))
+    assert gpu.facts == {"memory_total_gib": 80.0}
+    assert set(gpu.read().values) == {*("memory_gib", "temperature_c", "clock_mhz")}
 
 
-def test_the_gpu_is_asked_for_by_its_uuid_and_a_part_of_one_too() -> None:
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_INVALID_ARGUMENT])
+def test_the_gpu_is_asked_for_by_its_uuid_and_a_part_of_one_too(code: int) -> None:
     asked = []
 
     def by_uuid(uuid: str) -> str:
         asked.append(uuid)
         if uuid.startswith("GPU-"):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+            raise pynvml.NVMLError(code)
         return "part"
 
     library = nvml()
@@ -238,8 +241,15 @@ def test_means_peaks_and_reasons_of_one_gpu() -> None:
     assert gpu["peak"] == {"utilisation": 100, "power_w": 700, "throttled": 1}
     assert gpu["mean"]["throttled"] == pytest.approx(1 / count, abs=1e-3)
     assert gpu["throttled_by"] == {"power limit": pytest.approx(1 / count, abs=1e-3)}
-    assert found["least_used"] == found["most_used"] == {"rank": 0, "utilisation": gpu["mean"]["utilisation"]}
+    assert "least_used" not in found
     assert extremes(found) == ""
+
+
+def test_of_gpus_used_alike_none_is_used_least() -> None:
+    gauges = {f"gpu{rank}": Fake({"utilisation": 97.0}) for rank in range(2)}
+    found = watched(World(), gauges, lambda m: gauges["gpu1"].asked > 2).summary()
+    assert found["gpu1"]["mean"] == {"utilisation": 97}
+    assert (list(found), extremes(found)) == (["gpu0", "gpu1"], "")
 
 
 def test_a_gpu_that_is_lost_says_so_and_the_others_go_on() -> None:
