@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "user_code": {"build", "compose", "errors"},
     "recorded": {"errors"},
     "saved": {"arguments", "commands", "compose", "config", "errors", "recorded"},
-    "sweep": {"config", "distributed", "engine", "errors", "observe", "sweep"},
+    "sweep": {"config", "distributed", "doctor", "engine", "errors", "observe", "sweep"},
     "sources": {"config", "errors"},
     "cli": {
         "arguments",

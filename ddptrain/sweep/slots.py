@@ -3,12 +3,16 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ddptrain.config.schema import Config
 from ddptrain.distributed.cores import CORES, cores
+from ddptrain.doctor.children import ask
+from ddptrain.doctor.facts import Cuda, Driver
 from ddptrain.errors import UserError
+
+_DRIVER_S = 45.0
+_MORE = "python -m ddptrain doctor says more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,11 @@ def share_out(config: Config) -> Slots:
             f"sweep.gpus_per_job={per_job}: there are only {len(names)} to share out ({why}). Ask for fewer,"
             " or name more with sweep.gpus=[...]."
         )
+    if per_job > 1 and any(name.startswith("MIG-") for name in names):
+        raise UserError(
+            f"sweep.gpus_per_job={asked.gpus_per_job}: these are slices of divided GPUs (MIG), and CUDA gives"
+            " a process one of them. Say sweep.gpus_per_job=1."
+        )
     parallel = min(len(names) // per_job, asked.max_parallel or len(names))
     share = max(1, cores() // parallel)
     on_cpu = config.device == "cpu" or not are_gpus
@@ -70,48 +79,44 @@ def _devices(asked: Any, device: str) -> tuple[list[str], bool, str]:
             f"device={device}: each job of a sweep sees its own GPUs only. Write device=cuda, and"
             f" 'sweep.gpus=[{index}]' for that one."
         )
-    here = device != "cpu" and _any_gpu()
-    if asked != "auto":
-        if device != "cpu" and not here:
-            raise UserError(
-                f"sweep.gpus={asked}: this machine shows no GPU. Say device=cpu to pack CPU jobs on"
-                " these slots."
-            )
-        return [str(name) for name in asked], True, "sweep.gpus"
-    if device in ("auto", "cuda"):
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None and here:
-            found, why = [name.strip() for name in visible.split(",") if name.strip()], "CUDA_VISIBLE_DEVICES"
-        else:
-            found, why = _gpus(), "all of this machine"
-        if found:
-            return found, True, why
-        if device == "cuda":
-            raise UserError(
-                "device=cuda: this machine shows no GPU (by its driver or CUDA_VISIBLE_DEVICES). Name GPUs"
-                " with sweep.gpus=[...], or say device=cpu."
-            )
     if device == "mps":
         return ["mps"], False, "device=mps"
-    why = "device=cpu" if device == "cpu" else "NO GPU IS USED, this machine shows none"
+    found, why = ([], "device=cpu") if device == "cpu" else _gpus()
+    if asked != "auto":
+        if device != "cpu" and not found:
+            raise UserError(
+                f"sweep.gpus={asked}: {why}. Say device=cpu to pack CPU jobs on these slots. {_MORE}."
+            )
+        return [str(name) for name in asked], True, "sweep.gpus"
+    if device == "cuda" and not found:
+        raise UserError(f"device=cuda: {why}. Mend that, or say device=cpu. {_MORE}.")
+    if found:
+        return found, True, why
+    why = why if device == "cpu" else f"NO GPU IS USED, {why}"
     return [str(share) for share in range(cores())], False, why
 
 
-def _any_gpu() -> bool:
-    """Whether there is a GPU: by its device node too, for a container may lack the driver's library."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists() or bool(_gpus())
+def _gpus() -> tuple[list[str], str]:
+    """GPUs as CUDA_VISIBLE_DEVICES takes them, and why these, or why none.
 
-
-def _gpus() -> list[str]:
-    """UUIDs, for CUDA counts GPUs in another order than their driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver, or no GPU
-        return []
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-    finally:
-        pynvml.nvmlShutdown()
+    The driver is asked, and where its NVML tells of none (a container without the driver's utilities) CUDA
+    itself: or every job would take the first GPU. In processes of their own, for a driver may hang.
+    """
+    driver: Driver = ask("ask_nvml", "nvml", _DRIVER_S).get("driver", Driver())
+    cuda = Cuda()
+    # UUIDs, for CUDA counts in another order; of a GPU that is divided (MIG) it gives a process one slice
+    names = [name for gpu in driver.gpus for name in (gpu.slices if gpu.mig else (gpu.uuid,)) if name]
+    lost = ", ".join(f"GPU {gpu.index} ({gpu.error})" for gpu in driver.gpus if gpu.error)
+    why = f"all of this machine but {lost}" if lost else "all of this machine"
+    if not names:
+        cuda = ask("ask_cuda", "cuda", _DRIVER_S).get("cuda", Cuda())
+        names, why = [str(index) for index in range(cuda.count)], "as CUDA counts them, NVML tells of none"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names and visible is not None:
+        entries = [entry.strip() for entry in visible.split(",")]
+        names, why = [entry for entry in entries if entry and entry[0] != "-"], "CUDA_VISIBLE_DEVICES"
+    if not names:
+        hidden = "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible!r}"
+        said = f"NVML: {driver.error or 'no error'}; CUDA: {cuda.error or 'no error'}{hidden}"
+        why = f"this machine shows no GPU ({said})"
+    return names, why
