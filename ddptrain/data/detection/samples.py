@@ -34,12 +34,12 @@ class Samples(Dataset[Any]):
         return len(self._objects)
 
     def __getitems__(self, keys: list[Key]) -> Batch | UserError:
-        epochs, ids = torch.tensor([key[:2] for key in keys]).unbind(1)
+        epochs, ids, _ = map(torch.tensor, zip(*keys, strict=True))
         dice = Dice(self._seed, epochs, ids)
         placed = Letterbox(*(of[ids] for of in self._placed))
         try:
             if keys[0][0] == AS_IT_IS:
-                plain = torch.eye(3).expand(len(keys), 3, 3)
+                plain = torch.eye(3).repeat(len(keys), 1, 1)  # an expanded one can't be pinned
                 return stacked([self._letterboxed(i) for _, i, _ in keys], plain, ids, placed)
             samples = [self._augmented(dice, i, key) for i, key in enumerate(keys)]
         except UserError as error:

@@ -1,0 +1,41 @@
+"""Every recipe, composed as the command line does it, on a few samples that need no download."""
+
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from texts import write_text
+
+from ddptrain.arguments import parse
+from ddptrain.commands.setup import make_task
+from ddptrain.compose import run_composed
+from ddptrain.config.check import checked
+from ddptrain.config.schema import Config
+from ddptrain.distributed.world import World
+from ddptrain.protocols import Data, Task
+
+RECIPES = sorted(
+    path.name.removesuffix(".yaml") for path in (files("ddptrain.conf") / "recipe").iterdir()
+)  # fmt: skip
+
+
+def made(recipe: str, folder: Path, *changes: str) -> tuple[Config, Task, Data]:
+    """The recipe's config, task and prepared data; ``folder`` is for files."""
+    few = ["data.source.train=8", "data.source.valid=4", "data.workers=0"]
+    if recipe.startswith("yolo"):
+        data = ["data=shapes_detection", *few, "data.source.side=64"]
+    elif recipe.endswith("_text"):
+        data = ["data=text", f"data.source.path={write_text(folder / 'text')}", f"data.root={folder}"]
+    elif recipe.endswith("_translate"):
+        data = ["data.train=64", "data.valid=8"]
+    else:
+        data = ["data=shapes", *few]
+    found: list[Config] = []
+    before = sys.argv
+    run_composed(
+        parse([f"recipe={recipe}", *data, *changes]), lambda tree, overrides: found.append(checked(tree))
+    )
+    sys.argv = before
+    task, opened = make_task(found[0])
+    opened.prepare(World(), seed=0)
+    return found[0], task, opened
