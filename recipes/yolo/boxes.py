@@ -1,14 +1,17 @@
 """Boxes from distances and back, and what a network's answer comes to as boxes, scores and classes."""
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torchvision.ops import batched_nms
+from torchvision.ops import nms
 
 from ddptrain.recipes.yolo.model import Raw
 
+_EPS = 1e-7
+"""Added to what is divided by."""
 _CANDIDATES = 1000
 """Best answers of a picture that go into the suppression of doubles."""
 
@@ -32,9 +35,9 @@ def distance_loss(logits: Tensor, distances: Tensor) -> Tensor:
     below = distances.floor().clamp(max=last - 1)
     share_above = distances - below
     log_shares = logits.log_softmax(-1)
-    index = below.long().unsqueeze(-1)
-    lower, upper = log_shares.gather(-1, index).squeeze(-1), log_shares.gather(-1, index + 1).squeeze(-1)
-    return -(1 - share_above) * lower - share_above * upper
+    index = below.long()
+    lower, upper = log_shares.gather(-1, torch.stack([index, index + 1], dim=-1)).unbind(-1)
+    return -torch.lerp(lower, upper, share_above)
 
 
 def boxes_at(points: Tensor, distances: Tensor) -> Tensor:
@@ -46,6 +49,38 @@ def boxes_at(points: Tensor, distances: Tensor) -> Tensor:
 def distances_from(points: Tensor, boxes: Tensor) -> Tensor:
     """The inverse of `boxes_at`; negative where a point lies outside."""
     return torch.cat([points - boxes[..., :2], boxes[..., 2:] - points], dim=-1)
+
+
+def complete_iou_loss(seen: Tensor, true: Tensor) -> Tensor:
+    """1 - complete IoU (Zheng et al., arXiv 1911.08287, equations 6 to 11) of boxes given by their distances
+    (..., 4) from a common point, as in `boxes_at` -> (...).
+
+    No gradient flows through the weight of the aspect ratio's term. A box without width and height may have a
+    NaN as its gradient. torchvision's picks out the boxes that overlap by a mask, for which the host waits.
+    """
+    sides, true_sides = _sides(seen), _sides(true)
+    shared = _area(_sides(torch.minimum(seen, true)).relu())
+    iou = shared / (_area(sides) + _area(true_sides) - shared + _EPS)
+    before, after = (seen - true).chunk(2, dim=-1)
+    apart = ((after - before) / 2).square().sum(-1)
+    around = _sides(torch.maximum(seen, true)).square().sum(-1) + _EPS
+    turn = torch.atan2(*true_sides.unbind(-1)) - torch.atan2(*sides.unbind(-1))
+    aspect = 4 / math.pi**2 * turn.square()
+    missed = 1 - iou
+    with torch.no_grad():
+        weight = aspect / (missed + aspect + _EPS)
+    return missed + apart / around + weight * aspect
+
+
+def _sides(distances: Tensor) -> Tensor:
+    """(..., 4) -> (..., 2) width and height."""
+    before, after = distances.chunk(2, dim=-1)
+    return before + after
+
+
+def _area(sides: Tensor) -> Tensor:
+    width, height = sides.unbind(-1)
+    return width * height  # the backward of prod would wait for the device
 
 
 def decoded(raw: Raw) -> Tensor:
@@ -82,10 +117,10 @@ def detections(raw: Raw, least_score: float, overlap: float, most: int) -> list[
     overlap: IoU in [0, 1] above which the less sure of two boxes of one class is a double. most: per picture.
     """
     found = candidates(decoded(raw), raw.classes.float().sigmoid())
+    counts = (found.scores >= least_score).sum(1).tolist()  # a sync point; one more a picture in nms
     pictures = []
-    for boxes, scores, labels in zip(*found, strict=True):
-        sure = scores >= least_score
-        boxes, scores, labels = boxes[sure], scores[sure], labels[sure]
+    for count, *of in zip(counts, *found, strict=True):
+        boxes, scores, labels = (each[:count] for each in of)  # the surest come first
         kept = without_doubles(boxes, scores, labels, overlap)[:most]
         pictures.append(Detections(boxes[kept], scores[kept], labels[kept]))
     return pictures
@@ -95,8 +130,10 @@ def without_doubles(boxes: Tensor, scores: Tensor, labels: Tensor, overlap: floa
     """int64 (kept,): which of (d, 4) boxes stay, the surest first; see `detections`."""
     if len(boxes) == 0:
         return labels
-    # torchvision keeps classes apart by moving their boxes, which is right from coordinate 0 on only
-    kept: Tensor = batched_nms(boxes - boxes.min(), scores, labels, overlap)
+    # classes are kept apart by moving their boxes; torchvision's batched_nms does it from coordinate 0 on
+    # only, and waits for a number that it copies to the device
+    boxes = boxes - boxes.min()
+    kept: Tensor = nms(boxes + labels[:, None] * (boxes.max() + 1), scores, overlap)
     return kept
 
 

@@ -7,7 +7,6 @@ from typing import final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchvision.ops import complete_box_iou_loss
 
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
@@ -18,6 +17,7 @@ from ddptrain.recipes.yolo.assign import TaskAligned
 from ddptrain.recipes.yolo.boxes import (
     boxes_at,
     class_loss,
+    complete_iou_loss,
     detections,
     distance_loss,
     distances_from,
@@ -89,22 +89,21 @@ class Detection(Task):
         logits, scores = raw.distances.float(), raw.classes.float()
         # DataParallel lays what its replicas say of the anchors, all the same, one below the other
         points, strides = (of[: logits.shape[1]] for of in (raw.points, raw.strides))
-        predicted = boxes_at(points, expected_distances(logits) * strides[:, None])
+        stride = strides[:, None]
+        seen = expected_distances(logits) * stride
         assigned = self._assigner(
-            scores.detach().sigmoid(), predicted.detach(), points, strides, true, batch.labels
+            scores.detach().sigmoid(), boxes_at(points, seen.detach()), points, strides, true, batch.labels
         )
-        weight, learnt = assigned.weight, assigned.weight > 0
-        # dense, with dummies where nothing is to be learnt: picking those out would wait for the device
+        weight, learnt = assigned.weight, (assigned.weight > 0)[..., None]
+        # dense, with each anchor's cell where nothing is to be learnt: picking those out would wait for the
+        # device. Also in place of what is seen there: a box without sides may have a NaN as its gradient
         goal, label = _of_objects(true, batch.labels, assigned.target)
-        cells = _cells(points, strides)
-        goal = torch.where(learnt[..., None], goal, cells)
-        # also in place of what was predicted there: a box without height has a NaN as CIoU's gradient
-        aimed = torch.where(learnt[..., None], predicted, cells)
-        targets = distances_from(points, goal) / strides[:, None]
+        goal = torch.where(learnt, distances_from(points, goal), stride / 2)
+        seen = torch.where(learnt, seen, stride / 2)
         goals = torch.zeros_like(scores).scatter_(2, label.clamp(min=0)[..., None], weight[..., None])
         sums = {
-            "box": (complete_box_iou_loss(aimed, goal) * weight).sum(),
-            "distance": (distance_loss(logits, targets).mean(-1) * weight).sum(),
+            "box": (complete_iou_loss(seen, goal) * weight).sum(),
+            "distance": (distance_loss(logits, goal / stride).mean(-1) * weight).sum(),
             "classes": class_loss(scores, goals),
         }
         total = torch.stack([self._gains[name] * value for name, value in sums.items()]).sum()
@@ -173,9 +172,3 @@ def _of_objects(boxes: Tensor, labels: Tensor, index: Tensor) -> tuple[Tensor, T
     if labels.shape[1] == 0:  # not one object in the batch
         return boxes.new_zeros(*index.shape, 4), labels.new_zeros(index.shape)
     return boxes.gather(1, index[..., None].expand(-1, -1, 4)), labels.gather(1, index)
-
-
-def _cells(points: Tensor, strides: Tensor) -> Tensor:
-    """(a, 4): the box of each anchor's own cell."""
-    half = strides[:, None] / 2
-    return torch.cat([points - half, points + half], dim=1)

@@ -115,7 +115,7 @@ def anchors(
     points, sizes = [], []
     for stride in strides:
         rows, columns = (
-            (torch.arange(side // stride, device=device, dtype=torch.float32) + 0.5) * stride
+            torch.arange(stride / 2, side, stride, device=device, dtype=torch.float32)
             for side in (height, width)
         )
         y, x = torch.meshgrid(rows, columns, indexing="ij")

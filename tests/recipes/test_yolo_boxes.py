@@ -77,7 +77,7 @@ def test_the_distance_loss_is_the_papers(logits: list[float], distance: float) -
     expected = sum(
         (total - value) * max(0.0, 1 - abs(clipped - i)) for i, value in enumerate(logits)
     )  # a bin further than 1 away has no part in it
-    found = distance_loss(torch.tensor([logits], dtype=torch.float64), torch.tensor([distance]))
+    found = distance_loss(*(torch.tensor([of], dtype=torch.float64) for of in (logits, distance)))
     assert found.shape == (1,)
     torch.testing.assert_close(float(found), expected, rtol=1e-6, atol=1e-6)
 
