@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ddptrain.build import build, check_node
+from ddptrain.commands.memory import lack_of_memory
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import (
     abandon_group,
@@ -88,7 +89,10 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
                 abandon_group()
             raise
         except BaseException as error:
-            _part(error, world, vigil)
+            lack = lack_of_memory(error, config, world, vigil.place)
+            _part(lack or error, world, vigil)
+            if lack is not None:
+                raise lack from None
             raise
         close_group()
 
@@ -108,6 +112,8 @@ def _part(error: BaseException, world: World, vigil: Vigil) -> None:
             raise RankLost(said, ExitCode.CRASH) from None
         vigil.failed(ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.CRASH)
         abandon_group()
+        if isinstance(error, UserError) and (first := vigil.failure_elsewhere(wait=1.0)):
+            raise RankLost(first.said, first.code) from None  # that rank's message is enough
         time.sleep(1.0)  # the others read the news before this rank, which may keep the store, is gone
         return
     abandon_group()
