@@ -4,9 +4,9 @@ For ddptrain's own tests and for those of your recipe. Ranks are forked, which t
 second where starting fresh processes takes several; so the function may be a closure, and what it
 returns must pickle.
 
-On a machine with a GPU hide it from these tests: ``os.environ["CUDA_VISIBLE_DEVICES"] = ""`` in their conftest.py.
-Else the first backward pass of the test's own process, on the CPU too, starts autograd's threads for the GPU,
-and no process that is forked after it can do one.
+On a machine with a GPU hide it from these tests: ``os.environ["CUDA_VISIBLE_DEVICES"] = ""`` in their
+conftest.py. Else the first backward pass of the test's own process, on the CPU too, starts autograd's threads
+for the GPU, and no process that is forked after it can do one.
 """
 
 import importlib

@@ -13,8 +13,8 @@ GPU = Path(__file__).parent / "gpu"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where torch sees a GPU, a backward pass, on the CPU too, starts threads that forbid `run_ranks` to fork.
-    Child processes inherit this."""
+    """Where torch sees a GPU, a backward pass, on the CPU too, starts threads that `run_ranks` can't fork
+    with. Child processes inherit this."""
     asked = [(config.invocation_params.dir / word.partition("::")[0]).resolve() for word in config.args]
     if not all(path.is_relative_to(GPU) for path in asked):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA reads it when it is first called

@@ -9,7 +9,7 @@ ranks (half as many times DDP's bytes as there are shards) after backward instea
 a shard is smaller than a rank's share.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import final
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ddptrain.distributed.ballot import WithBallot
 from ddptrain.distributed.comm import broadcast_buffers
+from ddptrain.distributed.foreach import copy_all
 from ddptrain.distributed.strategy import Strategy
 from ddptrain.distributed.world import World
 
@@ -74,11 +75,11 @@ class Strict(Strategy):
             return
         if self._world.is_first and not self._rows:
             self._first = [buffer.clone() for buffer in wrapped.buffers()]
-        _copy(self._before, list(wrapped.buffers()))
+        copy_all(wrapped.buffers(), self._before)
         self._rows.append([_taken(parameter) for parameter in self._parameters])
         if len(self._rows) == self._counts[self._world.rank]:
             if self._world.is_first:
-                _copy(self._first, list(wrapped.buffers()))
+                copy_all(wrapped.buffers(), self._first)
             broadcast_buffers(self._world, wrapped)
             self._add_up()
             self._rows, self._before, self._first = [], [], []
@@ -87,12 +88,12 @@ class Strict(Strategy):
     def _add_up(self) -> None:
         """Give every parameter the sum of all shards' gradients. Collectives."""
         if self._world.size == 1:
-            for parameter, gradients in zip(self._parameters, zip(*self._rows, strict=True), strict=True):
-                parameter.grad = _tree_sum(gradients)
+            for parameter, gradient in zip(self._parameters, _tree_sum(self._rows), strict=True):
+                parameter.grad = gradient
             return
         for bucket in _buckets(self._parameters):
             own = torch.stack([torch.cat([row[i].flatten() for i in bucket]) for row in self._rows])
-            total = _tree_sum(self._gathered(own))
+            (total,) = _tree_sum([[row] for row in self._gathered(own)])
             at = 0
             for i in bucket:
                 parameter = self._parameters[i]
@@ -109,11 +110,12 @@ class Strict(Strategy):
         return [row for rows, count in zip(ranks, self._counts, strict=True) for row in rows[:count]]
 
 
-def _tree_sum(values: Sequence[Tensor]) -> Tensor:
-    """Neighbours first, then neighbouring pairs: an order that only the number of values decides."""
-    level = list(values)
+def _tree_sum(rows: Iterable[Iterable[Tensor]]) -> tuple[Tensor, ...]:
+    """Of the tensors at each place. Neighbours first, then neighbouring pairs: an order that only the number
+    of rows decides."""
+    level = [tuple(row) for row in rows]
     while len(level) > 1:
-        pairs = [a + b for a, b in zip(level[::2], level[1::2], strict=False)]
+        pairs = [torch._foreach_add(a, b) for a, b in zip(level[::2], level[1::2], strict=False)]
         level = pairs + level[len(pairs) * 2 :]
     return level[0]
 
@@ -135,9 +137,3 @@ def _taken(parameter: nn.Parameter) -> Tensor:
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     parameter.grad = None
     return gradient
-
-
-@torch.no_grad()
-def _copy(values: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    for value, buffer in zip(values, buffers, strict=True):
-        buffer.copy_(value)

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from ddptrain.distributed.foreach import copy_all
+
 
 class Average(ABC):
     """What evaluation uses in place of the last weights."""
@@ -75,8 +77,7 @@ class ExponentialAverage(Average):
         self._updates += 1
         average = get_ema_multi_avg_fn(min(self._decay, (1 + self._updates) / (10 + self._updates)))
         average([a for a, _ in self._floats], [b for _, b in self._floats], self._updates)
-        for own, new in self._others:
-            own.copy_(new)
+        copy_all([a for a, _ in self._others], [b for _, b in self._others])
 
     def model(self) -> nn.Module:
         module: nn.Module = self._averaged.module

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddptrain.data.sampler import Sampler
+from ddptrain.distributed.foreach import by_dtype
 from ddptrain.distributed.strategy import Strategy
 from ddptrain.engine.guard import numbers_of
 from ddptrain.engine.precision import Precision
@@ -27,21 +28,27 @@ class Undo:
         self._carried: list[dict[str, Tensor]] = []
 
     def remember(self) -> None:
-        self._before = [buffer.clone() for buffer in self._model.buffers()]
+        self._before = [_packed(buffers) for buffers in by_dtype(self._model.buffers())]
         self._carried = [dict(carrier.carried()) for carrier in self._carriers]
 
     @torch.no_grad()
     def put_back(self, nonfinite: Tensor) -> None:
         """Where ``nonfinite`` (0-d) is not 0."""
         bad = nonfinite != 0
-        for buffer, before in zip(self._model.buffers(), self._before, strict=True):
-            buffer.copy_(torch.where(bad, before, buffer))
+        for buffers, before in zip(by_dtype(self._model.buffers()), self._before, strict=True):
+            chosen = torch.where(bad, before, _packed(buffers)).split([buffer.numel() for buffer in buffers])
+            torch._foreach_copy_(buffers, [a.view_as(b) for a, b in zip(chosen, buffers, strict=True)])
         for carrier, carried in zip(self._carriers, self._carried, strict=True):
             after = carrier.carried()
             nothing = {name: torch.zeros_like(rows) for name, rows in after.items() if name not in carried}
             old = {**nothing, **carried}
             if after:
                 carrier.carry_on({name: torch.where(bad, old[name], rows) for name, rows in after.items()})
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """(k,): those of one dtype, behind each other."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def where_it_began(

@@ -1,5 +1,5 @@
-"""What only a GPU can show: ``python -m pytest tests/gpu``, by itself. Skipped where there is none, and together
-with other tests, which see none (tests/conftest.py)."""
+"""What only a GPU can show: ``python -m pytest tests/gpu``, by itself. Skipped where there is none, and
+together with other tests, which see none (tests/conftest.py)."""
 
 import gzip
 import json
