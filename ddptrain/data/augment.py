@@ -1,4 +1,4 @@
-"""Crop, flip, cutout and normalise: a batch at once, the same pixels whatever has read them.
+"""Crop, flip, light, cutout and normalise: a batch at once, the same pixels whatever has read them.
 
 What happens to a sample follows from (seed, epoch, sample index). `gather` cuts a batch out of padded images:
 out of a resident set, where that lies, or out of the batch that a loader's worker has just read.
@@ -13,20 +13,25 @@ from torch import Tensor
 from ddptrain.data.dice import draw_below
 from ddptrain.errors import UserError
 
-_TOP, _LEFT, _FLIP, _CUT_Y, _CUT_X = range(5)
+_TOP, _LEFT, _FLIP, _CUT_Y, _CUT_X, _BRIGHTNESS, _CONTRAST = range(7)
+_MIDDLE, _FINE = 128, 1024
+"""The grey that contrast leaves alone; steps of a pixel's level in which light is drawn."""
 
 
 class Moves(NamedTuple):
-    """What is done to each of n images: int64 (n,) each."""
+    """What is done to each of n images; int64 (n,) of zeros for what is off."""
 
     top: Tensor
-    """First row of the crop in the padded image, in [0, 2 * crop]."""
+    """First row of the crop in the padded image, in [0, 2 * crop]; int64 (n,)."""
     left: Tensor
     flip: Tensor
-    """1 to mirror left and right, after the crop."""
-    cut_y: Tensor
-    """Centre of the square that is painted over."""
-    cut_x: Tensor
+    """1 to mirror left and right, after the crop; uint8 (n,)."""
+    cut_rows: Tensor
+    """Those that the square painted over lies in; bool (n, H)."""
+    cut_columns: Tensor
+    gain: Tensor
+    """A pixel x becomes ``gain * x + lift``, rounded down; float32 (n,)."""
+    lift: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,36 +43,61 @@ class Augment:
     draws in epoch 0 only, and from then on every image is turned over from one epoch to the next, so that
     two epochs in a row show both sides of all of them (Jordan: arXiv 2404.00498). cutout: side in pixels
     of a square painted over in the mean colour (DeVries, Taylor: arXiv 1708.04552), 0 for none.
+    brightness: an image gets lighter or darker by up to this share of white. contrast: its pixels' distances
+    from the middle grey, 128, are stretched or shrunk by up to this share. Both by an amount drawn evenly,
+    in arithmetic that rounds only at its end, so that all devices give the same pixels.
     """
 
     crop: int = 0
     flip: bool | Literal["alternate"] = False
     cutout: int = 0
+    brightness: float = 0.0
+    contrast: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in (("crop", self.crop), ("cutout", self.cutout)):
             if value < 0:
                 raise UserError(f"data.augment.{name}={value}: must be 0 or more pixels.")
+        for name, share in (("brightness", self.brightness), ("contrast", self.contrast)):
+            if not 0 <= share <= 1:
+                raise UserError(f"data.augment.{name}={share}: must be from 0 (off) to 1.")
 
     def moves(self, seed: int, epochs: Tensor, ids: Tensor, height: int, width: int) -> Moves:
-        """Draw for each (epoch, sample); int64 (n,) on any device, the same numbers on each."""
+        """Draw for each (epoch, sample), int64 (n,) each: the same numbers on any device."""
         none, offsets = torch.zeros_like(ids), 2 * self.crop + 1
 
         def below(bound: int, purpose: int) -> Tensor:
             return draw_below(bound, seed, epochs, ids, purpose)
 
+        def around_zero(most: float, purpose: int) -> Tensor:
+            steps = round(_FINE * most)
+            return below(2 * steps + 1, purpose) - steps
+
+        gain, lift = none, none
+        if self.brightness or self.contrast:
+            stretch = around_zero(self.contrast, _CONTRAST)
+            gain = 1 + stretch / _FINE
+            lift = (around_zero(255 * self.brightness, _BRIGHTNESS) - _MIDDLE * stretch) / _FINE + 0.5
         return Moves(
             below(offsets, _TOP) if self.crop else none,
             below(offsets, _LEFT) if self.crop else none,
             self._faces(seed, epochs, ids) if self.flip else none,
-            below(height, _CUT_Y) if self.cutout else none,
-            below(width, _CUT_X) if self.cutout else none,
+            self._covered(below(height, _CUT_Y), height) if self.cutout else none,
+            self._covered(below(width, _CUT_X), width) if self.cutout else none,
+            gain,
+            lift,
         )
+
+    def _covered(self, centres: Tensor, size: int) -> Tensor:
+        """bool (n, size): where a side of the square lies, cut off at the image's edge."""
+        first = centres[:, None] - self.cutout // 2
+        places = torch.arange(size, device=centres.device)
+        return (places >= first) & (places < first + self.cutout)
 
     def _faces(self, seed: int, epochs: Tensor, ids: Tensor) -> Tensor:
         if self.flip != "alternate":
-            return draw_below(2, seed, epochs, ids, _FLIP)
-        return (draw_below(2, seed, torch.zeros_like(epochs), ids, _FLIP) + epochs) % 2
+            return draw_below(2, seed, epochs, ids, _FLIP).to(torch.uint8)
+        return ((draw_below(2, seed, torch.zeros_like(epochs), ids, _FLIP) + epochs) % 2).to(torch.uint8)
 
     def padded(self, images: Tensor, fill: Tensor) -> Tensor:
         """uint8 (n, H, W, C) -> (n, H + 2 * crop, W + 2 * crop, C), contiguous; once for a resident set."""
@@ -88,23 +118,21 @@ class Augment:
         """
         _, tall, wide, channels = padded.shape
         height, width = tall - 2 * self.crop, wide - 2 * self.crop
-        corners = (ids * tall + moves.top) * wide + moves.left
+        corners = torch.add(torch.add(moves.left, moves.top, alpha=wide), ids, alpha=tall * wide)
         images = _windows(padded, height, width).index_select(0, corners)
         images = images.view(-1, height, width, channels)
         if self.flip:
-            # both sides of all and then a choice of whole images: twice as fast as a choice of pixels
-            both = torch.cat((images, images.flip(2)))
-            images = both.index_select(0, moves.flip * len(ids) + torch.arange(len(ids), device=ids.device))
+            # in uint8, which wraps around: on a CPU twice as fast as a choice of pixels
+            images = torch.addcmul(images, images.flip(2) - images, moves.flip[:, None, None, None])
+        if self.brightness or self.contrast:
+            lit = torch.addcmul(moves.lift[:, None], images.flatten(1), moves.gain[:, None])
+            images = lit.clamp_(0, 255).to(torch.uint8).view(images.shape)
         return self._cut(images, moves, fill) if self.cutout else images
 
     def _cut(self, images: Tensor, moves: Moves, fill: Tensor) -> Tensor:
-        _, height, width, channels = images.shape
-        rows = torch.arange(height, device=images.device)
-        columns = torch.arange(width, device=images.device).repeat_interleave(channels)
-        y, x = (centre[:, None] - self.cutout // 2 for centre in (moves.cut_y, moves.cut_x))
-        in_rows = (rows >= y) & (rows < y + self.cutout)
-        in_columns = (columns >= x) & (columns < x + self.cutout)
-        square = in_rows[:, :, None] & in_columns[:, None, :]
+        _, _, width, channels = images.shape
+        in_columns = moves.cut_columns.repeat_interleave(channels, dim=1)
+        square = moves.cut_rows[:, :, None] & in_columns[:, None, :]
         return torch.where(square, fill.repeat(width), images.flatten(2)).view(images.shape)
 
 

@@ -26,8 +26,12 @@ Picture = list[list[list[int]]]
 def by_hand(image: Picture, augment: Augment, moves: Moves, i: int, fill: list[int]) -> Picture:
     """What the i-th of the moves does to an image, pixel by pixel."""
     height, width = len(image), len(image[0])
-    top, left, flip, cut_y, cut_x = (int(move[i]) for move in moves)
-    first_row, first_column = cut_y - augment.cutout // 2, cut_x - augment.cutout // 2
+    top, left, flip = int(moves.top[i]), int(moves.left[i]), int(moves.flip[i])
+    gain, lift = (float(of[i]) for of in (moves.gain, moves.lift))
+
+    def lit(level: int) -> int:
+        return int(min(max(gain * level + lift, 0), 255)) if augment.brightness or augment.contrast else level
+
     seen = []
     for y in range(height):
         row = []
@@ -35,8 +39,9 @@ def by_hand(image: Picture, augment: Augment, moves: Moves, i: int, fill: list[i
             from_y = y + top - augment.crop
             from_x = (width - 1 - x if flip else x) + left - augment.crop
             inside = 0 <= from_y < height and 0 <= from_x < width
-            painted = 0 <= y - first_row < augment.cutout and 0 <= x - first_column < augment.cutout
-            row.append(image[from_y][from_x] if inside and not painted else fill)
+            pixel = [lit(level) for level in (image[from_y][from_x] if inside else fill)]
+            painted = augment.cutout and moves.cut_rows[i, y] and moves.cut_columns[i, x]
+            row.append(fill if painted else pixel)
         seen.append(row)
     return seen
 
@@ -45,12 +50,14 @@ def by_hand(image: Picture, augment: Augment, moves: Moves, i: int, fill: list[i
 @given(
     height=st.integers(1, 12), width=st.integers(1, 12), channels=st.sampled_from([1, 3, 4]),
     crop=st.integers(0, 14), flip=st.sampled_from([False, True, "alternate"]), cutout=st.integers(0, 15),
+    brightness=st.sampled_from([0, 0.035, 1]), contrast=st.sampled_from([0, 0.13, 1]),
     seed=st.integers(0, 2**40), channels_last=st.booleans(),
 )  # fmt: skip
 def test_batches_are_bit_for_bit_what_loops_over_pixels_make(
-    height: int, width: int, channels: int, crop: int, flip: Flip, cutout: int, seed: int, channels_last: bool
-) -> None:
-    augment = Augment(crop, flip, cutout)
+    height: int, width: int, channels: int, crop: int, flip: Flip, cutout: int, brightness: float,
+    contrast: float, seed: int, channels_last: bool,
+) -> None:  # fmt: skip
+    augment = Augment(crop, flip, cutout, brightness, contrast)
     generator = torch.Generator().manual_seed(seed % 1000)
     images = torch.randint(0, 256, (6, height, width, channels), generator=generator, dtype=torch.uint8)
     fill = torch.arange(40, 40 + channels, dtype=torch.uint8)
@@ -69,14 +76,40 @@ def test_batches_are_bit_for_bit_what_loops_over_pixels_make(
         assert torch.equal(normal[k, c], (pixels - mean[c]) / std[c])
 
 
+def about_evenly(drawn: Tensor, bound: int) -> bool:
+    shares = torch.bincount(drawn, minlength=bound) / len(drawn)
+    return len(shares) == bound and bool((shares - 1 / bound).abs().max() < 0.01)  # 4.5 deviations of a half
+
+
 @pytest.mark.parametrize("flip", [True, "alternate"])
 def test_every_offset_side_and_centre_is_drawn_about_as_often(flip: Flip) -> None:
     ids = torch.arange(50_000)
     moves = Augment(2, flip, 3).moves(7, torch.full_like(ids, 4), ids, 6, 9)
-    for drawn, bound in zip(moves, (5, 5, 2, 6, 9), strict=True):
-        shares = torch.bincount(drawn, minlength=bound) / len(ids)
-        assert len(shares) == bound
-        assert (shares - 1 / bound).abs().max() < 0.01  # 4.5 deviations of a half
+    assert all(about_evenly(*of) for of in ((moves.top, 5), (moves.left, 5), (moves.flip, 2)))
+    for covered, size in ((moves.cut_rows, 6), (moves.cut_columns, 9)):
+        places = torch.arange(size)
+        squares = (places[:, None] - places).abs() <= 1  # one for each centre
+        fits = (covered[:, None, :] == squares).all(dim=2)
+        assert torch.equal(fits.sum(dim=1), torch.ones_like(ids))
+        assert about_evenly(fits.int().argmax(dim=1), size)
+
+
+def test_light_is_drawn_evenly_about_the_middle_anew_in_each_epoch_and_exactly() -> None:
+    ids, augment = torch.arange(50_000), Augment(brightness=0.1, contrast=0.25)
+    moves = augment.moves(7, torch.full_like(ids, 4), ids, 8, 8)
+    added = moves.lift + 128 * moves.gain - 128.5  # to the middle grey, which contrast leaves alone
+    for drawn, most in ((moves.gain - 1, 0.25), (added, 25.5)):
+        assert float(drawn.abs().max()) == pytest.approx(most, rel=1e-3)
+        assert about_evenly(((drawn / most + 1) * 4.999).long(), 10)
+    assert abs(float(torch.stack([moves.gain, added]).corrcoef()[0, 1])) < 0.02
+    other = augment.moves(7, torch.full_like(ids, 5), ids, 8, 8)
+    assert not (other.gain == moves.gain).all()
+    # sums and products of 1024ths, all below 2**24: nothing to round, with fused arithmetic or without it
+    levels = torch.arange(256, dtype=torch.float32)
+    lit = torch.addcmul(moves.lift[:1000, None], levels, moves.gain[:1000, None])
+    exact = moves.lift.double()[:1000, None] + levels.double() * moves.gain.double()[:1000, None]
+    assert torch.equal(lit.double(), exact)
+    assert torch.equal((lit * 1024).frac(), torch.zeros_like(lit))
 
 
 def test_alternating_flips_turn_every_image_over_from_epoch_to_epoch() -> None:
@@ -105,7 +138,8 @@ def test_normalise_is_torchvisions_to_rounding() -> None:
 
 
 def shapes(resident: bool, workers: int, flip: Flip = True) -> ImageData:
-    data = ImageData(Shapes(train=50, valid=23), Augment(4, flip, 6), workers=workers, resident=resident)
+    augment = Augment(4, flip, 6, brightness=0.1, contrast=0.2)
+    data = ImageData(Shapes(train=50, valid=23), augment, workers=workers, resident=resident)
     data.prepare(World(), seed=9)
     return data
 
@@ -158,5 +192,9 @@ def test_on_device_passes_any_batch_through() -> None:
 def test_wrong_options_name_their_key() -> None:
     with pytest.raises(UserError, match=r"data\.augment\.crop=-1"):
         Augment(crop=-1)
+    with pytest.raises(UserError, match=r"data\.augment\.brightness=-0\.1: must be from 0 \(off\) to 1"):
+        Augment(brightness=-0.1)
+    with pytest.raises(UserError, match=r"data\.augment\.contrast=2: "):
+        Augment(contrast=2)
     with pytest.raises(UserError, match=r"data\.workers=-2"):
         ImageData(Shapes(), Augment(), workers=-2)
