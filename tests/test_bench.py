@@ -1,9 +1,11 @@
 """``bench``: real trainings in turns, and what it says of them."""
 
+import json
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from running import FAULTY
+
+from ddptrain.observe.turns import TURNS
 
 FAST = ["recipe=faulty", f"--config-dir={FAULTY}", "device=cpu", "rounds=3", "steps=5"]
 
@@ -42,6 +46,34 @@ def test_two_ranks_and_nothing_to_gain(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert float(re.findall(r"data\.pace=0\.06  x([\d.]+)", done.stderr)[0]) == pytest.approx(2, abs=0.3)
     assert "nothing tried is faster than it is: python -m ddptrain" in done.stdout
+
+
+def test_between_laps_each_rank_waits_to_be_told(tmp_path: Path) -> None:
+    """And not in a collective with the one that is: on a GPU that would take its share of it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as turns:
+        turns.bind(str(tmp_path / "turns"))
+        turns.listen()
+        turns.settimeout(60)
+        words = [
+            "recipe=faulty",
+            f"--config-dir={FAULTY}",
+            "device=cpu",
+            "log.every=5",
+            "log.tensorboard=false",
+        ]
+        line = [sys.executable, "-m", "ddptrain", "launch", "--nproc-per-node=2", *words, "train.steps=15"]
+        variables = {**os.environ, TURNS: str(tmp_path / "turns")}
+        with subprocess.Popen(line, cwd=tmp_path, env=variables, stderr=subprocess.DEVNULL) as process:
+            try:
+                ranks = [turns.accept()[0] for _ in range(2)]
+                for _ in range(3):
+                    said = [json.loads(rank.recv(65536)) for rank in ranks]
+                    assert sorted(lap["rank"] for lap in said) == [0, 1]
+                    for rank in ranks:
+                        rank.sendall(b"g")
+                assert process.wait(60) == 0
+            finally:
+                process.kill()
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class Contestant:
     def __init__(self, words: Sequence[str], ranks: int, folder: Path, steps: int) -> None:
         """Raises UserError where the folder's name is too long for a socket."""
         folder.mkdir()
-        self._steps = steps
+        self._ranks, self._steps = ranks, steps
         self._said = folder / "said.txt"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -65,8 +65,9 @@ class Contestant:
             raise UserError(
                 f"{folder}: no place for a socket ({error}). Set TMPDIR to a shorter one."
             ) from error
-        self._socket.listen(1)
-        self._line: socket.socket | None = None
+        self._socket.listen(ranks)
+        self._lines: list[socket.socket] = []
+        """To each of its ranks."""
         self._stale = 0
         launch = ["launch", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         own = [f"log.every={steps}", f"run.dir={folder / 'run'}"]
@@ -83,12 +84,13 @@ class Contestant:
     def warm_up(self) -> Lap:
         """The first steps, which compile, tune and allocate. Raises Unfit where they don't come."""
         deadline = time.monotonic() + _STARTS_WITHIN_S
-        while not select.select([self._socket], [], [], 0.1)[0]:
-            if self._process.poll() is not None:
+        while len(self._lines) < self._ranks:
+            if select.select([self._socket], [], [], 0.1)[0]:
+                self._lines.append(self._socket.accept()[0])
+            elif self._process.poll() is not None:
                 raise Unfit(self._tail(), self._process.returncode)
-            if time.monotonic() > deadline:
+            elif time.monotonic() > deadline:
                 raise Unfit(f"does not start within {_STARTS_WITHIN_S:.0f} s")
-        self._line, _ = self._socket.accept()
         lap = self._told()
         self._stale = -(-_READ_AHEAD * (lap.setup["workers"] or 0) // self._steps)
         return lap
@@ -102,9 +104,9 @@ class Contestant:
         return Lap(times * self._steps, seconds, last.setup)
 
     def _next(self) -> Lap:
-        assert self._line is not None
-        with suppress(OSError):  # it has ended; that is told below
-            self._line.sendall(b"g")
+        for line in self._lines:
+            with suppress(OSError):  # it has ended; that is told below
+                line.sendall(b"g")
         return self._told()
 
     def end(self) -> None:
@@ -112,20 +114,24 @@ class Contestant:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._socket.close()
-        if self._line is not None:
-            self._line.close()
+        for line in self._lines:
+            line.close()
 
     def _told(self) -> Lap:
-        assert self._line is not None
-        self._line.settimeout(_STARTS_WITHIN_S)
+        """The first rank's lap, once all have done it."""
+        laps = {said["rank"]: said for said in map(self._read, self._lines)}
+        return Lap(self._steps, laps[0]["seconds"], laps[0]["setup"])
+
+    def _read(self, line: socket.socket) -> Mapping[str, Any]:
+        line.settimeout(_STARTS_WITHIN_S)
         read = b""
         with suppress(OSError):
-            while not read.endswith(b"\n") and (part := self._line.recv(65536)):
+            while not read.endswith(b"\n") and (part := line.recv(65536)):
                 read += part
         if not read.endswith(b"\n"):
             raise Unfit(self._tail(), self._process.poll())
-        said = json.loads(read)
-        return Lap(self._steps, said["seconds"], said["setup"])
+        said: Mapping[str, Any] = json.loads(read)
+        return said
 
     def _tail(self) -> str:
         with suppress(subprocess.TimeoutExpired):

@@ -128,7 +128,8 @@ def _assembled(
     _resume(config, plan, data, state, checkpointer, world)
     log.info("plan       steps %d to %d, %.4g epochs", state.step, plan.steps, plan.epoch(plan.steps))
     setup = _setup(config, world, precision, data, state, plan.steps)
-    observers = Observers(_observers(config, folder, setup, monitor) if world.is_first else [])
+    speaks = world.is_first or is_paced()
+    observers = Observers(_observers(config, folder, setup, monitor) if speaks else [])
     engine = Engine(task, data, world, strategy, precision, plan, checkpointer, observers)
     return engine, state, plan.steps
 

@@ -20,7 +20,11 @@ def is_paced() -> bool:
 @final
 class Pace(Observer):
     """At each log step says how it went, and trains on when it is told to; ends where nobody is left to tell
-    it."""
+    it.
+
+    Each rank has one: ranks that waited for the first in a collective would keep their GPUs busy beside
+    another contestant's.
+    """
 
     at_once = True
 
@@ -37,7 +41,7 @@ class Pace(Observer):
     def log(self, event: Log) -> None:
         # log lines here are waits for other contestants' turns
         seconds = {**event.timing.seconds, "logging": 0.0}
-        said = {"seconds": seconds, "setup": _told(self._setup)}
+        said = {"rank": self._setup.world.rank, "seconds": seconds, "setup": _told(self._setup)}
         try:
             self._bench.sendall(json.dumps(said).encode() + b"\n")
             goes_on = self._bench.recv(1)
