@@ -102,14 +102,14 @@ def _part(error: BaseException, world: World, vigil: Vigil) -> None:
     agreed = isinstance(error, Diverged | OutOfStep) or (isinstance(error, UserError) and error.everywhere)
     if world.size > 1 and not agreed:
         if from_a_lost_rank(error):
-            failure = vigil.failure_elsewhere(wait=2.0)
+            failure, gone = vigil.failure_elsewhere(wait=2.0), vigil.gone()
             abandon_group()
             if failure is not None:
                 raise RankLost(failure.said, failure.code) from None
             address = address_of_peer(error) if world.size > world.local_size else ""
             where = f" at {address}" if address else ""
             said = f"rank {world.rank}: another rank{where} is gone: its connection was closed."
-            raise RankLost(said, ExitCode.CRASH) from None
+            raise RankLost(gone or said, ExitCode.CRASH) from None
         vigil.failed(ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.CRASH)
         abandon_group()
         if isinstance(error, UserError) and (first := vigil.failure_elsewhere(wait=1.0)):

@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -27,6 +28,16 @@ class Failure(NamedTuple):
     code: int
     said: str = ""
     """What it has said, for the first rank of another host to repeat; '' on the others."""
+
+
+def started_at(pid: int) -> str:
+    """When a process of this host started, in the kernel's ticks since it booted; '' where it has ended,
+    waited for or not, and without Linux."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
 
 
 class News:
@@ -51,6 +62,8 @@ class News:
         self._answered_at = time.monotonic()
         self._patience = max(3.0, 4 * interval)
         self._beats = 0
+        self._here: set[int] = set()
+        """Ranks whose processes were seen on this host."""
         self._wish: str | None = None
         self._own_failure: Failure | None = None
         self._sent = threading.Event()
@@ -94,6 +107,21 @@ class News:
             time.sleep(0.05)
         found = self.failure
         return found if found is not None and found.rank != self._world.rank else None
+
+    def hear(self, beat: Beat) -> None:
+        """Note another rank's beat, which is new here."""
+        self.heard[beat.rank] = (beat, time.monotonic())
+        if beat.rank in self._world.neighbours and beat.born and started_at(beat.pid) == beat.born:
+            self._here.add(beat.rank)
+
+    def gone(self) -> Beat | None:
+        """The last beat of a rank whose process was seen on this host, and has ended.
+
+        A process id alone does not tell: a container has the same ones, and the kernel gives them out again.
+        So a process is known by the start that its rank tells of, too.
+        """
+        beats = (self.heard[rank][0] for rank in sorted(self._here))
+        return next((beat for beat in beats if started_at(beat.pid) != beat.born), None)
 
     def silent(self, rank: int) -> bool:
         """Whether a rank's own threads don't run any more, as far as this one can tell."""
@@ -153,4 +181,4 @@ class News:
         for rank in others:
             beat = beats.get(rank, Beat.unheard(rank))
             if rank not in self.heard or self.heard[rank][0].number != beat.number:
-                self.heard[rank] = (beat, time.monotonic())
+                self.hear(beat)

@@ -24,6 +24,8 @@ class Beat(NamedTuple):
     """Its main thread has passed none for longer than allowed."""
     host: str = ""
     pid: int = 0
+    born: str = ""
+    """`started_at` of its process."""
     stack: str = ""
     waits: str = ""
     """Where its main thread waits for other ranks: ``engine``, or ``recipe``: a collective that the recipe's

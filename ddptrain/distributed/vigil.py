@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ddptrain.distributed.news import Failure, News
+from ddptrain.distributed.news import Failure, News, started_at
 from ddptrain.distributed.standstill import Beat, describe, describe_cut, guilty, waits
 from ddptrain.distributed.world import World
 from ddptrain.errors import ExitCode
@@ -48,6 +48,7 @@ class Vigil:
         self._marks, self._step, self._what = 0, 0, "starting"
         self._marked_at, self._patience = time.monotonic(), LONG_S
         self._main = threading.get_ident()
+        self._born = started_at(os.getpid())
         interval = max(0.1, min(1.0, (hang_timeout or LONG_S) / 10))
         self._interval = interval
         self._news = News(world, interval, self._beat, self._is_late)
@@ -66,6 +67,11 @@ class Vigil:
     def stop(self) -> str | None:
         """What asked this job to stop, once something has, on this rank or another."""
         return self._stop
+
+    @property
+    def place(self) -> str:
+        """Where the main thread is, by its last mark."""
+        return f"step {self._step}, {self._what}"
 
     def mark(self, what: str, step: int | None = None, patience: float | None = None) -> None:
         """The main thread begins something, of this step (None: the last one named).
@@ -127,6 +133,12 @@ class Vigil:
         """The failure of another rank; waits so many seconds for the news."""
         return self._news.failure_elsewhere(wait)
 
+    def gone(self) -> str:
+        """What there is to say where another rank's process was on this host and has ended; else ''."""
+        beat = self._news.gone()
+        who = "" if beat is None else f"rank {beat.rank} (pid {beat.pid} on {beat.host})"
+        return who and f"rank {self._world.rank}: another rank is gone: {who}."
+
     def _watch(self, reader: socket.socket) -> None:
         try:
             self._listen(reader)
@@ -169,19 +181,37 @@ class Vigil:
                 f"no step ended within checkpoint.grace={self._grace:g} s after {self._stop}: ended without"
                 " saving. Started again, the run goes on from its last checkpoint.",
             )
-        if news.failure is not None and news.failure.rank != self._world.rank:
-            # the main thread meets it in its next collective; where there is none, it need not go on
-            self._over.wait(_LAST_WORDS_S)
-            self._exit(news.failure.code, news.failure.said)
+        self._heed_lost_ranks()
+
+    def _heed_lost_ranks(self) -> None:
+        """End with a rank that has failed, or whose process is gone."""
+        gone = "" if self._is_writing else self.gone()
+        if not gone and self._news.failure is None:
+            return
+        # the main thread meets it in its next collective, if that is gloo's: one of NCCL's waits for ever;
+        # where there is none, it need not go on
+        self._over.wait(_LAST_WORDS_S)
+        failure = self._news.failure
+        if failure is not None and failure.rank != self._world.rank:
+            self._exit(failure.code, failure.said)
+        if failure is None:
+            self._news.tell_failure(ExitCode.CRASH, gone)  # to those on other hosts
+            self._exit(ExitCode.CRASH, gone)
 
     def _ask(self, who: str) -> None:
         if self._stop is None:
             self._stop = who
             self._news.ask_to_stop(who)
-            if self._news.failure is None:  # else torchrun ends the rest of a job that has failed
+            if self._news.failure is None and not self.gone():
+                # else torchrun ends the rest of a job that has failed
                 _aside(
                     lambda: log.info("stop       asked for by %s: after this step, with a checkpoint", who)
                 )
+
+    @property
+    def _is_writing(self) -> bool:
+        """Whether this rank writes a checkpoint, from which the next attempt goes on."""
+        return self._world.is_first and self._what.startswith("saving")
 
     def _overdue(self) -> bool:
         return time.monotonic() - self._marked_at > self._patience
@@ -196,7 +226,7 @@ class Vigil:
         frames = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
         return Beat(
             self._world.rank, number, self._marks, self._step, self._what, overdue,
-            socket.gethostname(), os.getpid(), "".join(frames.format()[-8:]),
+            socket.gethostname(), os.getpid(), self._born, "".join(frames.format()[-8:]),
             waits([(entry.filename, entry.name) for entry in frames]),
         )  # fmt: skip
 

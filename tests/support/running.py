@@ -85,11 +85,9 @@ class Job:
         """The ranks' processes: children of the agent, by rank."""
         if self.launcher == "python":
             return {0: self.process.pid}
-        return {
-            int(variables["RANK"]): pid
-            for pid, variables in _marked(self.mark)
-            if "RANK" in variables and _parent(pid) == self.process.pid
-        }
+        children = [(pid, its) for pid, its in _marked(self.mark) if _parent(pid) == self.process.pid]
+        ranks = {_rank(pid, variables): pid for pid, variables in children}
+        return {rank: pid for rank, pid in ranks.items() if rank >= 0}
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> bool:
         """False where there was nobody left."""
@@ -164,6 +162,14 @@ def _marked(mark: str) -> list[tuple[int, dict[str, str]]]:
             pairs = (item.partition("=") for item in raw.decode(errors="replace").split("\0") if "=" in item)
             found.append((int(entry.name), {name: value for name, _, value in pairs}))
     return found
+
+
+def _rank(pid: int, variables: dict[str, str]) -> int:
+    """-1 for what is none. A forked rank has its launcher's environment there, and a name of its own."""
+    with contextlib.suppress(OSError):
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        return int(name.partition("ddptrain-rank")[2] or variables.get("RANK", -1))
+    return -1
 
 
 def _parent(pid: int) -> int:

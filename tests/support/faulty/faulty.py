@@ -56,12 +56,15 @@ class Points(Data):
                 time.sleep(self._pace)
             if self._world.rank == self._rank and steps.start + i // per_step == self._step:
                 happen(self._fault, self._seconds, self._once)
-            yield self._features[ids], self._labels[ids]
+            yield self._on_device(ids)
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
         for chunk in chunks:
-            chosen = slice(250 + chunk.start, 250 + chunk.stop)
-            yield self._features[chosen], self._labels[chosen]
+            yield self._on_device(slice(250 + chunk.start, 250 + chunk.stop))
+
+    def _on_device(self, chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
+        device = self._world.device
+        return self._features[chosen].to(device), self._labels[chosen].to(device)
 
     def preview(self) -> None:
         return None
@@ -127,7 +130,7 @@ class Faulty(Task):
         return {
             "loss": nn.functional.cross_entropy(logits, labels, reduction="sum"),
             "right": (logits.argmax(dim=1) == labels).sum(),
-            "count": torch.tensor(len(labels)),
+            "count": torch.tensor(len(labels), device=labels.device),
         }
 
     def carried(self) -> Mapping[str, Tensor]:
@@ -148,6 +151,8 @@ def happen(fault: str, seconds: float, once: bool) -> None:
         return
     if fault == "raise":
         raise ZeroDivisionError("this recipe was told to fail")
+    if fault == "memory":
+        torch.empty(1 << 50, device="cuda" if torch.cuda.is_available() else "cpu")
     if fault == "user_error":
         raise UserError("data/7.png: is no picture.", everywhere=False)
     if fault == "sleep":
