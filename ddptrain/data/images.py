@@ -154,5 +154,5 @@ class ImageData(Data):
     def _fits(self) -> bool:
         if self._world.device.type == "cuda":
             total = torch.cuda.get_device_properties(self._world.device).total_memory
-            return self._bytes() <= _RESIDENT_SHARE_OF_GPU * total
+            return self._bytes() * self._world.sharers <= _RESIDENT_SHARE_OF_GPU * total
         return self._bytes() <= _RESIDENT_ON_CPU

@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ddptrain.data.augment import Moves
+from ddptrain.data.augment import Augment, Moves
 from ddptrain.data.loader import Labelled, Loader, Recipe
 from ddptrain.data.prefetch import on_device
 from ddptrain.data.sampler import Sampler
@@ -17,6 +17,9 @@ from ddptrain.protocols import Loading
 _DRAWN_AT_ONCE = 32768
 """Samples, of a few batches or of many. To draw takes about a hundred operations, whose calls cost more than
 their arithmetic: on a GPU each is a launch."""
+
+_BLOCK = 2**26
+"""Bytes that go to the device at once: of a whole set the host and the device would hold it twice."""
 
 
 @final
@@ -29,9 +32,9 @@ class ResidentLoader(Loader):
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._train = recipe.augment.padded(_on_device(recipe.train, recipe.device), recipe.fill)
+        self._train = _padded(recipe.train, recipe.augment, recipe.fill)
         self._train_labels = recipe.train.labels.to(recipe.device)
-        self._valid = _on_device(recipe.valid, recipe.device)
+        self._valid = _padded(recipe.valid, Augment(), recipe.fill)
         self._valid_labels = recipe.valid.labels.to(recipe.device)
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Labelled]:
@@ -71,5 +74,12 @@ class ResidentLoader(Loader):
         return f"resident on {self._recipe.device} ({size / 2**20:.0f} MiB)"
 
 
-def _on_device(split: Split, device: torch.device) -> Tensor:
-    return split.images(torch.arange(len(split))).to(device)
+def _padded(split: Split, augment: Augment, fill: Tensor) -> Tensor:
+    """All of a split as `Augment.padded` makes it, on the fill's device."""
+    height, width, channels = split.shape
+    size = (len(split), height + 2 * augment.crop, width + 2 * augment.crop, channels)
+    whole = torch.empty(size, dtype=torch.uint8, device=fill.device)
+    block = max(1, _BLOCK // (height * width * channels))
+    for ids, place in zip(torch.arange(len(split)).split(block), whole.split(block), strict=True):
+        place.copy_(augment.padded(split.images(ids).to(fill.device), fill))
+    return whole
