@@ -107,8 +107,8 @@ class Stopwatch:
             # A backward pass comes to the votes first, and autograd runs callbacks in the order in which they
             # were queued: this one, at the end of the rank's own pass, before DDP's, which waits for others.
             called.votes.register_hook(self._queue_mark)
-        if isinstance(wrapped, DistributedDataParallel) and any(True for _ in wrapped.module.buffers()):
-            # DDP broadcasts the buffers before the model's own forward: a late rank is waited for there too
+        if isinstance(wrapped, DistributedDataParallel) and wrapped.will_sync_module_buffers():
+            # DDP broadcasts buffers before the model's own forward: a late rank is waited for there too
             wrapped.register_forward_pre_hook(lambda *_: self._clock.mark("forward"))
             wrapped.module.register_forward_pre_hook(lambda *_: self._clock.mark("all_reduce"))
         self._clock = DeviceClock() if self._device.type == "cuda" else HostClock()

@@ -1,4 +1,5 @@
-"""What a step of several ranks sends: one all-reduce a bucket, DDP's broadcast of the buffers, nothing else.
+"""What a step of several ranks sends: one all-reduce a bucket, DDP's broadcast of buffers that are not
+BatchNorm's, nothing else.
 
 Counted by torch's profiler in the operators that all of them go through, so that nothing is missed, whoever
 sends it.
@@ -9,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from toy import FEATURES, Classify, CountPositives, Fit, plain, with_noise
+from toy import FEATURES, Classify, CountPositives, Fit, plain, weights, with_noise
 
 from ddptrain.config.schema import Strategy
 from ddptrain.distributed.world import World
@@ -28,6 +30,18 @@ COUNTED = STEPS - 2
 def squares() -> nn.Module:
     """Matrices alone, each too large for a small bucket with another."""
     return nn.Sequential(*[nn.Linear(n, m, bias=False) for n, m in ((FEATURES, 32), (32, 32), (32, 5))])
+
+
+def wide() -> nn.Module:
+    """More gradients than the first bucket takes, of 1 MiB."""
+    return nn.Sequential(nn.Linear(FEATURES, 60000), nn.Linear(60000, 5))
+
+
+def with_a_table() -> nn.Module:
+    """BatchNorm, and a buffer of its own."""
+    model = with_noise()
+    model.register_buffer("table", torch.ones(3))
+    return model
 
 
 class Case(NamedTuple):
@@ -96,6 +110,8 @@ CASES = [
     Case(with_noise, bucket_cap_mb=SMALL, static_graph=True),
     Case(with_noise, bucket_cap_mb=SMALL, nonfinite="skip"),
     Case(task=CountPositives),
+    Case(with_a_table),
+    Case(wide),
 ]
 
 
@@ -109,7 +125,27 @@ def test_one_all_reduce_a_bucket_and_the_buffers(tmp_path: Path) -> None:
     ours, theirs = run_ranks(rank, 2)
     assert ours == theirs
     for case, found in zip(CASES, ours, strict=True):
-        buckets = {plain: 2, with_noise: 2, squares: 3}[case.make] if case.bucket_cap_mb == SMALL else 1
+        small = {plain: 2, with_noise: 2, squares: 3}
+        buckets = small[case.make] if case.bucket_cap_mb == SMALL else 2 if case.make is wide else 1
         each = buckets * (2 if case.compression == "powersgd" else 1) + (case.task is CountPositives)
-        kinds = len({buffer.dtype for buffer in case.make().buffers()})
+        kinds = 2 if case.make is with_a_table else 0  # of dtypes: float32 and BatchNorm's int64 counter
         assert found == Sent(COUNTED * each, COUNTED * kinds, 0, buckets), case
+
+
+class Broadcasting(Classify):
+    """As DDP does by default: all buffers in each step."""
+
+    def loss(self, model: nn.Module, batch: Any, at: Any) -> Any:
+        model.broadcast_buffers = True  # type: ignore[assignment]
+        return super().loss(model, batch, at)
+
+
+def test_batchnorms_statistics_are_rank_0s_as_if_sent_in_each_step(tmp_path: Path) -> None:
+    def rank(world: World) -> list[torch.Tensor]:
+        plan = Plan(steps=12, train_size=100, batch_size=32, eval_every=5)
+        tasks = {"quiet": Classify, "sending": Broadcasting}
+        fits = {name: Fit(plan, make_model=with_noise, task=task) for name, task in tasks.items()}
+        return [weights(fit.run(world, tmp_path / f"{name}{world.rank}")[0]) for name, fit in fits.items()]
+
+    for quiet, sending in run_ranks(rank, 3):
+        assert torch.equal(quiet, sending)
