@@ -1,0 +1,33 @@
+"""Image classification counts every picture once, in its cell."""
+
+import torch
+from torch import Tensor, nn
+
+from ddptrain.data.augment import Augment
+from ddptrain.data.images import ImageData
+from ddptrain.data.shapes import Shapes
+from ddptrain.recipes.image import ImageClassification
+
+
+class Said(nn.Module):
+    """Answers with the pictures' first numbers."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.flatten(1)[:, :7]
+
+
+def test_the_confusion_matrix_is_a_loops() -> None:
+    task = ImageClassification(nn.Identity, ImageData(Shapes(), Augment()))
+    draw = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(500, 1, 3, 3, generator=draw), torch.randint(0, 5, (500,), generator=draw)
+    images[:, 0, 0, 1] = -9.0  # labels 5 and 6 never come, 1 is never said
+    sums = task.evaluate(Said(), (images, labels))
+    slow = [[0] * 7 for _ in range(7)]
+    in_top5 = 0
+    for logits, label in zip(Said()(images).tolist(), labels.tolist(), strict=True):
+        ranked = sorted(range(7), key=lambda k: -logits[k])
+        slow[label][ranked[0]] += 1
+        in_top5 += label in ranked[:5]
+    assert sums["confusion"].tolist() == slow
+    assert sums["confusion"].dtype == torch.int64
+    assert int(sums["in_top5"]) == in_top5
