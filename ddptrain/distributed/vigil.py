@@ -195,7 +195,8 @@ class Vigil:
         if failure is not None and failure.rank != self._world.rank:
             self._exit(failure.code, failure.said)
         if failure is None:
-            self._news.tell_failure(ExitCode.CRASH, gone)  # to those on other hosts
+            if self._world.size > self._world.local_size:  # those on this host see it themselves
+                self._news.tell_failure(ExitCode.CRASH, gone)
             self._exit(ExitCode.CRASH, gone)
 
     def _ask(self, who: str) -> None:
