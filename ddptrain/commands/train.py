@@ -25,7 +25,7 @@ from ddptrain.distributed.threads import said_of_cores, share_cores
 from ddptrain.distributed.world import World
 from ddptrain.engine.agreement import check_same_command, check_same_model
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
-from ddptrain.engine.compiled import Compilations
+from ddptrain.engine.compiled import Compilations, check_graphs
 from ddptrain.engine.judge import always
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.optim import build_optimizer
@@ -114,6 +114,7 @@ def _assembled(
     prepare(data, world, config.seed)
     plan = plan_run(config, data.train_size, data.identity)
     log.info("batch      %s", _batch(plan, world))
+    on_all_ranks(world, lambda: check_graphs(config.compile, world, len(plan.sampler(world).pieces)))
     data.train_batches(plan.sampler(world), range(0))  # refuses a batch that it can't give
     log.info("data       %s", data.describe())
     workers = data.loading.workers or 0

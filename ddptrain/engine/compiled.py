@@ -5,12 +5,16 @@ import os
 from pathlib import Path
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch._logging._internal import set_logs
+from torch.utils._pytree import tree_map_only
 
+from ddptrain.distributed.world import World
+from ddptrain.errors import UserError
 from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
 
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 log = logging.getLogger("ddptrain")
 
 
@@ -30,6 +34,25 @@ def compile_model(model: nn.Module, mode: str) -> None:
             os.environ[_FOLDER] = str(cache)
     log.info("compiling  before the first step; it may take minutes the first time (%s)", mode)
     model.compile(mode=mode)
+    if mode in _WITH_GRAPHS:
+        model._compiled_call_impl = _copied(model._compiled_call_impl)
+
+
+def _copied(call: Any) -> Any:
+    """A CUDA graph's outputs are overwritten by its next run (pytorch#170604), and tasks keep some: those of
+    several views of a picture, or a state from window to window."""
+    return lambda *inputs, **named: tree_map_only(Tensor, Tensor.clone, call(*inputs, **named))
+
+
+def check_graphs(mode: str, world: World, passes: int) -> None:
+    """Refuse CUDA graphs for a rank with several backward passes a step: each would overwrite the gradients
+    that the one before has left (pytorch#96693, #169545). Raises UserError."""
+    if mode in _WITH_GRAPHS and world.device.type == "cuda" and passes > 1:
+        raise UserError(
+            f"compile={mode}: in its CUDA graphs each backward pass overwrites the gradients of the one"
+            f" before, and here a rank adds up those of {passes} a step. Use compile=default, or one pass a"
+            " rank: a larger train.micro_batch, and under elastic=strict as many strategy.shards as ranks."
+        )
 
 
 @final

@@ -111,7 +111,10 @@ class Stopwatch:
             # DDP broadcasts buffers before the model's own forward: a late rank is waited for there too
             wrapped.register_forward_pre_hook(lambda *_: self._clock.mark("forward"))
             wrapped.module.register_forward_pre_hook(lambda *_: self._clock.mark("all_reduce"))
-        self._clock = DeviceClock() if self._device.type == "cuda" else HostClock()
+        self._clock = HostClock()
+        if self._device.type == "cuda":
+            self._clock = DeviceClock()
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def next(self, batches: Iterator[Item]) -> Item:
         """The next batch."""

@@ -7,6 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from ddptrain.distributed.world import World
+from ddptrain.engine.compiled import check_graphs
+from ddptrain.errors import UserError
+
+GPU = World(device=torch.device("cuda", 0))
 
 
 def compiled(folder: Path, name: str) -> tuple[str, float]:
@@ -35,3 +42,12 @@ def test_the_next_run_takes_the_graphs_from_the_folder(tmp_path: Path) -> None:
     assert any((tmp_path / "cache/ddptrain/compiled").rglob("*"))
     _, again = compiled(tmp_path, "second")
     assert again < seconds / 2
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_and_several_backward_passes_a_step_are_refused(mode: str) -> None:
+    with pytest.raises(UserError, match=rf"compile={mode}: .* 2 a step.*compile=default.*train.micro_batch"):
+        check_graphs(mode, GPU, 2)
+    check_graphs(mode, GPU, 1)
+    check_graphs(mode, World(), 2)
+    check_graphs("default", GPU, 2)

@@ -34,6 +34,8 @@ from ddptrain.observe.observer import End, Observer, Observers
 from ddptrain.observe.profile import profiled
 
 DEVICE = torch.device("cuda", 0)
+PICTURES = 32 * 3 * 32 * 32
+"""Bytes of a micro-batch."""
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device, and pytest tests/gpu by itself"
 )
@@ -168,7 +170,9 @@ def test_copies_run_beside_the_computing_in_the_trace(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "profile/trace-rank0.json.gz") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     copies = [
-        e for e in events if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"] and e["args"]["bytes"] > 1e5
+        e
+        for e in events
+        if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"] and e["args"]["bytes"] >= PICTURES
     ]
     kernels = [event for event in events if event.get("cat") == "kernel"]
     assert copies
