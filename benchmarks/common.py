@@ -160,6 +160,11 @@ def chunk_config(recipe: str, steps: int, *changes: str) -> Config:
     total = WARMUP + steps + 1
     words = [f"recipe={recipe}", f"train.steps={total}", f"train.eval_every={total}"]
     words += [f"checkpoint.every={total}", f"log.every={LOG_EVERY}", *changes]
+    return composed(words)
+
+
+def composed(words: Sequence[str]) -> Config:
+    """The config that a command line asks for."""
     found: list[Config] = []
     run_composed(parse(words), lambda tree, overrides: found.append(checked(tree)))
     return found[0]
@@ -198,9 +203,8 @@ def _chunk(name: str, loop: Loop, job: Any, steps: int, compared: int) -> Chunk:
     return Chunk(statistics.fmean(timed), losses, waited / len(timed))
 
 
-def fit(config: Config, task: Task, data: Data, folder: Path) -> None:
+def fit(config: Config, task: Task, data: Data, folder: Path, world: World = World()) -> None:  # noqa: B008
     """The engine as the verb ``train`` sets it up, with all that a user leaves on."""
-    world = World()
     open_log(str(folder / "log.txt"), world.is_first)
     plan = plan_run(config, data.train_size)
     strategy = choose_strategy(config.strategy, world)

@@ -66,7 +66,8 @@ class Run:
 
     batch: samples of a step over all ranks. Iterating gives this rank's batches. tuned: with all that one
     would do by hand for speed (a fused optimizer, convolutions in channels_last, batches cut from memory), or
-    as torch does it where nothing is said, from a DataLoader that fetches a batch at once.
+    as torch does it where nothing is said, from a DataLoader that fetches a batch at once. precision: fp32 or
+    bf16. compile: off, or a mode of torch.compile.
     """
 
     workload: Workload
@@ -76,19 +77,28 @@ class Run:
     folder: Path
     watch: Watch
     tuned: bool = True
+    precision: str = "fp32"
+    compile: str = "off"
 
     def model(self) -> nn.Module:
         torch.manual_seed(SEED)
-        model = self.workload.build()
-        channels_last = self.workload.channels_last and self.tuned
-        return model.to(memory_format=torch.channels_last) if channels_last else model
+        model = self.workload.build().to(self.world.device)
+        if self.workload.channels_last and self.tuned:
+            model = model.to(memory_format=torch.channels_last)
+        if self.compile != "off":
+            model.compile(mode=self.compile)
+        return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), fused=True if self.tuned else None, **SGD)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         self.watch.begin()
-        total, count = self.workload.loss(model, batch)
+        if self.precision == "bf16":
+            with torch.autocast(self.world.device.type, torch.bfloat16):
+                total, count = self.workload.loss(model, batch)
+        else:
+            total, count = self.workload.loss(model, batch)
         loss = total / count
         self.watch.note(loss)
         return loss
@@ -165,7 +175,8 @@ def with_ddptrain(run: Run) -> None:
         checkpoint=Checkpoint(every=run.steps),
         log=Log(every=LOG_EVERY),
         seed=SEED,
-        precision="fp32",
+        precision=run.precision,
+        compile=run.compile,
         channels_last=run.workload.channels_last,
     )
     task, data, world = Measured(run), run.workload.data, run.world

@@ -32,8 +32,8 @@ class Rows(Data):
     def __init__(
         self, inputs: Tensor, labels: Tensor, prepare_rows: Callable[[Tensor], Tensor], world: World
     ) -> None:
-        self._inputs = inputs
-        self._labels = labels
+        self._inputs = inputs.to(world.device)
+        self._labels = labels.to(world.device)
         self._prepare_rows = prepare_rows
         self._world = world
 
@@ -141,5 +141,6 @@ def _images(world: World, build: Callable[[], nn.Module]) -> Workload:
     data.prepare(world, SEED)
     opened = source.open(Path())
     images = opened.train.images(torch.arange(len(opened.train)))
-    normalise = Normalise(torch.tensor(opened.mean), torch.tensor(opened.std), channels_last=True)
+    mean, std = (torch.tensor(values, device=world.device) for values in (opened.mean, opened.std))
+    normalise = Normalise(mean, std, channels_last=True)
     return Workload(build, Rows(images, opened.train.labels, normalise, world), data, channels_last=True)

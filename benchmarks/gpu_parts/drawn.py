@@ -1,0 +1,118 @@
+"""The hour's pictures."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bars import draw as draw_ratios
+from gpu_parts.losses import FIRST, LATER
+
+TITLES = {
+    "hand": "hand-written loop",
+    "ddptrain": "ddptrain",
+    "hand-compiled": "hand-written loop, compiled",
+    "ddptrain-compiled": "ddptrain, compiled",
+}
+COLOURS = ("#0f766e", "#c2410c", "#1d4ed8")
+PHASES = {
+    "data": "#1d4ed8",
+    "copy": "#60a5fa",
+    "forward": "#0f766e",
+    "backward": "#5eead4",
+    "all_reduce": "#7e22ce",
+    "optimizer": "#c2410c",
+    "logging": "#a8a29e",
+    "evaluating": "#d6d3d1",
+    "drawing": "#e7e5e4",
+    "saving": "#78716c",
+}
+
+
+def draw(results: Mapping[str, Any], out: Path) -> list[Path]:
+    """Those for which there are figures."""
+    parts = results["parts"]
+    files = []
+    if rows := parts.get("losses", {}).get("figures", {}).get("rows"):
+        files.append(_losses(rows, out / "losses.png"))
+    cases = {
+        case["title"]: {TITLES[loop]: ratios for loop, ratios in case["ratios"].items()}
+        for case in parts.get("beside", {}).get("figures", {}).values()
+        if isinstance(case, dict) and all(len(ratios) > 1 for ratios in case.get("ratios", {"": []}).values())
+    }
+    if cases:
+        facts = parts["machine"]["figures"]["facts"]
+        note = f"median and quartiles; {facts['gpus'][0]}, torch {facts['versions']['torch']}"
+        draw_ratios(cases, note, out / "ratios.png")
+        files.append(out / "ratios.png")
+    if found := speeds(results):
+        files.append(_phases(found, out / "time.png"))
+    return files
+
+
+def speeds(results: Mapping[str, Any]) -> dict[str, Any]:
+    """What each training said of its time."""
+    figures = {name: part["figures"] for name, part in results["parts"].items()}
+    return {name: found["speed"] for name, found in figures.items() if "speed" in found}
+
+
+def _losses(rows: Mapping[str, Any], file: Path) -> Path:
+    """The greatest differences from the CPU's losses, first step and later ones, beside what is allowed."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, sides = pyplot.subplots(
+        1, 2, figsize=(10, 1.5 + 0.42 * len(rows)), sharey=True, layout="constrained"
+    )
+    for axis, kind, allowed, title in (
+        (sides[0], "first", FIRST, "first step"),
+        (sides[1], "later", LATER, "steps after it"),
+    ):
+        for place, (precision, colour) in enumerate(zip(FIRST, COLOURS, strict=True)):
+            heights = [row + 0.27 * (1 - place) for row in range(len(rows))]
+            # an exact agreement has no place on a logarithmic axis
+            values = [max(row[kind].get(precision, 0), 1e-8) for row in rows.values()]
+            axis.barh(heights, values, height=0.25, color=colour, label=precision)
+            axis.axvline(allowed[precision], color=colour, linewidth=1, linestyle=":")
+        axis.set_xscale("log")
+        axis.set_xlim(1e-8, 1)
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    sides[0].set_yticks(range(len(rows)), list(rows))
+    sides[0].invert_yaxis()
+    sides[0].legend(fontsize=8, loc="lower left")
+    figure.supxlabel("relative difference from the CPU's losses in fp32 (dotted: allowed)", fontsize=8)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+    return file
+
+
+def _phases(found: Mapping[str, Any], file: Path) -> Path:
+    """Where each training's time went, as shares."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(9, 1.6 + 0.4 * len(found)), layout="constrained")
+    for place, speed in enumerate(found.values()):
+        left = 0.0
+        for phase, colour in PHASES.items():
+            share = speed["time"].get(phase, 0.0)
+            axis.barh(place, share, left=left, color=colour, height=0.7)
+            left += share
+    axis.set_yticks(range(len(found)), list(found), fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1)
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in PHASES.values()]
+    figure.legend(
+        handles, [name.replace("_", "-") for name in PHASES], loc="outside lower center", ncols=5, fontsize=8
+    )
+    axis.set_title("where the time of each training went", fontsize=10, loc="left")
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+    return file

@@ -1,0 +1,86 @@
+"""The hour on a GPU, on one that is not there: what it notes, what it takes up again and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FAKE = [sys.executable, str(ROOT / "tests" / "fake_gpu")]
+
+
+def hour(
+    out: Path, *words: str, gpu: bool = False
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """What it said, and its results so far."""
+    line = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), f"--out={out}", *words]
+    none = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*FAKE, *line] if gpu else line,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, **none},
+    )
+    file = out / "results.json"
+    return done, json.loads(file.read_text())["parts"] if file.exists() else {}
+
+
+def test_a_machine_without_a_gpu_is_a_failure_that_is_noted(tmp_path: Path) -> None:
+    done, parts = hour(tmp_path, "--small", "--only=dp")
+    assert done.returncode == 1, done.stderr
+    assert parts["machine"]["verdict"] == "failed"
+    assert "torch.cuda.is_available() is false" in parts["machine"]["said"]
+    assert parts["dp"]["said"] == "needs 2 GPUs, and there are 0"
+    assert "| Two GPUs" not in (tmp_path / "report.md").read_text(), "it was not asked for"
+    done, again = hour(tmp_path, "--small", "--only=dp")
+    assert again["machine"]["date"] == parts["machine"]["date"], "what is done is not done again"
+
+
+def test_results_of_another_kind_are_not_mixed(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text('{"small": true, "parts": {}}')
+    done, _ = hour(tmp_path)
+    assert done.returncode == 1
+    assert "was begun with small=True" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["--only=cnm", "--again=cnm"])
+def test_a_misspelt_part_is_refused(tmp_path: Path, words: str) -> None:
+    done, _ = hour(tmp_path, words)
+    assert done.returncode == 2
+    assert "cnm is none of machine, doctor" in done.stderr
+
+
+def test_parts_on_a_simulated_gpu(tmp_path: Path) -> None:
+    done, parts = hour(
+        tmp_path, "--small", "--only=cnn,graphs-text,dp", f"--write={page(tmp_path)}", gpu=True
+    )
+    if done.stderr.startswith("the fake GPU needs"):
+        pytest.skip(done.stderr.strip())
+    verdicts = {name: part["verdict"] for name, part in parts.items()}
+    expected = {
+        "machine": "passed",
+        "cnn": "passed",
+        "graphs-text": "not on this device",
+        "dp": "not started",
+    }
+    assert verdicts == expected, parts
+    assert "graphs" in parts["machine"]["figures"]["lacks"]
+    assert parts["cnn"]["commands"][0].startswith("python -m ddptrain device=cuda")
+    assert parts["cnn"]["figures"]["speed"]["samples_per_s"] > 0
+    report = (tmp_path / "report.md").read_text()
+    assert "**A simulated device: no time here says anything.**" in report
+    assert "| A CNN on drawn shapes | passed |" in report
+    assert (tmp_path / "time.png").stat().st_size > 1000
+    assert "--write: these results say nothing of a GPU" in done.stderr
+    assert "unwritten" in (tmp_path / "page.md").read_text()
+
+
+def page(folder: Path) -> Path:
+    file = folder / "page.md"
+    file.write_text("<!-- gpu:begin -->\nunwritten\n<!-- gpu:end -->\n")
+    return file
