@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.futures import Future
+from torch.nn.utils.rnn import pad_sequence
 
 _SAVES = 2
 """A matrix is factored where that divides its numbers by more than this."""
 _UNKNOWN = torch.empty(0)
+_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(slots=True)
@@ -137,8 +139,9 @@ class PowerSgd:
         parts = mean.split([*(gradient.numel() for gradient in trip.plain), *(n * r for n, r in shapes)])
         for gradient, part in zip(trip.plain, parts, strict=False):
             gradient.copy_(part.view_as(gradient))
-        for matrix, part, shape in zip(trip.matrices, parts[len(trip.plain) :], shapes, strict=True):
-            matrix.left = torch.linalg.qr(part.view(shape)).Q
+        lefts = [part.view(shape) for part, shape in zip(parts[len(trip.plain) :], shapes, strict=True)]
+        for matrix, left in zip(trip.matrices, _orthonormal(lefts), strict=True):
+            matrix.left = left
             matrix.right = matrix.whole.T @ matrix.left
             # of its own right factor, not of the mean: or it would add up how this rank's gradients differ
             matrix.whole.sub_(matrix.left @ matrix.right.T)
@@ -163,6 +166,29 @@ class PowerSgd:
     def _mean(self, trip: _Trip) -> Tensor:
         trip.work.wait()
         return trip.sent.div_(self._world_size)
+
+
+def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Of each (n, r), any n and one r: orthonormal columns that span the same, by Gram and Schmidt. A column
+    of zeros is replaced by a unit vector: else a gradient that is zero once would never arrive again.
+
+    Twice over, for once leaves too much of a column that is nearly a sum of those before (Giraud et al.,
+    Numerische Mathematik 101, 2005); and all matrices together, where on a GPU torch.linalg.qr is a chain of
+    launches for each.
+    """
+    given = pad_sequence(list(matrices), batch_first=True)
+    found = given[:, :, :0]
+    for i in range(given.shape[2]):
+        column = given[:, :, i : i + 1]
+        unit = torch.zeros_like(column)
+        unit[:, i] = 1
+        column = torch.where(column.norm(dim=1, keepdim=True) == 0, unit, column)
+        for _ in range(2):
+            column = column / column.norm(dim=1, keepdim=True).clamp(min=_TINY)
+            column = column - found @ (found.mT @ column)
+        column = column / column.norm(dim=1, keepdim=True).clamp(min=_TINY)
+        found = torch.cat([found, column], dim=2)
+    return [basis[: len(matrix)] for basis, matrix in zip(found, matrices, strict=True)]
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:

@@ -54,9 +54,10 @@ def gradients(model: nn.Module, step: int, rank: int, columns: int | None = None
 
 
 def sent(
-    world: World, config: Strategy, layers: int, steps: int, columns: int | None = None
+    world: World, config: Strategy, layers: int, steps: int, columns: int | None = None, zero_until: int = 0
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """What DDP leaves as gradients, step by step, and what this rank has not sent at the end."""
+    """What DDP leaves as gradients, step by step, and what this rank has not sent at the end. zero_until: the
+    step before which the first one is zero."""
     strategy = choose_strategy(config, world)
     model = Linears(layers)
     wrapped = strategy.wrap(model)
@@ -64,7 +65,8 @@ def sent(
     assert ballot is not None
     found = []
     for step in range(steps):
-        loss = wrapped(gradients(model, step, world.rank, columns))
+        given = gradients(model, step, world.rank, columns)
+        loss = wrapped([given[0] * (step >= zero_until), *given[1:]])
         model.zero_grad(set_to_none=True)
         votes, vote = ballot.vote(step, False, loss)
         torch.autograd.backward([loss, votes], [torch.ones(()), vote])
@@ -80,17 +82,25 @@ def mean(step: int, ranks: int, layers: int, columns: int | None = None) -> list
     return [torch.stack(values).mean(dim=0) for values in zip(*each, strict=True)]
 
 
-@pytest.mark.parametrize("static_graph", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_matrix_of_its_rank_arrives_as_it_is(size: int, static_graph: bool) -> None:
+@pytest.mark.parametrize(("size", "static_graph", "columns"), [(2, False, 2), (3, True, 2), (2, False, 1)])
+def test_a_matrix_of_its_rank_or_less_arrives_as_it_is(size: int, static_graph: bool, columns: int) -> None:
     """And so does what is no matrix, at any rank. Six layers in as many buckets: with torch's own hook they
     wait for each other for ever."""
     config = powersgd(rank=2, bucket_cap_mb=0.001, static_graph=static_graph)
-    for arrived, left in run_ranks(lambda world: sent(world, config, 6, 5, columns=2), size):
+    for arrived, left in run_ranks(lambda world: sent(world, config, 6, 5, columns), size):
         for step, found in enumerate(arrived):
-            for value, expected in zip(found, mean(step, size, 6, columns=2), strict=True):
+            for value, expected in zip(found, mean(step, size, 6, columns), strict=True):
                 torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
         assert len(left) == 6, "of biases nothing is left"
+
+
+@pytest.mark.parametrize("layers", [1, 6])
+def test_a_gradient_that_was_zero_arrives_too(layers: int) -> None:
+    """Beside matrices that were not, in one bucket."""
+    config = powersgd(rank=2, bucket_cap_mb=25.0)
+    for arrived, _ in run_ranks(lambda world: sent(world, config, layers, 8, 2, zero_until=3), 2):
+        assert not arrived[2][0].any()
+        torch.testing.assert_close(arrived[7][0], mean(7, 2, layers, 2)[0], rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_left_out_arrives_later() -> None:
