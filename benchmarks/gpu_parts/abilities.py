@@ -1,8 +1,8 @@
 """What a device can do at all, each tried in a fresh process: `python abilities.py <name>` ends with 0 where
 it can, else with the reason as its last error.
 
-A simulated device computes nothing by itself. What it can't do is left out of the hour, and the report says
-so in its first lines; no ability is taken for granted because of the device's name.
+What a device can't do is left out of the hour, and the report says so in its first lines; no ability is
+taken for granted because of the device's name.
 """
 
 import json

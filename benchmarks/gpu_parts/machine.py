@@ -8,8 +8,6 @@ from pathlib import Path
 
 from gpu_parts.part import Job, need
 
-from ddptrain.distributed.cores import cores
-
 ABILITIES = ("computes", "graphs", "compiles", "profiles", "finds_races")
 """Of abilities.py, which brings torch."""
 _FACTS = """
@@ -29,9 +27,12 @@ print(json.dumps({
 
 
 def machine(job: Job) -> str:
+    from ddptrain.distributed.cores import cores  # here: gpu.py itself may yet have to install ddptrain
+
     facts = json.loads(job.run("facts", "-c", _FACTS, limit=120).out.splitlines()[-1])
     job.figure("facts", {**facts, "processor": _processor(), "cores": cores()})
-    lacks = {}
+    nodes = [node for name in ("nvidia*", "nvhost*", "dxg") for node in Path("/dev").glob(name)]
+    lacks = {} if nodes else {"exists": "CUDA answers, but there is no device node such as /dev/nvidiactl"}
     for name in ABILITIES:
         variables = {"TORCH_CUDA_SANITIZER": "1"} if name == "finds_races" else {}
         words = [str(Path(__file__).with_name("abilities.py")), name]
@@ -42,14 +43,14 @@ def machine(job: Job) -> str:
     said = f"{len(facts['gpus'])} x {facts['gpus'][0]}"
     if not lacks:
         return said
-    # a device that computes is a real one, and then each of these is expected of it
-    need(is_simulated(lacks), f"{said}: it computes, but lacks {', '.join(lacks)}")
+    # of a real device each of these is expected
+    need(is_simulated(lacks), f"{said} lacks {', '.join(lacks)}")
     return f"{said}, simulated: it lacks {', '.join(lacks)}"
 
 
 def is_simulated(lacks: Mapping[str, str]) -> bool:
-    """Whether the device is no GPU: each one computes and replays graphs."""
-    return "computes" in lacks or "graphs" in lacks
+    """Whether CUDA answers for a device that is not there."""
+    return "exists" in lacks
 
 
 def _processor() -> str:

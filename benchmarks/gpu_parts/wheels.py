@@ -32,16 +32,16 @@ def fetch(folder: Path) -> None:
 
 
 def install(folder: Path, site: Path) -> None:
-    """Put the wheels and this checkout into ``site``, once, and that before everything else for all that is
-    started from here on."""
+    """Put the wheels (once) and this checkout (as it is now) into ``site``, and that before all else for
+    what is started from here on."""
     wheels = sorted(map(str, folder.glob("*.whl")))
     if not wheels:
         raise SystemExit(f"--wheels={folder}: holds no wheel; --fetch-wheels={folder} brings them")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    if not (site / "ddptrain").exists():
-        quiet = ("install", "-q", "--no-index", "--no-deps", "--target", str(site))
+    quiet = ("install", "-q", "--no-index", "--no-deps", "--target", str(site))
+    if not site.exists():
         _pip(*quiet, *wheels)
-        _pip(*quiet, "--no-build-isolation", str(ROOT))
+    _pip(*quiet, "--upgrade", "--no-build-isolation", str(ROOT))
     sys.path.insert(0, str(site))
 
 
