@@ -10,33 +10,29 @@ GREY = 114
 
 
 class Letterbox(NamedTuple):
-    """Where pictures lie in their squares; a scalar or a tensor (n,) each."""
+    """Where a picture lies in its square, or n of them in theirs; float32 (..., 2) each, x before y."""
 
-    scale_x: Tensor
-    scale_y: Tensor
-    left: Tensor
+    scale: Tensor
+    """Pixels of the square for one of the picture."""
+    corner: Tensor
     """Pixels of the square before the picture begins."""
-    top: Tensor
 
-    def of(self, i: int) -> "Letterbox":
-        """The i-th picture's."""
-        return Letterbox(*(each[i] for each in self))
+    def of(self, i: int | Tensor) -> "Letterbox":
+        """The i-th picture's, or those of several."""
+        return Letterbox(self.scale[i], self.corner[i])
 
     def there(self, boxes: Tensor) -> Tensor:
         """(n, k, 4) x1, y1, x2, y2 in pixels of the pictures -> in pixels of the squares."""
-        return boxes * self._scale + self._corner
+        return boxes * _twice(self.scale) + _twice(self.corner)
 
     def back(self, boxes: Tensor) -> Tensor:
         """(n, k, 4) in pixels of the squares -> in pixels of the pictures; not clipped to them."""
-        return (boxes - self._corner) / self._scale
+        return (boxes - _twice(self.corner)) / _twice(self.scale)
 
-    @property
-    def _scale(self) -> Tensor:
-        return torch.stack([self.scale_x, self.scale_y] * 2, dim=-1).unsqueeze(-2)
 
-    @property
-    def _corner(self) -> Tensor:
-        return torch.stack([self.left, self.top] * 2, dim=-1).unsqueeze(-2)
+def _twice(of: Tensor) -> Tensor:
+    """(..., 2) -> (..., 1, 4), for both corners of a box."""
+    return torch.cat([of, of], dim=-1).unsqueeze(-2)
 
 
 def fitted(sizes: Tensor, side: int) -> Tensor:
@@ -54,4 +50,4 @@ def letterbox(sizes: Tensor, side: int) -> Letterbox:
     inner = fitted(sizes, side)
     scale = inner / sizes.double()
     corner = (side - inner) // 2
-    return Letterbox(scale[:, 1].float(), scale[:, 0].float(), corner[:, 1].float(), corner[:, 0].float())
+    return Letterbox(scale.flip(1).float(), corner.flip(1).float())

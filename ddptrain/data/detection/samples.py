@@ -36,7 +36,7 @@ class Samples(Dataset[Any]):
     def __getitems__(self, keys: list[Key]) -> Batch | UserError:
         epochs, ids, _ = map(torch.tensor, zip(*keys, strict=True))
         dice = Dice(self._seed, epochs, ids)
-        placed = Letterbox(*(of[ids] for of in self._placed))
+        placed = self._placed.of(ids)
         try:
             if keys[0][0] == AS_IT_IS:
                 plain = torch.eye(3).repeat(len(keys), 1, 1)  # an expanded one can't be pinned
@@ -58,7 +58,7 @@ class Samples(Dataset[Any]):
 
     def _letterboxed(self, i: int) -> Seen:
         seen = self._scaled(i)
-        left, top = int(self._placed.left[i]), int(self._placed.top[i])
+        left, top = self._placed.corner[i].long().tolist()
         square = torch.full((3, self._side, self._side), GREY, dtype=torch.uint8)
         square[:, top : top + seen.pixels.shape[1], left : left + seen.pixels.shape[2]] = seen.pixels
         return seen._replace(pixels=square, boxes=seen.boxes + torch.tensor([left, top, left, top]))
@@ -66,7 +66,7 @@ class Samples(Dataset[Any]):
 
 def _to_learn(objects: Sequence[Objects], placed: Letterbox) -> PackedObjects:
     """Boxes at the size that pictures are trained at; crowds are left out."""
-    scaled = placed._replace(left=torch.zeros_like(placed.left), top=torch.zeros_like(placed.top))
+    scaled = placed._replace(corner=torch.zeros_like(placed.corner))
     kept = []
     for i, on_it in enumerate(objects):
         single = ~on_it.crowd
