@@ -130,7 +130,8 @@ def starts(facts: Facts) -> Iterator[Finding]:
     cuda, found = facts.cuda, facts.torch_cuda
     crashed = [failure.why for failure in facts.failures if failure.probe == "cuda" and not failure.hung]
     empty = [gpu for gpu in facts.driver.gpus if gpu.mig and not gpu.slices] if facts.driver else []
-    if facts.driver and empty and len(empty) == len(facts.driver.gpus):
+    works = found is not None and found.count > 0  # on a slice that NVML does not name, in a container
+    if facts.driver and empty and len(empty) == len(facts.driver.gpus) and not works:
         yield problem(
             "mig-no-slices", f"MIG is on, without a slice: {listed([gpu.name for gpu in empty])}",
             "the GPU is in MIG mode and not divided yet, and CUDA only runs on slices.",

@@ -64,9 +64,9 @@ def wsl(facts: Facts) -> Iterator[Finding]:
 
 
 def device_nodes(facts: Facts) -> Iterator[Finding]:
-    """The files by which a process reaches a GPU."""
-    system = facts.system
-    if not system or system.wsl or system.kind != "Linux":
+    """The files by which a process reaches a GPU, where it does not: some machines have other ones."""
+    system, found = facts.system, facts.torch_cuda
+    if not system or system.wsl or system.kind != "Linux" or (found and found.count):
         return
     nodes, module = system.device_nodes, f"kernel module {system.module or 'not loaded'}"
     if "/dev/nvidiactl" not in nodes:
@@ -116,6 +116,8 @@ def driver_answers(facts: Facts) -> Iterator[Finding]:
     hung = [failure.probe for failure in facts.failures if failure.hung and failure.probe in ("nvml", "cuda")]
     driver, cuda = facts.driver, facts.cuda
     code = driver.code if driver else 0
+    silent = _silent(facts)
+    works = facts.torch_cuda is not None and facts.torch_cuda.count > 0
     if hung:
         yield problem(
             "driver-hangs", f"no answer from {listed(hung)}",
@@ -136,9 +138,9 @@ def driver_answers(facts: Facts) -> Iterator[Finding]:
             "sudo modprobe nvidia; where that fails after a kernel update: sudo dkms autoinstall, or"
             " reinstall the driver (Secure Boot refuses a module that is not signed: mokutil --sb-state).",
         )  # fmt: skip
-    elif driver and (code == 15 or (driver.gpus and all(gpu.error for gpu in driver.gpus))):
+    elif driver and (code == 15 or (silent and not works)):
         yield problem(
-            "gpu-lost", f"NVML: {driver.error or driver.gpus[0].error}", "a GPU has fallen off the bus.",
+            "gpu-lost", f"NVML: {driver.error or silent}", "a GPU has fallen off the bus.",
             f"{LOOK} (Xid 79); reboot, and if it comes again look at its power and its seat.",
         )  # fmt: skip
     elif cuda and not cuda.library:
@@ -149,6 +151,12 @@ def driver_answers(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _silent(facts: Facts) -> str:
+    """What NVML says where it counts GPUs and reaches none; ''."""
+    errors = [gpu.error for gpu in facts.driver.gpus] if facts.driver else []
+    return errors[0] if errors and all(errors) else ""
+
+
 def _module(facts: Facts) -> str:
     return (facts.system.module if facts.system else "") or "unknown"
 
@@ -156,8 +164,8 @@ def _module(facts: Facts) -> str:
 def nvml_quiet(facts: Facts) -> Iterator[Finding]:
     """NVML says nothing where CUDA works: what it would have told is missing."""
     why = [failure.why for failure in facts.failures if failure.probe == "nvml" and not failure.hung]
-    if facts.driver and facts.driver.error:
-        why = [facts.driver.error]
+    if error := (facts.driver.error if facts.driver else "") or _silent(facts):
+        why = [error]
     if why:
         yield warning(
             "nvml-quiet", why[0],

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ddptrain.doctor.facts import Cluster, Facts
+from ddptrain.doctor.facts import Cluster, Facts, Gpu, TorchGpu
 from ddptrain.doctor.findings import LEVELS, Finding, counted, gib, problems
 from ddptrain.doctor.replay import plain
 
@@ -45,13 +45,16 @@ def show(asked: str, findings: Sequence[Finding]) -> None:
 def header(facts: Facts) -> str:
     """A machine in one line."""
     system, torch, limits = facts.system, facts.torch, facts.limits
-    gpus = [f"{gpu.name} {gib(gpu.memory)}" for gpu in facts.driver.gpus] if facts.driver else []
+    named = [gpu for gpu in facts.driver.gpus if gpu.name] if facts.driver else []
+    seen: Sequence[Gpu | TorchGpu] = named or (facts.torch_cuda.gpus if facts.torch_cuda else ())
+    gpus = [f"{gpu.name} {gib(gpu.memory)}" for gpu in seen]
+    version = facts.driver.version if facts.driver else ""
     parts = [
         f"ddptrain {system.ddptrain} doctor" if system else "ddptrain doctor",
         system.name if system else "",
         f"Python {system.python}" if system else "",
         f"torch {torch.version}" if torch else "torch not importable",
-        f"driver {facts.driver.version}" if facts.driver and facts.driver.version else "no NVIDIA driver",
+        f"driver {version}" if version else "" if seen else "no NVIDIA driver",
         multiplied(gpus) if gpus else "no GPU seen",
         counted(limits.cores, "core") if limits else "",
     ]

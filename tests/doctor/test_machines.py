@@ -28,6 +28,7 @@ from ddptrain.doctor.facts import (
 )
 from ddptrain.doctor.findings import OK, PROBLEM, WARNING, Finding, problems
 from ddptrain.doctor.replay import plain, read_facts, restored
+from ddptrain.doctor.show import header
 
 GIB = 2**30
 NODES = ("/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl")
@@ -493,6 +494,14 @@ def test_two_independent_causes_are_both_told() -> None:
         CASES["driver 550 for CUDA 13"].facts, environment={"CUDA_VISIBLE_DEVICES": ""}
     )
     assert {finding.id for finding in problems(examine(facts))} == {"driver-too-old", "cvd-hides-all"}
+
+
+def test_gpus_that_compute_are_there_whatever_else_is_not_seen() -> None:
+    """Some machines have other device nodes, and NVML may be refused to a container."""
+    refused = {"gpus": tuple(Gpu(i, error="Insufficient Permissions") for i in range(2))}
+    facts = broken(environment={}, system={"device_nodes": ()}, driver=refused)
+    assert [finding.id for finding in bad(examine(facts))] == ["nvml-quiet"]
+    assert "2 x NVIDIA H100 80.0 GiB" in header(facts)
 
 
 def test_a_driver_that_a_compat_library_lifts_is_not_blamed() -> None:
