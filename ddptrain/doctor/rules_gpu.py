@@ -104,7 +104,7 @@ def mig(facts: Facts) -> Iterator[Finding]:
     if divided:
         told = problem if ranks > 1 else warning
         yield told(
-            "mig", f"MIG is on: {listed([f'{g.name}, {len(g.slices) or 'unknown'} slices' for g in divided])}",
+            "mig", f"MIG is on: {listed([f'{gpu.name} in {len(gpu.slices)} slices' for gpu in divided])}",
             "CUDA gives a process one slice of a divided GPU, and NCCL can't join slices of one GPU.",
             f"train on one slice with one rank{' instead of ' + str(ranks) if ranks > 1 else ''}, or undo"
             f" it on an idle GPU: sudo nvidia-smi -i {divided[0].index} -mig 0",
