@@ -30,18 +30,18 @@ def _remedy(error: BaseException, config: Config, world: World) -> str:
         return any(f"ddptrain/{part}.py" in file for file in files)
 
     train = config.train
-    if within("engine/evaluate") and train.eval_batch_size > 1:
-        fewer = f"train.eval_batch_size={train.eval_batch_size // 2} (now {train.eval_batch_size})"
-        return f"Evaluate fewer samples at once: {fewer}."
-    if within("engine/loop") and not within("engine/update"):
+    if within("engine/evaluate"):
+        if train.eval_batch_size > 1:
+            fewer = f"train.eval_batch_size={train.eval_batch_size // 2} (now {train.eval_batch_size})"
+            return f"Evaluate fewer samples at once: {fewer}."
+    elif within("engine/loop") and not within("engine/update"):
         most = max(plan_run(config, train_size=1).sampler(world).micro_sizes)
         if most > 1:
-            return (
-                f"Put fewer samples through the model at once: train.micro_batch={most // 2} (now {most});"
-                f" the global batch stays {train.batch_size}."
-            )
+            fewer = f"train.micro_batch={most // 2} (now {most})"
+            batch = f"the global batch stays {train.batch_size}"
+            return f"Put fewer samples through the model at once: {fewer}; {batch}."
         if config.precision in ("fp32", "tf32"):
-            return "What the forward pass keeps is half as much with precision=bf16."
+            return "What the forward pass keeps is about half as much with precision=bf16."
     elif within("data/resident"):
-        return "Leave the data in files, and read them by workers: data.resident=false."
+        return "Leave the data in files, and have them read by workers: data.resident=false."
     return "No batch size makes the model smaller: take a smaller one, or a device with more memory."
