@@ -38,9 +38,9 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "tiny": Case("MLP, 26 thousand parameters, batch 64, fp32", tiny, 64, "fp32", 400),
-    "mobilenet": Case("MobileNetV3-small, 32x32, batch 512, bf16", mobilenet, 512, "bf16", 60),
-    "lstm": Case("LSTM, 2 layers of 256, 128 characters, batch 256, bf16", lstm, 256, "bf16", 60),
+    "tiny": Case("MLP, 26 thousand parameters, fp32", tiny, 64, "fp32", 400),
+    "mobilenet": Case("MobileNetV3-small, 32x32, bf16", mobilenet, 512, "bf16", 60),
+    "lstm": Case("LSTM, 2 layers of 256, 128 characters, bf16", lstm, 256, "bf16", 60),
 }
 LOOPS = {
     BASE: (by_hand, "off"),

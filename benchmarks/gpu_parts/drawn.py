@@ -6,6 +6,7 @@ from typing import Any
 
 from bars import draw as draw_ratios
 from gpu_parts.losses import FIRST, LATER
+from gpu_parts.machine import is_simulated
 
 TITLES = {
     "hand": "hand-written loop",
@@ -31,21 +32,24 @@ PHASES = {
 def draw(results: Mapping[str, Any], out: Path) -> list[Path]:
     """Those for which there are figures."""
     parts = results["parts"]
+    facts = parts["machine"]["figures"].get("facts", {"gpus": ["no GPU"], "versions": {"torch": "?"}})
+    simulated = "a simulated " if is_simulated(parts["machine"]["figures"].get("lacks", {})) else ""
+    where = f"{simulated}{facts['gpus'][0]}, torch {facts['versions']['torch']}"
     files = []
     if rows := parts.get("losses", {}).get("figures", {}).get("rows"):
-        files.append(_losses(rows, out / "losses.png"))
+        files.append(_losses(rows, where, out / "losses.png"))
     cases = {
-        case["title"]: {TITLES[loop]: ratios for loop, ratios in case["ratios"].items()}
+        f"{case['title']}, batch {case['batch']}": {
+            TITLES[loop]: ratios for loop, ratios in case["ratios"].items()
+        }
         for case in parts.get("beside", {}).get("figures", {}).values()
         if isinstance(case, dict) and all(len(ratios) > 1 for ratios in case.get("ratios", {"": []}).values())
     }
     if cases:
-        facts = parts["machine"]["figures"]["facts"]
-        note = f"median and quartiles; {facts['gpus'][0]}, torch {facts['versions']['torch']}"
-        draw_ratios(cases, note, out / "ratios.png")
+        draw_ratios(cases, f"median and quartiles; {where}", out / "ratios.png")
         files.append(out / "ratios.png")
     if found := speeds(results):
-        files.append(_phases(found, out / "time.png"))
+        files.append(_phases(found, where, out / "time.png"))
     return files
 
 
@@ -55,7 +59,7 @@ def speeds(results: Mapping[str, Any]) -> dict[str, Any]:
     return {name: found["speed"] for name, found in figures.items() if "speed" in found}
 
 
-def _losses(rows: Mapping[str, Any], file: Path) -> Path:
+def _losses(rows: Mapping[str, Any], where: str, file: Path) -> Path:
     """The greatest differences from the CPU's losses, first step and later ones, beside what is allowed."""
     import matplotlib
 
@@ -70,7 +74,7 @@ def _losses(rows: Mapping[str, Any], file: Path) -> Path:
         (sides[1], "later", LATER, "steps after it"),
     ):
         for place, (precision, colour) in enumerate(zip(FIRST, COLOURS, strict=True)):
-            heights = [row + 0.27 * (1 - place) for row in range(len(rows))]
+            heights = [row + 0.27 * (place - 1) for row in range(len(rows))]
             # an exact agreement has no place on a logarithmic axis
             values = [max(row[kind].get(precision, 0), 1e-8) for row in rows.values()]
             axis.barh(heights, values, height=0.25, color=colour, label=precision)
@@ -82,14 +86,17 @@ def _losses(rows: Mapping[str, Any], file: Path) -> Path:
         axis.spines[["top", "right"]].set_visible(False)
     sides[0].set_yticks(range(len(rows)), list(rows))
     sides[0].invert_yaxis()
-    sides[0].legend(fontsize=8, loc="lower left")
-    figure.supxlabel("relative difference from the CPU's losses in fp32 (dotted: allowed)", fontsize=8)
+    handles = sides[0].get_legend_handles_labels()
+    figure.legend(*handles, fontsize=8, loc="outside lower center", ncols=len(FIRST))
+    figure.suptitle(
+        f"relative difference from the CPU's losses in fp32 (dotted: allowed); {where}", fontsize=9
+    )
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
     return file
 
 
-def _phases(found: Mapping[str, Any], file: Path) -> Path:
+def _phases(found: Mapping[str, Any], where: str, file: Path) -> Path:
     """Where each training's time went, as shares."""
     import matplotlib
 
@@ -112,7 +119,7 @@ def _phases(found: Mapping[str, Any], file: Path) -> Path:
     figure.legend(
         handles, [name.replace("_", "-") for name in PHASES], loc="outside lower center", ncols=5, fontsize=8
     )
-    axis.set_title("where the time of each training went", fontsize=10, loc="left")
+    axis.set_title(f"where the time of each training went; {where}", fontsize=9, loc="left")
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
     return file

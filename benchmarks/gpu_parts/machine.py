@@ -64,4 +64,5 @@ def _reason(code: int, said: str) -> str:
         return f"died of signal {-code}"
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return (errors or lines or [f"exit code {code}"])[-1][:200]
+    reason = (errors or lines or [f"exit code {code}"])[-1]
+    return re.sub(r"/\S+/", "", reason)[:200].rstrip(".")  # where a file lies is this machine's own affair

@@ -78,7 +78,7 @@ def _table(results: Results) -> list[str]:
     ]
     if is_simulated(_lacks(results)):
         lines += ["**A simulated device: no time here says anything.**", ""]
-    lines += [f"It lacks *{name}*: {why}." for name, why in _lacks(results).items()]
+    lines += [f"* It lacks *{name}*: {why}." for name, why in _lacks(results).items()]
     lines += ["", f"{counted(results)}:", "", "| part | verdict | | s |", "|---|---|---|---:|"]
     for name, part in parts.items():
         seconds = f"{part['seconds']:.0f}" if "seconds" in part else ""
@@ -126,7 +126,7 @@ def _beside(results: Results) -> list[str]:
         "|---|---:|---:|---:|---:|",
     ]
     for case in cases:
-        lines.append(f"| *{case['title']}* | | | | |")
+        lines.append(f"| *{case['title']}, batch {case['batch']}* | | | | |")
         for loop, seconds in case["seconds"].items():
             speed = f"{case['batch'] / statistics.median(seconds):,.0f}"
             lines.append(f"| {drawn.TITLES[loop]} | {speed} | {_spread(case['ratios'].get(loop))} |")
