@@ -9,8 +9,8 @@ from ddptrain.config.schema import Config, Train
 from ddptrain.distributed.world import World
 
 TORCHS = (
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.25 GiB of which 1.19 GiB"
-    " is free. If reserved but unallocated memory is large try setting something"
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.25 GiB of which"
+    " 1.19 GiB is free. If reserved but unallocated memory is large try setting something"
 )
 MODEL = "No batch size makes the model smaller: take a smaller one, or a device with more memory."
 HALF = (
