@@ -9,7 +9,7 @@ import time
 from gpu_parts.part import Job, NotHere, Ran, apart, need, ranks_of, trained, wait_for
 from gpu_parts.trainings import ALIKE, FEW_IMAGES
 
-WORDS = ("recipe=cnn_cifar10", "data=shapes", *FEW_IMAGES, "precision=fp32", "log.tensorboard=false")
+WORDS = ("recipe=cnn_cifar10", "data=shapes", *FEW_IMAGES, "precision=fp32")
 LEAVE = 15.0
 """Seconds in which a job must have ended after one of its ranks was killed."""
 
@@ -108,7 +108,7 @@ def _memory(job: Job) -> int:
 def monitor(job: Job) -> str:
     """What the run reads of its GPU, in its summary and while it runs."""
     steps = job.pick(600, 8)
-    found = job.train("watched", *WORDS, "log.every=2", f"train.steps={steps}", "log.tensorboard=true")
+    found = job.train("watched", *WORDS, "log.every=2", f"train.steps={steps}")
     gpus = {name: told for name, told in found.summary.get("devices", {}).items() if name.startswith("gpu")}
     job.figure("gpus", gpus)
     need(bool(gpus), "the summary tells nothing of a GPU")

@@ -114,8 +114,7 @@ class Job:
         """Run it beside; it is ended with the block."""
         shown = [f"{key}={value}" for key, value in variables.items()]
         self.commands.append(" ".join([*shown, "python", *words]).replace(str(ROOT), "."))
-        # DDPTRAIN_PART: by it the ranks of a job are found
-        environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "140", "DDPTRAIN_PART": name, **variables}
+        environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "140", **variables}
         with (self.folder / f"{name}.out").open("wb") as out, (self.folder / f"{name}.err").open("wb") as err:
             process = subprocess.Popen(
                 [sys.executable, *words], cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
@@ -130,10 +129,12 @@ class Job:
         return (self.folder / f"{name}.{kind}").read_text(errors="replace")
 
     def train(self, name: str, *words: str, limit: float = 500, **variables: str) -> Trained:
-        """A training on the GPU, which must end well and with numbers."""
-        line = ["device=cuda", "log.tensorboard=false", *words, f"run.dir={name}"]
-        verb = ["launch", line.pop(0)] if line[0].startswith("--") else []
-        ran = self.run(name, "-m", "ddptrain", *verb, *line, limit=limit, **variables)
+        """A training on the GPU, which must end well and with numbers. With options of ``launch`` before the
+        overrides it is started by that."""
+        verb = ["launch"] if words[0].startswith("--") else []
+        device = [] if any(word.startswith("device=") for word in words) else ["device=cuda"]
+        line = [*verb, *words, *device, "log.tensorboard=false", f"run.dir={name}"]
+        ran = self.run(name, "-m", "ddptrain", *line, limit=limit, **variables)
         found = trained(self.folder / name, ran)
         need(bool(found.losses), f"{name}: left no loss")
         numbers = [value for row in found.valid for value in row.values()]
@@ -179,12 +180,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> dict[int, int]:
-    """The process of each rank that a launcher has started."""
+    """The process of each rank that ``launch`` has started, by the name that it gives them."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            rank = re.search(rb"(?:^|\0)RANK=(\d+)", (folder / "environ").read_bytes())
+            rank = re.match(r"ddptrain-rank(\d+)", (folder / "comm").read_text())
             if int(parent) == process.pid and rank:
                 found[int(rank[1])] = int(folder.name)
     return found
