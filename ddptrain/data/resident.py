@@ -14,7 +14,7 @@ from ddptrain.data.sampler import Sampler
 from ddptrain.data.source import Split
 from ddptrain.protocols import Loading
 
-_DRAWN_AT_ONCE = 32768
+_DRAWN_AT_ONCE = 65536
 """Samples, of a few batches or of many. To draw takes about a hundred operations, whose calls cost more than
 their arithmetic: on a GPU each is a launch."""
 
