@@ -85,7 +85,7 @@ class Pool:
             taken = [self._free.pop(0) for _ in range(self._slots.per_job)]
             config, folder = self._configs[job.number], self._ledger.folder
             environment = {**self._slots.environment(taken), **self._desk.environment(job.number)}
-            words = command(job, folder, self._slots.per_job, config.strategy.name == "ddp")
+            words = command(job, folder, self._slots, config.strategy.name == "ddp")
             self._attempts[job.number] += 1
             self._ledger.write(
                 job, "started", gpus=taken if self._slots.are_gpus else [], on_cpu=self._slots.on_cpu

@@ -15,6 +15,7 @@ from typing import Any
 from ddptrain.distributed.lifeline import AGENT
 from ddptrain.errors import ExitCode
 from ddptrain.sweep.ledger import Job
+from ddptrain.sweep.slots import Slots
 
 OUTPUT = "output.txt"
 """In the job's folder: what it prints, attempt after attempt."""
@@ -22,13 +23,15 @@ _LAST_BYTES = 4096
 _AGENT_SAYS = "ddptrain launch: "
 
 
-def command(job: Job, folder: Path, ranks: int, own_group: bool) -> list[str]:
-    """The line that runs a job: ``launch`` for several ranks, for one a plain process, which is up sooner.
+def command(job: Job, folder: Path, slots: Slots, own_group: bool) -> list[str]:
+    """The line that runs a job: ``launch`` for several ranks, for one a plain process, which is up sooner. A
+    job that is given a GPU asks for it: should it be lost meanwhile, device=auto would train on the CPU.
 
     own_group: one rank has a process group too (strategy=ddp).
     """
-    launch = ["launch", f"--nproc-per-node={ranks}"] if ranks > 1 or own_group else []
-    return [sys.executable, "-m", "ddptrain", *launch, *job.words, f"run.dir={_quoted(folder / job.folder)}"]
+    launch = ["launch", f"--nproc-per-node={slots.per_job}"] if slots.per_job > 1 or own_group else []
+    own = [*([] if slots.on_cpu else ["device=cuda"]), f"run.dir={_quoted(folder / job.folder)}"]
+    return [sys.executable, "-m", "ddptrain", *launch, *job.words, *own]
 
 
 class Process:

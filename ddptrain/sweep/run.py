@@ -121,5 +121,5 @@ def _print_plan(plan: Sequence[tuple[Job, Point]], folder: Path, slots: Slots, r
     left = unfinished([job for job, _ in plan], rule)
     print(f"sweep {folder}: {counted(len(plan))}, {len(left)} to run; {slots.describe()}")
     for job, point in plan:
-        line = shlex.join(command(job, folder, slots.per_job, point.config.strategy.name == "ddp")[1:])
+        line = shlex.join(command(job, folder, slots, point.config.strategy.name == "ddp")[1:])
         print(f"{job.folder}  {job.status:8} python {line}")

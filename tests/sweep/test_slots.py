@@ -48,6 +48,12 @@ def test_a_gpu_that_is_lost_is_named_and_the_others_are_used(tmp_path: Path) -> 
     assert "GPUs GPU-1 (all of this machine but GPU 0 (GPU is lost)): 1 job at once" in plan.out
 
 
+def test_a_job_that_is_given_a_gpu_asks_for_it(tmp_path: Path) -> None:
+    """Or it would train on the CPU where that GPU is lost meanwhile."""
+    plan = planned(tmp_path, "device=auto")
+    assert plan.out.splitlines()[1].endswith(" device=cuda run.dir=sweeps/swept/000"), plan.err
+
+
 def test_each_slice_of_a_divided_gpu_takes_a_job(tmp_path: Path) -> None:
     plan = planned(tmp_path, divided="(0,)")
     assert "GPUs MIG-00, MIG-01, GPU-1 (all of this machine): 3 jobs at once" in plan.out, plan.err
