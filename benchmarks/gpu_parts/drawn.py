@@ -102,6 +102,7 @@ def _phases(found: Mapping[str, Any], where: str, file: Path) -> Path:
 
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.patches import Patch
 
     figure, axis = pyplot.subplots(figsize=(9, 1.6 + 0.4 * len(found)), layout="constrained")
     for place, speed in enumerate(found.values()):
@@ -115,7 +116,7 @@ def _phases(found: Mapping[str, Any], where: str, file: Path) -> Path:
     axis.set_xlim(0, 1)
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in PHASES.values()]
+    handles = [Patch(color=colour) for colour in PHASES.values()]
     figure.legend(
         handles, [name.replace("_", "-") for name in PHASES], loc="outside lower center", ncols=5, fontsize=8
     )

@@ -97,9 +97,9 @@ def text_words(job: Job) -> list[str]:
     file = job.folder / "text.txt"
     if not file.exists():
         sources = sorted(ROOT.glob("ddptrain/**/*.py"))
-        file.write_text("".join(source.read_text() for source in sources)[: job.pick(500_000, 60_000)])
+        file.write_text("".join(source.read_text() for source in sources)[: job.pick(500_000, 30_000)])
     words = ["data=text", f"data.source.path={file}", "task.sample_tokens=20"]
-    return [*words, *(("train.batch_size=8", "model.width=64") if job.small else ())]
+    return [*words, *(("train.batch_size=8", "model.width=64", "model.ngram_rows=512") if job.small else ())]
 
 
 def kernels(job: Job) -> str:
