@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_parts import report, wheels
-from gpu_parts.part import Failed, Job, NotHere, Part, end, tail, write_json
+from gpu_parts.part import Failed, Job, NotHere, end, tail, write_json
 from gpu_parts.plan import PARTS
 
 DONE = ("passed", "failed", "not on this device")
@@ -63,7 +63,7 @@ def main() -> None:
     deadline = time.monotonic() + arguments.budget * 60
     for name in dict.fromkeys(["machine", *arguments.only]):
         if parts.get(name, {}).get("verdict") not in DONE:
-            parts[name] = _outcome(name, parts, out, arguments.small, deadline)
+            parts[name] = _outcome(name, parts, out, arguments, deadline)
             print(f"{parts[name]['verdict']:>20}  {name}: {parts[name]['said']}", flush=True)
             write_json(file, results)
     report.write(results, out)
@@ -79,7 +79,9 @@ def _again(asked: list[str], parts: dict[str, Any]) -> list[str]:
     return [name for word in asked for name in (failed if word == "failed" else [word])]
 
 
-def _outcome(name: str, parts: dict[str, Any], out: Path, small: bool, deadline: float) -> dict[str, Any]:
+def _outcome(
+    name: str, parts: dict[str, Any], out: Path, asked: argparse.Namespace, deadline: float
+) -> dict[str, Any]:
     """What has become of a part, or why it was not started."""
     part, known = PARTS[name], parts.get("machine", {}).get("figures", {})
     lacks, gpus = known.get("lacks", {}), len(known.get("facts", {}).get("gpus", []))
@@ -91,18 +93,18 @@ def _outcome(name: str, parts: dict[str, Any], out: Path, small: bool, deadline:
         return _nothing(
             "not started", f"needs {part.gpus} GPUs, and there {'is' if gpus == 1 else 'are'} {gpus}"
         )
-    if not small and left < part.usual:
+    if not asked.small and left < part.usual:
         return _nothing(
             "not started", f"the budget ends in {max(0, left):.0f} s; it takes some {part.usual:.0f}"
         )
-    return _run(name, part, out, small, left)
+    return _run(name, part.limit * asked.patience, out, asked.small, left)
 
 
 def _nothing(verdict: str, said: str) -> dict[str, Any]:
     return {"verdict": verdict, "said": said, "figures": {}, "commands": []}
 
 
-def _run(name: str, part: Part, out: Path, small: bool, left: float) -> dict[str, Any]:
+def _run(name: str, limit: float, out: Path, small: bool, left: float) -> dict[str, Any]:
     """The part as a process of its own, ended at its limit or the budget's."""
     folder = out / "parts" / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -115,9 +117,9 @@ def _run(name: str, part: Part, out: Path, small: bool, left: float) -> dict[str
             words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            process.wait(min(part.limit, left))
+            process.wait(min(limit, left))
         except subprocess.TimeoutExpired:
-            cut = "the budget" if left < part.limit else f"its limit of {part.limit:.0f} s"
+            cut = "the budget" if left < limit else f"its limit of {limit:.0f} s"
         finally:
             end(process)
     told_file = folder / "told.json"
@@ -131,7 +133,7 @@ def _run(name: str, part: Part, out: Path, small: bool, left: float) -> dict[str
         "rc": process.returncode,
         "seconds": time.monotonic() - began,
         "date": date,
-        "limit": part.limit,
+        "limit": limit,
     }
     return {**told, **measured, "tail": tail(folder / "part.txt")}
 
@@ -172,6 +174,9 @@ def _arguments() -> argparse.Namespace:
         "--again", type=_names_or_failed, default=[], metavar="A,B", help="anew; `failed`: those"
     )
     parser.add_argument("--budget", type=float, default=1e6, metavar="MINUTES", help="for this start")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, metavar="TIMES", help="the limits, so many times"
+    )
     parser.add_argument("--small", action="store_true", help="a few steps each")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table between its gpu markers")
     parser.add_argument("--fetch-wheels", type=Path, metavar="FOLDER", help="bring wheels to a folder")

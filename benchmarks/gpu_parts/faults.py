@@ -69,9 +69,15 @@ def stop(job: Job) -> str:
 def out_of_memory(job: Job) -> str:
     """One message with an override that may fit, and no restart spent; what it says is followed until it
     trains. Memory is bounded by torch's own allocator, so that small and large GPUs are asked the same."""
-    words = [*("recipe=cnn_cifar10", "data=shapes", "data.source.valid=64", "device=cuda:0"), "train.steps=1"]
-    words += ["train.batch_size=2048", "log.tensorboard=false"]
-    bound = {"PYTORCH_CUDA_ALLOC_CONF": f"per_process_memory_fraction:{400e6 / _memory(job):.5f}"}
+    words = ["recipe=cnn_cifar10", "data=shapes", "data.source.train=2048", "data.source.valid=64"]
+    words += [
+        f"train.batch_size={job.pick(2048, 512)}",
+        "train.steps=1",
+        "device=cuda:0",
+        "log.tensorboard=false",
+    ]
+    share = job.pick(400, 150) * 1e6 / _memory(job)
+    bound = {"PYTORCH_CUDA_ALLOC_CONF": f"per_process_memory_fraction:{share:.5f}"}
     launch = ("-m", "ddptrain", "launch", "--nproc-per-node=1", "--max-restarts=2")
     followed: list[str] = []
     while len(followed) < 5:
@@ -80,7 +86,7 @@ def out_of_memory(job: Job) -> str:
         if ran.code == 0:
             break
         followed.append(_advice(job, ran))
-    need(bool(followed), "it trains in 400 MB: nothing was shown")
+    need(bool(followed), "it trains in so little memory: nothing was shown")
     need(ran.code == 0, f"it has followed {', '.join(followed)}, and still the memory is not enough")
     return f"one message, no restart; with the advised {followed[-1]} it trains"
 

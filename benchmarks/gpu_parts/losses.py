@@ -58,16 +58,18 @@ def losses(job: Job) -> str:
         slow = is_simulated(job.lacks) and recipe.startswith(CONVOLVE)
         asked = ",".join(name for name in FIRST if not (slow and name == "fp16"))
         try:
-            job.run(recipe, str(Path(__file__)), str(file), asked, *words, limit=400, PYTHONPATH=search)
+            job.run(recipe, str(Path(__file__)), str(file), asked, *words, PYTHONPATH=search)
         except Failed as failure:
             return {"cpu": str(failure)}
         told: dict[str, Any] = json.loads(file.read_text())
         return told
 
-    with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
-        rows = {name: _row(told) for name, told in zip(asked, pool.map(found, asked), strict=True)}
-    job.figure("rows", rows)
+    rows = {}
     job.figure("left out", sorted(set(RECIPES) - set(asked)))
+    with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
+        for name, told in zip(asked, pool.map(found, asked), strict=True):
+            rows[name] = _row(told)
+            job.figure("rows", rows)
     wrong = [f"{name} {row['wrong']}" for name, row in rows.items() if row["wrong"]]
     if wrong:
         raise Failed("; ".join(wrong))

@@ -29,14 +29,14 @@ print(json.dumps({
 def machine(job: Job) -> str:
     from ddptrain.distributed.cores import cores  # here: gpu.py itself may yet have to install ddptrain
 
-    facts = json.loads(job.run("facts", "-c", _FACTS, limit=120).out.splitlines()[-1])
+    facts = json.loads(job.run("facts", "-c", _FACTS).out.splitlines()[-1])
     job.figure("facts", {**facts, "processor": _processor(), "cores": cores()})
     nodes = [node for name in ("nvidia*", "nvhost*", "dxg") for node in Path("/dev").glob(name)]
     lacks = {} if nodes else {"exists": "CUDA answers, but there is no device node such as /dev/nvidiactl"}
     for name in ABILITIES:
         variables = {"TORCH_CUDA_SANITIZER": "1"} if name == "finds_races" else {}
         words = [str(Path(__file__).with_name("abilities.py")), name]
-        ran = job.run(name, *words, code=None, limit=240, **variables)
+        ran = job.run(name, *words, code=None, **variables)
         if ran.code != 0:
             lacks[name] = _reason(ran.code, ran.said)
     job.figure("lacks", lacks)

@@ -91,17 +91,14 @@ class Job:
         self.figures[name] = value
         self.tell("failed", "it was ended before it had finished")
 
-    def run(self, name: str, *words: str, limit: float = 500, code: int | None = 0, **variables: str) -> Ran:
+    def run(self, name: str, *words: str, code: int | None = 0, **variables: str) -> Ran:
         """Run Python with such words, to its end, in the part's folder; the output is kept beside.
 
         code: what it must end with; None: anything.
         """
         with self.started(name, *words, **variables) as process:
             began = time.monotonic()
-            try:
-                ended = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                raise Failed(f"{name}: still running after {limit:.0f} s") from None
+            ended = process.wait()
             seconds = time.monotonic() - began
         out, said = (self.output(name, kind) for kind in ("out", "err"))
         if code is not None and ended != code:
@@ -128,13 +125,13 @@ class Job:
     def output(self, name: str, kind: str) -> str:
         return (self.folder / f"{name}.{kind}").read_text(errors="replace")
 
-    def train(self, name: str, *words: str, limit: float = 500, **variables: str) -> Trained:
+    def train(self, name: str, *words: str, **variables: str) -> Trained:
         """A training on the GPU, which must end well and with numbers. With options of ``launch`` before the
         overrides it is started by that."""
         verb = ["launch"] if words[0].startswith("--") else []
         device = [] if any(word.startswith("device=") for word in words) else ["device=cuda"]
         line = [*verb, *words, *device, "log.tensorboard=false", f"run.dir={name}"]
-        ran = self.run(name, "-m", "ddptrain", *line, limit=limit, **variables)
+        ran = self.run(name, "-m", "ddptrain", *line, **variables)
         found = trained(self.folder / name, ran)
         need(bool(found.losses), f"{name}: left no loss")
         numbers = [value for row in found.valid for value in row.values()]
@@ -191,12 +188,10 @@ def ranks_of(process: subprocess.Popen[bytes]) -> dict[int, int]:
     return found
 
 
-def wait_for(job: Job, name: str, text: str, process: subprocess.Popen[bytes], limit: float = 180) -> None:
+def wait_for(job: Job, name: str, text: str, process: subprocess.Popen[bytes]) -> None:
     """Until a command that runs beside has said this."""
-    deadline = time.monotonic() + limit
     while text not in job.output(name, "err") + job.output(name, "out"):
         need(process.poll() is None, f"{name}: ended with {process.poll()} before it said {text!r}")
-        need(time.monotonic() < deadline, f"{name}: has not said {text!r} in {limit:.0f} s")
         time.sleep(0.05)
 
 

@@ -32,7 +32,7 @@ def tests(job: Job) -> str:
     job.figure("left out", {test: job.lacks[NEEDING[test]] for test in left_out})
     left_out += ["fp32", "tf32", "fp16"] if job.small else []
     words += [f"-k=not ({' or '.join(left_out)})"] if left_out else []
-    ran = job.run("tests", *words, "-c", str(ROOT / "pyproject.toml"), code=None, limit=580)
+    ran = job.run("tests", *words, "-c", str(ROOT / "pyproject.toml"), code=None)
     counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|error)", ran.out)}
     job.figure("counts", counts)
     failed = re.findall(r"^(?:FAILED|ERROR) \S*::(\S+)", ran.out, re.MULTILINE)
@@ -132,7 +132,7 @@ def prove(job: Job) -> str:
     kills = job.pick(3, 1)
     words = ["recipe=cnn_cifar10", "data=shapes", "device=cuda", "deterministic=true", *FEW_IMAGES]
     words += ["ranks=1", f"kills={kills}", "moments=1", f"train.steps={job.pick(200, 12)}"]
-    job.run("prove", "-m", "ddptrain", "prove", "resume", *words, limit=580)
+    job.run("prove", "-m", "ddptrain", "prove", "resume", *words)
     return f"killed {kills} times, it ends with the same bits"
 
 
@@ -247,7 +247,7 @@ def _benched(job: Job, *words: str) -> str:
     if job.small:
         line += ["steps=2", "rounds=3", "data.source.train=256", "train.batch_size=16"]
         line += [] if "ddp=true" in words else ["try=precision=fp32"]
-    ran = job.run(name, "-m", "ddptrain", "bench", *line, limit=580)
+    ran = job.run(name, "-m", "ddptrain", "bench", *line)
     fastest = [line for line in ran.out.splitlines() if "python -m ddptrain" in line]
     job.figure(name, ran.out)
     need(bool(fastest), f"{name}: no line says which command is the fastest")
