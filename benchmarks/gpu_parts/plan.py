@@ -46,7 +46,7 @@ PARTS = {
     "stop": Part("SIGTERM", faults.stop, 40),
     "oom": Part("Out of memory", faults.out_of_memory, 40),
     "monitor": Part("The device monitor", faults.monitor, 25),
-    "sweep": Part("Two jobs of a sweep on one GPU", faults.two_jobs, 40),
+    "sweep": Part("A sweep beside a training, on one GPU", faults.two_jobs, 40),
     "bench": Part("`bench` of three recipes", trainings.bench, 240, 590),
     "nccl": Part("Two GPUs over NCCL, weights compared", trainings.nccl, 50, gpus=2),
     "dp": Part("`strategy=dp` on two GPUs", trainings.dp, 40, gpus=2),
