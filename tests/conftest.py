@@ -1,5 +1,5 @@
 """One thread for every test: several would fight over the cores of a small, busy machine. And no GPU, but for
-tests/gpu by itself."""
+tests/gpu and tests/fake_gpu by themselves."""
 
 import os
 from pathlib import Path
@@ -9,12 +9,12 @@ import torch
 
 torch.set_num_threads(1)
 
-GPU = Path(__file__).parent / "gpu"
+GPU = [Path(__file__).parent / folder for folder in ("gpu", "fake_gpu")]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where torch sees a GPU, a backward pass, on the CPU too, starts threads that `run_ranks` can't fork
     with. Child processes inherit this."""
     asked = [(config.invocation_params.dir / word.partition("::")[0]).resolve() for word in config.args]
-    if not all(path.is_relative_to(GPU) for path in asked):
+    if not all(any(path.is_relative_to(folder) for folder in GPU) for path in asked):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA reads it when it is first called

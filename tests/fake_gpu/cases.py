@@ -1,0 +1,238 @@
+"""Trainings on fake GPUs, one after the other in one process (or in each rank of torchrun's).
+
+    python tests/fake_gpu [--gpus=2] [torchrun --standalone --nproc-per-node=2] python tests/fake_gpu/cases.py FOLDER which ...
+
+which: ``quick``, ``long``, ``all``, or numbers of cases of the whole matrix. Prints a line a case: what it was, its exit code,
+the launches a step of the model and of all else. Ends with 1 where one crashed, or `watch` found something in it.
+"""
+
+import contextlib
+import io
+import itertools
+import os
+import random
+import statistics
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+STEPS = 8
+FEW = ["train.batch_size=8", f"train.steps={STEPS}", "train.eval_every=1000", "log.every=4", "checkpoint.every=4",
+       "log.tensorboard=false", "seed=5"]  # fmt: skip
+SHAPES = ["data=shapes", "data.source.train=96", "data.source.valid=40"]
+TEXT = ["data=text", "data.source.path={folder}/text.txt", "data.window=8", "data.valid_piece=64",
+        "data.valid_context=8", "task.sample_tokens=4"]  # fmt: skip
+RECIPES = {
+    "cnn_cifar10": SHAPES,
+    "cnn_digits": [],
+    "mobilenet_cifar10": [*SHAPES, "data.augment.cutout=8"],
+    "resnet18_cifar10": SHAPES,
+    "mobilenet_v3": ["data.root={folder}/pictures", "data.source.size=64", "data.augment.crop=4"],
+    "speedrun_cifar10": [*SHAPES, "model.width=8"],
+    "lstm_text": [*TEXT, "model.width=16", "model.ngram_rows=64", "model.ngram_width=8"],
+    "gru_text": [*TEXT, "model.width=16", "model.ngram_rows=64", "model.ngram_width=8"],
+    "rnn_text": [*TEXT, "model.width=16", "model.ngram_rows=64", "model.ngram_width=8"],
+    "transformer_text": [*TEXT, "model.width=16", "model.heads=2", "model.layers=2"],
+    "transformer_translate": ["data.train=96", "data.valid=40", "model.width=16", "model.heads=2"],
+    "yolo_shapes": ["data.source.train=48", "data.source.valid=16", "data.source.side=64"],
+}
+LOADING = {
+    "resident": ["data.resident=true"],
+    "files": ["data.resident=false", "data.workers=0"],
+    "workers": ["data.resident=false", "data.workers=1"],
+}
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+OPTIONS = {
+    "plain": [],
+    "clip": ["train.clip_norm=1.0"],
+    "accumulation": ["train.micro_batch=2"],
+    "ema": ["ema.decay=0.9"],
+    "skip": ["train.nonfinite=skip"],
+    "deterministic": ["deterministic=true"],
+}
+ALONE = {"single": [], "dp": ["strategy=dp"], "strict": ["elastic=strict", "strategy.shards=4"]}
+RANKS = {
+    "ddp": [],
+    "strict": ["elastic=strict", "strategy.shards=4"],
+    "buckets": ["strategy.bucket_cap_mb=0.01", "strategy.gradient_as_bucket_view=false"],
+    "static": ["strategy.static_graph=true"],
+    "to bf16": ["strategy.compression=bf16"],
+    "to fp16": ["strategy.compression=fp16"],
+    "powersgd": ["strategy.compression=powersgd"],
+    "verified": ["strategy.verify_every=2"],
+}
+THEN = ("", "resume", "evaluate", "predict", "export")
+"""What is done with the run afterwards, by one process."""
+MAY_WAIT = {"powersgd"}
+"""torch's QR is a call of cuSOLVER's that asks the device whether it went well."""
+
+
+def matrix(world_size: int) -> list[dict[str, str]]:
+    """Every pair of values of any two properties is in it: greedily chosen out of random ones, always the same."""
+    axes = {
+        "recipe": list(RECIPES), "loading": list(LOADING), "precision": list(PRECISIONS), "option": list(OPTIONS),
+        "strategy": list(RANKS if world_size > 1 else ALONE), "then": list(THEN),
+    }  # fmt: skip
+    dice = random.Random(world_size)
+    wanted = {
+        frozenset([(a, x), (b, y)])
+        for a, b in itertools.combinations(axes, 2)
+        for x, y in itertools.product(axes[a], axes[b])
+    }
+    cases = []
+    while wanted:
+        drawn = [{axis: dice.choice(values) for axis, values in axes.items()} for _ in range(50)]
+        best = max(drawn, key=lambda case: len(wanted & _pairs(case)))
+        wanted -= _pairs(best)
+        cases.append(best)
+    return cases
+
+
+def quick(world_size: int) -> list[dict[str, str]]:
+    """Each recipe once, and between them each value of the other properties."""
+    strategies = list(RANKS if world_size > 1 else ALONE)
+    recipes = (
+        list(RECIPES)
+        if world_size == 1
+        else ["cnn_cifar10", "lstm_text", "transformer_text", "yolo_shapes"] * 2
+    )
+    turns = {
+        "loading": LOADING,
+        "precision": PRECISIONS,
+        "option": OPTIONS,
+        "strategy": strategies,
+        "then": THEN,
+    }
+    turning = {axis: itertools.cycle(values) for axis, values in turns.items()}
+    return [
+        {"recipe": recipe, **{axis: next(values) for axis, values in turning.items()}} for recipe in recipes
+    ]
+
+
+def long(world_size: int) -> list[dict[str, str]]:
+    """Batches of many sizes, until each has been seen."""
+    case = {
+        "recipe": "yolo_shapes",
+        "loading": "files",
+        "precision": "bf16",
+        "option": "plain",
+        "strategy": "single",
+    }
+    return [{**case, "more": "train.steps=48 train.batch_size=4"}]
+
+
+def words(case: dict[str, str], folder: Path) -> list[str]:
+    own = [word.format(folder=folder) for word in RECIPES[case["recipe"]]]
+    loading = [] if "_text" in case["recipe"] or "translate" in case["recipe"] else LOADING[case["loading"]]
+    strategy = {**ALONE, **RANKS}[case["strategy"]]
+    return [f"recipe={case['recipe']}", "device=cuda", f"precision={case['precision']}", *FEW, *own, *loading,
+            *OPTIONS[case["option"]], *strategy, *case.get("more", "").split()]  # fmt: skip
+
+
+def prepare(folder: Path) -> None:
+    """Pictures in class folders, and a text."""
+    import torch
+    from torchvision.io import write_png
+
+    from texts import write_text
+
+    write_text(folder / "text.txt", words=3000)
+    for part, count in (("train", 16), ("val", 8)):
+        for label in ("cat", "dog"):
+            (folder / "pictures" / part / label).mkdir(parents=True, exist_ok=True)
+            for i in range(count):
+                picture = torch.randint(
+                    0, 256, (3, 72, 80), dtype=torch.uint8, generator=torch.Generator().manual_seed(i)
+                )
+                write_png(picture, str(folder / "pictures" / part / label / f"{i}.png"))
+
+
+def run(case: dict[str, str], folder: Path, name: str, *more: str) -> tuple[int, str]:
+    """Exit code, and what was said on the way to it."""
+    import watch
+
+    trained = [*words(case, folder), *more, f"run.dir={folder}/{name}"]
+    watch.strict, watch.varying = case["strategy"] not in MAY_WAIT, "yolo" in case["recipe"]
+    code, said = _said(trained)
+    then = case.get("then")
+    if code or not then:
+        return code, said
+    if then == "resume":
+        code, more_said = _said([*trained, f"train.steps={STEPS + 4}"])
+    elif os.environ.get("RANK", "0") == "0" or then == "evaluate":
+        code, more_said = _said(
+            [then, f"run={folder}/{name}", *(_asked(case["recipe"], folder) if then == "predict" else [])]
+        )
+    else:
+        more_said = ""
+    return code, said + more_said
+
+
+def _asked(recipe: str, folder: Path) -> list[str]:
+    if "_text" in recipe:
+        return ["prompt=the", "tokens=3"]
+    return (
+        ["prompt=3 May 1998"]
+        if "translate" in recipe
+        else [f"source={folder}/pictures/val", f"out={folder}/predictions"]
+    )
+
+
+def _said(words: list[str]) -> tuple[int, str]:
+    import emulate
+
+    from ddptrain.cli import main
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            code = main(words)
+    except BaseException:
+        code = 1
+        said.write(traceback.format_exc())
+    emulate.findings.clear()
+    return code, said.getvalue()
+
+
+def _pairs(case: dict[str, str]) -> set[frozenset[tuple[str, str]]]:
+    return {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}
+
+
+def chosen(which: list[str], world_size: int) -> Iterator[tuple[str, dict[str, str]]]:
+    for word in which:
+        cases = {"quick": quick, "long": long}.get(word, matrix)(world_size)
+        picked = [int(word)] if word.isdigit() else range(len(cases))
+        yield from ((f"{word}-{world_size}-{i}", cases[i]) for i in picked)
+
+
+def go(folder: Path, which: list[str]) -> int:
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not (folder / "text.txt").exists():
+        prepare(folder)
+    crashed = 0
+    for name, case in chosen(which, size):
+        code, said = run(case, folder, name)
+        import watch
+
+        steps = watch.steps[watch.SETTLED :]
+        launches = (
+            [statistics.median(step[1] for step in steps), statistics.median(step.others for step in steps)]
+            if steps
+            else []
+        )
+        wrong = code not in (0, 2)
+        crashed += wrong
+        if rank == 0 or wrong:
+            print(
+                f"{'CRASHED' if wrong else 'refused' if code else 'ok'} {name} {' / '.join(case.values())}: {code}, launches {launches}",
+                flush=True,
+            )
+            if code:
+                print("    " + "\n    ".join(said.splitlines()[-30 if wrong else -2 :]), flush=True)
+    return min(crashed, 1)
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1] / "support"))
+    sys.exit(go(Path(sys.argv[1]), sys.argv[2:]))

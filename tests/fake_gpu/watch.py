@@ -1,0 +1,114 @@
+"""Looks at each of the engine's steps on a fake GPU, and fails where one waits, takes memory or copies slowly."""
+
+import ctypes
+import functools
+from typing import Any, NamedTuple
+
+import emulate
+import torch
+
+SETTLED = 3
+"""Steps of a training before the host may not wait any more."""
+
+
+class Counts(NamedTuple):
+    """Calls of the CUDA runtime, in runtime.cpp's order."""
+
+    launches: int
+    mallocs: int
+    host_allocs: int
+    syncs: int
+    to_device: int
+    to_host: int
+    pageable: int
+    event_waits: int
+
+    def since(self, before: "Counts") -> "Counts":
+        return Counts(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+def counts() -> Counts:
+    found = (ctypes.c_ulonglong * len(Counts._fields))()
+    ctypes.CDLL(None).fake_gpu_counts(found)
+    return Counts(*found)
+
+
+class Step(NamedTuple):
+    whole: Counts
+    model: int
+    """Launches of the task's loss and of its backward pass."""
+
+    @property
+    def others(self) -> int:
+        return self.whole.launches - self.model
+
+
+steps: list[Step] = []
+"""Of the training that runs, or ran last."""
+strict = True
+"""Whether to fail; else it only counts."""
+varying = False
+"""Whether batches have many sizes: each new one takes memory, so that only a long training settles."""
+_model = 0
+
+
+def watch(loop: Any) -> None:
+    """loop: the module ``ddptrain.engine.loop``, just imported."""
+    engine = loop.Engine
+    step, fit = engine._step, engine.fit
+
+    def watched_step(self: Any, state: Any, at: Any, batches: Any) -> None:
+        global _model
+        if self._world.device.type != "cuda":
+            return step(self, state, at, batches)
+        before, _model = counts(), 0
+        emulate.steady = strict and len(steps) >= SETTLED
+        torch.cuda.set_sync_debug_mode("error" if emulate.steady else "default")
+        try:
+            step(self, state, at, batches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            emulate.steady = False
+        steps.append(Step(counts().since(before), _model))
+        check_findings()
+        return None
+
+    def watched_fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.clear()
+        for owner, name in ((self._task, "loss"), (self._precision, "backward")):
+            if not hasattr(getattr(owner, name), "__wrapped__"):
+                object.__setattr__(owner, name, _counted(getattr(owner, name)))
+        report = fit(self, *args, **kwargs)
+        check_steps()
+        return report
+
+    engine._step, engine.fit = watched_step, watched_fit
+
+
+def check_findings() -> None:
+    found, emulate.findings[:] = list(dict.fromkeys(emulate.findings)), []
+    assert not found or not strict, "the fake GPU has found:\n" + "\n".join(found)
+
+
+def check_steps() -> None:
+    """The second half of a training's steps, where there are enough of them."""
+    late = [step.whole for step in steps[len(steps) // 2 :]] if strict and len(steps) >= 2 * SETTLED else []
+    limits = {"syncs": 0, "pageable": 0, "event_waits": 1, "mallocs": 0, "host_allocs": 0}
+    for what in [*limits][: 3 if varying and len(steps) < 32 else None]:
+        seen = [getattr(step, what) for step in late]
+        assert all(number <= limits[what] for number in seen), (
+            f"{what} in steady steps: {seen}, at most {limits[what]}"
+        )
+
+
+def _counted(function: Any) -> Any:
+    @functools.wraps(function)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        global _model
+        before = counts().launches
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _model += counts().launches - before
+
+    return counting
