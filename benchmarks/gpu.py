@@ -121,7 +121,7 @@ def _run(name: str, limit: float, out: Path, small: bool, left: float) -> dict[s
         except subprocess.TimeoutExpired:
             cut = "the budget" if left < limit else f"its limit of {limit:.0f} s"
         finally:
-            end(process)
+            end(process, everyone=True)
     told_file = folder / "told.json"
     told = json.loads(told_file.read_text()) if told_file.exists() else _nothing("failed", "it said nothing")
     if cut:

@@ -48,6 +48,29 @@ def test_results_of_another_kind_are_not_mixed(tmp_path: Path) -> None:
     assert "was begun with small=True" in done.stderr
 
 
+def test_a_part_is_ended_at_its_limit_with_all_it_has_started(tmp_path: Path) -> None:
+    done, parts = hour(tmp_path, "--small", "--only=machine", "--patience=0.004")
+    assert done.returncode == 1, done.stderr
+    assert parts["machine"]["said"] == "ended by its limit of 1 s"
+    assert 1 < parts["machine"]["seconds"] < 60
+    assert not [pid for pid in Path("/proc").glob("[0-9]*") if str(tmp_path) in where(pid)]
+
+
+def where(process: Path) -> str:
+    try:
+        return os.readlink(process / "cwd")
+    except OSError:  # it has ended, or is another user's
+        return ""
+
+
+def test_what_the_budget_has_no_time_for_is_left_to_the_next_start(tmp_path: Path) -> None:
+    _, parts = hour(tmp_path, "--only=cnn", "--budget=0")
+    assert parts["cnn"]["verdict"] == "not started"
+    assert parts["machine"]["said"] == "the budget ends in 0 s; it takes some 60"
+    _, parts = hour(tmp_path, "--only=machine")
+    assert parts["machine"]["verdict"] == "failed", "there is no GPU, but it was asked"
+
+
 @pytest.mark.parametrize("words", ["--only=cnm", "--again=cnm"])
 def test_a_misspelt_part_is_refused(tmp_path: Path, words: str) -> None:
     done, _ = hour(tmp_path, words)

@@ -115,7 +115,7 @@ class Job:
         with (self.folder / f"{name}.out").open("wb") as out, (self.folder / f"{name}.err").open("wb") as err:
             process = subprocess.Popen(
                 [sys.executable, *words], cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
-                stdout=out, stderr=err, start_new_session=True,
+                stdout=out, stderr=err,
             )  # fmt: skip
         try:
             yield process
@@ -165,15 +165,18 @@ def apart(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [abs(a - b) / max(abs(b), 1e-9) for a, b in zip(ours, theirs, strict=True)]
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """It and all it has started: asked first, for a launcher then ends its ranks."""
-    for number, wait in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-        if process.poll() is not None and number == signal.SIGTERM:
-            continue
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+def end(process: subprocess.Popen[bytes], everyone: bool = False) -> None:
+    """Asked first, for a launcher then ends its ranks. everyone: the rest of the group that it leads, too."""
+    if process.poll() is None:
+        process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(wait)
+            process.wait(10)
+    if everyone:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if process.poll() is None:
+        process.kill()
+    process.wait()
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> dict[int, int]:
