@@ -1,7 +1,8 @@
 """``python tests/fake_gpu [--gpus=2] command ...``: runs a command on GPUs that are not there.
 
 FAKE_GPU_NAME, FAKE_GPU_CAPABILITY (9.0), FAKE_GPU_MEMORY (bytes, by commas for several): what they are.
-FAKE_NVML="Name=3": errors of NVML. FAKE_NCCL_TIMEOUT: seconds that a rank waits for the others in a collective.
+FAKE_NVML="Name=3": errors of NVML. FAKE_NCCL_TIMEOUT: seconds that a rank waits for others in a collective.
+FAKE_GPU_WATCH=0: steps that wait, take memory or copy slowly do not fail.
 """
 
 import os

@@ -1,9 +1,11 @@
-"""Trainings on fake GPUs, one after the other in one process (or in each rank of torchrun's).
+"""Trainings on fake GPUs, one after the other in one process, or in each rank of torchrun's.
 
-    python tests/fake_gpu [--gpus=2] [torchrun --standalone --nproc-per-node=2] python tests/fake_gpu/cases.py FOLDER which ...
+    python tests/fake_gpu --gpus=2 python tests/fake_gpu/cases.py FOLDER which ...
+    python tests/fake_gpu --gpus=2 torchrun --standalone --nproc-per-node=2 tests/fake_gpu/cases.py FOLDER ...
 
-which: ``quick``, ``long``, ``all``, or numbers of cases of the whole matrix. Prints a line a case: what it was, its exit code,
-the launches a step of the model and of all else. Ends with 1 where one crashed, or `watch` found something in it.
+which: ``quick``, ``long``, ``all``, or numbers of cases of the whole matrix. Prints a line a case: what it
+was, its exit code, and the launches of a step: all, and those outside the task's loss and backward pass. Ends
+with 1 where one crashed, or where `watch` found something in it.
 """
 
 import contextlib
@@ -11,15 +13,15 @@ import io
 import itertools
 import os
 import random
-import statistics
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 STEPS = 8
-FEW = ["train.batch_size=8", f"train.steps={STEPS}", "train.eval_every=1000", "log.every=4", "checkpoint.every=4",
-       "log.tensorboard=false", "seed=5"]  # fmt: skip
+FEW = ["train.batch_size=8", f"train.steps={STEPS}", "train.eval_every=1000", "log.every=4",
+       "checkpoint.every=4", "log.tensorboard=false", "seed=5"]  # fmt: skip
 SHAPES = ["data=shapes", "data.source.train=96", "data.source.valid=40"]
 TEXT = ["data=text", "data.source.path={folder}/text.txt", "data.window=8", "data.valid_piece=64",
         "data.valid_context=8", "task.sample_tokens=4"]  # fmt: skip
@@ -60,19 +62,20 @@ RANKS = {
     "to bf16": ["strategy.compression=bf16"],
     "to fp16": ["strategy.compression=fp16"],
     "powersgd": ["strategy.compression=powersgd"],
+    "batchnorm": ["strategy.sync_batchnorm=true"],
     "verified": ["strategy.verify_every=2"],
 }
 THEN = ("", "resume", "evaluate", "predict", "export")
 """What is done with the run afterwards, by one process."""
-MAY_WAIT = {"powersgd"}
-"""torch's QR is a call of cuSOLVER's that asks the device whether it went well."""
+MAY_WAIT = {"batchnorm"}
+"""torch's SyncBatchNorm waits in each layer."""
 
 
 def matrix(world_size: int) -> list[dict[str, str]]:
-    """Every pair of values of any two properties is in it: greedily chosen out of random ones, always the same."""
+    """Every pair of values of any two properties is in it. Chosen out of random cases, always the same."""
     axes = {
-        "recipe": list(RECIPES), "loading": list(LOADING), "precision": list(PRECISIONS), "option": list(OPTIONS),
-        "strategy": list(RANKS if world_size > 1 else ALONE), "then": list(THEN),
+        "recipe": list(RECIPES), "loading": list(LOADING), "precision": list(PRECISIONS),
+        "option": list(OPTIONS), "strategy": list(RANKS if world_size > 1 else ALONE), "then": list(THEN),
     }  # fmt: skip
     dice = random.Random(world_size)
     wanted = {
@@ -133,9 +136,8 @@ def words(case: dict[str, str], folder: Path) -> list[str]:
 def prepare(folder: Path) -> None:
     """Pictures in class folders, and a text."""
     import torch
-    from torchvision.io import write_png
-
     from texts import write_text
+    from torchvision.io import write_png
 
     write_text(folder / "text.txt", words=3000)
     for part, count in (("train", 16), ("val", 8)):
@@ -215,21 +217,15 @@ def go(folder: Path, which: list[str]) -> int:
         code, said = run(case, folder, name)
         import watch
 
-        steps = watch.steps[watch.SETTLED :]
-        launches = (
-            [statistics.median(step[1] for step in steps), statistics.median(step.others for step in steps)]
-            if steps
-            else []
-        )
+        settled = watch.steps[watch.SETTLED :]
+        launches = [median(of) for of in zip(*((s.whole.launches, s.others) for s in settled), strict=True)]
         wrong = code not in (0, 2)
         crashed += wrong
         if rank == 0 or wrong:
-            print(
-                f"{'CRASHED' if wrong else 'refused' if code else 'ok'} {name} {' / '.join(case.values())}: {code}, launches {launches}",
-                flush=True,
-            )
-            if code:
-                print("    " + "\n    ".join(said.splitlines()[-30 if wrong else -2 :]), flush=True)
+            verdict = "CRASHED" if wrong else "refused" if code else "ok"
+            print(f"{verdict} {name} {' / '.join(case.values())}: {code}, launches {launches}", flush=True)
+        if code and (rank == 0 or wrong):
+            print("    " + "\n    ".join(said.splitlines()[-30 if wrong else -2 :]), flush=True)
     return min(crashed, 1)
 
 

@@ -1,8 +1,8 @@
 """The results of a fake GPU's kernels.
 
-Each operator runs natively first: torch's own CUDA code checks devices, dtypes and arguments, takes memory and
-launches kernels, which do nothing. Then it runs on the CPU over the same memory. `findings` are what a GPU would
-punish: a host that waits, tensors shared between streams without order, memory given back too early.
+Each operator runs natively first: torch's own CUDA code checks devices, dtypes and arguments, takes memory
+and launches kernels, which do nothing. Then it runs on the CPU over the same memory. `findings` are what a
+GPU would punish: a host that waits, tensors shared between streams without order, memory given back too soon.
 """
 
 import ctypes
@@ -28,19 +28,11 @@ _NATIVE = {
 }  # fmt: skip
 """Of these the native result is the right one."""
 _WAITS = (
-    "nonzero",
-    "masked_select",
-    "unique",
-    "bincount",
-    "repeat_interleave.Tensor",
-    "nms",
-    "equal.default",
-    "_linalg_eigh",
-    "_linalg_svd",
-    "linalg_qr",
-)
-"""Operators whose CUDA code waits for the device or reads numbers from it, by the beginning of their names. They run
-on the CPU alone."""
+    "nonzero", "masked_select", "unique", "bincount", "repeat_interleave.Tensor", "nms", "equal.default",
+    "_linalg_eigh", "_linalg_svd", "linalg_qr",
+)  # fmt: skip
+"""Operators whose CUDA code waits for the device or reads numbers from it, by the beginning of their names.
+They run on the CPU alone."""
 _NO_RESULT_YET = ("multinomial", "geqrf", "orgqr", "ormqr", "_embedding_bag")
 """The native code of these would read numbers that no kernel has made."""
 

@@ -1,5 +1,5 @@
-"""What CUDA has and a CPU has not: operators that only torch's CUDA code calls, and products in half precision that
-are added up in float32."""
+"""What CUDA has and a CPU has not: operators that only torch's CUDA code calls, and products in half
+precision that are added up in float32."""
 
 from typing import Any
 

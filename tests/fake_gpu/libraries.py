@@ -27,12 +27,8 @@ def why_not() -> str:
 
 
 def built() -> Path:
-    """The folder with libfakegpu.so, and with libcuda.so.1 and libnvidia-ml.so.1 for those who load them by name."""
-    sources = [
-        path
-        for path in sorted(HERE.iterdir())
-        if path.suffix in (".cpp", ".inc", ".c") or path.name == "libraries.py"
-    ]
+    """The folder with libfakegpu.so, and libcuda.so.1 and libnvidia-ml.so.1 for who loads them by name."""
+    sources = [HERE / name for name in ("runtime.cpp", "nccl.inc", "driver.c", "nvml.c", "libraries.py")]
     mark = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
     mark.update(f"{metadata.version('torch')} {SITE}".encode())
     folder = Path(tempfile.gettempdir()) / f"ddptrain-fake-gpu-{os.getuid()}-{mark.hexdigest()[:16]}"
@@ -66,36 +62,18 @@ def _before(folder: Path, variable: str) -> str:
 
 def _build(out: Path) -> None:
     headers = [f"-I{folder}" for folder in _headers()]
-    torch = [
-        *SITE.glob("torch/lib/lib*cuda*.so"),
-        SITE / "torch/lib/libtorch_python.so",
-        *SITE.glob("torchvision/*.so"),
-    ]
-    gxx = [
-        "g++",
-        "-O1",
-        "-fPIC",
-        "-shared",
-        "-std=c++17",
-        "-w",
-        *headers,
-        str(HERE / "runtime.cpp"),
-        "-lpthread",
-        "-lrt",
-    ]
-    _link(out / "libfakegpu.so", gxx, torch, r"(?:__)?(cublas|cusolver|cuda|nccl)")
-    gcc = ["gcc", "-O1", "-fPIC", "-shared", "-w"]
-    _link(
-        out / "libcuda.so.1",
-        [*gcc, str(HERE / "driver.c")],
-        [SITE / "torch/lib/libcaffe2_nvrtc.so"],
-        "(cu)[A-Z]",
-    )
-    _run(*gcc, str(HERE / "nvml.c"), "-o", str(out / "libnvidia-ml.so.1"))
+    torch = [*SITE.glob("torch/lib/lib*cuda*.so"), SITE / "torch/lib/libtorch_python.so"]
+    importers = [*torch, *SITE.glob("torchvision/*.so")]
+    shared = ["-O1", "-fPIC", "-shared", "-w"]
+    runtime = ["g++", *shared, "-std=c++17", *headers, str(HERE / "runtime.cpp"), "-lpthread", "-lrt"]
+    _link(out / "libfakegpu.so", runtime, importers, r"(?:__)?(cublas|cusolver|cuda|nccl)")
+    driver = ["gcc", *shared, str(HERE / "driver.c")]
+    _link(out / "libcuda.so.1", driver, [SITE / "torch/lib/libcaffe2_nvrtc.so"], "(cu)[A-Z]")
+    _run("gcc", *shared, str(HERE / "nvml.c"), "-o", str(out / "libnvidia-ml.so.1"))
 
 
 def _link(library: Path, command: list[str], importers: list[Path], pattern: str) -> None:
-    """The library, and in it a stub for each function of these names that the importers want and it does not have."""
+    """The library, with a stub for each function of these names that the importers want and it lacks."""
     _run(*command, "-o", str(library))
     imported = {name for importer in importers for name in _symbols("--undefined-only", importer)}
     wanted = {name: found[1] for name in imported if (found := re.match(pattern, name))}

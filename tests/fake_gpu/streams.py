@@ -1,9 +1,9 @@
-"""Order between streams: a tensor may be used in another one after a wait only, and its memory given back when the
-stream that owns it comes after all that use it, or was told of them (``record_stream``).
+"""Order between streams: a tensor may be used in another one after a wait only, and its memory given back
+when the stream that owns it comes after all that use it, or was told of them (``record_stream``).
 
-torch's own tracing tells of events and waits. Each stream has a clock: the last number of every stream that comes
-before what it does next. (torch's own sanitizer does likewise, for each view of a tensor by itself, and does not know
-record_stream.)
+torch's own tracing tells of events and waits. Each stream has a clock: the last number of every stream that
+comes before what it does next. (torch's own sanitizer does likewise, for each view of a tensor by itself, and
+does not know record_stream.)
 """
 
 import functools

@@ -1,5 +1,5 @@
-"""The CUDA paths, run on GPUs that are not there (`python tests/fake_gpu`). Launches, waits, copies, streams and
-collectives are torch's own; speed, cuDNN, Triton and CUDA graphs are not to be had."""
+"""The CUDA paths, run on GPUs that are not there (`python tests/fake_gpu`). Launches, waits, copies, streams
+and collectives are torch's own; speed, cuDNN, Triton and CUDA graphs are not to be had."""
 
 import os
 import re
@@ -14,8 +14,8 @@ from shell import RANK_VARIABLES
 HERE = Path(__file__).parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 OTHERS = 40
-"""Most launches a step that are not the task's loss or its backward pass: data, augmentation, health, optimizer,
-average, meter."""
+"""Most launches a step that are not the task's loss or its backward pass: data, augmentation, health check,
+optimizer, average, meter."""
 pytestmark = pytest.mark.skipif(libraries.why_not() != "", reason=libraries.why_not() or "it can be built")
 
 

@@ -1,4 +1,4 @@
-"""Looks at each of the engine's steps on a fake GPU, and fails where one waits, takes memory or copies slowly."""
+"""Looks at each of the engine's steps on a fake GPU: fails where one waits, takes memory or copies slowly."""
 
 import ctypes
 import functools

@@ -1,5 +1,5 @@
-"""In each process below ``python tests/fake_gpu``: CUDA's first use switches the emulation on, and the engine's steps
-are watched. FAKE_GPU_WATCH=0: they are not."""
+"""In each process below ``python tests/fake_gpu``: CUDA's first use switches the emulation on, and the
+engine's steps are watched. FAKE_GPU_WATCH=0: they are not."""
 
 import importlib.abc
 import importlib.util
