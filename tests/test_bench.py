@@ -86,6 +86,7 @@ def test_between_laps_each_rank_waits_to_be_told(tmp_path: Path) -> None:
         (["try=log.every=1"], "log.every=1: bench decides that itself; leave it out."),
         (["try=train.batch_size=8;foo"], "try=foo: is no override. Give key=value"),
         (["ddp=true", "strategy=dp"], "strategy=dp: runs in one process, without DDP."),
+        (["ddp=true", "device=cuda:1"], "ddp=true: there is one GPU to use"),
         (["optim.lrr=1"], "optim.lrr: there is no such key."),
         (["--multirun"], "bench: starts the trainings that it compares"),
     ],

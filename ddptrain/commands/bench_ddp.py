@@ -52,11 +52,12 @@ def ranks_for(config: Config, asked: int | None) -> int:
         return asked
     import torch
 
-    gpus = torch.cuda.device_count() if config.device != "cpu" else 0
+    one = config.device.startswith("cuda:")
+    gpus = 1 if one else torch.cuda.device_count() if config.device != "cpu" else 0
     if gpus == 1:
         raise UserError(
-            "ddp=true: there is one GPU here, and DDP's messages go between several. device=cpu measures two"
-            " ranks on the CPU; ranks=2 has two share the GPU."
+            "ddp=true: there is one GPU to use, and DDP's messages go between several. device=cpu measures"
+            " two ranks on the CPU; ranks=2 has two share the GPU."
         )
     return gpus or 2
 
