@@ -187,7 +187,13 @@ def say(line: str) -> None:
 
 
 def cause_of(codes: Mapping[int, int], failures: Mapping[int, ProcessFailure]) -> Cause:
-    """The most telling of several ranks' ends: who loses a peer fails too, and may be gone before it."""
+    """The most telling of several ranks' ends: who loses a peer fails too, and may be gone before it.
+
+    codes: of those that ended by themselves.
+    """
+    # a rank that does not answer is killed by the one that tells of it, and may be gone before that one
+    hung = {rank: failure.exitcode for rank, failure in failures.items() if failure.exitcode == ExitCode.HUNG}
+    codes = {**codes, **hung}
     rank = min(codes, key=lambda rank: (_weight(codes[rank]), rank))
     crashed = [rank for rank, failure in failures.items() if isinstance(failure.message, dict)]
     if _weight(codes[rank]) < _weight(ExitCode.CRASH) or not crashed:

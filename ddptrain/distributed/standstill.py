@@ -1,11 +1,15 @@
 """Who holds the job up, from what each rank last said of itself."""
 
+import sys
+import threading
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 _COLLECTIVES = "torch/distributed/"
-_OURS = ("torch/nn/parallel/distributed.py", "ddptrain/distributed/", "ddptrain/engine/")
+_OURS = ("torch/nn/parallel/distributed.py", "ddptrain/distributed/", "ddptrain/engine/", "torch/_ops.py")
+"""The last: an operator called by name, which waits where the device's queue is full, behind a collective."""
 _STEP = ("waiting for a batch", "forward", "backward", "optimizer")
 _WAITING_FUNCTIONS = ("_engine_run_backward", "synchronize")
 
@@ -45,6 +49,20 @@ class Beat(NamedTuple):
         return cls(rank, -1, -1, 0, "not heard of since the start", overdue=False)
 
 
+def stack_of(thread: int) -> traceback.StackSummary:
+    """A thread's frames, the innermost last.
+
+    A backward pass on a GPU runs in threads of autograd's own, while the one that asked for it waits: what
+    Python runs in these, a hook or a backward of one's own, follows.
+    """
+    frames = sys._current_frames()
+    ours = {known.ident for known in threading.enumerate() if not isinstance(known, threading._DummyThread)}
+    stack = traceback.StackSummary()
+    for frame in [frames.get(thread), *(frames[other] for other in frames.keys() - ours)]:
+        stack += traceback.extract_stack(frame) if frame is not None else []
+    return stack
+
+
 def waits(frames: Sequence[tuple[str, str]]) -> str:
     """Whether, and on whose behalf, a thread waits for other ranks (`Beat.waits`).
 
@@ -65,12 +83,13 @@ def guilty(beats: Sequence[Beat], silent: Sequence[Beat]) -> list[Beat]:
     """The ranks that the others wait for.
 
     Those that do not answer; else those outside of a collective; else, where all wait, the fewer of
-    those that wait for different things, or those ahead: they have left one out.
+    those that wait for different things, or those ahead: they have left one out. A GPU's host may be a step
+    ahead, and stand where the device's queue is full: of those outside, the ones behind hold it up.
     """
     if silent:
         return list(silent)
     if outside := [beat for beat in beats if not beat.waits]:
-        return outside
+        return [beat for beat in outside if beat.step == min(other.step for other in outside)]
     kinds = Counter(beat.waits for beat in beats)
     if len(kinds) == 2:
         fewest = min(kinds.values())

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ddptrain.distributed.news import Failure, News, started_at
-from ddptrain.distributed.standstill import Beat, describe, describe_cut, guilty, waits
+from ddptrain.distributed.standstill import Beat, describe, describe_cut, guilty, stack_of, waits
 from ddptrain.distributed.world import World
 from ddptrain.errors import ExitCode
 
@@ -223,8 +223,7 @@ class Vigil:
 
     def _beat(self, number: int) -> Beat:
         overdue = self._overdue()
-        frame = sys._current_frames().get(self._main) if overdue else None
-        frames = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+        frames = stack_of(self._main) if overdue else traceback.StackSummary()
         return Beat(
             self._world.rank, number, self._marks, self._step, self._what, overdue,
             socket.gethostname(), os.getpid(), self._born, "".join(frames.format()[-8:]),

@@ -1,8 +1,10 @@
 """Who is blamed when a job stands still."""
 
+import _thread
+import threading
 from typing import Any
 
-from ddptrain.distributed.standstill import Beat, describe, guilty, waits
+from ddptrain.distributed.standstill import Beat, describe, guilty, stack_of, waits
 
 
 def beat(rank: int, waits: str = "engine", marks: int = 50, **changes: Any) -> Beat:
@@ -24,6 +26,10 @@ def blamed(*beats: Beat, silent: tuple[Beat, ...] = ()) -> list[int]:
 
 def test_a_rank_outside_of_a_collective() -> None:
     assert blamed(beat(0), beat(1, waits=""), beat(2)) == [1]
+
+
+def test_a_rank_outside_that_is_ahead_is_held_up_by_a_full_queue() -> None:
+    assert blamed(beat(0, waits="", step=13, what="forward"), beat(1, waits=""), beat(2)) == [1]
 
 
 def test_a_rank_that_does_not_answer_comes_before_all() -> None:
@@ -56,6 +62,28 @@ def test_where_a_thread_waits() -> None:
     assert waits([(ours, "_step"), ("/x/torch/autograd/graph.py", "_engine_run_backward")]) == "engine"
     assert waits([("/x/torch/autograd/graph.py", "_engine_run_backward"), (theirs, "hook")]) == ""
     assert waits([]) == ""
+
+
+def test_what_autograds_own_threads_run_belongs_to_the_stack() -> None:
+    """A hook in a backward pass on a GPU; of other threads, which Python has started, nothing."""
+    begun, over = threading.Barrier(3), threading.Event()
+
+    def hook() -> None:
+        threading.current_thread()  # as logging asks: Python then lists the thread
+        begun.wait()
+        over.wait()
+
+    def other() -> None:
+        begun.wait()
+        over.wait()
+
+    _thread.start_new_thread(hook, ())
+    threading.Thread(target=other, daemon=True).start()
+    begun.wait()
+    names = [entry.name for entry in stack_of(threading.get_ident())]
+    over.set()
+    assert names.index("test_what_autograds_own_threads_run_belongs_to_the_stack") < names.index("hook")
+    assert "other" not in names
 
 
 def test_the_message_names_rank_place_and_stack() -> None:

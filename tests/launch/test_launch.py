@@ -118,6 +118,15 @@ def test_the_rank_that_crashed_is_named_though_its_peers_were_gone_first(tmp_pat
     assert cause_of({0: -signal.SIGABRT, 1: 1}, {}) == Cause(1, 1)
 
 
+def test_a_stopped_rank_that_was_killed_for_it_is_a_hang(tmp_path: Path) -> None:
+    """By the rank that tells of it, which may end after it."""
+    failures = {
+        rank: ProcessFailure(rank, 1000 + rank, code, str(tmp_path / "none"))
+        for rank, code in ((0, -signal.SIGKILL), (1, -signal.SIGTERM), (2, 76))
+    }
+    assert cause_of({0: -signal.SIGKILL}, failures) == Cause(2, 76)
+
+
 def test_a_signal_is_told_as_shells_count_it() -> None:
     assert Cause(1, -signal.SIGKILL).exit_code == 137
     assert Cause(1, -signal.SIGTERM).exit_code == 143
