@@ -25,7 +25,7 @@ from ddptrain.distributed.threads import said_of_cores, share_cores
 from ddptrain.distributed.world import World
 from ddptrain.engine.agreement import check_same_command, check_same_model
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
-from ddptrain.engine.compiled import Compilations, check_graphs
+from ddptrain.engine.compiled import Compilations, check_graphs, compile_loss
 from ddptrain.engine.judge import always
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.optim import build_optimizer
@@ -124,6 +124,8 @@ def _assembled(
     log.info("model      %s", _model(model, config))
     check_same_model(world, model)
     _note_what_depends_on_the_split(model, plan, world, config)
+    if config.compile == "step":
+        compile_loss(task)
     state = make_state(config, model, strategy, precision, world, plan.steps)
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.background)
     _resume(config, plan, data, state, checkpointer, world)

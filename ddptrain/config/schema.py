@@ -187,7 +187,8 @@ class Config:
     """Seconds in which no rank makes progress before the job is ended and the rank named; null: never.
     Start-up, saving and whatever is done for the first time may take an hour."""
     precision: str = rule("auto", choices=("auto", "fp32", "tf32", "bf16", "fp16"))
-    compile: str = rule("off", choices=("off", "default", "reduce-overhead", "max-autotune"))
+    compile: str = rule("off", choices=("off", "default", "step", "reduce-overhead", "max-autotune"))
+    """``step``: the loss together with the model, in torch's default mode."""
     channels_last: bool = False
     deterministic: bool = False
     """On a GPU: only algorithms that repeat their bits (slower). On a CPU they always do."""

@@ -2,9 +2,12 @@
 
 import logging
 import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch._logging._internal import set_logs
 from torch.utils._pytree import tree_map_only
@@ -12,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
 from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
+from ddptrain.protocols import Task
 
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -19,11 +23,33 @@ log = logging.getLogger("ddptrain")
 
 
 def compile_model(model: nn.Module, mode: str) -> None:
-    """In place, so that names in checkpoints stay clean; it happens in the first forward pass.
+    """In place, so that names in checkpoints stay clean; it happens in the first forward pass."""
+    _keep_what_is_made()
+    model.compile(mode=mode)
+    if mode in _WITH_GRAPHS:
+        model._compiled_call_impl = _copied(model._compiled_call_impl)
 
-    What is made is kept in ``~/.cache/ddptrain/compiled`` (``XDG_CACHE_HOME``, ``TORCHINDUCTOR_CACHE_DIR``),
-    where torch by itself would lose it with the machine's temporary files.
-    """
+
+def compile_loss(task: Task) -> None:
+    """In place: the task's loss with the forward pass in it, so that both and their backward pass are made as
+    one region; under DDP, whose own forward is in no graph, as two. Evaluation stays eager."""
+    _keep_what_is_made()
+    task.loss = torch.compile(task.loss)  # type: ignore[method-assign]
+
+
+def is_compiled(task: Task, model: nn.Module) -> bool:
+    return model._compiled_call_impl is not None or hasattr(task.loss, "_torchdynamo_orig_callable")
+
+
+def eagerly() -> AbstractContextManager[object]:
+    """Inside, what is compiled runs as it was written. Where nobody has imported torch's compiler nothing is,
+    and to ask would import it."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def _keep_what_is_made() -> None:
+    """In ``~/.cache/ddptrain/compiled`` (``XDG_CACHE_HOME``, ``TORCHINDUCTOR_CACHE_DIR``), where torch by
+    itself would lose it with the machine's temporary files."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ddptrain" / "compiled"
     if not os.environ.get(_FOLDER):
         try:
@@ -32,10 +58,7 @@ def compile_model(model: nn.Module, mode: str) -> None:
             log.warning("%s: can't be made (%s), so the next run compiles again", cache, error.strerror)
         else:
             os.environ[_FOLDER] = str(cache)
-    log.info("compiling  before the first step; it may take minutes the first time (%s)", mode)
-    model.compile(mode=mode)
-    if mode in _WITH_GRAPHS:
-        model._compiled_call_impl = _copied(model._compiled_call_impl)
+    log.info("compiling  before the first step; it may take minutes the first time")
 
 
 def _copied(call: Any) -> Any:

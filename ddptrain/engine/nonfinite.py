@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ddptrain.data.sampler import Sampler
 from ddptrain.distributed.foreach import by_dtype
 from ddptrain.distributed.strategy import Strategy
+from ddptrain.engine.compiled import eagerly
 from ddptrain.engine.guard import numbers_of
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.seeding import StepSeed
@@ -69,7 +70,7 @@ def where_it_began(
         seed_step(at.step, piece.stream)
         found: list[str] = []
         backward = _Backward()
-        with ExitStack() as hooks:
+        with ExitStack() as hooks, eagerly():
             for name, layer in model.named_modules():
                 if not list(layer.children()):
                     hooks.callback(layer.register_forward_pre_hook(backward.before(name)).remove)

@@ -1,8 +1,6 @@
 """Before the first step: is everything on the device, and is DDP in the order it will keep?"""
 
 import logging
-import sys
-from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -10,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.data.prefetch import tensors_of
 from ddptrain.distributed.strategy import Strategy
+from ddptrain.engine.compiled import eagerly, is_compiled
 from ddptrain.engine.flops import counter
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.state import TrainState
@@ -41,7 +40,7 @@ def rehearse(
     carried, unsent = task.carried(), strategy.carried()
     flops = _counted(task, state.model, precision, batch, at)
     task.carry_on(carried)
-    passes = 1 if state.model._compiled_call_impl is not None else 0
+    passes = 1 if is_compiled(task, state.model) else 0
     if isinstance(state.wrapped, DistributedDataParallel):
         passes = 2 if state.wrapped.static_graph else 1  # which sees the order in the second only
     for _ in range(passes):
@@ -57,10 +56,8 @@ def rehearse(
 
 def _counted(task: Task, model: nn.Module, precision: Precision, batch: Batch, at: At) -> int:
     """Of the bare model, eagerly: what fails here, under torch's counter, is no harm to the training."""
-    # to ask imports the compiler's front end; where nobody has, nothing is compiled
-    eagerly = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
-        with eagerly, counter(next(model.parameters()).device) as counted:
+        with eagerly(), counter(next(model.parameters()).device) as counted:
             with precision.autocast():
                 loss = task.loss(model, batch, at)
             # not backward(): DDP has hooks where gradients are added up, and static_graph counts their calls

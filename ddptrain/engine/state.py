@@ -158,7 +158,7 @@ def make_state(
     average: Average = NoAverage(model)
     if config.ema.decay is not None:
         average = ExponentialAverage(model, config.ema.decay)
-    if config.compile != "off":
+    if config.compile not in ("off", "step"):
         compile_model(model, config.compile)
     return TrainState(
         model=model,

@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from toy import Classify, Fit, Vectors, plain, weights
 
+from ddptrain.config.schema import Strategy
+from ddptrain.distributed.choice import choose_strategy
 from ddptrain.distributed.world import World
-from ddptrain.engine.compiled import check_graphs
+from ddptrain.engine.compiled import check_graphs, compile_loss, is_compiled
+from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
+from ddptrain.testing import run_ranks
 
 GPU = World(device=torch.device("cuda", 0))
 
@@ -51,3 +56,32 @@ def test_cuda_graphs_and_several_backward_passes_a_step_are_refused(mode: str) -
     check_graphs(mode, GPU, 1)
     check_graphs(mode, World(), 2)
     check_graphs("default", GPU, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_compiled_loss_trains_the_same(tmp_path: Path, size: int) -> None:
+    """In micro-batches, by one rank or by two."""
+    from torch._dynamo.utils import counters
+
+    fit = Fit(Plan(steps=12, train_size=100, batch_size=32, micro_batch=8, eval_every=5), ema=0.9)
+
+    def rank(world: World) -> tuple[float, int]:
+        found = []
+        for name in ("eager", "compiled"):
+            task = Classify(plain)
+            if name == "compiled":
+                compile_loss(task)
+            state, _ = fit.train(task, Vectors(100), world, tmp_path / f"{name}{world.rank}")
+            assert is_compiled(task, state.model) == (name == "compiled")
+            found.append(weights(state))
+        return float((found[1] - found[0]).norm() / found[0].norm()), counters["stats"]["unique_graphs"]
+
+    for difference, graphs in run_ranks(rank, size, timeout=250):
+        assert difference < 1e-5
+        assert graphs == size, "one region, which DDP parts into model and loss; none for another step"
+
+
+def test_dp_and_compiling_are_refused() -> None:
+    with pytest.raises(UserError, match="compile=off"):
+        choose_strategy(Strategy(name="dp"), GPU, compiled=True)
