@@ -10,8 +10,9 @@ from gpu_parts.part import Job, NotHere, Ran, apart, need, ranks_of, trained, wa
 from gpu_parts.trainings import ALIKE, FEW_IMAGES
 
 WORDS = ("recipe=cnn_cifar10", "data=shapes", *FEW_IMAGES, "precision=fp32")
-LEAVE = 15.0
-"""Seconds in which a job must have ended after one of its ranks was killed."""
+LEAVE = 20.0
+"""Seconds in which a job must have ended after one of its ranks was killed: less than ``checkpoint.grace``, after
+which it would be ended anyhow."""
 
 
 def kill(job: Job) -> str:
@@ -25,11 +26,11 @@ def nccl_kill(job: Job) -> str:
 def _killed(job: Job, device: str) -> str:
     """SIGKILL of a rank: the others leave at once; the same command then goes on to the same losses."""
     steps = job.pick(60, 8)
-    words = [*WORDS, device, "log.every=1", f"train.steps={steps}", f"checkpoint.every={steps // 4}"]
+    words = [*WORDS, device, "log.every=1", f"train.steps={steps}", f"checkpoint.every={steps // 2}"]
     launch = ("-m", "ddptrain", "launch", "--nproc-per-node=2", "--max-restarts=0")
     whole = trained(job.folder / "whole", job.run("whole", *launch, *words, "run.dir=whole"))
     with job.started("killed", *launch, *words, "run.dir=killed") as process:
-        wait_for(job, "killed", f"step {steps // 2}/", process)
+        wait_for(job, "killed", f"step {steps // 2 + 1}/", process)
         pids = ranks_of(process)
         need(sorted(pids) == [0, 1], f"the launcher's ranks are {sorted(pids)}, not 0 and 1")
         began = time.monotonic()
