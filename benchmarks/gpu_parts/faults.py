@@ -11,8 +11,8 @@ from gpu_parts.trainings import ALIKE, FEW_IMAGES
 
 WORDS = ("recipe=cnn_cifar10", "data=shapes", *FEW_IMAGES, "precision=fp32")
 LEAVE = 20.0
-"""Seconds in which a job must have ended after one of its ranks was killed: less than ``checkpoint.grace``, after
-which it would be ended anyhow."""
+"""Seconds in which a job must have ended after one of its ranks was killed: less than ``checkpoint.grace``,
+after which it would be ended anyhow."""
 
 
 def kill(job: Job) -> str:
