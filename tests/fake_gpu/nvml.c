@@ -46,3 +46,8 @@ int nvmlDeviceGetComputeMode(void* gpu, int* out) ANSWER("ComputeMode", *out = 0
 int nvmlDeviceGetComputeRunningProcesses_v3(void* gpu, unsigned* out, void* infos) ANSWER("Processes", *out = 0)
 int nvmlDeviceGetCurrPcieLinkWidth(void* gpu, unsigned* out) ANSWER("Pcie", *out = 16)
 int nvmlDeviceGetMaxPcieLinkWidth(void* gpu, unsigned* out) ANSWER("Pcie", *out = 16)
+// By these names torch's allocator asks who else holds memory where none is left.
+int nvmlDeviceGetHandleByPciBusId_v2(const char* bus, void** gpu) ANSWER("HandleByPciBusId", *gpu = (void*)1)
+int nvmlDeviceGetComputeRunningProcesses(void* gpu, unsigned* out, void* infos) ANSWER("Processes", *out = 0)
+int nvmlDeviceGetNvLinkRemoteDeviceType(void* gpu, unsigned link, int* type) { return 3; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void* gpu, unsigned link, void* info) { return 3; }

@@ -34,6 +34,8 @@ class Job:
     restarts: int = 0
     launcher: str = "launch"
     """launch, torchrun, or python for a single process."""
+    under: Sequence[str] = ()
+    """What the command line is given to, as its last words."""
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
@@ -47,7 +49,7 @@ class Job:
         self.output = self.cwd / f"output-{self.mark}.txt"
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, *start, *self.words],
+                [*self.under, sys.executable, *start, *self.words],
                 cwd=self.cwd,
                 env={**inherited, _MARK: self.mark, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
                 stdout=file,
