@@ -111,7 +111,7 @@ def beside(job: Job) -> str:
     rounds, said = job.pick(7, 2), []
     for name, case in CASES.items():
         file = job.folder / f"{name}.json"
-        batch, steps = job.pick(case.batch, 8), job.pick(case.steps, 4)
+        batch, steps = job.pick(case.batch, 8), job.pick(case.steps, 2)
         words = [name, str(batch), str(steps), str(rounds), ",".join(asked), str(file)]
         search = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
         job.run(name, str(Path(__file__)), *words, PYTHONPATH=search)
