@@ -15,9 +15,9 @@ from gpu_parts.machine import is_simulated
 from gpu_parts.part import BENCHMARKS, Failed, Job, apart
 from gpu_parts.trainings import text_words
 
-FIRST = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
+FIRST = {"fp32": 3e-4, "bf16": 3e-2, "fp16": 1e-2}
 """Relative: how far the first step's loss may lie from the CPU's. The weights are the same then."""
-LATER = {"fp32": 2e-2, "bf16": 1e-1, "fp16": 1e-1}
+LATER = {"fp32": 5e-2, "bf16": 1e-1, "fp16": 1e-1}
 """And those of the next steps, in which rounding grows with what was learned from it."""
 IMAGES = ("data=shapes", "data.source.train=128", "data.source.valid=16", "train.eval_batch_size=16")
 SCENES = ("data=shapes_detection", "data.source.train=24", "data.source.valid=4", "train.eval_batch_size=4")
