@@ -44,19 +44,19 @@ _thread = threading.local()
 
 
 def where() -> str:
-    """The line of the project, or of a recipe, that is at work."""
+    """The line of the project, or of a recipe, that is at work; '' in a backward pass, or within torch."""
     for frame in reversed(traceback.extract_stack()):
         own = "/ddptrain/" in frame.filename or "/recipes/" in frame.filename or "/tests/" in frame.filename
         if own and "/fake_gpu/" not in frame.filename and "site-packages" not in frame.filename:
             return f"{frame.filename}:{frame.lineno} ({frame.name})"
-    return "in a backward pass, or in torch"
+    return ""
 
 
 def find(what: str) -> None:
-    findings.append(f"{what}, at {where()}")
+    findings.append(f"{what}, at {where() or 'a backward pass, or in torch'}")
 
 
-streams = Streams(find)
+streams = Streams(find, where)
 
 
 def activate() -> None:

@@ -38,7 +38,7 @@ def train(folder: Path) -> None:
     plan = Plan(
         steps=8, train_size=64, batch_size=8, log_every=4, eval_every=100, save_every=100, clip_norm=1.0
     )
-    watch.strict = True
+    watch.strict = watch.memory = True
     Fit(plan).train(task, data, World(device=device), folder)
 
 

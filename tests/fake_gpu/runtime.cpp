@@ -2,7 +2,7 @@
 //
 // Device memory is host memory, copies are real, and kernels do nothing: emulate.py computes their results. Work is
 // done at once, but the host does not know it. An event is unfinished, and what was copied to pinned memory has not
-// arrived, until the host has waited for it, or has asked for it a millisecond later: a missing wait reads NaN.
+// arrived, until the host has waited for it, or asks for it a second later: a missing wait reads NaN.
 // Streams, events, allocators and DDP's reducer are torch's own code.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -92,11 +92,11 @@ void* take(size_t bytes, Kind kind) {
   size_t pages = (std::max(bytes, size_t(1)) + 4095) / 4096 * 4096;
   std::lock_guard<std::mutex> guard(ranges_lock);
   if (kind == DEVICE && held[current] + pages > memory_of(current)) return nullptr;
-  void* made = mmap(nullptr, pages, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (made == MAP_FAILED) return nullptr;
-  ranges[(char*)made] = {(char*)made + pages, kind, current};
+  void* memory = mmap(nullptr, pages, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return nullptr;
+  ranges[(char*)memory] = {(char*)memory + pages, kind, current};
   if (kind == DEVICE) held[current] += pages;
-  return made;
+  return memory;
 }
 
 void release(void* pointer) {
@@ -130,14 +130,14 @@ using TaskOrNone = std::shared_ptr<Task>;
 
 struct Stream { int priority = 0; TaskOrNone behind; };
 struct Event { unsigned flags; bool recorded = false; unsigned long long at = 0; double ms = 0; TaskOrNone behind; };
-Stream default_stream;
+std::array<Stream, 64> defaults;  // one a device
 std::mutex streams_lock;
-std::vector<Stream*> streams{&default_stream};
+std::vector<Stream*> made;
 std::atomic<unsigned long long> clock_{1}, known{0};  // of what is queued; up to where the host knows it done
 
 Stream* of(cudaStream_t stream) {
   bool special = !stream || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
-  return special ? &default_stream : (Stream*)stream;
+  return special ? &defaults[current] : (Stream*)stream;
 }
 
 TaskOrNone behind(Stream* stream) { std::lock_guard<std::mutex> guard(streams_lock); return stream->behind; }
@@ -147,7 +147,11 @@ void settle(Stream* stream) { if (auto task = behind(stream)) task->wait(); }
 
 void settle_all() {
   std::vector<TaskOrNone> tasks;
-  { std::lock_guard<std::mutex> guard(streams_lock); for (auto* stream : streams) if (stream->behind) tasks.push_back(stream->behind); }
+  {
+    std::lock_guard<std::mutex> guard(streams_lock);
+    for (auto& stream : defaults) if (stream.behind) tasks.push_back(stream.behind);
+    for (auto* stream : made) if (stream->behind) tasks.push_back(stream->behind);
+  }
   for (auto& task : tasks) task->wait();
 }
 
@@ -170,7 +174,7 @@ void learn(unsigned long long at) {
 bool finished(Event* event) {
   if (!event->recorded) return true;
   if (event->behind && !event->behind->ready()) return false;
-  if (event->at > known && now_ms() - event->ms < 1.0) return false;
+  if (event->at > known && now_ms() - event->ms < 1000) return false;
   learn(event->at);
   return true;
 }
@@ -306,10 +310,10 @@ cudaError_t cudaMemset(void* to, int value, size_t bytes) { return cudaMemsetAsy
 
 // ---- streams
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned, int priority) {
-  auto* made = new Stream{priority, nullptr};
+  auto* stream = new Stream{priority, nullptr};
   std::lock_guard<std::mutex> guard(streams_lock);
-  streams.push_back(made);
-  *out = (cudaStream_t)made;
+  made.push_back(stream);
+  *out = (cudaStream_t)stream;
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) { return cudaStreamCreateWithPriority(out, flags, 0); }

@@ -30,10 +30,11 @@ class _Memory:
 
 
 class Streams:
-    """find: is told what is wrong."""
+    """find: is told what is wrong. where: which line of the project is at work."""
 
-    def __init__(self, find: Callable[[str], None]) -> None:
+    def __init__(self, find: Callable[[str], None], where: Callable[[], str]) -> None:
         self._find = find
+        self._where = where
         self._number = 0
         self._memory: dict[int, _Memory] = {}
         self._clocks: dict[int, Clock] = {}
@@ -82,6 +83,8 @@ class Streams:
                 self._find(f"{func} uses memory that another stream is at work on, without waiting for it")
                 break
         memory.uses[now] = self._number
+        if now != memory.home and not self._where():  # torch's futures tell the allocator without an operator
+            memory.told.add(now)
         if writes:
             memory.write = (now, self._number)
 

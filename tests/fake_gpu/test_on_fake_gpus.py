@@ -55,8 +55,10 @@ def test_every_recipe_trains(tmp_path: Path, ranks: int) -> None:
         assert parts or others <= OTHERS, line
 
 
-def test_a_long_training_of_many_sizes_takes_no_more_memory(tmp_path: Path) -> None:
-    done = on_gpus(1, HERE / "cases.py", tmp_path, "long")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_long_training_takes_no_more_memory(tmp_path: Path, ranks: int) -> None:
+    start = TORCHRUN if ranks == 2 else []
+    done = on_gpus(ranks, *start, HERE / "cases.py", tmp_path, "long")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
