@@ -166,7 +166,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("gpu-hour"), help="the folder (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu-hour"), help="the folder (%(default)s)")
     parser.add_argument(
         "--only", type=_names, default=list(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}"
     )
