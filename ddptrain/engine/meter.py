@@ -151,14 +151,15 @@ class _HostSums(_Sums):
 
 @final
 class _DeviceSums(_Sums):
-    """Adding launches a small kernel a value."""
+    """Adding launches two small kernels, for all values together."""
 
     def __init__(self, shards: int, finite_only: bool, device: torch.device) -> None:
         self._shards = shards
-        self._device = device
         self._finite_only = finite_only
-        self._sums: dict[str, Tensor] = {}
-        self._cells: dict[str, tuple[Tensor, ...]] = {}
+        self._names: list[str] = []
+        self._table = torch.zeros(0, shards, device=device, dtype=summing_dtype(device))
+        self._nothing = torch.zeros((), device=device)
+        """What a name adds that a micro-batch does not log."""
         self._count = [0] * shards
         """As far as the host knows it."""
 
@@ -172,25 +173,29 @@ class _DeviceSums(_Sums):
         if isinstance(count, int):
             self._count[shard] += count
         else:
-            logs[_COUNT] = count
-        for name, value in {"loss": total, **logs}.items():
-            if name not in self._cells:
+            # a large whole number is none of float32's
+            logs[_COUNT] = count if count.is_floating_point() else count.to(self._table)
+        values = {"loss": total, **logs}
+        for name in values:
+            if name not in self._names:
                 self.put(name, torch.zeros(self._shards))
-            self._cells[name][shard].add_(value)
+        self._table[:, shard] += torch.stack([values.get(name, self._nothing) for name in self._names])
 
     def put(self, name: str, sums: Tensor) -> None:
-        self._sums[name] = sums.to(self._device, summing_dtype(self._device))
-        self._cells[name] = self._sums[name].unbind()
+        row = sums.to(self._table)
+        if name not in self._names:
+            self._names.append(name)
+            self._table = torch.cat([self._table, row[None]])
+        self._table[self._names.index(name)] = row
 
     def rows(self) -> tuple[list[str], Rows]:
-        if _COUNT not in self._sums:
+        if _COUNT not in self._names:
             self.put(_COUNT, torch.zeros(self._shards))
-        counted = self._sums[_COUNT] + torch.tensor(self._count).to(self._sums[_COUNT])
-        packed = {**self._sums, _COUNT: counted}
-        names = sorted(packed)
-        return names, torch.stack([packed[name] for name in names])
+        names = sorted(self._names)
+        table = torch.stack([self._table[self._names.index(name)] for name in names])
+        table[names.index(_COUNT)] += torch.tensor(self._count).to(table)
+        return names, table
 
     def clear(self) -> None:
-        for value in self._sums.values():
-            value.zero_()
+        self._table.zero_()
         self._count = [0] * self._shards

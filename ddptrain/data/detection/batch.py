@@ -23,7 +23,7 @@ class Batch(NamedTuple):
     labels: Tensor
     """int64 (n, k); -1 below a picture's last box."""
     colours: Tensor
-    """float32 (n, 3, 3): what the RGB values are multiplied by."""
+    """float32 (n, 3, 3): what the RGB values in [0, 255] are multiplied by, to lie in [0, 1]."""
     ids: Tensor
     """int64 (n,): which pictures of their part of the set."""
     placed: Letterbox
@@ -38,13 +38,14 @@ def stacked(samples: Sequence[Seen], colours: Tensor, ids: Tensor, placed: Lette
     for i, sample in enumerate(samples):
         boxes[i, : len(sample.labels)] = sample.boxes
         labels[i, : len(sample.labels)] = sample.labels
-    return Batch(torch.stack([sample.pixels for sample in samples]), boxes, labels, colours, ids, placed)
+    pixels = torch.stack([sample.pixels for sample in samples])
+    return Batch(pixels, boxes, labels, colours / 255, ids, placed)
 
 
 def coloured(batch: Batch, channels_last: bool) -> Batch:
     """uint8 pictures -> float32 in [0, 1], their colours changed."""
     pixels = batch.images.flatten(2).to(torch.float32)
     with torch.autocast(pixels.device.type, enabled=False):  # it would round the colours to bf16
-        images = torch.bmm(batch.colours / 255, pixels).clamp_(0, 1).view(batch.images.shape)
+        images = torch.bmm(batch.colours, pixels).clamp_(0, 1).view(batch.images.shape)
     memory = torch.channels_last if channels_last else torch.contiguous_format
     return batch._replace(images=images.contiguous(memory_format=memory))
