@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import median
 
 STEPS = 8
-FEW = ["train.batch_size=8", f"train.steps={STEPS}", "train.eval_every=1000", "log.every=4",
-       "checkpoint.every=4", "log.tensorboard=false", "seed=5"]  # fmt: skip
+FEW = ["train.batch_size=8", f"train.steps={STEPS}", "train.eval_every=1000", "log.every=1000",
+       "checkpoint.every=1000", "log.tensorboard=false", "seed=5"]  # fmt: skip
 SHAPES = ["data=shapes", "data.source.train=96", "data.source.valid=40"]
 TEXT = ["data=text", "data.source.path={folder}/text.txt", "data.window=8", "data.valid_piece=64",
         "data.valid_context=8", "task.sample_tokens=4"]  # fmt: skip
@@ -157,14 +157,11 @@ def run(case: dict[str, str], folder: Path, name: str, *more: str) -> tuple[int,
     then = case.get("then")
     if code or not then:
         return code, said
-    if then == "resume":
-        code, more_said = _said([*trained, f"train.steps={STEPS + 4}"])
-    elif os.environ.get("RANK", "0") == "0" or then == "evaluate":
-        code, more_said = _said(
-            [then, f"run={folder}/{name}", *(_asked(case["recipe"], folder) if then == "predict" else [])]
-        )
-    else:
-        more_said = ""
+    asked = {"predict": _asked(case["recipe"], folder), "export": ["format=pt2"]}.get(then, [])
+    again = (
+        [*trained, f"train.steps={STEPS + 4}"] if then == "resume" else [then, f"run={folder}/{name}", *asked]
+    )
+    code, more_said = _said(again)
     return code, said + more_said
 
 
