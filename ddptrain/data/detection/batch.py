@@ -46,6 +46,7 @@ def coloured(batch: Batch, channels_last: bool) -> Batch:
     """uint8 pictures -> float32 in [0, 1], their colours changed."""
     pixels = batch.images.flatten(2).to(torch.float32)
     with torch.autocast(pixels.device.type, enabled=False):  # it would round the colours to bf16
-        images = torch.bmm(batch.colours, pixels).clamp_(0, 1).view(batch.images.shape)
+        images = torch.bmm(batch.colours, pixels).view(batch.images.shape)
     memory = torch.channels_last if channels_last else torch.contiguous_format
-    return batch._replace(images=images.contiguous(memory_format=memory))
+    laid_out = torch.empty_like(images, memory_format=memory)
+    return batch._replace(images=torch.clamp(images, 0, 1, out=laid_out))
