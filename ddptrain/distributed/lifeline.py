@@ -72,13 +72,14 @@ def end_with(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> NoRe
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with an exit code; a rank without the interpreter's own shutdown.
+    """End this process with an exit code; a rank and its ``launch`` without the interpreter's own shutdown.
 
     A thread of gloo's may still hold the last collective's tensors. Where it lets go of them while the
     interpreter shuts down, it asks for a lock that is gone, and aborts the process (torch 2.15, seen on busy
-    machines: SIGABRT, "terminate called without an active exception").
+    machines: SIGABRT, "terminate called without an active exception"). So may the thread by which torchrun's
+    agent keeps its place in the rendezvous: after a signal it is left running.
     """
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ and AGENT not in os.environ:
         sys.exit(code)
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -63,3 +63,22 @@ def test_workers_end_with_their_rank_however_it_ends(reader: Path, how: str, cod
     job.wait_for("reading")
     assert job.wait(30)[0] == code, job.log.read_text()
     assert not job.left_after(2.0)
+
+
+LEAVING = """
+import os, threading
+from ddptrain.distributed.lifeline import AGENT, leave
+
+def after() -> None:
+    threading.main_thread().join()  # it ends first where Python shuts down
+    os._exit(6)
+
+threading.Thread(target=after).start()
+os.environ[AGENT] = str(os.getpid())
+leave(75)
+"""
+
+
+def test_the_launcher_leaves_without_pythons_own_shutdown() -> None:
+    """In which a thread of torchrun's may come back from the store, and then aborts the process."""
+    assert subprocess.run([sys.executable, "-c", LEAVING]).returncode == 75
