@@ -194,14 +194,9 @@ class Engine:
         at = self._plan.at(verdict.step)
         self._vigil.mark("looking for what is not finite", verdict.step, LONG_S)
         batches = self._data.train_batches(self._sampler, range(verdict.step, self._plan.steps))
+        own = islice(batches, len(self._pieces))
         began = where_it_began(
-            self._task,
-            state.model,
-            self._precision,
-            islice(batches, len(self._pieces)),
-            self._sampler,
-            self._seed_step,
-            at,
+            self._task, state.model, self._precision, own, self._sampler, self._seed_step, at
         )
         ranks = from_all_ranks(self._world, evidence_of(began, self._sampler, verdict.step))
         raise divergence(verdict.step, state.left_out, ranks)
@@ -249,6 +244,7 @@ class Engine:
                 self._observers.settle()
                 self._vigil.mark("saving the best", state.step, LONG_S)
                 self._checkpointer.save_best(state.state_dict(), self._facts(state))
+            self._vigil.mark("saved", state.step)
             self._watch.mark("saving")
         self._ranks = from_all_ranks(self._world, self._watch.total())
         position, lap = self._position(state.step), self._watch.lap("evaluation").timing
@@ -274,6 +270,7 @@ class Engine:
             self._observers.settle()
             path = self._checkpointer.save(state.state_dict(), self._facts(state))
             self._observers.saved(Saved(state.step, path))
+        self._vigil.mark("saved", state.step)
         self._saved_at = state.step
         self._watch.mark("saving")
 
