@@ -157,7 +157,7 @@ def run(case: dict[str, str], folder: Path, name: str, *more: str) -> tuple[int,
     then = case.get("then")
     if code or not then:
         return code, said
-    asked = {"predict": _asked(case["recipe"], folder), "export": ["format=pt2"]}.get(then, [])
+    asked = {"predict": _asked(case["recipe"], folder, name), "export": ["format=pt2"]}.get(then, [])
     again = (
         [*trained, f"train.steps={STEPS + 4}"] if then == "resume" else [then, f"run={folder}/{name}", *asked]
     )
@@ -165,14 +165,13 @@ def run(case: dict[str, str], folder: Path, name: str, *more: str) -> tuple[int,
     return code, said + more_said
 
 
-def _asked(recipe: str, folder: Path) -> list[str]:
+def _asked(recipe: str, folder: Path, name: str) -> list[str]:
+    """What the task of a recipe is given to predict."""
     if "_text" in recipe:
         return ["prompt=the", "tokens=3"]
-    return (
-        ["prompt=3 May 1998"]
-        if "translate" in recipe
-        else [f"source={folder}/pictures/val", f"out={folder}/predictions"]
-    )
+    if "translate" in recipe:
+        return ["text=3 May 1998"]
+    return [f"source={folder}/pictures/val", f"out={folder}/{name}/predictions"]
 
 
 def _said(words: list[str]) -> tuple[int, str]:
