@@ -62,7 +62,7 @@ def watch(loop: Any) -> None:
 
     def watched_step(self: Any, state: Any, at: Any, batches: Any) -> None:
         global _model
-        if self._world.device.type != "cuda":
+        if self._world.device.type != "cuda" or self._world.shares_device:  # gloo waits for its copies
             return step(self, state, at, batches)
         before, _model = counts(), 0
         emulate.steady = strict and len(steps) >= SETTLED

@@ -3,6 +3,7 @@ together with other tests, which see none (tests/conftest.py)."""
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 import time
@@ -38,6 +39,9 @@ PICTURES = 32 * 3 * 32 * 32
 """Bytes of a micro-batch."""
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device, and pytest tests/gpu by itself"
+)
+on_a_real_one = pytest.mark.skipif(
+    "FAKE_GPU_COUNT" in os.environ, reason="a fake GPU has no time of its own, and no profiler"
 )
 
 
@@ -153,6 +157,7 @@ class Ended(Observer):
         self.wall, self.timing = time.perf_counter() - self.began, event.times.timing
 
 
+@on_a_real_one
 @pytest.mark.parametrize("resident", [True, False])
 def test_the_split_adds_up_to_the_wall_time(tmp_path: Path, resident: bool) -> None:
     seen = Ended()
@@ -162,6 +167,7 @@ def test_the_split_adds_up_to_the_wall_time(tmp_path: Path, resident: bool) -> N
     assert seen.timing.mfu is not None
 
 
+@on_a_real_one
 def test_copies_run_beside_the_computing_in_the_trace(tmp_path: Path) -> None:
     """Host-to-device copies of later batches lie on another stream, inside the time of the step's kernels."""
     debug = Debug(profile=True, profile_from=10, profile_steps=8)
