@@ -7,6 +7,10 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
+// NCCL's header wants these for kernels, and what they include is not in all wheels.
+#define __CUDA_FP16_H__
+#define __CUDA_BF16_H__
+#define __CUDA_FP8_H__
 #include <nccl.h>
 #include <sys/mman.h>
 #include <unistd.h>
