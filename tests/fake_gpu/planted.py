@@ -30,11 +30,15 @@ kept: list[Any] = []
 """What a bug does not let go."""
 
 
+def small(num_classes: int, in_channels: int, image_size: tuple[int, int], examples: Any) -> SmallCnn:
+    return SmallCnn(num_classes, in_channels, image_size, width=4, hidden=8)
+
+
 def train(folder: Path) -> None:
     """Pictures from files, by the engine."""
     device = torch.device("cuda", 0)
     data = ImageData(Shapes(train=64, valid=16), Augment(4, True), workers=0, resident=False)
-    task = ImageClassification(partial(SmallCnn, width=4, hidden=8), data)
+    task = ImageClassification(small, data)
     plan = Plan(
         steps=8, train_size=64, batch_size=8, log_every=4, eval_every=100, save_every=100, clip_norm=1.0
     )
