@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddptrain.distributed.ballot import WithBallot
+from ddptrain.distributed.foreach import by_dtype
 from ddptrain.distributed.world import World
 from ddptrain.protocols import Loss
 
@@ -46,10 +47,7 @@ class Guard:
         self._world = world
         self._on_gpu = world.device.type == "cuda"
         self._ballot = ballot
-        groups: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in model.parameters():
-            groups.setdefault(parameter.dtype, []).append(parameter)
-        self._groups = list(groups.items())
+        self._groups = [(group[0].dtype, group) for group in by_dtype(model.parameters())]
         self._nonfinite = torch.zeros((), device=world.device)
         self._one = torch.ones((), device=world.device)
         self._loss: Tensor | None = None

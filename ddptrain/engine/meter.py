@@ -183,10 +183,11 @@ class _DeviceSums(_Sums):
 
     def put(self, name: str, sums: Tensor) -> None:
         row = sums.to(self._table)
-        if name not in self._names:
+        if name in self._names:
+            self._table[self._names.index(name)] = row
+        else:
             self._names.append(name)
             self._table = torch.cat([self._table, row[None]])
-        self._table[self._names.index(name)] = row
 
     def rows(self) -> tuple[list[str], Rows]:
         if _COUNT not in self._names:
