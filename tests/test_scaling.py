@@ -101,6 +101,9 @@ def test_what_is_tried_of_ddp() -> None:
     ]  # fmt: skip
     small = of_ddp(config, {"gradient_bytes": 1 << 20})
     assert not [word for word in small if "bucket_cap" in word], "one bucket under any of them"
+    more = of_ddp(config, {"gradient_bytes": 2 << 20})
+    caps = [word.partition("cap_mb=")[2] for word in more if "bucket_cap" in word]
+    assert caps == ["5", "100"], "one bucket; now it is torch's small first one and another"
 
 
 def bench(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:

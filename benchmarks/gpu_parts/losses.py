@@ -27,7 +27,7 @@ RECIPES: dict[str, Sequence[str]] = {
     "mobilenet_cifar10": (*IMAGES, "model.dropout=0"),
     "mobilenet_v3": ("data.root=pictures", "data.source.size=64", "data.augment.crop=4", "model.dropout=0"),
     "resnet18_cifar10": IMAGES,
-    "speedrun_cifar10": (*IMAGES, "model.width=8", "optim.head_lr=167.5", "optim.bias_lr=13.25"),
+    "speedrun_cifar10": (*IMAGES, "model.width=8", "optim.head_lr=104", "optim.bias_lr=11"),
     "rnn_text": (),
     "gru_text": (),
     "lstm_text": (),

@@ -63,12 +63,12 @@ def ranks_for(config: Config, asked: int | None) -> int:
 
 
 def of_ddp(config: Config, setup: Mapping[str, Any]) -> list[str]:
-    """DDP's own settings, but for buckets that would hold all gradients, as they do now."""
+    """DDP's own settings, but for caps that would divide the gradients as they are divided now."""
     strategy, size = config.strategy, setup["gradient_bytes"]
     found = [
         f"strategy.bucket_cap_mb={cap}"
         for cap in _BUCKETS_MB
-        if cap != strategy.bucket_cap_mb and min(cap, strategy.bucket_cap_mb) * 2**20 < size
+        if _buckets(cap, size) != _buckets(strategy.bucket_cap_mb, size)
     ]
     found += [] if strategy.static_graph else ["strategy.static_graph=true"]
     found.append(f"strategy.gradient_as_bucket_view={str(not strategy.gradient_as_bucket_view).lower()}")
@@ -100,16 +100,26 @@ def _ms(lap: Lap, phase: str) -> float:
     return 1e3 * lap.seconds[phase] / lap.steps
 
 
+def _buckets(cap_mb: float, size: float) -> list[float]:
+    """Bytes of each of DDP's buckets, for so many bytes of gradients. Only with torch's own cap is there a
+    small first one (``torch.distributed._DEFAULT_FIRST_BUCKET_BYTES``)."""
+    from ddptrain.distributed.strategy import TORCHS_CAP_MB
+
+    first = min(size, 2.0**20 * (1.0 if cap_mb == TORCHS_CAP_MB else cap_mb))
+    rest = size - first
+    count = math.ceil(rest / (cap_mb * 2**20))
+    return [first, *[rest / count] * count] if count else [first]
+
+
 def estimate(bench: Bench, config: Config, itself: Result) -> None:
     """Measure all-reduces between as many ranks, and print the link they show and what it lets more nodes do,
     for the training as it is. Raises Unfit."""
     lap = itself.lap
     traffic = _BYTES.get(config.strategy.compression)
     size = lap.setup["gradient_bytes"] * (traffic or 1.0)
-    cap = config.strategy.bucket_cap_mb * 2**20 * (traffic or 1.0)
-    count = max(1, math.ceil(size / cap))
-    messages = [size / count] * count
-    backend, measured = _all_reduces(bench, config.device, round(min(size, cap)))
+    parts = _buckets(config.strategy.bucket_cap_mb, lap.setup["gradient_bytes"])
+    messages, count = [part * (traffic or 1.0) for part in parts], len(parts)
+    backend, measured = _all_reduces(bench, config.device, round(max(messages)))
     link = fitted(measured, bench.ranks)
     off = misses(link, measured, bench.ranks)
     exposed = _ms(lap, "all_reduce")

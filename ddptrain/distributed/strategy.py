@@ -22,7 +22,7 @@ from ddptrain.distributed.world import World
 log = logging.getLogger("ddptrain")
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_TORCHS_CAP_MB = 25.0
+TORCHS_CAP_MB = 25.0
 """Of DDP's buckets by default. Given explicitly, there is no small first bucket, which is sent early."""
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -150,7 +150,7 @@ class Ddp(Strategy):
             wrapped = DistributedDataParallel(
                 WithBallot(model, exact=self._config.compression in ("none", "powersgd")),
                 device_ids=[self._world.device.index] if on_gpu else None,
-                bucket_cap_mb=None if cap == _TORCHS_CAP_MB else cap,
+                bucket_cap_mb=None if cap == TORCHS_CAP_MB else cap,
                 gradient_as_bucket_view=self._config.gradient_as_bucket_view,
                 static_graph=self._config.static_graph,
             )

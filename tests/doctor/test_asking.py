@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddptrain.doctor import children, machine, proof
-from ddptrain.doctor.facts import Asked, Cuda, Failure, Gpu, Limits, Process, Proof
+from ddptrain.doctor.facts import Asked, Cuda, Failure, Gpu, Limits, Process
 from ddptrain.doctor.probes import Probe, collect
 
 # -- every question by itself ------------------------------------------------------------------------
@@ -358,10 +358,3 @@ def test_which_devices_are_proved() -> None:
 def test_bandwidth_is_what_each_member_sends() -> None:
     assert proof.bandwidth(10**9, 2, 0.5) == 2.0
     assert proof.bandwidth(10**9, 4, 1.0) == 1.5
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_computes_right() -> None:
-    done = list(proof.on("cuda:0"))
-    assert [one for one in done if not one.ok and not one.lacks] == []
-    assert Proof("nms", "cuda:0", "fp32", True, "torchvision's own operator") in done

@@ -33,13 +33,12 @@ def built() -> Path:
     mark.update(f"{metadata.version('torch')} {SITE}".encode())
     folder = Path(tempfile.gettempdir()) / f"ddptrain-fake-gpu-{os.getuid()}-{mark.hexdigest()[:16]}"
     if not folder.exists():
-        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-            _build(Path(made))
-            try:
-                shutil.copytree(made, f"{made}.done")
-                os.rename(f"{made}.done", folder)
-            except OSError:  # another process was faster
-                shutil.rmtree(f"{made}.done", ignore_errors=True)
+        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        _build(made)
+        try:
+            made.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(made)
     return folder
 
 

@@ -25,6 +25,8 @@ from ddptrain.data.prefetch import on_device
 from ddptrain.data.shapes import Shapes
 from ddptrain.distributed.choice import choose_strategy
 from ddptrain.distributed.world import World
+from ddptrain.doctor import proof
+from ddptrain.doctor.facts import Proof
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.judge import Steps
 from ddptrain.engine.loop import Engine
@@ -198,3 +200,9 @@ def test_two_ranks_share_a_gpu_over_gloo(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "ddp over gloo" in done.stderr
+
+
+def test_the_doctor_finds_that_it_computes_right() -> None:
+    done = list(proof.on("cuda:0"))
+    assert [one for one in done if not one.ok and not one.lacks] == []
+    assert Proof("nms", "cuda:0", "fp32", True, "torchvision's own operator") in done
