@@ -176,6 +176,10 @@ def _asked(recipe: str, folder: Path, name: str) -> list[str]:
     return [f"source={folder}/pictures/val", f"out={folder}/{name}/predictions"]
 
 
+_ports = itertools.count(10_000 + int(os.environ.get("MASTER_PORT", "0")) % 10_000)
+"""The same on all ranks, and below those that a system gives away by itself."""
+
+
 def _said(words: list[str]) -> tuple[int, str]:
     import emulate
 
@@ -184,7 +188,7 @@ def _said(words: list[str]) -> tuple[int, str]:
     said = io.StringIO()
     if "MASTER_PORT" in os.environ:  # a store of its own, without another training's keys
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        os.environ["MASTER_PORT"] = str(next(_ports))
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             code = main(words)
