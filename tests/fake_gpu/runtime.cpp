@@ -71,7 +71,7 @@ thread_local cudaError_t last_error = cudaSuccess;
 cudaError_t failed(cudaError_t error) { return last_error = error; }
 
 // ---- what is counted, for the tests
-enum { LAUNCHES, MALLOCS, HOST_ALLOCS, SYNCS, TO_DEVICE, TO_HOST, PAGEABLE, EVENT_WAITS, COUNTERS };
+enum { LAUNCHES, MALLOCS, HOST_ALLOCS, ALL_HOST_ALLOCS, SYNCS, TO_DEVICE, TO_HOST, PAGEABLE, EVENT_WAITS, COUNTERS };
 std::array<std::atomic<unsigned long long>, COUNTERS> counted{};
 
 // ---- memory
@@ -293,7 +293,7 @@ cudaError_t cudaProfilerStop() { return cudaSuccess; }
 // ---- memory
 cudaError_t cudaMalloc(void** pointer, size_t bytes) { counted[MALLOCS]++; return (*pointer = take(bytes, DEVICE)) ? cudaSuccess : failed(cudaErrorMemoryAllocation); }
 cudaError_t cudaFree(void* pointer) { if (pointer) settle_all(), learn(clock_), release(pointer); return cudaSuccess; }
-cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) { counted[HOST_ALLOCS]++; return (*pointer = take(bytes, PINNED)) ? cudaSuccess : failed(cudaErrorMemoryAllocation); }
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) { counted[ALL_HOST_ALLOCS]++; counted[HOST_ALLOCS] += gettid() == getpid(); return (*pointer = take(bytes, PINNED)) ? cudaSuccess : failed(cudaErrorMemoryAllocation); }
 cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return cudaHostAlloc(pointer, bytes, 0); }
 cudaError_t cudaFreeHost(void* pointer) { release(pointer); return cudaSuccess; }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void* pointer) {

@@ -12,6 +12,8 @@ SETTLED = 3
 DDP_TIMES = 12
 """In its first steps, and then in each hundredth, DistributedDataParallel waits for events to time itself.
 When it stops, more memory is in use at once."""
+ENOUGH = 20
+"""Steady steps in which a loader's thread that pins a new block in each would show."""
 
 
 class Counts(NamedTuple):
@@ -20,6 +22,8 @@ class Counts(NamedTuple):
     launches: int
     mallocs: int
     host_allocs: int
+    """By the training's own thread."""
+    all_host_allocs: int
     syncs: int
     to_device: int
     to_host: int
@@ -52,6 +56,8 @@ strict = True
 """Whether to fail; else it only counts."""
 memory = False
 """Whether to fail where a steady step takes memory: where batches have many sizes, each new one does."""
+new_sizes = 0
+"""Pinned blocks that steady steps may take: a batch of more boxes than any before needs one, of twice the size."""
 _model = 0
 
 
@@ -101,9 +107,11 @@ def check_steps(world_size: int) -> None:
         limits["event_waits"] = 1  # for the outcome of the step before
         if memory:
             limits["mallocs"] = 0
-            pinned = sum(step.host_allocs for step in late)
-            # not 0: the thread that pins batches may, at any time, get one further ahead than ever before
-            assert 2 * pinned <= len(late), f"{pinned} pinned allocations in {len(late)} steady steps"
+            taken = sum(step.host_allocs for step in late)
+            assert taken <= new_sizes, f"{taken} pinned blocks in {len(late)} steps, at most {new_sizes}"
+        pinned = sum(step.all_host_allocs for step in late)
+        # the thread that pins batches may, at any time, get some of them further ahead than ever before
+        assert len(late) < ENOUGH or 2 * pinned <= len(late), f"{pinned} pinned blocks in {len(late)} steps"
     for what, most in limits.items():
         seen = [getattr(step, what) for step in late]
         assert all(number <= most for number in seen), f"{what} in steady steps: {seen}, at most {most}"
