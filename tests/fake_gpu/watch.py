@@ -57,7 +57,7 @@ strict = True
 memory = False
 """Whether to fail where a steady step takes memory: where batches have many sizes, each new one does."""
 new_sizes = 0
-"""Pinned blocks that steady steps may take: a batch of more boxes than any before needs one, of twice the size."""
+"""Pinned blocks that steady steps may take: for more boxes than any batch before, one of twice the size."""
 _model = 0
 
 
