@@ -3,7 +3,7 @@ step of about a millisecond.
 
     python benchmarks/guards.py [--of=guards|timing|logging] [--ranks=2] [--rounds=60] [--width=160]
 
-guards: votes in the all-reduce, the look at every gradient, the vigil's marks and its threads. timing: the
+guards: votes in the all-reduce, the look at every gradient, the watchdog's marks and its threads. timing: the
 marks by which a step's time is split. Without: each of these replaced by nothing. logging: the loss and four
 more scalars added up and logged (terminal, metrics.jsonl, TensorBoard) in every step; without: in none. Both
 train the same; their last losses are compared. --width: of the layers, for longer steps.
@@ -22,25 +22,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddptrain.api.observer import Observer
+from ddptrain.api.recipe import At, Data, Loss, Report, Task
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.strategy import Strategy as AStrategy
+from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Sched, Strategy
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.choice import choose_strategy
-from ddptrain.distributed.strategy import Strategy as AStrategy
-from ddptrain.distributed.vigil import Vigil
-from ddptrain.distributed.world import World
 from ddptrain.engine import loop
 from ddptrain.engine.checkpoint import Checkpointer
-from ddptrain.engine.guard import Guard, Verdict
+from ddptrain.engine.health import Guard, Verdict
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.state import make_state
 from ddptrain.engine.stopwatch import Stopwatch
 from ddptrain.observe.console import Console, open_log
+from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.jsonl import Jsonl
-from ddptrain.observe.observer import Observer, Observers
 from ddptrain.observe.tensorboard import TensorBoard
-from ddptrain.protocols import At, Data, Loss, Report, Task
+from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.testing import run_ranks
+from ddptrain.watchdog.watchdog import Watchdog
 
 STEPS, WARMUP = 600, 30
 BATCH = 256
@@ -139,7 +140,7 @@ class _NoWatch(Stopwatch):
     def mark(self, phase: str) -> None: ...
 
 
-class _NoVigil(Vigil):
+class _NoVigil(Watchdog):
     def mark(self, what: str, step: int | None = None, patience: float | None = None) -> None:
         return None
 
@@ -175,11 +176,11 @@ def chunk(world: World, setting: Setting, folder: Path) -> Chunk:
     )  # fmt: skip
     task, data = Timed(setting.width, ("one", "two", "three", "four") if setting.logged else ()), Rows(BATCH)
     precision = Precision("fp32", world.device)
-    strategy: AStrategy = choose_strategy(Strategy(), world)
+    strategy: AStrategy = make_strategy(Strategy(), world)
     state = make_state(config, task.build(), strategy, precision, world, STEPS)
     if not guarded and isinstance(state.wrapped, DistributedDataParallel):
         state.wrapped = DistributedDataParallel(state.model, gradient_as_bucket_view=True)
-        strategy.ballot = lambda wrapped: None  # type: ignore[method-assign]
+        strategy.flag_bucket = lambda wrapped: None  # type: ignore[method-assign]
     loop.Guard = Guard if guarded else _NoGuard  # type: ignore[misc]
     loop.Stopwatch = Stopwatch if setting.timed else _NoWatch  # type: ignore[misc]
     metrics = folder / "metrics.jsonl"
@@ -195,9 +196,9 @@ def chunk(world: World, setting: Setting, folder: Path) -> Chunk:
     opened = data.train_batches(plan.sampler(world), range(STEPS)), 0.0
     engine._opened = lambda state: opened  # type: ignore[method-assign]
     if guarded:
-        vigil = Vigil(world, hang_timeout=300.0)
-        with vigil.watching():
-            engine.fit(state, vigil)
+        watchdog = Watchdog(world, hang_timeout=300.0)
+        with watchdog.watching():
+            engine.fit(state, watchdog)
     else:
         engine.fit(state, _NoVigil(world))
     gaps = [b - a for a, b in zip(task.begins[WARMUP:], task.begins[WARMUP + 1 :], strict=False)]

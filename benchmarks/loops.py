@@ -17,21 +17,21 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.tensorboard import SummaryWriter
 from workloads import SEED, Batch, Rows, Workload
 
+from ddptrain.api.recipe import At, Loss, Report, Task
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.commands.setup import make_model
 from ddptrain.config.schema import Checkpoint, Config, Log, Sched, Train
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.choice import choose_strategy
-from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.plan import plan_run
 from ddptrain.engine.precision import choose_precision
 from ddptrain.engine.state import make_state
 from ddptrain.observe.console import Console, open_log
+from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.jsonl import Jsonl
-from ddptrain.observe.observer import Observers
 from ddptrain.observe.tensorboard import TensorBoard
-from ddptrain.protocols import At, Loss, Report, Task
+from ddptrain.strategies.make_strategy import make_strategy
 
 SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9}
 LOG_EVERY = 50
@@ -182,7 +182,7 @@ def with_ddptrain(run: Run) -> None:
     task, data, world = Measured(run), run.workload.data, run.world
     open_log(str(run.folder / "log.txt"), world.is_first)
     plan = plan_run(config, data.train_size)
-    strategy = choose_strategy(config.strategy, world)
+    strategy = make_strategy(config.strategy, world)
     precision = choose_precision(config.precision, world.device)
     model = make_model(config, task, world.device)
     state = make_state(config, model, strategy, precision, world, plan.steps)

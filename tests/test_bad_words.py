@@ -214,7 +214,7 @@ EARLY = {
 
 JUDGE = """
 import contextlib, io, json, os, sys
-from ddptrain.cli import main
+from ddptrain.cli.main import main
 for line in json.loads(sys.stdin.read()):
     if os.fork():
         os.wait()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddptrain.build import build, check_node, open_package
+from ddptrain.config.instantiate import build, check_node, open_package
 from ddptrain.data.augment import Augment
 from ddptrain.errors import UserError
 from ddptrain.recipes.cnn import SmallCnn
@@ -31,8 +31,8 @@ HOSTILE = [
     "subprocess.run",
     "torch.load",
     "torch.hub.load",
-    "ddptrain.cli.os._exit",
-    "ddptrain.cli.main",
+    "ddptrain.cli.main.os._exit",
+    "ddptrain.cli.main.main",
     "ddptrain.testing.run_ranks",
     "ddptrain.recipes.image.torch.load",
     "ddptrain.recipes.image.functional.torch.hub.load",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from toy import FEATURES, Classify, Fit
 
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import Diverged
 from ddptrain.testing import run_ranks

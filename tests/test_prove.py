@@ -12,9 +12,9 @@ import pytest
 import torch
 from shell import RANK_VARIABLES, Ended, refusal
 
-from ddptrain.commands.differences import differences, first_line_apart, gradients_apart
-from ddptrain.commands.kills import Moment, marks, next_kill
-from ddptrain.commands.trial import short
+from ddptrain.prove.kill_schedule import Moment, marks, next_kill
+from ddptrain.prove.process import short
+from ddptrain.prove.state_diff import differences, first_line_apart, gradients_apart
 
 HERE = Path(__file__).parent
 WORDS = ["--config-dir=mine", "recipe=my_recipe", "device=cpu"]

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running import FAULTY
 
-from ddptrain.commands.bench_ddp import of_ddp, ranks_for
-from ddptrain.commands.reduces import measured, sizes_up_to
-from ddptrain.commands.scaling import Link, Step, estimated, fitted, misses
+from ddptrain.api.world import World
+from ddptrain.bench.allreduce_bench import measured, sizes_up_to
+from ddptrain.bench.ddp import of_ddp, ranks_for
+from ddptrain.bench.scaling import Link, Step, estimated, fitted, misses
 from ddptrain.config.schema import Config, Strategy
-from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
 from ddptrain.testing import run_ranks
 

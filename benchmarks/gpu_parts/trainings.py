@@ -32,10 +32,10 @@ def doctor(job: Job) -> str:
 
 def tests(job: Job) -> str:
     words = ["-m", "pytest", str(ROOT / "tests/gpu"), "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
-    left_out = [test for test, ability in NEEDING.items() if ability in job.lacks]
-    job.figure("left out", {test: job.lacks[NEEDING[test]] for test in left_out})
-    left_out += ["fp32", "tf32", "fp16"] if job.small else []
-    words += [f"-k=not ({' or '.join(left_out)})"] if left_out else []
+    skipped = [test for test, ability in NEEDING.items() if ability in job.lacks]
+    job.figure("left out", {test: job.lacks[NEEDING[test]] for test in skipped})
+    skipped += ["fp32", "tf32", "fp16"] if job.small else []
+    words += [f"-k=not ({' or '.join(skipped)})"] if skipped else []
     ran = job.run("tests", *words, "-c", str(ROOT / "pyproject.toml"), code=None)
     counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|error)", ran.out)}
     job.figure("counts", counts)
@@ -44,7 +44,7 @@ def tests(job: Job) -> str:
     need(
         ran.code == 0 and counts.get("passed", 0) > 0, f"exit code {ran.code}, {counts}: {', '.join(failed)}"
     )
-    without = f"; left out, by a word in their names: {', '.join(left_out)}" if left_out else ""
+    without = f"; left out, by a word in their names: {', '.join(skipped)}" if skipped else ""
     return ", ".join(f"{count} {name}" for name, count in counts.items()) + without
 
 

@@ -14,17 +14,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ddptrain.build import typed_arguments
-from ddptrain.commands.differences import State, differences, first_line_apart, last_state, relative
-from ddptrain.commands.kills import Kill, Moment, carry_out, marks, moments_of, next_kill, saved_step
-from ddptrain.commands.prove_world import prove_world
+from ddptrain.api.world import World
 from ddptrain.commands.setup import make_task, prepare
-from ddptrain.commands.trial import Case, TrialFailed, Trials, Verdict
+from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
-from ddptrain.distributed.cores import cores
-from ddptrain.distributed.world import World
+from ddptrain.distributed.cpu import cores
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
+from ddptrain.prove.kill_schedule import Kill, Moment, carry_out, marks, moments_of, next_kill, saved_step
+from ddptrain.prove.process import Case, TrialFailed, Trials, Verdict
+from ddptrain.prove.state_diff import State, differences, first_line_apart, last_state, relative
+from ddptrain.prove.world import prove_world
 
 log = logging.getLogger("ddptrain")
 

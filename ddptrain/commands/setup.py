@@ -12,27 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddptrain.build import build, check_node
-from ddptrain.commands.memory import lack_of_memory
+from ddptrain.api.recipe import Data, Task
+from ddptrain.api.world import World
+from ddptrain.config.instantiate import build, check_node
 from ddptrain.config.schema import Config
-from ddptrain.distributed.comm import (
-    abandon_group,
-    address_of_peer,
-    close_group,
-    from_a_lost_rank,
-    from_all_ranks,
-    on_all_ranks,
-    open_group,
-)
+from ddptrain.distributed.comm import abandon_group, close_group, from_all_ranks, on_all_ranks, open_group
+from ddptrain.distributed.cpu import share_cores
 from ddptrain.distributed.device import choose_device
-from ddptrain.distributed.threads import share_cores
-from ddptrain.distributed.vigil import Vigil
-from ddptrain.distributed.world import World, world_from_environment
+from ddptrain.distributed.world import world_from_environment
+from ddptrain.doctor.brief import why_no_cuda
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read
+from ddptrain.engine.out_of_memory import lack_of_memory
 from ddptrain.engine.state import fit_model
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
 from ddptrain.observe.console import open_log
-from ddptrain.protocols import Data, Task
+from ddptrain.watchdog.lost_peer import address_of_peer, from_a_lost_rank
+from ddptrain.watchdog.watchdog import Watchdog
 
 log = logging.getLogger("ddptrain")
 
@@ -49,7 +44,7 @@ def _check_nodes(config: Config) -> None:
 
 
 @contextmanager
-def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, str, Vigil]]:
+def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, str, Watchdog]]:
     """This rank's world with its device, why that device, and what watches over the rank; the process
     group is open inside.
 
@@ -60,7 +55,7 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # read when CUDA starts
         torch.autograd.set_detect_anomaly(True, check_nan=False)  # NaN is the guard's to find
     try:
-        device, reason = choose_device(config.device, world)
+        device, reason = choose_device(config.device, world, why_no_cuda)
     except UserError as error:
         error.everywhere = not world.is_first_on_node  # nodes differ, and each one's first rank speaks
         raise
@@ -78,10 +73,10 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
     world = open_group(world, even_alone=config.strategy.name == "ddp" and not alone)
     if world.shares_device:
         reason = f"{reason}; RANKS SHARE A GPU, so their gradients go by way of the host, over gloo"
-    vigil = Vigil(world, None if alone else config.hang_timeout)
-    with vigil.watching():
+    watchdog = Watchdog(world, None if alone else config.hang_timeout)
+    with watchdog.watching():
         try:
-            yield world, reason, vigil
+            yield world, reason, watchdog
         except Stopped:
             try:
                 close_group()
@@ -89,20 +84,20 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
                 abandon_group()
             raise
         except BaseException as error:
-            lack = lack_of_memory(error, config, world, vigil.place)
-            _part(lack or error, world, vigil)
+            lack = lack_of_memory(error, config, world, watchdog.place)
+            _part(lack or error, world, watchdog)
             if lack is not None:
                 raise lack from None
             raise
         close_group()
 
 
-def _part(error: BaseException, world: World, vigil: Vigil) -> None:
+def _part(error: BaseException, world: World, watchdog: Watchdog) -> None:
     """Leave the others after an error. Raises RankLost instead where it only follows from another rank's."""
     agreed = isinstance(error, Diverged | OutOfStep) or (isinstance(error, UserError) and error.everywhere)
     if world.size > 1 and not agreed:
         if from_a_lost_rank(error):
-            failure, gone = vigil.failure_elsewhere(wait=2.0), vigil.gone()
+            failure, gone = watchdog.failure_elsewhere(wait=2.0), watchdog.gone()
             abandon_group()
             if failure is not None:
                 raise RankLost(failure.said, failure.code) from None
@@ -110,9 +105,9 @@ def _part(error: BaseException, world: World, vigil: Vigil) -> None:
             where = f" at {address}" if address else ""
             said = f"rank {world.rank}: another rank{where} is gone: its connection was closed."
             raise RankLost(gone or said, ExitCode.CRASH) from None
-        vigil.failed(ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.CRASH)
+        watchdog.failed(ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.CRASH)
         abandon_group()
-        if isinstance(error, UserError) and (first := vigil.failure_elsewhere(wait=1.0)):
+        if isinstance(error, UserError) and (first := watchdog.failure_elsewhere(wait=1.0)):
             raise RankLost(first.said, first.code) from None  # that rank's message is enough
         time.sleep(1.0)  # the others read the news before this rank, which may keep the store, is gone
         return
@@ -124,11 +119,11 @@ def make_task(config: Config) -> tuple[Task, Data]:
     _check_nodes(config)
     data = build(config.data, "data")
     if not isinstance(data, Data):
-        raise UserError(f"data._target_={config.data['_target_']}: must be a ddptrain.protocols.Data.")
+        raise UserError(f"data._target_={config.data['_target_']}: must be a ddptrain.api.recipe.Data.")
     model = None if config.model is None else partial(build, config.model, "model")
     task = build(config.task, "task", model=model, data=data)
     if not isinstance(task, Task):
-        raise UserError(f"task._target_={config.task['_target_']}: must be a ddptrain.protocols.Task.")
+        raise UserError(f"task._target_={config.task['_target_']}: must be a ddptrain.api.recipe.Task.")
     return task, data
 
 
@@ -154,12 +149,12 @@ def prepare(data: Data, world: World, seed: int) -> None:
             )
 
 
-def prepare_or_recall(data: Data, world: World, seed: int, saved: Saved) -> None:
+def prepare_or_load_metadata(data: Data, world: World, seed: int, saved: Saved) -> None:
     """For verbs that ask a trained model: what a checkpoint knows of the data is enough where it is all that
     the data would tell."""
-    facts = saved.manifest.get("recall")
-    if facts:
-        data.recall(facts, world)
+    metadata = saved.manifest.get("recall")
+    if metadata:
+        data.load_metadata(metadata, world)
     else:
         prepare(data, world, seed)
         check_outputs(data, saved)

@@ -16,37 +16,38 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ddptrain import __version__
+from ddptrain.api.observer import Observer
+from ddptrain.api.recipe import Data, Task
+from ddptrain.api.world import World
+from ddptrain.bench.pacing import Pace, is_paced
 from ddptrain.commands.setup import check_outputs, joined_world, make_model, make_task, prepare
 from ddptrain.config.schema import Config
-from ddptrain.distributed.choice import choose_strategy
 from ddptrain.distributed.comm import on_all_ranks, on_first_rank
+from ddptrain.distributed.cpu import said_of_cores, share_cores
 from ddptrain.distributed.eager import spare_dynamo
-from ddptrain.distributed.threads import said_of_cores, share_cores
-from ddptrain.distributed.world import World
-from ddptrain.engine.agreement import check_same_command, check_same_model
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
 from ddptrain.engine.compiled import Compilations, check_graphs, compile_loss
-from ddptrain.engine.judge import always
+from ddptrain.engine.consistency import check_same_command, check_same_model
 from ddptrain.engine.loop import Engine
-from ddptrain.engine.optim import build_optimizer
+from ddptrain.engine.optimizer import build_optimizer
 from ddptrain.engine.plan import Plan, plan_run
 from ddptrain.engine.precision import Precision, choose_precision
 from ddptrain.engine.state import TrainState, make_state
+from ddptrain.engine.stop_rule import always
 from ddptrain.errors import Diverged, Stopped, UserError
+from ddptrain.observe.advice import Setup, advise
 from ddptrain.observe.console import Console, open_log
+from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.gauges import own_gauges
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.lock import lock_folder
 from ddptrain.observe.monitor import Monitor, extremes, in_short
-from ddptrain.observe.observer import Observer, Observers
-from ddptrain.observe.pace import Pace, is_paced
 from ddptrain.observe.plots import Plots
 from ddptrain.observe.profile import profiled
 from ddptrain.observe.rundir import describe_run, discard_unused, name_run, open_run
 from ddptrain.observe.summary import Summary
 from ddptrain.observe.tensorboard import TensorBoard
-from ddptrain.observe.verdict import Setup, advise
-from ddptrain.protocols import Data, Task
+from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.sweep import verdicts
 
 log = logging.getLogger("ddptrain")
@@ -60,8 +61,8 @@ def run(config: Config, arguments: Sequence[str]) -> None:
     spare_dynamo()
     task, data = make_task(config)
     build_optimizer(config.optim, [nn.Parameter(torch.zeros(1))])  # refuses its own values, before all else
-    with joined_world(config) as (world, reason, vigil):
-        vigil.stop_on_signals(config.checkpoint.grace, config.train.time_limit)
+    with joined_world(config) as (world, reason, watchdog):
+        watchdog.stop_on_signals(config.checkpoint.grace, config.train.time_limit)
         check_same_command(world, config)
         folder = on_first_rank(world, lambda: _opened_folder(config))
         open_log(str(folder / "log.txt"), world.is_first)
@@ -84,7 +85,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
         try:
             through = partial(profiled, debug=config.debug, world=world, folder=folder / "profile")
             with monitor.running():
-                engine.fit(state, vigil, verdicts.goes_on if verdicts.asks() else always, through)
+                engine.fit(state, watchdog, verdicts.goes_on if verdicts.asks() else always, through)
         except Stopped as stopped:
             log.info("%s and saved; start this again with run.dir=%s and it goes on", stopped, folder)
             raise
@@ -107,7 +108,7 @@ def _assembled(
     """The engine, the state it goes on from, and the step it goes to."""
     compiled, strict = config.compile != "off", config.elastic == "strict"
     # each rank by itself: nodes may have other GPUs, and what one can't do ends all
-    strategy = on_all_ranks(world, lambda: choose_strategy(config.strategy, world, compiled, strict))
+    strategy = on_all_ranks(world, lambda: make_strategy(config.strategy, world, compiled, strict))
     precision = on_all_ranks(world, lambda: choose_precision(config.precision, world.device))
     log.info("precision  %s", precision.name)
     log.info("strategy   %s, %s", strategy.describe(), _ranks(world))

@@ -2,7 +2,7 @@
 
 Hydra checks the types of what is declared, but lets ``+train.typo=1`` add a key to a declared
 section; merging into the schema once more closes that hole. Keys inside ``_target_`` nodes are
-checked against the target's signature by `ddptrain.build.check_node`.
+checked against the target's signature by `ddptrain.config.instantiate.check_node`.
 """
 
 import dataclasses

@@ -7,29 +7,30 @@ from typing import NoReturn
 
 from torch import Tensor, nn
 
+from ddptrain.api.observer import End, Evaluated, Log, Result, Saved, Start
+from ddptrain.api.recipe import At, Batch, Data, Report, Task
+from ddptrain.api.strategy import Strategy
+from ddptrain.api.timing import Timing
+from ddptrain.api.world import World
 from ddptrain.distributed.comm import broadcast_buffers, from_all_ranks, from_first_rank, on_first_rank
-from ddptrain.distributed.strategy import Strategy
-from ddptrain.distributed.vigil import LONG_S, Vigil
-from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.consistency import check_replicas
 from ddptrain.engine.evaluate import Interrupted, evaluate, figures_of
 from ddptrain.engine.flops import peak_flops
-from ddptrain.engine.guard import Guard, Verdict
-from ddptrain.engine.judge import Judge, Standing, Steps, always
-from ddptrain.engine.mean import GlobalMean
+from ddptrain.engine.health import Guard, Verdict
+from ddptrain.engine.loss_scale import LossScale
 from ddptrain.engine.nonfinite import Undo, divergence, evidence_of, where_it_began
-from ddptrain.engine.opening import check_device, rehearse
+from ddptrain.engine.optimizer_step import OptimizerStep
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
-from ddptrain.engine.replicas import check_replicas
 from ddptrain.engine.seeding import StepSeed
 from ddptrain.engine.state import TrainState
+from ddptrain.engine.stop_rule import Judge, Standing, Steps, always
 from ddptrain.engine.stopwatch import Stopwatch
-from ddptrain.engine.update import Update
+from ddptrain.engine.warmup import check_device, warm_up
 from ddptrain.errors import Diverged, OutOfStep, Stopped
-from ddptrain.observe.observer import End, Evaluated, Log, Observers, Result, Saved, Start
-from ddptrain.observe.timing import Timing
-from ddptrain.protocols import At, Batch, Data, Report, Task
+from ddptrain.observe.dispatch import Observers
+from ddptrain.watchdog.watchdog import LONG_S, Watchdog
 
 
 class Engine:
@@ -59,8 +60,8 @@ class Engine:
         self._seed_step = StepSeed(plan.seed, world, strategy.further_gpus)
         self._watch = Stopwatch(world.device)
         self._ranks: list[Timing] = []
-        self._vigil = Vigil(world)
-        self._mean = GlobalMean(world, self._sampler, strategy.averages_over)
+        self._watchdog = Watchdog(world)
+        self._mean = LossScale(world, self._sampler, strategy.averages_over)
         self._grad_norm: Tensor | None = None
         self._lr = 0.0
         self._saved_at = -1
@@ -69,19 +70,23 @@ class Engine:
         self._last = Report({})
 
     def fit(
-        self, state: TrainState, vigil: Vigil | None = None, judge: Judge = always, through: Steps = iter
+        self,
+        state: TrainState,
+        watchdog: Watchdog | None = None,
+        judge: Judge = always,
+        through: Steps = iter,
     ) -> Report:
         """Train from ``state.step`` to the plan's end; returns the last evaluation.
 
-        vigil: what watches over this rank, and is asked whether to stop. judge: asked on rank 0 after each
+        watchdog: what watches over this rank, and is asked whether to stop. judge: asked on rank 0 after each
         evaluation whether to go on. through: goes through the steps.
         Raises Stopped where it was asked to, Diverged where the loss or a gradient left the finite numbers.
         """
         start, outcome = state.step, "failed"
-        self._vigil, self._judge = vigil or self._vigil, judge
-        self._guard = Guard(self._world, state.model, self._strategy.ballot(state.wrapped))
+        self._watchdog, self._judge = watchdog or self._watchdog, judge
+        self._guard = Guard(self._world, state.model, self._strategy.flag_bucket(state.wrapped))
         self._undo = Undo(self._task, self._strategy, state.model)
-        self._update = Update(state.optimizer, self._precision.scaler)
+        self._update = OptimizerStep(state.optimizer, self._precision.scaler)
         batches, flops = self._opened(state)
         peak = peak_flops(self._world.device, self._precision.name) * self._world.size
         preview = self._data.preview() if self._world.is_first else None
@@ -112,7 +117,7 @@ class Engine:
         except Stopped:
             self._checkpointer.finish()
             from_first_rank(self._world, None)  # the first rank to exit makes torchrun end the others
-            self._vigil.saved()
+            self._watchdog.saved()
             outcome = "stopped"
             raise
         except Diverged:
@@ -132,9 +137,9 @@ class Engine:
         if self._plan.skips_nonfinite:
             self._undo.remember()
         for i, piece in enumerate(self._pieces):
-            self._vigil.mark("waiting for a batch", at.step)
+            self._watchdog.mark("waiting for a batch", at.step)
             batch = self._watch.next(batches)
-            self._vigil.mark("forward", at.step)
+            self._watchdog.mark("forward", at.step)
             self._seed_step(at.step, piece.stream)
             with self._strategy.sync(state.wrapped, last=piece.ends_shard):
                 with self._precision.autocast():
@@ -143,8 +148,8 @@ class Engine:
                     # here and not after the step: memory given back before a forward pass is taken again
                     # page by page (measured on CPUs: 6 % of a MobileNetV3 step)
                     self._update.forget_gradients()
-                vote = self._guard.vote(at.step, self._vigil.stop is not None, loss, piece.ends_shard)
-                self._vigil.mark("backward", at.step)
+                vote = self._guard.vote(at.step, self._watchdog.stop is not None, loss, piece.ends_shard)
+                self._watchdog.mark("backward", at.step)
                 self._watch.mark("forward")
                 # gradients are summed over ranks while this runs (DDP), with the ranks' votes among them
                 self._precision.backward(loss.sum, self._mean.weight(loss, piece.size), vote)
@@ -154,7 +159,7 @@ class Engine:
             state.meter.add(loss, piece.shard)
             if isinstance(loss.count, Tensor):
                 counts.append((piece.shard, loss.count))
-        self._vigil.mark("optimizer", at.step)
+        self._watchdog.mark("optimizer", at.step)
         self._precision.unscale(state.optimizer)
         if counts:
             self._mean.rescale(state.model, counts)
@@ -180,26 +185,26 @@ class Engine:
             if verdict.finite:
                 state.average.update()
                 state.scheduler.step()
-                state.applied, state.left_out = state.applied + 1, 0
+                state.applied, state.skipped = state.applied + 1, 0
                 continue
-            state.left_out += 1
+            state.skipped += 1
             # an overflow in a gradient alone is fp16's scaler finding its scale
             expected = self._precision.scaler.is_enabled() and verdict.loss_finite
             tolerated = self._plan.skips_nonfinite or expected
-            if not tolerated or state.left_out > self._plan.nonfinite_limit:
+            if not tolerated or state.skipped > self._plan.nonfinite_limit:
                 self._diverged(state, verdict)
 
     def _diverged(self, state: TrainState, verdict: Verdict) -> None:
         """Say where it began, from the step's own batch. Collectives; raises Diverged on all ranks."""
         at = self._plan.at(verdict.step)
-        self._vigil.mark("looking for what is not finite", verdict.step, LONG_S)
+        self._watchdog.mark("looking for what is not finite", verdict.step, LONG_S)
         batches = self._data.train_batches(self._sampler, range(verdict.step, self._plan.steps))
         own = islice(batches, len(self._pieces))
         began = where_it_began(
             self._task, state.model, self._precision, own, self._sampler, self._seed_step, at
         )
         ranks = from_all_ranks(self._world, evidence_of(began, self._sampler, verdict.step))
-        raise divergence(verdict.step, state.left_out, ranks)
+        raise divergence(verdict.step, state.skipped, ranks)
 
     def _log(self, state: TrainState) -> None:
         """A collective and a sync point, every ``log.every`` steps."""
@@ -226,7 +231,7 @@ class Engine:
         try:
             size = self._plan.eval_batch_size
             self._last = evaluate(
-                self._task, model, self._data, self._world, self._precision, size, self._vigil
+                self._task, model, self._data, self._world, self._precision, size, self._watchdog
             )
         except Interrupted:
             self._save_and_stop(state, "stopped in the evaluation")
@@ -242,9 +247,9 @@ class Engine:
             state.gather(self._task, self._world)
             if self._world.is_first:
                 self._observers.settle()
-                self._vigil.mark("saving the best", state.step, LONG_S)
+                self._watchdog.mark("saving the best", state.step, LONG_S)
                 self._checkpointer.save_best(state.state_dict(), self._facts(state))
-            self._vigil.mark("saved", state.step)
+            self._watchdog.mark("saved", state.step)
             self._watch.mark("saving")
         self._ranks = from_all_ranks(self._world, self._watch.total())
         position, lap = self._position(state.step), self._watch.lap("evaluation").timing
@@ -265,12 +270,12 @@ class Engine:
         self._watch.settle()
         state.evaluation_due = self._plan.evaluates(state.step)
         state.gather(self._task, self._world)
-        self._vigil.mark("saving", state.step, LONG_S)
+        self._watchdog.mark("saving", state.step, LONG_S)
         if self._world.is_first:
             self._observers.settle()
             path = self._checkpointer.save(state.state_dict(), self._facts(state))
             self._observers.saved(Saved(state.step, path))
-        self._vigil.mark("saved", state.step)
+        self._watchdog.mark("saved", state.step)
         self._saved_at = state.step
         self._watch.mark("saving")
 
@@ -282,11 +287,11 @@ class Engine:
         batches = self._data.train_batches(self._sampler, steps)
         if not steps:
             return iter(()), 0.0
-        state.hand_out(self._task, self._sampler.share, device)
+        state.scatter(self._task, self._sampler.share, device)
         first, at = next(batches), self._plan.at(state.step)
         check_device(state.model, first, device)
         self._seed_step(at.step, self._pieces[0].stream)
-        flops = rehearse(self._task, state, self._strategy, self._precision, first, at)
+        flops = warm_up(self._task, state, self._strategy, self._precision, first, at)
         return chain([first], batches), flops / self._pieces[0].size
 
     def _position(self, done: int) -> tuple[float, int]:
@@ -301,7 +306,7 @@ class Engine:
             "world_size": self._world.size,
             **self._plan.position_facts,
             "outputs": list(self._data.outputs),
-            "recall": dict(self._data.facts()),
+            "recall": dict(self._data.metadata()),
             "metrics": dict(self._last.metrics),
             "metrics_step": self._evaluated_at,
         }

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ddptrain.api.recipe import At
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.config.schema import Config
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
-from ddptrain.protocols import At
 
 
 @dataclass(frozen=True, slots=True)

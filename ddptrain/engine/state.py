@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddptrain.api.recipe import Task
+from ddptrain.api.strategy import Strategy
+from ddptrain.api.world import World
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import from_all_ranks, to_first_rank
-from ddptrain.distributed.strategy import Strategy
-from ddptrain.distributed.world import World
 from ddptrain.engine.compiled import compile_model
 from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
 from ddptrain.engine.meter import Meter
-from ddptrain.engine.optim import build_optimizer, build_schedule, wind_forward
+from ddptrain.engine.optimizer import build_optimizer, build_schedule, fast_forward
 from ddptrain.engine.plan import shards_of
 from ddptrain.engine.precision import Precision
 from ddptrain.errors import UserError
-from ddptrain.protocols import Task
 
 
 @dataclass(slots=True)
@@ -44,14 +44,14 @@ class TrainState:
     """Optimizer steps done, those left out for a number that was not finite among them."""
     applied: int = 0
     """Of these, steps that moved the weights and the schedule."""
-    left_out: int = 0
+    skipped: int = 0
     """Steps left out in a row, up to now."""
     evaluation_due: bool = False
     """The evaluation at this step comes after the save that this state is from."""
     best: float | None = None
     """Best value of the task's best_metric so far."""
     best_step: int = 0
-    carried: dict[str, Tensor] = field(default_factory=dict)
+    rank_state: dict[str, Tensor] = field(default_factory=dict)
     """What the task carries from step to step, for all rows of the global batch; current at a save."""
     unsent: dict[str, Tensor] = field(default_factory=dict)
     """On rank 0, current at a save: what each rank has not sent yet of its gradients, stacked by rank."""
@@ -59,17 +59,17 @@ class TrainState:
     def gather(self, task: Task, world: World) -> None:
         """Bring to rank 0, which writes the checkpoint, what each rank has by itself. Collectives."""
         self.meter.gather()
-        if rows := {name: value.cpu() for name, value in task.carried().items()}:
+        if rows := {name: value.cpu() for name, value in task.rank_state().items()}:
             ranks = from_all_ranks(world, rows)
-            self.carried = {name: torch.cat([rank[name] for rank in ranks]) for name in rows}
-        for name, value in self.strategy.carried().items():
+            self.rank_state = {name: torch.cat([rank[name] for rank in ranks]) for name in rows}
+        for name, value in self.strategy.rank_state().items():
             by_rank = to_first_rank(world, value)  # one at a time: all ranks' are many times the model
             if world.is_first:
                 self.unsent[name] = torch.stack(by_rank)
 
-    def hand_out(self, task: Task, share: tuple[int, int], device: torch.device) -> None:
+    def scatter(self, task: Task, share: tuple[int, int], device: torch.device) -> None:
         """Give the task what it carries in this rank's share of the global batch's rows."""
-        task.carry_on({name: rows[slice(*share)].to(device) for name, rows in self.carried.items()})
+        task.load_rank_state({name: rows[slice(*share)].to(device) for name, rows in self.rank_state.items()})
 
     def improves(self, value: float, higher_is_better: bool) -> bool:
         """Take note of the metric that counts; whether it is the best so far. Nothing is worse than NaN."""
@@ -95,11 +95,11 @@ class TrainState:
             "meter": self.meter.state_dict(),
             "step": self.step,
             "applied": self.applied,
-            "left_out": self.left_out,
+            "left_out": self.skipped,
             "evaluation_due": self.evaluation_due,
             "best": self.best,
             "best_step": self.best_step,
-            "carried": self.carried,
+            "carried": self.rank_state,
             "unsent": self.unsent,
         }
 
@@ -136,15 +136,15 @@ class TrainState:
         self.optimizer.load_state_dict(state["optimizer"])
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
-        wind_forward(self.scheduler, state["applied"])
+        fast_forward(self.scheduler, state["applied"])
         self.scaler.load_state_dict(state["scaler"])
         self.average.load_state_dict(state["average"])
         self.meter.load_state_dict(state["meter"])
         self.step, self.best, self.best_step = state["step"], state["best"], state["best_step"]
-        self.applied, self.left_out = state["applied"], state["left_out"]
+        self.applied, self.skipped = state["applied"], state["left_out"]
         self.evaluation_due = state["evaluation_due"]
-        self.carried = state["carried"]
-        self.strategy.hand_out(state.get("unsent", {}))  # absent from earlier checkpoints
+        self.rank_state = state["carried"]
+        self.strategy.scatter(state.get("unsent", {}))  # absent from earlier checkpoints
 
 
 def make_state(

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from ddptrain.api.observer import Times
+from ddptrain.api.timing import PHASES, Lap, Timing
 from ddptrain.data.prefetch import copy_waits
-from ddptrain.distributed.ballot import WithBallot
-from ddptrain.observe.observer import Times
-from ddptrain.observe.timing import PHASES, Lap, Timing
+from ddptrain.strategies.flag_bucket import FlagBucket
 
 Item = TypeVar("Item")
 
@@ -103,7 +103,7 @@ class Stopwatch:
         backward pass marks itself."""
         self._flops, self._peak = flops, peak
         called = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-        if isinstance(called, WithBallot):
+        if isinstance(called, FlagBucket):
             # A backward pass comes to the votes first, and autograd runs callbacks in the order in which they
             # were queued: this one, at the end of the rank's own pass, before DDP's, which waits for others.
             called.votes.register_hook(self._queue_mark)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, final
 
+from ddptrain.api.observer import End, Evaluated, Log, Observer, Saved, Start, Times
+from ddptrain.api.timing import told
 from ddptrain.observe.clock import clock
-from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start, Times
-from ddptrain.observe.timing import told
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
+from ddptrain.api.observer import End, Evaluated, Log, Observer, Saved, Start
 
 
 @final

@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, final
 
+from ddptrain.api.observer import End, Evaluated, Log, Observer, Saved, Start
+from ddptrain.api.recipe import ConfusionMatrix, Curves, Figure, Picture, TextSample
 from ddptrain.observe.jsonl import read_lines
-from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
-from ddptrain.protocols import ConfusionMatrix, Curves, Figure, Picture, TextSample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import final
 
-from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start, Times
+from ddptrain.api.observer import End, Evaluated, Log, Observer, Saved, Start, Times
 
 
 @final

@@ -6,10 +6,10 @@ from typing import Any, final
 
 import torch
 
+from ddptrain.api.observer import End, Evaluated, Log, Observer, Saved, Start
+from ddptrain.api.recipe import Picture, TextSample
 from ddptrain.observe.jsonl import read_lines
-from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
 from ddptrain.observe.plots import draw_figure
-from ddptrain.protocols import Picture, TextSample
 
 _PLACE = ("step", "epoch", "samples")
 _SHOWN_FIRST = ("recipe", "optim.lr", "optim.weight_decay", "train.batch_size", "seed")

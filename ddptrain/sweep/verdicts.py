@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddptrain.engine.judge import Standing
+from ddptrain.engine.stop_rule import Standing
 
 _LINE = "DDPTRAIN_SWEEP"
 _JOB = "DDPTRAIN_JOB"

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.data.detection.augment import Augment, Dice, Seen
 from ddptrain.data.detection.batch import Batch, coloured, stacked
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes, draw_scenes
 from ddptrain.data.detection.letterbox import GREY, letterbox
 from ddptrain.data.detection.source import ArrayScenes, DetectionSource, Objects, Opened, Scenes
-from ddptrain.data.sampler import Sampler
 from ddptrain.data.shapes import DISTANCES
-from ddptrain.distributed.world import World
 
 PLAIN = dict.fromkeys(Augment.__dataclass_fields__, 0.0)
 """An augmentation that does nothing."""

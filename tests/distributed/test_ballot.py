@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddptrain.api.world import World
 from ddptrain.config.schema import Strategy
-from ddptrain.distributed.choice import choose_strategy
-from ddptrain.distributed.world import World
+from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.testing import run_ranks
 
 
@@ -15,17 +15,17 @@ def voted(
     world: World, stop: bool, step: int, bad: bool, compression: str = "none"
 ) -> tuple[list[float], bool]:
     """The mean vote, and whether this rank takes all to be at its step."""
-    strategy = choose_strategy(Strategy(compression=compression), world)
+    strategy = make_strategy(Strategy(compression=compression), world)
     model = nn.Sequential(nn.Linear(3, 20), nn.Linear(20, 20), nn.Linear(20, 2))
     wrapped = strategy.wrap(model)
-    ballot = strategy.ballot(wrapped)
-    assert ballot is not None
+    flag_bucket = strategy.flag_bucket(wrapped)
+    assert flag_bucket is not None
     loss = wrapped(torch.ones(2, 3)).sum() * (float("nan") if bad else 1.0)
-    votes, vote = ballot.vote(step, stop, loss)
+    votes, vote = flag_bucket.vote(step, stop, loss)
     torch.autograd.backward([loss, votes], [torch.ones(()), vote])
-    mean = ballot.take().tolist()
+    mean = flag_bucket.take().tolist()
     assert votes.grad is None
-    return mean, ballot.same_step(mean[1], step, world.size)
+    return mean, flag_bucket.same_step(mean[1], step, world.size)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -62,16 +62,16 @@ def test_what_ranks_have_voted_before_changes_no_vote(as_view: bool) -> None:
     """Each rank hands the same few tensors over and over; sums over ranks are never written into them."""
 
     def rank(world: World) -> list[list[float]]:
-        strategy = choose_strategy(Strategy(gradient_as_bucket_view=as_view), world)
+        strategy = make_strategy(Strategy(gradient_as_bucket_view=as_view), world)
         wrapped = strategy.wrap(nn.Linear(3, 4))
-        ballot = strategy.ballot(wrapped)
-        assert ballot is not None
+        flag_bucket = strategy.flag_bucket(wrapped)
+        assert flag_bucket is not None
         means = []
         for step in range(12):
             loss = wrapped(torch.ones(2, 3)).sum()
-            votes, vote = ballot.vote(step, step % 4 == 1 and world.rank == 1, loss)
+            votes, vote = flag_bucket.vote(step, step % 4 == 1 and world.rank == 1, loss)
             torch.autograd.backward([loss, votes], [torch.ones(()), vote])
-            means.append(ballot.take().tolist())
+            means.append(flag_bucket.take().tolist())
             wrapped.zero_grad(set_to_none=True)
         return means
 
@@ -90,14 +90,14 @@ def test_votes_cost_no_collective_of_their_own() -> None:
             future.set_result(bucket.buffer())
             return future
 
-        strategy = choose_strategy(Strategy(), world)
+        strategy = make_strategy(Strategy(), world)
         wrapped = strategy.wrap(nn.Linear(3, 4))
         assert isinstance(wrapped, DistributedDataParallel)
         wrapped.register_comm_hook(None, hook)
-        ballot = strategy.ballot(wrapped)
-        assert ballot is not None
+        flag_bucket = strategy.flag_bucket(wrapped)
+        assert flag_bucket is not None
         loss = wrapped(torch.ones(2, 3)).sum()
-        votes, vote = ballot.vote(0, False, loss)
+        votes, vote = flag_bucket.vote(0, False, loss)
         torch.autograd.backward([loss, votes], [torch.ones(()), vote])
         return sent
 

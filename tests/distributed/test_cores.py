@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.distributed import cores
-from ddptrain.distributed.threads import threads_of, workers_of
+from ddptrain.distributed import cpu
+from ddptrain.distributed.cpu import threads_of, workers_of
 
 
 @pytest.mark.parametrize(("quota", "most"), [(None, 4), (1.5, 1), (0.2, 1), (2.0, 2), (64.0, 4)])
 def test_no_more_than_the_container_has_time_for(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, most: int
 ) -> None:
-    monkeypatch.delenv(cores.CORES, raising=False)
+    monkeypatch.delenv(cpu.CORES, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
-    monkeypatch.setattr(cores, "quota", lambda: quota)
-    assert cores.cores() == most
-    monkeypatch.setenv(cores.CORES, "3")
-    assert cores.cores() == 3
+    monkeypatch.setattr(cpu, "quota", lambda: quota)
+    assert cpu.cores() == most
+    monkeypatch.setenv(cpu.CORES, "3")
+    assert cpu.cores() == 3
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ TRAINING = """
 import sys
 if sys.argv[1] == "compiler":
     import torch._dynamo
-from ddptrain.cli import main
+from ddptrain.cli.main import main
 assert main(sys.argv[2:]) == 0
 heavy = {"torch._dynamo", "torch.onnx", "torchvision", "triton", "sklearn", "pandas", "IPython"}
 print(*sorted(heavy & sys.modules.keys()))

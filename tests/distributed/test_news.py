@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddptrain.distributed.news import News, started_at
-from ddptrain.distributed.standstill import Beat
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
+from ddptrain.watchdog.hang_report import Beat
+from ddptrain.watchdog.heartbeat import Heartbeat, started_at
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are told apart by /proc")
 
@@ -21,10 +21,10 @@ def peer() -> Iterator["subprocess.Popen[bytes]"]:
     process.wait()
 
 
-def news(pid: int, born: str, ranks_here: int = 2) -> News:
+def heartbeat(pid: int, born: str, ranks_here: int = 2) -> Heartbeat:
     """Of rank 0, which has heard of a rank 1 with this process."""
     beat = Beat(1, 1, 1, 3, "forward", overdue=False, host="here", pid=pid, born=born)
-    found = News(World(0, 2, 0, ranks_here), 1.0, lambda number: beat, lambda: False)
+    found = Heartbeat(World(0, 2, 0, ranks_here), 1.0, lambda number: beat, lambda: False)
     found.hear(beat)
     return found
 
@@ -32,7 +32,7 @@ def news(pid: int, born: str, ranks_here: int = 2) -> News:
 def test_it_is_missed_once_it_has_ended_though_nobody_has_waited_for_it(
     peer: "subprocess.Popen[bytes]",
 ) -> None:
-    own = news(peer.pid, started_at(peer.pid))
+    own = heartbeat(peer.pid, started_at(peer.pid))
     assert own.gone() is None
     peer.kill()
     while started_at(peer.pid):
@@ -46,15 +46,15 @@ def test_it_is_missed_once_it_has_ended_though_nobody_has_waited_for_it(
 def test_a_process_never_seen_here_is_not_missed(peer: "subprocess.Popen[bytes]") -> None:
     """Another container's numbers: there is no such process here, or it is somebody else's."""
     born = started_at(peer.pid)
-    assert news(peer.pid, born + "1").gone() is None
+    assert heartbeat(peer.pid, born + "1").gone() is None
     peer.kill()
     peer.wait()
-    assert news(peer.pid, born).gone() is None
-    assert news(0, "").gone() is None
+    assert heartbeat(peer.pid, born).gone() is None
+    assert heartbeat(0, "").gone() is None
 
 
 def test_a_number_that_was_given_out_again_does_not_hide_its_end(peer: "subprocess.Popen[bytes]") -> None:
-    own = news(peer.pid, started_at(peer.pid))
+    own = heartbeat(peer.pid, started_at(peer.pid))
     assert own.gone() is None
     beat, _ = own.heard[1]
     own.hear(beat._replace(born="1"))  # as if this process were older than what runs there now
@@ -62,7 +62,7 @@ def test_a_number_that_was_given_out_again_does_not_hide_its_end(peer: "subproce
 
 
 def test_another_nodes_ranks_are_not_looked_for_here(peer: "subprocess.Popen[bytes]") -> None:
-    own = news(peer.pid, started_at(peer.pid), ranks_here=1)
+    own = heartbeat(peer.pid, started_at(peer.pid), ranks_here=1)
     peer.kill()
     peer.wait()
     assert own.gone() is None

@@ -10,12 +10,12 @@ from compare import assert_same
 from torch import Tensor, nn
 from toy import Classify, Fit
 
+from ddptrain.api.recipe import At, Loss
+from ddptrain.api.world import World
 from ddptrain.config.schema import Strategy
-from ddptrain.distributed.choice import choose_strategy
-from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, unpack
 from ddptrain.engine.plan import Plan
-from ddptrain.protocols import At, Loss
+from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.testing import RankFailed, run_ranks
 
 
@@ -58,21 +58,21 @@ def sent(
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
     """What DDP leaves as gradients, step by step, and what this rank has not sent at the end. zero_until: the
     step before which the first one is zero."""
-    strategy = choose_strategy(config, world)
+    strategy = make_strategy(config, world)
     model = Linears(layers)
     wrapped = strategy.wrap(model)
-    ballot = strategy.ballot(wrapped)
-    assert ballot is not None
+    flag_bucket = strategy.flag_bucket(wrapped)
+    assert flag_bucket is not None
     found = []
     for step in range(steps):
         given = gradients(model, step, world.rank, columns)
         loss = wrapped([given[0] * (step >= zero_until), *given[1:]])
         model.zero_grad(set_to_none=True)
-        votes, vote = ballot.vote(step, False, loss)
+        votes, vote = flag_bucket.vote(step, False, loss)
         torch.autograd.backward([loss, votes], [torch.ones(()), vote])
-        assert ballot.same_step(ballot.take().tolist()[1], step, world.size)
+        assert flag_bucket.same_step(flag_bucket.take().tolist()[1], step, world.size)
         found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    left = {n: v for n, v in strategy.carried().items() if n.startswith("left_out")}
+    left = {n: v for n, v in strategy.rank_state().items() if n.startswith("left_out")}
     return found, left
 
 
@@ -158,17 +158,17 @@ def test_on_other_ranks_nothing_is_lost_and_without_powersgd_it_is_said(
     rows = {"left_out.layers.0.weight": torch.randn(2, 16, 24), "right.layers.0.weight": torch.ones(2, 24, 1)}
 
     def handed(world: World) -> dict[str, Tensor]:
-        strategy = choose_strategy(powersgd(), world)
+        strategy = make_strategy(powersgd(), world)
         strategy.wrap(Linears(1))
-        strategy.hand_out(rows)
-        return dict(strategy.carried())
+        strategy.scatter(rows)
+        return dict(strategy.rank_state())
 
-    for rank, carried in enumerate(run_ranks(handed, 2)):
-        assert_same(carried, {name: rows[name][rank] for name in rows})
-    for carried in run_ranks(handed, 3):
-        assert_same(carried, {name: rows[name].mean(dim=0) for name in rows})
+    for rank, rank_state in enumerate(run_ranks(handed, 2)):
+        assert_same(rank_state, {name: rows[name][rank] for name in rows})
+    for rank_state in run_ranks(handed, 3):
+        assert_same(rank_state, {name: rows[name].mean(dim=0) for name in rows})
     with caplog.at_level("INFO", logger="ddptrain"):
-        choose_strategy(Strategy(), World()).hand_out(rows)
+        make_strategy(Strategy(), World()).scatter(rows)
     assert "powersgd had not sent yet is dropped" in caplog.text
     fit = Fit(PLAN, make_model=convolving, strategy=powersgd())
     ran(tmp_path, 2, fit, stop_at=5)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from toy import Classify, Fit, Vectors, plain, weights
 
+from ddptrain.api.world import World
 from ddptrain.config.schema import Strategy
-from ddptrain.distributed.choice import choose_strategy
-from ddptrain.distributed.world import World
 from ddptrain.engine.compiled import check_graphs, compile_loss, is_compiled
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
+from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.testing import run_ranks
 
 GPU = World(device=torch.device("cuda", 0))
@@ -84,4 +84,4 @@ def test_a_compiled_loss_trains_the_same(tmp_path: Path, size: int) -> None:
 
 def test_dp_and_compiling_are_refused() -> None:
     with pytest.raises(UserError, match="compile=off"):
-        choose_strategy(Strategy(name="dp"), GPU, compiled=True)
+        make_strategy(Strategy(name="dp"), GPU, compiled=True)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from toy import Classify, Fit, Vectors, with_noise
 
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.world import World
+from ddptrain.api.observer import Log, Observer
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.observe.jsonl import Jsonl
-from ddptrain.observe.observer import Log, Observer
 from ddptrain.observe.tensorboard import TensorBoard
 
 STEPS, SETTLED = 20_000, 6_000

@@ -7,13 +7,12 @@ import pytest
 import torch
 from toy import Classify, Fit, plain, with_noise
 
+from ddptrain.api.recipe import At, Loss
+from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Train
-from ddptrain.distributed.world import World
-from ddptrain.engine.agreement import check_same_command, check_same_model
+from ddptrain.engine.consistency import check_replicas, check_same_command, check_same_model
 from ddptrain.engine.plan import Plan
-from ddptrain.engine.replicas import check_replicas
 from ddptrain.errors import OutOfStep, UserError
-from ddptrain.protocols import At, Loss
 from ddptrain.testing import run_ranks
 
 

@@ -7,8 +7,8 @@ import pytest
 from compare import assert_same
 from toy import Fit, with_noise
 
+from ddptrain.api.world import World
 from ddptrain.config.schema import Sched, Strategy
-from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, unpack
 from ddptrain.engine.plan import Plan
 from ddptrain.observe.jsonl import Jsonl

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import SGD, Classify, Fit, Vectors, plain, weights, with_noise
 
+from ddptrain.api.observer import Log, Observer
+from ddptrain.api.recipe import At, Loss
+from ddptrain.api.world import World
 from ddptrain.config.schema import Strategy
-from ddptrain.distributed.world import World
 from ddptrain.engine import meter
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import Diverged
-from ddptrain.observe.observer import Log, Observer
-from ddptrain.protocols import At, Loss
 from ddptrain.testing import run_ranks
 
 READS = ("item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__")

@@ -14,20 +14,20 @@ import torch.distributed as dist
 from torch import nn
 from toy import FEATURES, Classify, Fit, Vectors, with_noise
 
+from ddptrain.api.observer import End, Evaluated, Observer, Times
+from ddptrain.api.observer import Log as Logged
+from ddptrain.api.recipe import Loading
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.timing import PHASES, TRAINING, Timing, told
+from ddptrain.api.world import World
 from ddptrain.config.schema import Checkpoint, Config, Log, Strategy, Train
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.ballot import WithBallot
-from ddptrain.distributed.cores import cores
-from ddptrain.distributed.strategy import Ddp
-from ddptrain.distributed.world import World
+from ddptrain.distributed.cpu import cores
 from ddptrain.engine.flops import counter, known_peak
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.stopwatch import HostClock, Stopwatch
-from ddptrain.observe.observer import End, Evaluated, Observer, Times
-from ddptrain.observe.observer import Log as Logged
-from ddptrain.observe.timing import PHASES, TRAINING, Timing, told
-from ddptrain.observe.verdict import Setup, advise
-from ddptrain.protocols import Loading
+from ddptrain.observe.advice import Setup, advise
+from ddptrain.strategies.ddp import Ddp
+from ddptrain.strategies.flag_bucket import FlagBucket
 from ddptrain.testing import run_ranks
 
 STEPS = 12
@@ -278,7 +278,7 @@ def test_timing_costs_less_than_a_hundredth_of_two_milliseconds() -> None:
     ratio of the fastest of each, in turns."""
     model, batch = heavy(), torch.randn(64, FEATURES)
     watch = Stopwatch(torch.device("cpu"))
-    bare, wrapped = WithBallot(nn.Linear(1, 1)), WithBallot(nn.Linear(1, 1))
+    bare, wrapped = FlagBucket(nn.Linear(1, 1)), FlagBucket(nn.Linear(1, 1))
     watch.begin(0.0, 0.0, wrapped)
     weight = torch.ones((), requires_grad=True)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from ddptrain.engine.update import Update
+from ddptrain.engine.optimizer_step import OptimizerStep
 
 ZERO = torch.zeros(())
 
@@ -19,7 +19,7 @@ def updated(make: Callable[[Any], torch.optim.Optimizer], before: Callable[[Any]
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = make(model.parameters())
-    update = Update(optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    update = OptimizerStep(optimizer, torch.amp.GradScaler("cpu", enabled=False))
     before(optimizer)
     for _ in range(2):
         update.forget_gradients()

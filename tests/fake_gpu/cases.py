@@ -183,7 +183,7 @@ _ports = itertools.count(10_000 + int(os.environ.get("MASTER_PORT", "0")) % 10_0
 def _said(words: list[str]) -> tuple[int, str]:
     import emulate
 
-    from ddptrain.cli import main
+    from ddptrain.cli.main import main
 
     said = io.StringIO()
     if "MASTER_PORT" in os.environ:  # a store of its own, without another training's keys

@@ -15,12 +15,12 @@ import watch
 from torch import Tensor
 from toy import Fit
 
+from ddptrain.api.world import World
 from ddptrain.data import prefetch, workers
 from ddptrain.data.augment import Augment
 from ddptrain.data.images import ImageData
 from ddptrain.data.shapes import Shapes
-from ddptrain.distributed.world import World
-from ddptrain.engine.guard import Guard
+from ddptrain.engine.health import Guard
 from ddptrain.engine.plan import Plan
 from ddptrain.recipes.cnn import SmallCnn
 from ddptrain.recipes.image import ImageClassification

@@ -18,23 +18,24 @@ from scenes import detector
 from texts import language_model, write_text
 from toy import Classify, Fit
 
+from ddptrain.api.observer import End, Observer
+from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Debug, Ema, Strategy
 from ddptrain.data.augment import Augment
 from ddptrain.data.images import ImageData
 from ddptrain.data.prefetch import on_device
 from ddptrain.data.shapes import Shapes
-from ddptrain.distributed.choice import choose_strategy
-from ddptrain.distributed.world import World
 from ddptrain.doctor import proof
 from ddptrain.doctor.facts import Proof
 from ddptrain.engine.checkpoint import Checkpointer
-from ddptrain.engine.judge import Steps
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.state import TrainState, make_state
-from ddptrain.observe.observer import End, Observer, Observers
+from ddptrain.engine.stop_rule import Steps
+from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.profile import profiled
+from ddptrain.strategies.make_strategy import make_strategy
 
 DEVICE = torch.device("cuda", 0)
 PICTURES = 32 * 3 * 32 * 32
@@ -73,7 +74,7 @@ def fit(
     torch.manual_seed(0)
     model = cnn().to(device, memory_format=torch.channels_last)
     made = Precision(precision, device)
-    strategy = choose_strategy(Strategy(), world)
+    strategy = make_strategy(Strategy(), world)
     state = make_state(config, model, strategy, made, world, plan.steps)
     task = Classify(cnn)
     checkpointer = Checkpointer(folder, 2)

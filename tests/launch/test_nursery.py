@@ -13,7 +13,7 @@ import pytest
 from jobs import FAULTY, Job, launch
 from torch.distributed.run import get_args_parser
 
-from ddptrain import arguments
+from ddptrain.cli import argv
 
 TWO = ["--nproc-per-node=2"]
 ENDLESS = [*FAULTY, "train.steps=100000", "data.pace=0.01"]
@@ -54,9 +54,9 @@ def test_what_forks_the_ranks_has_one_thread_and_no_driver(tmp_path: Path) -> No
     """Or the ranks would inherit locks that nobody opens, and a CUDA that can't be used."""
     job = launch(tmp_path, TWO, ENDLESS)
     job.wait_for("step 5/")
-    nursery = job.nursery()
-    assert len(os.listdir(f"/proc/{nursery}/task")) == 1
-    assert "libcuda.so" not in Path(f"/proc/{nursery}/maps").read_text()
+    prefork = job.prefork()
+    assert len(os.listdir(f"/proc/{prefork}/task")) == 1
+    assert "libcuda.so" not in Path(f"/proc/{prefork}/maps").read_text()
     names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in job.ranks()}
     assert names == {"ddptrain-rank0", "ddptrain-rank1"}
     stop_all(job, signal.SIGTERM)
@@ -74,7 +74,7 @@ def stop_all(job: Job, number: signal.Signals) -> None:
 def test_ranks_outlive_what_has_forked_them_and_a_restart_says_that_it_is_gone(tmp_path: Path) -> None:
     job = launch(tmp_path, [*TWO, "--max-restarts=2"], ENDLESS)
     job.wait_for("step 5/")
-    os.kill(job.nursery(), signal.SIGKILL)
+    os.kill(job.prefork(), signal.SIGKILL)
     seen = len(re.findall("^step ", job.log.read_text(), re.MULTILINE))
     deadline = time.monotonic() + 60
     while len(re.findall("^step ", job.log.read_text(), re.MULTILINE)) < seen + 3:
@@ -115,6 +115,6 @@ def test_the_options_that_are_known_without_torch_are_torchruns() -> None:
     theirs = {
         name: action.nargs != 0 for action in get_args_parser()._actions for name in action.option_strings
     }
-    for name, takes_a_value in arguments.OF_TORCHRUN.items():
+    for name, takes_a_value in argv.OF_TORCHRUN.items():
         assert theirs[name] == takes_a_value
         assert name[:2] + name[2:].replace("-", "_") in theirs

@@ -15,8 +15,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from toy import FEATURES, Classify, CountPositives, Fit, plain, weights, with_noise
 
+from ddptrain.api.world import World
 from ddptrain.config.schema import Strategy
-from ddptrain.distributed.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.testing import run_ranks
 

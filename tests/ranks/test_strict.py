@@ -11,13 +11,13 @@ from scenes import detector
 from texts import language_model, write_text
 from toy import Classify, CountPositives, Fit, Vectors, with_noise
 
+from ddptrain.api.recipe import Data, Task
+from ddptrain.api.world import World
 from ddptrain.config.schema import Sched, Strategy
-from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, unpack
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
 from ddptrain.observe.jsonl import Jsonl
-from ddptrain.protocols import Data, Task
 from ddptrain.testing import RankFailed, run_ranks
 
 SHARDS = 4

@@ -10,16 +10,16 @@ from compare import assert_same
 from texts import language_model, write_text
 from toy import Fit, weights
 
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.config.schema import Sched, Strategy
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.vigil import Vigil
-from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, read, unpack
 from ddptrain.engine.evaluate import evaluate
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.testing import RankFailed, run_ranks
+from ddptrain.watchdog.watchdog import Watchdog
 
 ROWS = 12
 ADAMW: dict[str, Any] = {"_target_": "torch.optim.AdamW", "lr": 0.01}
@@ -79,7 +79,7 @@ def test_one_model_is_judged_alike_on_any_world(tmp_path: Path, model: str) -> N
         torch.manual_seed(1)
         return dict(
             evaluate(
-                task, task.build(), data, world, Precision("fp32", world.device), 3, Vigil(world)
+                task, task.build(), data, world, Precision("fp32", world.device), 3, Watchdog(world)
             ).metrics
         )
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from toy import Classify, CountPositives, Fit, Lasso, plain, weights
 
+from ddptrain.api.world import World
 from ddptrain.config.schema import Strategy
-from ddptrain.distributed.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.testing import run_ranks
 

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from toy import Fit, weights
 
+from ddptrain.api.world import World
 from ddptrain.config.schema import Sched, Strategy
 from ddptrain.data.augment import Augment
 from ddptrain.data.digits import Digits
 from ddptrain.data.images import ImageData
 from ddptrain.data.shapes import Shapes
 from ddptrain.data.source import ArraySplit, ImageSource, Opened
-from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, unpack
-from ddptrain.engine.optim import build_optimizer
+from ddptrain.engine.optimizer import build_optimizer
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
 from ddptrain.recipes.image import ImageClassification
@@ -286,7 +286,7 @@ def test_a_checkpoint_needs_no_data_set(tmp_path: Path) -> None:
     data.prepare(World(), seed=0)
     model = task.build().eval()
     other_task, recalled = recipe(FewShapes())
-    recalled.recall(data.facts(), World())
+    recalled.load_metadata(data.metadata(), World())
     assert recalled.examples(10) is None
     other = other_task.build().eval()
     images = pictures(2)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddptrain.api.recipe import ConfusionMatrix, Curves
 from ddptrain.observe.plots import draw_curves, draw_figure, moving_median
-from ddptrain.protocols import ConfusionMatrix, Curves
 
 
 def lines_of(count: int, **values: Any) -> list[dict[str, Any]]:

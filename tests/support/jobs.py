@@ -45,7 +45,7 @@ class Job:
         """Process ids of the launcher's children that lead a session: not of what forks them."""
         return [pid for pid in self.living() if _parent(pid) == self.launcher.pid and os.getsid(pid) == pid]
 
-    def nursery(self) -> int:
+    def prefork(self) -> int:
         """Process id of what forks the ranks of ``launch``."""
         (pid,) = (pid for pid in self.living() if _name(pid) == "ddptrain-nurse")
         return pid

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddptrain.api.observer import Observer
+from ddptrain.api.recipe import At, Data, Loss, Report, Task
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Ema, Sched, Strategy, Train
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.choice import choose_strategy
-from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, unpack
-from ddptrain.engine.judge import Steps
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.state import TrainState, make_state
-from ddptrain.observe.observer import Observer, Observers
-from ddptrain.protocols import At, Data, Loss, Report, Task
+from ddptrain.engine.stop_rule import Steps
+from ddptrain.observe.dispatch import Observers
+from ddptrain.strategies.make_strategy import make_strategy
 
 FEATURES, CLASSES = 12, 5
 
@@ -171,7 +172,7 @@ class Fit:
             strategy=self.strategy, elastic=self.elastic,
             train=Train(weight_decay_on=self.weight_decay_on, nonfinite=self.nonfinite),
         )  # fmt: skip
-        strategy = choose_strategy(self.strategy, world, strict=self.elastic == "strict")
+        strategy = make_strategy(self.strategy, world, strict=self.elastic == "strict")
         state = make_state(config, task.build().to(world.device), strategy, precision, world, self.plan.steps)
         checkpointer = Checkpointer(folder, keep=2)
         saved = checkpointer.newest()

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ddptrain.api.rng import draw
 from ddptrain.data.detection.letterbox import GREY
-from ddptrain.data.dice import draw
 from ddptrain.errors import UserError
 
 _PURPOSES = (

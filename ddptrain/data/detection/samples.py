@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from ddptrain.api.sampler import Sampler
 from ddptrain.data.detection.augment import Augment, Dice, Seen
 from ddptrain.data.detection.batch import Batch, stacked
 from ddptrain.data.detection.letterbox import GREY, Letterbox, letterbox
 from ddptrain.data.detection.pictures import DecodedPictures, ResidentPictures
 from ddptrain.data.detection.source import Objects, PackedObjects, Scenes
-from ddptrain.data.sampler import Sampler
 from ddptrain.errors import UserError
 
 Key = tuple[int, int, float]

@@ -1,0 +1,1 @@
+"""All that a recipe, an observer, a controller or a strategy imports."""
