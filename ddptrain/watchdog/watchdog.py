@@ -7,7 +7,6 @@ the main thread does, and it may wait in a collective; a thread hears of a signa
 import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -146,10 +145,11 @@ class Watchdog:
             self._exit(ExitCode.CRASH, traceback.format_exc())
 
     def _listen(self, reader: socket.socket) -> None:
+        reader.settimeout(self._interval)  # not select, which takes no file beyond the 1,024th
         while True:
-            ready, _, _ = select.select([reader], [], [], self._interval)
-            for number in reader.recv(64) if ready else b"":
-                self._hear(number)
+            with contextlib.suppress(TimeoutError):
+                for number in reader.recv(64):
+                    self._hear(number)
             if self._over.is_set():
                 return
             self._heed_clock_and_news()

@@ -9,7 +9,6 @@ with 1 where one crashed, or where `watch` found something in it.
 """
 
 import contextlib
-import io
 import itertools
 import os
 import random
@@ -153,7 +152,8 @@ def run(case: dict[str, str], folder: Path, name: str, *more: str) -> tuple[int,
     trained = [*words(case, folder), *more, f"run.dir={folder}/{name}"]
     watch.strict = case["strategy"] not in MAY_WAIT
     watch.memory = "yolo" not in case["recipe"] or "more" in case
-    code, said = _said(trained)
+    told = folder / f"said-{os.environ.get('RANK', '0')}.txt"
+    code, said = _said(trained, told)
     then = case.get("then")
     if then == "export" and ("_text" in case["recipe"] or "translate" in case["recipe"]):
         then = "predict"  # they offer no export
@@ -163,7 +163,7 @@ def run(case: dict[str, str], folder: Path, name: str, *more: str) -> tuple[int,
     again = (
         [*trained, f"train.steps={STEPS + 4}"] if then == "resume" else [then, f"run={folder}/{name}", *asked]
     )
-    code, more_said = _said(again)
+    code, more_said = _said(again, told)
     return code, said + more_said
 
 
@@ -180,23 +180,24 @@ _ports = itertools.count(10_000 + int(os.environ.get("MASTER_PORT", "0")) % 10_0
 """The same on all ranks, and below those that a system gives away by itself."""
 
 
-def _said(words: list[str]) -> tuple[int, str]:
+def _said(words: list[str], told: Path) -> tuple[int, str]:
+    """told: a file for what is said, which is left where the process ends in the middle."""
     import emulate
 
     from ddptrain.cli.main import main
 
-    said = io.StringIO()
     if "MASTER_PORT" in os.environ:  # a store of its own, without another training's keys
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(next(_ports))
-    try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            code = main(words)
-    except BaseException:
-        code = 1
-        said.write(traceback.format_exc())
+    with told.open("w", buffering=1) as said:
+        try:
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+                code = main(words)
+        except BaseException:
+            code = 1
+            said.write(traceback.format_exc())
     emulate.findings.clear()
-    return code, said.getvalue()
+    return code, told.read_text()
 
 
 def _pairs(case: dict[str, str]) -> set[frozenset[tuple[str, str]]]:
