@@ -1,1 +1,38 @@
-"""All that a recipe, an observer, a controller or a strategy imports."""
+"""All that a recipe, an observer, a controller or a strategy imports; nothing deeper is needed."""
+
+from ddptrain.api.controller import Controller as Controller
+from ddptrain.api.observer import Devices as Devices
+from ddptrain.api.observer import End as End
+from ddptrain.api.observer import Evaluated as Evaluated
+from ddptrain.api.observer import Log as Log
+from ddptrain.api.observer import Observer as Observer
+from ddptrain.api.observer import Result as Result
+from ddptrain.api.observer import Run as Run
+from ddptrain.api.observer import Saved as Saved
+from ddptrain.api.observer import Start as Start
+from ddptrain.api.observer import Times as Times
+from ddptrain.api.recipe import At as At
+from ddptrain.api.recipe import Batch as Batch
+from ddptrain.api.recipe import ConfusionMatrix as ConfusionMatrix
+from ddptrain.api.recipe import Curves as Curves
+from ddptrain.api.recipe import Data as Data
+from ddptrain.api.recipe import Deployed as Deployed
+from ddptrain.api.recipe import Figure as Figure
+from ddptrain.api.recipe import Loading as Loading
+from ddptrain.api.recipe import Loss as Loss
+from ddptrain.api.recipe import Picture as Picture
+from ddptrain.api.recipe import Report as Report
+from ddptrain.api.recipe import Rows as Rows
+from ddptrain.api.recipe import Task as Task
+from ddptrain.api.recipe import TextSample as TextSample
+from ddptrain.api.recipe import relative_difference as relative_difference
+from ddptrain.api.rng import draw as draw
+from ddptrain.api.rng import draw_below as draw_below
+from ddptrain.api.rng import mixed as mixed
+from ddptrain.api.sampler import Sampler as Sampler
+from ddptrain.api.strategy import Flags as Flags
+from ddptrain.api.strategy import Strategy as Strategy
+from ddptrain.api.timing import Lap as Lap
+from ddptrain.api.timing import Timing as Timing
+from ddptrain.api.world import World as World
+from ddptrain.errors import UserError as UserError

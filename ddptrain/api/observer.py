@@ -1,16 +1,60 @@
 """Observers: told what happened, on rank 0, with plain numbers. They change nothing and never talk
 to other ranks; one that raises is reported once and dropped."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, final
 
 from torch import Tensor
 
-from ddptrain.api.recipe import Figure
+from ddptrain.api.recipe import Figure, Loading
 from ddptrain.api.timing import Lap, Timing
+from ddptrain.api.world import World
+from ddptrain.config.schema import Config
+
+
+class Devices(Protocol):
+    """What the devices of all ranks do, on rank 0."""
+
+    def latest(self) -> Mapping[str, float]:
+        """The last readings, as ``gpu0/utilisation``, ``host0/cpu``, ..."""
+
+    def summary(self) -> Mapping[str, Any]:
+        """Means and peaks of the whole run, for JSON."""
+
+
+@final
+class NoDevices:
+    """Nothing is read."""
+
+    def latest(self) -> Mapping[str, float]:
+        return {}
+
+    def summary(self) -> Mapping[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run is."""
+
+    folder: Path = Path()
+    config: Config = field(default_factory=Config)
+    world: World = World()
+    precision: str = "fp32"
+    """As chosen: not ``auto``."""
+    loading: Loading = Loading()
+    convolves: bool = False
+    """The model has 2-d convolutions."""
+    gradient_bytes: int = 0
+    fused: bool = False
+    """The optimizer is one kernel a step."""
+    steps_per_epoch: int = 0
+    steps: int = 0
+    """Of the whole run."""
+    valid_size: int = 0
+    devices: Devices = NoDevices()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +68,7 @@ class Start:
     """The evaluation at ``step`` is still to come, or comes again."""
     preview: Tensor | None
     """Augmented training samples as pictures, uint8 (n, 3, H, W)."""
+    run: Run = Run()
 
 
 class Log(NamedTuple):
@@ -52,6 +97,17 @@ class Evaluated:
     is_best: bool
     timing: Timing
     """Since the last evaluation, this one included."""
+    metric: str
+    """The task's ``best_metric``."""
+    higher_is_better: bool
+    """In that metric."""
+    steps: int
+    """Of the whole run."""
+
+    @property
+    def value(self) -> float:
+        """Of the metric that counts."""
+        return self.metrics[self.metric]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +153,27 @@ class End:
     times: Times
 
 
-class Observer(ABC):
-    """Implement the events; leave those of no interest empty. The training waits for all but ``log``."""
+class Observer:
+    """Implement the events of interest; the others do nothing.
 
-    at_once = False
-    """Whether it waits for ``log`` too."""
+    On rank 0. It may raise: then it is switched off, with one message. It may take its time: of log steps it
+    is told by a thread. Where ``slow`` is true it has a thread of its own for everything, and the run's end
+    waits for it a minute at most.
+    """
 
-    @abstractmethod
-    def start(self, event: Start) -> None: ...
+    slow = False
 
-    @abstractmethod
-    def log(self, event: Log) -> None: ...
+    def start(self, event: Start) -> None:
+        """Before the first step."""
 
-    @abstractmethod
-    def evaluated(self, event: Evaluated) -> None: ...
+    def log(self, event: Log) -> None:
+        """Every ``log.every`` steps."""
 
-    @abstractmethod
-    def saved(self, event: Saved) -> None: ...
+    def evaluated(self, event: Evaluated) -> None:
+        """After an evaluation."""
 
-    @abstractmethod
-    def end(self, event: End) -> None: ...
+    def saved(self, event: Saved) -> None:
+        """After a checkpoint."""
+
+    def end(self, event: End) -> None:
+        """Once, whatever ended the run."""

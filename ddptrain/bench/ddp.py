@@ -17,6 +17,7 @@ from ddptrain.bench.ab_compare import Bench, Compared, Result, show
 from ddptrain.bench.paced_run import Lap, Unfit
 from ddptrain.bench.scaling import STRAGGLING, Link, Step, estimated, fitted, misses
 from ddptrain.config.schema import Config
+from ddptrain.config.strategy import runs_in_one_process
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,9 +45,10 @@ def ranks_for(config: Config, asked: int | None) -> int:
         raise UserError(f"ranks={asked}: ddp=true measures what ranks send each other; give 2 or more.")
     if config.elastic == "strict":
         raise UserError("elastic=strict: adds up gradients by itself, without DDP. Leave it or ddp=true out.")
-    if config.strategy.name in ("single", "dp"):
+    if runs_in_one_process(config.strategy):
         raise UserError(
-            f"strategy={config.strategy.name}: runs in one process, without DDP. Leave it or ddp=true out."
+            f"strategy._target_={config.strategy['_target_']}: runs in one process, without DDP. Leave it or"
+            " ddp=true out."
         )
     if asked is not None:
         return asked
@@ -68,11 +70,11 @@ def of_ddp(config: Config, setup: Mapping[str, Any]) -> list[str]:
     found = [
         f"strategy.bucket_cap_mb={cap}"
         for cap in _BUCKETS_MB
-        if _buckets(cap, size) != _buckets(strategy.bucket_cap_mb, size)
+        if _buckets(cap, size) != _buckets(strategy["bucket_cap_mb"], size)
     ]
-    found += [] if strategy.static_graph else ["strategy.static_graph=true"]
-    found.append(f"strategy.gradient_as_bucket_view={str(not strategy.gradient_as_bucket_view).lower()}")
-    found += [f"strategy.compression={name}" for name in _COMPRESSIONS if name != strategy.compression]
+    found += [] if strategy["static_graph"] else ["strategy.static_graph=true"]
+    found.append(f"strategy.gradient_as_bucket_view={str(not strategy['gradient_as_bucket_view']).lower()}")
+    found += [f"strategy.compression={name}" for name in _COMPRESSIONS if name != strategy["compression"]]
     return found
 
 
@@ -115,9 +117,9 @@ def estimate(bench: Bench, config: Config, itself: Result) -> None:
     """Measure all-reduces between as many ranks, and print the link they show and what it lets more nodes do,
     for the training as it is. Raises Unfit."""
     lap = itself.lap
-    traffic = _BYTES.get(config.strategy.compression)
+    traffic = _BYTES.get(config.strategy["compression"])
     size = lap.setup["gradient_bytes"] * (traffic or 1.0)
-    parts = _buckets(config.strategy.bucket_cap_mb, lap.setup["gradient_bytes"])
+    parts = _buckets(config.strategy["bucket_cap_mb"], lap.setup["gradient_bytes"])
     messages, count = [part * (traffic or 1.0) for part in parts], len(parts)
     backend, measured = _all_reduces(bench, config.device, round(max(messages)))
     link = fitted(measured, bench.ranks)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.errors import UserError
-from ddptrain.observe.turns import TURNS
 
 _STARTS_WITHIN_S = 300.0
 """Compiling takes a minute or two."""
@@ -70,11 +69,11 @@ class Contestant:
         """To each of its ranks."""
         self._stale = 0
         launch = ["launch", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        own = [f"log.every={steps}", f"run.dir={folder / 'run'}"]
+        pacing = f"{{_target_:ddptrain.bench.pacing.Pacing,address:'{folder / 'turns'}'}}"
+        own = [f"log.every={steps}", f"run.dir={folder / 'run'}", f"+controllers.pacing={pacing}"]
         with self._said.open("wb") as said:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "ddptrain", *launch, *words, *own],
-                env={**os.environ, TURNS: str(folder / "turns")},
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=subprocess.STDOUT,

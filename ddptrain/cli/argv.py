@@ -20,7 +20,7 @@ VERBS = (
     "doctor",
     "bench",
 )
-GROUPS = ("recipe", "model", "data", "optim", "sched", "strategy")
+GROUPS = ("recipe", "model", "data", "optim", "sched", "strategy", "observers", "controllers")
 _SWITCHES = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
     *("--shell-completion", "-sc"),

@@ -100,7 +100,7 @@ def tree_of(composed: DictConfig, choices: Mapping[str, Any]) -> Tree:
 
 def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tree:
     """A run's saved config with overrides applied: a group's choice replaces its whole section."""
-    saved = read_config(path)
+    saved = _of_today(read_config(path))
     asked = parsed(_left_of_searchpath(overrides, arguments.config_dirs))
     groups_first = sorted(asked, key=lambda override: override.key_or_group not in GROUPS)
     for override in groups_first:
@@ -122,6 +122,16 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
     tree = _plain(saved)
     check_places(tree, ["run.dir"])  # saved as the user gave it; the folder asked is another
     return tree
+
+
+def _of_today(saved: DictConfig) -> DictConfig:
+    """A config that was saved when a strategy had a name and TensorBoard a switch, as it is written now. What
+    the verbs that read a saved run do depends on neither."""
+    if "name" in (saved.get("strategy") or {}):
+        saved.strategy = _composed([])["strategy"]
+        if saved.get("log"):
+            saved.log.pop("tensorboard", None)
+    return saved
 
 
 def recipes(arguments: Arguments) -> list[str]:
@@ -177,6 +187,13 @@ def check_places(tree: Tree, words: Sequence[str]) -> None:
     recipe, folder = tree.get("recipe"), (tree.get("run") or {}).get("dir")
     if recipe not in (None, "???") and not is_plain_name(recipe):
         raise UserError(f"recipe={recipe}: is no recipe's name.")
+    for name, node in (tree.get("controllers") or {}).items():
+        target = str((node or {}).get("_target_", "")) if isinstance(node, dict) else ""
+        here = any(word.startswith(f"+controllers.{name}=") for word in words)
+        if target.startswith("ddptrain.") and not here:
+            raise UserError(
+                f"controllers.{name}: {target} is for sweeps and benches, which name it themselves."
+            )
     said = any(word.lstrip("+").partition("=")[0] in ("run", "run.dir") for word in words)
     if isinstance(folder, str) and not said and not is_below(folder):
         raise UserError(

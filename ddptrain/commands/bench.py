@@ -24,10 +24,18 @@ if TYPE_CHECKING:
 _ENDLESS = 1_000_000
 _OWN = (
     *(f"train.steps={_ENDLESS}", f"train.eval_every={_ENDLESS}", f"checkpoint.every={_ENDLESS}"),
-    *("log.tensorboard=false", "hang_timeout=null", "strategy.verify_every=null", "train.time_limit=null"),
+    *("observers=[]", "hang_timeout=null", "train.verify_every=null", "train.time_limit=null"),
 )
 """What every training here is told: to do nothing but steps, for ever."""
-_NAMED_HERE = ("run.", "log.every", "train.steps", "train.epochs", "train.eval_every", "checkpoint.every")
+_NAMED_HERE = (
+    "run.",
+    "log.every",
+    "observers",
+    "train.steps",
+    "train.epochs",
+    "train.eval_every",
+    "checkpoint.every",
+)
 
 
 def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:

@@ -16,12 +16,12 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from ddptrain.commands.setup import make_task
 from ddptrain.config.schema import Config
-from ddptrain.distributed.eager import spare_dynamo
 from ddptrain.engine.optimizer import build_optimizer
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.launcher.agent import run_ranks, say
 from ddptrain.launcher.parent_death import AGENT
 from ddptrain.launcher.prefork import Prefork
+from ddptrain.torch_private import spare_dynamo
 
 
 def run(config: Config, options: Sequence[str], words: Sequence[str], prefork: Prefork | None) -> int:

@@ -7,29 +7,35 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from ddptrain.api.controller import Controller
+from ddptrain.api.observer import Observer
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
 from ddptrain.config.instantiate import build, check_node
 from ddptrain.config.schema import Config
+from ddptrain.config.strategy import choice_in, is_ddp
 from ddptrain.distributed.comm import abandon_group, close_group, from_all_ranks, on_all_ranks, open_group
 from ddptrain.distributed.cpu import share_cores
 from ddptrain.distributed.device import choose_device
 from ddptrain.distributed.world import world_from_environment
 from ddptrain.doctor.brief import why_no_cuda
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read
+from ddptrain.engine.compiled import Compilations
 from ddptrain.engine.out_of_memory import lack_of_memory
 from ddptrain.engine.state import fit_model
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
 from ddptrain.observe.console import open_log
+from ddptrain.observe.summary import Summary
 from ddptrain.watchdog.lost_peer import address_of_peer, from_a_lost_rank
 from ddptrain.watchdog.watchdog import Watchdog
 
 log = logging.getLogger("ddptrain")
+Made = TypeVar("Made", Observer, Controller)
 
 
 def _check_nodes(config: Config) -> None:
@@ -39,6 +45,12 @@ def _check_nodes(config: Config) -> None:
         problems += check_node(config.model, "model", offered=None)
     problems += check_node(config.data, "data")
     problems += check_node(config.optim, "optim", offered=("params",))
+    for size in (1, 2):
+        problems += check_node(choice_in(config.strategy, size), "strategy", offered=("world",))
+    for group in ("observers", "controllers"):
+        for name, node in getattr(config, group).items():
+            problems += check_node(node, f"{group}.{name}")
+    problems = list(dict.fromkeys(problems))
     if problems:
         raise UserError("\n".join(problems))
 
@@ -70,7 +82,7 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only so
     if deterministic != torch.are_deterministic_algorithms_enabled():  # to ask imports torch's compiler
         torch.use_deterministic_algorithms(deterministic)
-    world = open_group(world, even_alone=config.strategy.name == "ddp" and not alone)
+    world = open_group(world, even_alone=not alone and is_ddp(config.strategy))
     if world.shares_device:
         reason = f"{reason}; RANKS SHARE A GPU, so their gradients go by way of the host, over gloo"
     watchdog = Watchdog(world, None if alone else config.hang_timeout)
@@ -119,12 +131,32 @@ def make_task(config: Config) -> tuple[Task, Data]:
     _check_nodes(config)
     data = build(config.data, "data")
     if not isinstance(data, Data):
-        raise UserError(f"data._target_={config.data['_target_']}: must be a ddptrain.api.recipe.Data.")
+        raise UserError(f"data._target_={config.data['_target_']}: must be a ddptrain.api.Data.")
     model = None if config.model is None else partial(build, config.model, "model")
     task = build(config.task, "task", model=model, data=data)
     if not isinstance(task, Task):
-        raise UserError(f"task._target_={config.task['_target_']}: must be a ddptrain.api.recipe.Task.")
+        raise UserError(f"task._target_={config.task['_target_']}: must be a ddptrain.api.Task.")
     return task, data
+
+
+def make_observers(config: Config) -> list[Observer]:
+    """Those of the config, and the two that every run has: the summary, and what was compiled."""
+    found = [_made(Observer, node, f"observers.{name}") for name, node in config.observers.items()]
+    return [*found, *([Compilations()] if config.compile != "off" else []), Summary()]
+
+
+def make_controllers(config: Config) -> dict[str, Controller]:
+    return {
+        name: _made(Controller, node, f"controllers.{name}")  # type: ignore[type-abstract]
+        for name, node in config.controllers.items()
+    }
+
+
+def _made(kind: type[Made], node: Any, key: str) -> Made:
+    made = build(node, key)
+    if not isinstance(made, kind):
+        raise UserError(f"{key}._target_={node['_target_']}: must be a ddptrain.api.{kind.__name__}.")
+    return made
 
 
 def make_model(config: Config, task: Task, device: torch.device) -> nn.Module:

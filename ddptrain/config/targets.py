@@ -11,7 +11,9 @@ from ddptrain.errors import UserError
 
 Node = Mapping[str, Any]
 
-ALLOWED = ("ddptrain.recipes.", "ddptrain.data.", "torch.nn.", "torch.optim.", "torchvision.models.")
+OURS = ("ddptrain.strategies.", "ddptrain.observe.", "ddptrain.sweep.pruning.", "ddptrain.bench.pacing.")
+"""Where only strategies, observers and controllers are meant."""
+ALLOWED = ("ddptrain.recipes.", "ddptrain.data.", "torch.nn.", "torch.optim.", "torchvision.models.", *OURS)
 FUNCTIONS_ALLOWED = ("ddptrain.recipes.", "torchvision.models.")
 LIBRARIES = ("torch.", "torchvision.")
 _LONGEST = 200
@@ -73,6 +75,14 @@ def _not_what_it_should_be(found: Any, home: str) -> str | None:
     from torch import nn, optim
 
     made = made_by(found)
+    if home.startswith(OURS):
+        from ddptrain.api import Controller, Observer, Strategy
+
+        return (
+            None
+            if made is not None and issubclass(made, Controller | Observer | Strategy)
+            else ("strategies, observers and controllers")
+        )
     if home.startswith("torch.optim."):
         return None if inspect.isclass(found) and issubclass(found, optim.Optimizer) else "optimizers"
     if home.startswith(("torch.nn.", "torchvision.models.")) and inspect.isclass(found):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from ddptrain.api.strategy import Strategy
 from ddptrain.distributed.foreach import by_dtype
 from ddptrain.engine.compiled import eagerly
 from ddptrain.engine.health import numbers_of
-from ddptrain.engine.precision import Precision
-from ddptrain.engine.seeding import StepSeed
 from ddptrain.errors import Diverged
+
+if TYPE_CHECKING:
+    from ddptrain.engine.step import TrainStep
 
 
 class Undo:
@@ -54,22 +55,14 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def where_it_began(
-    task: Task,
-    model: nn.Module,
-    precision: Precision,
-    batches: Iterator[Batch],
-    sampler: Sampler,
-    seed_step: StepSeed,
-    at: At,
-) -> str | None:
+def where_it_began(step: "TrainStep", batches: Iterator[Batch], at: At) -> str | None:
     """Where this rank's micro-batches of a step leave the finite numbers when they are put through the bare
     model once more: the first layer's output, else the loss, else the first gradient that a layer hands back,
     else the last parameter's. None where all are finite here."""
+    task, model = step.task, step.state.model
     task.load_rank_state({name: rows.nan_to_num(0, 0, 0) for name, rows in task.rank_state().items()})
     model.zero_grad(set_to_none=True)
-    for piece in sampler.pieces:
-        seed_step(at.step, piece.stream)
+    for micro_batch in step.micro_batches:
         found: list[str] = []
         backward = _Backward()
         with ExitStack() as hooks, eagerly():
@@ -78,8 +71,7 @@ def where_it_began(
                     hooks.callback(layer.register_forward_pre_hook(backward.before(name)).remove)
                     hooks.callback(layer.register_forward_hook(backward.after(name)).remove)
                     hooks.callback(layer.register_forward_hook(_noting(found, name)).remove)
-            with precision.autocast():
-                loss = task.loss(model, next(batches), at)
+            loss = step.forward(model, next(batches), at, micro_batch)
         if found:
             return f"the output of {found[0]}"
         if not bool(torch.isfinite(loss.sum)):

@@ -1,18 +1,15 @@
-"""Before the first step: is everything on the device, and is DDP in the order it will keep?"""
+"""Before the first step: is everything on the device, what does a sample cost, and passes for nothing."""
 
 import logging
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from ddptrain.api.recipe import At, Batch, Task
-from ddptrain.api.strategy import Strategy
+from ddptrain.api.recipe import At, Batch
 from ddptrain.data.prefetch import tensors_of
 from ddptrain.engine.compiled import eagerly, is_compiled
 from ddptrain.engine.flops import counter
-from ddptrain.engine.precision import Precision
-from ddptrain.engine.state import TrainState
+from ddptrain.engine.step import TrainStep
 
 log = logging.getLogger("ddptrain")
 
@@ -28,38 +25,32 @@ def check_device(model: nn.Module, batch: Batch, device: torch.device) -> None:
             raise RuntimeError(f"the first batch is on {tensor.device}, not on {device}: a bug in its Data")
 
 
-def warm_up(
-    task: Task, state: TrainState, strategy: Strategy, precision: Precision, batch: Batch, at: At
-) -> int:
-    """Forward and backward for nothing, before the first step; returns its FLOPs, 0 where they are unknown.
-
-    DDP reorders its buckets after the first backward it sees; were that a real step, a resumed run would sum
-    in another order than one that went on. A model that is compiled is so here, as part of the set-up.
-    """
-    kept = {name: buffer.clone() for name, buffer in state.model.named_buffers()}
-    rank_state, unsent = task.rank_state(), strategy.rank_state()
-    flops = _counted(task, state.model, precision, batch, at)
-    task.load_rank_state(rank_state)
-    passes = 1 if is_compiled(task, state.model) else 0
-    if isinstance(state.wrapped, DistributedDataParallel):
-        passes = 2 if state.wrapped.static_graph else 1  # which sees the order in the second only
-    for _ in range(passes):
-        _pass(task, state, strategy, precision, batch, at)
+def warm_up(step: TrainStep, batch: Batch, at: At) -> int:
+    """As many passes as the strategy and the compiler need; the FLOPs of one, 0 where they are unknown.
+    Nothing is left of them: neither gradients, buffers, nor what task and strategy carry."""
+    task, strategy, model = step.task, step.strategy, step.state.model
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    of_task, of_strategy = task.rank_state(), strategy.rank_state()
+    flops = _counted(step, batch, at)
+    task.load_rank_state(of_task)
+    for _ in range(strategy.warm_up_passes(is_compiled(task, model))):
+        step.forward_backward(batch, at, step.micro_batches[0]._replace(ends_shard=True))
+        step.discard()
     with torch.no_grad():
-        for name, buffer in state.model.named_buffers():
-            if name in kept:  # a layer may make one in its first forward pass
-                buffer.copy_(kept[name])
-    task.load_rank_state(rank_state)
-    strategy.load_rank_state(unsent)
-    return 0 if isinstance(state.wrapped, nn.DataParallel) else flops  # whose peak is of several GPUs
+        for name, buffer in model.named_buffers():
+            if name in buffers:  # a layer may make one in its first forward pass
+                buffer.copy_(buffers[name])
+    task.load_rank_state(of_task)
+    strategy.load_rank_state(of_strategy)
+    return flops
 
 
-def _counted(task: Task, model: nn.Module, precision: Precision, batch: Batch, at: At) -> int:
+def _counted(step: TrainStep, batch: Batch, at: At) -> int:
     """Of the bare model, eagerly: what fails here, under torch's counter, is no harm to the training."""
+    model = step.state.model
     try:
         with eagerly(), counter(next(model.parameters()).device) as counted:
-            with precision.autocast():
-                loss = task.loss(model, batch, at)
+            loss = step.forward(model, batch, at, step.micro_batches[0])
             # not backward(): DDP has hooks where gradients are added up, and static_graph counts their calls
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             torch.autograd.grad(loss.sum, trained, allow_unused=True)
@@ -67,20 +58,3 @@ def _counted(task: Task, model: nn.Module, precision: Precision, batch: Batch, a
     except Exception as error:  # of an operator that the counter does not take; the task's own comes again
         log.info("note       FLOPs are not counted: %s", str(error).partition("\n")[0])
         return 0
-
-
-def _pass(
-    task: Task, state: TrainState, strategy: Strategy, precision: Precision, batch: Batch, at: At
-) -> None:
-    """As a step's, the votes among the gradients."""
-    with precision.autocast():
-        loss = task.loss(state.wrapped, batch, at)
-    roots, gradients = [loss.sum], [torch.ones_like(loss.sum)]
-    flag_bucket = strategy.flag_bucket(state.wrapped)
-    if flag_bucket is not None:
-        votes, vote = flag_bucket.vote(at.step, False, loss.sum)
-        roots, gradients = [*roots, votes], [*gradients, vote]
-    torch.autograd.backward(roots, gradients)
-    state.wrapped.zero_grad(set_to_none=True)
-    if flag_bucket is not None:
-        flag_bucket.take()

@@ -52,7 +52,7 @@ def short(overrides: Sequence[str]) -> list[str]:
     """The overrides that make a proof's trainings short, with saves, evaluations and log lines in turn, where
     the user's own say nothing of it."""
     given = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in overrides}
-    own = {"log.tensorboard": "false"}
+    own: dict[str, str] = {}
     steps = given.get("train.steps", "" if "train.epochs" in given else str(_STEPS))
     if steps.isdecimal():  # how many steps epochs have, only the data knows: the recipe's own intervals stand
         own |= {
@@ -61,7 +61,8 @@ def short(overrides: Sequence[str]) -> list[str]:
             "log.every": str(max(1, int(steps) // 8)),
             "train.eval_every": str(max(1, int(steps) // 3)),
         }
-    return [f"{key}={value}" for key, value in own.items() if key not in given]
+    quiet = [] if any("observers" in key for key in given) else ["~observers.tensorboard"]
+    return [*quiet, *(f"{key}={value}" for key, value in own.items() if key not in given)]
 
 
 class Running:

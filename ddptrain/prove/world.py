@@ -38,7 +38,7 @@ def prove_world(case: Case, ranks: int = 4) -> Verdict:
         said = f"BROKEN: {broken}" if broken else f"HOLDS: on 1 to {ranks} ranks all bits are equal."
         return Verdict(not broken, said, table)
     precision = case.config.precision if case.says("precision") else "fp32"
-    is_fine = precision == "fp32" and case.config.strategy.compression == "none"
+    is_fine = precision == "fp32" and case.config.strategy.get("compression", "none") == "none"
     tolerance = _ROUNDING if is_fine else _COARSE_ROUNDING
     table = Table("ranks", "largest difference", "weights", "gradients", title=f"world, {precision}")
     trials = case.trials(ranks, f"precision={precision}")
@@ -95,7 +95,7 @@ def _seeing_their_part(model: nn.Module, config: Config) -> list[str]:
     norms, dropouts = [], []
     for name, layer in model.named_modules():
         share = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0.0)
-        if isinstance(layer, _BatchNorm) and not config.strategy.sync_batchnorm:
+        if isinstance(layer, _BatchNorm) and not config.strategy.get("sync_batchnorm"):
             norms.append(name)
         elif isinstance(share, float) and share > 0:  # nn.LSTM and nn.MultiheadAttention have a number
             dropouts.append(name)

@@ -1,25 +1,25 @@
 """A process for each rank; gradients are averaged over all of them during the backward pass."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import Any, Literal, final
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from ddptrain.api.strategy import Strategy
+from ddptrain import torch_private
+from ddptrain.api.strategy import Flags, Strategy
 from ddptrain.api.world import World
-from ddptrain.config.schema import Strategy as StrategyConfig
-from ddptrain.distributed import eager
 from ddptrain.distributed.comm import backend_for
+from ddptrain.errors import UserError
 from ddptrain.strategies.flag_bucket import FlagBucket
 from ddptrain.strategies.powersgd import PowerSgd
 
 log = logging.getLogger("ddptrain")
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
 TORCHS_CAP_MB = 25.0
 """Of DDP's buckets by default. Given explicitly, there is no small first bucket, which is sent early."""
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -27,44 +27,102 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 @final
 class Ddp(Strategy):
-    """One process a rank (DistributedDataParallel); gradients are averaged while backward runs."""
+    """torch's DistributedDataParallel.
 
-    def __init__(self, config: StrategyConfig, world: World) -> None:
-        self._config = config
-        self._world = world
+    bucket_cap_mb: most MB of gradients that travel together. compression: of gradients on their way: rounded,
+    or as thin factors (arXiv 1905.13727) of ``powersgd_rank`` columns. sync_batchnorm: BatchNorm's statistics
+    over all ranks, on GPUs.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        bucket_cap_mb: float = TORCHS_CAP_MB,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        compression: Literal["none", "bf16", "fp16", "powersgd"] = "none",
+        powersgd_rank: int = 2,
+        sync_batchnorm: bool = False,
+    ) -> None:
+        """Raises UserError for a value that makes no sense."""
+        super().__init__(world)
+        if bucket_cap_mb <= 0:
+            raise UserError(f"strategy.bucket_cap_mb={bucket_cap_mb:g}: must be above 0.")
+        if powersgd_rank < 1:
+            raise UserError(f"strategy.powersgd_rank={powersgd_rank}: must be at least 1.")
+        self._bucket_cap_mb = bucket_cap_mb
+        self._as_view = gradient_as_bucket_view
+        self._static_graph = static_graph
+        self._compression = compression
+        self._powersgd_rank = powersgd_rank
+        self._sync_batchnorm = sync_batchnorm
         self._powersgd: PowerSgd | None = None
 
+    def check(self, compiled: bool) -> None:
+        if not torch.distributed.is_initialized():
+            raise UserError(
+                "strategy=ddp: needs ranks, which torchrun starts:"
+                " torchrun --standalone --nproc-per-node=2 -m ddptrain ..."
+            )
+        if self._sync_batchnorm and self.world.device.type != "cuda":
+            raise UserError(
+                "strategy.sync_batchnorm=true: PyTorch's SyncBatchNorm needs ddp on GPUs;"
+                f" this is ddp on {self.world.device.type}."
+            )
+
     def prepare(self, model: nn.Module) -> nn.Module:
-        if not self._config.sync_batchnorm:
+        if not self._sync_batchnorm:
             return model
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         return converted
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        on_gpu, cap = self._world.device.type == "cuda", self._config.bucket_cap_mb
-        with eager.wrapping():
+        on_gpu, cap = self.world.device.type == "cuda", self._bucket_cap_mb
+        bucket = FlagBucket(model)
+        self._flags = Flags(bucket.flags, exact=self._compression in ("none", "powersgd"))
+        with torch_private.wrapping():
             wrapped = DistributedDataParallel(
-                FlagBucket(model, exact=self._config.compression in ("none", "powersgd")),
-                device_ids=[self._world.device.index] if on_gpu else None,
+                bucket,
+                device_ids=[self.world.device.index] if on_gpu else None,
                 bucket_cap_mb=None if cap == TORCHS_CAP_MB else cap,
-                gradient_as_bucket_view=self._config.gradient_as_bucket_view,
-                static_graph=self._config.static_graph,
+                gradient_as_bucket_view=self._as_view,
+                static_graph=self._static_graph,
             )
         wrapped.broadcast_buffers = not _only_statistics(model)  # in each step; it has done so once
-        self.flag_bucket(wrapped).hidden()
+        bucket.hidden()
         self._register_hook(wrapped, model)
         return wrapped
 
-    def sync(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
-        if last:
-            return _NOTHING
-        assert isinstance(wrapped, DistributedDataParallel)
-        return wrapped.no_sync()
+    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else _ddp(wrapped).no_sync()
 
-    def flag_bucket(self, wrapped: nn.Module) -> FlagBucket:
-        flag_bucket = wrapped.module
-        assert isinstance(flag_bucket, FlagBucket)
-        return flag_bucket
+    @property
+    def averages_over(self) -> int:
+        return self.world.size
+
+    def send_flags(
+        self, wrapped: nn.Module, step: int, stop: bool, loss: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        return _bucket(wrapped).flags, self._flags.row(step, stop, loss)
+
+    def receive_flags(self, wrapped: nn.Module) -> Tensor | None:
+        return _bucket(wrapped).take()
+
+    def warm_up_passes(self, compiled: bool) -> int:
+        """DDP orders its buckets anew after the first backward pass it sees, under static_graph after the
+        second. Were those real steps, a resumed run would sum in another order than one that went on."""
+        return 2 if self._static_graph else 1
+
+    def time_waits(self, wrapped: nn.Module, mark: Callable[[str], None]) -> None:
+        # A backward pass comes to the flags first, and autograd runs callbacks in the order in which they
+        # were queued: this one, at the end of the rank's own pass, before DDP's, which waits for others.
+        _bucket(wrapped).flags.register_hook(
+            lambda _: torch_private.at_end_of_backward(lambda: mark("backward"))
+        )
+        if _ddp(wrapped).will_sync_module_buffers():
+            # DDP broadcasts buffers before the model's own forward: a late rank is waited for there too
+            wrapped.register_forward_pre_hook(lambda *_: mark("forward"))
+            _bucket(wrapped).register_forward_pre_hook(lambda *_: mark("all_reduce"))
 
     def rank_state(self) -> Mapping[str, Tensor]:
         return {} if self._powersgd is None else self._powersgd.rank_state()
@@ -79,29 +137,35 @@ class Ddp(Strategy):
         if self._powersgd is None:
             super().scatter(ranks)
             return
-        saved = len(next(iter(ranks.values()))) if ranks else self._world.size
-        if saved != self._world.size:
+        saved = len(next(iter(ranks.values()))) if ranks else self.world.size
+        if saved != self.world.size:
             log.info("note       powersgd: what %d ranks had not sent yet is spread over all", saved)
-        own = self._world.rank if saved == self._world.size else None
+        own = self.world.rank if saved == self.world.size else None
         self._powersgd.load_rank_state(
             {name: rows.mean(dim=0) if own is None else rows[own] for name, rows in ranks.items()}
         )
 
-    @property
-    def averages_over(self) -> int:
-        return self._world.size
-
     def describe(self) -> str:
-        return f"ddp over {backend_for(self._world)}"
+        return f"ddp over {backend_for(self.world)}"
 
     def _register_hook(self, wrapped: DistributedDataParallel, model: nn.Module) -> None:
-        config = self._config
-        if config.compression == "powersgd":
-            self._powersgd = PowerSgd(model, config.powersgd_rank, self._world.size, config.static_graph)
+        if self._compression == "powersgd":
+            self._powersgd = PowerSgd(model, self._powersgd_rank, self.world.size, self._static_graph)
             wrapped.register_comm_hook(self._powersgd, PowerSgd.reduce)
-        elif config.compression != "none":
+        elif self._compression != "none":
             hook: Any = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-            wrapped.register_comm_hook(None, hook[config.compression])
+            wrapped.register_comm_hook(None, hook[self._compression])
+
+
+def _ddp(wrapped: nn.Module) -> DistributedDataParallel:
+    assert isinstance(wrapped, DistributedDataParallel)
+    return wrapped
+
+
+def _bucket(wrapped: nn.Module) -> FlagBucket:
+    bucket = wrapped.module
+    assert isinstance(bucket, FlagBucket)
+    return bucket
 
 
 def _only_statistics(model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""One process on all GPUs, by threads."""
+"""One process on all GPUs, by threads (torch.nn.DataParallel)."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -8,35 +8,50 @@ import torch
 from torch import nn
 
 from ddptrain.api.strategy import Strategy
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
+from ddptrain.errors import UserError
 
 
 @final
 class DataParallel(Strategy):
-    """One process, all GPUs by threads (torch.nn.DataParallel). home: the GPU that keeps the weights."""
+    """The world's device keeps the weights. Without GPUs it is one process on one device."""
 
-    def __init__(self, home: torch.device) -> None:
-        self._home = home
+    def check(self, compiled: bool) -> None:
+        if self.world.size > 1:
+            raise UserError(
+                f"strategy=dp: runs in one process, but torchrun started {self.world.size}."
+                " Use strategy=ddp, or start it with python -m ddptrain."
+            )
+        if compiled and self._on_gpu:
+            raise UserError(
+                "strategy=dp: its copies of a compiled model would all compute on the first GPU."
+                " Use strategy=ddp, or compile=off."
+            )
 
     @property
     def further_gpus(self) -> Sequence[int]:
-        return [i for i in range(torch.cuda.device_count()) if i != self._home.index]
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        return model
+        if not self._on_gpu:
+            return ()
+        return [i for i in range(torch.cuda.device_count()) if i != self.world.device.index]
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        return _Replicated(model, device_ids=[self._home, *self.further_gpus])
+        if not self._on_gpu:
+            return model
+        return _Replicated(model, device_ids=[self.world.device, *self.further_gpus])
 
-    def sync(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
-        return _NOTHING
+    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def describe(self) -> str:
+        if not self._on_gpu:
+            return f"single (strategy=dp: on {self.world.device} there is nothing to spread over)"
         return (
             "dp (one process copies the model to every GPU in every step and its threads share one"
             " interpreter; ddp has neither cost: torchrun --standalone --nproc-per-node=gpu -m ddptrain ...)"
         )
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.world.device.type == "cuda"
 
 
 @final

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
-from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.utils.rnn import pad_sequence
+
+from ddptrain import torch_private
 
 _SAVES = 2
 """A matrix is factored where that divides its numbers by more than this."""
@@ -110,7 +111,7 @@ class PowerSgd:
             if self._at_once:
                 self._arrive()
             else:  # after the pass: a rank waits here for the others, and the stopwatch says so
-                Variable._execution_engine.queue_callback(self._arrive)
+                torch_private.at_end_of_backward(self._arrive)
         return trip.future
 
     def _departed(self, bucket: GradBucket) -> _Trip:

@@ -6,22 +6,20 @@ from typing import final
 from torch import nn
 
 from ddptrain.api.strategy import Strategy
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
+from ddptrain.errors import UserError
 
 
 @final
 class Single(Strategy):
-    """One process, one device."""
+    def check(self, compiled: bool) -> None:
+        if self.world.size > 1:
+            raise UserError(
+                f"strategy=single: runs in one process, but torchrun started {self.world.size}."
+                " Use strategy=ddp, or start it with python -m ddptrain."
+            )
 
-    def prepare(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def sync(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
-        return _NOTHING
+    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def describe(self) -> str:
         return "single"

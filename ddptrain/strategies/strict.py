@@ -1,4 +1,4 @@
-"""elastic=strict: the same bits on any number of ranks.
+"""strategy=strict (elastic=strict): the same bits on any number of ranks.
 
 The global batch is always cut into the same shards. Each has a backward of its own, and the shards'
 gradients are added in one fixed tree, whoever computed them. Every shard starts from the same
@@ -9,7 +9,7 @@ ranks (half as many times DDP's bytes as there are shards) after backward instea
 a shard is smaller than a rank's share.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import final
@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddptrain.api.strategy import Strategy
+from ddptrain import torch_private
+from ddptrain.api.strategy import Flags, Strategy
 from ddptrain.api.world import World
 from ddptrain.distributed.comm import broadcast_buffers
 from ddptrain.distributed.foreach import copy_all
+from ddptrain.errors import UserError
 from ddptrain.strategies.flag_bucket import FlagBucket
 
 _CHUNK = 1 << 22
@@ -32,9 +34,11 @@ _CHUNK = 1 << 22
 class Strict(Strategy):
     """shards: how many, at least one a rank; the sampler hands them out."""
 
-    def __init__(self, shards: int, world: World) -> None:
-        self._shards = shards
-        self._world = world
+    def __init__(self, world: World, shards: int = 8) -> None:
+        super().__init__(world)
+        if shards < 1:
+            raise UserError(f"strategy.shards={shards}: must be at least 1.")
+        self.shards = shards
         self._counts = [len(replace(world, rank=rank).shards(shards)) for rank in range(world.size)]
         self._parameters: list[nn.Parameter] = []
         self._rows: list[list[Tensor]] = []
@@ -42,28 +46,37 @@ class Strict(Strategy):
         self._before: list[Tensor] = []
         self._first: list[Tensor] = []
 
-    def prepare(self, model: nn.Module) -> nn.Module:
-        return model
-
     def wrap(self, model: nn.Module) -> nn.Module:
-        wrapped = FlagBucket(model, voters=self._shards)
+        wrapped = FlagBucket(model, divisor=self._count)
+        self._flags = Flags(wrapped.flags)
         self._parameters = [p for p in wrapped.parameters() if p.requires_grad]
         return wrapped.hidden()
 
-    def flag_bucket(self, wrapped: nn.Module) -> FlagBucket:
-        assert isinstance(wrapped, FlagBucket)
-        return wrapped
-
-    def sync(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
+    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
         """``last``: of its shard. After a rank's last shard, the sum over all shards is its gradient."""
         return self._shard(wrapped, last)
 
-    @property
-    def averages_over(self) -> int:
-        return 1
+    def send_flags(
+        self, wrapped: nn.Module, step: int, stop: bool, loss: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        assert isinstance(wrapped, FlagBucket)
+        return wrapped.flags, self._flags.row(step, stop, loss)
+
+    def receive_flags(self, wrapped: nn.Module) -> Tensor | None:
+        assert isinstance(wrapped, FlagBucket)
+        return wrapped.take()
+
+    def time_waits(self, wrapped: nn.Module, mark: Callable[[str], None]) -> None:
+        assert isinstance(wrapped, FlagBucket)
+        wrapped.flags.register_hook(lambda _: torch_private.at_end_of_backward(lambda: mark("backward")))
 
     def describe(self) -> str:
-        return f"strict, {self._shards} shards (equal bits on 1 to {self._shards} ranks)"
+        return f"strict, {self._count} shards (equal bits on 1 to {self._count} ranks)"
+
+    @property
+    def _count(self) -> int:
+        assert self.shards is not None
+        return self.shards
 
     @contextmanager
     def _shard(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
@@ -73,21 +86,21 @@ class Strict(Strategy):
         yield
         if not last:
             return
-        if self._world.is_first and not self._rows:
+        if self.world.is_first and not self._rows:
             self._first = [buffer.clone() for buffer in wrapped.buffers()]
         copy_all(wrapped.buffers(), self._before)
         self._rows.append([_taken(parameter) for parameter in self._parameters])
-        if len(self._rows) == self._counts[self._world.rank]:
-            if self._world.is_first:
+        if len(self._rows) == self._counts[self.world.rank]:
+            if self.world.is_first:
                 copy_all(wrapped.buffers(), self._first)
-            broadcast_buffers(self._world, wrapped)
+            broadcast_buffers(self.world, wrapped)
             self._add_up()
             self._rows, self._before, self._first = [], [], []
 
     @torch.no_grad()
     def _add_up(self) -> None:
         """Give every parameter the sum of all shards' gradients. Collectives."""
-        if self._world.size == 1:
+        if self.world.size == 1:
             for parameter, gradient in zip(self._parameters, _tree_sum(self._rows), strict=True):
                 parameter.grad = gradient
             return

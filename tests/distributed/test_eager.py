@@ -21,7 +21,7 @@ import os, sys
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, SGD
-from ddptrain.distributed.eager import spare_dynamo, wrapping
+from ddptrain.torch_private import spare_dynamo, wrapping
 
 spare_dynamo()
 weight = torch.nn.Parameter(torch.ones(2))

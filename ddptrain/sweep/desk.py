@@ -1,22 +1,13 @@
-"""Both ends of a line between a sweep and its jobs: a job tells how it does, and hears whether to go on."""
+"""The sweep's end of a line to its jobs: a job says how it does, and hears whether to go on. No torch here."""
 
 import json
-import math
-import os
 import select
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddptrain.engine.stop_rule import Standing
-
-_LINE = "DDPTRAIN_SWEEP"
-_JOB = "DDPTRAIN_JOB"
-_PATIENCE_S = 60.0
-"""For an answer: the sweep looks up ten times a second."""
 _SAY_S = 1.0
 """For a question, once a job has called."""
 _MOST_BYTES = 4096
@@ -33,9 +24,10 @@ class Desk:
         self._socket.bind(self._path)
         self._socket.listen(128)
 
-    def environment(self, number: int) -> dict[str, str]:
-        """What the job of this number is started with."""
-        return {_LINE: self._path, _JOB: str(number)}
+    def controller(self, number: int) -> str:
+        """The override by which the job of this number finds it."""
+        target = "_target_:ddptrain.sweep.pruning.Pruning"
+        return f"+controllers.pruning={{{target},address:'{self._path}',job:{number}}}"
 
     def wait(self, seconds: float, answer: Callable[[Mapping[str, Any]], bool]) -> None:
         """Answer who calls within so many seconds; returns after the first, or when the time is over."""
@@ -46,7 +38,7 @@ class Desk:
         with call:
             call.settimeout(_SAY_S)
             try:
-                question = json.loads(_line(call))
+                question = json.loads(read_line(call))
                 call.sendall(json.dumps({"goes_on": answer(question)}).encode() + b"\n")
             except (OSError, ValueError):  # its job was killed while it asked
                 return
@@ -56,33 +48,7 @@ class Desk:
         self._folder.cleanup()
 
 
-def asks() -> bool:
-    """Whether this process is a job of a sweep."""
-    return _LINE in os.environ
-
-
-def goes_on(standing: Standing) -> bool:
-    """Ask the sweep that started this job whether it is to go on after an evaluation; by rank 0 only.
-
-    Raises RuntimeError where the sweep does not answer.
-    """
-    question = {**asdict(standing), "job": int(os.environ[_JOB])}
-    if not math.isfinite(standing.value):  # JSON has no such numbers
-        question["value"] = None
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as call:
-        call.settimeout(_PATIENCE_S)
-        try:
-            call.connect(os.environ[_LINE])
-            call.sendall(json.dumps(question).encode() + b"\n")
-            reply = _line(call)
-        except OSError as error:
-            raise RuntimeError(f"the sweep that started this job does not answer ({error})") from error
-    if not reply:
-        raise RuntimeError("the sweep that started this job does not answer (it closed the line)")
-    return bool(json.loads(reply)["goes_on"])
-
-
-def _line(call: socket.socket) -> bytes:
+def read_line(call: socket.socket) -> bytes:
     """Up to the end of the line, or of the connection."""
     read = b""
     while not read.endswith(b"\n") and len(read) < _MOST_BYTES:

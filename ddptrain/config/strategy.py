@@ -1,0 +1,33 @@
+"""What can be read from a config's strategy node without importing torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+Node = Mapping[str, Any]
+
+_DDP = "ddptrain.strategies.ddp.Ddp"
+_DP = "ddptrain.strategies.dp.DataParallel"
+_SINGLE = "ddptrain.strategies.single.Single"
+_NOT_ITS_OWN = ("alone", "shards")
+"""Keys of a node beside the arguments of its target: the node for a world of one, and elastic=strict's."""
+
+
+def choice_in(node: Node, world_size: int) -> dict[str, Any]:
+    """The node to build in a world of this size, with the arguments of its target alone."""
+    chosen = node["alone"] if world_size == 1 and "alone" in node else node
+    takes_shards = chosen["_target_"] == "ddptrain.strategies.strict.Strict"
+    left_out = _NOT_ITS_OWN[: 1 if takes_shards else 2]
+    return {name: value for name, value in chosen.items() if name not in left_out}
+
+
+def is_ddp(node: Node) -> bool:
+    """``strategy=ddp``: with ranks also where there is one."""
+    return bool(node["_target_"] == _DDP and "alone" not in node)
+
+
+def is_dp(node: Node) -> bool:
+    return bool(node["_target_"] == _DP)
+
+
+def runs_in_one_process(node: Node) -> bool:
+    return node["_target_"] in (_DP, _SINGLE)
