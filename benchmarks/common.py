@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from loops import BASE, COMPARED, LOG_EVERY, Watch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from ddptrain.api.observer import Run
 from ddptrain.api.recipe import At, Batch, Data, Loss, Report, Task
 from ddptrain.api.world import World
 from ddptrain.cli.argv import parse
@@ -34,12 +35,13 @@ from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.plan import plan_run
 from ddptrain.engine.precision import choose_precision
-from ddptrain.engine.state import make_state
+from ddptrain.engine.step import make_step
 from ddptrain.observe.console import Console, open_log
 from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.tensorboard import TensorBoard
 from ddptrain.strategies.make_strategy import make_strategy
+from ddptrain.watchdog.watchdog import Watchdog
 
 TOLERANCE = 1e-5
 """How well first losses must agree (relative)."""
@@ -210,11 +212,10 @@ def fit(config: Config, task: Task, data: Data, folder: Path, world: World = Wor
     strategy = make_strategy(config.strategy, world)
     precision = choose_precision(config.precision, world.device)
     model = make_model(config, task, world.device)
-    state = make_state(config, model, strategy, precision, world, plan.steps)
-    board = TensorBoard(folder / "tensorboard", asdict(config), folder / "metrics.jsonl")
-    observers = Observers([Console(lambda times: ""), Jsonl(folder / "metrics.jsonl"), board])
+    step = make_step(config, task, model, strategy, precision, plan, Watchdog(world))
     checkpointer = Checkpointer(folder / "checkpoints", keep=1)
-    Engine(task, data, world, strategy, precision, plan, checkpointer, observers).fit(state)
+    observers = Observers([Console(), Jsonl(), TensorBoard()])
+    Engine(data, step, checkpointer, observers).fit(Run(folder, config, world))
 
 
 @final

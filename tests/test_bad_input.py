@@ -19,7 +19,7 @@ from ddptrain.engine.checkpoint import FORMAT, sealed
 
 CHECKOUT = Path(__file__).parents[1]
 TYPED = "recipe=cnn_digits device=cpu"
-SMALL = "recipe=cnn_digits device=cpu model.width=8 train.steps=2 log.tensorboard=false"
+SMALL = "recipe=cnn_digits device=cpu model.width=8 train.steps=2 observers=[console,jsonl,plots]"
 
 
 # -- keys, types and choices -----------------------------------------------------------------------
@@ -469,7 +469,7 @@ def test_a_run_folder_that_is_read_only_is_named(tmp_path: Path) -> None:
 
 PICTURES = (
     "recipe=cnn_digits device=cpu data=imagefolder data.root=pictures data.source.size=8"
-    " data.augment.crop=0 train.batch_size=18 train.steps=1 log.tensorboard=false"
+    " data.augment.crop=0 train.batch_size=18 train.steps=1 observers=[console,jsonl,plots]"
 )
 
 

@@ -20,7 +20,7 @@ TRAIN = "recipe=cnn_digits device=cpu model.width=8 train.steps=4 checkpoint.eve
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of four steps, two checkpoints and the best."""
     folder = tmp_path_factory.mktemp("trained")
-    ended = ddptrain(folder, f"{TRAIN} log.tensorboard=false run.dir=run checkpoint.background=true")
+    ended = ddptrain(folder, f"{TRAIN} observers=[jsonl] run.dir=run checkpoint.background=true")
     assert ended.code == 0, ended.err
     return folder
 

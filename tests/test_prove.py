@@ -178,7 +178,7 @@ def test_it_does_not_run_inside_torchrun(folder: Path) -> None:
 
 def test_a_proof_is_short_unless_told_otherwise() -> None:
     own = [
-        "log.tensorboard=false",
+        "observers=[console,jsonl,plots]",
         "train.steps=40",
         "checkpoint.every=7",
         "log.every=5",

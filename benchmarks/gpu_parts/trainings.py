@@ -215,7 +215,7 @@ def nccl(job: Job) -> str:
     words = ["recipe=cnn_cifar10", "data=shapes", "precision=fp32", "log.every=1", *FEW_IMAGES]
     words += [f"train.steps={job.pick(120, 6)}"]
     alone = job.train("alone", *words, "strategy=single")
-    every = f"strategy.verify_every={job.pick(50, 2)}"
+    every = f"train.verify_every={job.pick(50, 2)}"
     both = job.train("both", "--nproc-per-node=2", *words, every)
     need("nccl" in both.ran.said, "the log does not say nccl")
     job.figure("speed", speed(both))

@@ -64,7 +64,8 @@ class Strategy(ABC):
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._flags = Flags(torch.zeros((), device=world.device))
+        self._flags: Flags | None = None
+        """What `send_flags` picks from; by `wrap`, or made when they are first sent."""
         self._own_flags: Tensor | None = None
 
     @abstractmethod
@@ -102,7 +103,8 @@ class Strategy(ABC):
     ) -> tuple[Tensor, Tensor] | None:
         """This rank's flags, after a shard's forward pass. A parameter and its gradient, as one more root of
         the backward pass that sums gradients; None: they travel by themselves, in `receive_flags`."""
-        self._own_flags = self._flags.row(step, stop, loss)
+        if self.world.size > 1:
+            self._own_flags = self.flags.row(step, stop, loss)
         return None
 
     def receive_flags(self, wrapped: nn.Module) -> Tensor | None:
@@ -118,7 +120,13 @@ class Strategy(ABC):
 
     def same_step(self, mean: float, step: int) -> bool:
         """Whether the second of the flags says that all ranks are at this step."""
-        return self._flags.same_step(mean, step, self.world.size)
+        return self.flags.same_step(mean, step, self.world.size)
+
+    @property
+    def flags(self) -> Flags:
+        if self._flags is None:
+            self._flags = Flags(torch.zeros((), device=self.world.device))
+        return self._flags
 
     def warm_up_passes(self, compiled: bool) -> int:
         """Forward and backward passes before the first step whose results are thrown away: for compiling, or

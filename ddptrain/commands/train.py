@@ -36,12 +36,9 @@ from ddptrain.engine.compiled import check_graphs, compile_loss
 from ddptrain.engine.consistency import check_same_command, check_same_model
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.optimizer import build_optimizer
-from ddptrain.engine.phases import Phases
 from ddptrain.engine.plan import Plan, plan_run
 from ddptrain.engine.precision import choose_precision
-from ddptrain.engine.state import make_state
-from ddptrain.engine.step import TrainStep
-from ddptrain.engine.stopwatch import Stopwatch
+from ddptrain.engine.step import TrainStep, make_step
 from ddptrain.errors import Diverged, Stopped, UserError
 from ddptrain.observe.console import open_log
 from ddptrain.observe.dispatch import Observers
@@ -136,9 +133,7 @@ def _step(config: Config, task: Task, data: Data, world: World, watchdog: Watchd
     _note_what_depends_on_the_split(model, plan, world)
     if config.compile == "step":
         compile_loss(task)
-    state = make_state(config, model, strategy, precision, plan.steps)
-    phases = Phases(watchdog, Stopwatch(world.device))
-    return TrainStep(task, strategy, precision, plan, state, phases)
+    return make_step(config, task, model, strategy, precision, plan, watchdog)
 
 
 def _checkpointer(config: Config, folder: Path) -> Checkpointer:

@@ -117,14 +117,15 @@ class Engine:
             check_device(state.model, first, device)
             flops = warm_up(step, first, at) / step.micro_batches[0].size
             batches = chain([first], batches)
+        gpus = self._world.size * (1 + len(state.strategy.further_gpus))
+        peak = peak_flops(device, step.precision.name) * gpus
         preview = self._data.preview() if self._world.is_first else None
         # a checkpoint is written before the evaluation at its step: that comes again
         start = Start(state.step, plan.steps, state.evaluation_due, preview, run)
         for controller in self._state.controllers.values():
             controller.start(start)
         self._observers.start(start)
-        gpus = self._world.size * (1 + len(state.strategy.further_gpus))
-        self._stopwatch.begin(flops, peak_flops(device, step.precision.name) * gpus)
+        self._stopwatch.begin(flops, peak)
         state.strategy.time_waits(state.wrapped, self._stopwatch.mark_early)
         return batches
 

@@ -61,7 +61,7 @@ def short(overrides: Sequence[str]) -> list[str]:
             "log.every": str(max(1, int(steps) // 8)),
             "train.eval_every": str(max(1, int(steps) // 3)),
         }
-    quiet = [] if any("observers" in key for key in given) else ["~observers.tensorboard"]
+    quiet = [] if any("observers" in key for key in given) else ["observers=[console,jsonl]"]
     return [*quiet, *(f"{key}={value}" for key, value in own.items() if key not in given)]
 
 

@@ -103,7 +103,7 @@ class Ddp(Strategy):
     def send_flags(
         self, wrapped: nn.Module, step: int, stop: bool, loss: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        return _bucket(wrapped).flags, self._flags.row(step, stop, loss)
+        return _bucket(wrapped).flags, self.flags.row(step, stop, loss)
 
     def receive_flags(self, wrapped: nn.Module) -> Tensor | None:
         return _bucket(wrapped).take()

@@ -60,7 +60,7 @@ class Strict(Strategy):
         self, wrapped: nn.Module, step: int, stop: bool, loss: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         assert isinstance(wrapped, FlagBucket)
-        return wrapped.flags, self._flags.row(step, stop, loss)
+        return wrapped.flags, self.flags.row(step, stop, loss)
 
     def receive_flags(self, wrapped: nn.Module) -> Tensor | None:
         assert isinstance(wrapped, FlagBucket)

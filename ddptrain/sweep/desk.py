@@ -1,4 +1,4 @@
-"""The sweep's end of a line to its jobs: a job says how it does, and hears whether to go on. No torch here."""
+"""The sweep's end of a line to its jobs: a job says how it does, and hears whether to go on."""
 
 import json
 import select

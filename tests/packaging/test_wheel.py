@@ -13,7 +13,7 @@ import pytest
 
 CHECKOUT = Path(__file__).parents[2]
 MY_RECIPE = Path(__file__).parent / "my_recipe"
-QUICK = ["device=cpu", "train.steps=3", "log.tensorboard=false"]
+QUICK = ["device=cpu", "train.steps=3", "observers=[console,jsonl,plots]"]
 NOT_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTHONPATH", "PYTHONHOME")
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from compare import assert_same
 from texts import language_model, write_text
-from toy import Fit, weights
+from toy import Fit, auto, weights
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.config.schema import Sched, Strategy
+from ddptrain.config.schema import Sched
 from ddptrain.engine.checkpoint import Checkpointer, read, unpack
 from ddptrain.engine.evaluate import evaluate
 from ddptrain.engine.plan import Plan
@@ -133,8 +133,8 @@ def test_a_stopped_run_goes_on_with_the_states_it_had(
         def rank(world: World) -> None:
             fit = Fit(
                 calendar, optim=ADAMW, sched=Sched(warmup=0.2), ema=0.9, precision=precision,
-                strategy=Strategy(bucket_cap_mb=0.001),  # several buckets
-                observers=[Jsonl(folder / "metrics.jsonl")] if world.is_first else [],
+                strategy=auto(bucket_cap_mb=0.001),  # several buckets
+                observers=[Jsonl()] if world.is_first else [],
             )  # fmt: skip
             task, data = language_model(text, model, data={"order": order}, dropout=0.2)
             fit.train(task, data, world, folder, stop_at if world.is_first else None)

@@ -5,9 +5,9 @@ import resource
 import signal
 import time
 
-from ddptrain.distributed.vigil import Vigil
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
 from ddptrain.testing import run_ranks
+from ddptrain.watchdog.watchdog import Watchdog
 
 
 def test_a_signal_is_heard_where_more_than_a_thousand_files_are_open() -> None:
@@ -17,15 +17,15 @@ def test_a_signal_is_heard_where_more_than_a_thousand_files_are_open() -> None:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
         opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-        vigil = Vigil(world)
-        with vigil.watching():
-            vigil.stop_on_signals(grace=30.0, time_limit=None)
+        watchdog = Watchdog(world)
+        with watchdog.watching():
+            watchdog.stop_on_signals(grace=30.0, time_limit=None)
             os.kill(os.getpid(), signal.SIGTERM)
             until = time.monotonic() + 20
-            while vigil.stop is None and time.monotonic() < until:
+            while watchdog.stop is None and time.monotonic() < until:
                 time.sleep(0.05)
         for file in opened:
             os.close(file)
-        return vigil.stop
+        return watchdog.stop
 
     assert run_ranks(rank, 1) == ["SIGTERM"]
