@@ -13,11 +13,13 @@ class Controller(ABC):
 
     why = "ended by a controller"
     """Said in the log where it ends a run: ``<why> at step 120``."""
+    completes = False
+    """Whether a run that it ends is done (exit code 0) or has been stopped (75)."""
 
     @abstractmethod
     def goes_on(self, event: Evaluated) -> bool:
-        """After each evaluation, on rank 0: its answer is every rank's. False: all ranks save and stop with
-        exit code 75."""
+        """After each evaluation, on rank 0: its answer is every rank's. False: all ranks save and
+        end."""
 
     def start(self, event: Start) -> None:  # noqa: B027
         """Before the first step, on every rank."""

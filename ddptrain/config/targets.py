@@ -13,6 +13,11 @@ Node = Mapping[str, Any]
 
 OURS = ("ddptrain.strategies.", "ddptrain.observe.", "ddptrain.sweep.pruning.", "ddptrain.bench.pacing.")
 """Where only strategies, observers and controllers are meant."""
+_DOORS = {
+    "ddptrain.api.observer.Observer",
+    "ddptrain.api.controller.Controller",
+    "ddptrain.api.strategy.Strategy",
+}
 ALLOWED = ("ddptrain.recipes.", "ddptrain.data.", "torch.nn.", "torch.optim.", "torchvision.models.", *OURS)
 FUNCTIONS_ALLOWED = ("ddptrain.recipes.", "torchvision.models.")
 LIBRARIES = ("torch.", "torchvision.")
@@ -76,13 +81,8 @@ def _not_what_it_should_be(found: Any, home: str) -> str | None:
 
     made = made_by(found)
     if home.startswith(OURS):
-        from ddptrain.api import Controller, Observer, Strategy
-
-        return (
-            None
-            if made is not None and issubclass(made, Controller | Observer | Strategy)
-            else ("strategies, observers and controllers")
-        )
+        kinds = {f"{base.__module__}.{base.__qualname__}" for base in getattr(made, "__mro__", ())}
+        return None if kinds & _DOORS else "strategies, observers and controllers"
     if home.startswith("torch.optim."):
         return None if inspect.isclass(found) and issubclass(found, optim.Optimizer) else "optimizers"
     if home.startswith(("torch.nn.", "torchvision.models.")) and inspect.isclass(found):

@@ -1,5 +1,6 @@
 """The loop: what happens between steps."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from ddptrain.errors import Diverged, Stopped
 from ddptrain.observe.dispatch import Observers
 from ddptrain.watchdog.watchdog import LONG_S
 
+log = logging.getLogger("ddptrain")
 StepIterator = Callable[[range], Iterable[int]]
 """Goes through the steps; what it does between two of them (profiling) is outside of the training."""
 
@@ -72,9 +74,8 @@ class Engine:
         first_step = state.step
         batches = self._opened(run or Run(world=self._world))
         try:
-            if state.evaluation_due:
-                self._evaluate()
-            for step in step_iterator(range(first_step, plan.steps)):
+            goes_on = self._evaluate() if state.evaluation_due else True
+            for step in step_iterator(range(first_step, plan.steps)) if goes_on else ():
                 self._step(batches, plan.at(step))
                 state.step = done = step + 1
                 if plan.verifies(done) and state.strategy.same_weights:
@@ -85,8 +86,8 @@ class Engine:
                     self._save()
                 if self._step.stop_asked:
                     raise Stopped(f"stopped at step {done}")
-                if plan.evaluates(done):
-                    self._evaluate()
+                if plan.evaluates(done) and not self._evaluate():
+                    break
             self._checkpointer.finish()
             self._stopwatch.settle()
             outcome = "done"
@@ -146,7 +147,8 @@ class Engine:
         self._observers.log(event)
         self._stopwatch.mark("logging")
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Whether the run goes on: False where a controller has completed it."""
         state, task, progress = self._state, self._task, self._progress
         self._step.settle()
         self._stopwatch.settle()
@@ -178,8 +180,15 @@ class Engine:
         self._observers.evaluated(event)
         self._stopwatch.mark("drawing")
         for controller in self._state.controllers.values():
-            if not on_first_rank(self._world, lambda asked=controller: asked.goes_on(event)):  # type: ignore[misc]
+            if on_first_rank(self._world, lambda asked=controller: asked.goes_on(event)):  # type: ignore[misc]
+                continue
+            if not controller.completes:
                 self._save_and_stop(controller.why)
+            if self._progress.saved_at != state.step:
+                self._save()
+            log.info("ended      %s at step %d", controller.why, state.step)
+            return False
+        return True
 
     def _save_and_stop(self, why: str) -> NoReturn:
         if self._progress.saved_at != self._state.step:

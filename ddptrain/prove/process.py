@@ -10,11 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -175,6 +175,8 @@ class Case:
     """Hydra's options and the overrides, with which all its trainings are started."""
     folder: Path
     cores: int
+    make_model: Callable[[], Any]
+    """The model itself, on the CPU."""
 
     def trials(self, ranks: int, *more: str) -> Trials:
         """Trainings on up to so many ranks. Raises UserError where the batch can't be divided."""

@@ -7,8 +7,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ddptrain.api.world import World
-from ddptrain.commands.setup import make_model, make_task, prepare
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
 from ddptrain.prove.process import Case, Trials, Verdict
@@ -52,7 +50,7 @@ def prove_world(case: Case, ranks: int = 4) -> Verdict:
     if not beyond:
         limit = f"gradients differ by less than {tolerance:.0e} of their norm"
         return Verdict(True, f"HOLDS: 1 to {ranks} ranks train the same, to rounding ({limit}).", table)
-    model = _model(case.config)
+    model = case.make_model()
     layers = _seeing_their_part(model, case.config)
     if not layers:
         return Verdict(False, f"BROKEN: {_where(trials, model, case.config, beyond, tolerance)}", table)
@@ -82,12 +80,6 @@ def _largest(ours: State, theirs: State) -> str:
     found = differences(ours, theirs)
     weights = [difference for difference in found if difference.name.startswith("model.")]
     return str(max(weights or found, key=lambda one: one.largest)) if found else "all bits equal"
-
-
-def _model(config: Config) -> nn.Module:
-    task, data = make_task(config)
-    prepare(data, World(), config.seed)
-    return make_model(config, task, World().device)
 
 
 def _seeing_their_part(model: nn.Module, config: Config) -> list[str]:

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.api.recipe import At, Data, Loss, Report, Task
-from ddptrain.api.sampler import Sampler
-from ddptrain.api.world import World
+from ddptrain.api import At, Data, Loss, Report, Sampler, Task, World
 
 Points = tuple[Tensor, Tensor]
 
