@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.api.recipe import At, Figure, Loss, Report, Task, TextSample
+from ddptrain.api import At, Figure, Loss, Report, Task, TextSample, UserError
 from ddptrain.data.text import TextData, Windows
-from ddptrain.errors import UserError
 
 State = dict[str, Tensor]
 """What a model knows of the text so far; each tensor's rows are those of the batch."""

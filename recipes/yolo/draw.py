@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.utils import draw_bounding_boxes, make_grid
 
-from ddptrain.api.recipe import Picture
+from ddptrain.api import Picture
 from ddptrain.data.detection.batch import Batch
 from ddptrain.recipes.yolo.boxes import Detections
 

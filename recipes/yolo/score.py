@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddptrain.api.recipe import Curves
+from ddptrain.api import Curves
 from ddptrain.data.detection.source import Scenes
 from ddptrain.data.detection.write import as_coco
 
