@@ -235,7 +235,7 @@ class Watched(Task):
 
     def loss(self, model: nn.Module, batch: Batch, at: At) -> Loss:
         if at.step == 0:
-            self._watch.restart()  # the engine rehearses the first step
+            self._watch.restart()  # the engine warms up with the first step
         self._watch.begin()
         loss = self._task.loss(model, batch, at)
         self._watch.note(loss.sum, loss.count)

@@ -215,7 +215,7 @@ class Measured(Task):
 
     def loss(self, model: nn.Module, batch: Batch, at: At) -> Loss:
         if at.step == 0:
-            self._watch.restart()  # the engine rehearses the first step
+            self._watch.restart()  # the engine warms up with the first step
         self._watch.begin()
         total, count = self._workload.loss(model, batch)
         self._watch.note(total, count)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.api.timing import Timing, told
-from ddptrain.bench.paced_run import Contestant, Lap, Unfit
+from ddptrain.bench.paced_run import Lap, PacedRun, Unfit
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,9 +39,9 @@ class Result:
 
 
 class Bench:
-    """Starts contestants that differ in overrides only.
+    """Starts paced runs that differ in overrides only.
 
-    words: of all of them. ranks: of each. steps: of the shortest lap. rounds: laps of a duel. folder: for all
+    words: of all of them. ranks: of each. steps: of the shortest lap. rounds: laps of each. folder: for all
     their files.
     """
 
@@ -54,49 +54,49 @@ class Bench:
         self._as_it_is: list[Lap] = []
 
     @contextmanager
-    def contestant(self, *more: str) -> Iterator[Contestant]:
+    def paced(self, *more: str) -> Iterator[PacedRun]:
         self._started += 1
         folder = self.folder / str(self._started)
-        contestant = Contestant([*self._words, *more], self.ranks, folder, self._steps)
+        paced = PacedRun([*self._words, *more], self.ranks, folder, self._steps)
         try:
-            yield contestant
+            yield paced
         finally:
-            contestant.end()
+            paced.end()
 
     @property
     def as_it_is(self) -> Lap:
-        """What all laps of the training as it is came to, in the duels up to now."""
+        """What all laps of the training as it is came to, in the comparisons up to now."""
         return _typical(self._as_it_is)
 
-    def duel(self, override: str) -> Result:
+    def compare(self, override: str) -> Result:
         """Lap by lap in turns with the training as it is, both new: one process may be slower than its like
         for all its life. Raises Unfit."""
-        with self.contestant() as baseline, self.contestant(*shlex.split(override)) as other:
+        with self.paced() as baseline, self.paced(*shlex.split(override)) as other:
             self._warm_up(baseline)
             self._warm_up(other)
             ours: list[Lap] = []
             theirs: list[Lap] = []
             for turn in range(self._rounds):
                 # ABBA: neither always comes after the other
-                for contestant in (baseline, other)[:: 1 if turn % 2 == 0 else -1]:
-                    (ours if contestant is baseline else theirs).append(contestant.lap(self._times))
+                for paced in (baseline, other)[:: 1 if turn % 2 == 0 else -1]:
+                    (ours if paced is baseline else theirs).append(paced.lap(self._times))
         ratios = [b.ms_per_step / a.ms_per_step for a, b in zip(ours, theirs, strict=True)]
         self._as_it_is += ours if override else [*ours, *theirs]
         return Result(override, _typical(theirs), ratios)
 
-    def _warm_up(self, contestant: Contestant) -> None:
-        contestant.warm_up()
-        lap = contestant.lap()
+    def _warm_up(self, paced: PacedRun) -> None:
+        paced.warm_up()
+        lap = paced.lap()
         if not self._times:
             self._times = max(1, round(_LAP_S / max(sum(lap.seconds.values()), 1e-3)))
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What came of all duels."""
+    """What came of all comparisons."""
 
     itself: Result
-    """The training as it is: its ratios against its like, and the lap of all its duels."""
+    """The training as it is: its ratios against its like, and the lap of all its comparisons."""
     results: Sequence[Result]
     helping: Sequence[Result]
     """Of these, what is faster than noise."""
@@ -112,7 +112,7 @@ Candidates = Callable[[Mapping[str, Any]], Sequence[str]]
 
 def compared(bench: Bench, candidates: Candidates) -> Compared:
     """The training as it is against itself, against each candidate, and against those that help together."""
-    itself = bench.duel("")
+    itself = bench.compare("")
     noise = max(itself.ratio, 1 / itself.ratio) - 1
     least, most = min(itself.ratios), max(itself.ratios)
     say(f"noise       against itself x{itself.ratio:.3f} ({least:.3f} to {most:.3f})")
@@ -120,7 +120,7 @@ def compared(bench: Bench, candidates: Candidates) -> Compared:
     for override in candidates(itself.lap.setup):
         began = time.monotonic()
         try:
-            results.append(bench.duel(override))
+            results.append(bench.compare(override))
         except Unfit as error:
             say(f"{override}  can't be had: {error}")
             continue
@@ -129,10 +129,10 @@ def compared(bench: Bench, candidates: Candidates) -> Compared:
     if len(best) > 1:
         together = " ".join(result.override for result in best)
         try:
-            results.append(bench.duel(together))
+            results.append(bench.compare(together))
         except Unfit as error:
             say(f"{together}  can't be had together: {error}")
-    # not before: every duel has said more about it
+    # not before: every comparison has said more about it
     usual = bench.as_it_is
     split = told(Timing(usual.seconds, usual.steps))
     say(f"as it is    {usual.ms_per_step:.2f} ms a step on {usual.setup['device']}: {split}")

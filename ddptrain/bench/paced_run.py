@@ -46,7 +46,7 @@ class Lap:
         return 1e3 * sum(self.seconds.values()) / self.steps
 
 
-class Contestant:
+class PacedRun:
     """One training, in processes of its own, which stands still between its laps.
 
     folder: for its files. steps: of the shortest lap.

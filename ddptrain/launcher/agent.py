@@ -159,7 +159,7 @@ class _Agent(LocalElasticAgent):
     def _change_of_hosts(self, cause: Cause) -> str:
         """Which, where one has ended the ranks; '' where they ended by themselves.
 
-        To take in a host, another agent stops its ranks, and by their votes these here too.
+        To take in a host, another agent stops its ranks, and by their flags these here too.
         """
         if not self._meeting.elastic or cause.code in (ExitCode.USER_ERROR, ExitCode.DIVERGED):
             return ""

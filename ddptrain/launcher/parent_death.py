@@ -99,7 +99,7 @@ def end_with_rank(_worker: int) -> None:
         rank.join()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=follow, name="lifeline", daemon=True).start()
+    threading.Thread(target=follow, name="parent-death", daemon=True).start()
 
 
 def start_forkserver() -> None:

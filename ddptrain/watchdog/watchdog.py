@@ -1,4 +1,4 @@
-"""A thread that watches while the main one works: signals, the time limit, a standstill.
+"""A thread that watches while the main one works: signals, the time limit, a hang.
 
 The main thread leaves a mark wherever it gets to. Python's own signal handlers would run only when
 the main thread does, and it may wait in a collective; a thread hears of a signal at once.
@@ -141,7 +141,7 @@ class Watchdog:
     def _watch(self, reader: socket.socket) -> None:
         try:
             self._listen(reader)
-        except Exception:  # without this thread the process would heed no signal any more
+        except Exception:  # without this thread the process would hear no signal any more
             self._exit(ExitCode.CRASH, traceback.format_exc())
 
     def _listen(self, reader: socket.socket) -> None:

@@ -115,7 +115,7 @@ CASES = [
 
 
 def test_one_all_reduce_a_bucket_and_the_buffers(tmp_path: Path) -> None:
-    """The ranks' votes travel in a bucket, clipping needs no word, and micro-batches before the last are
+    """The ranks' flags travel in a bucket, clipping needs no word, and micro-batches before the last are
     silent. PowerSGD's two factors need a message each, and so does a count that only the device knows."""
 
     def rank(world: World) -> list[Sent]:
