@@ -91,7 +91,11 @@ ELSEWHERE = {
     "ddptrain/commands/export.py": {"torch._dynamo"},  # the error that torch.export raises
     "ddptrain/distributed/comm.py": {"torch._C"},  # the type of a store
     "ddptrain/doctor/torch_facts.py": {"torch._C"},  # which GPUs torch was built for
-    "ddptrain/engine/compiled.py": {"torch._dynamo", "torch._logging"},  # what was compiled, and why again
+    "ddptrain/engine/compiled.py": {
+        "torch._dynamo",
+        "torch._logging",
+        "torch.utils._pytree",
+    },  # what was compiled, and why again
     "ddptrain/launcher/prefork.py": {"torch._dynamo"},  # imported ahead, for ranks that compile
     "ddptrain/observe/monitor.py": {"torch._C"},  # the type of a store
     "ddptrain/observe/profile.py": {"torch.cuda.memory._"},  # torch's own pages name these
