@@ -512,8 +512,9 @@ def closed_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.mark.parametrize("url", [f"http://127.0.0.1:{closed_port()}/cifar", "no-url"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{port}/cifar", "no-url"])
 def test_cifar10_offline_names_the_file_the_folder_and_a_way_out(tmp_path: Path, url: str) -> None:
+    url = url.format(port=closed_port())
     message = refusal(tmp_path, f"recipe=cnn_cifar10 device=cpu data.root=sets +data.source.url={url}")
     assert url in message
     assert "Put cifar-10-binary.tar.gz into sets/" in message
