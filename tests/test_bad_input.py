@@ -54,9 +54,7 @@ def test_a_misspelt_key_is_named_at_once(tmp_path: Path, override: str, said: li
         ("train.epochs=two", ["train.epochs=two: must be a number."]),
         ("train.epochs=", ["train.epochs"]),
         ("train.batch_size=1.5", ["train.batch_size=1.5: must be a whole number."]),
-        ("strategy.static_graph=x", ["strategy.static_graph=x: must be true or false."]),
-        ("strategy.bucket_cap_mb=x", ["strategy.bucket_cap_mb=x: must be a number."]),
-        ("log.tensorboard=maybe", ["log.tensorboard=maybe: must be true or false."]),
+        ("channels_last=maybe", ["channels_last=maybe: must be true or false."]),
         ("sched.milestones=half", ["sched.milestones", "half", "list"]),
         ("device=null", ["device", "null"]),
         ("train=5", ["train", "5", "Train"]),
@@ -265,6 +263,13 @@ def test_a_device_that_is_not_there_is_named(tmp_path: Path, device: str) -> Non
     [
         ("strategy=ddp", ["strategy=ddp: needs ranks", "torchrun"]),
         ("strategy.sync_batchnorm=true", ["strategy.sync_batchnorm=true: ", "cpu"]),
+        ("strategy.static_graph=x", ["strategy.static_graph=x: must be true or false."]),
+        ("strategy.bucket_cap_mb=25MB", ["strategy.bucket_cap_mb=25MB: must be a finite number."]),
+        ("strategy=ddp strategy.compression=int8", ["strategy.compression=int8: must be one of"]),
+        ("strategy=single +strategy.shards=2", ["strategy.shards: ", "takes no such argument"]),
+        ("strategy=single strategy._target_=torch.optim.SGD", ["strategy"]),
+        ("observers.console._target_=ddptrain.recipes.cnn.SmallCnn", ["observers.console", "SmallCnn"]),
+        ("+controllers.one={_target_:ddptrain.observe.console.Console}", ["controllers.one", "Controller"]),
     ],
 )
 def test_what_the_device_can_not_do_is_refused(tmp_path: Path, override: str, said: list[str]) -> None:

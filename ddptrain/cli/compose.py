@@ -100,8 +100,9 @@ def tree_of(composed: DictConfig, choices: Mapping[str, Any]) -> Tree:
 
 def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tree:
     """A run's saved config with overrides applied: a group's choice replaces its whole section."""
-    saved = _of_today(read_config(path))
+    saved = read_config(path)
     asked = parsed(_left_of_searchpath(overrides, arguments.config_dirs))
+    saved = _of_today(saved)
     groups_first = sorted(asked, key=lambda override: override.key_or_group not in GROUPS)
     for override in groups_first:
         _check_override(override)
@@ -127,7 +128,7 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
 def _of_today(saved: DictConfig) -> DictConfig:
     """A config that was saved when a strategy had a name and TensorBoard a switch, as it is written now. What
     the verbs that read a saved run do depends on neither."""
-    if "name" in (saved.get("strategy") or {}):
+    if OmegaConf.is_missing(saved, "strategy") or "_target_" not in (saved.get("strategy") or {}):
         saved.strategy = _composed([])["strategy"]
         if saved.get("log"):
             saved.log.pop("tensorboard", None)

@@ -9,15 +9,14 @@ _DDP = "ddptrain.strategies.ddp.Ddp"
 _DP = "ddptrain.strategies.dp.DataParallel"
 _SINGLE = "ddptrain.strategies.single.Single"
 _NOT_ITS_OWN = ("alone", "shards")
-"""Keys of a node beside the arguments of its target: the node for a world of one, and elastic=strict's."""
+"""Keys of ddp's node that its target does not take: for a world of one, and for elastic=strict."""
 
 
 def choice_in(node: Node, world_size: int) -> dict[str, Any]:
     """The node to build in a world of this size, with the arguments of its target alone."""
     chosen = node["alone"] if world_size == 1 and "alone" in node else node
-    takes_shards = chosen["_target_"] == "ddptrain.strategies.strict.Strict"
-    left_out = _NOT_ITS_OWN[: 1 if takes_shards else 2]
-    return {name: value for name, value in chosen.items() if name not in left_out}
+    extra = _NOT_ITS_OWN if chosen["_target_"] == _DDP else ("alone",)
+    return {name: value for name, value in chosen.items() if name not in extra}
 
 
 def is_ddp(node: Node) -> bool:
