@@ -87,7 +87,7 @@ def test_between_laps_each_rank_waits_to_be_told(tmp_path: Path) -> None:
         (["try=train.batch_size=8;foo"], "try=foo: is no override. Give key=value"),
         (
             ["ddp=true", "strategy=dp"],
-            "strategy._target_=ddptrain.strategies.dp.DataParallel: runs in one process, without DDP.",
+            "strategy._target_=ddptrain.strategies.dp.DataParallel: ddp=true measures",
         ),
         (["ddp=true", "device=cuda:1"], "ddp=true: there is one GPU to use"),
         (["optim.lrr=1"], "optim.lrr: there is no such key."),

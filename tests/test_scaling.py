@@ -117,7 +117,7 @@ def test_where_ddp_has_nothing_to_do_it_is_said(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("ddptrain: ranks=1: ddp=true measures what ranks send each other")
     assert not done.stdout
-    config = Config(recipe="toy", task={}, data={}, optim={}, device="cpu")
+    config = Config(recipe="toy", task={}, data={}, optim={}, device="cpu", strategy=auto())
     assert ranks_for(config, None) == 2
     assert ranks_for(config, 3) == 3
     with pytest.raises(UserError, match="elastic=strict: adds up gradients by itself"):

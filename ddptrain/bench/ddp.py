@@ -17,7 +17,7 @@ from ddptrain.bench.ab_compare import Bench, Compared, Result, show
 from ddptrain.bench.paced_run import Lap, Unfit
 from ddptrain.bench.scaling import STRAGGLING, Link, Step, estimated, fitted, misses
 from ddptrain.config.schema import Config
-from ddptrain.config.strategy import runs_in_one_process
+from ddptrain.config.strategy import uses_ddp
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ def ranks_for(config: Config, asked: int | None) -> int:
         raise UserError(f"ranks={asked}: ddp=true measures what ranks send each other; give 2 or more.")
     if config.elastic == "strict":
         raise UserError("elastic=strict: adds up gradients by itself, without DDP. Leave it or ddp=true out.")
-    if runs_in_one_process(config.strategy):
+    if not uses_ddp(config.strategy):
         raise UserError(
-            f"strategy._target_={config.strategy['_target_']}: runs in one process, without DDP. Leave it or"
-            " ddp=true out."
+            f"strategy._target_={config.strategy['_target_']}: ddp=true measures DistributedDataParallel."
+            " Use strategy=ddp, or leave ddp=true out."
         )
     if asked is not None:
         return asked

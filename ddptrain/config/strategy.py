@@ -7,7 +7,6 @@ Node = Mapping[str, Any]
 
 _DDP = "ddptrain.strategies.ddp.Ddp"
 _DP = "ddptrain.strategies.dp.DataParallel"
-_SINGLE = "ddptrain.strategies.single.Single"
 _NOT_ITS_OWN = ("alone", "shards")
 """Keys of ddp's node that its target does not take: for a world of one, and for elastic=strict."""
 
@@ -21,12 +20,13 @@ def choice_in(node: Node, world_size: int) -> dict[str, Any]:
 
 def is_ddp(node: Node) -> bool:
     """``strategy=ddp``: with ranks also where there is one."""
-    return bool(node["_target_"] == _DDP and "alone" not in node)
+    return uses_ddp(node) and "alone" not in node
 
 
 def is_dp(node: Node) -> bool:
     return bool(node["_target_"] == _DP)
 
 
-def runs_in_one_process(node: Node) -> bool:
-    return node["_target_"] in (_DP, _SINGLE)
+def uses_ddp(node: Node) -> bool:
+    """``strategy=auto`` or ``ddp``."""
+    return bool(node["_target_"] == _DDP)

@@ -87,8 +87,10 @@ class Drawer:
             try:
                 self._line.send(request.words)
                 answer = self._line.recv()
-            except (EOFError, OSError) as error:  # the process is gone
-                answer = f"the drawing process has ended ({error})"
+            except (EOFError, OSError):
+                code = self._process.wait()
+                # a signal has ended it together with the run
+                answer = b"" if code < 0 else f"the drawing process has ended with exit code {code}"
             with self._changed:
                 if isinstance(answer, str):
                     log.warning("%s was not drawn: %s", name, answer)

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _COLLECTIVES = "torch/distributed/"
-_OURS = ("torch/nn/parallel/distributed.py", "ddptrain/distributed/", "ddptrain/engine/", "torch/_ops.py")
+_OURS = (
+    *("ddptrain/distributed/", "ddptrain/engine/", "ddptrain/strategies/", "ddptrain/api/strategy.py"),
+    *("ddptrain/torch_private.py", "torch/nn/parallel/distributed.py", "torch/_ops.py"),
+)
 """The last: an operator called by name, which waits where the device's queue is full, behind a collective."""
 _STEP = ("waiting for a batch", "forward", "backward", "optimizer")
 _WAITING_FUNCTIONS = ("_engine_run_backward", "synchronize")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 from ddptrain.api.controller import Controller
@@ -130,8 +131,8 @@ def with_noise() -> nn.Module:
 
 def auto(**arguments: Any) -> dict[str, Any]:
     """A config's strategy node, as conf/strategy/auto.yaml has it."""
-    single = {"_target_": "ddptrain.strategies.single.Single"}
-    return {"_target_": "ddptrain.strategies.ddp.Ddp", "alone": single, **arguments}
+    file = Path(__file__).parents[2] / "conf/strategy/auto.yaml"
+    return {**yaml.safe_load(file.read_text()), **arguments}
 
 
 SGD: dict[str, Any] = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}
