@@ -3,7 +3,8 @@
 #
 #   sh setup.sh          set up only
 #   sh setup.sh demo     ... and train the main job on two ranks, on data that needs no download
-#   sh setup.sh test     ... and run the tests
+#   sh setup.sh test     ... and run the tests of what ddptrain promises; further words go to pytest
+#   sh setup.sh test-all ... and run all tests but the marked suites; further words go to pytest
 #   sh setup.sh check    ... and run the linters, the formatter and the type checker, and check launch/
 #
 # VENV names the environment's folder (default .venv), PYTHON the interpreter (default python3.11 or
@@ -20,10 +21,10 @@ WHAT=${1:-setup}
 }
 case $WHAT in
 setup | demo) EXTRA= ;;
-test) EXTRA="[test]" ;;
+test | test-all) EXTRA="[test]" ;;
 check) EXTRA="[dev]" ;;
 *)
-    echo "setup.sh: $WHAT: must be demo, test, check or nothing" >&2
+    echo "setup.sh: $WHAT: must be demo, test, test-all, check or nothing" >&2
     exit 2
     ;;
 esac
@@ -45,7 +46,13 @@ demo)
     exec "$VENV/bin/torchrun" --standalone --nproc-per-node=2 -m ddptrain recipe=mobilenet_cifar10 data=shapes train.epochs=3 log.every=25
     ;;
 test)
-    exec "$VENV/bin/python" -m pytest
+    shift
+    if [ $# -eq 0 ]; then set -- -m "promises and not long and not faults"; fi
+    exec "$VENV/bin/python" -m pytest "$@"
+    ;;
+test-all)
+    shift
+    exec "$VENV/bin/python" -m pytest "$@"
     ;;
 check)
     "$VENV/bin/ruff" check .

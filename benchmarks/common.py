@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -22,24 +22,26 @@ from loops import BASE, COMPARED, LOG_EVERY, Watch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddptrain.arguments import parse
+from ddptrain.api.observer import Run
+from ddptrain.api.recipe import At, Batch, Data, Loss, Report, Task
+from ddptrain.api.world import World
+from ddptrain.cli.argv import parse
+from ddptrain.cli.compose import run_composed
 from ddptrain.commands.setup import make_model
-from ddptrain.compose import run_composed
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
-from ddptrain.distributed.choice import choose_strategy
-from ddptrain.distributed.threads import cores
-from ddptrain.distributed.world import World
+from ddptrain.distributed.cpu import cores
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.plan import plan_run
 from ddptrain.engine.precision import choose_precision
-from ddptrain.engine.state import make_state
+from ddptrain.engine.step import make_step
 from ddptrain.observe.console import Console, open_log
+from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.jsonl import Jsonl
-from ddptrain.observe.observer import Observers
 from ddptrain.observe.tensorboard import TensorBoard
-from ddptrain.protocols import At, Batch, Data, Loss, Report, Task
+from ddptrain.strategies.make_strategy import make_strategy
+from ddptrain.watchdog.watchdog import Watchdog
 
 TOLERANCE = 1e-5
 """How well first losses must agree (relative)."""
@@ -207,14 +209,13 @@ def fit(config: Config, task: Task, data: Data, folder: Path, world: World = Wor
     """The engine as the verb ``train`` sets it up, with all that a user leaves on."""
     open_log(str(folder / "log.txt"), world.is_first)
     plan = plan_run(config, data.train_size)
-    strategy = choose_strategy(config.strategy, world)
+    strategy = make_strategy(config.strategy, world)
     precision = choose_precision(config.precision, world.device)
     model = make_model(config, task, world.device)
-    state = make_state(config, model, strategy, precision, world, plan.steps)
-    board = TensorBoard(folder / "tensorboard", asdict(config), folder / "metrics.jsonl")
-    observers = Observers([Console(lambda times: ""), Jsonl(folder / "metrics.jsonl"), board])
+    step = make_step(config, task, model, strategy, precision, plan, Watchdog(world))
     checkpointer = Checkpointer(folder / "checkpoints", keep=1)
-    Engine(task, data, world, strategy, precision, plan, checkpointer, observers).fit(state)
+    observers = Observers([Console(), Jsonl(), TensorBoard()])
+    Engine(data, step, checkpointer, observers).fit(Run(folder, config, world))
 
 
 @final
@@ -234,17 +235,17 @@ class Watched(Task):
 
     def loss(self, model: nn.Module, batch: Batch, at: At) -> Loss:
         if at.step == 0:
-            self._watch.restart()  # the engine rehearses the first step
+            self._watch.restart()  # the engine warms up with the first step
         self._watch.begin()
         loss = self._task.loss(model, batch, at)
         self._watch.note(loss.sum, loss.count)
         return loss
 
-    def carried(self) -> Mapping[str, Tensor]:
-        return self._task.carried()
+    def rank_state(self) -> Mapping[str, Tensor]:
+        return self._task.rank_state()
 
-    def carry_on(self, rows: Mapping[str, Tensor]) -> None:
-        self._task.carry_on(rows)
+    def load_rank_state(self, rows: Mapping[str, Tensor]) -> None:
+        self._task.load_rank_state(rows)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         return {}

@@ -51,13 +51,13 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.tensorboard import SummaryWriter
 from torchvision.ops import complete_box_iou_loss
 
+from ddptrain.api.recipe import Task
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.commands.setup import make_task
 from ddptrain.config.schema import Config
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.world import World
-from ddptrain.protocols import Task
 from ddptrain.recipes.yolo.assign import TaskAligned
 from ddptrain.recipes.yolo.model import Raw, Yolo
 

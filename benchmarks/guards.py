@@ -3,13 +3,14 @@ step of about a millisecond.
 
     python benchmarks/guards.py [--of=guards|timing|logging] [--ranks=2] [--rounds=60] [--width=160]
 
-guards: votes in the all-reduce, the look at every gradient, the vigil's marks and its threads. timing: the
+guards: flags in the all-reduce, the look at every gradient, the watchdog's marks and its threads. timing: the
 marks by which a step's time is split. Without: each of these replaced by nothing. logging: the loss and four
 more scalars added up and logged (terminal, metrics.jsonl, TensorBoard) in every step; without: in none. Both
 train the same; their last losses are compared. --width: of the layers, for longer steps.
 """
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
@@ -19,28 +20,31 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from loops import AUTO
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddptrain.config.schema import Config, Sched, Strategy
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.choice import choose_strategy
-from ddptrain.distributed.strategy import Strategy as AStrategy
-from ddptrain.distributed.vigil import Vigil
-from ddptrain.distributed.world import World
-from ddptrain.engine import loop
+from ddptrain.api.observer import Observer, Run
+from ddptrain.api.recipe import At, Data, Loss, Report, Task
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
+from ddptrain.config.schema import Config, Sched
 from ddptrain.engine.checkpoint import Checkpointer
-from ddptrain.engine.guard import Guard, Verdict
+from ddptrain.engine.health import Health, Outcome
+from ddptrain.engine.loop import Engine
+from ddptrain.engine.phases import Phases
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.state import make_state
+from ddptrain.engine.step import TrainStep
 from ddptrain.engine.stopwatch import Stopwatch
 from ddptrain.observe.console import Console, open_log
+from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.jsonl import Jsonl
-from ddptrain.observe.observer import Observer, Observers
 from ddptrain.observe.tensorboard import TensorBoard
-from ddptrain.protocols import At, Data, Loss, Report, Task
+from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.testing import run_ranks
+from ddptrain.watchdog.watchdog import Watchdog
 
 STEPS, WARMUP = 600, 30
 BATCH = 256
@@ -113,33 +117,32 @@ class Timed(Task):
         return Report({"loss": 0.0})
 
 
-class _NoGuard(Guard):
+class _NoHealth(Health):
     """Sees nothing: every step is fine."""
 
-    def vote(self, step: int, stop: bool, loss: Loss, ends_shard: bool) -> None:
+    def send(self, step: int, stop: bool, loss: Loss, ends_shard: bool) -> None:
         return None
 
-    def judge(self, step: int) -> Tensor:
-        self._open.append(step)  # type: ignore[arg-type]
+    def check(self, step: int) -> Tensor:
+        self._pending.append(step)  # type: ignore[arg-type]
         return ZERO
 
-    def all(self) -> list[Verdict]:
-        steps, self._open = self._open, []
-        return [Verdict(step, True, True, False, True) for step in steps]  # type: ignore[arg-type]
+    def all(self) -> list[Outcome]:
+        steps, self._pending = self._pending, []
+        return [Outcome(step, True, True, False, True) for step in steps]  # type: ignore[arg-type]
 
 
-class _NoWatch(Stopwatch):
+class _NoStopwatch(Stopwatch):
     """Looks at no clock."""
 
-    def begin(self, flops: float, peak: float, wrapped: nn.Module) -> None: ...
+    def begin(self, flops: float, peak: float) -> None: ...
 
-    def next(self, batches: Iterator[Any]) -> Any:
-        return next(batches)
+    def end(self, phase: str) -> None: ...
 
     def mark(self, phase: str) -> None: ...
 
 
-class _NoVigil(Vigil):
+class _NoWatchdog(Watchdog):
     def mark(self, what: str, step: int | None = None, patience: float | None = None) -> None:
         return None
 
@@ -175,31 +178,27 @@ def chunk(world: World, setting: Setting, folder: Path) -> Chunk:
     )  # fmt: skip
     task, data = Timed(setting.width, ("one", "two", "three", "four") if setting.logged else ()), Rows(BATCH)
     precision = Precision("fp32", world.device)
-    strategy: AStrategy = choose_strategy(Strategy(), world)
-    state = make_state(config, task.build(), strategy, precision, world, STEPS)
+    strategy = make_strategy(AUTO, world)
+    state = make_state(config, task.build(), strategy, precision, STEPS)
     if not guarded and isinstance(state.wrapped, DistributedDataParallel):
         state.wrapped = DistributedDataParallel(state.model, gradient_as_bucket_view=True)
-        strategy.ballot = lambda wrapped: None  # type: ignore[method-assign]
-    loop.Guard = Guard if guarded else _NoGuard  # type: ignore[misc]
-    loop.Stopwatch = Stopwatch if setting.timed else _NoWatch  # type: ignore[misc]
-    metrics = folder / "metrics.jsonl"
+    watchdog = Watchdog(world, hang_timeout=300.0) if guarded else _NoWatchdog(world)
+    stopwatch = (Stopwatch if setting.timed else _NoStopwatch)(world.device)
+    step = TrainStep(task, strategy, precision, plan, state, Phases(watchdog, stopwatch))
+    if not guarded:
+        step._health = _NoHealth(state.model, state.wrapped, strategy)
     observers: list[Observer] = []
     if setting.logged and world.is_first:
         folder.mkdir()
         open_log(str(folder / "log.txt"), first=True)
-        observers = [Console(lambda times: ""), Jsonl(metrics), TensorBoard(folder / "tb", {}, metrics)]
-    engine = loop.Engine(
-        task, data, world, strategy, precision, plan, Checkpointer(folder, keep=1), Observers(observers)
-    )
+        observers = [Console(), Jsonl(), TensorBoard()]
+    engine = Engine(data, step, Checkpointer(folder, keep=1), Observers(observers))
     # straight to the batches: what comes before the first step is no part of one
-    opened = data.train_batches(plan.sampler(world), range(STEPS)), 0.0
-    engine._opened = lambda state: opened  # type: ignore[method-assign]
-    if guarded:
-        vigil = Vigil(world, hang_timeout=300.0)
-        with vigil.watching():
-            engine.fit(state, vigil)
-    else:
-        engine.fit(state, _NoVigil(world))
+    opened = data.train_batches(plan.sampler(world), range(STEPS))
+    if not guarded:
+        engine._opened = lambda run: opened  # type: ignore[method-assign]
+    with watchdog.watching() if guarded else contextlib.nullcontext():
+        engine.fit(Run(folder, config, world))
     gaps = [b - a for a, b in zip(task.begins[WARMUP:], task.begins[WARMUP + 1 :], strict=False)]
     worked = (task.worked[-1] - task.worked[WARMUP]) / len(gaps)
     return Chunk(statistics.median(gaps) / 1e9, worked / 1e9, float(task.last.detach()))

@@ -6,7 +6,7 @@ Each takes a `Run` and does all of its steps, with a TensorBoard scalar every 50
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -17,22 +17,29 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.tensorboard import SummaryWriter
 from workloads import SEED, Batch, Rows, Workload
 
+from ddptrain.api.observer import Run as Told
+from ddptrain.api.recipe import At, Loss, Report, Task
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.commands.setup import make_model
 from ddptrain.config.schema import Checkpoint, Config, Log, Sched, Train
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.choice import choose_strategy
-from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.plan import plan_run
 from ddptrain.engine.precision import choose_precision
-from ddptrain.engine.state import make_state
+from ddptrain.engine.step import make_step
 from ddptrain.observe.console import Console, open_log
+from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.jsonl import Jsonl
-from ddptrain.observe.observer import Observers
 from ddptrain.observe.tensorboard import TensorBoard
-from ddptrain.protocols import At, Loss, Report, Task
+from ddptrain.strategies.make_strategy import make_strategy
+from ddptrain.watchdog.watchdog import Watchdog
 
+AUTO = {
+    "_target_": "ddptrain.strategies.ddp.Ddp",
+    "alone": {"_target_": "ddptrain.strategies.single.Single"},
+}
+"""As conf/strategy/auto.yaml."""
 SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9}
 LOG_EVERY = 50
 BASE = "hand"
@@ -170,6 +177,7 @@ def with_ddptrain(run: Run) -> None:
         task={},
         data={},
         optim={"_target_": "torch.optim.SGD", **SGD},
+        strategy=AUTO,
         sched=Sched(name="constant"),
         train=Train(batch_size=run.batch, steps=run.steps, eval_every=run.steps),
         checkpoint=Checkpoint(every=run.steps),
@@ -182,16 +190,13 @@ def with_ddptrain(run: Run) -> None:
     task, data, world = Measured(run), run.workload.data, run.world
     open_log(str(run.folder / "log.txt"), world.is_first)
     plan = plan_run(config, data.train_size)
-    strategy = choose_strategy(config.strategy, world)
+    strategy = make_strategy(config.strategy, world)
     precision = choose_precision(config.precision, world.device)
     model = make_model(config, task, world.device)
-    state = make_state(config, model, strategy, precision, world, plan.steps)
-    board = TensorBoard(run.folder / "tensorboard", asdict(config), run.folder / "metrics.jsonl")
-    told = [Console(lambda times: ""), Jsonl(run.folder / "metrics.jsonl"), board]
-    observers = Observers(told if world.is_first else [])
+    step = make_step(config, task, model, strategy, precision, plan, Watchdog(world))
+    observers = Observers([Console(), Jsonl(), TensorBoard()] if world.is_first else [])
     checkpointer = Checkpointer(run.folder / "checkpoints", keep=1)
-    engine = Engine(task, data, world, strategy, precision, plan, checkpointer, observers)
-    engine.fit(state)
+    Engine(data, step, checkpointer, observers).fit(Told(run.folder, config, world))
 
 
 @final
@@ -210,7 +215,7 @@ class Measured(Task):
 
     def loss(self, model: nn.Module, batch: Batch, at: At) -> Loss:
         if at.step == 0:
-            self._watch.restart()  # the engine rehearses the first step
+            self._watch.restart()  # the engine warms up with the first step
         self._watch.begin()
         total, count = self._workload.loss(model, batch)
         self._watch.note(total, count)

@@ -43,10 +43,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.tensorboard import SummaryWriter
 
+from ddptrain.api.world import World
 from ddptrain.commands.setup import make_task
 from ddptrain.config.schema import Config
 from ddptrain.data.corpus import StandardLibrary
-from ddptrain.distributed.world import World
 from ddptrain.recipes.recurrent import RecurrentModel
 from ddptrain.recipes.text import State
 

@@ -29,12 +29,12 @@ from torchvision.datasets import ImageFolder as TorchvisionFolder
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.data.augment import Augment
 from ddptrain.data.imagefolder import ImageFolder
 from ddptrain.data.images import ImageData
-from ddptrain.data.sampler import Sampler
 from ddptrain.data.source import ArraySplit, ImageSource, Opened
-from ddptrain.distributed.world import World
 
 NAME = "pipelines"
 """Of the markers."""

@@ -35,7 +35,7 @@ OURS = ["recipe=startup", "device=cpu", "run.dir=run", f"--config-dir={WORK}"]
 BY_HAND = str(WORK / "by_hand.py")
 LSTM = [
     *("launch", "--nproc-per-node=2", "recipe=lstm_text", "device=cpu", "run.dir=run", "log.every=10"),
-    *("log.tensorboard=false", "train.steps=1000"),
+    *("observers=[console,jsonl,plots]", "train.steps=1000"),
 ]
 LSTM_STEPS = 30
 """After which its speed is read: over the last ten."""

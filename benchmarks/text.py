@@ -137,7 +137,7 @@ def _timed_with(steps: int | str) -> list[str]:
         "device=cpu",
         f"train.eval_every={steps}",
         f"checkpoint.every={steps}",
-        "log.tensorboard=false",
+        "observers=[console,jsonl,plots]",
     ]
 
 

@@ -35,8 +35,9 @@ from loops import BASE, LOG_EVERY, Run, Watch
 from peers import PEERS
 from workloads import Workload, lstm, mobilenet, mobilenet_as_torchvision_has_it, tiny
 
+from ddptrain.api.world import World
 from ddptrain.distributed.comm import close_group, open_group
-from ddptrain.distributed.world import World, world_from_environment
+from ddptrain.distributed.world import world_from_environment
 
 NAME = "throughput"
 """Of the markers."""

@@ -2,8 +2,8 @@
 
 import sys
 
-from ddptrain.cli import main
-from ddptrain.distributed.lifeline import end_with
+from ddptrain.cli.main import main
+from ddptrain.launcher.parent_death import end_with
 
 if __name__ == "__main__":
     end_with(main, sys.argv[1:])

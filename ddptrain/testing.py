@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
 
 Result = TypeVar("Result")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.errors import UserError
+from ddptrain.api import UserError
 
 
 @final

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddptrain.api import At, ConfusionMatrix, Deployed, Loss, Report, Task, UserError
 from ddptrain.data.detection.files import probe
 from ddptrain.data.images import ImageData
 from ddptrain.data.pictures import claim, fitted, named_pictures
-from ddptrain.errors import UserError
-from ddptrain.protocols import At, ConfusionMatrix, Deployed, Loss, Report, Task
 from ddptrain.recipes.sheets import COLUMNS, ROWS, Titled, write_sheet
 from ddptrain.recipes.views import Views, check_level
 

@@ -1,6 +1,6 @@
 """What the sizes of a model may be."""
 
-from ddptrain.errors import UserError
+from ddptrain.api import UserError
 
 
 def check_model(width: int, layers: int, dropout: float) -> None:

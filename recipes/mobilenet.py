@@ -6,7 +6,7 @@ from typing import Any, cast
 from torch import nn
 from torchvision.models import get_model_weights, mobilenet_v3_large, mobilenet_v3_small
 
-from ddptrain.errors import UserError
+from ddptrain.api import UserError
 
 _STRIDED_BLOCKS = (1, 2, 4, 9)
 """Blocks of torchvision's ``features`` with stride 2, after the stem's own (index 0)."""

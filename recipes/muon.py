@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from ddptrain.errors import UserError
+from ddptrain.api import UserError
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """a, b, c of the polynomial a*s + b*s^3 + c*s^5, steep at 0 (kellerjordan.github.io/posts/muon)."""

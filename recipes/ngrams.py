@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.errors import UserError
+from ddptrain.api import UserError
 
 _PRIME = 1_000_003
 """Of the rolling hash; any odd number far from a power of two will do."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.errors import UserError
+from ddptrain.api import UserError
 
 _PATCH = 2
 _EXAMPLES = 5000

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddptrain.api import At, Figure, Loss, Report, Task, TextSample, UserError
 from ddptrain.data.text import TextData, Windows
-from ddptrain.errors import UserError
-from ddptrain.protocols import At, Figure, Loss, Report, Task, TextSample
 
 State = dict[str, Tensor]
 """What a model knows of the text so far; each tensor's rows are those of the batch."""
@@ -48,7 +47,7 @@ class LanguageModelling(Task):
         self._data = data
         self._sample = sample
         self._sample_tokens = sample_tokens
-        self._carried = _Carried()
+        self._rank_state = _Carried()
 
     def build(self) -> nn.Module:
         vocabulary = self._data.vocabulary
@@ -58,16 +57,16 @@ class LanguageModelling(Task):
 
     def loss(self, model: nn.Module, batch: Windows, at: At) -> Loss:
         inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
-        logits, state = model(inputs, self._carried.state_of(batch.rows) if batch.rows else None)
+        logits, state = model(inputs, self._rank_state.state_of(batch.rows) if batch.rows else None)
         if batch.rows:
-            self._carried.keep(batch.rows, state)
+            self._rank_state.keep(batch.rows, state)
         return Loss(_nats(logits, targets).sum(), targets.numel())
 
-    def carried(self) -> Mapping[str, Tensor]:
-        return self._carried.all_rows()
+    def rank_state(self) -> Mapping[str, Tensor]:
+        return self._rank_state.all_rows()
 
-    def carry_on(self, rows: Mapping[str, Tensor]) -> None:
-        self._carried = _Carried(rows)
+    def load_rank_state(self, rows: Mapping[str, Tensor]) -> None:
+        self._rank_state = _Carried(rows)
 
     def evaluate(self, model: nn.Module, batch: Windows) -> Mapping[str, Tensor]:
         assert batch.scored is not None

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddptrain.api import At, Figure, Loss, Report, Task, TextSample, UserError
 from ddptrain.data.dates import BEGIN, END, VOCABULARY, DatePairs, Pairs, decoded, padded
-from ddptrain.errors import UserError
-from ddptrain.protocols import At, Figure, Loss, Report, Task, TextSample
 from ddptrain.recipes.encoder_decoder import EncoderDecoder
 
 _SHOWN = 12

@@ -11,6 +11,25 @@ torch.set_num_threads(1)
 
 GPU = [Path(__file__).parent / folder for folder in ("gpu", "fake_gpu")]
 
+PROMISES = [
+    *("doors", "engine", "parity", "strategies", "watchdog", "test_runs.py", "test_bad_input.py"),
+    *(
+        "ranks/test_world_size.py",
+        "ranks/test_strict.py",
+        "ranks/test_collectives.py",
+        "faults/test_stops.py",
+    ),
+    *("test_docs.py", "test_layers.py", "test_reading_cost.py"),
+]
+"""What `sh setup.sh test` runs, in at most five minutes on two cores."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    chosen = [Path(__file__).parent / name for name in PROMISES]
+    for item in items:
+        if any(item.path.is_relative_to(path) for path in chosen):
+            item.add_marker(pytest.mark.promises)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where torch sees a GPU, a backward pass, on the CPU too, starts threads that `run_ranks` can't fork

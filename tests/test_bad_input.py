@@ -19,7 +19,7 @@ from ddptrain.engine.checkpoint import FORMAT, sealed
 
 CHECKOUT = Path(__file__).parents[1]
 TYPED = "recipe=cnn_digits device=cpu"
-SMALL = "recipe=cnn_digits device=cpu model.width=8 train.steps=2 log.tensorboard=false"
+SMALL = "recipe=cnn_digits device=cpu model.width=8 train.steps=2 observers=[console,jsonl,plots]"
 
 
 # -- keys, types and choices -----------------------------------------------------------------------
@@ -54,9 +54,7 @@ def test_a_misspelt_key_is_named_at_once(tmp_path: Path, override: str, said: li
         ("train.epochs=two", ["train.epochs=two: must be a number."]),
         ("train.epochs=", ["train.epochs"]),
         ("train.batch_size=1.5", ["train.batch_size=1.5: must be a whole number."]),
-        ("strategy.static_graph=x", ["strategy.static_graph=x: must be true or false."]),
-        ("strategy.bucket_cap_mb=x", ["strategy.bucket_cap_mb=x: must be a number."]),
-        ("log.tensorboard=maybe", ["log.tensorboard=maybe: must be true or false."]),
+        ("channels_last=maybe", ["channels_last=maybe: must be true or false."]),
         ("sched.milestones=half", ["sched.milestones", "half", "list"]),
         ("device=null", ["device", "null"]),
         ("train=5", ["train", "5", "Train"]),
@@ -175,7 +173,7 @@ def test_a_value_that_a_target_refuses_is_named_with_its_section(
 def test_composing_imports_no_torch(tmp_path: Path, arguments: str) -> None:
     script = """
 import sys
-from ddptrain.cli import main
+from ddptrain.cli.main import main
 try:
     main(sys.argv[1:])
 finally:
@@ -265,6 +263,13 @@ def test_a_device_that_is_not_there_is_named(tmp_path: Path, device: str) -> Non
     [
         ("strategy=ddp", ["strategy=ddp: needs ranks", "torchrun"]),
         ("strategy.sync_batchnorm=true", ["strategy.sync_batchnorm=true: ", "cpu"]),
+        ("strategy.static_graph=x", ["strategy.static_graph=x: must be true or false."]),
+        ("strategy.bucket_cap_mb=25MB", ["strategy.bucket_cap_mb=25MB: must be a finite number."]),
+        ("strategy=ddp strategy.compression=int8", ["strategy.compression=int8: must be one of"]),
+        ("strategy=single +strategy.shards=2", ["strategy.shards: ", "takes no such argument"]),
+        ("strategy=single strategy._target_=torch.optim.SGD", ["strategy"]),
+        ("observers.console._target_=ddptrain.recipes.cnn.SmallCnn", ["observers.console", "SmallCnn"]),
+        ("+controllers.one={_target_:ddptrain.observe.console.Console}", ["controllers.one", "Controller"]),
     ],
 )
 def test_what_the_device_can_not_do_is_refused(tmp_path: Path, override: str, said: list[str]) -> None:
@@ -285,12 +290,12 @@ def test_targets_outside_the_allowed_packages_are_refused_and_not_run(tmp_path: 
             "model._target_=posix.system",
             f"+model.command='touch {mark}'",
             "data.source._target_=ddptrain.recipes.image.torch.load",
-            "optim._target_=ddptrain.cli.os._exit",
+            "optim._target_=ddptrain.cli.main.os._exit",
         ],
     )
     assert "model._target_=posix.system: not allowed" in message
     assert "data.source._target_=ddptrain.recipes.image.torch.load: " in message
-    assert "optim._target_=ddptrain.cli.os._exit: not allowed" in message
+    assert "optim._target_=ddptrain.cli.main.os._exit: not allowed" in message
     assert not mark.exists()
 
 
@@ -469,7 +474,7 @@ def test_a_run_folder_that_is_read_only_is_named(tmp_path: Path) -> None:
 
 PICTURES = (
     "recipe=cnn_digits device=cpu data=imagefolder data.root=pictures data.source.size=8"
-    " data.augment.crop=0 train.batch_size=18 train.steps=1 log.tensorboard=false"
+    " data.augment.crop=0 train.batch_size=18 train.steps=1 observers=[console,jsonl,plots]"
 )
 
 
@@ -512,8 +517,9 @@ def closed_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.mark.parametrize("url", [f"http://127.0.0.1:{closed_port()}/cifar", "no-url"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{port}/cifar", "no-url"])
 def test_cifar10_offline_names_the_file_the_folder_and_a_way_out(tmp_path: Path, url: str) -> None:
+    url = url.format(port=closed_port())
     message = refusal(tmp_path, f"recipe=cnn_cifar10 device=cpu data.root=sets +data.source.url={url}")
     assert url in message
     assert "Put cifar-10-binary.tar.gz into sets/" in message

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from ddptrain.cli import main
+from ddptrain.cli.main import main
 
-SMALL = "recipe=cnn_digits device=cpu model.width=8 log.tensorboard=false"
+SMALL = "recipe=cnn_digits device=cpu model.width=8 observers=[console,jsonl,plots]"
 BRIEF = f"{SMALL} train.steps=1"
 PICTURES = (
     f"{BRIEF} data=imagefolder data.root=pictures data.source.size=8 data.augment.crop=0 train.batch_size=18"

@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 from running import FAULTY
 
-from ddptrain.observe.turns import TURNS
-
 FAST = ["recipe=faulty", f"--config-dir={FAULTY}", "device=cpu", "rounds=3", "steps=5"]
 
 
@@ -59,11 +57,13 @@ def test_between_laps_each_rank_waits_to_be_told(tmp_path: Path) -> None:
             f"--config-dir={FAULTY}",
             "device=cpu",
             "log.every=5",
-            "log.tensorboard=false",
+            "observers=[console,jsonl,plots]",
         ]
+        words.append(
+            f"+controllers.pacing={{_target_:ddptrain.bench.pacing.Pacing,address:'{tmp_path}/turns'}}"
+        )
         line = [sys.executable, "-m", "ddptrain", "launch", "--nproc-per-node=2", *words, "train.steps=15"]
-        variables = {**os.environ, TURNS: str(tmp_path / "turns")}
-        with subprocess.Popen(line, cwd=tmp_path, env=variables, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(line, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
             try:
                 ranks = [turns.accept()[0] for _ in range(2)]
                 for _ in range(3):
@@ -85,7 +85,10 @@ def test_between_laps_each_rank_waits_to_be_told(tmp_path: Path) -> None:
         (["run.dir=here"], "run.dir=here: bench decides that itself; leave it out."),
         (["try=log.every=1"], "log.every=1: bench decides that itself; leave it out."),
         (["try=train.batch_size=8;foo"], "try=foo: is no override. Give key=value"),
-        (["ddp=true", "strategy=dp"], "strategy=dp: runs in one process, without DDP."),
+        (
+            ["ddp=true", "strategy=dp"],
+            "strategy._target_=ddptrain.strategies.dp.DataParallel: ddp=true measures",
+        ),
         (["ddp=true", "device=cuda:1"], "ddp=true: there is one GPU to use"),
         (["optim.lrr=1"], "optim.lrr: there is no such key."),
         (["--multirun"], "bench: starts the trainings that it compares"),

@@ -20,7 +20,7 @@ TRAIN = "recipe=cnn_digits device=cpu model.width=8 train.steps=4 checkpoint.eve
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of four steps, two checkpoints and the best."""
     folder = tmp_path_factory.mktemp("trained")
-    ended = ddptrain(folder, f"{TRAIN} log.tensorboard=false run.dir=run checkpoint.background=true")
+    ended = ddptrain(folder, f"{TRAIN} observers=[jsonl] run.dir=run checkpoint.background=true")
     assert ended.code == 0, ended.err
     return folder
 
@@ -204,7 +204,7 @@ def test_a_target_that_can_not_be_written_is_named(trained: Path, tmp_path: Path
 
 def test_a_missing_library_is_named_with_its_installation(trained: Path, tmp_path: Path) -> None:
     program = (
-        "import sys; sys.modules['safetensors'] = None; from ddptrain.cli import main;"
+        "import sys; sys.modules['safetensors'] = None; from ddptrain.cli.main import main;"
         f"sys.exit(main(['checkpoint', 'convert', 'run=run', 'out={tmp_path}/weights.safetensors']))"
     )
     ended = subprocess.run(

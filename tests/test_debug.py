@@ -13,12 +13,18 @@ import torch
 from torch import Tensor, nn
 from toy import FEATURES, Classify, Fit
 
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import Diverged
 from ddptrain.testing import run_ranks
 
-DIGITS = ["recipe=cnn_digits", "device=cpu", "log.tensorboard=false", "train.steps=20", "run.dir=run"]
+DIGITS = [
+    "recipe=cnn_digits",
+    "device=cpu",
+    "observers=[console,jsonl,plots]",
+    "train.steps=20",
+    "run.dir=run",
+]
 
 
 def train(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:

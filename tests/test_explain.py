@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from shell import early_refusal
 
-from ddptrain.cli import main
+from ddptrain.cli.main import main
 
 MINE = """# @package _global_
 defaults:
@@ -171,7 +171,7 @@ def test_every_verb_that_composes_explains_and_does_nothing_else(
 
 def test_it_comes_at_once_and_loads_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from ddptrain.cli import main; code = main(sys.argv[1:]);"
+        "import sys; from ddptrain.cli.main import main; code = main(sys.argv[1:]);"
         " sys.exit(code or 'torch' in sys.modules)"
     )
     words = ["recipe=cnn_digits", "--explain", "train"]

@@ -22,7 +22,7 @@ from hostile import Payload, Place
 from PIL import Image
 from served import add
 
-from ddptrain.cli import main
+from ddptrain.cli.main import main
 from ddptrain.engine.checkpoint import FORMAT, sealed, unpack
 from ddptrain.errors import UserError
 

@@ -17,7 +17,8 @@ from shell import Ended, ddptrain
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import to_pil_image
 
-from ddptrain.cli import main
+from ddptrain.api.recipe import Deployed
+from ddptrain.cli.main import main
 from ddptrain.commands import export
 from ddptrain.data.digits import Digits
 from ddptrain.data.imagefolder import ImageFolder
@@ -25,7 +26,6 @@ from ddptrain.data.pictures import fitted
 from ddptrain.data.source import Split
 from ddptrain.engine.checkpoint import sealed
 from ddptrain.errors import ExitCode, UserError
-from ddptrain.protocols import Deployed
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 SIDE = 24

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from ddptrain.commands.memory import lack_of_memory
+from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Train
-from ddptrain.distributed.world import World
+from ddptrain.engine.out_of_memory import lack_of_memory
 
 TORCHS = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.25 GiB of which"

@@ -12,9 +12,9 @@ import pytest
 import torch
 from shell import RANK_VARIABLES, Ended, refusal
 
-from ddptrain.commands.differences import differences, first_line_apart, gradients_apart
-from ddptrain.commands.kills import Moment, marks, next_kill
-from ddptrain.commands.trial import short
+from ddptrain.prove.kill_schedule import Moment, marks, next_kill
+from ddptrain.prove.process import short
+from ddptrain.prove.state_diff import differences, first_line_apart, gradients_apart
 
 HERE = Path(__file__).parent
 WORDS = ["--config-dir=mine", "recipe=my_recipe", "device=cpu"]
@@ -178,14 +178,14 @@ def test_it_does_not_run_inside_torchrun(folder: Path) -> None:
 
 def test_a_proof_is_short_unless_told_otherwise() -> None:
     own = [
-        "log.tensorboard=false",
+        "observers=[console,jsonl]",
         "train.steps=40",
         "checkpoint.every=7",
         "log.every=5",
         "train.eval_every=13",
     ]
     assert short(["recipe=x"]) == own
-    assert short(["train.steps=600", "log.every=9", "++log.tensorboard=true"]) == [
+    assert short(["train.steps=600", "log.every=9", "~observers.plots"]) == [
         "checkpoint.every=101", "train.eval_every=200",
     ]  # fmt: skip
     assert short(["train.epochs=2"]) == own[:1]

@@ -158,7 +158,7 @@ def test_a_file_system_without_locks_is_only_warned_of(
     assert "No locks available" in warning
 
 
-TRAIN = "recipe=cnn_digits device=cpu model.width=8 log.tensorboard=false log.every=1 run.dir=mine"
+TRAIN = "recipe=cnn_digits device=cpu model.width=8 observers=[console,jsonl,plots] log.every=1 run.dir=mine"
 
 
 @pytest.mark.long

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from running import FAULTY
+from toy import auto
 
-from ddptrain.commands.bench_ddp import of_ddp, ranks_for
-from ddptrain.commands.reduces import measured, sizes_up_to
-from ddptrain.commands.scaling import Link, Step, estimated, fitted, misses
-from ddptrain.config.schema import Config, Strategy
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
+from ddptrain.bench.allreduce_bench import measured, sizes_up_to
+from ddptrain.bench.ddp import of_ddp, ranks_for
+from ddptrain.bench.scaling import Link, Step, estimated, fitted, misses
+from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
 from ddptrain.testing import run_ranks
 
@@ -93,7 +94,7 @@ def test_real_all_reduces_are_longer_for_more_bytes() -> None:
 
 
 def test_what_is_tried_of_ddp() -> None:
-    config = Config(recipe="toy", task={}, data={}, optim={}, strategy=Strategy(compression="bf16"))
+    config = Config(recipe="toy", task={}, data={}, optim={}, strategy=auto(compression="bf16"))
     assert of_ddp(config, {"gradient_bytes": 30 << 20}) == [
         "strategy.bucket_cap_mb=1", "strategy.bucket_cap_mb=5", "strategy.bucket_cap_mb=100",
         "strategy.static_graph=true", "strategy.gradient_as_bucket_view=false", "strategy.compression=none",
@@ -116,7 +117,7 @@ def test_where_ddp_has_nothing_to_do_it_is_said(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("ddptrain: ranks=1: ddp=true measures what ranks send each other")
     assert not done.stdout
-    config = Config(recipe="toy", task={}, data={}, optim={}, device="cpu")
+    config = Config(recipe="toy", task={}, data={}, optim={}, device="cpu", strategy=auto())
     assert ranks_for(config, None) == 2
     assert ranks_for(config, 3) == 3
     with pytest.raises(UserError, match="elastic=strict: adds up gradients by itself"):

@@ -20,7 +20,7 @@ from gpu_parts.part import BENCHMARKS, Job, apart, need
 from loops import BASE, Run, Watch, by_hand, with_ddptrain
 from workloads import Workload, lstm, mobilenet, tiny
 
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
 
 WARMUP = 10
 """Steps of a chunk that are not timed, or as many as are timed where those are fewer."""
@@ -123,8 +123,8 @@ def beside(job: Job) -> str:
         said.append(f"{name} {statistics.median(ratios['ddptrain']):.3f}")
         wrong = {loop: off for loop, off in found["apart"].items() if not off <= ALIKE[case.precision]}
         need(not wrong, f"{name}: first losses differ from the hand-written loop's: {wrong}")
-    left_out = "" if len(asked) == len(LOOPS) else f"; not compiled: {job.lacks['compiles']}"
-    return f"a step of ddptrain in hand-written ones: {', '.join(said)}{left_out}"
+    skipped = "" if len(asked) == len(LOOPS) else f"; not compiled: {job.lacks['compiles']}"
+    return f"a step of ddptrain in hand-written ones: {', '.join(said)}{skipped}"
 
 
 def _ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:

@@ -75,7 +75,7 @@ def out_of_memory(job: Job) -> str:
         f"train.batch_size={job.pick(2048, 512)}",
         "train.steps=1",
         "device=cuda:0",
-        "log.tensorboard=false",
+        "observers=[console,jsonl,plots]",
     ]
     share = job.pick(400, 150) * 1e6 / _memory(job)
     bound = {"PYTORCH_CUDA_ALLOC_CONF": f"per_process_memory_fraction:{share:.5f}"}

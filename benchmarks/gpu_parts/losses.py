@@ -82,8 +82,8 @@ def main(file: Path, precisions: Sequence[str], words: Sequence[str]) -> None:
     import torch  # here, for the part only starts this
     from common import DataWatch, Watched, composed, fit
 
+    from ddptrain.api.world import World
     from ddptrain.commands.setup import make_task
-    from ddptrain.distributed.world import World
 
     found: dict[str, Any] = {}
     for name in ("cpu", *precisions):

@@ -27,7 +27,7 @@ print(json.dumps({
 
 
 def machine(job: Job) -> str:
-    from ddptrain.distributed.cores import cores  # here: gpu.py itself may yet have to install ddptrain
+    from ddptrain.distributed.cpu import cores  # here: gpu.py itself may yet have to install ddptrain
 
     facts = json.loads(job.run("facts", "-c", _FACTS).out.splitlines()[-1])
     job.figure("facts", {**facts, "processor": _processor(), "cores": cores()})

@@ -130,7 +130,7 @@ class Job:
         overrides it is started by that."""
         verb = ["launch"] if words[0].startswith("--") else []
         device = [] if any(word.startswith("device=") for word in words) else ["device=cuda"]
-        line = [*verb, *words, *device, "log.tensorboard=false", f"run.dir={name}"]
+        line = [*verb, *words, *device, "observers=[console,jsonl,plots]", f"run.dir={name}"]
         ran = self.run(name, "-m", "ddptrain", *line, **variables)
         found = trained(self.folder / name, ran)
         need(bool(found.losses), f"{name}: left no loss")

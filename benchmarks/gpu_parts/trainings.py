@@ -32,10 +32,10 @@ def doctor(job: Job) -> str:
 
 def tests(job: Job) -> str:
     words = ["-m", "pytest", str(ROOT / "tests/gpu"), "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
-    left_out = [test for test, ability in NEEDING.items() if ability in job.lacks]
-    job.figure("left out", {test: job.lacks[NEEDING[test]] for test in left_out})
-    left_out += ["fp32", "tf32", "fp16"] if job.small else []
-    words += [f"-k=not ({' or '.join(left_out)})"] if left_out else []
+    skipped = [test for test, ability in NEEDING.items() if ability in job.lacks]
+    job.figure("left out", {test: job.lacks[NEEDING[test]] for test in skipped})
+    skipped += ["fp32", "tf32", "fp16"] if job.small else []
+    words += [f"-k=not ({' or '.join(skipped)})"] if skipped else []
     ran = job.run("tests", *words, "-c", str(ROOT / "pyproject.toml"), code=None)
     counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|error)", ran.out)}
     job.figure("counts", counts)
@@ -44,7 +44,7 @@ def tests(job: Job) -> str:
     need(
         ran.code == 0 and counts.get("passed", 0) > 0, f"exit code {ran.code}, {counts}: {', '.join(failed)}"
     )
-    without = f"; left out, by a word in their names: {', '.join(left_out)}" if left_out else ""
+    without = f"; left out, by a word in their names: {', '.join(skipped)}" if skipped else ""
     return ", ".join(f"{count} {name}" for name, count in counts.items()) + without
 
 
@@ -215,7 +215,7 @@ def nccl(job: Job) -> str:
     words = ["recipe=cnn_cifar10", "data=shapes", "precision=fp32", "log.every=1", *FEW_IMAGES]
     words += [f"train.steps={job.pick(120, 6)}"]
     alone = job.train("alone", *words, "strategy=single")
-    every = f"strategy.verify_every={job.pick(50, 2)}"
+    every = f"train.verify_every={job.pick(50, 2)}"
     both = job.train("both", "--nproc-per-node=2", *words, every)
     need("nccl" in both.ran.said, "the log does not say nccl")
     job.figure("speed", speed(both))

@@ -8,9 +8,9 @@ import work
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.world import World
-from ddptrain.protocols import At, Batch, Data, Loss, Report, Task
+from ddptrain.api.recipe import At, Batch, Data, Loss, Report, Task
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 
 
 @final

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.build import typed_arguments
-from ddptrain.commands.bench_ddp import estimate, exposed_table, of_ddp, ranks_for
-from ddptrain.commands.contestant import Lap, Unfit
-from ddptrain.commands.duels import Bench, Compared, Result, compared, show
+from ddptrain.api.timing import TRAINING
+from ddptrain.bench.ab_compare import Bench, Compared, Result, compared, show
+from ddptrain.bench.ddp import estimate, exposed_table, of_ddp, ranks_for
+from ddptrain.bench.paced_run import Lap, Unfit
+from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
-from ddptrain.observe.timing import TRAINING
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,10 +24,18 @@ if TYPE_CHECKING:
 _ENDLESS = 1_000_000
 _OWN = (
     *(f"train.steps={_ENDLESS}", f"train.eval_every={_ENDLESS}", f"checkpoint.every={_ENDLESS}"),
-    *("log.tensorboard=false", "hang_timeout=null", "strategy.verify_every=null", "train.time_limit=null"),
+    *("observers=[]", "hang_timeout=null", "train.verify_every=null", "train.time_limit=null"),
 )
 """What every training here is told: to do nothing but steps, for ever."""
-_NAMED_HERE = ("run.", "log.every", "train.steps", "train.epochs", "train.eval_every", "checkpoint.every")
+_NAMED_HERE = (
+    "run.",
+    "log.every",
+    "observers",
+    "train.steps",
+    "train.epochs",
+    "train.eval_every",
+    "checkpoint.every",
+)
 
 
 def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ddptrain import __version__
-from ddptrain.build import typed_arguments
 from ddptrain.commands.setup import named_checkpoint
+from ddptrain.config.instantiate import typed_arguments
 from ddptrain.distributed.world import world_from_environment
 from ddptrain.engine.checkpoint import STATE, Checkpointer, read, unpack
 from ddptrain.errors import UserError

@@ -28,7 +28,7 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
     on standard output, from rank 0.
     """
     task, data = make_task(config)
-    with joined_world(config) as (world, reason, vigil):
+    with joined_world(config) as (world, reason, watchdog):
         saved = on_first_rank(world, lambda: named_checkpoint(folder, checkpoint))
         where = str(saved.path)
         state = unpack(saved.payload, where)
@@ -38,6 +38,6 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
         check_outputs(data, saved)
         log.info("data       %s", data.describe())
         model = trained_model(config, task, world.device, state, where)
-        report = evaluate(task, model, data, world, precision, config.train.eval_batch_size, vigil)
+        report = evaluate(task, model, data, world, precision, config.train.eval_batch_size, watchdog)
         if world.is_first:
             print(json.dumps({"step": state["step"], "checkpoint": where, **report.metrics}))

@@ -10,19 +10,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ddptrain.build import typed_arguments
+from ddptrain.api.recipe import Deployed, Task
 from ddptrain.commands.setup import (
     joined_world,
     make_task,
     named_checkpoint,
-    prepare_or_recall,
+    prepare_or_load_metadata,
     trained_model,
 )
+from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
 from ddptrain.distributed.world import world_from_environment
 from ddptrain.engine.checkpoint import unpack
 from ddptrain.errors import UserError
-from ddptrain.protocols import Deployed, Task
 
 log = logging.getLogger("ddptrain")
 
@@ -61,7 +61,7 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
     try:
         with joined_world(config, alone=True) as (world, _, _):
             saved = named_checkpoint(folder, checkpoint)
-            prepare_or_recall(data, world, config.seed, saved)
+            prepare_or_load_metadata(data, world, config.seed, saved)
             where = str(saved.path)
             model = trained_model(config, task, world.device, unpack(saved.payload, where), where).eval()
             deployed = task.deploy(model, **arguments)

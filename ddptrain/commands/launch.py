@@ -16,18 +16,18 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from ddptrain.commands.setup import make_task
 from ddptrain.config.schema import Config
-from ddptrain.distributed.agent import run_ranks, say
-from ddptrain.distributed.eager import spare_dynamo
-from ddptrain.distributed.lifeline import AGENT
-from ddptrain.distributed.nursery import Nursery
-from ddptrain.engine.optim import build_optimizer
+from ddptrain.engine.optimizer import build_optimizer
 from ddptrain.errors import ExitCode, UserError
+from ddptrain.launcher.agent import run_ranks, say
+from ddptrain.launcher.parent_death import AGENT
+from ddptrain.launcher.prefork import Prefork
+from ddptrain.torch_private import spare_dynamo
 
 
-def run(config: Config, options: Sequence[str], words: Sequence[str], nursery: Nursery | None) -> int:
+def run(config: Config, options: Sequence[str], words: Sequence[str], prefork: Prefork | None) -> int:
     """Start the ranks of this node and wait for their end; returns the exit code.
 
-    ``options`` are torchrun's, ``words`` the command line of the ranks, which the nursery forks, if there is
+    ``options`` are torchrun's, ``words`` the command line of the ranks, which the prefork forks, if there is
     one and no option has each start as a program of its own. Raises UserError for what a rank
     would refuse before it opens its data, and for options that torchrun refuses.
     """
@@ -59,10 +59,10 @@ def run(config: Config, options: Sequence[str], words: Sequence[str], nursery: N
     here = "" if agent.max_nodes == 1 else " on this node"
     ranks = f"{agent.nproc_per_node} rank{'s' * (agent.nproc_per_node > 1)}{here}{why}"
     say(f"{ranks}, max restarts {agent.max_restarts}, run id {agent.run_id}")
-    if nursery is not None and agent.numa_options is not None:  # numactl starts programs
-        nursery.close()
-        nursery = None
-    ended = run_ranks(agent, command, rank_words, config.hang_timeout, nursery)
+    if prefork is not None and agent.numa_options is not None:  # numactl starts programs
+        prefork.close()
+        prefork = None
+    ended = run_ranks(agent, command, rank_words, config.hang_timeout, prefork)
     if ended.exit_code not in (ExitCode.DONE, ExitCode.USER_ERROR):  # the last word is the rank's
         used = f"{ended.restarts} of {agent.max_restarts} restarts used"
         say(f"{ended.how}; {used}; exit code {ended.exit_code}")

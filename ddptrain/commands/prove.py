@@ -9,22 +9,24 @@ import random
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
-from ddptrain.build import typed_arguments
-from ddptrain.commands.differences import State, differences, first_line_apart, last_state, relative
-from ddptrain.commands.kills import Kill, Moment, carry_out, marks, moments_of, next_kill, saved_step
-from ddptrain.commands.prove_world import prove_world
-from ddptrain.commands.setup import make_task, prepare
-from ddptrain.commands.trial import Case, TrialFailed, Trials, Verdict
+from ddptrain.api.world import World
+from ddptrain.commands.setup import make_model, make_task, prepare
+from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
-from ddptrain.distributed.cores import cores
-from ddptrain.distributed.world import World
+from ddptrain.distributed.cpu import cores
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
+from ddptrain.prove.kill_schedule import Kill, Moment, carry_out, marks, moments_of, next_kill, saved_step
+from ddptrain.prove.process import Case, TrialFailed, Trials, Verdict
+from ddptrain.prove.state_diff import State, differences, first_line_apart, last_state, relative
+from ddptrain.prove.world import prove_world
 
 log = logging.getLogger("ddptrain")
 
@@ -53,7 +55,7 @@ def run(config: Config, proof: str, asked: Mapping[str, str], words: Sequence[st
     folder = _new_folder(asked.get("out"))
     keep = True
     try:
-        verdict = prove(Case(config, words, folder, cores()), **arguments)
+        verdict = prove(Case(config, words, folder, cores(), partial(_model, config)), **arguments)
         keep = not verdict.holds or "out" in asked
         terminal = Console()
         Console(width=terminal.width if terminal.is_terminal else _WIDTH).print(verdict.table)
@@ -70,6 +72,12 @@ def run(config: Config, proof: str, asked: Mapping[str, str], words: Sequence[st
             log.info("kept       %s", folder)
         else:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _model(config: Config) -> nn.Module:
+    task, data = make_task(config)
+    prepare(data, World(), config.seed)
+    return make_model(config, task, World().device)
 
 
 def prove_resume(case: Case, ranks: int = 2, kills: int = 3, moments: int | None = None) -> Verdict:

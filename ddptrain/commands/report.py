@@ -14,7 +14,7 @@ from rich.text import Text
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
 from ddptrain.observe.clock import clock
-from ddptrain.observe.comparison import (
+from ddptrain.report.comparison import (
     NOTHING,
     Metric,
     compared,
@@ -27,8 +27,8 @@ from ddptrain.observe.comparison import (
     value_of,
     written,
 )
-from ddptrain.observe.page import write_page
-from ddptrain.observe.run_files import RunFiles, is_run, plain, read_run
+from ddptrain.report.page import write_page
+from ddptrain.report.run_files import RunFiles, is_run, plain, read_run
 from ddptrain.sweep.ledger import LEDGER, Job, read_ledger
 from ddptrain.sweep.run import report as print_sweep
 

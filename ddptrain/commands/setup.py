@@ -7,34 +7,35 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ddptrain.build import build, check_node
-from ddptrain.commands.memory import lack_of_memory
+from ddptrain.api.controller import Controller
+from ddptrain.api.observer import Observer
+from ddptrain.api.recipe import Data, Task
+from ddptrain.api.world import World
+from ddptrain.config.instantiate import build, check_node
 from ddptrain.config.schema import Config
-from ddptrain.distributed.comm import (
-    abandon_group,
-    address_of_peer,
-    close_group,
-    from_a_lost_rank,
-    from_all_ranks,
-    on_all_ranks,
-    open_group,
-)
+from ddptrain.config.strategy import choice_in, is_ddp
+from ddptrain.distributed.comm import abandon_group, close_group, from_all_ranks, on_all_ranks, open_group
+from ddptrain.distributed.cpu import share_cores
 from ddptrain.distributed.device import choose_device
-from ddptrain.distributed.threads import share_cores
-from ddptrain.distributed.vigil import Vigil
-from ddptrain.distributed.world import World, world_from_environment
+from ddptrain.distributed.world import world_from_environment
+from ddptrain.doctor.brief import why_no_cuda
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read
+from ddptrain.engine.compiled import Compilations
+from ddptrain.engine.out_of_memory import lack_of_memory
 from ddptrain.engine.state import fit_model
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
 from ddptrain.observe.console import open_log
-from ddptrain.protocols import Data, Task
+from ddptrain.observe.summary import Summary
+from ddptrain.watchdog.lost_peer import address_of_peer, from_a_lost_rank
+from ddptrain.watchdog.watchdog import Watchdog
 
 log = logging.getLogger("ddptrain")
+Made = TypeVar("Made", Observer, Controller)
 
 
 def _check_nodes(config: Config) -> None:
@@ -44,12 +45,18 @@ def _check_nodes(config: Config) -> None:
         problems += check_node(config.model, "model", offered=None)
     problems += check_node(config.data, "data")
     problems += check_node(config.optim, "optim", offered=("params",))
+    for size in (1, 2):
+        problems += check_node(choice_in(config.strategy, size), "strategy", offered=("world",))
+    for group in ("observers", "controllers"):
+        for name, node in getattr(config, group).items():
+            problems += check_node(node, f"{group}.{name}")
+    problems = list(dict.fromkeys(problems))
     if problems:
         raise UserError("\n".join(problems))
 
 
 @contextmanager
-def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, str, Vigil]]:
+def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, str, Watchdog]]:
     """This rank's world with its device, why that device, and what watches over the rank; the process
     group is open inside.
 
@@ -60,7 +67,7 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # read when CUDA starts
         torch.autograd.set_detect_anomaly(True, check_nan=False)  # NaN is the guard's to find
     try:
-        device, reason = choose_device(config.device, world)
+        device, reason = choose_device(config.device, world, why_no_cuda)
     except UserError as error:
         error.everywhere = not world.is_first_on_node  # nodes differ, and each one's first rank speaks
         raise
@@ -75,13 +82,13 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only so
     if deterministic != torch.are_deterministic_algorithms_enabled():  # to ask imports torch's compiler
         torch.use_deterministic_algorithms(deterministic)
-    world = open_group(world, even_alone=config.strategy.name == "ddp" and not alone)
+    world = open_group(world, even_alone=not alone and is_ddp(config.strategy))
     if world.shares_device:
         reason = f"{reason}; RANKS SHARE A GPU, so their gradients go by way of the host, over gloo"
-    vigil = Vigil(world, None if alone else config.hang_timeout)
-    with vigil.watching():
+    watchdog = Watchdog(world, None if alone else config.hang_timeout)
+    with watchdog.watching():
         try:
-            yield world, reason, vigil
+            yield world, reason, watchdog
         except Stopped:
             try:
                 close_group()
@@ -89,20 +96,20 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
                 abandon_group()
             raise
         except BaseException as error:
-            lack = lack_of_memory(error, config, world, vigil.place)
-            _part(lack or error, world, vigil)
+            lack = lack_of_memory(error, config, world, watchdog.place)
+            _part(lack or error, world, watchdog)
             if lack is not None:
                 raise lack from None
             raise
         close_group()
 
 
-def _part(error: BaseException, world: World, vigil: Vigil) -> None:
+def _part(error: BaseException, world: World, watchdog: Watchdog) -> None:
     """Leave the others after an error. Raises RankLost instead where it only follows from another rank's."""
     agreed = isinstance(error, Diverged | OutOfStep) or (isinstance(error, UserError) and error.everywhere)
     if world.size > 1 and not agreed:
         if from_a_lost_rank(error):
-            failure, gone = vigil.failure_elsewhere(wait=2.0), vigil.gone()
+            failure, gone = watchdog.failure_elsewhere(wait=2.0), watchdog.gone()
             abandon_group()
             if failure is not None:
                 raise RankLost(failure.said, failure.code) from None
@@ -110,9 +117,9 @@ def _part(error: BaseException, world: World, vigil: Vigil) -> None:
             where = f" at {address}" if address else ""
             said = f"rank {world.rank}: another rank{where} is gone: its connection was closed."
             raise RankLost(gone or said, ExitCode.CRASH) from None
-        vigil.failed(ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.CRASH)
+        watchdog.failed(ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.CRASH)
         abandon_group()
-        if isinstance(error, UserError) and (first := vigil.failure_elsewhere(wait=1.0)):
+        if isinstance(error, UserError) and (first := watchdog.failure_elsewhere(wait=1.0)):
             raise RankLost(first.said, first.code) from None  # that rank's message is enough
         time.sleep(1.0)  # the others read the news before this rank, which may keep the store, is gone
         return
@@ -124,12 +131,32 @@ def make_task(config: Config) -> tuple[Task, Data]:
     _check_nodes(config)
     data = build(config.data, "data")
     if not isinstance(data, Data):
-        raise UserError(f"data._target_={config.data['_target_']}: must be a ddptrain.protocols.Data.")
+        raise UserError(f"data._target_={config.data['_target_']}: must be a ddptrain.api.Data.")
     model = None if config.model is None else partial(build, config.model, "model")
     task = build(config.task, "task", model=model, data=data)
     if not isinstance(task, Task):
-        raise UserError(f"task._target_={config.task['_target_']}: must be a ddptrain.protocols.Task.")
+        raise UserError(f"task._target_={config.task['_target_']}: must be a ddptrain.api.Task.")
     return task, data
+
+
+def make_observers(config: Config) -> list[Observer]:
+    """Those of the config, and the two that every run has: the summary, and what was compiled."""
+    found = [_made(Observer, node, f"observers.{name}") for name, node in config.observers.items()]
+    return [*found, *([Compilations()] if config.compile != "off" else []), Summary()]
+
+
+def make_controllers(config: Config) -> dict[str, Controller]:
+    return {
+        name: _made(Controller, node, f"controllers.{name}")  # type: ignore[type-abstract]
+        for name, node in config.controllers.items()
+    }
+
+
+def _made(kind: type[Made], node: Any, key: str) -> Made:
+    made = build(node, key)
+    if not isinstance(made, kind):
+        raise UserError(f"{key}._target_={node['_target_']}: must be a ddptrain.api.{kind.__name__}.")
+    return made
 
 
 def make_model(config: Config, task: Task, device: torch.device) -> nn.Module:
@@ -154,12 +181,12 @@ def prepare(data: Data, world: World, seed: int) -> None:
             )
 
 
-def prepare_or_recall(data: Data, world: World, seed: int, saved: Saved) -> None:
+def prepare_or_load_metadata(data: Data, world: World, seed: int, saved: Saved) -> None:
     """For verbs that ask a trained model: what a checkpoint knows of the data is enough where it is all that
     the data would tell."""
-    facts = saved.manifest.get("recall")
-    if facts:
-        data.recall(facts, world)
+    metadata = saved.manifest.get("recall")
+    if metadata:
+        data.load_metadata(metadata, world)
     else:
         prepare(data, world, seed)
         check_outputs(data, saved)

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -16,38 +15,41 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ddptrain import __version__
-from ddptrain.commands.setup import check_outputs, joined_world, make_model, make_task, prepare
+from ddptrain.api.observer import Run
+from ddptrain.api.recipe import Data, Task
+from ddptrain.api.world import World
+from ddptrain.commands.setup import (
+    check_outputs,
+    joined_world,
+    make_controllers,
+    make_model,
+    make_observers,
+    make_task,
+    prepare,
+)
 from ddptrain.config.schema import Config
-from ddptrain.distributed.choice import choose_strategy
+from ddptrain.config.strategy import is_dp
 from ddptrain.distributed.comm import on_all_ranks, on_first_rank
-from ddptrain.distributed.eager import spare_dynamo
-from ddptrain.distributed.threads import said_of_cores, share_cores
-from ddptrain.distributed.world import World
-from ddptrain.engine.agreement import check_same_command, check_same_model
+from ddptrain.distributed.cpu import said_of_cores, share_cores
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
-from ddptrain.engine.compiled import Compilations, check_graphs, compile_loss
-from ddptrain.engine.judge import always
+from ddptrain.engine.compiled import check_graphs, compile_loss
+from ddptrain.engine.consistency import check_same_command, check_same_model
 from ddptrain.engine.loop import Engine
-from ddptrain.engine.optim import build_optimizer
+from ddptrain.engine.optimizer import build_optimizer
 from ddptrain.engine.plan import Plan, plan_run
-from ddptrain.engine.precision import Precision, choose_precision
-from ddptrain.engine.state import TrainState, make_state
+from ddptrain.engine.precision import choose_precision
+from ddptrain.engine.step import TrainStep, make_step
 from ddptrain.errors import Diverged, Stopped, UserError
-from ddptrain.observe.console import Console, open_log
+from ddptrain.observe.console import open_log
+from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.gauges import own_gauges
-from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.lock import lock_folder
-from ddptrain.observe.monitor import Monitor, extremes, in_short
-from ddptrain.observe.observer import Observer, Observers
-from ddptrain.observe.pace import Pace, is_paced
-from ddptrain.observe.plots import Plots
+from ddptrain.observe.monitor import Monitor, extremes
 from ddptrain.observe.profile import profiled
 from ddptrain.observe.rundir import describe_run, discard_unused, name_run, open_run
-from ddptrain.observe.summary import Summary
-from ddptrain.observe.tensorboard import TensorBoard
-from ddptrain.observe.verdict import Setup, advise
-from ddptrain.protocols import Data, Task
-from ddptrain.sweep import verdicts
+from ddptrain.strategies.make_strategy import make_strategy
+from ddptrain.torch_private import spare_dynamo
+from ddptrain.watchdog.watchdog import Watchdog
 
 log = logging.getLogger("ddptrain")
 
@@ -59,19 +61,25 @@ def run(config: Config, arguments: Sequence[str]) -> None:
     """
     spare_dynamo()
     task, data = make_task(config)
+    observers, controllers = make_observers(config), make_controllers(config)
     build_optimizer(config.optim, [nn.Parameter(torch.zeros(1))])  # refuses its own values, before all else
-    with joined_world(config) as (world, reason, vigil):
-        vigil.stop_on_signals(config.checkpoint.grace, config.train.time_limit)
+    with joined_world(config) as (world, reason, watchdog):
+        watchdog.stop_on_signals(config.checkpoint.grace, config.train.time_limit)
         check_same_command(world, config)
         folder = on_first_rank(world, lambda: _opened_folder(config))
         open_log(str(folder / "log.txt"), world.is_first)
         log.info("ddptrain %s  recipe %s  run %s", __version__, config.recipe, folder)
         log.info("device     %s (%s)", world.device, reason)
         try:
-            gauges, problems = own_gauges(world, spread=config.strategy.name == "dp")
+            gauges, problems = own_gauges(world, spread=is_dp(config.strategy))
             monitor = Monitor(world, gauges)
-            engine, state, steps = _assembled(config, task, data, world, folder, monitor)
-            if state.step > steps or (state.step == steps and _is_summarised(folder, steps)):
+            step = _step(config, task, data, world, watchdog)
+            step.state.controllers.update(controllers)
+            checkpointer = _checkpointer(config, folder)
+            _resume(config, step, data, checkpointer)
+            done, steps = step.state.step, step.plan.steps
+            log.info("plan       steps %d to %d, %.4g epochs", done, steps, step.plan.epoch(steps))
+            if done > steps or (done == steps and _is_summarised(folder, steps)):
                 log.info("this run is finished; raise train.epochs or train.steps to go on")
                 return
             on_first_rank(world, lambda: describe_run(folder, config, world, arguments))
@@ -81,10 +89,11 @@ def run(config: Config, arguments: Sequence[str]) -> None:
             raise
         for problem in problems:
             log.info("devices    %s", problem)
+        engine = Engine(data, step, checkpointer, Observers(observers if world.is_first else []))
+        profiling = partial(profiled, debug=config.debug, world=world, folder=folder / "profile")
         try:
-            through = partial(profiled, debug=config.debug, world=world, folder=folder / "profile")
             with monitor.running():
-                engine.fit(state, vigil, verdicts.goes_on if verdicts.asks() else always, through)
+                engine.fit(_run(config, folder, data, step, monitor), profiling)
         except Stopped as stopped:
             log.info("%s and saved; start this again with run.dir=%s and it goes on", stopped, folder)
             raise
@@ -97,22 +106,20 @@ def run(config: Config, arguments: Sequence[str]) -> None:
             raise
         if used := extremes(monitor.summary()):
             log.info("devices    %s", used)
-        board = f", or tensorboard --logdir {folder.parent}" if config.log.tensorboard else ""
+        board = f", or tensorboard --logdir {folder.parent}" if "tensorboard" in config.observers else ""
         log.info("look       %s/plots%s", folder, board)
 
 
-def _assembled(
-    config: Config, task: Task, data: Data, world: World, folder: Path, monitor: Monitor
-) -> tuple[Engine, TrainState, int]:
-    """The engine, the state it goes on from, and the step it goes to."""
+def _step(config: Config, task: Task, data: Data, world: World, watchdog: Watchdog) -> TrainStep:
+    """The train step with all that it is made of, at step 0."""
     compiled, strict = config.compile != "off", config.elastic == "strict"
     # each rank by itself: nodes may have other GPUs, and what one can't do ends all
-    strategy = on_all_ranks(world, lambda: choose_strategy(config.strategy, world, compiled, strict))
+    strategy = on_all_ranks(world, lambda: make_strategy(config.strategy, world, compiled, strict))
     precision = on_all_ranks(world, lambda: choose_precision(config.precision, world.device))
     log.info("precision  %s", precision.name)
     log.info("strategy   %s, %s", strategy.describe(), _ranks(world))
     prepare(data, world, config.seed)
-    plan = plan_run(config, data.train_size, data.identity)
+    plan = plan_run(config, data.train_size, data.identity, strategy.shards)
     log.info("batch      %s", _batch(plan, world))
     on_all_ranks(world, lambda: check_graphs(config.compile, world, len(plan.sampler(world).pieces)))
     data.train_batches(plan.sampler(world), range(0))  # refuses a batch that it can't give
@@ -123,18 +130,14 @@ def _assembled(
     model = strategy.prepare(make_model(config, task, world.device))
     log.info("model      %s", _model(model, config))
     check_same_model(world, model)
-    _note_what_depends_on_the_split(model, plan, world, config)
+    _note_what_depends_on_the_split(model, plan, world)
     if config.compile == "step":
         compile_loss(task)
-    state = make_state(config, model, strategy, precision, world, plan.steps)
-    checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.background)
-    _resume(config, plan, data, state, checkpointer, world)
-    log.info("plan       steps %d to %d, %.4g epochs", state.step, plan.steps, plan.epoch(plan.steps))
-    setup = _setup(config, world, precision, data, state, plan.steps)
-    speaks = world.is_first or is_paced()
-    observers = Observers(_observers(config, folder, setup, monitor) if speaks else [])
-    engine = Engine(task, data, world, strategy, precision, plan, checkpointer, observers)
-    return engine, state, plan.steps
+    return make_step(config, task, model, strategy, precision, plan, watchdog)
+
+
+def _checkpointer(config: Config, folder: Path) -> Checkpointer:
+    return Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.background)
 
 
 def _opened_folder(config: Config) -> Path:
@@ -166,11 +169,10 @@ def _is_summarised(folder: Path, steps: int) -> bool:
     return bool(summary.get("outcome") == "done" and summary.get("step", 0) >= steps)
 
 
-def _resume(
-    config: Config, plan: Plan, data: Data, state: TrainState, checkpointer: Checkpointer, world: World
-) -> None:
+def _resume(config: Config, step: TrainStep, data: Data, checkpointer: Checkpointer) -> None:
     """Put the state back that the run's folder holds or run.resume names, on every rank, from the
     bytes that rank 0 has read and verified."""
+    world, state = step.strategy.world, step.state
 
     def found() -> Saved | None:
         checkpointer.recover()
@@ -184,7 +186,7 @@ def _resume(
         return
     where = str(saved.path)
     kept = unpack(saved.payload, where)
-    plan.check_continues(saved.manifest, where)
+    step.plan.check_continues(saved.manifest, where)
     check_outputs(data, saved)
     state.load_state_dict(kept, where)
     if world.is_first:
@@ -192,36 +194,23 @@ def _resume(
     log.info("resumed    %s", where)
 
 
-def _setup(
-    config: Config, world: World, precision: Precision, data: Data, state: TrainState, steps: int
-) -> Setup:
+def _run(config: Config, folder: Path, data: Data, step: TrainStep, monitor: Monitor) -> Run:
+    state = step.state
     trained = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
-    return Setup(
+    return Run(
+        folder,
         config,
-        world,
-        precision.name,
+        step.strategy.world,
+        step.precision.name,
         data.loading,
         convolves=any(isinstance(layer, nn.Conv2d) for layer in state.model.modules()),
         gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
         fused=bool(state.optimizer.defaults.get("fused")),
         steps_per_epoch=-(-data.train_size // config.train.batch_size),
-        steps=steps,
+        steps=step.plan.steps,
         valid_size=data.valid_size,
+        devices=monitor,
     )
-
-
-def _observers(config: Config, folder: Path, setup: Setup, monitor: Monitor) -> list[Observer]:
-    if is_paced():
-        return [Pace(setup)]
-    metrics, advice = folder / "metrics.jsonl", partial(advise, setup)
-    found: list[Observer] = [Console(advice, lambda: in_short(monitor.latest())), Jsonl(metrics)]
-    if config.log.tensorboard:
-        settings = {name: value for name, value in asdict(config).items() if name not in ("run", "sweep")}
-        found.append(TensorBoard(folder / "tensorboard", settings, metrics, monitor.latest))
-    if config.compile != "off":
-        found.append(Compilations())
-    summary = Summary(folder / "summary.json", advice, monitor.summary)
-    return [*found, Plots(metrics, folder / "plots"), summary]
 
 
 def _ranks(world: World) -> str:
@@ -244,13 +233,13 @@ def _model(model: nn.Module, config: Config) -> str:
     return f"{type(model).__name__}, {', '.join(traits)}"
 
 
-def _note_what_depends_on_the_split(model: nn.Module, plan: Plan, world: World, config: Config) -> None:
+def _note_what_depends_on_the_split(model: nn.Module, plan: Plan, world: World) -> None:
     """Say where the number of ranks or micro-batches does change the training."""
     parts = world.size * len(plan.sampler(world).micro_sizes)
     if parts == 1 or plan.shards is not None:  # shards are the same on any number of ranks
         return
     layers = list(model.modules())
-    if not config.strategy.sync_batchnorm and any(isinstance(m, _BatchNorm) for m in layers):
+    if any(isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in layers):
         log.info(
             "note       BatchNorm normalises over each of the %d parts of a global batch by itself, so this"
             " model trains slightly differently on another number of ranks or micro-batches",

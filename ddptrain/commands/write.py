@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddptrain.build import typed_arguments
+from ddptrain.api.recipe import Data
 from ddptrain.commands.setup import make_task
+from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
 from ddptrain.distributed.world import world_from_environment
 from ddptrain.errors import UserError
-from ddptrain.protocols import Data
 
 
 def run(config: Config, out: Path, asked: Mapping[str, str]) -> None:

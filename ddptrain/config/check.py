@@ -2,7 +2,7 @@
 
 Hydra checks the types of what is declared, but lets ``+train.typo=1`` add a key to a declared
 section; merging into the schema once more closes that hole. Keys inside ``_target_`` nodes are
-checked against the target's signature by `ddptrain.build.check_node`.
+checked against the target's signature by `ddptrain.config.instantiate.check_node`.
 """
 
 import dataclasses
@@ -128,7 +128,7 @@ def _cross_checks(config: Config) -> list[str]:
         )
     if per_job != "all" and not (type(per_job) is int and per_job >= 1):
         problems.append(f"sweep.gpus_per_job={per_job}: must be a number of at least 1, or all.")
-    if config.strategy.compression == "powersgd" and config.precision == "fp16":
+    if config.strategy.get("compression") == "powersgd" and config.precision == "fp16":
         problems.append(
             "strategy.compression=powersgd: keeps what it has left out of a gradient for the next step, and"
             " precision=fp16 changes the gradients' scale in between. Use precision=bf16, or fp32."

@@ -51,6 +51,8 @@ class Train:
     4), or leaves the step out. fp16's gradient scaler always leaves out steps that overflow."""
     nonfinite_limit: int = rule(20, at_least=0)
     """Most steps left out in a row; one more ends the run."""
+    verify_every: int | None = rule(500, at_least=1)
+    """Optimizer steps between comparisons of all ranks' weights (one checksum a parameter); null: never."""
     time_limit: float | None = rule(None, above=0)
     """Seconds after which this process saves and stops with exit code 75, as after SIGTERM."""
 
@@ -68,25 +70,6 @@ class Sched:
     milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])
     """step: shares of the run after which the rate is multiplied by ``gamma``."""
     gamma: float = rule(0.1, above=0, at_most=1)
-
-
-@dataclass
-class Strategy:
-    """How the model is spread over devices. All but ``name`` concern ddp."""
-
-    name: str = rule("auto", choices=("auto", "single", "dp", "ddp"))
-    bucket_cap_mb: float = rule(25.0, above=0)
-    gradient_as_bucket_view: bool = True
-    static_graph: bool = False
-    compression: str = rule("none", choices=("none", "bf16", "fp16", "powersgd"))
-    """Of the gradients on their way: rounded, or as thin factors (arXiv 1905.13727)."""
-    powersgd_rank: int = rule(2, at_least=1)
-    """powersgd: columns of a factor; more are closer to the gradient and travel longer."""
-    sync_batchnorm: bool = False
-    shards: int = rule(8, at_least=1)
-    """elastic=strict: the fixed parts of a global batch; as many ranks can take part."""
-    verify_every: int | None = rule(500, at_least=1)
-    """Optimizer steps between comparisons of all ranks' weights (one checksum a parameter); null: never."""
 
 
 @dataclass
@@ -111,7 +94,6 @@ class Checkpoint:
 class Log:
     every: int = rule(50, at_least=1)
     """Optimizer steps between log lines; the only steps that read the loss from the device."""
-    tensorboard: bool = True
 
 
 @dataclass
@@ -170,8 +152,13 @@ class Config:
     model: dict[str, Any] | None = None
     data: dict[str, Any] = MISSING
     optim: dict[str, Any] = MISSING
+    strategy: dict[str, Any] = MISSING
+    """How the model is spread over devices: a node, as task and optim are."""
+    observers: dict[str, Any] = field(default_factory=dict)
+    """Nodes by name: each is told what happens (`ddptrain.api.Observer`)."""
+    controllers: dict[str, Any] = field(default_factory=dict)
+    """Nodes by name: each may end the run (`ddptrain.api.Controller`)."""
     sched: Sched = field(default_factory=Sched)
-    strategy: Strategy = field(default_factory=Strategy)
     train: Train = field(default_factory=Train)
     ema: Ema = field(default_factory=Ema)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ddptrain.data.dice import draw_below
+from ddptrain.api.rng import draw_below
 from ddptrain.errors import UserError
 
 _TOP, _LEFT, _FLIP, _CUT_Y, _CUT_X, _BRIGHTNESS, _CONTRAST = range(7)

@@ -7,12 +7,12 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from ddptrain.data.dice import mixed
+from ddptrain.api.recipe import Data
+from ddptrain.api.rng import mixed
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.data.prefetch import to_device
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
-from ddptrain.protocols import Data
 
 PADDING, BEGIN, END = 0, 1, 2
 CHARACTERS = "".join(map(chr, range(32, 127)))

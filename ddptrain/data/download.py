@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddptrain.data.alone import alone
-from ddptrain.data.durable import flush_folder
+from ddptrain.data.file_lock import alone
+from ddptrain.data.fsync import flush_folder
 from ddptrain.errors import UserError
 
 log = logging.getLogger(__name__)

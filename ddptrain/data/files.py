@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ddptrain.api.recipe import Loading
+from ddptrain.api.sampler import Sampler
 from ddptrain.data.augment import Augment
 from ddptrain.data.loader import Labelled, Loader, Recipe
-from ddptrain.data.sampler import Sampler
 from ddptrain.data.source import Split
 from ddptrain.data.workers import read_by_workers
 from ddptrain.errors import UserError
-from ddptrain.protocols import Loading
 
 Key = tuple[int, int]
 """(epoch, sample index); epoch -1 asks for the image as it is."""

@@ -7,17 +7,17 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from ddptrain.api.recipe import Data, Loading
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.data.augment import Augment, Normalise
 from ddptrain.data.files import FileLoader
 from ddptrain.data.loader import Labelled, Loader, Recipe
 from ddptrain.data.resident import ResidentLoader
-from ddptrain.data.sampler import Sampler
 from ddptrain.data.source import ImageSource, Split
 from ddptrain.data.workers import spare_cores
 from ddptrain.distributed.comm import once_a_node
-from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
-from ddptrain.protocols import Data, Loading
 
 _RESIDENT_ON_CPU = 2 * 2**30
 """Bytes up to which ``resident=auto`` keeps a set in a CPU rank's memory."""
@@ -82,15 +82,15 @@ class ImageData(Data):
     def loading(self) -> Loading:
         return self._loader.loading
 
-    def facts(self) -> Mapping[str, Any]:
+    def metadata(self) -> Mapping[str, Any]:
         mean, std = ([float(value) for value in of] for of in (self._set.mean, self._set.std))
         return {"classes": list(self.classes), "shape": list(self.shape), "mean": mean, "std": std}
 
-    def recall(self, facts: Mapping[str, Any], world: World) -> None:
-        height, width, channels = facts["shape"]
-        self.classes, self.shape = tuple(facts["classes"]), (height, width, channels)
+    def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
+        height, width, channels = metadata["shape"]
+        self.classes, self.shape = tuple(metadata["classes"]), (height, width, channels)
         self._world = world
-        self._normalise = self._normaliser(facts["mean"], facts["std"]) if "mean" in facts else None
+        self._normalise = self._normaliser(metadata["mean"], metadata["std"]) if "mean" in metadata else None
 
     def normalised(self, pictures: Tensor) -> Tensor:
         """uint8 (n, H, W, C), of any pictures -> float32 (n, C, H, W) on the device, as in batches.

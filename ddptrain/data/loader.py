@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddptrain.api.recipe import Loading
+from ddptrain.api.sampler import Sampler
 from ddptrain.data.augment import Augment, Normalise
-from ddptrain.data.sampler import Sampler
 from ddptrain.data.source import Split
-from ddptrain.protocols import Loading
 
 Labelled = tuple[Tensor, Tensor]
 """float32 (n, C, H, W) images and int64 (n,) labels, on the device."""

@@ -20,10 +20,10 @@ from typing import NamedTuple, TypeVar, final
 import torch
 from torch import Tensor
 
-from ddptrain.data.alone import alone
-from ddptrain.data.durable import flush_folder
+from ddptrain.data.file_lock import alone
+from ddptrain.data.fsync import flush_folder
 from ddptrain.data.source import Split
-from ddptrain.distributed.cores import cores
+from ddptrain.distributed.cpu import cores
 from ddptrain.errors import UserError
 
 Item = TypeVar("Item")

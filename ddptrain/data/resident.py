@@ -7,12 +7,12 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ddptrain.api.recipe import Loading
+from ddptrain.api.sampler import Sampler
 from ddptrain.data.augment import Augment, Moves
 from ddptrain.data.loader import Labelled, Loader, Recipe
 from ddptrain.data.prefetch import on_device
-from ddptrain.data.sampler import Sampler
 from ddptrain.data.source import Split
-from ddptrain.protocols import Loading
 
 _DRAWN_AT_ONCE = 65536
 """Samples, of a few batches or of many. To draw takes about a hundred operations, whose calls cost more than

@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Generator, Tensor
 
-from ddptrain.data.dice import mixed
+from ddptrain.api.rng import mixed
 from ddptrain.data.source import ArraySplit, ImageSource, Opened, Split
 from ddptrain.errors import UserError
 

@@ -8,16 +8,16 @@ from typing import Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
+from ddptrain.api.recipe import Data
+from ddptrain.api.rng import draw_below
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.data.corpus import TextSource
-from ddptrain.data.dice import draw_below
 from ddptrain.data.prefetch import on_device
-from ddptrain.data.sampler import Sampler
 from ddptrain.data.tokens import Level, open_tokens, tokens_folder, write_tokens
 from ddptrain.data.vocabulary import Vocabulary
 from ddptrain.distributed.comm import once_a_node
-from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
-from ddptrain.protocols import Data
 
 _SHIFT = 0
 """Purpose of a draw: where an epoch's first window begins."""

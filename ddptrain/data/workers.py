@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from ddptrain.api.world import World
 from ddptrain.data.prefetch import on_device
-from ddptrain.distributed.cores import cores
-from ddptrain.distributed.lifeline import end_with_rank, start_forkserver
-from ddptrain.distributed.threads import workers_of
-from ddptrain.distributed.world import World
+from ddptrain.distributed.cpu import cores, workers_of
 from ddptrain.errors import UserError
+from ddptrain.launcher.parent_death import end_with_rank, start_forkserver
 
 
 def spare_cores(world: World) -> int:
@@ -34,8 +33,10 @@ def read_by_workers(
     context = multiprocessing.get_context("forkserver") if workers else None
     if context is not None:
         # started by another thread, the forkserver would end with that
-        tether = ["ddptrain.distributed.tether"] * (threading.current_thread() is threading.main_thread())
-        context.set_forkserver_preload([*tether, type(dataset).__module__])
+        preloads = ["ddptrain.launcher.forkserver_preload"] * (
+            threading.current_thread() is threading.main_thread()
+        )
+        context.set_forkserver_preload([*preloads, type(dataset).__module__])
         start_forkserver()
     loader: DataLoader[Any] = DataLoader(
         dataset,

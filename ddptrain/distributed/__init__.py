@@ -1,1 +1,1 @@
-"""Who am I, how do ranks talk, how is the model spread."""
+"""Which device, how many threads, how ranks talk."""

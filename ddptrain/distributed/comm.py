@@ -3,8 +3,6 @@
 import datetime
 import logging
 import os
-import re
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -12,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddptrain.api.world import World
 from ddptrain.distributed.device import compared, name_of_gpu
-from ddptrain.distributed.standstill import waits
-from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -107,22 +104,6 @@ the process never ends (torch 2.11, seen on busy machines)."""
 def _destroy_group() -> None:
     _left.append(dist.group.WORLD)
     dist.destroy_process_group()
-
-
-def from_a_lost_rank(error: BaseException) -> bool:
-    """Whether an error is a collective's complaint that another rank does not answer any more: by its
-    text, and by where it was raised, for a recipe may lose connections of its own."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
-    frames = traceback.extract_tb(error.__traceback__)
-    in_a_collective = bool(frames) and waits([(frame.filename, frame.name) for frame in frames]) != ""
-    is_ours = isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
-    return isinstance(error, RuntimeError) and in_a_collective and is_ours
-
-
-def address_of_peer(error: BaseException) -> str:
-    """The address that a collective's complaint names; '' if it names none."""
-    found = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", str(error))
-    return found[1].removeprefix("::ffff:") if found else ""
 
 
 def add_up(world: World, tensor: Tensor) -> Tensor:

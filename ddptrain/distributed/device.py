@@ -1,15 +1,16 @@
 """Which device this rank trains on, and why. A GPU that was asked for is never replaced by a CPU."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from ddptrain.distributed.world import World
-from ddptrain.doctor.brief import MORE, why_no_cuda
+from ddptrain.api.world import World
 from ddptrain.errors import UserError
+
+MORE = "python -m ddptrain doctor says more"
 
 
 class Placement(NamedTuple):
@@ -17,14 +18,15 @@ class Placement(NamedTuple):
     reason: str
 
 
-def choose_device(asked: str, world: World) -> Placement:
+def choose_device(asked: str, world: World, why_no_cuda: Callable[[], str]) -> Placement:
     """The device for ``device=asked``, with the reason in words.
 
     ``cuda`` spreads the local ranks over the GPUs in turn; ``cuda:1`` puts all of them on that one.
+    why_no_cuda: called where there is no GPU, for a message.
     Raises UserError where the device can't be had.
     """
     if asked == "auto":
-        return _automatic(world)
+        return _automatic(world, why_no_cuda)
     try:
         device = torch.device(asked)
     except RuntimeError:
@@ -90,7 +92,7 @@ def _spread(world: World, reason: str) -> Placement:
     return Placement(torch.device("cuda", world.local_rank % count), reason)
 
 
-def _automatic(world: World) -> Placement:
+def _automatic(world: World, why_no_cuda: Callable[[], str]) -> Placement:
     if torch.cuda.is_available():
         return _spread(
             world, f"auto: {torch.cuda.get_device_name(world.local_rank % torch.cuda.device_count())}"

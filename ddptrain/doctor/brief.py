@@ -8,8 +8,6 @@ from ddptrain.doctor.findings import Finding, problems
 from ddptrain.doctor.probes import collect, of_the_driver, still
 from ddptrain.doctor.torch_facts import as_built, ask_gpus
 
-MORE = "python -m ddptrain doctor says more"
-
 
 def why_no_cuda() -> str:
     """The cause and the remedy of the first problem, as sentences.

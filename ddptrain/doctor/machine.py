@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ddptrain.distributed.cpu import quota
 from ddptrain.doctor.facts import Limits, Port, System
 
 _VARIABLES = re.compile(
@@ -77,35 +78,6 @@ def limits(root: Path = Path("/")) -> Limits:
         open_files=None if files == infinite else files,
         locked_memory=None if locked == infinite else locked,
     )
-
-
-def quota(root: Path = Path("/")) -> float | None:
-    """Cores' worth of time that the control groups of this process leave it: the least on the way up, by
-    version 2 (cpu.max) and version 1 (cpu.cfs_quota_us)."""
-    found = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        top = root / "sys/fs/cgroup"
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        for mount in (top, top / "unified") if not controllers else (top / "cpu", top / controllers):
-            # inside a container the path is the host's, and its own group is mounted at the top
-            folders = [mount / path.strip("/"), *(mount / path.strip("/")).parents]
-            for folder in [folder for folder in folders if folder == mount or mount in folder.parents]:
-                found += [*_quota_2(folder), *_quota_1(folder)]
-    return min(found, default=None)
-
-
-def _quota_2(folder: Path) -> Iterator[float]:
-    words = _text(folder / "cpu.max").split()
-    if len(words) == 2 and words[0] != "max":
-        yield int(words[0]) / int(words[1])
-
-
-def _quota_1(folder: Path) -> Iterator[float]:
-    most, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip()
-    if most.isdigit() and period.isdigit() and int(period):  # -1: none
-        yield int(most) / int(period)
 
 
 def port(number: int, root: Path = Path("/")) -> Port:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch._logging._internal import set_logs
 from torch.utils._pytree import tree_map_only
 
-from ddptrain.distributed.world import World
+from ddptrain.api.observer import End, Evaluated, Observer, Start
+from ddptrain.api.recipe import Task
+from ddptrain.api.world import World
 from ddptrain.errors import UserError
-from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
-from ddptrain.protocols import Task
 
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -89,14 +89,8 @@ class Compilations(Observer):
     def start(self, event: Start) -> None:
         self._tell("training")
 
-    def log(self, event: Log) -> None:
-        pass
-
     def evaluated(self, event: Evaluated) -> None:
         self._tell("evaluation, and batches of other sizes")
-
-    def saved(self, event: Saved) -> None:
-        pass
 
     def end(self, event: End) -> None:
         self._tell("batches of other sizes")

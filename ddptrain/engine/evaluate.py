@@ -11,12 +11,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ddptrain.api.recipe import Data, Figure, Report, Rows, Task
+from ddptrain.api.world import World
 from ddptrain.distributed.comm import add_up, from_all_ranks, on_first_rank
 from ddptrain.distributed.device import summing_dtype
-from ddptrain.distributed.vigil import LONG_S, Vigil
-from ddptrain.distributed.world import World
 from ddptrain.engine.precision import Precision
-from ddptrain.protocols import Data, Figure, Report, Rows, Task
+from ddptrain.watchdog.watchdog import LONG_S, Watchdog
 
 
 class Interrupted(Exception):
@@ -31,12 +31,12 @@ def evaluate(
     world: World,
     precision: Precision,
     batch_size: int,
-    vigil: Vigil,
+    watchdog: Watchdog,
 ) -> Report:
     """The task's report over the whole validation set. Some collectives and a sync point, at the end.
 
     model: the bare module, the same on every rank; DDP's wrapper would communicate in its forward.
-    Raises Interrupted where ``vigil`` was asked to stop.
+    Raises Interrupted where ``watchdog`` was asked to stop.
     """
     was_training = model.training
     model.eval()
@@ -45,16 +45,16 @@ def evaluate(
     mine = range(world.rank, len(chunks), world.size)
     sums = _Sums(len(chunks), world)
     for slot, batch in zip(mine, data.valid_batches([chunks[i] for i in mine]), strict=True):
-        if vigil.stop:
+        if watchdog.stop:
             break
-        vigil.mark("evaluating a batch")
+        watchdog.mark("evaluating a batch")
         with precision.autocast():
             found = task.evaluate(model, batch)
         for name, value in found.items():
             sums.add(slot, name, value)
     model.train(was_training)
-    totals = sums.totals(interrupted=vigil.stop is not None)
-    vigil.mark("reporting", patience=LONG_S)
+    totals = sums.totals(interrupted=watchdog.stop is not None)
+    watchdog.mark("reporting", patience=LONG_S)
     return on_first_rank(world, lambda: task.report(totals))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
-from ddptrain.distributed.eager import leave_eager
+from ddptrain.torch_private import leave_eager
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode

@@ -1,307 +1,253 @@
-"""The loop: from a batch to the optimizer's step, and what happens between steps."""
+"""The loop: what happens between steps."""
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, final
 
-from torch import Tensor, nn
-
+from ddptrain.api.observer import End, Evaluated, Log, Result, Run, Saved, Start
+from ddptrain.api.recipe import Batch, Data, Report
+from ddptrain.api.timing import Timing
 from ddptrain.distributed.comm import broadcast_buffers, from_all_ranks, from_first_rank, on_first_rank
-from ddptrain.distributed.strategy import Strategy
-from ddptrain.distributed.vigil import LONG_S, Vigil
-from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.consistency import check_replicas
 from ddptrain.engine.evaluate import Interrupted, evaluate, figures_of
 from ddptrain.engine.flops import peak_flops
-from ddptrain.engine.guard import Guard, Verdict
-from ddptrain.engine.judge import Judge, Standing, Steps, always
-from ddptrain.engine.mean import GlobalMean
-from ddptrain.engine.nonfinite import Undo, divergence, evidence_of, where_it_began
-from ddptrain.engine.opening import check_device, rehearse
-from ddptrain.engine.plan import Plan
-from ddptrain.engine.precision import Precision
-from ddptrain.engine.replicas import check_replicas
-from ddptrain.engine.seeding import StepSeed
-from ddptrain.engine.state import TrainState
-from ddptrain.engine.stopwatch import Stopwatch
-from ddptrain.engine.update import Update
-from ddptrain.errors import Diverged, OutOfStep, Stopped
-from ddptrain.observe.observer import End, Evaluated, Log, Observers, Result, Saved, Start
-from ddptrain.observe.timing import Timing
-from ddptrain.protocols import At, Batch, Data, Report, Task
+from ddptrain.engine.health import NotFinite
+from ddptrain.engine.nonfinite import divergence, evidence_of, where_it_began
+from ddptrain.engine.step import TrainStep
+from ddptrain.engine.warmup import check_device, warm_up
+from ddptrain.errors import Diverged, Stopped
+from ddptrain.observe.dispatch import Observers
+from ddptrain.watchdog.watchdog import LONG_S
+
+log = logging.getLogger("ddptrain")
+StepIterator = Callable[[range], Iterable[int]]
+"""Goes through the steps; what it does between two of them (profiling) is outside of the training."""
 
 
+@dataclass(slots=True)
+class _Progress:
+    """What this process has done so far."""
+
+    last: Report = field(default_factory=lambda: Report({}))
+    """Of the last evaluation."""
+    evaluated_at: int | None = None
+    saved_at: int | None = None
+    ranks: Sequence[Timing] = ()
+    """Of all ranks, at the last evaluation."""
+
+
+@final
 class Engine:
-    """Trains a task on data, as one rank of a world."""
+    """Trains on data, as one rank of a world. The step brings task, model, strategy and state."""
 
     def __init__(
         self,
-        task: Task,
         data: Data,
-        world: World,
-        strategy: Strategy,
-        precision: Precision,
-        plan: Plan,
+        step: TrainStep,
         checkpointer: Checkpointer,
         observers: Observers,
     ) -> None:
-        self._task = task
+        self._task = step.task
         self._data = data
-        self._world = world
-        self._strategy = strategy
-        self._precision = precision
-        self._plan = plan
+        self._world = step.strategy.world
+        self._plan = step.plan
+        self._state = step.state
+        self._step = step
         self._checkpointer = checkpointer
         self._observers = observers
-        self._sampler = plan.sampler(world)
-        self._pieces = self._sampler.pieces
-        self._seed_step = StepSeed(plan.seed, world, strategy.further_gpus)
-        self._watch = Stopwatch(world.device)
-        self._ranks: list[Timing] = []
-        self._vigil = Vigil(world)
-        self._mean = GlobalMean(world, self._sampler, strategy.averages_over)
-        self._grad_norm: Tensor | None = None
-        self._lr = 0.0
-        self._saved_at = -1
-        self._evaluated_at: int | None = None
-        self._stopping = False
-        self._last = Report({})
+        self._watchdog = step.phase.watchdog
+        self._stopwatch = step.phase.stopwatch
+        self._progress = _Progress()
 
-    def fit(
-        self, state: TrainState, vigil: Vigil | None = None, judge: Judge = always, through: Steps = iter
-    ) -> Report:
+    def fit(self, run: Run | None = None, step_iterator: StepIterator = iter) -> Report:
         """Train from ``state.step`` to the plan's end; returns the last evaluation.
 
-        vigil: what watches over this rank, and is asked whether to stop. judge: asked on rank 0 after each
-        evaluation whether to go on. through: goes through the steps.
+        run: what observers and controllers are told of it at the start.
         Raises Stopped where it was asked to, Diverged where the loss or a gradient left the finite numbers.
         """
-        start, outcome = state.step, "failed"
-        self._vigil, self._judge = vigil or self._vigil, judge
-        self._guard = Guard(self._world, state.model, self._strategy.ballot(state.wrapped))
-        self._undo = Undo(self._task, self._strategy, state.model)
-        self._update = Update(state.optimizer, self._precision.scaler)
-        batches, flops = self._opened(state)
-        peak = peak_flops(self._world.device, self._precision.name) * self._world.size
-        preview = self._data.preview() if self._world.is_first else None
-        # a checkpoint is written before the evaluation at its step: that comes again
-        evaluates = state.evaluation_due
-        self._observers.start(Start(start, self._plan.steps, evaluates, preview))
-        self._watch.begin(flops, peak, state.wrapped)
+        state, plan, outcome = self._state, self._plan, "failed"
+        first_step = state.step
+        batches = self._opened(run or Run(world=self._world))
         try:
-            if evaluates:
-                self._evaluate(state)
-            for step in through(range(start, self._plan.steps)):
-                self._step(state, self._plan.at(step), batches)
+            goes_on = self._evaluate() if state.evaluation_due else True
+            for step in step_iterator(range(first_step, plan.steps)) if goes_on else ():
+                self._step(batches, plan.at(step))
                 state.step = done = step + 1
-                self._heed(state, self._guard.ready())
-                if self._plan.verifies(done):
+                if plan.verifies(done) and state.strategy.same_weights:
                     check_replicas(self._world, state.model, done)
-                if self._plan.logs(done):
-                    self._log(state)
-                if self._plan.saves(done) or self._stopping:
-                    self._save(state)
-                if self._stopping:
+                if plan.logs(done):
+                    self._log()
+                if plan.saves(done) or self._step.stop_asked:
+                    self._save()
+                if self._step.stop_asked:
                     raise Stopped(f"stopped at step {done}")
-                if self._plan.evaluates(done):
-                    self._evaluate(state)
+                if plan.evaluates(done) and not self._evaluate():
+                    break
             self._checkpointer.finish()
-            self._watch.settle()
+            self._stopwatch.settle()
             outcome = "done"
         except Stopped:
             self._checkpointer.finish()
             from_first_rank(self._world, None)  # the first rank to exit makes torchrun end the others
-            self._vigil.saved()
+            self._watchdog.saved()
             outcome = "stopped"
             raise
-        except Diverged:
+        except NotFinite as found:
             self._checkpointer.finish()
             outcome = "diverged"
-            raise
+            raise self._diverged(found.step) from None
         finally:
-            best, higher = state.best_as(self._task.best_metric), self._task.higher_is_better
-            result = Result(outcome, self._last.metrics, best, higher)
-            self._observers.end(End(state.step, self._plan.steps, result, self._watch.times(self._ranks)))
-        return self._last
+            self._end(outcome)
+        return self._progress.last
 
-    def _step(self, state: TrainState, at: At, batches: Iterator[Batch]) -> None:
-        """One optimizer step over one global batch. Nothing here waits for the device, except, on a GPU,
-        for the step before (`Guard`)."""
-        counts: list[tuple[int, Tensor]] = []
-        if self._plan.skips_nonfinite:
-            self._undo.remember()
-        for i, piece in enumerate(self._pieces):
-            self._vigil.mark("waiting for a batch", at.step)
-            batch = self._watch.next(batches)
-            self._vigil.mark("forward", at.step)
-            self._seed_step(at.step, piece.stream)
-            with self._strategy.sync(state.wrapped, last=piece.ends_shard):
-                with self._precision.autocast():
-                    loss = self._task.loss(state.wrapped, batch, at)
-                if i == 0:
-                    # here and not after the step: memory given back before a forward pass is taken again
-                    # page by page (measured on CPUs: 6 % of a MobileNetV3 step)
-                    self._update.forget_gradients()
-                vote = self._guard.vote(at.step, self._vigil.stop is not None, loss, piece.ends_shard)
-                self._vigil.mark("backward", at.step)
-                self._watch.mark("forward")
-                # gradients are summed over ranks while this runs (DDP), with the ranks' votes among them
-                self._precision.backward(loss.sum, self._mean.weight(loss, piece.size), vote)
-                if vote is None:  # else it has marked its own end, before the wait for other ranks
-                    self._watch.mark("backward")
-            self._watch.mark("all_reduce")
-            state.meter.add(loss, piece.shard)
-            if isinstance(loss.count, Tensor):
-                counts.append((piece.shard, loss.count))
-        self._vigil.mark("optimizer", at.step)
-        self._precision.unscale(state.optimizer)
-        if counts:
-            self._mean.rescale(state.model, counts)
-        self._heed(state, self._guard.all())
-        nonfinite = self._guard.judge(at.step)
-        if self._plan.clip_norm is not None:
-            self._grad_norm = nn.utils.clip_grad_norm_(state.model.parameters(), self._plan.clip_norm)
-        self._lr = state.optimizer.param_groups[0]["lr"]
-        self._update(nonfinite)
-        if self._plan.skips_nonfinite:
-            self._undo.put_back(nonfinite)
-        self._watch.count(self._sampler.batch_size)
+    def _opened(self, run: Run) -> Iterator[Batch]:
+        """The batches still to come, after a look at the first: is everything where it should be, and how
+        many FLOPs does a sample cost?"""
+        state, plan, step, device = self._state, self._plan, self._step, self._world.device
+        state.wrapped.train()
+        steps = range(state.step, plan.steps)
+        batches, flops = self._data.train_batches(step.sampler, steps), 0.0
+        if steps:
+            state.scatter(self._task, step.sampler.share, device)
+            first, at = next(batches), plan.at(state.step)
+            check_device(state.model, first, device)
+            flops = warm_up(step, first, at) / step.micro_batches[0].size
+            batches = chain([first], batches)
+        gpus = self._world.size * (1 + len(state.strategy.further_gpus))
+        peak = peak_flops(device, step.precision.name) * gpus
+        preview = self._data.preview() if self._world.is_first else None
+        # a checkpoint is written before the evaluation at its step: that comes again
+        start = Start(state.step, plan.steps, state.evaluation_due, preview, run)
+        for controller in self._state.controllers.values():
+            controller.start(start)
+        self._observers.start(start)
+        self._stopwatch.begin(flops, peak)
+        state.strategy.time_waits(state.wrapped, self._stopwatch.mark_early)
+        return batches
 
-    def _heed(self, state: TrainState, verdicts: list[Verdict]) -> None:
-        """What follows from the steps' outcomes, the same on all ranks."""
-        for verdict in verdicts:
-            if not verdict.aligned:
-                raise OutOfStep(
-                    f"the ranks are not at the same step (rank {self._world.rank} is at {verdict.step}): one"
-                    " has left out a backward pass, or done one more. Look for code that only some ranks run."
-                )
-            self._stopping |= verdict.stop
-            if verdict.finite:
-                state.average.update()
-                state.scheduler.step()
-                state.applied, state.left_out = state.applied + 1, 0
-                continue
-            state.left_out += 1
-            # an overflow in a gradient alone is fp16's scaler finding its scale
-            expected = self._precision.scaler.is_enabled() and verdict.loss_finite
-            tolerated = self._plan.skips_nonfinite or expected
-            if not tolerated or state.left_out > self._plan.nonfinite_limit:
-                self._diverged(state, verdict)
-
-    def _diverged(self, state: TrainState, verdict: Verdict) -> None:
-        """Say where it began, from the step's own batch. Collectives; raises Diverged on all ranks."""
-        at = self._plan.at(verdict.step)
-        self._vigil.mark("looking for what is not finite", verdict.step, LONG_S)
-        batches = self._data.train_batches(self._sampler, range(verdict.step, self._plan.steps))
-        own = islice(batches, len(self._pieces))
-        began = where_it_began(
-            self._task, state.model, self._precision, own, self._sampler, self._seed_step, at
-        )
-        ranks = from_all_ranks(self._world, evidence_of(began, self._sampler, verdict.step))
-        raise divergence(verdict.step, state.left_out, ranks)
-
-    def _log(self, state: TrainState) -> None:
+    def _log(self) -> None:
         """A collective and a sync point, every ``log.every`` steps."""
-        self._watch.mark("optimizer")
-        self._heed(state, self._guard.all())
+        state, step = self._state, self._step
+        self._stopwatch.mark("optimizer")
+        step.settle()
         values = state.meter.read()
-        if self._grad_norm is not None:
-            values["grad_norm"] = float(self._grad_norm)
-        values["lr"] = float(self._lr)
+        if step.grad_norm is not None:
+            values["grad_norm"] = float(step.grad_norm)
+        values["lr"] = float(step.lr)
         if state.step > state.applied:
             values["left_out"] = float(state.step - state.applied)
-        done = state.step
-        self._observers.log(Log(done, *self._position(done), values, self._watch.lap("log")))
-        self._watch.mark("logging")
+        event = Log(state.step, *self._position(), values, self._stopwatch.lap("log"))
+        for controller in self._state.controllers.values():
+            controller.log(event)
+        self._observers.log(event)
+        self._stopwatch.mark("logging")
 
-    def _evaluate(self, state: TrainState) -> None:
-        self._heed(state, self._guard.all())
-        self._watch.settle()
+    def _evaluate(self) -> bool:
+        """Whether the run goes on: False where a controller has completed it."""
+        state, task, progress = self._state, self._task, self._progress
+        self._step.settle()
+        self._stopwatch.settle()
         began = time.perf_counter()
         broadcast_buffers(self._world, state.model)
         model = state.average.model()
         if model is not state.model:
             broadcast_buffers(self._world, model)
+        precision, size = self._step.precision, self._plan.eval_batch_size
         try:
-            size = self._plan.eval_batch_size
-            self._last = evaluate(
-                self._task, model, self._data, self._world, self._precision, size, self._vigil
-            )
+            progress.last = evaluate(task, model, self._data, self._world, precision, size, self._watchdog)
         except Interrupted:
-            self._save_and_stop(state, "stopped in the evaluation")
-        self._evaluated_at = state.step
-        figures = dict(self._last.figures)
+            self._save_and_stop("stopped in the evaluation")
+        progress.evaluated_at = state.step
+        metrics, figures = progress.last.metrics, dict(progress.last.figures)
         if self._world.is_first:
-            figures |= figures_of(self._task, model, self._precision)
-        metrics, name, higher = self._last.metrics, self._task.best_metric, self._task.higher_is_better
-        self._watch.mark("evaluating")
-        is_best = state.improves(metrics[name], higher)
+            figures |= figures_of(task, model, precision)
+        self._stopwatch.mark("evaluating")
+        is_best = state.improves(metrics[task.best_metric], task.higher_is_better)
         if is_best:
             state.evaluation_due = False
-            state.gather(self._task, self._world)
-            if self._world.is_first:
-                self._observers.settle()
-                self._vigil.mark("saving the best", state.step, LONG_S)
-                self._checkpointer.save_best(state.state_dict(), self._facts(state))
-            self._vigil.mark("saved", state.step)
-            self._watch.mark("saving")
-        self._ranks = from_all_ranks(self._world, self._watch.total())
-        position, lap = self._position(state.step), self._watch.lap("evaluation").timing
-        seconds = time.perf_counter() - began
-        self._observers.evaluated(Evaluated(state.step, *position, metrics, figures, seconds, is_best, lap))
-        self._watch.mark("drawing")
-        standing = Standing(state.step, self._plan.steps, name, metrics[name], higher)
-        if not on_first_rank(self._world, lambda: self._judge(standing)):  # a collective
-            self._save_and_stop(state, "pruned")
+            self._write("saving the best", self._checkpointer.save_best)
+        progress.ranks = from_all_ranks(self._world, self._stopwatch.total())
+        lap, seconds = self._stopwatch.lap("evaluation").timing, time.perf_counter() - began
+        event = Evaluated(
+            state.step, *self._position(), metrics, figures, seconds, is_best, lap,
+            task.best_metric, task.higher_is_better, self._plan.steps,
+        )  # fmt: skip
+        self._observers.evaluated(event)
+        self._stopwatch.mark("drawing")
+        for controller in self._state.controllers.values():
+            if on_first_rank(self._world, lambda asked=controller: asked.goes_on(event)):  # type: ignore[misc]
+                continue
+            if not controller.completes:
+                self._save_and_stop(controller.why)
+            if self._progress.saved_at != state.step:
+                self._save()
+            log.info("ended      %s at step %d", controller.why, state.step)
+            return False
+        return True
 
-    def _save_and_stop(self, state: TrainState, why: str) -> NoReturn:
-        if self._saved_at != state.step:
-            self._save(state)
-        raise Stopped(f"{why} at step {state.step}")
+    def _save_and_stop(self, why: str) -> NoReturn:
+        if self._progress.saved_at != self._state.step:
+            self._save()
+        raise Stopped(f"{why} at step {self._state.step}")
 
-    def _save(self, state: TrainState) -> None:
-        self._heed(state, self._guard.all())
-        self._watch.settle()
+    def _save(self) -> None:
+        state = self._state
+        self._step.settle()
+        self._stopwatch.settle()
         state.evaluation_due = self._plan.evaluates(state.step)
-        state.gather(self._task, self._world)
-        self._vigil.mark("saving", state.step, LONG_S)
+        path = self._write("saving", self._checkpointer.save)
+        if path is not None:
+            self._observers.saved(Saved(state.step, path))
+        self._progress.saved_at = state.step
+
+    def _write(self, why: str, write: Callable[[Mapping[str, Any], Mapping[str, Any]], Path]) -> Path | None:
+        """Write the whole state, on rank 0. Collectives."""
+        whole = self._state.gathered(self._task, self._world)
+        self._watchdog.mark(why, self._state.step, LONG_S)
+        path = None
         if self._world.is_first:
             self._observers.settle()
-            path = self._checkpointer.save(state.state_dict(), self._facts(state))
-            self._observers.saved(Saved(state.step, path))
-        self._vigil.mark("saved", state.step)
-        self._saved_at = state.step
-        self._watch.mark("saving")
+            path = write(whole, self._facts())
+        self._watchdog.mark("saved", self._state.step)
+        self._stopwatch.mark("saving")
+        return path
 
-    def _opened(self, state: TrainState) -> tuple[Iterator[Batch], float]:
-        """The batches still to come, after a look at the first: is everything where it should be, and how
-        many FLOPs does a sample cost?"""
-        state.wrapped.train()
-        steps, device = range(state.step, self._plan.steps), self._world.device
-        batches = self._data.train_batches(self._sampler, steps)
-        if not steps:
-            return iter(()), 0.0
-        state.hand_out(self._task, self._sampler.share, device)
-        first, at = next(batches), self._plan.at(state.step)
-        check_device(state.model, first, device)
-        self._seed_step(at.step, self._pieces[0].stream)
-        flops = rehearse(self._task, state, self._strategy, self._precision, first, at)
-        return chain([first], batches), flops / self._pieces[0].size
+    def _diverged(self, step: int) -> Diverged:
+        """Where it began, from the step's own batch. Collectives."""
+        self._watchdog.mark("looking for what is not finite", step, LONG_S)
+        train_step = self._step
+        batches = self._data.train_batches(train_step.sampler, range(step, self._plan.steps))
+        own = islice(batches, len(train_step.micro_batches))
+        began = where_it_began(train_step, own, self._plan.at(step))
+        ranks = from_all_ranks(self._world, evidence_of(began, train_step.sampler, step))
+        return divergence(step, self._state.skipped, ranks)
 
-    def _position(self, done: int) -> tuple[float, int]:
+    def _end(self, outcome: str) -> None:
+        state, task, progress = self._state, self._task, self._progress
+        best = state.best_as(task.best_metric)
+        result = Result(outcome, progress.last.metrics, best, task.higher_is_better)
+        times = self._stopwatch.times(progress.ranks)
+        self._observers.end(End(state.step, self._plan.steps, result, times))
+
+    def _position(self) -> tuple[float, int]:
+        done = self._state.step
         return self._plan.epoch(done), done * self._plan.batch_size
 
-    def _facts(self, state: TrainState) -> dict[str, object]:
-        epoch, samples = self._position(state.step)
+    def _facts(self) -> dict[str, object]:
+        epoch, samples = self._position()
         return {
-            "step": state.step,
+            "step": self._state.step,
             "epoch": epoch,
             "samples": samples,
             "world_size": self._world.size,
             **self._plan.position_facts,
             "outputs": list(self._data.outputs),
-            "recall": dict(self._data.facts()),
-            "metrics": dict(self._last.metrics),
-            "metrics_step": self._evaluated_at,
+            "recall": dict(self._data.metadata()),
+            "metrics": dict(self._progress.last.metrics),
+            "metrics_step": self._progress.evaluated_at,
         }

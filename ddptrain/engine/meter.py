@@ -8,10 +8,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ddptrain.api.recipe import Loss
+from ddptrain.api.world import World
 from ddptrain.distributed.comm import add_up, from_first_rank
 from ddptrain.distributed.device import summing_dtype
-from ddptrain.distributed.world import World
-from ddptrain.protocols import Loss
 
 _COUNT = "count"
 Rows = Tensor | list[list[float]]

@@ -2,20 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ddptrain.data.sampler import Sampler
+from ddptrain.api.recipe import At, Batch, Task
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.strategy import Strategy
 from ddptrain.distributed.foreach import by_dtype
-from ddptrain.distributed.strategy import Strategy
 from ddptrain.engine.compiled import eagerly
-from ddptrain.engine.guard import numbers_of
-from ddptrain.engine.precision import Precision
-from ddptrain.engine.seeding import StepSeed
+from ddptrain.engine.health import numbers_of
 from ddptrain.errors import Diverged
-from ddptrain.protocols import At, Batch, Task
+
+if TYPE_CHECKING:
+    from ddptrain.engine.step import TrainStep
 
 
 class Undo:
@@ -26,11 +27,11 @@ class Undo:
         self._carriers: tuple[Task | Strategy, ...] = (task, strategy)
         self._model = model
         self._before: list[Tensor] = []
-        self._carried: list[dict[str, Tensor]] = []
+        self._rank_state: list[dict[str, Tensor]] = []
 
     def remember(self) -> None:
         self._before = [_packed(buffers) for buffers in by_dtype(self._model.buffers())]
-        self._carried = [dict(carrier.carried()) for carrier in self._carriers]
+        self._rank_state = [dict(carrier.rank_state()) for carrier in self._carriers]
 
     @torch.no_grad()
     def put_back(self, nonfinite: Tensor) -> None:
@@ -39,12 +40,14 @@ class Undo:
         for buffers, before in zip(by_dtype(self._model.buffers()), self._before, strict=True):
             chosen = torch.where(bad, before, _packed(buffers)).split([buffer.numel() for buffer in buffers])
             torch._foreach_copy_(buffers, [a.view_as(b) for a, b in zip(chosen, buffers, strict=True)])
-        for carrier, carried in zip(self._carriers, self._carried, strict=True):
-            after = carrier.carried()
-            nothing = {name: torch.zeros_like(rows) for name, rows in after.items() if name not in carried}
-            old = {**nothing, **carried}
+        for carrier, rank_state in zip(self._carriers, self._rank_state, strict=True):
+            after = carrier.rank_state()
+            nothing = {name: torch.zeros_like(rows) for name, rows in after.items() if name not in rank_state}
+            old = {**nothing, **rank_state}
             if after:
-                carrier.carry_on({name: torch.where(bad, old[name], rows) for name, rows in after.items()})
+                carrier.load_rank_state(
+                    {name: torch.where(bad, old[name], rows) for name, rows in after.items()}
+                )
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
@@ -52,22 +55,14 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def where_it_began(
-    task: Task,
-    model: nn.Module,
-    precision: Precision,
-    batches: Iterator[Batch],
-    sampler: Sampler,
-    seed_step: StepSeed,
-    at: At,
-) -> str | None:
+def where_it_began(step: "TrainStep", batches: Iterator[Batch], at: At) -> str | None:
     """Where this rank's micro-batches of a step leave the finite numbers when they are put through the bare
     model once more: the first layer's output, else the loss, else the first gradient that a layer hands back,
     else the last parameter's. None where all are finite here."""
-    task.carry_on({name: rows.nan_to_num(0, 0, 0) for name, rows in task.carried().items()})
+    task, model = step.task, step.state.model
+    task.load_rank_state({name: rows.nan_to_num(0, 0, 0) for name, rows in task.rank_state().items()})
     model.zero_grad(set_to_none=True)
-    for piece in sampler.pieces:
-        seed_step(at.step, piece.stream)
+    for micro_batch in step.micro_batches:
         found: list[str] = []
         backward = _Backward()
         with ExitStack() as hooks, eagerly():
@@ -76,8 +71,7 @@ def where_it_began(
                     hooks.callback(layer.register_forward_pre_hook(backward.before(name)).remove)
                     hooks.callback(layer.register_forward_hook(backward.after(name)).remove)
                     hooks.callback(layer.register_forward_hook(_noting(found, name)).remove)
-            with precision.autocast():
-                loss = task.loss(model, next(batches), at)
+            loss = step.forward(model, next(batches), at, micro_batch)
         if found:
             return f"the output of {found[0]}"
         if not bool(torch.isfinite(loss.sum)):
@@ -144,13 +138,13 @@ def evidence_of(began: str | None, sampler: Sampler, step: int) -> Evidence:
     return Evidence(began, [int(sample) for ids, _ in batches for sample in ids])
 
 
-def divergence(step: int, left_out: int, ranks: Sequence[Evidence]) -> Diverged:
+def divergence(step: int, skipped: int, ranks: Sequence[Evidence]) -> Diverged:
     """The error that ends the run, from all ranks' evidence."""
     found = [f"rank {rank}: {evidence.began}" for rank, evidence in enumerate(ranks) if evidence.began]
     where = "; ".join(found) or "nowhere when the step is repeated, so in the sum over ranks or in the device"
     mends = "A lower optim.lr, a longer sched.warmup or train.clip_norm=1 usually mends it"
-    if left_out > 1:
-        often = f" and {left_out - 1} before it were left out for the same"
+    if skipped > 1:
+        often = f" and {skipped - 1} before it were left out for the same"
         advice = f"{mends}. More in a row than train.nonfinite_limit end the run."
     else:
         often, advice = "", f"{mends}; train.nonfinite=skip leaves such steps out."

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ddptrain.api.recipe import At
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.config.schema import Config
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
-from ddptrain.protocols import At
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ class Plan:
         return int(self.epoch(done)) > int(self.epoch(done - 1))
 
 
-def plan_run(config: Config, train_size: int, data: str = "") -> Plan:
-    """The plan a config makes for a training set of this size and identity."""
+def plan_run(config: Config, train_size: int, data: str = "", shards: int | None = None) -> Plan:
+    """The plan a config makes for a training set of this size and identity. shards: `Strategy.shards`."""
     train = config.train
     steps = train.steps
     if steps is None:
@@ -128,16 +128,11 @@ def plan_run(config: Config, train_size: int, data: str = "") -> Plan:
         clip_norm=train.clip_norm,
         seed=config.seed,
         data=data,
-        shards=shards_of(config),
+        shards=shards,
         skips_nonfinite=train.nonfinite == "skip",
         nonfinite_limit=train.nonfinite_limit,
-        verify_every=config.strategy.verify_every,
+        verify_every=train.verify_every,
     )
-
-
-def shards_of(config: Config) -> int | None:
-    """The fixed parts of a global batch under elastic=strict; None: one a rank."""
-    return config.strategy.shards if config.elastic == "strict" else None
 
 
 def steps_of(epochs: float, train_size: int, batch_size: int) -> int:

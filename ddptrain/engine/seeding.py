@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ddptrain.data.dice import mixed
-from ddptrain.distributed.world import World
+from ddptrain.api.rng import mixed
+from ddptrain.api.world import World
 
 
 class StepSeed:

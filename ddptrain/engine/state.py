@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddptrain.api.controller import Controller
+from ddptrain.api.recipe import Task
+from ddptrain.api.strategy import Strategy
+from ddptrain.api.world import World
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import from_all_ranks, to_first_rank
-from ddptrain.distributed.strategy import Strategy
-from ddptrain.distributed.world import World
 from ddptrain.engine.compiled import compile_model
 from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
 from ddptrain.engine.meter import Meter
-from ddptrain.engine.optim import build_optimizer, build_schedule, wind_forward
-from ddptrain.engine.plan import shards_of
+from ddptrain.engine.optimizer import build_optimizer, build_schedule, fast_forward
 from ddptrain.engine.precision import Precision
 from ddptrain.errors import UserError
-from ddptrain.protocols import Task
 
 
 @dataclass(slots=True)
@@ -44,32 +44,35 @@ class TrainState:
     """Optimizer steps done, those left out for a number that was not finite among them."""
     applied: int = 0
     """Of these, steps that moved the weights and the schedule."""
-    left_out: int = 0
+    skipped: int = 0
     """Steps left out in a row, up to now."""
     evaluation_due: bool = False
     """The evaluation at this step comes after the save that this state is from."""
     best: float | None = None
     """Best value of the task's best_metric so far."""
     best_step: int = 0
-    carried: dict[str, Tensor] = field(default_factory=dict)
+    rank_state: dict[str, Tensor] = field(default_factory=dict)
     """What the task carries from step to step, for all rows of the global batch; current at a save."""
+    controllers: dict[str, Controller] = field(default_factory=dict)
+    """By their names in the config."""
     unsent: dict[str, Tensor] = field(default_factory=dict)
     """On rank 0, current at a save: what each rank has not sent yet of its gradients, stacked by rank."""
 
-    def gather(self, task: Task, world: World) -> None:
-        """Bring to rank 0, which writes the checkpoint, what each rank has by itself. Collectives."""
+    def gathered(self, task: Task, world: World) -> dict[str, Any]:
+        """`state_dict`, with what each rank has by itself: on rank 0, which writes it, whole. Collectives."""
         self.meter.gather()
-        if rows := {name: value.cpu() for name, value in task.carried().items()}:
+        if rows := {name: value.cpu() for name, value in task.rank_state().items()}:
             ranks = from_all_ranks(world, rows)
-            self.carried = {name: torch.cat([rank[name] for rank in ranks]) for name in rows}
-        for name, value in self.strategy.carried().items():
+            self.rank_state = {name: torch.cat([rank[name] for rank in ranks]) for name in rows}
+        for name, value in self.strategy.rank_state().items():
             by_rank = to_first_rank(world, value)  # one at a time: all ranks' are many times the model
             if world.is_first:
                 self.unsent[name] = torch.stack(by_rank)
+        return self.state_dict()
 
-    def hand_out(self, task: Task, share: tuple[int, int], device: torch.device) -> None:
-        """Give the task what it carries in this rank's share of the global batch's rows."""
-        task.carry_on({name: rows[slice(*share)].to(device) for name, rows in self.carried.items()})
+    def scatter(self, task: Task, share: tuple[int, int], device: torch.device) -> None:
+        """Give the task the rows that it carries for this rank's share of the global batch."""
+        task.load_rank_state({name: rows[slice(*share)].to(device) for name, rows in self.rank_state.items()})
 
     def improves(self, value: float, higher_is_better: bool) -> bool:
         """Take note of the metric that counts; whether it is the best so far. Nothing is worse than NaN."""
@@ -87,20 +90,21 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only, so that it loads with ``weights_only=True``."""
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": self.strategy.model_state(self.model),
+            "optimizer": self.strategy.optimizer_state(self.model, self.optimizer),
             "optimizer_class": type(self.optimizer).__name__,
             "scaler": self.scaler.state_dict(),
             "average": self.average.state_dict(),
             "meter": self.meter.state_dict(),
             "step": self.step,
             "applied": self.applied,
-            "left_out": self.left_out,
+            "left_out": self.skipped,
             "evaluation_due": self.evaluation_due,
             "best": self.best,
             "best_step": self.best_step,
-            "carried": self.carried,
+            "carried": self.rank_state,
             "unsent": self.unsent,
+            "controllers": {name: dict(one.state_dict()) for name, one in self.controllers.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], where: str) -> None:
@@ -109,7 +113,8 @@ class TrainState:
         Learning rate, weight decay and the like stay those of the config; the schedule is wound forward.
         Raises UserError where it belongs to another model or another kind of run.
         """
-        fit_model(self.model, state["model"], where)
+        check_fits(self.model, state["model"], where)
+        self.strategy.load_model_state(self.model, state["model"])
         if bool(state["average"]) != bool(self.average.state_dict()):
             kept = "with averaged weights" if state["average"] else "without averaged weights"
             raise UserError(f"{where}: was saved {kept}; set ema.decay accordingly, or start a new run.")
@@ -133,47 +138,56 @@ class TrainState:
         settings = [
             {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
         ]
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.strategy.load_optimizer_state(self.model, self.optimizer, state["optimizer"])
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
-        wind_forward(self.scheduler, state["applied"])
+        fast_forward(self.scheduler, state["applied"])
         self.scaler.load_state_dict(state["scaler"])
         self.average.load_state_dict(state["average"])
         self.meter.load_state_dict(state["meter"])
         self.step, self.best, self.best_step = state["step"], state["best"], state["best_step"]
-        self.applied, self.left_out = state["applied"], state["left_out"]
+        self.applied, self.skipped = state["applied"], state["left_out"]
         self.evaluation_due = state["evaluation_due"]
-        self.carried = state["carried"]
-        self.strategy.hand_out(state.get("unsent", {}))  # absent from earlier checkpoints
+        self.rank_state = state["carried"]
+        for name, controller in self.controllers.items():
+            controller.load_state_dict(state.get("controllers", {}).get(name, {}))
+        self.strategy.scatter(state.get("unsent", {}))  # absent from earlier checkpoints
 
 
 def make_state(
-    config: Config, model: nn.Module, strategy: Strategy, precision: Precision, world: World, steps: int
+    config: Config, model: nn.Module, strategy: Strategy, precision: Precision, steps: int
 ) -> TrainState:
     """Step 0 of a run of so many steps: optimizer, schedule and average around a model on its device.
 
     Compiles and wraps the model.
     """
+    if config.compile not in ("off", "step"):
+        compile_model(model, config.compile)
+    wrapped = strategy.wrap(model)
     optimizer = build_optimizer(config.optim, model.parameters(), config.train.weight_decay_on)
     average: Average = NoAverage(model)
     if config.ema.decay is not None:
         average = ExponentialAverage(model, config.ema.decay)
-    if config.compile not in ("off", "step"):
-        compile_model(model, config.compile)
     return TrainState(
         model=model,
-        wrapped=strategy.wrap(model),
+        wrapped=wrapped,
         optimizer=optimizer,
         scheduler=build_schedule(config.sched, optimizer, steps),
         scaler=precision.scaler,
         average=average,
-        meter=Meter(world, shards_of(config), finite_only=config.train.nonfinite == "skip"),
+        meter=Meter(strategy.world, strategy.shards, finite_only=config.train.nonfinite == "skip"),
         strategy=strategy,
     )
 
 
 def fit_model(model: nn.Module, weights: Mapping[str, Any], where: str) -> None:
     """Load weights into a model, or raise UserError that says how the two differ."""
+    check_fits(model, weights, where)
+    model.load_state_dict(weights)
+
+
+def check_fits(model: nn.Module, weights: Mapping[str, Any], where: str) -> None:
+    """Raise UserError that says how weights and a model differ."""
     own = model.state_dict()
     for name in [*own, *weights]:
         if name not in weights or name not in own or own[name].shape != weights[name].shape:
@@ -183,4 +197,3 @@ def fit_model(model: nn.Module, weights: Mapping[str, Any], where: str) -> None:
                 f"{where}: is of another model: {name} is {theirs} there and {ours} here."
                 " Use the recipe and model it was trained with."
             )
-    model.load_state_dict(weights)

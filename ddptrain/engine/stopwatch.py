@@ -5,20 +5,14 @@ import resource
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import TypeVar, final
+from collections.abc import Sequence
+from typing import final
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.nn.parallel import DistributedDataParallel
 
+from ddptrain.api.observer import Times
+from ddptrain.api.timing import PHASES, Lap, Timing
 from ddptrain.data.prefetch import copy_waits
-from ddptrain.distributed.ballot import WithBallot
-from ddptrain.observe.observer import Times
-from ddptrain.observe.timing import PHASES, Lap, Timing
-
-Item = TypeVar("Item")
 
 
 class Clock(ABC):
@@ -96,40 +90,38 @@ class Stopwatch:
         self._samples = 0
         self._flops = self._peak = 0.0
         self._laps: dict[str, Timing] = {}
+        self._ended_early = False
 
-    def begin(self, flops: float, peak: float, wrapped: nn.Module) -> None:
+    def begin(self, flops: float, peak: float) -> None:
         """Set-up ends here: what it took is not training. For `Timing`: FLOPs per sample, and FLOP/s of all
-        ranks. wrapped: the module that training calls; where votes travel with its gradients, the end of a
-        backward pass marks itself."""
+        ranks."""
         self._flops, self._peak = flops, peak
-        called = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-        if isinstance(called, WithBallot):
-            # A backward pass comes to the votes first, and autograd runs callbacks in the order in which they
-            # were queued: this one, at the end of the rank's own pass, before DDP's, which waits for others.
-            called.votes.register_hook(self._queue_mark)
-        if isinstance(wrapped, DistributedDataParallel) and wrapped.will_sync_module_buffers():
-            # DDP broadcasts buffers before the model's own forward: a late rank is waited for there too
-            wrapped.register_forward_pre_hook(lambda *_: self._clock.mark("forward"))
-            wrapped.module.register_forward_pre_hook(lambda *_: self._clock.mark("all_reduce"))
+        self._ended_early = False
         self._clock = HostClock()
         if self._device.type == "cuda":
             self._clock = DeviceClock()
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def next(self, batches: Iterator[Item]) -> Item:
-        """The next batch."""
-        self._clock.mark("optimizer")
-        self._clock.drain()
-        batch = next(batches)
-        self._clock.mark("data")
-        return batch
+    def end(self, phase: str) -> None:
+        """A phase of the step ends; a backward pass may have, by `mark_early`."""
+        if phase == "backward" and self._ended_early:
+            self._ended_early = False
+        else:
+            self._clock.mark(phase)
+
+    def mark_early(self, phase: str) -> None:
+        """A part of the step ends inside of a phase: the rest belongs to the next."""
+        self._clock.mark(phase)
+        self._ended_early |= phase == "backward"
 
     def mark(self, phase: str) -> None:
         """What has passed since the last mark belongs to this phase."""
         self._clock.mark(phase)
 
     def count(self, samples: int) -> None:
+        """A step is over."""
         self._samples += samples
+        self._clock.drain()
 
     def settle(self) -> None:
         """Wait for the device, before the clock is read around something that is not training: what is
@@ -153,12 +145,6 @@ class Stopwatch:
         """Of this process, at its end. ranks: the last that is known of all of them."""
         seconds = time.perf_counter() - self._began
         return Times(self.total(), ranks, seconds, self._peak_memory() / 2**20)
-
-    def _queue_mark(self, gradient: Tensor) -> None:
-        Variable._execution_engine.queue_callback(self._mark_backward)
-
-    def _mark_backward(self) -> None:
-        self._clock.mark("backward")
 
     def _peak_memory(self) -> int:
         if self._device.type == "cuda":

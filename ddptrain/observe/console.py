@@ -2,13 +2,15 @@
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, final
 
+from ddptrain.api.observer import End, Evaluated, Log, Observer, Run, Start
+from ddptrain.api.timing import told
+from ddptrain.observe.advice import advise
 from ddptrain.observe.clock import clock
-from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start, Times
-from ddptrain.observe.timing import told
+from ddptrain.observe.monitor import in_short
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -19,21 +21,16 @@ log = logging.getLogger("ddptrain")
 
 @final
 class Console(Observer):
-    """One line at each log step and evaluation; on a terminal a bar with loss, speed and ETA below.
+    """One line at each log step and evaluation; on a terminal a bar with loss, speed and ETA below."""
 
-    advise: what limits the run, in a sentence. devices: how busy they are, in a few words.
-    """
-
-    def __init__(self, advise: Callable[[Times], str], devices: Callable[[], str] = str) -> None:
-        self._advise = advise
-        self._devices = devices
+    def __init__(self) -> None:
+        self._run = Run()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._steps = 0
         self._metrics = ""
 
     def start(self, event: Start) -> None:
-        self._steps = event.steps
+        self._run, self._steps = event.run, event.steps
         if not sys.stderr.isatty():
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -56,7 +53,9 @@ class Console(Observer):
         log.info("%s  ETA %s", line, clock(left))
         if self._progress is not None and self._task is not None:
             pace = f"loss {_short(event.values['loss'])}  {_short(speed)} samples/s"
-            status = "  ".join(part for part in (pace, self._devices(), self._metrics) if part)
+            status = "  ".join(
+                part for part in (pace, in_short(self._run.devices.latest()), self._metrics) if part
+            )
             self._progress.update(self._task, completed=event.step, status=status)
 
     def evaluated(self, event: Evaluated) -> None:
@@ -71,9 +70,6 @@ class Console(Observer):
         if event.timing.samples:
             log.info("time       %s", told(event.timing))
 
-    def saved(self, event: Saved) -> None:
-        log.debug("saved %s", event.path)
-
     def end(self, event: End) -> None:
         if self._progress is not None:
             self._progress.stop()
@@ -83,7 +79,7 @@ class Console(Observer):
             log.info("done: %s after %d steps in %s", metrics, event.step, seconds)
             if times.timing.samples:
                 log.info("time       %s", told(times.timing))
-                log.info("advice     %s", self._advise(times))
+                log.info("advice     %s", advise(self._run, times))
 
 
 def open_log(path: str | None, first: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
 
 _GIB = 2**30
 _SLOWED = {

@@ -8,20 +8,18 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, final
+from typing import final
 
-from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
+from ddptrain.api.observer import End, Evaluated, Log, Observer, Start
+from ddptrain.observe.metrics_file import read_lines
 
 
 @final
 class Jsonl(Observer):
     """Appends to metrics.jsonl; on a resume first cuts off what comes after the resumed step."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
     def start(self, event: Start) -> None:
+        self._path = event.run.folder / "metrics.jsonl"
         kept = [
             line
             for line in read_lines(self._path)
@@ -39,9 +37,6 @@ class Jsonl(Observer):
     def evaluated(self, event: Evaluated) -> None:
         self._write(event, "valid", event.metrics)
 
-    def saved(self, event: Saved) -> None:
-        pass
-
     def end(self, event: End) -> None:
         self._file.close()
 
@@ -50,16 +45,3 @@ class Jsonl(Observer):
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({**line, **finite}) + "\n")
         self._file.flush()
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; one cut short by a kill is left out."""
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break
-    return lines

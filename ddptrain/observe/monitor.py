@@ -14,7 +14,7 @@ from typing import Any, final
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
 from ddptrain.observe.gauges import Gauge, Reading, Unreadable
 
 _SOON_S = 0.2

@@ -1,154 +1,56 @@
 """plots/: the run's curves and its newest figures, for those who would rather look."""
 
-import math
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any, final
+from typing import final
 
-from ddptrain.observe.jsonl import read_lines
-from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
-from ddptrain.protocols import ConfusionMatrix, Curves, Figure, Picture, TextSample
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Drawing
-
-_POSITION = ("step", "epoch", "samples", "split")
-_BLUE, _ORANGE = "#2b6cb0", "#dd6b20"
-_DPI = 200
-"""Of the files; in TensorBoard they are smaller."""
-_MARKED = 20
-"""Points up to which each has a mark."""
-_MANY = 60
-"""Points from which on a noisy curve is smoothed."""
-_DECADES = 100.0
-"""The largest value beside the smallest from which on an axis is logarithmic, for these:"""
-_LOGARITHMIC = ("loss", "perplexity", "grad_norm")
-_NUMBERED, _LABELS = 25, 60
-"""Classes up to which a confusion matrix has numbers, and how many of their names it has at most."""
-_IN_A_LEGEND = 8
-_DASHES = ("-", "--", ":", "-.")
-"""There are ten colours."""
+from ddptrain.api.observer import End, Evaluated, Observer, Start
+from ddptrain.api.recipe import ConfusionMatrix, Curves, Picture, TextSample
+from ddptrain.observe.drawer import Drawer, shared_drawer
 
 
 @final
 class Plots(Observer):
-    """Writes pictures and texts at each evaluation; draws the rest when the run ends, curves from
-    metrics.jsonl, so a resumed run shows all of itself."""
-
-    def __init__(self, metrics: Path, folder: Path) -> None:
-        self._metrics = metrics
-        self._folder = folder
-        self._figures: dict[str, Figure] = {}
+    """Writes pictures and texts at each evaluation. Figures of numbers, and curves from metrics.jsonl, so
+    that a resumed run shows all of itself, are drawn beside the training: the newest when there is time, and
+    the last at the end."""
 
     def start(self, event: Start) -> None:
-        pass
-
-    def log(self, event: Log) -> None:
-        pass
+        self._metrics = event.run.folder / "metrics.jsonl"
+        self._folder = event.run.folder / "plots"
+        self._drawer: Drawer = shared_drawer()
 
     def evaluated(self, event: Evaluated) -> None:
-        self._figures = dict(event.figures)
         self._folder.mkdir(exist_ok=True)
         for name, figure in event.figures.items():
             if isinstance(figure, TextSample):
                 (self._folder / f"{name}.txt").write_text(figure.text, errors="replace")
             elif isinstance(figure, Picture):
                 write_picture(figure, self._folder / f"{name}.png")
-
-    def saved(self, event: Saved) -> None:
-        pass
+            elif isinstance(figure, ConfusionMatrix | Curves):
+                self._drawer.draw(name, figure, self._writer(name))
+        self._drawer.draw_curves(self._metrics, self._writer("curves"))
 
     def end(self, event: End) -> None:
-        lines = read_lines(self._metrics)
-        if not lines:
-            return
-        self._folder.mkdir(exist_ok=True)
-        _saved(draw_curves(lines), self._folder / "curves.png")
-        for name, figure in self._figures.items():
-            if isinstance(figure, ConfusionMatrix | Curves):
-                _saved(draw_figure(figure), self._folder / f"{name}.png")
+        if self._metrics.exists():
+            self._folder.mkdir(exist_ok=True)
+            self._drawer.draw_curves(self._metrics, self._writer("curves"))
+        self._drawer.finish()
+
+    def _writer(self, name: str) -> "_Writer":
+        return _Writer(self._folder / f"{name}.png")
 
 
-def draw_curves(lines: Sequence[dict[str, Any]]) -> "Drawing":
-    """Every logged value against epochs, training and validation of one name in one panel: the loss first,
-    then the metrics of validation. A loss that spans decades has a logarithmic axis."""
-    validated = {name for line in lines if line["split"] == "valid" for name in line}
-    seen = dict.fromkeys(name for line in lines for name in line)
-    names = [name for name in seen if name not in _POSITION and "/" not in name]
-    names.sort(key=lambda name: (name != "loss", name not in validated))
-    columns = 2 if len(names) in (2, 4) else min(3, len(names))
-    rows = -(-len(names) // columns)
-    drawing = _new(4.2 * columns, 3.1 * rows)
-    first, last = min(line["epoch"] for line in lines), max(line["epoch"] for line in lines)
-    room = 0.03 * (last - first) or 0.5
-    for i, name in enumerate(names):
-        axes = drawing.add_subplot(rows, columns, i + 1)
-        for split, colour in (("train", _BLUE), ("valid", _ORANGE)):
-            points = [
-                (line["epoch"], line[name]) for line in lines if line["split"] == split and name in line
-            ]
-            if points:
-                _draw_curve(axes, points, split, colour)
-        _style(axes, name)
-        axes.set_xlim(first - room, last + room)
-        _scale(axes, name, [line[name] for line in lines if line.get(name) is not None])
-    drawing.tight_layout()
-    return drawing
+@final
+class _Writer:
+    """Writes a drawn figure, whole or not at all: it may be looked at while it is written."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-def _draw_curve(axes: "Axes", points: Sequence[tuple[float, float | None]], label: str, colour: str) -> None:
-    """What is noisy is drawn faintly, with its moving median over it. A value that is not finite: a gap."""
-    epochs = [epoch for epoch, _ in points]
-    values = [math.nan if value is None else value for _, value in points]
-    mark = "o" if len(points) <= _MARKED else None
-    if not _is_noisy(values):
-        axes.plot(epochs, values, color=colour, label=label, marker=mark, markersize=3.5, linewidth=1.5)
-        return
-    half = max(1, len(values) // 60)
-    axes.plot(epochs, values, color=colour, alpha=0.25, linewidth=0.8)
-    smooth = [(epochs[i], value) for i, value in moving_median(values, half)]
-    label = f"{label}, median of {2 * half + 1}"
-    axes.plot(*zip(*smooth, strict=True), color=colour, label=label, linewidth=1.8)
-
-
-def moving_median(values: Sequence[float], half: int) -> list[tuple[int, float]]:
-    """Of up to ``half`` values on either side, nan left out, so that no spike makes a step; with the index
-    of each. At about a thousand places: more can't be seen."""
-    places = sorted({*range(0, len(values), max(1, len(values) // 1000)), len(values) - 1})
-    windows = [(i, values[max(0, i - half) : i + half + 1]) for i in places]
-    known = [(i, [value for value in window if math.isfinite(value)]) for i, window in windows]
-    return [(i, median(window)) for i, window in known if window]
-
-
-def _is_noisy(values: Sequence[float]) -> bool:
-    """Whether a curve of many points goes up and down far more than it gets on; by logarithms if it can."""
-    known = [value for value in values if math.isfinite(value)]
-    if len(known) < _MANY:
-        return False
-    if min(known) > 0:
-        known = [math.log(value) for value in known]
-    way = sum(abs(after - before) for before, after in pairwise(known))
-    return way > 4 * (max(known) - min(known))
-
-
-def _style(axes: "Axes", name: str) -> None:
-    axes.set_title(name, fontsize=11, loc="left")
-    axes.set_xlabel("epoch", fontsize=10)
-    axes.tick_params(labelsize=9)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
-
-
-def _scale(axes: "Axes", name: str, values: Sequence[float]) -> None:
-    spans = values and min(values) > 0 and max(values) / min(values) >= _DECADES
-    if spans and any(word in name for word in _LOGARITHMIC):
-        axes.set_yscale("log")
-    else:
-        axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=True)
+    def __call__(self, png: bytes) -> None:
+        aside = self._path.with_suffix(".tmp")
+        aside.write_bytes(png)
+        aside.replace(self._path)
 
 
 def write_picture(picture: Picture, path: Path) -> None:
@@ -158,91 +60,3 @@ def write_picture(picture: Picture, path: Path) -> None:
     aside = path.with_suffix(".tmp")
     to_pil_image(picture.pixels).save(aside, format="PNG")
     aside.replace(path)
-
-
-def draw_figure(figure: ConfusionMatrix | Curves) -> "Drawing":
-    """A figure of numbers, drawn."""
-    return _drawn_curves(figure) if isinstance(figure, Curves) else _drawn_matrix(figure)
-
-
-def _drawn_curves(curves: Curves) -> "Drawing":
-    """With the area under each in the legend: of precision against recall, about the average precision."""
-    crowded = len(curves.lines) > _IN_A_LEGEND
-    drawing = _new(7.5 if crowded else 5.5, 4.6)
-    axes = drawing.add_subplot()
-    for i, (name, points) in enumerate(curves.lines.items()):
-        area = sum((right[0] - left[0]) * (left[1] + right[1]) / 2 for left, right in pairwise(points))
-        axes.plot(
-            *zip(*points, strict=True),
-            label=f"{name}  (area {area:.3f})",
-            linewidth=1.6,
-            linestyle=_DASHES[i // 10 % 4],
-        )
-    axes.set(xlim=(0, 1), ylim=(0, 1.02))
-    axes.set_xlabel(curves.x, fontsize=10)
-    axes.set_ylabel(curves.y, fontsize=10)
-    axes.tick_params(labelsize=9)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    if crowded:
-        columns = -(-len(curves.lines) // 30)
-        axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1), ncols=columns)
-    else:
-        axes.legend(frameon=False, fontsize=9)
-    drawing.tight_layout()
-    return drawing
-
-
-def _drawn_matrix(matrix: ConfusionMatrix) -> "Drawing":
-    """Percent of each true class by prediction, and the counts below where there is room."""
-    size = len(matrix.classes)
-    totals = [max(sum(row), 1) for row in matrix.counts]
-    shares = [[100 * n / total for n in row] for row, total in zip(matrix.counts, totals, strict=True)]
-    side = max(4.5, min(0.5 * size + 2, 12))
-    drawing = _new(side + 0.8, side)
-    axes = drawing.add_subplot()
-    picture = axes.imshow(shares, cmap="Blues", vmin=0, vmax=100, interpolation="nearest")
-    bar = drawing.colorbar(picture, ax=axes, fraction=0.045, pad=0.03)
-    bar.set_label("percent of the true class", fontsize=10)
-    bar.ax.tick_params(labelsize=9)
-    every = -(-size // _LABELS)
-    letters = 10 if size <= 12 else 8 if size <= _NUMBERED else 6
-    names = [str(name)[:24] for name in matrix.classes][::every]
-    turned = 90 if size > _NUMBERED else 45 if max(map(len, names)) > 2 else 0
-    axes.set_xticks(range(0, size, every), names, rotation=turned, fontsize=letters)
-    for label in axes.get_xticklabels() if turned == 45 else ():
-        label.set(ha="right", rotation_mode="anchor")
-    axes.set_yticks(range(0, size, every), names, fontsize=letters)
-    if size <= _NUMBERED:
-        _write_numbers(axes, matrix, shares)
-    correct, whole = sum(matrix.counts[i][i] for i in range(size)), sum(map(sum, matrix.counts))
-    axes.set_title(f"{correct:,} of {whole:,} right ({correct / max(whole, 1):.1%})", fontsize=11, loc="left")
-    axes.set_xlabel("predicted", fontsize=10)
-    axes.set_ylabel("true", fontsize=10)
-    drawing.tight_layout()
-    return drawing
-
-
-def _write_numbers(axes: "Axes", matrix: ConfusionMatrix, shares: Sequence[Sequence[float]]) -> None:
-    roomy = len(matrix.classes) <= 12
-    for true, row in enumerate(matrix.counts):
-        for predicted, count in enumerate(row):
-            if count:
-                share = shares[true][predicted]
-                percent = "<1" if share < 0.5 else f"{share:.0f}"
-                colour = "white" if share > 50 else "black"
-                up = 0.12 if roomy else 0
-                place: dict[str, Any] = {"ha": "center", "va": "center", "color": colour}
-                axes.text(predicted, true - up, percent, fontsize=9 if roomy else 6.5, **place)
-                if roomy:
-                    axes.text(predicted, true + 0.24, f"{count:,}", fontsize=5.5, **place)
-
-
-def _new(width: float, height: float) -> "Drawing":
-    from matplotlib.figure import Figure as Drawing  # not pyplot: no window, nothing global
-
-    return Drawing(figsize=(width, height), dpi=110)
-
-
-def _saved(drawing: "Drawing", path: Path) -> None:
-    drawing.savefig(path, dpi=_DPI)

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ddptrain.api.world import World
 from ddptrain.config.schema import Debug
-from ddptrain.distributed.world import World
 
 log = logging.getLogger("ddptrain")
 _MOST_ENTRIES = 200_000

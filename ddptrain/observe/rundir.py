@@ -20,8 +20,8 @@ import torch.distributed as dist
 import yaml
 
 from ddptrain import __version__
+from ddptrain.api.world import World
 from ddptrain.config.schema import Config
-from ddptrain.distributed.world import World
 from ddptrain.observe.lock import LOCK, unwritable
 
 _LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy")

@@ -2,41 +2,18 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import final
 
-from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start, Times
+from ddptrain.api.observer import End, Observer, Start
+from ddptrain.observe.advice import advise
 
 
 @final
 class Summary(Observer):
-    """Written when the process ends, whatever ended it.
-
-    advise: what limits the run, in a sentence. devices: what they did, for JSON.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        advise: Callable[[Times], str],
-        devices: Callable[[], Mapping[str, object]] = dict,
-    ) -> None:
-        self._path = path
-        self._advise = advise
-        self._devices = devices
+    """Written when the process ends, whatever ended it."""
 
     def start(self, event: Start) -> None:
-        pass
-
-    def log(self, event: Log) -> None:
-        pass
-
-    def evaluated(self, event: Evaluated) -> None:
-        pass
-
-    def saved(self, event: Saved) -> None:
-        pass
+        self._run = event.run
 
     def end(self, event: End) -> None:
         result, times, timing = event.result, event.times, event.times.timing
@@ -54,9 +31,10 @@ class Summary(Observer):
             "time_of_ranks": [dict(rank.seconds) for rank in times.ranks],
             "flops_per_sample": timing.flops,
             "mfu": timing.mfu,
-            "devices": dict(self._devices()),
-            "verdict": self._advise(times) if timing.samples else None,
+            "devices": dict(self._run.devices.summary()),
+            "verdict": advise(self._run, times) if timing.samples else None,
         }
-        aside = self._path.with_suffix(".part")
+        path = self._run.folder / "summary.json"
+        aside = path.with_suffix(".part")
         aside.write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(aside, self._path)
+        os.replace(aside, path)

@@ -1,15 +1,17 @@
 """TensorBoard: scalars under train/, valid/, perf/ and time/, pictures, and HPARAMS with final metrics."""
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
 from typing import Any, final
 
 import torch
 
-from ddptrain.observe.jsonl import read_lines
-from ddptrain.observe.observer import End, Evaluated, Log, Observer, Saved, Start
-from ddptrain.observe.plots import draw_figure
-from ddptrain.protocols import Picture, TextSample
+from ddptrain.api.observer import End, Evaluated, Log, Observer, Start
+from ddptrain.api.recipe import Picture, TextSample
+from ddptrain.config.schema import Config
+from ddptrain.observe.drawer import shared_drawer
+from ddptrain.observe.metrics_file import read_lines
 
 _PLACE = ("step", "epoch", "samples")
 _SHOWN_FIRST = ("recipe", "optim.lr", "optim.weight_decay", "train.batch_size", "seed")
@@ -21,29 +23,17 @@ checkpoint comes after."""
 @final
 class TensorBoard(Observer):
     """One event stream a run; after a resume TensorBoard drops what an earlier process wrote beyond
-    the resumed step (``purge_step``), so no point is shown twice.
-
-    metrics: the run's metrics.jsonl. devices: what they do now, by name.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        settings: Mapping[str, Any],
-        metrics: Path,
-        devices: Callable[[], Mapping[str, float]] = dict,
-    ) -> None:
-        self._folder = folder
-        self._devices = devices
-        self._metrics = metrics
-        self._settings = settings
+    the resumed step (``purge_step``), so no point is shown twice."""
 
     def start(self, event: Start) -> None:
+        self._run, self._drawer = event.run, shared_drawer()
         from torch.utils.tensorboard import SummaryWriter
 
         first = event.step if event.evaluates else event.step + 1
-        self._writer = SummaryWriter(str(self._folder), purge_step=first, flush_secs=_FLUSH_S)
-        for line in read_lines(self._metrics) if event.evaluates else []:
+        self._writer = SummaryWriter(
+            str(event.run.folder / "tensorboard"), purge_step=first, flush_secs=_FLUSH_S
+        )
+        for line in read_lines(event.run.folder / "metrics.jsonl") if event.evaluates else []:
             if (
                 line["step"] == event.step and line.pop("split") == "train"
             ):  # dropped with the evaluation there
@@ -59,7 +49,7 @@ class TensorBoard(Observer):
             "train": {**event.values, "epoch": event.epoch},
             "perf": perf,
             "time": timing.shares,
-            "device": self._devices(),
+            "device": self._run.devices.latest(),
         }
         self._scalars(groups, event.step)
 
@@ -71,17 +61,25 @@ class TensorBoard(Observer):
             elif isinstance(figure, Picture):
                 self._writer.add_image(f"valid/{name}", figure.pixels, event.step)
             else:
-                self._writer.add_figure(f"valid/{name}", draw_figure(figure), event.step)
+                self._drawer.draw(name, figure, partial(self._add_drawn, f"valid/{name}", event.step))
         self._writer.flush()
 
-    def saved(self, event: Saved) -> None:
-        pass
-
     def end(self, event: End) -> None:
+        self._drawer.finish()
         metrics = event.result.metrics
         if metrics:
             self._add_hparams({f"hparam/{n}": v for n, v in metrics.items() if "/" not in n}, event.step)
         self._writer.close()
+
+    def _add_drawn(self, tag: str, step: int, png: bytes) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
+        # of a PNG: its width and height as two whole numbers
+        width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
+        image = Summary.Image(encoded_image_string=png, width=width, height=height, colorspace=4)
+        self._writer._get_file_writer().add_summary(
+            Summary(value=[Summary.Value(tag=tag, image=image)]), step
+        )
 
     def _add_hparams(self, metrics: dict[str, float], step: int) -> None:
         """The writer's own add_hparams can't say which settings come first, and the page shows five of them:
@@ -91,7 +89,7 @@ class TensorBoard(Observer):
         )
         from torch.utils.tensorboard.summary import hparams
 
-        experiment, *session = hparams(flat_settings(self._settings), metrics)
+        experiment, *session = hparams(flat_settings(settings_of(self._run.config)), metrics)
         about = experiment.value[0].metadata.plugin_data
         content = HParamsPluginData.FromString(about.content)
         for setting in content.experiment.hparam_infos:
@@ -104,7 +102,7 @@ class TensorBoard(Observer):
 
     def _scalars(self, groups: Mapping[str, Mapping[str, float]], step: int) -> None:
         """In one record: the writer's add_scalar makes one, and computes a checksum in Python, for each."""
-        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [
             Summary.Value(tag=f"{group}/{name}", simple_value=value)
@@ -112,6 +110,11 @@ class TensorBoard(Observer):
             for name, value in named.items()
         ]
         self._writer._get_file_writer().add_summary(Summary(value=values), step)
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """What a training depends on."""
+    return {name: value for name, value in asdict(config).items() if name not in ("run", "sweep")}
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | float | int | str]:

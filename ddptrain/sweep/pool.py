@@ -10,13 +10,14 @@ from types import FrameType
 from typing import Any
 
 from ddptrain.config.schema import Config
+from ddptrain.config.strategy import is_ddp
 from ddptrain.errors import ExitCode, Stopped
 from ddptrain.sweep.board import Board
+from ddptrain.sweep.desk import Desk
 from ddptrain.sweep.ledger import Job, Ledger
 from ddptrain.sweep.process import Process, command
 from ddptrain.sweep.prune import NoPruning, Pruning
 from ddptrain.sweep.slots import Slots
-from ddptrain.sweep.verdicts import Desk
 
 _TICK_S = 0.1
 _AFTER_GRACE_S = 10.0
@@ -84,13 +85,15 @@ class Pool:
             began = True
             taken = [self._free.pop(0) for _ in range(self._slots.per_job)]
             config, folder = self._configs[job.number], self._ledger.folder
-            environment = {**self._slots.environment(taken), **self._desk.environment(job.number)}
-            words = command(job, folder, self._slots, config.strategy.name == "ddp")
+            words = command(job, folder, self._slots, is_ddp(config.strategy))
+            words.append(self._desk.controller(job.number))
             self._attempts[job.number] += 1
             self._ledger.write(
                 job, "started", gpus=taken if self._slots.are_gpus else [], on_cpu=self._slots.on_cpu
             )
-            self._running[job.number] = Process(job, words, folder / job.folder, taken, environment)
+            self._running[job.number] = Process(
+                job, words, folder / job.folder, taken, self._slots.environment(taken)
+            )
             self._board.changed(job)
         return began
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddptrain.distributed.lifeline import AGENT
 from ddptrain.errors import ExitCode
+from ddptrain.launcher.parent_death import AGENT
 from ddptrain.sweep.ledger import Job
 from ddptrain.sweep.slots import Slots
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ddptrain.config.schema import Config
 from ddptrain.config.schema import Sweep as Settings
+from ddptrain.config.strategy import is_ddp
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.lock import is_locked
 from ddptrain.sweep.board import Board, counted, print_table
@@ -121,5 +122,5 @@ def _print_plan(plan: Sequence[tuple[Job, Point]], folder: Path, slots: Slots, r
     left = unfinished([job for job, _ in plan], rule)
     print(f"sweep {folder}: {counted(len(plan))}, {len(left)} to run; {slots.describe()}")
     for job, point in plan:
-        line = shlex.join(command(job, folder, slots, point.config.strategy.name == "ddp")[1:])
+        line = shlex.join(command(job, folder, slots, is_ddp(point.config.strategy))[1:])
         print(f"{job.folder}  {job.status:8} python {line}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddptrain.config.schema import Config
-from ddptrain.distributed.cores import CORES, cores
+from ddptrain.distributed.cpu import CORES, cores
 from ddptrain.doctor.children import ask
 from ddptrain.doctor.facts import Cuda, Driver
 from ddptrain.errors import UserError

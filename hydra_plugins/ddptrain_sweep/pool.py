@@ -20,7 +20,7 @@ class GpuPool(Launcher):
         self._config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from ddptrain.multirun import launch
+        from ddptrain.cli.hydra_sweep import launch
 
         return launch(self._loader, self._config, job_overrides)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_iou
 
-from ddptrain.errors import UserError
+from ddptrain.api import UserError
 
 
 class Assigned(NamedTuple):

@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from ddptrain.protocols import Deployed, relative_difference
+from ddptrain.api import Deployed, relative_difference
 from ddptrain.recipes.yolo.boxes import candidates, decoded, without_doubles
 
 _RECTANGLES = 12

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddptrain.api import At, Deployed, Figure, Loss, Report, Rows, Task, UserError, mixed
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
-from ddptrain.data.dice import mixed
-from ddptrain.errors import UserError
-from ddptrain.protocols import At, Deployed, Figure, Loss, Report, Rows, Task
 from ddptrain.recipes.yolo.assign import TaskAligned
 from ddptrain.recipes.yolo.boxes import (
     boxes_at,

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.utils import draw_bounding_boxes, make_grid
 
+from ddptrain.api import Picture
 from ddptrain.data.detection.batch import Batch
-from ddptrain.protocols import Picture
 from ddptrain.recipes.yolo.boxes import Detections
 
 _TRUE, _FOUND = "#2b9348", "#dd6b20"

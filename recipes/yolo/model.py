@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.errors import UserError
+from ddptrain.api import UserError
 from ddptrain.recipes.yolo.blocks import ConvBlock, CspBlock, PyramidPooling
 
 STRIDES = (8, 16, 32)

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ddptrain.api import UserError
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.files import FileScenes, probe
 from ddptrain.data.detection.source import Objects
 from ddptrain.data.detection.write import as_coco, in_sides
 from ddptrain.data.pictures import claim, named_pictures
-from ddptrain.errors import UserError
 from ddptrain.recipes.yolo.boxes import Detections, detections
 from ddptrain.recipes.yolo.draw import annotated
 

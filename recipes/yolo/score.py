@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ddptrain.api import Curves
 from ddptrain.data.detection.source import Scenes
 from ddptrain.data.detection.write import as_coco
-from ddptrain.protocols import Curves
 
 _ANY_AREA, _MOST = 0, -1
 """Positions in the evaluator's tables: objects of all sizes, 100 detections a picture."""

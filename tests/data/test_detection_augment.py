@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddptrain.data.detection.augment import Augment, Dice, Seen
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
+from ddptrain.data.detection.augment import Augment, Draws, Seen
 from ddptrain.data.detection.batch import Batch, coloured, stacked
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes, draw_scenes
 from ddptrain.data.detection.letterbox import GREY, letterbox
 from ddptrain.data.detection.source import ArrayScenes, DetectionSource, Objects, Opened, Scenes
-from ddptrain.data.sampler import Sampler
 from ddptrain.data.shapes import DISTANCES
-from ddptrain.distributed.world import World
 
 PLAIN = dict.fromkeys(Augment.__dataclass_fields__, 0.0)
 """An augmentation that does nothing."""
@@ -126,7 +126,7 @@ SIDE = 128
 shares = st.sampled_from([0.0, 0.3, 0.5])
 
 
-def applied(augment: Augment, seed: int, mosaic: bool) -> tuple[list[Seen], Seen, Dice]:
+def applied(augment: Augment, seed: int, mosaic: bool) -> tuple[list[Seen], Seen, Draws]:
     if mosaic:
         tiles = [
             painted(128, 96, 0, 2),
@@ -136,8 +136,8 @@ def applied(augment: Augment, seed: int, mosaic: bool) -> tuple[list[Seen], Seen
         ]
     else:
         tiles = [painted(128, 100, seed % 5, 2)]
-    dice = Dice(seed, torch.tensor([3, 1]), torch.tensor([seed % 7, 4]))
-    return tiles, augment.apply(tiles, dice, 0, SIDE), dice
+    draws = Draws(seed, torch.tensor([3, 1]), torch.tensor([seed % 7, 4]))
+    return tiles, augment.apply(tiles, draws, 0, SIDE), draws
 
 
 @settings(deadline=None, max_examples=80)
@@ -152,7 +152,7 @@ def test_boxes_stay_on_their_objects(
         "upside_down": float(upside_down),
         "keep": 0.2,
     }
-    tiles, (pixels, boxes, labels), dice = applied(Augment(**PLAIN | changes), seed, mosaic)
+    tiles, (pixels, boxes, labels), draws = applied(Augment(**PLAIN | changes), seed, mosaic)
     assert pixels.shape == (3, SIDE, SIDE)
     assert len(set(labels.tolist())) == len(labels) == len(boxes)
     for box, label in zip(boxes, labels.tolist(), strict=True):
@@ -163,7 +163,7 @@ def test_boxes_stay_on_their_objects(
     everything = Augment(**PLAIN | changes | {"keep": 0.0})
     for box, label in zip(*applied(everything, seed, mosaic)[1][1:], strict=True):
         whole = next(tile.boxes[tile.labels == label][0] for tile in tiles if label in tile.labels)
-        magnified = SIDE / round(SIDE / dice.one(0, "zoom", 1 - zoom / 2, 1 + zoom / 2))
+        magnified = SIDE / round(SIDE / draws.one(0, "zoom", 1 - zoom / 2, 1 + zoom / 2))
         left = float((box[2:] - box[:2]).prod() / (whole[2:] - whole[:2]).prod()) / magnified**2
         assert abs(left - 0.2) < 1e-3 or (left >= 0.2) == (int(label) in labels.tolist())
 
@@ -192,20 +192,23 @@ def test_what_the_mosaics_edge_hides_counts_as_cut_off_also_where_pictures_are_t
     tiles = [Seen(grey, torch.tensor([[0.0, 40, 64, 80]]), torch.tensor([0])), empty, empty, empty]
     changes, shown = PLAIN | {"zoom": 0.5, "shift": 0.5}, 0
     for seed in range(1000):
-        dice = Dice(seed, torch.tensor([0]), torch.tensor([0]))
+        draws = Draws(seed, torch.tensor([0]), torch.tensor([0]))
         # pixels of the first tile that lie left of the canvas
-        beyond = SIDE - round(SIDE * dice.one(0, "middle_x", 0.5, 1.5))
-        if 54 <= beyond <= 60 and len(Augment(**changes).apply(tiles, dice, 0, SIDE).labels):
+        beyond = SIDE - round(SIDE * draws.one(0, "middle_x", 0.5, 1.5))
+        if 54 <= beyond <= 60 and len(Augment(**changes).apply(tiles, draws, 0, SIDE).labels):
             shown += 1
             for degrees in (0.0, 0.01):
                 augment = Augment(**changes | {"degrees": degrees, "keep": 0.2})
-                assert not len(augment.apply(tiles, dice, 0, SIDE).labels), (seed, degrees)
+                assert not len(augment.apply(tiles, draws, 0, SIDE).labels), (seed, degrees)
     assert shown
 
 
 def test_mosaics_are_a_share_of_the_samples_until_they_end() -> None:
-    augment, dice = Augment(mosaic=0.5, mosaic_until=0.8), Dice(0, torch.zeros(500).long(), torch.arange(500))
-    tiles = [augment.tiles(dice, i, i, 500, 0.79) for i in range(500)]
+    augment, draws = (
+        Augment(mosaic=0.5, mosaic_until=0.8),
+        Draws(0, torch.zeros(500).long(), torch.arange(500)),
+    )
+    tiles = [augment.tiles(draws, i, i, 500, 0.79) for i in range(500)]
     four = [of for of in tiles if len(of) == 4]
     assert {len(of) for of in tiles} == {1, 4}
     assert 200 < len(four) < 300
@@ -213,19 +216,19 @@ def test_mosaics_are_a_share_of_the_samples_until_they_end() -> None:
     assert len({tile for of in four for tile in of[1:]}) > 200
     assert all(0 <= tile < 500 for of in four for tile in of)
     for progress in (0.8, 0.99):
-        assert all(augment.tiles(dice, i, i, 500, progress) == [i] for i in range(500))
+        assert all(augment.tiles(draws, i, i, 500, progress) == [i] for i in range(500))
 
 
 def test_colours_turn_saturate_and_scale() -> None:
-    dice = Dice(0, torch.zeros(50).long(), torch.arange(50))
-    plain = Augment(**PLAIN).colours(dice)
+    draws = Draws(0, torch.zeros(50).long(), torch.arange(50))
+    plain = Augment(**PLAIN).colours(draws)
     torch.testing.assert_close(plain, torch.eye(3).expand(50, 3, 3), rtol=0, atol=1e-5)
     grey, red = torch.ones(3) * 0.4, torch.tensor([0.5, 0.1, 0.1])
     for changes in ({"hue": 0.5}, {"saturation": 0.9}):
-        turned = Augment(**PLAIN | changes).colours(dice)
+        turned = Augment(**PLAIN | changes).colours(draws)
         torch.testing.assert_close(turned @ grey, grey.expand(50, 3), rtol=0, atol=1 / 255)
         assert (turned @ red - red).abs().amax(1).median() > 0.05
-    values = Augment(**PLAIN | {"value": 0.4}).colours(dice)
+    values = Augment(**PLAIN | {"value": 0.4}).colours(draws)
     torch.testing.assert_close(values, values[:, :1, :1] * torch.eye(3), rtol=0, atol=1e-5)
     assert 0.6 <= values[:, 0, 0].min() < 0.7
     assert 1.3 < values[:, 0, 0].max() <= 1.4

@@ -2,7 +2,7 @@
 
 import torch
 
-from ddptrain.data.dice import draw, draw_below, mixed
+from ddptrain.api.rng import draw, draw_below, mixed
 
 
 def splitmix64(state: int) -> int:

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchvision.transforms import v2
 
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.data.augment import Augment, Moves, Normalise
 from ddptrain.data.files import FileLoader
 from ddptrain.data.images import ImageData
 from ddptrain.data.loader import Recipe
 from ddptrain.data.prefetch import on_device, tensors_of
 from ddptrain.data.resident import ResidentLoader
-from ddptrain.data.sampler import Sampler
 from ddptrain.data.shapes import Shapes
 from ddptrain.data.source import Split
-from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
 
 Flip = bool | Literal["alternate"]

@@ -15,12 +15,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.data.augment import Augment
 from ddptrain.data.imagefolder import ImageFolder
 from ddptrain.data.images import ImageData
-from ddptrain.data.sampler import Sampler
 from ddptrain.distributed.comm import once_a_node
-from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
 from ddptrain.testing import run_ranks
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from composed import made
 
+from ddptrain.api.sampler import Sampler
 from ddptrain.data import prefetch
-from ddptrain.data.sampler import Sampler
 
 KINDS = {
     "images in files": ("cnn_cifar10", "data.resident=false"),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.data.sampler import Part, Sampler
+from ddptrain.api.sampler import Part, Sampler
 
 CPU = torch.device("cpu")
 

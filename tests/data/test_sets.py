@@ -12,12 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
+from ddptrain.api.world import World
 from ddptrain.data.cifar10 import ARCHIVE, Cifar10
 from ddptrain.data.digits import Digits
 from ddptrain.data.imagefolder import ImageFolder
 from ddptrain.data.shapes import DISTANCES, Shapes
 from ddptrain.distributed.comm import once_a_node
-from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
 from ddptrain.testing import run_ranks
 

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.data.corpus import Corpus, Document, StandardLibrary, TextFiles
-from ddptrain.data.sampler import Sampler
 from ddptrain.data.text import TextData
 from ddptrain.data.tokens import open_tokens, tokens_folder, write_tokens
 from ddptrain.data.vocabulary import Vocabulary
-from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
 from ddptrain.testing import run_ranks
 

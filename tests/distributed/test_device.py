@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from ddptrain.api.world import World
 from ddptrain.distributed.comm import backend_for
 from ddptrain.distributed.device import compared
-from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
 
 GPU = torch.device("cuda", 0)

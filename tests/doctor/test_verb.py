@@ -14,8 +14,8 @@ import pytest
 import torch
 from shell import RANK_VARIABLES, ddptrain, refusal
 
-from ddptrain.cli import main
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
+from ddptrain.cli.main import main
 from ddptrain.doctor import brief, meet
 from ddptrain.doctor.facts import (
     Asked,
@@ -119,7 +119,7 @@ def test_wrong_words_are_refused(words: str, said: str, capsys: pytest.CaptureFi
 def test_under_torchrun_it_wants_to_know_whether_all_nodes_are_meant(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ddptrain.cli.end_with_agent", lambda: None)
+    monkeypatch.setattr("ddptrain.cli.main.end_with_agent", lambda: None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert main(["doctor"]) == 2
     assert "Add --cluster" in capsys.readouterr().err

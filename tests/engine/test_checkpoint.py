@@ -9,7 +9,7 @@ import pytest
 import torch
 from toy import Fit, plain, with_noise
 
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
 from ddptrain.engine.checkpoint import MANIFEST, STATE, Checkpointer, read, unpack
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
 from ddptrain.engine.checkpoint import MANIFEST, STATE, Checkpointer, read, unpack
 from ddptrain.errors import UserError
 from ddptrain.testing import run_ranks

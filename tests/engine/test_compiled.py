@@ -10,12 +10,11 @@ import pytest
 import torch
 from toy import Classify, Fit, Vectors, plain, weights
 
-from ddptrain.config.schema import Strategy
-from ddptrain.distributed.choice import choose_strategy
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
 from ddptrain.engine.compiled import check_graphs, compile_loss, is_compiled
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
+from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.testing import run_ranks
 
 GPU = World(device=torch.device("cuda", 0))
@@ -27,7 +26,7 @@ def compiled(folder: Path, name: str) -> tuple[str, float]:
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     words = ["recipe=cnn_digits", "device=cpu", "compile=default", "train.steps=8", "train.eval_every=4"]
     done = subprocess.run(
-        [sys.executable, "-m", "ddptrain", *words, "log.tensorboard=false", f"run.dir={name}"],
+        [sys.executable, "-m", "ddptrain", *words, "observers=[console,jsonl,plots]", f"run.dir={name}"],
         cwd=folder,
         env={**environment, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -84,4 +83,4 @@ def test_a_compiled_loss_trains_the_same(tmp_path: Path, size: int) -> None:
 
 def test_dp_and_compiling_are_refused() -> None:
     with pytest.raises(UserError, match="compile=off"):
-        choose_strategy(Strategy(name="dp"), GPU, compiled=True)
+        make_strategy({"_target_": "ddptrain.strategies.dp.DataParallel"}, GPU, compiled=True)

@@ -7,8 +7,8 @@ import pytest
 from rates import Rates
 from toy import SGD, Fit
 
+from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Run, Sched
-from ddptrain.distributed.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
 from ddptrain.observe.rundir import name_run

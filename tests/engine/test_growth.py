@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from toy import Classify, Fit, Vectors, with_noise
 
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.world import World
+from ddptrain.api.observer import Log, Observer
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.observe.jsonl import Jsonl
-from ddptrain.observe.observer import Log, Observer
 from ddptrain.observe.tensorboard import TensorBoard
 
 STEPS, SETTLED = 20_000, 6_000
@@ -52,8 +52,8 @@ def test_memory_does_not_grow_over_twenty_thousand_steps(tmp_path: Path) -> None
         steps=STEPS, train_size=1000, batch_size=32, log_every=1000, eval_every=STEPS, save_every=5000,
         clip_norm=1.0,
     )  # fmt: skip
-    metrics, memory = tmp_path / "metrics.jsonl", Memory()
-    observers = [Jsonl(metrics), TensorBoard(tmp_path / "tensorboard", {}, metrics), memory]
+    memory = Memory()
+    observers = [Jsonl(), TensorBoard(), memory]
     fit = Fit(plan, make_model=with_noise, observers=observers)
     fit.train(Classify(with_noise), Forgetful(1000), World(), tmp_path)
     (before, objects_before), (after, objects_after) = memory.found[SETTLED], memory.found[STEPS - 1000]

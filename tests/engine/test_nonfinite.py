@@ -9,12 +9,12 @@ from compare import assert_same
 from rates import Rates
 from toy import Classify, Fit, plain, weights, with_noise
 
+from ddptrain.api.recipe import At, Loss
+from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
-from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, unpack
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import Diverged
-from ddptrain.protocols import At, Loss
 from ddptrain.testing import run_ranks
 
 BAD_STEP, BAD_RANK = 6, 1

@@ -6,13 +6,13 @@ import pytest
 import torch
 from toy import plain, with_noise
 
+from ddptrain.api.recipe import Loss
+from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
-from ddptrain.distributed.world import World
 from ddptrain.engine.ema import ExponentialAverage
 from ddptrain.engine.meter import Meter
-from ddptrain.engine.optim import build_optimizer, build_schedule
+from ddptrain.engine.optimizer import build_optimizer, build_schedule
 from ddptrain.engine.plan import Plan, steps_of
-from ddptrain.protocols import Loss
 from ddptrain.testing import run_ranks
 
 PEAK = 0.5

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 from compare import assert_same
-from toy import Fit, with_noise
+from toy import Fit, auto, with_noise
 
-from ddptrain.config.schema import Sched, Strategy
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
+from ddptrain.config.schema import Sched
 from ddptrain.engine.checkpoint import Checkpointer, unpack
 from ddptrain.engine.plan import Plan
 from ddptrain.observe.jsonl import Jsonl
@@ -39,8 +39,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
         def rank(world: World) -> None:
             fit = Fit(
                 PLAN, make_model=with_noise, optim=ADAMW, sched=Sched(name=sched, warmup=0.2), ema=0.9,
-                precision=precision, strategy=Strategy(bucket_cap_mb=0.001),  # several buckets
-                observers=[Jsonl(folder / "metrics.jsonl")] if world.is_first else [],
+                precision=precision, strategy=auto(bucket_cap_mb=0.001),  # several buckets
+                observers=[Jsonl()] if world.is_first else [],
             )  # fmt: skip
             fit.run(world, folder, stop_at if world.is_first else None)
 

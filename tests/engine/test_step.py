@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import SGD, Classify, Fit, Vectors, plain, weights, with_noise
 
-from ddptrain.config.schema import Strategy
-from ddptrain.distributed.world import World
+from ddptrain.api.observer import Log, Observer
+from ddptrain.api.recipe import At, Loss
+from ddptrain.api.world import World
 from ddptrain.engine import meter
-from ddptrain.engine.loop import Engine
+from ddptrain.engine.health import Health
 from ddptrain.engine.plan import Plan
+from ddptrain.engine.step import TrainStep
 from ddptrain.errors import Diverged
-from ddptrain.observe.observer import Log, Observer
-from ddptrain.protocols import At, Loss
 from ddptrain.testing import run_ranks
 
 READS = ("item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__")
@@ -62,16 +62,18 @@ def test_no_value_is_read_from_the_device_between_two_log_steps(
 ) -> None:
     """Here the device is a CPU, whose meter may read; so this one is told to do as on a GPU."""
     reads: dict[int, list[str]] = {}
-    step = Engine._step
+    step = TrainStep.__call__
     device = torch.device("cpu")
+    monkeypatch.setattr(Health, "ready", lambda self: [])
     monkeypatch.setattr(meter, "_HostSums", lambda *given: meter._DeviceSums(*given, device))
 
-    def watched(self: Engine, state: Any, at: At, batches: Any) -> None:
+    def watched(self: TrainStep, batches: Any, at: At) -> None:
         with reads_counted(monkeypatch) as seen:
-            step(self, state, at, batches)
+            step(self, batches, at)
         reads[at.step] = seen
+        self.settle()
 
-    monkeypatch.setattr(Engine, "_step", watched)
+    monkeypatch.setattr(TrainStep, "__call__", watched)
     plan = Plan(steps=20, train_size=100, batch_size=32, micro_batch=10, log_every=10, clip_norm=1.0)
     node = {"_target_": f"torch.optim.{optim}", "lr": 0.01}
     Fit(plan, make_model=with_noise, optim=node, ema=ema).run(World(), tmp_path)
@@ -101,15 +103,15 @@ def test_one_all_reduce_a_bucket_a_step_whatever_is_accumulated(tmp_path: Path) 
             return work.get_future().then(lambda f: f.value()[0])  # type: ignore[no-any-return]
 
         plan = Plan(steps=6, train_size=100, batch_size=32, micro_batch=4, log_every=100)
-        original_step, original_reduce = Engine._step, dist.all_reduce
+        original_step, original_reduce = TrainStep.__call__, dist.all_reduce
         others = 0
 
-        def step(self: Engine, state: Any, at: At, batches: Any) -> None:
+        def step(self: TrainStep, batches: Any, at: At) -> None:
             nonlocal sent, others
             if at.step == 0:
-                state.wrapped.register_comm_hook(None, hook)
+                self.state.wrapped.register_comm_hook(None, hook)
             sent = others = 0
-            original_step(self, state, at, batches)
+            original_step(self, batches, at)
             counts.append(sent)
             counts.append(others - sent)
 
@@ -118,7 +120,7 @@ def test_one_all_reduce_a_bucket_a_step_whatever_is_accumulated(tmp_path: Path) 
             others += 1
             return original_reduce(*args, **kw)
 
-        Engine._step, dist.all_reduce = step, reduce  # type: ignore[method-assign,assignment]
+        TrainStep.__call__, dist.all_reduce = step, reduce  # type: ignore[method-assign,assignment]
         Fit(plan).run(world, tmp_path / str(world.rank))
         return counts
 
@@ -239,5 +241,7 @@ def test_dropout_differs_between_ranks_and_steps_but_not_between_runs(tmp_path: 
 def test_strategy_dp_trains_like_single_where_there_is_no_gpu(tmp_path: Path) -> None:
     plan = Plan(steps=10, train_size=100, batch_size=20)
     single, _, _ = Fit(plan).run(World(), tmp_path / "single")
-    parallel, _, _ = Fit(plan, strategy=Strategy(name="dp")).run(World(), tmp_path / "dp")
+    parallel, _, _ = Fit(plan, strategy={"_target_": "ddptrain.strategies.dp.DataParallel"}).run(
+        World(), tmp_path / "dp"
+    )
     assert torch.equal(weights(single), weights(parallel))

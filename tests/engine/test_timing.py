@@ -12,23 +12,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from toy import FEATURES, Classify, Fit, Vectors, with_noise
+from toy import FEATURES, Classify, Fit, Vectors, auto, with_noise
 
-from ddptrain.config.schema import Checkpoint, Config, Log, Strategy, Train
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.ballot import WithBallot
-from ddptrain.distributed.cores import cores
-from ddptrain.distributed.strategy import Ddp
-from ddptrain.distributed.world import World
+from ddptrain.api.observer import End, Evaluated, Observer, Run, Times
+from ddptrain.api.observer import Log as Logged
+from ddptrain.api.recipe import Loading
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.timing import PHASES, TRAINING, Timing, told
+from ddptrain.api.world import World
+from ddptrain.config.schema import Checkpoint, Config, Log, Train
+from ddptrain.distributed.cpu import cores
 from ddptrain.engine.flops import counter, known_peak
+from ddptrain.engine.phases import Phases
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.stopwatch import HostClock, Stopwatch
-from ddptrain.observe.observer import End, Evaluated, Observer, Times
-from ddptrain.observe.observer import Log as Logged
-from ddptrain.observe.timing import PHASES, TRAINING, Timing, told
-from ddptrain.observe.verdict import Setup, advise
-from ddptrain.protocols import Loading
+from ddptrain.observe.advice import advise
+from ddptrain.strategies.ddp import Ddp
+from ddptrain.strategies.flag_bucket import FlagBucket
+from ddptrain.strategies.strict import Strict
 from ddptrain.testing import run_ranks
+from ddptrain.watchdog.watchdog import Watchdog
 
 STEPS = 12
 EVERY_TIME = pytest.mark.parametrize("times", [3, pytest.param(10, marks=pytest.mark.long)])
@@ -113,15 +116,17 @@ def trained(
     return times.times
 
 
-def setup(world: World = ALONE, loading: Loading = UNKNOWN, **config: Any) -> Setup:
-    given = Config(**{"recipe": "toy", "task": {}, "data": {}, "optim": {}, **config})
-    return Setup(
-        given,
+def setup(world: World = ALONE, loading: Loading = UNKNOWN, **config: Any) -> Run:
+    observers = {"console": {}, "plots": {}}
+    given = {"recipe": "toy", "task": {}, "data": {}, "optim": {}, "observers": observers}
+    given["strategy"] = auto(compression="none")
+    return Run(
+        Path(),
+        Config(**{**given, **config}),
         world,
         "fp32",
         loading,
-        False,
-        32_000_000,
+        gradient_bytes=32_000_000,
         fused=True,
         steps_per_epoch=32,
         steps=200,
@@ -263,7 +268,7 @@ def test_ranks_tell_their_backward_pass_from_the_wait_for_others(tmp_path: Path,
     def rank(world: World) -> list[dict[str, float]]:
         times = TimeKeeper()
         own = plan(20, shards=2 if elastic == "strict" else None)
-        fit = Fit(own, elastic=elastic, strategy=Strategy(shards=2), observers=[times])
+        fit = Fit(own, elastic=elastic, strategy=auto(shards=2), observers=[times])
         fit.train(Classify(light), SlowVectors(1000, 0.02, rank=1), world, tmp_path)
         return [dict(rank.seconds) for rank in times.times.ranks]
 
@@ -274,12 +279,16 @@ def test_ranks_tell_their_backward_pass_from_the_wait_for_others(tmp_path: Path,
 
 
 def test_timing_costs_less_than_a_hundredth_of_two_milliseconds() -> None:
-    """All that a step of two ranks calls, DDP's hook and callback among it, against a real step of 2 ms: the
+    """All phases of a step, the hook and callback of the flags among them, against a real step of 2 ms: the
     ratio of the fastest of each, in turns."""
     model, batch = heavy(), torch.randn(64, FEATURES)
     watch = Stopwatch(torch.device("cpu"))
-    bare, wrapped = WithBallot(nn.Linear(1, 1)), WithBallot(nn.Linear(1, 1))
-    watch.begin(0.0, 0.0, wrapped)
+    phase = Phases(Watchdog(ALONE), watch)
+    strategy, bare = Strict(ALONE, 1), FlagBucket(nn.Linear(1, 1))
+    wrapped = strategy.wrap(nn.Linear(1, 1))
+    assert isinstance(wrapped, FlagBucket)
+    watch.begin(0.0, 0.0)
+    strategy.time_waits(wrapped, watch.mark_early)
     weight = torch.ones((), requires_grad=True)
 
     def step() -> None:
@@ -289,15 +298,23 @@ def test_timing_costs_less_than_a_hundredth_of_two_milliseconds() -> None:
     def backward(watched: bool) -> float:
         began = time.perf_counter()
         for _ in range(200):
-            loss = weight * 2
-            if watched:
-                watch.next(iter([None]))
-                watch.mark("forward")
-            votes = (wrapped if watched else bare).votes
-            torch.autograd.backward([loss, votes], [torch.ones(()), torch.zeros(2)])
-            if watched:
-                watch.mark("all_reduce")
-                watch.count(64)
+            roots, gradients = (
+                [weight * 2, (wrapped if watched else bare).flags],
+                [torch.ones(()), torch.zeros(2)],
+            )
+            if not watched:
+                torch.autograd.backward(roots, gradients)
+                continue
+            with phase("data", 1):
+                pass
+            with phase("all_reduce"):
+                with phase("forward", 1):
+                    pass
+                with phase("backward", 1):
+                    torch.autograd.backward(roots, gradients)
+            with phase("optimizer", 1):
+                pass
+            watch.count(64)
         return (time.perf_counter() - began) / 200
 
     costs, steps = [], []
@@ -324,7 +341,7 @@ def test_timing_costs_less_than_a_hundredth_of_two_milliseconds() -> None:
             "evaluating 60%: train.eval_every=20, or train.eval_batch_size=101",
         ),
         ("evaluating", {"train": Train(eval_every=200)}, "evaluating 60%: a smaller validation set"),
-        ("drawing", {}, "drawing figures 60%: train.eval_every=128, or log.tensorboard=false"),
+        ("drawing", {}, "drawing figures 60%: train.eval_every=128, or ~observers.plots"),
         ("saving", {}, "saving checkpoints 60%: checkpoint.background=true"),
         (
             "saving",

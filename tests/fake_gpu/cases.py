@@ -20,7 +20,7 @@ from statistics import median
 
 STEPS = 8
 FEW = ["train.batch_size=8", f"train.steps={STEPS}", "train.eval_every=1000", "log.every=1000",
-       "checkpoint.every=1000", "log.tensorboard=false", "seed=5"]  # fmt: skip
+       "checkpoint.every=1000", "observers=[console,jsonl,plots]", "seed=5"]  # fmt: skip
 SHAPES = ["data=shapes", "data.source.train=96", "data.source.valid=40"]
 TEXT = ["data=text", "data.source.path={folder}/text.txt", "data.window=8", "data.valid_piece=64",
         "data.valid_context=8", "task.sample_tokens=4"]  # fmt: skip
@@ -62,7 +62,7 @@ RANKS = {
     "to fp16": ["strategy.compression=fp16"],
     "powersgd": ["strategy.compression=powersgd"],
     "batchnorm": ["strategy.sync_batchnorm=true"],
-    "verified": ["strategy.verify_every=2"],
+    "verified": ["train.verify_every=2"],
 }
 THEN = ("", "resume", "evaluate", "predict", "export")
 """What is done with the run afterwards, by one process."""
@@ -185,7 +185,7 @@ def _said(words: list[str], told: Path) -> tuple[int, str]:
     """told: a file for what is said, which is left where the process ends in the middle."""
     import emulate
 
-    from ddptrain.cli import main
+    from ddptrain.cli.main import main
 
     if "MASTER_PORT" in os.environ:  # a store of its own, without another training's keys
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"

@@ -41,8 +41,8 @@ def _lstm_backward(
 
 
 def _gru(x: Tensor, h: Tensor, hx: Tensor, x_bias: Any = None, h_bias: Any = None) -> tuple[Tensor, ...]:
-    own, carried = _gates(x, h, x_bias, h_bias)
-    (xr, xz, xn), (hr, hz, hn) = own.chunk(3, 1), carried.chunk(3, 1)
+    own, rank_state = _gates(x, h, x_bias, h_bias)
+    (xr, xz, xn), (hr, hz, hn) = own.chunk(3, 1), rank_state.chunk(3, 1)
     r, z = (xr + hr).sigmoid(), (xz + hz).sigmoid()
     n = (xn + r * hn).tanh()
     return (n + z * (hx.float() - n)).to(x.dtype), torch.cat([r, z, n, hx.float(), hn], 1).to(x.dtype)
@@ -53,14 +53,14 @@ def _gru_backward(grad_hy: Tensor, kept: Tensor, has_bias: bool) -> tuple[Tensor
     grad = grad_hy.float()
     grad_n = grad * (1 - z) * (1 - n * n)
     grad_r, grad_z = grad_n * hn * (1 - r) * r, grad * (hx - n) * (1 - z) * z
-    own, carried = (torch.cat([grad_r, grad_z, last], 1).to(kept.dtype) for last in (grad_n, grad_n * r))
+    own, rank_state = (torch.cat([grad_r, grad_z, last], 1).to(kept.dtype) for last in (grad_n, grad_n * r))
     none = own.new_empty(0)
     return (
         own,
-        carried,
+        rank_state,
         (grad * z).to(kept.dtype),
         own.sum(0) if has_bias else none,
-        carried.sum(0) if has_bias else none,
+        rank_state.sum(0) if has_bias else none,
     )
 
 

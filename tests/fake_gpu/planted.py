@@ -15,12 +15,12 @@ import watch
 from torch import Tensor
 from toy import Fit
 
+from ddptrain.api.world import World
 from ddptrain.data import prefetch, workers
 from ddptrain.data.augment import Augment
 from ddptrain.data.images import ImageData
 from ddptrain.data.shapes import Shapes
-from ddptrain.distributed.world import World
-from ddptrain.engine.guard import Guard
+from ddptrain.engine.health import Health
 from ddptrain.engine.plan import Plan
 from ddptrain.recipes.cnn import SmallCnn
 from ddptrain.recipes.image import ImageClassification
@@ -142,13 +142,13 @@ def read_too_early(patch: pytest.MonkeyPatch) -> None:
 
 def in_the_optimizer(what: Callable[[list[Tensor]], object]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        judge = Guard.judge
+        check = Health.check
 
         def wrong(self: Any, step: int) -> Any:
             what([p.grad for _, group in self._groups for p in group if p.grad is not None])
-            return judge(self, step)
+            return check(self, step)
 
-        patch.setattr(Guard, "judge", wrong)
+        patch.setattr(Health, "check", wrong)
 
     return plant
 

@@ -63,18 +63,19 @@ _model = 0
 
 def watch(loop: Any) -> None:
     """loop: the module ``ddptrain.engine.loop``, just imported."""
-    engine = loop.Engine
-    step, fit = engine._step, engine.fit
+    engine, train_step = loop.Engine, loop.TrainStep
+    step, fit = train_step.__call__, engine.fit
 
-    def watched_step(self: Any, state: Any, at: Any, batches: Any) -> None:
+    def watched_step(self: Any, batches: Any, at: Any) -> None:
         global _model
-        if self._world.device.type != "cuda" or self._world.shares_device:  # gloo waits for its copies
-            return step(self, state, at, batches)
+        world = self.strategy.world
+        if world.device.type != "cuda" or world.shares_device:  # gloo waits for its copies
+            return step(self, batches, at)
         before, _model = counts(), 0
         emulate.steady = strict and len(steps) >= SETTLED
         torch.cuda.set_sync_debug_mode("error" if emulate.steady else "default")
         try:
-            step(self, state, at, batches)
+            step(self, batches, at)
         finally:
             torch.cuda.set_sync_debug_mode("default")
             emulate.steady = False
@@ -84,14 +85,14 @@ def watch(loop: Any) -> None:
 
     def watched_fit(self: Any, *args: Any, **kwargs: Any) -> Any:
         steps.clear()
-        for owner, name in ((self._task, "loss"), (self._precision, "backward")):
+        for owner, name in ((self._step.task, "loss"), (self._step.precision, "backward")):
             if not hasattr(getattr(owner, name), "__wrapped__"):
                 object.__setattr__(owner, name, _counted(getattr(owner, name)))
         report = fit(self, *args, **kwargs)
         check_steps(self._world.size)
         return report
 
-    engine._step, engine.fit = watched_step, watched_fit
+    train_step.__call__, engine.fit = watched_step, watched_fit
 
 
 def check_findings() -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from served import LABELS, Served, served, small_archive
 
+from ddptrain.api.world import World
 from ddptrain.data import cifar10
 from ddptrain.data.cifar10 import ARCHIVE
 from ddptrain.data.download import Limits
 from ddptrain.distributed.comm import once_a_node
-from ddptrain.distributed.world import World
 from ddptrain.testing import RankFailed, run_ranks
 
 pytestmark = pytest.mark.faults

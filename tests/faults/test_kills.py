@@ -60,7 +60,7 @@ TEXT = (
     "data=text data.source.path=text.txt data.window=16 model.width=32 model.layers=2 model.dropout=0.2"
     " model.ngram_rows=64 model.ngram_width=8 train.batch_size=12 ema.decay=0.9"
 )
-CALENDAR = "train.steps=30 train.eval_every=11 checkpoint.every=4 log.every=3 log.tensorboard=false"
+CALENDAR = "train.steps=30 train.eval_every=11 checkpoint.every=4 log.every=3 observers=[console,jsonl,plots]"
 FAMILIES = {
     "lstm": f"recipe=lstm_text {TEXT}",
     "transformer": f"recipe=transformer_text {TEXT} model.heads=2",

@@ -11,14 +11,14 @@ from shell import ddptrain
 from sweeps import SWEPT
 
 from ddptrain.errors import ExitCode
-from ddptrain.sweep.verdicts import Desk
+from ddptrain.sweep.desk import Desk
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 RUNS, AT_ONCE = 45, 3
 
 
 def test_a_run_that_is_pruned_at_once_never_aborts(tmp_path: Path) -> None:
-    """Before ranks left without Python's own shutdown, 5 of 45 died of SIGABRT: see `lifeline.leave`."""
+    """Before ranks left without Python's own shutdown, 5 of 45 died of SIGABRT: see `parent_death.leave`."""
     desk, over = Desk(), threading.Event()
 
     def answer() -> None:
@@ -29,7 +29,7 @@ def test_a_run_that_is_pruned_at_once_never_aborts(tmp_path: Path) -> None:
         folder = tmp_path / str(run)
         folder.mkdir()
         words = f"launch --nproc-per-node=2 --config-dir={SWEPT} recipe=swept device=cpu run.dir=run"
-        return ddptrain(folder, words, OMP_NUM_THREADS="1", **desk.environment(run)).code
+        return ddptrain(folder, f"{words} {desk.controller(run)}", OMP_NUM_THREADS="1").code
 
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(mine)})

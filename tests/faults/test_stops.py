@@ -117,7 +117,7 @@ def test_loader_workers_ignore_the_signal(tmp_path: Path) -> None:
         "train.batch_size=32",
         "log.every=5",
         "run.dir=run",
-        "log.tensorboard=false",
+        "observers=[console,jsonl,plots]",
     ]
     job = Job(words, tmp_path, 1, launcher="python")
     job.wait_for("step 5/3000")

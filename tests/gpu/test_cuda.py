@@ -16,25 +16,27 @@ import pytest
 import torch
 from scenes import detector
 from texts import language_model, write_text
-from toy import Classify, Fit
+from toy import Classify, Fit, auto
 
-from ddptrain.config.schema import Config, Debug, Ema, Strategy
+from ddptrain.api.observer import End, Observer
+from ddptrain.api.world import World
+from ddptrain.config.schema import Config, Debug, Ema
 from ddptrain.data.augment import Augment
 from ddptrain.data.images import ImageData
 from ddptrain.data.prefetch import on_device
 from ddptrain.data.shapes import Shapes
-from ddptrain.distributed.choice import choose_strategy
-from ddptrain.distributed.world import World
 from ddptrain.doctor import proof
 from ddptrain.doctor.facts import Proof
 from ddptrain.engine.checkpoint import Checkpointer
-from ddptrain.engine.judge import Steps
-from ddptrain.engine.loop import Engine
+from ddptrain.engine.loop import Engine, StepIterator
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
-from ddptrain.engine.state import TrainState, make_state
-from ddptrain.observe.observer import End, Observer, Observers
+from ddptrain.engine.state import TrainState
+from ddptrain.engine.step import TrainStep, make_step
+from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.profile import profiled
+from ddptrain.strategies.make_strategy import make_strategy
+from ddptrain.watchdog.watchdog import Watchdog
 
 DEVICE = torch.device("cuda", 0)
 PICTURES = 32 * 3 * 32 * 32
@@ -60,7 +62,7 @@ def fit(
     resident: bool,
     steps: int = 30,
     observers: Sequence[Observer] = (),
-    through: Steps = iter,
+    step_iterator: StepIterator = iter,
 ) -> TrainState:
     device = DEVICE
     world = World(device=device)
@@ -73,27 +75,24 @@ def fit(
     torch.manual_seed(0)
     model = cnn().to(device, memory_format=torch.channels_last)
     made = Precision(precision, device)
-    strategy = choose_strategy(Strategy(), world)
-    state = make_state(config, model, strategy, made, world, plan.steps)
-    task = Classify(cnn)
-    checkpointer = Checkpointer(folder, 2)
-    engine = Engine(task, data, world, strategy, made, plan, checkpointer, Observers(observers))
-    engine.fit(state, through=through)
-    return state
+    strategy = make_strategy(auto(), world)
+    step = make_step(config, Classify(cnn), model, strategy, made, plan, Watchdog(world))
+    Engine(data, step, Checkpointer(folder, 2), Observers(observers)).fit(step_iterator=step_iterator)
+    return step.state
 
 
 @pytest.fixture
 def steps_must_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Engine._step
+    step = TrainStep.__call__
 
-    def watched(self: Engine, state: Any, at: Any, batches: Any) -> None:
+    def watched(self: TrainStep, batches: Any, at: Any) -> None:
         torch.cuda.set_sync_debug_mode("error" if at.step else "default")  # the first step warms up
         try:
-            step(self, state, at, batches)
+            step(self, batches, at)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Engine, "_step", watched)
+    monkeypatch.setattr(TrainStep, "__call__", watched)
 
 
 @pytest.mark.usefixtures("steps_must_not_wait")
@@ -173,8 +172,8 @@ def test_the_split_adds_up_to_the_wall_time(tmp_path: Path, resident: bool) -> N
 def test_copies_run_beside_the_computing_in_the_trace(tmp_path: Path) -> None:
     """Host-to-device copies of later batches lie on another stream, inside the time of the step's kernels."""
     debug = Debug(profile=True, profile_from=10, profile_steps=8)
-    through = partial(profiled, debug=debug, world=World(device=DEVICE), folder=tmp_path / "profile")
-    fit(tmp_path / "run", "fp32", resident=False, steps=40, through=through)
+    profiling = partial(profiled, debug=debug, world=World(device=DEVICE), folder=tmp_path / "profile")
+    fit(tmp_path / "run", "fp32", resident=False, steps=40, step_iterator=profiling)
     with gzip.open(tmp_path / "profile/trace-rank0.json.gz") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     copies = [

@@ -150,7 +150,7 @@ def test_nodes_with_these_variables_train_one_run(tmp_path: Path, name: str) -> 
         port = free.getsockname()[1]
     inherited = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
     words = ["recipe=cnn_cifar10", "data=shapes", "data.source.train=64", "data.source.valid=32"]
-    words += ["device=cpu", "train.batch_size=32", "train.epochs=1", "log.tensorboard=false"]
+    words += ["device=cpu", "train.batch_size=32", "train.epochs=1", "observers=[console,jsonl,plots]"]
     nodes = [
         subprocess.Popen(
             [sys.executable, "-m", "ddptrain", "launch", *words],

@@ -11,7 +11,7 @@ from slurm import Cluster, Submitted, loopback_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 TWO_NODES = ["--nodes=2"]
-DIGITS = ["recipe=cnn_digits", "device=cpu", "log.tensorboard=false"]
+DIGITS = ["recipe=cnn_digits", "device=cpu", "observers=[console,jsonl,plots]"]
 
 
 @pytest.fixture(scope="module")

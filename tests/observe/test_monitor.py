@@ -17,7 +17,7 @@ import torch
 from shell import ddptrain
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
 from ddptrain.observe.gauges import Gauge, Gpu, Host, Reading, Unreadable, own_gauges
 from ddptrain.observe.monitor import Monitor, extremes, in_short
 from ddptrain.testing import run_ranks

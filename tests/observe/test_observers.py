@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from ddptrain.observe.observer import End, Evaluated, Log, Observer, Observers, Result, Saved, Start, Times
-from ddptrain.observe.timing import Lap, Timing
+from ddptrain.api.observer import End, Evaluated, Log, Observer, Result, Saved, Start, Times
+from ddptrain.api.timing import Lap, Timing
+from ddptrain.observe.dispatch import Observers
 
 START = Start(0, 100, False, None)
 END = End(9, 9, Result("done", {}, {}, True), Times(Timing(), [], 1.0, 1.0))

@@ -13,7 +13,7 @@ import pytest
 
 CHECKOUT = Path(__file__).parents[2]
 MY_RECIPE = Path(__file__).parent / "my_recipe"
-QUICK = ["device=cpu", "train.steps=3", "log.tensorboard=false"]
+QUICK = ["device=cpu", "train.steps=3", "observers=[console,jsonl,plots]"]
 NOT_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTHONPATH", "PYTHONHOME")
 
 
@@ -88,7 +88,7 @@ def test_the_wheel_holds_the_tracked_files_and_nothing_else(wheel: Path) -> None
 def test_the_installed_wheel_trains_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     script = """
 import sys
-from ddptrain.cli import main
+from ddptrain.cli.main import main
 assert main(sys.argv[1:]) == 0
 for name, module in sys.modules.items():
     if name.split(".")[0] == "ddptrain":

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from toy import Fit, Vectors, plain, weights
 
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.testing import run_ranks
 

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from toy import FEATURES, Classify, CountPositives, Fit, plain, weights, with_noise
+from toy import FEATURES, Classify, CountPositives, Fit, auto, plain, weights, with_noise
 
-from ddptrain.config.schema import Strategy
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.testing import run_ranks
 
@@ -69,7 +68,7 @@ def sent(world: World, case: Case, folder: Path) -> Sent:
     names: list[str] = []
     wrapped: list[Any] = []
 
-    def through(steps: Iterable[int]) -> Iterator[int]:
+    def counted(steps: Iterable[int]) -> Iterator[int]:
         first, *middle, last = steps
         yield first
         with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -92,10 +91,10 @@ def sent(world: World, case: Case, folder: Path) -> Sent:
         steps=STEPS, train_size=100, batch_size=32, micro_batch=case.micro_batch, log_every=100,
         eval_every=100, save_every=100, clip_norm=1.0, skips_nonfinite=case.nonfinite == "skip",
     )  # fmt: skip
-    strategy = Strategy(
+    strategy = auto(
         bucket_cap_mb=case.bucket_cap_mb, compression=case.compression, static_graph=case.static_graph
     )
-    Fit(plan, make_model=case.make, task=task, strategy=strategy, through=through).run(world, folder)
+    Fit(plan, make_model=case.make, task=task, strategy=strategy, step_iterator=counted).run(world, folder)
     found = Counter(name for name in names if name.startswith("c10d::"))
     data = wrapped[0]._get_ddp_logging_data()
     buckets = len(str(data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]).split(","))
@@ -116,7 +115,7 @@ CASES = [
 
 
 def test_one_all_reduce_a_bucket_and_the_buffers(tmp_path: Path) -> None:
-    """The ranks' votes travel in a bucket, clipping needs no word, and micro-batches before the last are
+    """The ranks' flags travel in a bucket, clipping needs no word, and micro-batches before the last are
     silent. PowerSGD's two factors need a message each, and so does a count that only the device knows."""
 
     def rank(world: World) -> list[Sent]:

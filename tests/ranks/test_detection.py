@@ -11,14 +11,14 @@ from compare import assert_same
 from scenes import SAMPLES, detector
 from toy import Fit, weights
 
+from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
-from ddptrain.distributed.vigil import Vigil
-from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, read, unpack
 from ddptrain.engine.evaluate import evaluate
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.testing import RankFailed, run_ranks
+from ddptrain.watchdog.watchdog import Watchdog
 
 BATCH = 12
 ADAMW: dict[str, Any] = {"_target_": "torch.optim.AdamW", "lr": 2e-3}
@@ -66,7 +66,7 @@ def test_one_model_is_judged_alike_on_any_world(tmp_path: Path) -> None:
         network.load_state_dict(state)
         return dict(
             evaluate(
-                task, network, data, world, Precision("fp32", world.device), batch_size, Vigil(world)
+                task, network, data, world, Precision("fp32", world.device), batch_size, Watchdog(world)
             ).metrics
         )
 

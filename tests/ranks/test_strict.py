@@ -9,15 +9,15 @@ import torch
 from compare import assert_same
 from scenes import detector
 from texts import language_model, write_text
-from toy import Classify, CountPositives, Fit, Vectors, with_noise
+from toy import Classify, CountPositives, Fit, Vectors, auto, with_noise
 
-from ddptrain.config.schema import Sched, Strategy
-from ddptrain.distributed.world import World
+from ddptrain.api.recipe import Data, Task
+from ddptrain.api.world import World
+from ddptrain.config.schema import Sched
 from ddptrain.engine.checkpoint import Checkpointer, unpack
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
 from ddptrain.observe.jsonl import Jsonl
-from ddptrain.protocols import Data, Task
 from ddptrain.testing import RankFailed, run_ranks
 
 SHARDS = 4
@@ -43,8 +43,8 @@ def train(
             torch.use_deterministic_algorithms(True)
             fit = Fit(
                 calendar, optim=ADAMW, sched=Sched(warmup=0.2), ema=0.9, elastic="strict",
-                strategy=Strategy(shards=SHARDS),
-                observers=[Jsonl(folder / "metrics.jsonl")] if world.is_first else [], **changes,
+                strategy=auto(shards=SHARDS),
+                observers=[Jsonl()] if world.is_first else [], **changes,
             )  # fmt: skip
             fit.train(*pair(), world, folder, stop_at if world.is_first else None)
 

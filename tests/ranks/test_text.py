@@ -8,18 +8,18 @@ import pytest
 import torch
 from compare import assert_same
 from texts import language_model, write_text
-from toy import Fit, weights
+from toy import Fit, auto, weights
 
-from ddptrain.config.schema import Sched, Strategy
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.vigil import Vigil
-from ddptrain.distributed.world import World
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
+from ddptrain.config.schema import Sched
 from ddptrain.engine.checkpoint import Checkpointer, read, unpack
 from ddptrain.engine.evaluate import evaluate
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.testing import RankFailed, run_ranks
+from ddptrain.watchdog.watchdog import Watchdog
 
 ROWS = 12
 ADAMW: dict[str, Any] = {"_target_": "torch.optim.AdamW", "lr": 0.01}
@@ -79,7 +79,7 @@ def test_one_model_is_judged_alike_on_any_world(tmp_path: Path, model: str) -> N
         torch.manual_seed(1)
         return dict(
             evaluate(
-                task, task.build(), data, world, Precision("fp32", world.device), 3, Vigil(world)
+                task, task.build(), data, world, Precision("fp32", world.device), 3, Watchdog(world)
             ).metrics
         )
 
@@ -133,8 +133,8 @@ def test_a_stopped_run_goes_on_with_the_states_it_had(
         def rank(world: World) -> None:
             fit = Fit(
                 calendar, optim=ADAMW, sched=Sched(warmup=0.2), ema=0.9, precision=precision,
-                strategy=Strategy(bucket_cap_mb=0.001),  # several buckets
-                observers=[Jsonl(folder / "metrics.jsonl")] if world.is_first else [],
+                strategy=auto(bucket_cap_mb=0.001),  # several buckets
+                observers=[Jsonl()] if world.is_first else [],
             )  # fmt: skip
             task, data = language_model(text, model, data={"order": order}, dropout=0.2)
             fit.train(task, data, world, folder, stop_at if world.is_first else None)

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy import Classify, CountPositives, Fit, Lasso, plain, weights
+from toy import Classify, CountPositives, Fit, Lasso, auto, plain, weights
 
-from ddptrain.config.schema import Strategy
-from ddptrain.distributed.world import World
+from ddptrain.api.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.testing import run_ranks
 
@@ -84,7 +83,7 @@ def test_evaluating_one_model_gives_the_same_digits_on_any_world(tmp_path: Path)
 @pytest.mark.parametrize("compression", ["bf16", "fp16"])
 def test_compressed_gradients_train_alike(tmp_path: Path, compression: str) -> None:
     [(expected, _, _)] = trained(tmp_path, 1, Fit(plan()))
-    fit = Fit(plan(), strategy=Strategy(compression=compression))
+    fit = Fit(plan(), strategy=auto(compression=compression))
     (found, _, _), (other, _, _) = trained(tmp_path, 2, fit)
     assert torch.equal(found, other)
     assert ((found - expected).norm() / expected.norm()).item() < 0.02

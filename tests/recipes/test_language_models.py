@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from texts import SMALL, language_model, write_text
 from torch import Tensor, nn
 
+from ddptrain.api.recipe import At
+from ddptrain.api.world import World
 from ddptrain.data.text import Windows
-from ddptrain.distributed.world import World
-from ddptrain.protocols import At
 from ddptrain.recipes.attention import rotated, rotation
 from ddptrain.recipes.ngrams import NgramEmbedding
 from ddptrain.recipes.recurrent import RecurrentModel
@@ -218,13 +218,13 @@ def test_the_state_is_carried_detached_and_given_back(tmp_path: Path) -> None:
     first = Windows(torch.randint(256, (2, 9)), slice(0, 2))
     second = Windows(torch.randint(256, (2, 9)), slice(0, 2))
     task.loss(model, first, at)
-    carried = {name: value.clone() for name, value in task.carried().items()}
-    assert carried["hidden"].shape == (2, 2, 2, 16)
-    assert not carried["hidden"].requires_grad
+    rank_state = {name: value.clone() for name, value in task.rank_state().items()}
+    assert rank_state["hidden"].shape == (2, 2, 2, 16)
+    assert not rank_state["hidden"].requires_grad
     after = task.loss(model, second, at).sum
-    task.carry_on(carried)
+    task.load_rank_state(rank_state)
     assert torch.equal(task.loss(model, second, at).sum, after)
-    task.carry_on({})
+    task.load_rank_state({})
     assert task.loss(model, second, at).sum != after
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddptrain.config.schema import Sched
-from ddptrain.engine.optim import build_optimizer, build_schedule
+from ddptrain.engine.optimizer import build_optimizer, build_schedule
 from ddptrain.errors import UserError
 from ddptrain.recipes.muon import MuonWithSgd, orthogonalised
 
@@ -127,25 +127,25 @@ class HostReads(TorchDispatchMode):
 def test_a_step_that_is_not_finite_moves_nothing_and_is_not_asked_about_on_the_host(bad: int) -> None:
     model, other = network().float(), network().float()
     optimizer = MuonWithSgd(model.parameters(), **SETTINGS)
-    left_out = MuonWithSgd(other.parameters(), **SETTINGS)
-    assert left_out._step_supports_amp_scaling
+    skipped = MuonWithSgd(other.parameters(), **SETTINGS)
+    assert skipped._step_supports_amp_scaling
     steps = gradients(model, 4)
     for at, step in enumerate(steps):
-        left_out.found_inf = torch.zeros(())
+        skipped.found_inf = torch.zeros(())
         if at == bad:
             before = [p.detach().clone() for p in other.parameters()]
-            kept = {p: s["momentum_buffer"].clone() for p, s in left_out.state.items()}
-            left_out.found_inf = torch.ones(())
+            kept = {p: s["momentum_buffer"].clone() for p, s in skipped.state.items()}
+            skipped.found_inf = torch.ones(())
             with HostReads() as reads:
-                take(left_out, other, [gradient * torch.nan for gradient in step])
+                take(skipped, other, [gradient * torch.nan for gradient in step])
             assert reads.count == 0
             assert all(torch.equal(p, b) for p, b in zip(other.parameters(), before, strict=True))
-            for parameter, state in left_out.state.items():
+            for parameter, state in skipped.state.items():
                 had = kept.get(parameter, torch.zeros_like(parameter))
                 assert torch.equal(state["momentum_buffer"], had)
-            left_out.found_inf = torch.zeros(())
+            skipped.found_inf = torch.zeros(())
         take(optimizer, model, step)
-        take(left_out, other, step)
+        take(skipped, other, step)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 

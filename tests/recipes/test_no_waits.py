@@ -9,10 +9,10 @@ import torch
 from composed import RECIPES, made
 from torch import Tensor
 
+from ddptrain.api.recipe import At
+from ddptrain.api.sampler import Sampler
 from ddptrain.commands.setup import make_model
 from ddptrain.data.prefetch import to_device
-from ddptrain.data.sampler import Sampler
-from ddptrain.protocols import At
 
 META = torch.device("meta")
 TASKS = [name for name in RECIPES if name not in ("yolo_coco", "yolo_custom")]  # the same as yolo_shapes

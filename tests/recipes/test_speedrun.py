@@ -13,17 +13,17 @@ from compare import assert_same
 from shell import ddptrain
 from torch import Tensor, nn
 from torch.nn import functional
-from toy import Fit, weights
+from toy import Fit, auto, weights
 
-from ddptrain.config.schema import Sched, Strategy
+from ddptrain.api.world import World
+from ddptrain.config.schema import Sched
 from ddptrain.data.augment import Augment
 from ddptrain.data.digits import Digits
 from ddptrain.data.images import ImageData
 from ddptrain.data.shapes import Shapes
 from ddptrain.data.source import ArraySplit, ImageSource, Opened
-from ddptrain.distributed.world import World
 from ddptrain.engine.checkpoint import Checkpointer, unpack
-from ddptrain.engine.optim import build_optimizer
+from ddptrain.engine.optimizer import build_optimizer
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
 from ddptrain.recipes.image import ImageClassification
@@ -230,7 +230,7 @@ def trained(
             task, data = recipe(FewShapes(), make, width=2, tta=2)
             fit = Fit(
                 calendar(**how), optim=GENTLE, sched=Sched("linear"), ema=0.9, elastic=elastic,
-                strategy=Strategy(shards=4),
+                strategy=auto(shards=4),
             )  # fmt: skip
             fit.train(task, data, world, folder, stop_at if world.is_first else None)
 
@@ -286,7 +286,7 @@ def test_a_checkpoint_needs_no_data_set(tmp_path: Path) -> None:
     data.prepare(World(), seed=0)
     model = task.build().eval()
     other_task, recalled = recipe(FewShapes())
-    recalled.recall(data.facts(), World())
+    recalled.load_metadata(data.metadata(), World())
     assert recalled.examples(10) is None
     other = other_task.build().eval()
     images = pictures(2)
@@ -312,7 +312,7 @@ def test_the_recipe_as_it_is_called(tmp_path: Path) -> None:
     """Through the command: composed, trained, evaluated with all its views."""
     words = (
         "recipe=speedrun_cifar10 data=shapes data.source.train=200 data.source.valid=50 model.width=2"
-        " train.batch_size=50 train.steps=5 device=cpu run.dir=run log.tensorboard=false"
+        " train.batch_size=50 train.steps=5 device=cpu run.dir=run observers=[console,jsonl,plots]"
     )
     ended = ddptrain(tmp_path, words, OMP_NUM_THREADS="1")
     assert ended.code == 0, ended.err

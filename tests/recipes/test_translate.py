@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddptrain.api.recipe import At
+from ddptrain.api.world import World
 from ddptrain.data.dates import BEGIN, END, VOCABULARY, DatePairs, Pairs, decoded, encoded, padded
-from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
-from ddptrain.protocols import At
 from ddptrain.recipes.encoder_decoder import EncoderDecoder
 from ddptrain.recipes.translate import Translation, beam_search, greedy
 

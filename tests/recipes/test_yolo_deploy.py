@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddptrain.protocols import relative_difference
+from ddptrain.api.recipe import relative_difference
 from ddptrain.recipes.yolo.deploy import difference_of_lists
 
 LEAST = 0.25

@@ -9,13 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from ddptrain.api.recipe import At
+from ddptrain.api.world import World
 from ddptrain.data.detection.augment import Augment
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes
 from ddptrain.data.detection.letterbox import letterbox
-from ddptrain.distributed.world import World
-from ddptrain.protocols import At
 from ddptrain.recipes.yolo.assign import Assigned, TaskAligned
 from ddptrain.recipes.yolo.detection import Detection
 from ddptrain.recipes.yolo.model import Raw, Yolo, anchors

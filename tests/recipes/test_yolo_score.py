@@ -14,11 +14,11 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 
+from ddptrain.api.recipe import Rows
+from ddptrain.api.world import World
 from ddptrain.data.detection.augment import Augment
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.source import ArrayScenes, DetectionSource, Objects, Opened
-from ddptrain.distributed.world import World
-from ddptrain.protocols import Rows
 from ddptrain.recipes.yolo.assign import TaskAligned
 from ddptrain.recipes.yolo.detection import Detection
 from ddptrain.recipes.yolo.model import Raw, Yolo, anchors

@@ -12,8 +12,8 @@ import pytest
 from browser import Browser, Tab
 from PIL import Image
 
-from ddptrain.observe.page import write_page
-from ddptrain.observe.run_files import read_run
+from ddptrain.report.page import write_page
+from ddptrain.report.run_files import read_run
 
 pytestmark = pytest.mark.browser
 MakeRun = Callable[..., Path]

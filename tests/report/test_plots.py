@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.observe.plots import draw_curves, draw_figure, moving_median
-from ddptrain.protocols import ConfusionMatrix, Curves
+from ddptrain.observe.drawing import draw_curves, draw_lines, draw_matrix, moving_median
 
 
 def lines_of(count: int, **values: Any) -> list[dict[str, Any]]:
@@ -81,7 +80,7 @@ def test_the_moving_median(values: list[float], half: int) -> None:
 
 
 def test_a_matrix_says_percent_of_each_true_class() -> None:
-    drawing = draw_figure(ConfusionMatrix([[3, 1], [0, 999]], ["cat", "dog"]))
+    drawing = draw_matrix([[3, 1], [0, 999]], ["cat", "dog"])
     axes = drawing.axes[0]
     assert [text.get_text() for text in axes.texts] == ["75", "3", "25", "1", "100", "999"]
     assert axes.get_title("left") == "1,002 of 1,003 right (99.9%)"
@@ -90,7 +89,7 @@ def test_a_matrix_says_percent_of_each_true_class() -> None:
 @pytest.mark.parametrize("size", [1, 12, 25, 200])
 def test_any_number_of_classes(size: int, tmp_path: Path) -> None:
     counts = [[int(i == j) for j in range(size)] for i in range(size)]
-    drawing = draw_figure(ConfusionMatrix(counts, [f"a class with a long name {i}" for i in range(size)]))
+    drawing = draw_matrix(counts, [f"a class with a long name {i}" for i in range(size)])
     drawing.savefig(tmp_path / "matrix.png")
     axes = drawing.axes[0]
     assert len(axes.get_xticklabels()) <= 60
@@ -98,12 +97,12 @@ def test_any_number_of_classes(size: int, tmp_path: Path) -> None:
 
 
 def test_a_matrix_of_nothing(tmp_path: Path) -> None:
-    draw_figure(ConfusionMatrix([[0, 0], [0, 0]], ["a", "b"])).savefig(tmp_path / "matrix.png")
+    draw_matrix([[0, 0], [0, 0]], ["a", "b"]).savefig(tmp_path / "matrix.png")
 
 
 def test_curves_tell_their_area() -> None:
     lines = {"IoU 0.50": [(0.0, 1.0), (1.0, 1.0)], "IoU 0.90": [(0.0, 1.0), (1.0, 0.0)], "none": []}
-    axes = draw_figure(Curves(lines, "recall", "precision")).axes[0]
+    axes = draw_lines(lines, "recall", "precision").axes[0]
     legend = axes.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()][:2] == [

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.observe.comparison import compared, labels, metrics, ranking, time_split
-from ddptrain.observe.page import page
-from ddptrain.observe.run_files import Point, RunFiles, flat, is_run, number, plain, read_run
+from ddptrain.report.comparison import compared, labels, metrics, ranking, time_split
+from ddptrain.report.page import page
+from ddptrain.report.run_files import Point, RunFiles, flat, is_run, number, plain, read_run
 
 MakeRun = Callable[..., Path]
 

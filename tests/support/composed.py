@@ -6,13 +6,13 @@ from pathlib import Path
 
 from texts import write_text
 
-from ddptrain.arguments import parse
+from ddptrain.api.recipe import Data, Task
+from ddptrain.api.world import World
+from ddptrain.cli.argv import parse
+from ddptrain.cli.compose import run_composed
 from ddptrain.commands.setup import make_task
-from ddptrain.compose import run_composed
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
-from ddptrain.distributed.world import World
-from ddptrain.protocols import Data, Task
 
 RECIPES = sorted(
     path.name.removesuffix(".yaml") for path in (files("ddptrain.conf") / "recipe").iterdir()

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ddptrain import targets
-from ddptrain.cli import main
+from ddptrain.cli.main import main
+from ddptrain.config import targets
 
 SECRET = "hunter2-and-more"
 RECIPE = """# @package _global_

@@ -15,7 +15,7 @@ FAULTY = [f"--config-dir={Path(__file__).parent / 'faulty'}", "recipe=faulty", "
 WITH_WORKERS = [
     *("recipe=cnn_cifar10", "data=shapes", "data.source.train=300", "data.source.valid=30", "device=cpu"),
     *("train.batch_size=60", "train.epochs=100000", "data.workers=2", "data.resident=false", "log.every=1"),
-    *("log.tensorboard=false", "checkpoint.every=100", "run.dir=r"),
+    *("observers=[console,jsonl,plots]", "checkpoint.every=100", "run.dir=r"),
 ]
 """Without an end."""
 _MARK = "DDPTRAIN_TEST_JOB"
@@ -45,7 +45,7 @@ class Job:
         """Process ids of the launcher's children that lead a session: not of what forks them."""
         return [pid for pid in self.living() if _parent(pid) == self.launcher.pid and os.getsid(pid) == pid]
 
-    def nursery(self) -> int:
+    def prefork(self) -> int:
         """Process id of what forks the ranks of ``launch``."""
         (pid,) = (pid for pid in self.living() if _name(pid) == "ddptrain-nurse")
         return pid

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ddptrain.observe.observer import Log, Observer
+from ddptrain.api.observer import Log, Observer
 
 
 class Rates(Observer):

@@ -7,20 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 
-from ddptrain.config.schema import Config, Ema, Sched, Strategy, Train
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.choice import choose_strategy
-from ddptrain.distributed.world import World
+from ddptrain.api.controller import Controller
+from ddptrain.api.observer import Observer, Run
+from ddptrain.api.recipe import At, Data, Loss, Report, Task
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
+from ddptrain.config.schema import Config, Ema, Sched, Train
 from ddptrain.engine.checkpoint import Checkpointer, unpack
-from ddptrain.engine.judge import Steps
-from ddptrain.engine.loop import Engine
+from ddptrain.engine.loop import Engine, StepIterator
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
-from ddptrain.engine.state import TrainState, make_state
-from ddptrain.observe.observer import Observer, Observers
-from ddptrain.protocols import At, Data, Loss, Report, Task
+from ddptrain.engine.state import TrainState
+from ddptrain.engine.step import make_step
+from ddptrain.observe.dispatch import Observers
+from ddptrain.strategies.make_strategy import make_strategy
+from ddptrain.watchdog.watchdog import Watchdog
 
 FEATURES, CLASSES = 12, 5
 
@@ -125,6 +129,12 @@ def with_noise() -> nn.Module:
     )
 
 
+def auto(**arguments: Any) -> dict[str, Any]:
+    """A config's strategy node, as conf/strategy/auto.yaml has it."""
+    file = Path(__file__).parents[2] / "conf/strategy/auto.yaml"
+    return {**yaml.safe_load(file.read_text()), **arguments}
+
+
 SGD: dict[str, Any] = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}
 
 
@@ -139,12 +149,13 @@ class Fit:
     optim: dict[str, Any] = field(default_factory=lambda: dict(SGD))
     sched: Sched = field(default_factory=lambda: Sched(name="cosine", warmup=0.1))
     ema: float | None = None
-    strategy: Strategy = field(default_factory=Strategy)
+    strategy: dict[str, Any] = field(default_factory=auto)
     precision: str = "fp32"
     weight_decay_on: str = "all"
     elastic: str = "fast"
     observers: Sequence[Observer] = ()
-    through: Steps = iter
+    controllers: dict[str, Controller] = field(default_factory=dict)
+    step_iterator: StepIterator = iter
 
     @property
     def nonfinite(self) -> str:
@@ -171,15 +182,18 @@ class Fit:
             strategy=self.strategy, elastic=self.elastic,
             train=Train(weight_decay_on=self.weight_decay_on, nonfinite=self.nonfinite),
         )  # fmt: skip
-        strategy = choose_strategy(self.strategy, world, strict=self.elastic == "strict")
-        state = make_state(config, task.build().to(world.device), strategy, precision, world, self.plan.steps)
+        strategy = make_strategy(self.strategy, world, strict=self.elastic == "strict")
+        model = strategy.prepare(task.build().to(world.device))
+        step = make_step(config, task, model, strategy, precision, self.plan, Watchdog(world))
+        step.state.controllers.update(self.controllers)
         checkpointer = Checkpointer(folder, keep=2)
         saved = checkpointer.newest()
         if saved is not None:
-            state.load_state_dict(unpack(saved.payload, "test"), "test")
+            step.state.load_state_dict(unpack(saved.payload, "test"), "test")
         observers = Observers([*self.observers, *([_Killer(stop_at)] if stop_at else [])])
-        engine = Engine(task, data, world, strategy, precision, self.plan, checkpointer, observers)
-        return state, engine.fit(state, through=self.through)
+        run = Run(folder, config, world)
+        report = Engine(data, step, checkpointer, observers).fit(run, self.step_iterator)
+        return step.state, report
 
 
 class _Killer(Observer):
@@ -188,17 +202,9 @@ class _Killer(Observer):
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def start(self, event: Any) -> None: ...
-
-    def log(self, event: Any) -> None: ...
-
-    def evaluated(self, event: Any) -> None: ...
-
     def saved(self, event: Any) -> None:
         if event.step >= self._step:
             os._exit(137)
-
-    def end(self, event: Any) -> None: ...
 
 
 def weights(state: TrainState) -> Tensor:

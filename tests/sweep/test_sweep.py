@@ -228,7 +228,9 @@ def test_report_sorts_by_the_metric(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_tensorboard_compares_all_jobs(tmp_path: Path) -> None:
     """What its HPARAMS page asks its server for: one session a job, with its settings and metrics."""
-    words = swept_words("train.epochs=2", "task.point=0,1", "optim.lr=0.05,0.1", "log.tensorboard=true")
+    words = swept_words(
+        "train.epochs=2", "task.point=0,1", "optim.lr=0.05,0.1", "observers=[console,jsonl,tensorboard,plots]"
+    )
     assert start(tmp_path, words).wait() == 0
     log = tmp_path / "board.txt"
     with log.open("w") as said:

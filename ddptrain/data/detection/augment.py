@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ddptrain.api.rng import draw
 from ddptrain.data.detection.letterbox import GREY
-from ddptrain.data.dice import draw
 from ddptrain.errors import UserError
 
 _PURPOSES = (
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
     """int64 (k,)"""
 
 
-class Dice:
+class Draws:
     """For each of n samples a number in [0, 1) for each purpose; from (seed, epoch, sample index) alone."""
 
     def __init__(self, seed: int, epochs: Tensor, ids: Tensor) -> None:
@@ -90,67 +90,67 @@ class Augment:
             if not 0 <= value <= bound:
                 raise UserError(f"data.augment.{name}={value}: must be in [0, {bound:g}].")
 
-    def tiles(self, dice: Dice, i: int, sample: int, size: int, progress: float) -> list[int]:
+    def tiles(self, draws: Draws, i: int, sample: int, size: int, progress: float) -> list[int]:
         """Which of a set's ``size`` pictures make the i-th sample: itself, or itself and three more."""
-        if progress >= self.mosaic_until or dice.one(i, "mosaic") >= self.mosaic:
+        if progress >= self.mosaic_until or draws.one(i, "mosaic") >= self.mosaic:
             return [sample]
-        return [sample, *(int(dice.one(i, name, 0, size)) for name in ("second", "third", "fourth"))]
+        return [sample, *(int(draws.one(i, name, 0, size)) for name in ("second", "third", "fourth"))]
 
-    def apply(self, tiles: Sequence[Seen], dice: Dice, i: int, side: int) -> Seen:
+    def apply(self, tiles: Sequence[Seen], draws: Draws, i: int, side: int) -> Seen:
         """The i-th sample, (3, side, side), from the pictures that `tiles` named, at most ``side`` long."""
         from torchvision.transforms.v2 import functional
         from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat
 
-        canvas, found, labels = self._laid_out(tiles, dice, i, side)
+        canvas, found, labels = self._laid_out(tiles, draws, i, side)
         seen = found.clamp(0, 2 * side)
         boxes = BoundingBoxes(
             seen, format=BoundingBoxFormat.XYXY, canvas_size=(2 * side, 2 * side), clamping_mode=None
         )
-        angle = dice.one(i, "angle", -self.degrees, self.degrees)
-        slant = dice.one(i, "shear", -self.shear, self.shear)
+        angle = draws.one(i, "angle", -self.degrees, self.degrees)
+        slant = draws.one(i, "shear", -self.shear, self.shear)
         if self.degrees or self.shear:
             canvas = functional.affine(canvas, angle, [0, 0], 1.0, [slant, 0.0], fill=[float(GREY)] * 3)
             boxes = functional.affine(boxes, angle, [0, 0], 1.0, [slant, 0.0])
-        wide = round(side / dice.one(i, "zoom", 1 - self.zoom, 1 + self.zoom))
+        wide = round(side / draws.one(i, "zoom", 1 - self.zoom, 1 + self.zoom))
         left, top = (
             min(max(round(side - wide / 2 + side * shift), 0), 2 * side - wide)
-            for shift in (dice.one(i, name, -self.shift, self.shift) for name in ("shift_x", "shift_y"))
+            for shift in (draws.one(i, name, -self.shift, self.shift) for name in ("shift_x", "shift_y"))
         )
         whole = _areas(boxes) * (side / wide) ** 2 * (_areas(found) / _areas(seen))
         pixels = functional.resized_crop(canvas, top, left, wide, wide, [side, side])
         boxes = functional.resized_crop(boxes, top, left, wide, wide, [side, side])
-        if dice.one(i, "mirror") < self.mirror:
+        if draws.one(i, "mirror") < self.mirror:
             pixels, boxes = functional.horizontal_flip(pixels), functional.horizontal_flip(boxes)
-        if dice.one(i, "upside_down") < self.upside_down:
+        if draws.one(i, "upside_down") < self.upside_down:
             pixels, boxes = functional.vertical_flip(pixels), functional.vertical_flip(boxes)
         plain = boxes.as_subclass(Tensor).clamp(0, side)
         kept = (_areas(plain) >= self.keep * whole) & (_sides(plain).amin(1) >= _LEAST_SIDE)
         return Seen(pixels, plain[kept], labels[kept])
 
-    def colours(self, dice: Dice) -> Tensor:
+    def colours(self, draws: Draws) -> Tensor:
         """float32 (n, 3, 3): what each sample's RGB values are multiplied by.
 
         Hue, saturation and value as a turn and a stretch in YIQ, which is linear: a batch takes one product
         instead of a way to HSV and back (so does the ``hsv`` operator of DALI,
         docs.nvidia.com/deeplearning/dali).
         """
-        angle = 2 * math.pi * dice.each("hue", -self.hue, self.hue)
-        value = dice.each("value", 1 - self.value, 1 + self.value)
-        chroma = value * dice.each("saturation", 1 - self.saturation, 1 + self.saturation)
+        angle = 2 * math.pi * draws.each("hue", -self.hue, self.hue)
+        value = draws.each("value", 1 - self.value, 1 + self.value)
+        chroma = value * draws.each("saturation", 1 - self.saturation, 1 + self.saturation)
         cosine, sine, zero = chroma * angle.cos(), chroma * angle.sin(), torch.zeros_like(angle)
         rows = [[value, zero, zero], [zero, cosine, -sine], [zero, sine, cosine]]
         turn = torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2).float()
         colours: Tensor = _YIQ_TO_RGB @ turn @ _RGB_TO_YIQ
         return colours
 
-    def _laid_out(self, tiles: Sequence[Seen], dice: Dice, i: int, side: int) -> Seen:
+    def _laid_out(self, tiles: Sequence[Seen], draws: Draws, i: int, side: int) -> Seen:
         """A canvas twice as wide as a sample: one picture in its middle, or four around a point near it."""
         canvas = torch.full((3, 2 * side, 2 * side), GREY, dtype=torch.uint8)
         if len(tiles) == 1:
             height, width = tiles[0].pixels.shape[1:]
             corners = [(side - width // 2, side - height // 2)]
         else:
-            x, y = (round(side * dice.one(i, name, 0.5, 1.5)) for name in ("middle_x", "middle_y"))
+            x, y = (round(side * draws.one(i, name, 0.5, 1.5)) for name in ("middle_x", "middle_y"))
             corners = [
                 (x if right else x - tile.pixels.shape[2], y if below else y - tile.pixels.shape[1])
                 for tile, (right, below) in zip(tiles, ((0, 0), (1, 0), (0, 1), (1, 1)), strict=True)

@@ -9,18 +9,18 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from ddptrain.api.recipe import Data, Loading
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.data.detection.augment import Augment
 from ddptrain.data.detection.batch import Batch, coloured
 from ddptrain.data.detection.pictures import pooled_bytes
 from ddptrain.data.detection.samples import AS_IT_IS, Keys, Samples
 from ddptrain.data.detection.source import DetectionSource, Scenes
 from ddptrain.data.detection.write import write_coco, write_yolo
-from ddptrain.data.sampler import Sampler
 from ddptrain.data.workers import read_by_workers, spare_cores
 from ddptrain.distributed.comm import once_a_node
-from ddptrain.distributed.world import World
 from ddptrain.errors import UserError
-from ddptrain.protocols import Data, Loading
 
 log = logging.getLogger(__name__)
 
@@ -115,12 +115,12 @@ class DetectionData(Data):
     def loading(self) -> Loading:
         return Loading(self._workers, self._in_memory)
 
-    def facts(self) -> Mapping[str, Any]:
+    def metadata(self) -> Mapping[str, Any]:
         return {"classes": list(self.classes), "side": self.side}
 
-    def recall(self, facts: Mapping[str, Any], world: World) -> None:
-        self.classes = tuple(facts["classes"])
-        self.side = int(facts["side"]) if self._asked_side == "auto" else self._asked_side
+    def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
+        self.classes = tuple(metadata["classes"])
+        self.side = int(metadata["side"]) if self._asked_side == "auto" else self._asked_side
         self._workers, self._device = 0, world.device
 
     def write(self, folder: Path, layout: Literal["yolo", "coco"] = "yolo") -> Iterator[str]:
@@ -156,11 +156,11 @@ class DetectionData(Data):
     def describe(self) -> str:
         boxes = sum(map(len, self._set.train.objects))
         where = f"in memory ({self._bytes / 2**20:.0f} MiB)" if self._in_memory else "read from disk"
-        left_out = f", {len(self._set.skipped)} left out" if self._set.skipped else ""
+        skipped = f", {len(self._set.skipped)} left out" if self._set.skipped else ""
         return (
             f"{self._source.name}: {self.train_size:,} train with {boxes:,} boxes, {self.valid_size:,}"
             f" valid, {len(self.classes)} classes, {self.side}x{self.side}, {where},"
-            f" {self._workers} workers{left_out}"
+            f" {self._workers} workers{skipped}"
         )
 
     def _hash(self) -> str:

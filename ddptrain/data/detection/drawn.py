@@ -14,8 +14,8 @@ from typing import final
 import torch
 from torch import Generator, Tensor
 
+from ddptrain.api.rng import mixed
 from ddptrain.data.detection.source import ArrayScenes, DetectionSource, Objects, Opened
-from ddptrain.data.dice import mixed
 from ddptrain.data.shapes import DISTANCES
 from ddptrain.errors import UserError
 

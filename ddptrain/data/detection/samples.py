@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ddptrain.data.detection.augment import Augment, Dice, Seen
+from ddptrain.api.sampler import Sampler
+from ddptrain.data.detection.augment import Augment, Draws, Seen
 from ddptrain.data.detection.batch import Batch, stacked
 from ddptrain.data.detection.letterbox import GREY, Letterbox, letterbox
 from ddptrain.data.detection.pictures import DecodedPictures, ResidentPictures
 from ddptrain.data.detection.source import Objects, PackedObjects, Scenes
-from ddptrain.data.sampler import Sampler
 from ddptrain.errors import UserError
 
 Key = tuple[int, int, float]
@@ -35,21 +35,21 @@ class Samples(Dataset[Any]):
 
     def __getitems__(self, keys: list[Key]) -> Batch | UserError:
         epochs, ids, _ = map(torch.tensor, zip(*keys, strict=True))
-        dice = Dice(self._seed, epochs, ids)
+        draws = Draws(self._seed, epochs, ids)
         placed = self._placed.of(ids)
         try:
             if keys[0][0] == AS_IT_IS:
                 plain = torch.eye(3).repeat(len(keys), 1, 1)  # an expanded one can't be pinned
                 return stacked([self._letterboxed(i) for _, i, _ in keys], plain, ids, placed)
-            samples = [self._augmented(dice, i, key) for i, key in enumerate(keys)]
+            samples = [self._augmented(draws, i, key) for i, key in enumerate(keys)]
         except UserError as error:
             return error
-        return stacked(samples, self._augment.colours(dice), ids, placed)
+        return stacked(samples, self._augment.colours(draws), ids, placed)
 
-    def _augmented(self, dice: Dice, i: int, key: Key) -> Seen:
+    def _augmented(self, draws: Draws, i: int, key: Key) -> Seen:
         _, sample, progress = key
-        tiles = self._augment.tiles(dice, i, sample, len(self), progress)
-        return self._augment.apply([self._scaled(tile) for tile in tiles], dice, i, self._side)
+        tiles = self._augment.tiles(draws, i, sample, len(self), progress)
+        return self._augment.apply([self._scaled(tile) for tile in tiles], draws, i, self._side)
 
     def _scaled(self, i: int) -> Seen:
         """A picture at the size it is trained at, not yet in its square."""

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.world import World
-from ddptrain.protocols import At, Data, Loss, Report, Task
+from ddptrain.api import At, Data, Loss, Report, Sampler, Task, World
 
 Points = tuple[Tensor, Tensor]
 

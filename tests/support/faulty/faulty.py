@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.world import World
+from ddptrain.api.recipe import At, Data, Loss, Report, Task
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 from ddptrain.errors import UserError
-from ddptrain.protocols import At, Data, Loss, Report, Task
 
 FEATURES, CLASSES, WIDTH = 16, 6, 64
 
@@ -133,7 +133,7 @@ class Faulty(Task):
             "count": torch.tensor(len(labels), device=labels.device),
         }
 
-    def carried(self) -> Mapping[str, Tensor]:
+    def rank_state(self) -> Mapping[str, Tensor]:
         if self._place == "save" and self._begun and int(os.environ.get("RANK", "0")) == self._rank:
             happen(self._fault, self._seconds, self._once)  # asked for by each save
         return {}

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.world import World
-from ddptrain.protocols import At, Data, Loss, Report, Task
+from ddptrain.api.recipe import At, Data, Loss, Report, Task
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 
 TRAIN, VALID = 96, 32
 

@@ -9,9 +9,9 @@ import torch
 from my_recipe import Line, Points, Regression
 from torch import Tensor, nn
 
-from ddptrain.data.sampler import Sampler
-from ddptrain.distributed.world import World
-from ddptrain.protocols import At, Loss, Report
+from ddptrain.api.recipe import At, Loss, Report
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
 
 
 class Counting(Regression):

@@ -1,0 +1,172 @@
+"""Which samples belong to which step, rank and micro-batch: a pure function of the seed.
+
+The epochs' orders follow each other in one endless stream, and global batch s is its slice
+[s * batch_size, (s + 1) * batch_size). So every batch is full, also where the set does not divide
+by it: nothing is dropped or repeated, and shapes never change. The world size and the micro-batch
+only say who computes which part of a global batch: it is cut into shards, as many as ranks or a fixed
+number, each rank takes a run of shards, and a shard is put through the model in micro-batches.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddptrain.api.rng import mixed
+from ddptrain.errors import UserError
+
+
+class Part(NamedTuple):
+    """``order(epoch)[start:stop]``: a run of consecutive samples of one epoch."""
+
+    epoch: int
+    start: int
+    stop: int
+
+
+MicroBatch = list[Part]
+"""Mostly one part; more where the batch reaches over an epoch's end."""
+
+
+class Piece(NamedTuple):
+    """A micro-batch's place in each global batch."""
+
+    size: int
+    """Samples."""
+    shard: int
+    """The shard it belongs to, of all ranks' shards."""
+    stream: int
+    """A number of its own among all micro-batches of a step, for what is random in the forward pass."""
+    ends_shard: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """The training samples of one rank.
+
+    size: samples in the training set. batch_size: the GLOBAL batch. micro_batch: the most samples a
+    rank takes at once, or None for a whole shard. shards: the parts of a global batch, or None for one
+    a rank.
+    """
+
+    size: int
+    batch_size: int
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    micro_batch: int | None = None
+    shards: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise UserError("data: the training set is empty.")
+        if self.shards is not None and not self.world_size <= self.shards <= self.batch_size:
+            raise UserError(
+                f"strategy.shards={self.shards}: elastic=strict cuts the global batch of"
+                f" {self.batch_size} into so many parts for {self.world_size} ranks: at least one part a"
+                " rank, and one sample a part."
+            )
+        if self.batch_size < self.world_size:
+            raise UserError(
+                f"train.batch_size={self.batch_size}: the global batch must give each of the"
+                f" {self.world_size} ranks a sample; make it {self.world_size} or more."
+            )
+
+    @property
+    def own_shards(self) -> range:
+        """This rank's shards, of all."""
+        count = self.shards or self.world_size
+        return range(self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """This rank's samples of a global batch, as [start, stop) in it."""
+        return self._shard(self.own_shards[0])[0], self._shard(self.own_shards[-1])[1]
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """This rank's micro-batches in every step; those of a shard are nearly equal."""
+        count = self.shards or self.world_size
+        pieces = []
+        for shard in self.own_shards:
+            start, stop = self._shard(shard)
+            parts = 1 if self.micro_batch is None else -(-(stop - start) // self.micro_batch)
+            cuts = [i * (stop - start) // parts for i in range(parts + 1)]
+            for i, (a, b) in enumerate(pairwise(cuts)):
+                pieces.append(Piece(b - a, shard, i * count + shard, ends_shard=i == parts - 1))
+        return tuple(pieces)
+
+    @property
+    def micro_sizes(self) -> tuple[int, ...]:
+        """Sizes of this rank's micro-batches in every step."""
+        return tuple(piece.size for piece in self.pieces)
+
+    def order(self, epoch: int) -> Tensor:
+        """int64 (size,): the sample indices of an epoch, shuffled."""
+        generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
+        return torch.randperm(self.size, generator=generator)
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """This rank's micro-batches of a step."""
+        return self._cut(step, self.micro_sizes)
+
+    def global_batch(self, step: int) -> MicroBatch:
+        """The whole global batch of a step, the same for any world size."""
+        return self._parts(step * self.batch_size, (step + 1) * self.batch_size)
+
+    def samples(self, steps: range, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches of many steps: int64 (n,) sample indices, int64 (n,) the epoch of
+        each, on the device. An epoch's order is brought there once; a step only slices it."""
+        orders, sizes = _Orders(self, device), self.micro_sizes
+        for step in steps:
+            for parts in self._cut(step, sizes):
+                yield orders.ids(parts)
+
+    def _cut(self, step: int, sizes: tuple[int, ...]) -> list[MicroBatch]:
+        at = step * self.batch_size + self.share[0]
+        batches = []
+        for size in sizes:
+            batches.append(self._parts(at, at + size))
+            at += size
+        return batches
+
+    def _shard(self, shard: int) -> tuple[int, int]:
+        """A shard's samples of a global batch, as [start, stop) in it. Shards differ by one at most."""
+        count = self.shards or self.world_size
+        return shard * self.batch_size // count, (shard + 1) * self.batch_size // count
+
+    def _parts(self, start: int, stop: int) -> MicroBatch:
+        parts = []
+        while start < stop:
+            epoch, offset = divmod(start, self.size)
+            length = min(stop - start, self.size - offset)
+            parts.append(Part(epoch, offset, offset + length))
+            start += length
+        return parts
+
+
+class _Orders:
+    """The epochs' orders, made when first asked for; only the newest two are kept."""
+
+    def __init__(self, sampler: Sampler, device: torch.device) -> None:
+        self._sampler = sampler
+        self._device = device
+        self._orders: dict[int, Tensor] = {}
+
+    def ids(self, parts: MicroBatch) -> tuple[Tensor, Tensor]:
+        slices = [self._order(part.epoch)[part.start : part.stop] for part in parts]
+        epochs = [torch.full_like(ids, part.epoch) for ids, part in zip(slices, parts, strict=True)]
+        return (slices[0], epochs[0]) if len(parts) == 1 else (torch.cat(slices), torch.cat(epochs))
+
+    def _order(self, epoch: int) -> Tensor:
+        if epoch not in self._orders:
+            order = self._sampler.order(epoch)
+            if self._device.type == "cuda":
+                order = order.pin_memory()  # from pageable memory the copy would wait for the device
+            self._orders[epoch] = order.to(self._device, non_blocking=True)
+            for old in sorted(self._orders)[:-2]:
+                del self._orders[old]
+        return self._orders[epoch]

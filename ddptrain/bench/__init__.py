@@ -1,0 +1,1 @@
+"""Compares trainings that take turns on one machine."""

@@ -1,0 +1,61 @@
+"""A training that `bench` measures: it tells where its time goes, and waits for its turn."""
+
+import json
+import socket
+from collections.abc import Mapping
+from typing import Any, final
+
+from ddptrain.api.controller import Controller
+from ddptrain.api.observer import Evaluated, Log, Run, Start
+
+_GONE = "the bench that started this training is gone"
+
+
+@final
+class Pacing(Controller):
+    """At each log step says how it went, and trains on when it is told to; ends where nobody is left to tell
+    it. address: of the bench's socket.
+
+    On each rank: ranks that waited for the first in a collective would keep their GPUs busy beside another
+    training's.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def start(self, event: Start) -> None:
+        self._run = event.run
+        self._bench = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._bench.connect(self._address)
+        except OSError as error:
+            raise SystemExit(_GONE) from error
+
+    def goes_on(self, event: Evaluated) -> bool:
+        return True
+
+    def log(self, event: Log) -> None:
+        # log lines here are waits for other trainings' turns
+        seconds = {**event.timing.seconds, "logging": 0.0}
+        said = {"rank": self._run.world.rank, "seconds": seconds, "setup": _setup(self._run)}
+        try:
+            self._bench.sendall(json.dumps(said).encode() + b"\n")
+            goes_on = self._bench.recv(1)
+        except OSError:
+            goes_on = b""
+        if not goes_on:
+            raise SystemExit(_GONE)
+
+
+def _setup(run: Run) -> Mapping[str, Any]:
+    return {
+        "device": run.world.device.type,
+        "ranks": run.world.size,
+        "precision": run.precision,
+        "convolves": run.convolves,
+        "fused": run.fused,
+        "workers": run.loading.workers,
+        "resident": run.loading.resident,
+        "gradient_bytes": run.gradient_bytes,
+        "steps_per_epoch": run.steps_per_epoch,
+    }

@@ -1,0 +1,1 @@
+"""From words to a config. The one room that knows Hydra."""

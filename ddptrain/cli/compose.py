@@ -1,0 +1,309 @@
+"""From a command line to a config tree, by Hydra: this module and `ddptrain.cli.search_path` alone import it.
+
+A DictConfig never leaves this module, and Hydra's own exceptions leave it as UserErrors.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ddptrain.cli.argv import EXPLAIN, GROUPS, Arguments
+from ddptrain.cli.explain import explained, no_such_key
+from ddptrain.cli.search_path import CONF, look_in
+from ddptrain.cli.search_path import ENTRY_POINTS as ENTRY_POINTS
+from ddptrain.config.check import type_message
+from ddptrain.config.limits import (
+    few_interpolations,
+    is_below,
+    is_plain_name,
+    read_config,
+)
+from ddptrain.config.suggest import did_you_mean, flat_keys
+from ddptrain.errors import UserError
+
+_CONFIG_DIR = ("--config-dir", "-cd")
+Tree = dict[str, Any]
+HYDRA_KEYS = ("hydra.searchpath", "hydra/launcher", "hydra/sweeper", "hydra.launcher.*", "hydra.sweeper.*")
+"""Of Hydra's own keys these may be given, and on the command line alone: the others start code (callbacks,
+logging), set the environment, or write files where they like. Launcher and sweeper are installed plugins."""
+_PLUGIN_KEY = re.compile(r"hydra(/(launcher|sweeper)|\.(launcher|sweeper)\.[\w.]+)")
+_NOT_TAKEN = ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun")
+"""Options of Hydra that put another config in the place of ours, or unpickle a file."""
+
+
+def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> None:
+    """Compose what the command line says and call ``job`` with the tree and the overrides of this job
+    (``--multirun`` under a launcher that is not ours calls it several times, in processes of its choice);
+    or do what an option like ``--cfg``, ``--explain`` or ``--help`` asks.
+
+    Raises the first of what the jobs raised.
+    """
+    overrides = _left_of_searchpath(arguments.overrides, arguments.config_dirs)
+    for override in parsed(overrides):
+        _check_override(override)
+    names = [option.partition("=")[0] for option in arguments.options]
+    for name in names:
+        if name in _NOT_TAKEN:
+            raise UserError(
+                f"{name}: is not taken. Put a recipe into a folder and name that: --config-dir=..."
+            )
+    for option in arguments.options:
+        if option.startswith(f"{EXPLAIN}="):
+            with _speaking_plainly(overrides):
+                print(explained(option.partition("=")[2], overrides))
+            return
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us whole instead of being printed
+    own = [option for option, name in zip(arguments.options, names, strict=True) if name not in _CONFIG_DIR]
+    sys.argv = [sys.argv[0], *own, *overrides]
+
+    failures: list[Exception] = []
+
+    def task(composed: DictConfig) -> None:
+        try:
+            tree = tree_of(composed, HydraConfig.get().runtime.choices)
+            words = list(HydraConfig.get().overrides.task)
+            check_places(tree, words)
+            job(tree, words)
+        except Exception as error:
+            if arguments.sweeps:  # in another process, perhaps: it is the launcher's to tell
+                raise
+            failures.append(error)  # carried past Hydra, which would report it in its own way
+
+    with _speaking_plainly(overrides):
+        hydra.main(config_path=f"pkg://{CONF}", config_name="config", version_base="1.3")(task)()
+    if failures:
+        raise failures[0]
+
+
+def tree_of(composed: DictConfig, choices: Mapping[str, Any]) -> Tree:
+    """A composed config as a plain tree, with the recipe's name. ``choices``: of the groups."""
+    tree = _plain(composed)
+    if choices.get("recipe") is not None:
+        tree["recipe"] = choices["recipe"]
+    return tree
+
+
+def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tree:
+    """A run's saved config with overrides applied: a group's choice replaces its whole section."""
+    saved = read_config(path)
+    asked = parsed(_left_of_searchpath(overrides, arguments.config_dirs))
+    saved = _of_today(saved)
+    groups_first = sorted(asked, key=lambda override: override.key_or_group not in GROUPS)
+    for override in groups_first:
+        _check_override(override)
+        if override.is_sweep_override() or override.key_or_group == "recipe":
+            raise UserError(
+                f"{override.input_line}: {arguments.verb} takes one value a key, and the run's own recipe."
+            )
+        if override.key_or_group in GROUPS:
+            choice = [override.input_line or ""]
+            with _speaking_plainly(choice):
+                composed = _composed(choice)
+            saved[override.key_or_group] = composed[override.key_or_group]
+            continue
+        known = flat_keys(_plain(saved))
+        if override.key_or_group not in known and not override.is_add():
+            raise UserError(no_such_key(override.key_or_group, known))
+        OmegaConf.update(saved, override.key_or_group, override.value(), force_add=True)
+    tree = _plain(saved)
+    check_places(tree, ["run.dir"])  # saved as the user gave it; the folder asked is another
+    return tree
+
+
+def _of_today(saved: DictConfig) -> DictConfig:
+    """A config that was saved when a strategy had a name and TensorBoard a switch, as it is written now. What
+    the verbs that read a saved run do depends on neither."""
+    if OmegaConf.is_missing(saved, "strategy") or "_target_" not in (saved.get("strategy") or {}):
+        saved.strategy = _composed([])["strategy"]
+        if saved.get("log"):
+            saved.log.pop("tensorboard", None)
+    return saved
+
+
+def recipes(arguments: Arguments) -> list[str]:
+    """Names of the recipes in reach: ours, those of --config-dir and of installed packages."""
+    try:
+        folders = [Path(str(files(CONF)))]
+    except ModuleNotFoundError as error:
+        raise UserError("ddptrain is not installed here: run pip install -e . in its checkout.") from error
+    folders += arguments.config_dirs
+    folders += [Path(str(files(entry.value))) for entry in metadata.entry_points(group=ENTRY_POINTS)]
+    return sorted({path.stem for folder in folders for path in (folder / "recipe").glob("*.yaml")})
+
+
+def _left_of_searchpath(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
+    """Look for YAMLs where this command line says; the overrides without ``hydra.searchpath``."""
+    places: list[str] = []
+    left = []
+    for word in overrides:
+        if not word.startswith("hydra.searchpath="):
+            left.append(word)
+            continue
+        value = parsed([word])[0].value()
+        if not isinstance(value, list) or not all(isinstance(place, str) for place in value):
+            raise UserError(f"{word}: takes a list of folders: 'hydra.searchpath=[...]'.")
+        places += value
+    look_in(config_dirs, places)
+    return left
+
+
+def _composed(overrides: Sequence[str]) -> DictConfig:
+    """What these overrides alone make of the defaults. Raises Hydra's own exceptions."""
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_module(CONF, version_base="1.3"):
+        return hydra.compose("config", list(overrides))
+
+
+def _plain(composed: DictConfig) -> Tree:
+    try:
+        with few_interpolations():
+            tree = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(_message(error)) from error
+    assert isinstance(tree, dict)
+    for section, value in tree.items():
+        for key in value if isinstance(value, dict) else [section]:
+            if not isinstance(key, str):
+                raise UserError(f"{section!s}: {key!r} is no key; keys are text.")
+    return tree  # type: ignore[return-value]
+
+
+def check_places(tree: Tree, words: Sequence[str]) -> None:
+    """Refuse names that would lead out of where a run belongs."""
+    recipe, folder = tree.get("recipe"), (tree.get("run") or {}).get("dir")
+    if recipe not in (None, "???") and not is_plain_name(recipe):
+        raise UserError(f"recipe={recipe}: is no recipe's name.")
+    for name, node in (tree.get("controllers") or {}).items():
+        target = str((node or {}).get("_target_", "")) if isinstance(node, dict) else ""
+        here = any(word.startswith(f"+controllers.{name}=") for word in words)
+        if target.startswith("ddptrain.") and not here:
+            raise UserError(
+                f"controllers.{name}: {target} is for sweeps and benches, which name it themselves."
+            )
+    said = any(word.lstrip("+").partition("=")[0] in ("run", "run.dir") for word in words)
+    if isinstance(folder, str) and not said and not is_below(folder):
+        raise UserError(
+            f"run.dir={folder}: a recipe may only name a folder below the current one. If you want this one,"
+            f" say so on the command line: run.dir={folder}"
+        )
+
+
+def parsed(overrides: Sequence[str]) -> list[Override]:
+    """Hydra's overrides of these words. Raises UserError for what is none."""
+    parser = OverridesParser.create()
+    found = []
+    for override in overrides:
+        try:
+            found += parser.parse_overrides([override])
+        except HydraException as error:
+            raise UserError(
+                f"{override}: is no override; write key=value, and quote what holds commas, brackets"
+                " or blanks: 'key=\"a, b\"'."
+            ) from error
+    return found
+
+
+def _check_override(override: Override) -> None:
+    """Refuse Hydra's own keys, and choices that are no names: on some Hydra raises a bare ValueError."""
+    key, word = override.key_or_group, override.input_line or ""
+    if not key:
+        raise UserError(f"{word}: is no override; write key=value.")
+    if _PLUGIN_KEY.fullmatch(key) and override.package is None and not override.is_sweep_override():
+        is_name = "/" not in key or is_plain_name(str(override.value()))
+        if is_name and "_target_" not in f"{key} {override.value()}":
+            return
+        raise UserError(f"{word}: plugins are chosen by their names: hydra/launcher=<name>.")
+    if re.match(r"hydra([./]|$)", key):
+        raise UserError(f"{word}: of Hydra's own keys only {', '.join(HYDRA_KEYS)} may be set; leave it out.")
+    if "/" in key or override.package is not None:
+        raise UserError(f"{word}: there is no such key; the groups are {', '.join(GROUPS)}.")
+    choice = word.partition("=")[2]
+    if "." not in key and re.search(r"\.\.|//|\\|^['\"]?[/~]", choice):
+        raise UserError(f"{word}: {key} takes a name, not a path. Folders of recipes go by --config-dir=...")
+    if key not in GROUPS or override.is_delete() or override.is_sweep_override():
+        return
+    if not isinstance(override.value(), str | list):
+        raise UserError(f"{word}: {key} takes the name of a choice; python -m ddptrain --help lists them.")
+
+
+@contextmanager
+def _speaking_plainly(overrides: Sequence[str]) -> Iterator[None]:
+    """Turn what Hydra and OmegaConf raise while composing into a UserError."""
+    try:
+        yield
+    except MissingConfigException as error:
+        raise UserError(_unknown_choice(error)) from error
+    except ConfigCompositionException as error:
+        raise UserError(_bad_override(error, overrides)) from error
+    except OmegaConfBaseException as error:
+        raise UserError(_message(error)) from error
+    except HydraException as error:
+        raise UserError(_one_line(error)) from error
+    except RecursionError as error:
+        raise UserError("defaults: YAMLs that include each other can't be composed.") from error
+
+
+def _message(error: OmegaConfBaseException) -> str:
+    """OmegaConf's complaint, or ours that it wraps."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, UserError):
+        inner = inner.__cause__ or inner.__context__
+    if inner is None:
+        return type_message(error)
+    return f"{error.full_key}: {inner}" if error.full_key else str(inner)
+
+
+def _unknown_choice(error: MissingConfigException) -> str:
+    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+    options = [option for option in error.options or [] if not option.startswith("_")]
+    if not options:
+        return _one_line(error)
+    hint = did_you_mean(choice, options)
+    return f"{group}={choice}: there is no such choice.{hint} There are {', '.join(options)}."
+
+
+_KEY = re.compile(r"Could not override '([^']+)'")
+_MERGED = re.compile(r"Error merging override (.+)")
+
+
+def _bad_override(error: ConfigCompositionException, overrides: Sequence[str]) -> str:
+    cause = error.__cause__ or error.__context__
+    if not isinstance(cause, OmegaConfBaseException):
+        return _one_line(error)
+    if merged := _MERGED.search(str(error)):
+        return type_message(cause, merged[1])
+    missing = _KEY.search(str(error))
+    if missing is None or "not in" not in str(cause):
+        return _message(cause)
+    return no_such_key(missing[1], _known_keys(overrides))
+
+
+def _known_keys(overrides: Sequence[str]) -> list[str]:
+    """The keys of the config that this command line's group choices make."""
+    choices = [override for override in overrides if override.partition("=")[0] in GROUPS]
+    try:
+        composed = _composed(choices)
+    except HydraException:  # a choice that is wrong too
+        composed = _composed([])
+    tree = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(tree, dict)
+    return flat_keys({str(name): value for name, value in tree.items()})
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,249 @@
+"""``--explain KEY``: which of the files and words a command line is made of has set a key, and what to.
+
+By Hydra's own defaults list, which is in no public module of it (1.3.8).
+"""
+
+import ast
+import dataclasses
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.defaults_list import Overrides
+from hydra.core.default_element import ResultDefault
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
+from hydra.plugins.config_source import ConfigResult
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from ddptrain.cli.argv import GROUPS
+from ddptrain.cli.search_path import CONF
+from ddptrain.config.limits import few_interpolations
+from ddptrain.config.schema import Config, Rule
+from ddptrain.config.suggest import did_you_mean, flat_keys
+from ddptrain.errors import UserError
+
+_ROOT = "config"
+_SCHEMA = "_schema_"
+_WORDS = "command line"
+_ABSENT = object()
+
+
+class _Layer(NamedTuple):
+    """One file, or the schema, in the order in which they are merged."""
+
+    name: str
+    """Hydra's: ``optim/adamw``."""
+    where: str
+    """Ours: ``conf/optim/adamw.yaml``."""
+    tree: Mapping[str, Any]
+
+
+class _Setting(NamedTuple):
+    where: str
+    what: str
+
+
+def explained(key: str, overrides: Sequence[str]) -> str:
+    """Lines that say the value of a key and what set it, the oldest first; for a section, each of its keys
+    and what set it last.
+
+    Raises UserError where there is no such key, and Hydra's own exceptions for what can't be composed.
+    """
+    GlobalHydra.instance().clear()
+    words = list(overrides)
+    with hydra.initialize_config_module(CONF, version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        assert isinstance(loader, ConfigLoaderImpl)
+        composed = loader.load_configuration(_ROOT, words, RunMode.RUN)
+        _, repo = loader._parse_overrides_and_create_caching_repo(_ROOT, words)
+        defaults = loader.compute_defaults_list(_ROOT, words, RunMode.RUN)
+        layers = [
+            _layer(default, loader._load_single_config(default, repo))
+            for default in defaults.defaults
+            if not (default.config_path or "").startswith("hydra/")
+        ]
+    with open_dict(composed):
+        del composed["hydra"]
+        composed["recipe"] = defaults.overrides.known_choices.get("recipe") or "???"
+    raw, final = _plain(composed, resolve=False), _plain(composed, resolve=True)
+    value = _at(final, key)
+    if value is _ABSENT:
+        raise UserError(no_such_key(key, flat_keys(raw)))
+    choices = {group: _choice(group, defaults.overrides, layers) for group in GROUPS}
+    history = _History(layers, defaults.config_overrides, choices)
+    if isinstance(value, Mapping) and value:
+        heading = (
+            [_Setting(f"{key} = {choices[key].what}", f"({choices[key].where})")] if key in choices else []
+        )
+        inner = [
+            (leaf, _told(_at(final, leaf)), history.nearest(leaf)[-1].where) for leaf in _leaves(key, value)
+        ]
+        return "\n".join([*(" ".join(line) for line in heading), *_in_columns(inner)])
+    unresolved = _at(raw, key)
+    is_plain = unresolved is _ABSENT or unresolved == value
+    shown = _told(value) if is_plain else f"{_told(value)}  ({unresolved})"
+    about = _documentation(key)
+    return "\n".join(
+        [f"{key} = {shown}", *([f"  {about}"] if about else []), *_in_columns(history.nearest(key))]
+    )
+
+
+def no_such_key(key: str, known: Sequence[str]) -> str:
+    """What to say of a key that is none of those of a config."""
+    add = f" If the target of its section takes it, add it: +{key}=..." if "." in key else ""
+    hint = _choices_with(key) or did_you_mean(key, known) or add
+    return f"{key}: there is no such key.{hint}"
+
+
+def _choices_with(key: str) -> str:
+    """A sentence that names the choices of the key's group which have it, or ''."""
+    group, _, inner = key.partition(".")
+    if group not in GROUPS or not inner:
+        return ""
+    found = []
+    for path in sorted((Path(str(files(CONF))) / group).glob("*.yaml")):
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        assert isinstance(tree, dict)
+        if inner in flat_keys({str(name): value for name, value in tree.items()}):
+            found.append(f"{group}={path.stem}")
+    return (
+        f" {' and '.join(found)} {'has' if len(found) == 1 else 'have'} it; choose that too." if found else ""
+    )
+
+
+class _History:
+    """What has set which key: files, then words."""
+
+    def __init__(
+        self, layers: Sequence[_Layer], words: Sequence[Override], choices: Mapping[str, _Setting]
+    ) -> None:
+        self._layers = layers
+        self._words = words
+        self._choices = choices
+
+    def nearest(self, key: str) -> list[_Setting]:
+        """Of a key inside of what an interpolation has brought: what has set the interpolation."""
+        found = self.of(key)
+        while not found and "." in key:
+            key = key.rpartition(".")[0]
+            found = self.of(key)
+        return found
+
+    def of(self, key: str) -> list[_Setting]:
+        found = [
+            _Setting(layer.where, _told(value))
+            for layer in self._layers
+            if (value := _at(layer.tree, key)) is not _ABSENT and not (isinstance(value, Mapping) and value)
+        ]
+        if key == "recipe":
+            found.append(self._choices[key])
+        for word in self._words:
+            path, _, inside = key.removeprefix(word.key_or_group).partition(".")
+            given = word.value()
+            below = isinstance(given, Mapping) and _at(given, inside) is not _ABSENT
+            if key.startswith(word.key_or_group) and not path and (not inside or below):
+                found.append(_Setting(_WORDS, word.input_line or ""))
+        return found
+
+
+def _layer(default: ResultDefault, loaded: ConfigResult) -> _Layer:
+    name = default.config_path or ""
+    assert isinstance(loaded.config, DictConfig)
+    tree = _plain(loaded.config, resolve=False)
+    if name == _SCHEMA:
+        return _Layer(name, "default", tree)
+    scheme, _, place = loaded.path.partition("://")
+    if scheme == "pkg" and place == CONF:
+        folder = Path("conf")
+    else:
+        folder = Path(str(files(place))) if scheme == "pkg" else Path(place)
+    here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    return _Layer(name, f"{here / name}.yaml", tree)
+
+
+def _choice(group: str, overrides: Overrides, layers: Sequence[_Layer]) -> _Setting:
+    """Which YAML of a group was chosen, and by what."""
+    choice, said = overrides.known_choices.get(group), overrides.override_metadata.get(group)
+    if said is not None and said.external_override:
+        return _Setting(_WORDS, f"{group}={choice}" if group == "recipe" else str(choice))
+    by = _ROOT if said is None else said.containing_config_path
+    where = next((layer.where for layer in layers if layer.name == by), str(by))
+    return _Setting(where, _told(choice))
+
+
+def _plain(config: DictConfig, resolve: bool) -> dict[str, Any]:
+    with few_interpolations():
+        tree = OmegaConf.to_container(config, resolve=resolve)
+    assert isinstance(tree, dict)
+    return {str(name): value for name, value in tree.items() if name != "hydra"}
+
+
+def _at(tree: Mapping[str, Any], key: str) -> Any:
+    inner: Any = tree
+    for name in key.split("."):
+        if not isinstance(inner, Mapping) or name not in inner:
+            return _ABSENT
+        inner = inner[name]
+    return inner
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key
+
+
+def _told(value: Any) -> str:
+    """As one would write it on the command line."""
+    if value == "???":
+        return "(has to be given)"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _documentation(key: str) -> str:
+    """What the schema says of a key, and its rule."""
+    *sections, name = key.split(".")
+    owner: Any = Config
+    for section in sections:
+        found = {field.name: field.type for field in dataclasses.fields(owner)}.get(section)
+        if not dataclasses.is_dataclass(found):
+            return ""
+        owner = found
+    field = next((field for field in dataclasses.fields(owner) if field.name == name), None)
+    if field is None:
+        return ""
+    rule = field.metadata.get("rule", Rule())
+    bounds = {"at least": rule.at_least, "above": rule.above, "at most": rule.at_most, "below": rule.below}
+    said = [f"{name} {bound:g}" for name, bound in bounds.items() if bound is not None]
+    said = [f"one of {', '.join(rule.choices)}"] if rule.choices else said
+    return " ".join([*_written(owner, name), *([f"Must be {', '.join(said)}."] if said else [])])
+
+
+@cache
+def _written(owner: type, name: str) -> list[str]:
+    """The words below a field in the source."""
+    body = ast.parse(inspect.getsource(owner)).body[0].body  # type: ignore[attr-defined]
+    for field, below in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) == name:
+            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            return str(below.value.value).split() if is_text else []
+    return []

@@ -1,0 +1,291 @@
+"""The command line: ``-m ddptrain [verb] [overrides]``.
+
+Nothing here imports torch before the config is known to be good, so help, ``--cfg job`` and a typo's
+message come at once.
+"""
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddptrain.cli import help, run_verbs
+from ddptrain.cli.argv import (
+    GROUPS,
+    Arguments,
+    action_of,
+    asks_help,
+    check_sweep,
+    divided,
+    expect_no_sweep,
+    parse,
+)
+from ddptrain.cli.compose import Tree, recipes, run_composed
+from ddptrain.cli.run_verbs import is_no_key
+from ddptrain.cli.user_code import open_user_code
+from ddptrain.config.check import checked
+from ddptrain.config.schema import Config
+from ddptrain.config.suggest import did_you_mean
+from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
+from ddptrain.launcher.gc_pause import gc_paused
+from ddptrain.launcher.parent_death import end_with_agent
+from ddptrain.launcher.record import recorded
+
+_WAIT_FOR_FIRST_RANK_S = 30.0
+"""Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""
+_PROOFS = ("resume", "world", "eval")
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a command line; returns the exit code."""
+    end_with_agent()
+    try:
+        arguments = parse(words)
+        if asks_help(arguments) and arguments.verb in help.TEXTS:
+            print(help.TEXTS[arguments.verb])
+            return ExitCode.DONE
+        open_user_code(arguments.config_dirs)
+        verbs = {
+            "train": _train,
+            "evaluate": run_verbs.evaluate,
+            "predict": run_verbs.predict,
+            "export": run_verbs.export,
+            "write": _write,
+            "checkpoint": run_verbs.checkpoint,
+            "launch": _launch,
+            "prove": _prove,
+            "report": _report,
+            "doctor": _doctor,
+            "bench": _bench,
+        }
+        return verbs[arguments.verb](arguments)
+    except UserError as error:
+        _print_once(error, error.everywhere)
+        return ExitCode.USER_ERROR
+    except Diverged as error:
+        _print_once(error, everywhere=True)
+        return ExitCode.DIVERGED
+    except OutOfStep as error:
+        _print_once(error, everywhere=True)
+        return ExitCode.CRASH
+    except RankLost as error:
+        if str(error):
+            print(f"ddptrain: {error}", file=sys.stderr, flush=True)
+        return error.code
+    except Stopped:  # the log has said so
+        return ExitCode.STOPPED
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+
+
+def _train(arguments: Arguments) -> int:
+    _expect_a_recipe(arguments)
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
+    if arguments.sweeps and under_torchrun:
+        raise UserError(
+            "--multirun: a sweep starts its own ranks, so it can't run inside torchrun."
+            " Start it with: python -m ddptrain --multirun ..."
+        )
+    if arguments.sweeps:
+        return _sweep(arguments)
+    expect_no_sweep(arguments)
+
+    def job(tree: Tree, overrides: list[str]) -> None:
+        config = _complete(tree, arguments)
+        with gc_paused():
+            from ddptrain.commands import train
+
+        recorded(lambda: train.run(config, [*_folders(arguments), *overrides]))
+
+    run_composed(arguments, job)
+    return ExitCode.DONE
+
+
+def _sweep(arguments: Arguments) -> int:
+    from ddptrain.cli import hydra_sweep
+    from ddptrain.sweep.ledger import Job
+    from ddptrain.sweep.run import Point, Sweep
+
+    check_sweep(arguments)
+    places = [word for word in arguments.overrides if word.startswith("hydra.searchpath=")]
+    sweep = Sweep()
+
+    def run(jobs: list[tuple[Tree, list[str]]]) -> list[Job]:
+        points = []
+        for tree, words in jobs:
+            own = [word for word in words if not word.lstrip("+").startswith("sweep.")]
+            points.append(Point(_complete(tree, arguments), (*_folders(arguments), *places, *own)))
+        return sweep.run(points)
+
+    def job(tree: Tree, overrides: list[str]) -> None:  # under a launcher that is not ours
+        open_user_code(arguments.config_dirs)  # in a process of its making
+        config = _complete(tree, arguments)
+        from ddptrain.commands import train
+
+        train.run(config, [*_folders(arguments), *overrides])
+
+    try:
+        with hydra_sweep.launching(run):
+            run_composed(arguments, job)
+    finally:
+        code = sweep.close()
+    return code
+
+
+def _report(arguments: Arguments) -> int:
+    own, folders = divided(arguments.overrides, str.isidentifier)
+    from ddptrain.commands import report
+
+    report.run([Path(folder) for folder in folders], own)
+    return ExitCode.DONE
+
+
+def _doctor(arguments: Arguments) -> int:
+    own, rest = divided(arguments.overrides, str.isidentifier)
+    if rest:
+        raise UserError(
+            f"{rest[0]}: doctor takes words of the form name=value only: doctor --help lists them."
+        )
+    from ddptrain.commands import doctor
+
+    return doctor.run(own, as_json="--json" in arguments.options, cluster="--cluster" in arguments.options)
+
+
+def _bench(arguments: Arguments) -> int:
+    """What is no key of a config is for the bench: how many steps, what to try."""
+    if arguments.sweeps or "RANK" in os.environ:
+        raise UserError(
+            "bench: starts the trainings that it compares, and their ranks, itself. Start it without"
+            " --multirun and torchrun: python -m ddptrain bench recipe=<name> ranks=2"
+        )
+    own, asked = _without_own(arguments, arguments.overrides)
+    codes = []
+
+    def job(tree: Tree, _: list[str]) -> None:
+        config = _complete(tree, asked)
+        from ddptrain.commands import bench
+
+        codes.append(bench.run(config, [*asked.options, *asked.overrides], own))
+
+    run_composed(asked, job)
+    return codes[0] if codes else ExitCode.DONE
+
+
+def _folders(arguments: Arguments) -> list[str]:
+    """The options by which a command line's words find the user's own recipes."""
+    return [f"--config-dir={folder}" for folder in arguments.config_dirs]
+
+
+def _write(arguments: Arguments) -> int:
+    """What is no key of a config is for the data: a layout."""
+    own, overrides = divided(arguments.overrides, is_no_key)
+    if arguments.sweeps:
+        raise UserError("write: writes one set of data; leave --multirun out.")
+    if not own.get("out"):
+        raise UserError("write: name a new folder: write recipe=<name> out=<folder>")
+    out = Path(own.pop("out"))
+
+    def job(tree: Tree, overrides: list[str]) -> None:
+        if tree.get("recipe") in (None, "???"):
+            raise UserError("write: say whose data: write recipe=<name> out=<folder>")
+        config = checked(tree)
+        from ddptrain.commands import write
+
+        recorded(lambda: write.run(config, out, own))
+
+    run_composed(dataclasses.replace(arguments, overrides=tuple(overrides)), job)
+    return ExitCode.DONE
+
+
+def _launch(arguments: Arguments) -> int:
+    os.environ.pop("RANK", None)  # some schedulers' number of this node; each node's launch speaks for itself
+    _expect_a_recipe(arguments)
+    expect_no_sweep(arguments)
+    if arguments.sweeps:
+        raise UserError("launch: starts one job; a sweep starts its own: python -m ddptrain --multirun ...")
+    configs: list[Config] = []
+    run_composed(arguments, lambda tree, _: configs.append(_complete(tree, arguments)))
+    if not configs:  # an option like --cfg has been answered
+        return ExitCode.DONE
+    if not os.environ.get("OMP_NUM_THREADS"):  # as torchrun does, but before what reads it is imported:
+        os.environ["OMP_NUM_THREADS"] = "1"  # the ranks take their threads when they know how many they are
+    with gc_paused():
+        from ddptrain.launcher.prefork import prefork_for
+
+        prefork = prefork_for(main, configs[0])  # now, so that it imports its part while this does the rest
+        from ddptrain.commands import launch
+
+    return launch.run(configs[0], arguments.torchrun, [*arguments.options, *arguments.overrides], prefork)
+
+
+def _prove(arguments: Arguments) -> int:
+    """What is no key of a config is for the proof: how many ranks."""
+    proof, words = action_of(arguments, _PROOFS, "recipe=<name>")
+    if arguments.sweeps or "RANK" in os.environ:
+        raise UserError(
+            "prove: starts the trainings of one recipe, and their ranks, itself. Start it without --multirun"
+            f" and torchrun: python -m ddptrain prove {proof} ..."
+        )
+    from ddptrain.prove.process import short
+
+    own, asked = _without_own(arguments, words)
+    given = dataclasses.replace(asked, overrides=(*asked.overrides, *short(asked.overrides)))
+    codes = []
+
+    def job(tree: Tree, _: list[str]) -> None:
+        config = _complete(tree, asked)
+        from ddptrain.commands import prove
+
+        codes.append(prove.run(config, proof, own, [*given.options, *given.overrides]))
+
+    run_composed(given, job)
+    return codes[0] if codes else ExitCode.DONE
+
+
+def _without_own(arguments: Arguments, words: Sequence[str]) -> tuple[dict[str, str], Arguments]:
+    """The words that are no keys of a config, for the verb itself, and the command line without them, which
+    has to name a recipe."""
+    keys = {field.name for field in dataclasses.fields(Config)}
+    own, overrides = divided(words, lambda name: name.isidentifier() and name not in keys)
+    asked = dataclasses.replace(arguments, overrides=tuple(overrides))
+    _expect_a_recipe(asked)
+    return own, asked
+
+
+def _expect_a_recipe(arguments: Arguments) -> None:
+    if not arguments.options and not any(word.startswith("recipe=") for word in arguments.overrides):
+        for key in (word.partition("=")[0] for word in arguments.overrides):
+            if "." not in key and key not in GROUPS and (hint := did_you_mean(key, GROUPS)):
+                raise UserError(f"{key}: there is no such key.{hint}")
+        raise UserError(_welcome(arguments))
+
+
+def _complete(tree: Tree, arguments: Arguments) -> Config:
+    if tree.get("recipe") in (None, "???"):
+        raise UserError(_welcome(arguments))
+    return checked(tree)
+
+
+def _print_once(error: Exception, everywhere: bool) -> None:
+    """Print what ends the run. Ranks that know rank 0 prints it wait for that: the first rank to exit
+    makes torchrun end the others."""
+    if not everywhere or os.environ.get("RANK", "0") == "0":
+        print(f"ddptrain: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_WAIT_FOR_FIRST_RANK_S)
+
+
+def _welcome(arguments: Arguments) -> str:
+    names = [f"  {name}" for name in recipes(arguments)]
+    given = "" if arguments.sweeps else " ".join(arguments.overrides)
+    return "\n".join(
+        [
+            "say what to train: recipe=<name>. There are:",
+            *names,
+            "For example:",
+            f"  python -m ddptrain recipe=cnn_cifar10 data=shapes {given}".rstrip(),
+            "  torchrun --standalone --nproc-per-node=2 -m ddptrain recipe=mobilenet_cifar10 data=shapes",
+        ]
+    )

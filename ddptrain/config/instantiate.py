@@ -1,0 +1,259 @@
+"""The one door from a config node to an object.
+
+A node is ``{"_target_": "package.module.Name", **arguments}``. A config can come from anywhere, so
+a name is checked twice before it is called: as written, before anything is imported, and as the
+object it led to, so that ``ddptrain.recipes.cnn.os.system`` gets nowhere. What it makes is checked too: a
+module, an optimizer, or what the argument is annotated with. Hydra's ``instantiate`` is not used: its block
+list is no security boundary (1.3.8 lets a config call ``os._exit``).
+"""
+
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Union
+
+from ddptrain.config.suggest import did_you_mean
+from ddptrain.config.targets import LIBRARIES, Node, hints_of, made_by, resolve
+from ddptrain.config.targets import open_package as open_package
+from ddptrain.errors import UserError
+
+_DOWNLOADS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")
+"""Arguments by which torchvision fetches a file and unpickles it."""
+
+
+def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list[str]:
+    """What is wrong with a node: unknown, missing or ill-typed arguments, nested nodes included.
+
+    ``offered`` names the arguments that `build` will be given beside the node's own; None where only
+    the caller of the built factory knows, and nothing can be called missing.
+    """
+    try:
+        target = resolve(node, key)
+    except UserError as error:
+        return [str(error)]
+    signature, hints = inspect.signature(target), hints_of(target)
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    names = [n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    problems = []
+    for name, value in node.items():
+        if name == "_target_":
+            continue
+        problems += _hidden_nodes(value, f"{key}.{name}") + _downloads(node, name, key)
+        if not isinstance(name, str):
+            problems.append(f"{key}.{name}: is no name of an argument.")
+        elif name.startswith("_") and name not in names:
+            problems.append(f"{key}.{name}: only _target_ has a meaning here; remove it.")
+        elif name not in names and not open_ended:
+            hint = did_you_mean(f"{key}.{name}", [f"{key}.{known}" for known in names])
+            problems.append(f"{key}.{name}: {node['_target_']} takes no such argument.{hint}")
+        elif _is_node(value):
+            nested = check_node(value, f"{key}.{name}")
+            problems += nested or _misplaced(value, hints.get(name), f"{key}.{name}")
+        elif not _fits(value, hints.get(name, Any)):
+            problems.append(f"{key}.{name}={value}: must be {_spell(hints[name])}.")
+    for name in names if offered is not None else []:
+        needed = signature.parameters[name].default is inspect.Parameter.empty
+        if needed and name not in node and name not in (offered or ()):
+            problems.append(f"{key}.{name}: {node['_target_']} needs it; set {key}.{name}=...")
+    return problems
+
+
+def build(node: Node, key: str, **offered: Any) -> Any:
+    """Call the node's target with its arguments and with those offered that it has a name for.
+
+    Raises UserError where the target is not allowed or refuses an argument's value.
+    """
+    target = resolve(node, key)
+    parameters = inspect.signature(target).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    hints = hints_of(target)
+    for name, value in node.items():
+        wrong = _hidden_nodes(value, f"{key}.{name}") + _downloads(node, name, key)
+        wrong += _misplaced(value, hints.get(name), f"{key}.{name}") if _is_node(value) else []
+        if wrong:
+            raise UserError(wrong[0])
+    arguments = {
+        name: build(value, f"{key}.{name}") if _is_node(value) else value
+        for name, value in node.items()
+        if name != "_target_"
+    }
+    for name, value in offered.items():
+        if name in parameters or open_ended:
+            arguments.setdefault(name, value)
+    _check_match(target, node, key, arguments, offered)
+    try:
+        return target(**arguments)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{key} ({node['_target_']}): {error}") from error
+    except Exception as error:  # **kwargs hide the names and types that check_node would compare
+        unknown = open_ended and isinstance(error, TypeError) and "unexpected keyword argument" in str(error)
+        if unknown or node["_target_"].startswith(LIBRARIES):
+            raise UserError(f"{key} ({node['_target_']}): {error}") from error
+        raise
+
+
+def _check_match(target: Callable[..., Any], node: Node, key: str, arguments: Node, offered: Node) -> None:
+    """Refuse parts of a config that don't go together: a text model for pictures, say."""
+    hints = hints_of(target)
+    for name, value in offered.items():
+        hint = hints.get(name)
+        if arguments.get(name) is value and inspect.isclass(hint) and not isinstance(value, hint):
+            raise UserError(
+                f"{key}: {node['_target_']} needs {hint.__name__} as its {name}, not {type(value).__name__}."
+                f" Choose another {name}=..., or another recipe."
+            )
+    for name, parameter in inspect.signature(target).parameters.items():
+        named = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if named and parameter.default is parameter.empty and name not in arguments:
+            raise UserError(
+                f"{key}: {node['_target_']} needs {name}, which this recipe does not give; it gives"
+                f" {', '.join(offered) or 'nothing'}. Choose another {key}=..., or set {key}.{name}=..."
+            )
+
+
+def typed_arguments(function: Callable[..., Any], words: Mapping[str, str], verb: str) -> dict[str, Any]:
+    """A verb's key=value words as keyword arguments of a function, typed by its annotations.
+
+    The function's first parameter, the model, is not among them. Raises UserError naming every wrong word at
+    once.
+    """
+    hints = hints_of(function)
+    parameters = dict(list(inspect.signature(function).parameters.items())[1:])
+    arguments: dict[str, Any] = {}
+    problems = []
+    for name, word in words.items():
+        if name not in parameters:
+            hint = did_you_mean(name, parameters) or f" There are {', '.join(parameters)}."
+            problems.append(f"{name}: {verb} takes no such word.{hint}")
+            continue
+        hint = hints.get(name, str)
+        arguments[name] = _typed(word, hint)
+        if not _fits(arguments[name], hint):
+            problems.append(f"{name}={word}: must be {_spell(hint)}.")
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in words:
+            problems.append(f"{name}: {verb} needs it: {name}=...")
+    if problems:
+        raise UserError("\n".join(problems))
+    return arguments
+
+
+def _typed(word: str, hint: Any) -> Any:
+    """A word as the first type (int, float, bool, None) of its annotation that can read it, else as text."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        kinds = typing.get_args(hint)
+        if word == "null" and type(None) in kinds:
+            return None
+    else:
+        kinds = (hint,)
+    for kind in kinds:
+        if kind is bool and word in ("true", "false"):
+            return word == "true"
+        if kind in (int, float):
+            try:
+                return kind(word)
+            except ValueError:
+                continue
+    return word
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, Mapping) and "_target_" in value
+
+
+def _hidden_nodes(value: Any, key: str) -> list[str]:
+    """Nodes where nothing would be built of them: in lists, and in mappings that are no nodes."""
+    if isinstance(value, Mapping):
+        inner = {} if _is_node(value) else {f"{key}.{name}": item for name, item in value.items()}
+    else:
+        inner = {f"{key}[{i}]": item for i, item in enumerate(value)} if isinstance(value, list) else {}
+    problems = []
+    for where, item in inner.items():
+        if _is_node(item):
+            problems.append(f"{where}._target_: a node can only be an argument itself; move it.")
+        problems += _hidden_nodes(item, where)
+    return problems
+
+
+def _downloads(node: Node, name: str, key: str) -> list[str]:
+    """torchvision's own ways to fetch weights and unpickle them."""
+    asked = name in _DOWNLOADS and node[name] not in (None, False)
+    if not asked or not str(node["_target_"]).startswith("torchvision."):
+        return []
+    return [
+        f"{key}.{name}={node[name]}: torchvision would download a file and unpickle it; set it to null. Start"
+        " from a checkpoint (run.resume=...), or use model=mobilenet_v3 model.weights=DEFAULT."
+    ]
+
+
+def _misplaced(node: Node, hint: Any, key: str) -> list[str]:
+    """A nested node must make what its argument is annotated with; told before it is built."""
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    wanted = [kind for kind in kinds if kind is not type(None)]
+    if not all(inspect.isclass(kind) and kind is not Any and not _is_protocol(kind) for kind in wanted):
+        return []  # a Callable, say: any object may be one
+    made = made_by(resolve(node, key))
+    if made is None or any(issubclass(made, kind) for kind in wanted):
+        return []
+    return [f"{key}._target_={node['_target_']}: must make {' or '.join(k.__name__ for k in wanted)}."]
+
+
+def _is_protocol(kind: type) -> bool:
+    return typing.Protocol in kind.__mro__
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain config value fits an annotation; what can't be judged is let through."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or isinstance(hint, typing.TypeVar):
+        return True
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is Literal:
+        return value in args
+    if hint is None or hint is type(None):
+        return value is None
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (bool, str):
+        return isinstance(value, hint)
+    if origin is tuple:
+        if not isinstance(value, list):
+            return False
+        if len(args) == 2 and args[1] is Ellipsis:
+            return all(_fits(item, args[0]) for item in value)
+        return len(value) == len(args) and all(map(_fits, value, args))
+    if origin in (list, Sequence):
+        return isinstance(value, list) and all(_fits(item, args[0]) for item in value)
+    if origin in (dict, Mapping):
+        return isinstance(value, Mapping)
+    if hint in (list, tuple, dict):
+        return isinstance(value, dict if hint is dict else list)
+    return not inspect.isclass(hint)  # an object needs a node of its own
+
+
+def _spell(hint: Any) -> str:
+    names = {
+        float: "a finite number",
+        int: "a whole number",
+        bool: "true or false",
+        str: "text",
+        type(None): "null",
+    }
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        plain = [arg for arg in typing.get_args(hint) if arg in names or typing.get_origin(arg)]
+        return " or ".join(_spell(arg) for arg in plain)
+    if typing.get_origin(hint) is tuple and Ellipsis not in typing.get_args(hint):
+        return f"a list of {len(typing.get_args(hint))} values: [...]"
+    if typing.get_origin(hint) in (tuple, list, Sequence):
+        return "a list: [...]"
+    if typing.get_origin(hint) is Literal:
+        words = typing.get_args(hint)
+        return "one of " * (len(words) > 1) + ", ".join(map(str, words))
+    return names.get(hint) or str(getattr(hint, "__name__", hint))

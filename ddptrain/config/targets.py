@@ -1,0 +1,128 @@
+"""What a config may name by ``_target_``: the allow list, and whether a name keeps to it."""
+
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ddptrain.config.suggest import did_you_mean
+from ddptrain.errors import UserError
+
+Node = Mapping[str, Any]
+
+OURS = ("ddptrain.strategies.", "ddptrain.observe.", "ddptrain.sweep.pruning.", "ddptrain.bench.pacing.")
+"""Where only strategies, observers and controllers are meant."""
+_DOORS = {
+    "ddptrain.api.observer.Observer",
+    "ddptrain.api.controller.Controller",
+    "ddptrain.api.strategy.Strategy",
+}
+ALLOWED = ("ddptrain.recipes.", "ddptrain.data.", "torch.nn.", "torch.optim.", "torchvision.models.", *OURS)
+FUNCTIONS_ALLOWED = ("ddptrain.recipes.", "torchvision.models.")
+LIBRARIES = ("torch.", "torchvision.")
+_LONGEST = 200
+_opened: set[str] = set()
+
+
+def open_package(name: str) -> None:
+    """Let configs name what is defined in this top-level package or module of the user's."""
+    _opened.add(f"{name}.")
+
+
+def resolve(node: Node, key: str) -> Callable[..., Any]:
+    """What a node's ``_target_`` names, checked as written and as found. Raises UserError."""
+    name = node.get("_target_")
+    if not isinstance(name, str):
+        raise UserError(f"{key}._target_: needs the dotted name of a class, not {name!r}.")
+    if len(name) > _LONGEST:
+        raise UserError(
+            f"{key}._target_={name[:_LONGEST]}...: is no name; it is longer than {_LONGEST} letters."
+        )
+    if not _allowed(name, ALLOWED):
+        raise UserError(
+            f"{key}._target_={name}: not allowed. Allowed are {', '.join(a + '*' for a in ALLOWED)}"
+            " and your own modules (in the folder of --config-dir, the current folder, or an"
+            " installed package with the entry point group ddptrain.conf)."
+        )
+    if any(part.startswith("_") for part in name.split(".")):
+        raise UserError(f"{key}._target_={name}: names something private; name what is public.")
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UserError(f"{key}._target_={name!r}: is no dotted name of a class.")
+    found = _import(name, key)
+    home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
+    # a function of a module, not a method: called as a function, that would take any object as its self
+    plain_function = inspect.isfunction(found) and "." not in found.__qualname__
+    if not (inspect.isclass(found) or (plain_function and _allowed(name, FUNCTIONS_ALLOWED))):
+        raise UserError(f"{key}._target_={name}: must be a class, not {type(found).__name__}.")
+    if not _allowed(home, ALLOWED):
+        raise UserError(f"{key}._target_={name}: leads to {home}, which is not allowed.")
+    if (wanted := _not_what_it_should_be(found, home)) is not None:
+        raise UserError(f"{key}._target_={name}: not allowed; of this package only {wanted}.")
+    if inspect.isabstract(found):
+        raise UserError(f"{key}._target_={name}: is an abstract class; name one that derives from it.")
+    try:
+        inspect.signature(found)
+    except ValueError as error:  # classes written in C, metaclasses
+        raise UserError(f"{key}._target_={name}: can't be built from a config.") from error
+    return typing.cast(Callable[..., Any], found)
+
+
+def made_by(target: Callable[..., Any]) -> type | None:
+    """What calling a target gives, as far as it says so."""
+    made = target if inspect.isclass(target) else hints_of(target).get("return")
+    return made if inspect.isclass(made) else None
+
+
+def _not_what_it_should_be(found: Any, home: str) -> str | None:
+    """What a library's or a recipe's name may stand for, where this one does not: much of what lies beside
+    modules and optimizers reads files or calls what it is given."""
+    from torch import nn, optim
+
+    made = made_by(found)
+    if home.startswith(OURS):
+        kinds = {f"{base.__module__}.{base.__qualname__}" for base in getattr(made, "__mro__", ())}
+        return None if kinds & _DOORS else "strategies, observers and controllers"
+    if home.startswith("torch.optim."):
+        return None if inspect.isclass(found) and issubclass(found, optim.Optimizer) else "optimizers"
+    if home.startswith(("torch.nn.", "torchvision.models.")) and inspect.isclass(found):
+        return None if issubclass(found, nn.Module) else "modules"
+    if home.startswith("torchvision.models."):
+        builders = importlib.import_module("torchvision.models._api").BUILTIN_MODELS
+        return None if found in builders.values() else "modules and the functions that make a named model"
+    if home.startswith("ddptrain.recipes.") and not inspect.isclass(found):
+        makes_a_model = made is not None and issubclass(made, nn.Module)
+        return None if makes_a_model else "classes and functions that make a model"
+    return None
+
+
+def _allowed(name: str, prefixes: Sequence[str]) -> bool:
+    return name.startswith((*prefixes, *_opened))
+
+
+def _import(name: str, key: str) -> Any:
+    parts = name.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:split])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+                continue
+            raise  # the module exists, but something that it imports does not
+        for position, part in enumerate(parts[split:], split):
+            if not hasattr(found, part):
+                where = ".".join(parts[:position])
+                public = [n for n in vars(found) if not n.startswith("_")]
+                raise UserError(f"{key}._target_={name}: {where} has no {part}.{did_you_mean(part, public)}")
+            found = getattr(found, part)
+        return found
+    raise UserError(f"{key}._target_={name}: there is no module {parts[0]}.")
+
+
+def hints_of(target: Callable[..., Any]) -> dict[str, Any]:
+    function = target.__init__ if inspect.isclass(target) else target
+    try:
+        return typing.get_type_hints(function)
+    except NameError:  # annotations that exist for type checkers only
+        return {}

@@ -1,0 +1,96 @@
+"""How many cores a job may use, and how many threads a rank computes with. Imports torch only to set them."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ddptrain.api.world import World
+
+CORES = "DDPTRAIN_CORES"
+"""Environment variable: a sweep tells each of its jobs how many of the machine's cores are its own."""
+
+
+def cores() -> int:
+    """Cores this job may run on: those of its affinity, no more than its container's time is worth."""
+    if CORES in os.environ:
+        return int(os.environ[CORES])
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = quota()
+    return own if allowed is None else max(1, min(own, int(allowed)))
+
+
+def share_cores(world: "World", strict: bool, workers: int = 0) -> None:
+    """Give each rank of a node its part of the cores, unless OMP_NUM_THREADS says otherwise.
+
+    strict: the same bits on any number of ranks: one thread on any, for the number of threads decides
+    the order of a sum. workers: loader processes of each rank.
+
+    torchrun sets OMP_NUM_THREADS=1 by itself, and launch as well, so under them a 1 is nobody's choice.
+    """
+    import torch
+    import torch.distributed as dist
+
+    chosen = os.environ.get("OMP_NUM_THREADS") or None  # empty is unset
+    if chosen is None or (chosen == "1" and dist.is_torchelastic_launched()):
+        torch.set_num_threads(1 if strict else threads_of(cores(), world.local_size, workers))
+
+
+def threads_of(cores: int, ranks: int, workers: int) -> int:
+    """The threads of each of a node's ranks: what its workers leave, but one."""
+    return max(1, (cores - ranks * workers) // ranks)
+
+
+def workers_of(cores: int, ranks: int, on_cpu: bool) -> int:
+    """Loader processes for each of a node's ranks, eight at most: a core each, and at least one is left for
+    the rank itself; where that computes on cores, too, half of them."""
+    share = cores // ranks
+    return max(0, min(8, share // 2 if on_cpu else share - 1))
+
+
+def said_of_cores(world: "World", workers: int) -> str:
+    """How a node's cores are shared out, for the log."""
+    import torch
+
+    threads, ranks = torch.get_num_threads(), world.local_size
+    used = f"{threads} thread{'s' * (threads > 1)}"
+    used += f" and {workers} worker{'s' * (workers > 1)}" if workers else ""
+    each = f"{ranks} ranks of {used}" if ranks > 1 else used
+    return f"{each}, on {cores()} core{'s' * (cores() > 1)}"
+
+
+def quota(root: Path = Path("/")) -> float | None:
+    """Cores' worth of time that the control groups of this process leave it: the least on the way up, by
+    version 2 (cpu.max) and version 1 (cpu.cfs_quota_us)."""
+    found = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        top = root / "sys/fs/cgroup"
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for mount in (top, top / "unified") if not controllers else (top / "cpu", top / controllers):
+            # inside a container the path is the host's, and its own group is mounted at the top
+            folders = [mount / path.strip("/"), *(mount / path.strip("/")).parents]
+            for folder in [folder for folder in folders if folder == mount or mount in folder.parents]:
+                found += [*_quota_2(folder), *_quota_1(folder)]
+    return min(found, default=None)
+
+
+def _quota_2(folder: Path) -> Iterator[float]:
+    words = _read(folder / "cpu.max").split()
+    if len(words) == 2 and words[0] != "max":
+        yield int(words[0]) / int(words[1])
+
+
+def _quota_1(folder: Path) -> Iterator[float]:
+    most, period = _read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()
+    if most.isdigit() and period.isdigit() and int(period):  # -1: none
+        yield int(most) / int(period)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,111 @@
+"""Are all ranks the same? At the start: the command, the versions and the model. During the training: the
+weights. A faulty device, or a rank whose code does something else, would train on beside the others."""
+
+import hashlib
+import platform
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddptrain import __version__
+from ddptrain.api.world import World
+from ddptrain.config.schema import Config
+from ddptrain.distributed.comm import from_all_ranks
+from ddptrain.errors import OutOfStep, UserError
+
+_CHUNK = 1 << 20
+"""Values at once: their sums take eight times the memory of a half-precision weight."""
+
+
+def check_same_command(world: World, config: Config) -> None:
+    """Compare config and versions over all ranks. A collective.
+
+    Raises UserError, on all ranks, listing what differs and on which rank.
+    """
+    _compare(
+        world,
+        {
+            **_flat(asdict(config), ""),
+            "version of ddptrain": __version__,
+            "version of Python": platform.python_version(),
+            "version of torch": torch.__version__,
+            "version of torchvision": metadata.version("torchvision"),
+        },
+    )
+
+
+def check_same_model(world: World, model: nn.Module) -> None:
+    """The same for the model's parameters."""
+    _compare(world, {f"parameter {name}": _shape(p) for name, p in model.named_parameters()})
+
+
+def _compare(world: World, facts: dict[str, str]) -> None:
+    problems = []
+    ranks = from_all_ranks(world, facts)
+    for rank, theirs in enumerate(ranks):
+        for name in [*ranks[0], *(name for name in theirs if name not in ranks[0])]:
+            first, other = ranks[0].get(name, "absent"), theirs.get(name, "absent")
+            if first != other:
+                problems.append(f"{name}: {other} on rank {rank}, {first} on rank 0.")
+    if problems:
+        more = [f"... and {len(problems) - 10} more."] if len(problems) > 10 else []
+        asked = "the ranks do not start the same run; give all nodes the same command and packages:"
+        raise UserError("\n".join([asked, *problems[:10], *more]))
+
+
+def _flat(value: Any, key: str) -> dict[str, str]:
+    if isinstance(value, dict):
+        return {k: v for name in value for k, v in _flat(value[name], f"{key}.{name}".lstrip(".")).items()}
+    return {key: repr(value)}
+
+
+def _shape(parameter: nn.Parameter) -> str:
+    return f"{tuple(parameter.shape)} {parameter.dtype}"
+
+
+def check_replicas(world: World, model: nn.Module, step: int) -> None:
+    """Compare a checksum of every parameter over all ranks. A collective and a sync point.
+
+    Raises OutOfStep, on all ranks, naming the ranks that differ and the first parameter in which.
+    """
+    if world.size == 1:
+        return
+    names = [name for name, _ in model.named_parameters()]
+    sums = torch.stack([_checksum(parameter.detach()) for parameter in model.parameters()]).tolist()
+    digest = hashlib.sha256(repr(sums).encode()).hexdigest()
+    digests = from_all_ranks(world, digest)
+    if len(set(digests)) == 1:
+        return
+    by_rank = from_all_ranks(world, sums)
+    common = max(digests, key=digests.count)
+    odd = [rank for rank, other in enumerate(digests) if other != common]
+    right = by_rank[digests.index(common)]
+    first = next(i for i, _ in enumerate(names) if any(by_rank[rank][i] != right[i] for rank in odd))
+    if world.size == 2:
+        who = "the two ranks have other weights"  # nobody knows whose are right
+    elif len(odd) == 1:
+        who = f"rank {odd[0]} has other weights than the rest"
+    else:
+        who = f"ranks {', '.join(map(str, odd))} have other weights than the rest"
+    raise OutOfStep(
+        f"after step {step} {who}, first in {names[first]}: a device or memory is faulty, or a rank's code"
+        " did something else. Start the same command again: the run goes on from its last checkpoint. If it"
+        " comes again, leave that device out."
+    )
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """0-d int64: the sum of the bits, taken as whole numbers and weighted by their places."""
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for i, bits in enumerate(tensor.view(-1).view(width).split(_CHUNK)):
+        places = torch.arange(len(bits), device=bits.device) % 65521 + 1
+        total += (bits.to(torch.int64) * places).sum() * (2 * i + 1)
+    return total

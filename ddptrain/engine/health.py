@@ -1,0 +1,148 @@
+"""What each step came to: are its numbers finite, does any rank want to stop, are all at the same step?
+
+Asked of all ranks in the gradients' own all-reduce (see `ddptrain.strategies.flag_bucket`). On a GPU the
+answer is read one step later, while that step's work is already queued there, so the device never
+waits for the host.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ddptrain.api.recipe import Loss
+from ddptrain.api.strategy import Strategy
+from ddptrain.distributed.foreach import by_dtype
+from ddptrain.torch_private import check_finite
+
+
+class NotFinite(Exception):
+    """A step's loss or gradients are not finite on some rank, and the run should end; raised on all."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+class Outcome(NamedTuple):
+    """Of one step, the same on all ranks."""
+
+    step: int
+    finite: bool
+    """All gradients and losses; if not, the optimizer's step was skipped."""
+    loss_finite: bool
+    stop: bool
+    """A rank wants to stop."""
+    aligned: bool
+    """All ranks were at this step."""
+
+
+class _Pending(NamedTuple):
+    step: int
+    stop: bool
+    nonfinite: Tensor
+    flags: Tensor
+    """The ranks' mean flags, or the loss of a process by itself."""
+    is_loss: bool
+    arrived: torch.cuda.Event | None
+    """Where both are on their way from a GPU."""
+
+
+class Health:
+    """One rank's."""
+
+    def __init__(self, model: nn.Module, wrapped: nn.Module, strategy: Strategy) -> None:
+        device = strategy.world.device
+        self._strategy = strategy
+        self._wrapped = wrapped
+        self._on_gpu = device.type == "cuda"
+        self._groups = [(group[0].dtype, group) for group in by_dtype(model.parameters())]
+        self._nonfinite = torch.zeros((), device=device)
+        self._one = torch.ones((), device=device)
+        self._loss: Tensor | None = None
+        self._stop = False
+        self._pending: list[_Pending] = []
+        self._plain: bool | None = None
+        """No gradient is sparse or complex; None until the first step shows it."""
+
+    def send(self, step: int, stop: bool, loss: Loss, ends_shard: bool) -> tuple[Tensor, Tensor] | None:
+        """After a micro-batch's forward pass: a further root of its backward pass, as `Strategy.send_flags`
+        has it, or None."""
+        seen = loss.sum.detach()
+        self._loss = seen if self._loss is None else self._loss + seen
+        self._stop = stop
+        if not ends_shard:
+            return None
+        return self._strategy.send_flags(self._wrapped, step, stop, self._loss)
+
+    def check(self, step: int) -> Tensor:
+        """After the backward passes. 0-d, on the device: 0 where this step's gradients and losses are finite
+        on all ranks."""
+        assert self._loss is not None
+        received = self._strategy.receive_flags(self._wrapped)
+        flags, is_loss = (self._loss, True) if received is None else (received, False)
+        self._loss = None
+        self._nonfinite.zero_()
+        if self._plain is None:
+            trained = [parameter for _, group in self._groups for parameter in group]
+            self._plain = not any(p.grad is not None and _is_odd(p.grad) for p in trained)
+        looked_at = False
+        for dtype, parameters in self._groups:
+            values = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+            if not self._plain:
+                values = [numbers_of(gradient) for gradient in values]
+            if dtype == flags.dtype:
+                values.append(flags)
+                looked_at = True
+            if values:
+                check_finite(values, self._nonfinite, self._one)
+        if not looked_at:
+            check_finite([flags], self._nonfinite, self._one)
+        sent = self._sent(flags) if self._on_gpu else (self._nonfinite, flags, None)
+        nonfinite, flags, arrived = sent
+        self._pending.append(_Pending(step, self._stop, nonfinite, flags, is_loss, arrived))
+        return self._nonfinite
+
+    def discard(self) -> None:
+        """Forget what was sent and received of a pass that was no step."""
+        self._strategy.receive_flags(self._wrapped)
+        self._loss = None
+
+    def ready(self) -> list[Outcome]:
+        """What is known without waiting: on a CPU all outcomes, on a GPU none."""
+        return [] if self._on_gpu else self.all()
+
+    def all(self) -> list[Outcome]:
+        """Every outcome not yet read. On a GPU the host waits for the steps they are of."""
+        pending, self._pending = self._pending, []
+        return [self._outcome(one) for one in pending]
+
+    def _sent(self, flags: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event]:
+        values = torch.cat([self._nonfinite.view(1), flags.view(-1)])
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return host[0], host[1:], arrived
+
+    def _outcome(self, pending: _Pending) -> Outcome:
+        if pending.arrived is not None:
+            pending.arrived.synchronize()
+        finite = not pending.nonfinite.item()
+        if pending.is_loss:
+            return Outcome(pending.step, finite, math.isfinite(pending.flags.item()), pending.stop, True)
+        stop, at = pending.flags.tolist()
+        if not math.isfinite(stop + at):  # lost in the sum; it is asked for again
+            return Outcome(pending.step, finite, False, False, True)
+        return Outcome(pending.step, finite, True, stop > 0, self._strategy.same_step(at, pending.step))
+
+
+def _is_odd(gradient: Tensor) -> bool:
+    return gradient.is_sparse or gradient.is_complex()
+
+
+def numbers_of(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient that may be sparse or complex, in its own memory."""
+    values = gradient._values() if gradient.is_sparse else gradient
+    return torch.view_as_real(values) if values.is_complex() else values

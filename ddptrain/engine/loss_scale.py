@@ -1,0 +1,48 @@
+"""From sums over micro-batches to the gradient of the mean over the global batch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ddptrain.api.recipe import Loss
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
+from ddptrain.distributed.comm import add_up
+
+
+class LossScale:
+    """averages_over: what the strategy divides the summed gradients by."""
+
+    def __init__(self, world: World, sampler: Sampler, averages_over: int) -> None:
+        self._world = world
+        self._sampler = sampler
+        self._averages_over = averages_over
+        self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
+
+    def weight(self, loss: Loss, size: int) -> Tensor:
+        """What the loss sum of a micro-batch of so many samples is multiplied by before backward.
+
+        Where the count is only known on the device, the global batch's size stands in for it until
+        `rescale`.
+        """
+        each = loss.count / size if isinstance(loss.count, int) else 1.0
+        value = self._averages_over / (each * self._sampler.batch_size)
+        key = (value, loss.sum.dtype)
+        if key not in self._weights:
+            if loss.sum.ndim:
+                shape = tuple(loss.sum.shape)
+                raise RuntimeError(f"Task.loss: sum must be one number, a 0-d tensor, and has shape {shape}")
+            self._weights[key] = torch.full((), value, dtype=loss.sum.dtype, device=loss.sum.device)
+        return self._weights[key]
+
+    def rescale(self, model: nn.Module, counts: Sequence[tuple[int, Tensor]]) -> None:
+        """Divide by the global count instead of the global batch size. One small all-reduce.
+
+        counts: (shard, count) of each of this rank's micro-batches.
+        """
+        shards = torch.zeros(self._sampler.shards or self._world.size, device=self._world.device)
+        for shard, count in counts:
+            shards[shard] += count
+        factor = self._sampler.batch_size / add_up(self._world, shards).sum().clamp(min=1)
+        torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], factor)

@@ -1,0 +1,114 @@
+"""The optimizer and the learning rate over the run, both torch's own."""
+
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+)
+
+from ddptrain.config.instantiate import build
+from ddptrain.config.schema import Sched
+from ddptrain.errors import UserError
+
+_WARMUP_START = 0.01
+"""First rate of the warm-up, as a share of the peak."""
+
+
+def build_optimizer(
+    node: Mapping[str, Any], parameters: Iterable[nn.Parameter], weight_decay_on: str = "all"
+) -> Optimizer:
+    """The optimizer a config node names, over these parameters, on whatever device they are.
+
+    weight_decay_on: ``all``, or ``matrices``: not on biases and norms, whose size is no complexity.
+    Fused where torch has it: one kernel a step instead of one for each parameter, on CPUs too.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        raise UserError("model: no parameter requires a gradient, so there is nothing to train.")
+    chosen = node.get("fused") is None and node.get("foreach") is None
+    groups: list[Any] = trained
+    if weight_decay_on == "matrices":
+        vectors = [p for p in trained if p.ndim < 2]
+        groups = [{"params": [p for p in trained if p.ndim >= 2]}, {"params": vectors, "weight_decay": 0.0}]
+    # with dampening the first step is another than the rest, and must not find a buffer
+    fused = chosen and not node.get("dampening")
+    built = build(node, "optim", params=groups, **({"fused": True} if fused else {}))
+    if not isinstance(built, Optimizer):
+        raise UserError(f"optim._target_={node['_target_']}: must be a torch.optim.Optimizer.")
+    optimizer: Optimizer = built
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"optim._target_={node['_target_']}: evaluates the loss several times a step, which this"
+            " engine does not; use another optimizer."
+        )
+    if isinstance(optimizer, SGD) and fused:
+        _begin_at_rest(optimizer)
+    return optimizer
+
+
+def _begin_at_rest(optimizer: SGD) -> None:
+    """Momentum of zero for each parameter. Fused SGD allocates it in its first step without writing to it,
+    and where that step is left out the next one would read whatever lies there."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else []:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def build_schedule(sched: Sched, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """The learning rate of each of ``steps`` optimizer steps: a linear warm-up, then ``sched.name``."""
+    warmup = round(sched.warmup * steps)
+    rest = max(1, steps - warmup)
+    peak = optimizer.param_groups[0]["lr"]
+    if sched.name == "onecycle":  # brings its own warm-up and turns the momentum the other way
+        return OneCycleLR(
+            optimizer,
+            max_lr=peak,
+            total_steps=steps + 1,  # one more: the last step is followed by a schedule step too
+            pct_start=sched.warmup or 0.3,
+            final_div_factor=1 / (25 * sched.final) if sched.final else 1e4,
+            cycle_momentum=_has_momentum(optimizer),
+        )
+    main: LRScheduler
+    if sched.name == "cosine":
+        main = CosineAnnealingLR(optimizer, T_max=rest, eta_min=sched.final * peak)
+    elif sched.name == "linear":
+        main = LinearLR(optimizer, start_factor=1.0, end_factor=sched.final, total_iters=rest)
+    elif sched.name == "step":
+        milestones = [round(share * steps) - warmup for share in sched.milestones]
+        main = MultiStepLR(optimizer, milestones, gamma=sched.gamma)
+    else:
+        main = ConstantLR(optimizer, factor=1.0)
+    if warmup == 0:
+        return main
+    rise = LinearLR(optimizer, start_factor=_WARMUP_START, total_iters=warmup)
+    return SequentialLR(optimizer, [rise, main], milestones=[warmup])
+
+
+def fast_forward(schedule: LRScheduler, steps: int) -> None:
+    """Bring a new schedule to where it stands after so many steps, by the same arithmetic.
+
+    Rather than from a checkpoint: so a run goes on under the config it is given, with more epochs or
+    another rate, and one that is given the same config sees the same rates, bit for bit.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        for _ in range(steps):
+            schedule.step()
+
+
+def _has_momentum(optimizer: Optimizer) -> bool:
+    group = optimizer.param_groups[0]
+    return "betas" in group or bool(group.get("momentum"))

@@ -1,0 +1,47 @@
+"""Out of memory: told with the override that fits, not with a traceback."""
+
+import traceback
+
+from ddptrain.api.world import World
+from ddptrain.config.schema import Config
+from ddptrain.engine.plan import plan_run
+from ddptrain.errors import UserError
+
+_SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
+
+
+def lack_of_memory(error: BaseException, config: Config, world: World, place: str) -> UserError | None:
+    """What an error says, and what to do, if it is a complaint of torch's about memory; None for any other.
+
+    place: what this rank was at.
+    """
+    if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _SIGNS):
+        return None
+    # how much was asked for and what there is; then follows what torch's own caches might do about it
+    told = str(error).partition("\n")[0].partition(" If reserved but")[0].rstrip(".")
+    said = f"rank {world.rank} at {place}: {told}. {_remedy(error, config, world)}"
+    return UserError(said, everywhere=False)
+
+
+def _remedy(error: BaseException, config: Config, world: World) -> str:
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+
+    def within(part: str) -> bool:
+        return any(f"ddptrain/{part}.py" in file for file in files)
+
+    train = config.train
+    if within("engine/evaluate"):
+        if train.eval_batch_size > 1:
+            fewer = f"train.eval_batch_size={train.eval_batch_size // 2} (now {train.eval_batch_size})"
+            return f"Evaluate fewer samples at once: {fewer}."
+    elif within("engine/loop") and not within("engine/update"):
+        most = max(plan_run(config, train_size=1).sampler(world).micro_sizes)
+        if most > 1:
+            fewer = f"train.micro_batch={most // 2} (now {most})"
+            batch = f"the global batch stays {train.batch_size}"
+            return f"Put fewer samples through the model at once: {fewer}; {batch}."
+        if config.precision in ("fp32", "tf32"):
+            return "What the forward pass keeps is about half as much with precision=bf16."
+    elif within("data/resident"):
+        return "Leave the data in files, and have them read by workers: data.resident=false."
+    return "No batch size makes the model smaller: take a smaller one, or a device with more memory."

@@ -1,0 +1,60 @@
+"""Before the first step: is everything on the device, what does a sample cost, and passes for nothing."""
+
+import logging
+
+import torch
+from torch import nn
+
+from ddptrain.api.recipe import At, Batch
+from ddptrain.data.prefetch import tensors_of
+from ddptrain.engine.compiled import eagerly, is_compiled
+from ddptrain.engine.flops import counter
+from ddptrain.engine.step import TrainStep
+
+log = logging.getLogger("ddptrain")
+
+
+def check_device(model: nn.Module, batch: Batch, device: torch.device) -> None:
+    """Is every weight and the first batch on the device? Else it would train on another one than the
+    log says, or fail deep inside."""
+    for name, parameter in model.named_parameters():
+        if parameter.device != device:
+            raise RuntimeError(f"parameter {name} is on {parameter.device}, not on {device}")
+    for tensor in tensors_of(batch):
+        if tensor.device != device:
+            raise RuntimeError(f"the first batch is on {tensor.device}, not on {device}: a bug in its Data")
+
+
+def warm_up(step: TrainStep, batch: Batch, at: At) -> int:
+    """As many passes as the strategy and the compiler need; the FLOPs of one, 0 where they are unknown.
+    Nothing is left of them: neither gradients, buffers, nor what task and strategy carry."""
+    task, strategy, model = step.task, step.strategy, step.state.model
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    of_task, of_strategy = task.rank_state(), strategy.rank_state()
+    flops = _counted(step, batch, at)
+    task.load_rank_state(of_task)
+    for _ in range(strategy.warm_up_passes(is_compiled(task, model))):
+        step.forward_backward(batch, at, step.micro_batches[0]._replace(ends_shard=True))
+        step.discard()
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in buffers:  # a layer may make one in its first forward pass
+                buffer.copy_(buffers[name])
+    task.load_rank_state(of_task)
+    strategy.load_rank_state(of_strategy)
+    return flops
+
+
+def _counted(step: TrainStep, batch: Batch, at: At) -> int:
+    """Of the bare model, eagerly: what fails here, under torch's counter, is no harm to the training."""
+    model = step.state.model
+    try:
+        with eagerly(), counter(next(model.parameters()).device) as counted:
+            loss = step.forward(model, batch, at, step.micro_batches[0])
+            # not backward(): DDP has hooks where gradients are added up, and static_graph counts their calls
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            torch.autograd.grad(loss.sum, trained, allow_unused=True)
+        return int(counted.get_total_flops())
+    except Exception as error:  # of an operator that the counter does not take; the task's own comes again
+        log.info("note       FLOPs are not counted: %s", str(error).partition("\n")[0])
+        return 0

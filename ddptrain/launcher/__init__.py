@@ -1,0 +1,1 @@
+"""Starts ranks, and ends them together."""

@@ -1,0 +1,114 @@
+"""Processes that end with the one that started them, however that one ends.
+
+A killed torchrun leaves its ranks training, and a killed rank leaves its loader's workers waiting.
+"""
+
+import atexit
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
+from typing import NoReturn
+
+AGENT = "DDPTRAIN_AGENT"
+"""Environment variable: the process id of the ``launch`` that starts this rank, or of the sweep that starts
+this job."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_FOR_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals by which a job is stopped. They go to a rank's whole process group; the rank decides."""
+
+
+def end_with_agent() -> None:
+    """End this process, if it is a rank or a sweep's job, when the agent or the sweep that started it ends.
+
+    To be called early, while that one still lives: of one that died before, plain torchrun's is not known.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ or AGENT in os.environ:
+        end_with_parent(os.environ.pop(AGENT, None))  # not for what this rank starts
+
+
+def end_with_parent(parent: str | None) -> None:
+    """Have the kernel kill this process when the thread that started it ends (on Linux; elsewhere nothing).
+
+    ``parent`` is the process id of the one that started it, where that is known.
+    """
+    if sys.platform != "linux":
+        return
+    expected = os.getppid() if parent is None else int(parent)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != expected:  # it ended before the kernel knew
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Inside, a process whose parent ends becomes a child of this one if it descends from it. On Linux."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:  # what a rank leaves behind is init's to wait for
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def end_with(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> NoReturn:
+    """Run a command line, and end this process with its exit code."""
+    try:
+        code = main(words)
+    except SystemExit as end:  # of a recipe's own
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code and code is not end.code:
+            print(end.code, file=sys.stderr)
+    except Exception:  # a bug: its traceback, as Python itself would print it
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code; a rank and its ``launch`` without the interpreter's own shutdown.
+
+    A thread of gloo's may still hold the last collective's tensors. Where it lets go of them while the
+    interpreter shuts down, it asks for a lock that is gone, and aborts the process (torch 2.15, seen on busy
+    machines: SIGABRT, "terminate called without an active exception"). So may the thread by which torchrun's
+    agent keeps its place in the rendezvous: after a signal it is left running.
+    """
+    if "RANK" not in os.environ and AGENT not in os.environ:
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def end_with_rank(_worker: int) -> None:
+    """End this worker when the rank that asked for it ends; a DataLoader's ``worker_init_fn``.
+
+    The kernel would only watch its parent, the forkserver, which lives as long as any worker does.
+    """
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+
+    def follow() -> None:
+        rank.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="parent-death", daemon=True).start()
+
+
+def start_forkserver() -> None:
+    """Start multiprocessing's forkserver, which with its workers hears none of the signals that are for the
+    rank; the rank misses none."""
+    # one by one: the first, which the second would start too, lifts a part of the mask when it is done
+    for start in (resource_tracker.ensure_running, forkserver.ensure_running):
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)
+        try:
+            start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)

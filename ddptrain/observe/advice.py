@@ -1,0 +1,158 @@
+"""What limits a run, in one sentence, with the override that would help most."""
+
+from collections.abc import Sequence
+
+from ddptrain.api.observer import Run, Times
+from ddptrain.api.timing import PHASES, Timing
+from ddptrain.config.strategy import is_dp
+from ddptrain.distributed.cpu import cores
+
+_WORTH_A_WORD = {
+    "data": 0.15,
+    "copy": 0.10,
+    "all_reduce": 0.15,
+    "optimizer": 0.30,
+    "logging": 0.05,
+    "evaluating": 0.40,
+    "drawing": 0.20,
+    "saving": 0.10,
+}
+"""Share of the whole time from which on a phase is what to mend; the rest is the model's own work."""
+_NAMES = {
+    "data": "waiting for data",
+    "copy": "waiting for copies to the GPU",
+    "all_reduce": "waiting for the other ranks' gradients",
+    "optimizer": "the optimizer",
+    "logging": "log lines",
+    "evaluating": "evaluating",
+    "drawing": "drawing figures",
+    "saving": "saving checkpoints",
+}
+_LATE = 0.15
+"""A rank holds the others up where they wait for gradients by this share of their time more than it does."""
+_TRAFFIC = 1 << 20
+"""Bytes of gradients from which on halving them is worth it; below, each message costs what any would."""
+_LOW_MFU = 0.25
+
+
+def advise(run: Run, times: Times) -> str:
+    """The verdict on what ``times`` show."""
+    late = _late_rank(times.ranks)
+    timing = times.timing if late is None else times.ranks[late]
+    total = sum(timing.seconds.values())
+    shares = {phase: timing.seconds[phase] / max(total, 1e-9) for phase in PHASES}
+    who = "" if late is None else f"rank {late} holds the others up: "
+    wastes = {
+        phase: shares[phase]
+        for phase, least in _WORTH_A_WORD.items()
+        if shares[phase] >= least and (phase != "all_reduce" or late is None)
+    }
+    if not wastes:
+        return who + _on_computing(run, timing, shares, late)
+    worst = max(wastes, key=lambda phase: wastes[phase])
+    return f"{who}{_NAMES[worst]} {shares[worst]:.0%}: {_MENDS[worst](run)}"
+
+
+def _late_rank(ranks: Sequence[Timing]) -> int | None:
+    """The rank on which the others wait: the one that waits least for gradients itself."""
+    if len(ranks) < 2:
+        return None
+    waits = [rank.shares["all_reduce"] for rank in ranks]
+    least = min(range(len(waits)), key=lambda rank: waits[rank])
+    others = (sum(waits) - waits[least]) / (len(waits) - 1)
+    # where all of them wait long, it is for the messages
+    return least if others - waits[least] > _LATE and waits[least] < others / 2 else None
+
+
+def _on_computing(run: Run, timing: Timing, shares: dict[str, float], late: int | None) -> str:
+    config, on_gpu = run.config, run.world.device.type == "cuda"
+    passes = shares["forward"] + shares["backward"]
+    said = f"forward and backward pass {passes:.0%}, as it should be"
+    if late is not None:
+        return "its forward and backward pass are slower. python -m ddptrain doctor on its host says more"
+    if run.convolves and not config.channels_last:
+        return f"{said}: channels_last=true makes convolutions faster"
+    if on_gpu and config.precision == "fp32":
+        return f"{said}: precision=auto computes in bf16 where the GPU has it"
+    if on_gpu and config.compile == "off" and not is_dp(config.strategy):
+        return f"{said}: compile=default saves launches and memory traffic"
+    if on_gpu and timing.mfu is not None and timing.mfu < _LOW_MFU:
+        return f"{said}, at {timing.mfu:.0%} of the peak: train.batch_size={2 * config.train.batch_size}"
+    return f"{said}; python -m ddptrain bench tries what could shorten it"
+
+
+def _on_data(run: Run) -> str:
+    loading, share = run.loading, max(1, cores() // run.world.local_size)
+    if loading.workers is None:
+        if not loading.resident:
+            return "let its train_batches read ahead, in a thread or a DataLoader's workers"
+        if run.world.device.type == "cpu" and share > 1:
+            return f"data.resident=false data.workers={share - 1} augments beside the training"
+        return "fewer augmentations (data.augment)"
+    # beyond two for each core they only take turns
+    workers = min(max(2 * loading.workers, share), 2 * share)
+    mends = [f"data.workers={workers}"] if workers > loading.workers else []
+    mends += ["data.resident=true"] if run.config.data.get("resident") is False else []
+    return " or ".join(mends) or "smaller files, a faster disk, or more cores"
+
+
+def _on_copies(run: Run) -> str:
+    return "data.resident=true" if run.loading.resident is False else "send smaller batches: uint8, say"
+
+
+def _on_gradients(run: Run) -> str:
+    config = run.config
+    if config.elastic == "strict":
+        return "elastic=fast hides it behind the backward pass"
+    if run.gradient_bytes >= _TRAFFIC and config.strategy.get("compression") == "none":
+        return "strategy.compression=bf16 halves the traffic"
+    return f"train.batch_size={2 * config.train.batch_size} halves how often"
+
+
+def _on_optimizer(run: Run) -> str:
+    if not run.fused:
+        return "an optimizer that torch has fused (optim=adamw, optim=sgd) is one kernel a step"
+    return f"train.batch_size={2 * run.config.train.batch_size} halves how often"
+
+
+def _on_log(run: Run) -> str:
+    return f"log.every={10 * run.config.log.every}"
+
+
+def _rarer(key: str, every: int | None, run: Run) -> list[str]:
+    """Four times as seldom, as far as the run is long enough."""
+    rarer = min(4 * (every or run.steps_per_epoch), run.steps)
+    return [f"{key}={rarer}"] if rarer > (every or run.steps_per_epoch) else []
+
+
+def _on_evaluating(run: Run) -> str:
+    train = run.config.train
+    mends = _rarer("train.eval_every", train.eval_every, run)
+    if run.valid_size > train.eval_batch_size:
+        mends.append(f"train.eval_batch_size={min(4 * train.eval_batch_size, run.valid_size)}")
+    return ", or ".join(mends) or "a smaller validation set"
+
+
+def _on_drawing(run: Run) -> str:
+    mends = _rarer("train.eval_every", run.config.train.eval_every, run)
+    mends += ["~observers.plots"] if "plots" in run.config.observers else []
+    return ", or ".join(mends) or "a longer run: drawing takes its time once"
+
+
+def _on_saving(run: Run) -> str:
+    checkpoint = run.config.checkpoint
+    if not checkpoint.background:
+        return "checkpoint.background=true writes while it trains"
+    return "".join(_rarer("checkpoint.every", checkpoint.every, run)) or "a faster disk for run.dir"
+
+
+_MENDS = {
+    "data": _on_data,
+    "copy": _on_copies,
+    "all_reduce": _on_gradients,
+    "optimizer": _on_optimizer,
+    "logging": _on_log,
+    "evaluating": _on_evaluating,
+    "drawing": _on_drawing,
+    "saving": _on_saving,
+}

@@ -1,0 +1,109 @@
+"""Figures drawn by a process beside the training: drawing takes a second where a step takes a millisecond."""
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from ddptrain.api.recipe import ConfusionMatrix, Curves
+
+log = logging.getLogger("ddptrain")
+
+_LAST_S = 60.0
+"""At the end, for what is still to be drawn."""
+Done = Callable[[bytes], None]
+
+
+class _Request(NamedTuple):
+    figure: object
+    """By which two requests for the same are known."""
+    words: tuple[Any, ...]
+    done: list[Done]
+
+
+@final
+class Drawer:
+    """Draws one figure after the other. Of each name only the newest waits: where drawing is slower than
+    evaluating, some are left out."""
+
+    def __init__(self) -> None:
+        ours, theirs = Pipe()
+        self._line: Connection[Any, Any] = ours
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ddptrain.observe.drawing", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        theirs.close()
+        self._waiting: dict[str, _Request] = {}
+        self._drawn: _Request | None = None
+        """That is being drawn now."""
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="drawer", daemon=True).start()
+
+    def draw(self, name: str, figure: ConfusionMatrix | Curves, done: Done) -> None:
+        """done: is given the PNG, in another thread."""
+        if isinstance(figure, Curves):
+            words: tuple[Any, ...] = ("lines", dict(figure.lines), figure.x, figure.y)
+        else:
+            words = ("matrix", figure.counts, figure.classes)
+        self._ask(name, figure, words, done)
+
+    def draw_curves(self, metrics: Path, done: Done) -> None:
+        """Of a metrics.jsonl as it is when its turn comes."""
+        self._ask("curves", None, ("curves", str(metrics)), done)
+
+    def finish(self) -> None:
+        """Wait until all is drawn, a minute at most."""
+        until = time.monotonic() + _LAST_S
+        with self._changed:
+            while self._waiting or self._drawn is not None:
+                if not self._changed.wait(until - time.monotonic()):
+                    log.warning("drawing the figures takes too long; some are missing")
+                    self._waiting.clear()
+                    return
+
+    def _ask(self, name: str, figure: object, words: tuple[Any, ...], done: Done) -> None:
+        with self._changed:
+            for request in (self._waiting.get(name), self._drawn):
+                if request is not None and figure is not None and request.figure is figure:
+                    request.done.append(done)
+                    return
+            self._waiting[name] = _Request(figure, words, [done])
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                name = next(iter(self._waiting))
+                self._drawn = request = self._waiting.pop(name)
+            try:
+                self._line.send(request.words)
+                answer = self._line.recv()
+            except (EOFError, OSError):
+                code = self._process.wait()
+                # a signal has ended it together with the run
+                answer = b"" if code < 0 else f"the drawing process has ended with exit code {code}"
+            with self._changed:
+                if isinstance(answer, str):
+                    log.warning("%s was not drawn: %s", name, answer)
+                for done in request.done if isinstance(answer, bytes) and answer else ():
+                    try:
+                        done(answer)
+                    except Exception:  # a full disk: the training must not pay for it
+                        log.exception("%s was drawn and not kept", name)
+                self._drawn = None
+                self._changed.notify_all()
+
+
+@cache
+def shared_drawer() -> Drawer:
+    """One for all observers of this process."""
+    return Drawer()

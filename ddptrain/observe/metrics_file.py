@@ -1,0 +1,18 @@
+"""Reads metrics.jsonl. Imports no torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; one cut short by a kill is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines

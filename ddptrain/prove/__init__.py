@@ -1,0 +1,1 @@
+"""Starts trainings, ends them, and compares what is left."""

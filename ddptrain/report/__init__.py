@@ -1,0 +1,1 @@
+"""Reads runs, compares them, and writes the HTML page."""

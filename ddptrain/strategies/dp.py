@@ -1,0 +1,64 @@
+"""One process on all GPUs, by threads (torch.nn.DataParallel)."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from ddptrain.api.strategy import Strategy
+from ddptrain.errors import UserError
+
+
+@final
+class DataParallel(Strategy):
+    """The world's device keeps the weights. Without GPUs it is one process on one device."""
+
+    def check(self, compiled: bool) -> None:
+        if self.world.size > 1:
+            raise UserError(
+                f"strategy=dp: runs in one process, but torchrun started {self.world.size}."
+                " Use strategy=ddp, or start it with python -m ddptrain."
+            )
+        if compiled and self._on_gpu:
+            raise UserError(
+                "strategy=dp: its copies of a compiled model would all compute on the first GPU."
+                " Use strategy=ddp, or compile=off."
+            )
+
+    @property
+    def further_gpus(self) -> Sequence[int]:
+        if not self._on_gpu:
+            return ()
+        return [i for i in range(torch.cuda.device_count()) if i != self.world.device.index]
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if not self._on_gpu:
+            return model
+        return _Replicated(model, device_ids=[self.world.device, *self.further_gpus])
+
+    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def describe(self) -> str:
+        if not self._on_gpu:
+            return f"single (strategy=dp: on {self.world.device} there is nothing to spread over)"
+        return (
+            "dp (one process copies the model to every GPU in every step and its threads share one"
+            " interpreter; ddp has neither cost: torchrun --standalone --nproc-per-node=gpu -m ddptrain ...)"
+        )
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.world.device.type == "cuda"
+
+
+@final
+class _Replicated(nn.DataParallel[nn.Module]):
+    """torch's (2.11 to 2.15) takes autocast into its threads without the dtype: there bf16 would be fp16."""
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        calls: list[Any] = [torch.autocast("cuda", dtype, enabled)(replica.__call__) for replica in replicas]
+        return super().parallel_apply(calls, inputs, kwargs)

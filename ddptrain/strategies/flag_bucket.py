@@ -1,0 +1,49 @@
+"""Ranks' flags inside the all-reduce of the gradients.
+
+A collective of its own would cost every step a round of messages. So the model is wrapped together
+with one more parameter of two numbers, whose "gradient" is the rank's flags: it is summed with the
+others' in a bucket that travels anyway.
+"""
+
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+
+class FlagBucket(nn.Module):
+    """A model, and the parameter that carries the flags.
+
+    divisor: what a sum of flags is divided by, where gradients are summed and not averaged.
+    """
+
+    def __init__(self, model: nn.Module, divisor: int = 1) -> None:
+        super().__init__()
+        self.model = model
+        self._divisor = divisor
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.flags = nn.Parameter(trained[-1].detach().new_zeros(2))
+
+    def hidden(self) -> Self:
+        """To be called once whoever sums gradients knows the parameters: from here on ``parameters()`` are
+        the model's alone, so that a task which adds up a penalty over them leaves the flags out."""
+        self.__dict__["flags"] = self._parameters.pop("flags")
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._modules["model"](*args, **kwargs)  # type: ignore[misc]  # past `__getattr__`, which costs
+
+    def __getattr__(self, name: str) -> Any:
+        """The model's own attributes too, for recipes that unwrap DDP."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.model[index]  # type: ignore[index]
+
+    def take(self) -> Tensor:
+        """(2,): the mean of all ranks' flags. Gone from the parameter."""
+        assert self.flags.grad is not None
+        summed, self.flags.grad = self.flags.grad, None
+        return summed / self._divisor if self._divisor > 1 else summed

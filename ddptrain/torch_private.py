@@ -1,0 +1,174 @@
+"""Every name of torch's that is not public and is used here: what it buys, and the way back.
+
+| name | torch | without it |
+|---|---|---|
+| `Variable._execution_engine.run_backward` | 2.11 to 2.15 | `torch.autograd.backward`: 19 us a step |
+| `Optimizer.step` below its wrapper | 2.11 to 2.15 | `optimizer.step()`: 29 us a step |
+| `torch._compile`'s mark on functions, `Optimizer`'s `_use_grad` | 2.11 to 2.15 | 0.7 s at each start |
+| `Variable._execution_engine.queue_callback` | 2.11 to 2.15 | called at once: `all_reduce` is timed wrongly |
+| `torch._amp_foreach_non_finite_check_and_unscale_` | 2.11 to 2.15 | a check of each gradient: launches |
+| `torch._C._autograd._profiler_enabled` | 2.11 to 2.15 | ranges for a profiler in each step |
+| `torch._foreach_*` | 2.11 to 2.15 | a launch for each parameter |
+
+The microseconds are of a step of 280, measured in turns. A torch that names things otherwise takes the way
+back, as tests/engine/test_torch_private.py does.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+_engine: Any = getattr(Variable, "_execution_engine", None)
+_run_backward = getattr(_engine, "run_backward", None)
+_queue_callback = getattr(_engine, "queue_callback", None)
+is_profiled: Callable[[], bool] = getattr(torch._C._autograd, "_profiler_enabled", lambda: True)
+"""Whether torch's profiler records this process."""
+
+_MARK = "__dynamo_disable"
+"""Where torch/_compile.py keeps the form of a function that compiled code does not look into."""
+_WRAPPER = "_use_grad"
+"""What torch/optim/optimizer.py calls its wrapper of each optimizer's step."""
+_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+
+
+def spare_dynamo() -> None:
+    """Keep torch's optimizers from importing torch._dynamo for nothing."""
+    for name in _METHODS:
+        leave_eager(getattr(Optimizer, name))
+    for kind in vars(torch.optim).values():
+        if isinstance(kind, type) and issubclass(kind, Optimizer):
+            step = vars(kind).get("step")
+            if step is not None and step.__code__.co_name == _WRAPPER:
+                kind.step = _unbroken(step)  # type: ignore[method-assign]
+
+
+def leave_eager(wrapper: Callable[..., Any] | None) -> None:
+    """The same for a function that torch has wrapped to keep compiled code out of it."""
+    function = getattr(wrapper, "__wrapped__", None)
+    if wrapper is None or function is None or hasattr(function, _MARK):
+        return
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*arguments, **named)
+        if getattr(function, _MARK, None) is called:
+            delattr(function, _MARK)
+        return wrapper(*arguments, **named)
+
+    setattr(function, _MARK, called)
+
+
+@contextmanager
+def wrapping() -> Iterator[None]:
+    """The same around the making of a DistributedDataParallel, which asks torch._dynamo how it is set.
+
+    Where nobody has imported that, nobody can have set it, and the answer is its default.
+    """
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    context_manager = getattr(DistributedDataParallel, "_inside_ddp_forward", None)
+    leave_eager(getattr(context_manager, "__wrapped__", None))
+    utils = _Unimported("torch._dynamo.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+    stand_in = vars(torch)["_dynamo"] = _Unimported("torch._dynamo", utils=utils)
+    try:
+        yield
+    finally:
+        if vars(torch)["_dynamo"] is stand_in:
+            del vars(torch)["_dynamo"]
+
+
+class _Unimported:
+    """Knows some of a module's names, and imports it for any other."""
+
+    def __init__(self, module: str, **known: Any) -> None:
+        self._module = module
+        vars(self).update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._module), name)
+
+
+def _unbroken(step: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's wrapper of a step without its breaks of a compiled graph, where there can be none."""
+    inner: Callable[..., Any] = vars(step)["__wrapped__"]
+
+    @functools.wraps(inner)
+    def called(optimizer: Optimizer, *arguments: Any, **named: Any) -> Any:
+        if "torch._dynamo" in sys.modules:
+            return step(optimizer, *arguments, **named)
+        with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+            return inner(optimizer, *arguments, **named)
+
+    return called
+
+
+def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """``torch.autograd.backward`` without its checks of arguments, which are right here by construction."""
+    if _run_backward is None:
+        torch.autograd.backward(roots, gradients)
+    else:
+        _run_backward(
+            tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Within a backward pass: call it at this pass's end, before what is queued later."""
+    if _queue_callback is None:
+        callback()
+    else:
+        _queue_callback(callback)
+
+
+def check_finite(tensors: list[Tensor], nonfinite: Tensor, one: Tensor) -> None:
+    """Set ``nonfinite`` (0-d) to 1 where any number is not finite, in one pass over tensors of one dtype; the
+    multiplication by ``one`` that comes with it changes nothing."""
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, nonfinite, one)
+
+
+class LeanStep:
+    """An optimizer's step without what torch wraps around it: a range for the profiler, hooks, a schedule's
+    counter. Where others have wrapped it too, hook into it or profile, it is the optimizer's own."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._lean = _below_wrapper(optimizer)
+        hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
+        hooks += [getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")]
+        self._hooks = tuple(hooks)
+
+    def __call__(self) -> None:
+        if self._lean is None or any(self._hooks) or is_profiled():
+            self._optimizer.step()
+        else:
+            self._lean()
+
+
+def _below_wrapper(optimizer: Optimizer) -> Callable[[], object] | None:
+    wrapped, own = type(optimizer).step, vars(optimizer).get("step")
+    wrapper = getattr(Optimizer, "profile_hook_step", None)
+    by_torch = wrapper is not None and getattr(wrapped, "__code__", None) is wrapper(_nothing).__code__
+    if not by_torch or not (own is None or hasattr(own, "_wrapped_by_lr_sched")):
+        return None
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # or the schedule would warn
+    return partial(vars(wrapped)["__wrapped__"], optimizer)
+
+
+def _nothing() -> None: ...
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether it looks at ``found_inf`` on the device by itself, as GradScaler's own optimizers do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -1,0 +1,1 @@
+"""Watches over a rank: signals, time limits, hangs, ranks that are gone."""

@@ -1,0 +1,53 @@
+"""Cores by affinity, by a container's quota, and by what a sweep has given; and how ranks share them."""
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddptrain.distributed import cpu
+from ddptrain.distributed.cpu import threads_of, workers_of
+
+
+@pytest.mark.parametrize(("quota", "most"), [(None, 4), (1.5, 1), (0.2, 1), (2.0, 2), (64.0, 4)])
+def test_no_more_than_the_container_has_time_for(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, most: int
+) -> None:
+    monkeypatch.delenv(cpu.CORES, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
+    monkeypatch.setattr(cpu, "quota", lambda: quota)
+    assert cpu.cores() == most
+    monkeypatch.setenv(cpu.CORES, "3")
+    assert cpu.cores() == 3
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "workers", "threads"),
+    [
+        *((4, 1, 0, 4), (4, 2, 0, 2), (4, 3, 0, 1), (4, 4, 0, 1), (4, 8, 0, 1), (1, 1, 0, 1)),
+        *((4, 1, 1, 3), (4, 1, 3, 1), (4, 1, 8, 1), (4, 2, 1, 1), (8, 2, 1, 3), (64, 8, 7, 1), (96, 8, 4, 8)),
+    ],
+)
+def test_a_rank_gets_the_threads_that_workers_leave(
+    cores: int, ranks: int, workers: int, threads: int
+) -> None:
+    assert threads_of(cores, ranks, workers) == threads
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "on_gpu", "on_cpu"),
+    [(1, 1, 0, 0), (2, 1, 1, 1), (4, 1, 3, 2), (4, 2, 1, 1), (4, 4, 0, 0), (4, 8, 0, 0), (64, 2, 8, 8)],
+)
+def test_workers_take_cores_that_are_free(cores: int, ranks: int, on_gpu: int, on_cpu: int) -> None:
+    assert workers_of(cores, ranks, on_cpu=False) == on_gpu
+    assert workers_of(cores, ranks, on_cpu=True) == on_cpu
+
+
+@given(cores=st.integers(1, 512), ranks=st.integers(1, 128), workers=st.integers(0, 64), on_cpu=st.booleans())
+def test_no_combination_oversubscribes(cores: int, ranks: int, workers: int, on_cpu: bool) -> None:
+    """Beyond what was asked for: a thread for each rank, and the workers."""
+    threads = threads_of(cores, ranks, workers)
+    assert ranks * (threads + workers) <= max(cores, ranks * (1 + workers))
+    chosen = workers_of(cores, ranks, on_cpu)
+    assert ranks * (threads_of(cores, ranks, chosen) + chosen) <= max(cores, ranks)

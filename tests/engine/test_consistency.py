@@ -1,0 +1,77 @@
+"""Ranks that do not do the same: noticed at the start, and while they train."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from toy import Classify, Fit, plain, with_noise
+
+from ddptrain.api.recipe import At, Loss
+from ddptrain.api.world import World
+from ddptrain.config.schema import Config, Train
+from ddptrain.engine.consistency import check_replicas, check_same_command, check_same_model
+from ddptrain.engine.plan import Plan
+from ddptrain.errors import OutOfStep, UserError
+from ddptrain.testing import run_ranks
+
+
+@pytest.mark.parametrize("bit", [0, 12, 22, 31])
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_flipped_bit_on_one_rank_is_found(tmp_path: Path, size: int, bit: int) -> None:
+    class Flips(Classify):
+        def loss(self, model: torch.nn.Module, batch: object, at: At) -> Loss:
+            if at.step == 7 and torch.distributed.get_rank() == size - 1:
+                weight = model.module.model[2].weight  # type: ignore[union-attr,index]
+                weight.data.view(torch.int32)[1, 3] ^= torch.tensor(1 << bit, dtype=torch.int64).to(
+                    torch.int32
+                )
+            return super().loss(model, batch, at)  # type: ignore[arg-type]
+
+    def rank(world: World) -> str:
+        plan = Plan(steps=20, train_size=100, batch_size=20, verify_every=5)
+        with pytest.raises(OutOfStep) as caught:
+            Fit(plan, task=Flips).run(world, tmp_path / str(world.rank))
+        return str(caught.value)
+
+    found = run_ranks(rank, size)
+    assert len(set(found)) == 1
+    assert found[0].startswith("after step 10 ")
+    if size == 3:
+        assert "rank 2 has other weights than the rest, first in " in found[0]
+    else:
+        assert "the two ranks have other weights, first in " in found[0]
+
+
+def test_equal_weights_in_any_layout_pass(tmp_path: Path) -> None:
+    def rank(world: World) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(2, 2, dtype=torch.bfloat16))
+        if world.rank == 1:
+            model = model.to(memory_format=torch.channels_last)
+        check_replicas(world, model, 1)
+
+    run_ranks(rank, 2)
+
+
+def test_what_differs_at_the_start_is_listed() -> None:
+    def rank(world: World) -> str:
+        config = Config(recipe="toy", task={"a": 1}, data={}, optim={"lr": 0.1})
+        model = plain()
+        if world.rank == 1:
+            config = replace(config, optim={"lr": 0.2}, train=Train(batch_size=64))
+            model = with_noise()
+        with pytest.raises(UserError) as caught:
+            check_same_command(world, config)
+        with pytest.raises(UserError) as other:
+            check_same_model(world, model)
+        return f"{caught.value}\n{other.value}"
+
+    first, second = run_ranks(rank, 2)
+    assert first == second
+    assert "optim.lr: 0.2 on rank 1, 0.1 on rank 0." in first
+    assert "train.batch_size: 64 on rank 1, 128 on rank 0." in first
+    assert "parameter 1.weight: (32,) torch.float32 on rank 1, absent on rank 0." in first
+    config = Config(recipe="x", task={}, data={}, optim={})
+    run_ranks(lambda world: check_same_command(world, config), 3)
+    run_ranks(lambda world: check_same_model(world, plain()), 3)

@@ -1,0 +1,103 @@
+"""The lean step is torch's step, and steps aside for whatever is wrapped around that."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from ddptrain.engine.optimizer_step import OptimizerStep
+
+ZERO = torch.zeros(())
+
+
+def updated(make: Callable[[Any], torch.optim.Optimizer], before: Callable[[Any], None] = id) -> nn.Module:
+    """A layer after two updates by ones."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = make(model.parameters())
+    update = OptimizerStep(optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    before(optimizer)
+    for _ in range(2):
+        update.forget_gradients()
+        model(torch.ones(4, 3)).sum().backward()
+        update(ZERO)
+    return model
+
+
+def plain(parameters: Any) -> AdamW:
+    return AdamW(parameters, lr=0.1, fused=True)
+
+
+def test_it_is_the_optimizers_own_step_without_the_profilers_range() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = plain(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+    assert torch.equal(updated(plain).weight, model.weight)
+
+
+def test_a_profile_shows_the_range() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        updated(plain)
+    assert sum(event.name.startswith("Optimizer.step#") for event in profile.events()) == 2
+
+
+def test_hooks_run_whenever_they_were_registered() -> None:
+    seen: list[str] = []
+
+    def register(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+
+    updated(plain, before=register)
+    assert seen == ["post", "post"]
+
+
+def test_a_subclass_that_wraps_torchs_step_keeps_its_own() -> None:
+    seen: list[str] = []
+
+    class Counted(AdamW):
+        @functools.wraps(AdamW.step)
+        def step(self, closure: Any = None) -> Any:
+            seen.append("own")
+            return super().step(closure)
+
+    updated(lambda parameters: Counted(parameters, lr=0.1))
+    assert seen == ["own", "own"]
+
+
+def test_a_step_or_zero_grad_of_ones_own_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    class Own(AdamW):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            seen.append("zero")
+            super().zero_grad(set_to_none)
+
+    def patched(parameters: Any) -> AdamW:
+        optimizer = Own(parameters, lr=0.1)
+        step = optimizer.step
+        monkeypatch.setattr(optimizer, "step", lambda *a: (seen.append("step"), step(*a))[1])
+        return optimizer
+
+    updated(patched)
+    assert seen == ["zero", "step", "zero", "step"]
+
+
+def test_a_schedule_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
+    schedules = []
+
+    def scheduled(parameters: Any) -> AdamW:
+        optimizer = plain(parameters)
+        schedules.append(torch.optim.lr_scheduler.ConstantLR(optimizer))
+        return optimizer
+
+    updated(scheduled)
+    schedules[0].step()
+    assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]

@@ -1,0 +1,156 @@
+"""A training that compiles nothing imports no compiler, and trains as one that does."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from running import FAULTY
+from torch import Tensor
+from toy import Fit, auto, weights
+
+from ddptrain import torch_private
+from ddptrain.api.world import World
+from ddptrain.engine.plan import Plan
+from ddptrain.testing import run_ranks
+
+TRAINING = """
+import sys
+if sys.argv[1] == "compiler":
+    import torch._dynamo
+from ddptrain.cli.main import main
+assert main(sys.argv[2:]) == 0
+heavy = {"torch._dynamo", "torch.onnx", "torchvision", "triton", "sklearn", "pandas", "IPython"}
+print(*sorted(heavy & sys.modules.keys()))
+"""
+LATE = """
+import os, sys
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer, SGD
+from ddptrain.torch_private import spare_dynamo, wrapping
+
+spare_dynamo()
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = SGD([weight], lr=0.5)
+weight.grad = torch.ones(2)
+optimizer.step()
+assert "torch._dynamo" not in sys.modules
+assert weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()
+os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Linear(2, 2)
+with wrapping():
+    wrapped = DistributedDataParallel(model)
+wrapped(torch.ones(2)).sum().backward()
+assert "torch._dynamo" not in sys.modules and "_dynamo" not in vars(torch)
+compiled = torch.compile(lambda x: x + 1, backend="eager")
+compiled(weight)
+wrapped(torch.ones(2)).sum().backward()
+assert DistributedDataParallel(model)._use_python_reducer is False
+optimizer.zero_grad()
+weight.grad = torch.ones(2)
+optimizer.step()
+print(weight.tolist(), vars(Optimizer.zero_grad.__wrapped__)["__dynamo_disable"].__module__, flush=True)
+os._exit(0)
+"""
+
+
+def run(script: str, *words: str, cwd: Path) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *words], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+def test_without_the_compiler_the_bits_are_the_same(tmp_path: Path) -> None:
+    words = [f"--config-dir={FAULTY}", "recipe=faulty", "device=cpu", "train.steps=6"]
+    losses = []
+    for compiler in ("compiler", "none"):
+        said = run(TRAINING, compiler, *words, f"run.dir={compiler}", cwd=tmp_path)
+        assert ("torch._dynamo" in said) == (compiler == "compiler")
+        assert compiler == "compiler" or not said
+        lines = (tmp_path / compiler / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line).get("loss") for line in lines])
+    assert losses[0] == losses[1]
+
+
+def test_a_compiler_that_comes_later_is_asked_as_ever(tmp_path: Path) -> None:
+    assert run(LATE, cwd=tmp_path) == "[0.0, 0.0] torch._dynamo.eval_frame"
+
+
+ROOT = Path(__file__).parents[2]
+PRIVATE = re.compile(
+    r"\btorch(?:\.\w+)*\._(?!foreach_|_)\w+|\b_execution_engine\b|\b_step_supports_\w+|\b_opt_called\b"
+)
+ELSEWHERE = {
+    "ddptrain/commands/export.py": {"torch._dynamo"},  # the error that torch.export raises
+    "ddptrain/distributed/comm.py": {"torch._C"},  # the type of a store
+    "ddptrain/doctor/torch_facts.py": {"torch._C"},  # which GPUs torch was built for
+    "ddptrain/engine/compiled.py": {
+        "torch._dynamo",
+        "torch._logging",
+        "torch.utils._pytree",
+    },  # what was compiled, and why again
+    "ddptrain/launcher/prefork.py": {"torch._dynamo"},  # imported ahead, for ranks that compile
+    "ddptrain/observe/monitor.py": {"torch._C"},  # the type of a store
+    "ddptrain/observe/profile.py": {"torch.cuda.memory._"},  # torch's own pages name these
+    "ddptrain/strategies/powersgd.py": {"torch._C"},  # the type of a bucket
+    "ddptrain/testing.py": {"torch._dynamo"},  # imported once for all ranks
+    "ddptrain/watchdog/heartbeat.py": {"torch._C"},  # the type of a store
+    "recipes/muon.py": {"_step_supports_amp_scaling"},  # how an optimizer says that it reads found_inf
+}
+"""Private names outside of torch_private.py: this list can only get shorter."""
+
+
+def test_private_names_are_in_one_file_and_its_page_lists_them() -> None:
+    found: dict[str, set[str]] = {}
+    for file in [*ROOT.glob("ddptrain/**/*.py"), *ROOT.glob("recipes/**/*.py")]:
+        if names := {name for line in code_of(file) for name in PRIVATE.findall(line)}:
+            found[str(file.relative_to(ROOT))] = names
+    found.pop("ddptrain/torch_private.py")
+    for file, names in found.items():
+        allowed = ELSEWHERE.get(file, set())
+        assert all(any(name.startswith(known) for known in allowed) for name in names), f"{file}: {names}"
+    page = (ROOT / "ddptrain/torch_private.py").read_text().split('"""')[1]
+    for name in ("run_backward", "queue_callback", "_amp_foreach_non_finite_check_and_unscale_", "_use_grad"):
+        assert name in page
+
+
+def code_of(file: Path) -> list[str]:
+    """A file's lines without comments and docstrings."""
+    text = re.sub(r'"""(?:.|\n)*?"""', "", file.read_text())
+    return [line.partition("#")[0] for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("name", ["_run_backward", "_queue_callback"])
+def test_a_torch_without_a_name_trains_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way back, on two ranks with PowerSGD, which needs the end of a backward pass."""
+    plan = Plan(steps=6, train_size=60, batch_size=12, log_every=3)
+
+    def rank(world: World) -> Tensor:
+        fit = Fit(plan, strategy=auto(compression="powersgd", bucket_cap_mb=0.001))
+        return weights(fit.run(world, tmp_path / f"{torch_private_is(name)}-{world.rank}")[0])
+
+    def torch_private_is(name: str) -> bool:
+        return getattr(torch_private, name) is not None
+
+    whole = run_ranks(rank, 2)
+    monkeypatch.setattr(torch_private, name, None)
+    for ours, theirs in zip(run_ranks(rank, 2), whole, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_an_optimizer_without_torchs_wrapper_steps_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    monkeypatch.delattr(torch.optim.Optimizer, "profile_hook_step")
+    weight.grad = torch.ones(2)
+    torch_private.LeanStep(optimizer)()
+    assert weight.tolist() == [0.5, 0.5]

@@ -1,0 +1,288 @@
+"""The door from a config node to an object: what it lets through, and how it says what it does not."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddptrain.config.instantiate import build, check_node, open_package
+from ddptrain.data.augment import Augment
+from ddptrain.errors import UserError
+from ddptrain.recipes.cnn import SmallCnn
+
+LINEAR = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}
+SEQUENCE = {"_target_": "torch.nn.Sequential"}
+IMAGES = {
+    "_target_": "ddptrain.data.images.ImageData",
+    "source": {"_target_": "ddptrain.data.digits.Digits"},
+    "augment": {"_target_": "ddptrain.data.augment.Augment", "crop": 1},
+}
+
+HOSTILE = [
+    "os.system",
+    "posix.system",
+    "torchvision.models._api.WeightsEnum.get_state_dict",  # a method: would take any node as its self
+    "torchvision.models.WeightsEnum.get_state_dict",
+    "torchvision.models.ResNet.load_state_dict",
+    "builtins.eval",
+    "subprocess.run",
+    "torch.load",
+    "torch.hub.load",
+    "ddptrain.cli.main.os._exit",
+    "ddptrain.cli.main.main",
+    "ddptrain.testing.run_ranks",
+    "ddptrain.recipes.image.torch.load",
+    "ddptrain.recipes.image.functional.torch.hub.load",
+    "ddptrain.data.cifar10.urllib.request.urlretrieve",
+    "ddptrain.data.cifar10.tarfile.TarFile",
+    "ddptrain.data.files.multiprocessing.Process",
+    "torch.nn.modules.module.torch.load",
+    "torch.nn.modules.module.functools.partial",
+    "torch.nn.Linear.__class__",
+    "torch.nn.Linear.__init__.__globals__",
+    "torch.nn.Module.load_state_dict",
+    "torchvision.models._api.os.system",
+    "ddptrain",
+    "",
+]
+
+
+@pytest.mark.parametrize("target", HOSTILE)
+def test_a_target_outside_the_allowed_names_is_refused_as_written_and_as_resolved(target: str) -> None:
+    node = {"_target_": target}
+    assert len(check_node(node, "model")) == 1
+    with pytest.raises(UserError, match=r"^model\._target_="):
+        build(node, "model")
+
+
+def test_a_refused_target_is_not_called(tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    with pytest.raises(UserError):
+        build({"_target_": "os.mkdir", "path": str(mark)}, "model")
+    with pytest.raises(UserError):
+        build({**IMAGES, "source": {"_target_": "os.mkdir", "path": str(mark)}}, "data")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("target", [None, 3, ["torch.nn.Linear"]])
+def test_a_target_is_a_name(target: Any) -> None:
+    with pytest.raises(UserError, match=r"^model\._target_: needs the dotted name of a class"):
+        build({"_target_": target}, "model")
+
+
+@pytest.mark.parametrize(
+    ("target", "meant"),
+    [
+        ("torch.optim.Adm", "Adam"),
+        ("ddptrain.recipes.cnn.SmalCnn", "SmallCnn"),
+        ("ddptrain.data.imags.ImageData", "images"),
+    ],
+)
+def test_a_misspelt_target_is_answered_with_the_right_name(target: str, meant: str) -> None:
+    (problem,) = check_node({"_target_": target}, "model")
+    assert problem.startswith(f"model._target_={target}: ")
+    assert f"Did you mean {meant}" in problem
+
+
+@pytest.mark.parametrize(
+    "module", ["torch.nn", "torch.nn.attention", "torch.nn.parameter", "torch.optim.lr_scheduler"]
+)
+def test_checking_any_name_answers_instead_of_raising(module: str) -> None:
+    for name in vars(importlib.import_module(module)):
+        check_node({"_target_": f"{module}.{name}"}, "model")
+
+
+def test_an_abstract_class_is_refused() -> None:
+    node = {"_target_": "ddptrain.data.source.ImageSource"}
+    (problem,) = check_node(node, "data.source")
+    assert problem.startswith("data.source._target_=ddptrain.data.source.ImageSource: ")
+    with pytest.raises(UserError):
+        build(node, "data.source")
+
+
+def test_a_right_node_has_no_problem_and_builds() -> None:
+    assert check_node(LINEAR, "model") == []
+    layer = build(LINEAR, "model")
+    assert isinstance(layer, nn.Linear)
+    assert layer.weight.shape == (2, 3)
+
+
+def test_nested_nodes_are_checked_with_their_full_key_and_built() -> None:
+    assert check_node(IMAGES, "data") == []
+    data = build(IMAGES, "data")
+    assert type(data).__name__ == "ImageData"
+    wrong = {**IMAGES, "augment": {**IMAGES["augment"], "crap": 1}}
+    assert check_node(wrong, "data") == [
+        "data.augment.crap: ddptrain.data.augment.Augment takes no such argument."
+        " Did you mean data.augment.crop?"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "problem"),
+    [
+        ("ddptrain.data.augment.Augment", {"crop": 1.5}, "k.crop=1.5: must be a whole number."),
+        ("ddptrain.data.augment.Augment", {"crop": True}, "k.crop=True: must be a whole number."),
+        ("ddptrain.data.augment.Augment", {"crop": None}, "k.crop=None: must be a whole number."),
+        ("ddptrain.data.augment.Augment", {"flip": 1}, "k.flip=1: must be true or false or alternate."),
+        ("ddptrain.data.augment.Augment", {"flip": "yes"}, "k.flip=yes: must be true or false or alternate."),
+        ("ddptrain.data.cifar10.Cifar10", {"url": 3}, "k.url=3: must be text."),
+        ("torch.nn.Dropout", {"p": "half"}, "k.p=half: must be a finite number."),
+        ("torch.nn.Dropout", {"p": float("nan")}, "k.p=nan: must be a finite number."),
+        ("torch.nn.Dropout", {"p": float("inf")}, "k.p=inf: must be a finite number."),
+        ("torch.nn.Dropout", {"p": True}, "k.p=True: must be a finite number."),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_named(target: str, arguments: dict[str, Any], problem: str) -> None:
+    assert check_node({"_target_": target, **arguments}, "k") == [problem]
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments"),
+    [
+        ("torch.nn.Dropout", {"p": 0}),
+        ("torch.optim.AdamW", {"lr": 1, "betas": [0.9, 0.95], "fused": None}),
+        ("ddptrain.recipes.mobilenet.mobilenet_v3", {"weights": None, "size": "large"}),
+        ("torchvision.models.resnet18", {"num_classes": 10}),
+    ],
+)
+def test_an_argument_of_a_right_type_is_let_through(target: str, arguments: dict[str, Any]) -> None:
+    assert check_node({"_target_": target, **arguments}, "k", offered=None) == []
+
+
+@pytest.mark.parametrize("betas", [[0.9], 0.9, ["a", "b"]])
+def test_a_tuple_has_its_length_and_types(betas: Any) -> None:
+    (problem,) = check_node({"_target_": "torch.optim.AdamW", "betas": betas}, "optim", offered=None)
+    assert problem.startswith(f"optim.betas={betas}: must be ")
+
+
+@pytest.mark.parametrize("name", ["_partial_", "_args_", "_convert_", "_recursive_"])
+def test_hydras_other_keys_have_no_meaning(name: str) -> None:
+    problem = f"model.{name}: only _target_ has a meaning here; remove it."
+    assert check_node({**LINEAR, name: True}, "model") == [problem]
+
+
+def test_a_missing_argument_is_named_unless_it_is_offered() -> None:
+    node = {"_target_": "torch.nn.Linear", "in_features": 3}
+    assert check_node(node, "model") == [
+        "model.out_features: torch.nn.Linear needs it; set model.out_features=..."
+    ]
+    assert check_node(node, "model", offered=("out_features",)) == []
+    assert check_node(node, "model", offered=None) == []
+
+
+def test_offered_arguments_go_where_they_have_a_name_and_never_beat_the_node() -> None:
+    node = {"_target_": "ddptrain.recipes.cnn.SmallCnn", "width": 4, "num_classes": 7}
+    model = build(node, "model", num_classes=10, in_channels=1, image_size=(8, 8), nonsense=1)
+    assert isinstance(model, SmallCnn)
+    assert model.conv1.out_channels == 4
+    assert model.fc2.out_features == 7
+
+
+def test_a_value_that_the_target_refuses_is_the_users_error_and_names_the_section() -> None:
+    with pytest.raises(UserError, match=r"^model \(torch\.nn\.Dropout\): .*probability"):
+        build({"_target_": "torch.nn.Dropout", "p": 2}, "model")
+    with pytest.raises(UserError, match=r"^data\.augment\.crop=-1: must be 0 or more"):
+        build({"_target_": "ddptrain.data.augment.Augment", "crop": -1}, "data.augment")
+    with pytest.raises(UserError, match=r"^optim .*learning rate"):
+        build({"_target_": "torch.optim.SGD", "lr": -1}, "optim", params=[nn.Parameter(torch.zeros(1))])
+
+
+def test_a_misspelt_argument_behind_keyword_arguments_is_the_users_error_too() -> None:
+    with pytest.raises(UserError, match="num_clases"):
+        build({"_target_": "torchvision.models.resnet18", "num_clases": 3}, "model")
+
+
+def test_an_opened_package_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users_own_module.py").write_text("def double(of: int) -> int:\n    return 2 * of\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    node = {"_target_": "users_own_module.double", "of": 21}
+    with pytest.raises(UserError, match="not allowed"):
+        build(node, "model")
+    open_package("users_own_module")
+    assert check_node(node, "model") == []
+    assert build(node, "model") == 42
+
+
+@pytest.mark.parametrize(
+    ("annotation", "fits"),
+    [
+        ("Any", True),
+        ("object", True),
+        ("nn.Module", True),
+        ("nn.Module | None", True),
+        ("Callable[..., Any]", True),
+        ("Callable[..., Any] | None", True),
+        ("Sized", True),
+        ("nn.Conv2d", False),
+        ("int", False),
+        ("nn.Conv2d | str", False),
+    ],
+)
+def test_a_nested_node_makes_what_its_argument_is_annotated_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, annotation: str, fits: bool
+) -> None:
+    lines = ["from collections.abc import Callable, Sized", "from typing import Any", "from torch import nn"]
+    module = f"users_annotated_{abs(hash(annotation))}"
+    (tmp_path / f"{module}.py").write_text("\n".join([*lines, f"def same(of: {annotation}): return of"]))
+    monkeypatch.syspath_prepend(tmp_path)
+    open_package(module)
+    node = {"_target_": f"{module}.same", "of": LINEAR if annotation != "Sized" else SEQUENCE}
+    if fits:
+        assert check_node(node, "model") == []
+        assert isinstance(build(node, "model"), nn.Module)
+        return
+    (problem,) = check_node(node, "model")
+    assert problem.startswith("model.of._target_=torch.nn.Linear: must make ")
+    with pytest.raises(UserError, match=r"^model\.of\._target_=torch\.nn\.Linear: must make "):
+        build(node, "model")
+
+
+@pytest.mark.parametrize("value", [[LINEAR], [{"a": LINEAR}], {"a": LINEAR}, {"a": [{"b": LINEAR}]}])
+def test_a_node_where_nothing_would_be_built_of_it_is_refused(value: Any) -> None:
+    node = {"_target_": "torch.nn.ModuleList", "modules": value}
+    (problem,) = check_node(node, "model")
+    assert problem.startswith("model.modules")
+    assert problem.endswith("a node can only be an argument itself; move it.")
+    with pytest.raises(UserError, match="a node can only be an argument itself"):
+        build(node, "model")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "torch.optim.lr_scheduler.StepLR",
+        "torch.nn.Parameter",
+        "torch.nn.ParameterList.extend",
+        "torchvision.models.get_model",
+        "torchvision.models.ResNet18_Weights",
+        "ddptrain.recipes.yolo.draw.compared",
+    ],
+)
+def test_of_a_library_only_what_a_model_is_made_of_is_built(target: str) -> None:
+    assert check_node({"_target_": target}, "model", offered=None)
+
+
+@pytest.mark.parametrize("arguments", [{"norm_layer": "x"}, {"width_per_group": "x"}, {"layers": [1]}])
+def test_what_a_library_makes_of_wrong_arguments_is_the_users_error(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"^model \(torchvision\.models\.resnet18\): "):
+        build({"_target_": "torchvision.models.resnet18", **arguments}, "model")
+
+
+def test_an_opened_package_is_no_way_to_what_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users_other_module.py").write_text("import os\nimport torch\nfrom shutil import rmtree\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    open_package("users_other_module")
+    for name in ("os.system", "torch.load", "rmtree"):
+        with pytest.raises(UserError, match=r"^model\._target_=users_other_module\."):
+            build({"_target_": f"users_other_module.{name}"}, "model")
+
+
+def test_equal_nodes_build_equal_objects() -> None:
+    node = {"_target_": "ddptrain.data.augment.Augment", "crop": 2, "flip": True}
+    assert build(node, "augment") == build(node, "augment") == Augment(crop=2, flip=True)

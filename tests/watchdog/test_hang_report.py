@@ -1,0 +1,98 @@
+"""Who is blamed when a job stands still."""
+
+import _thread
+import threading
+from typing import Any
+
+from ddptrain.watchdog.hang_report import Beat, describe, guilty, stack_of, waits
+
+
+def beat(rank: int, waits: str = "engine", marks: int = 50, **changes: Any) -> Beat:
+    fields = {
+        "number": 9,
+        "step": 12,
+        "what": "backward",
+        "overdue": True,
+        "stack": "",
+        "host": "a",
+        "pid": 7,
+    }
+    return Beat(**{"rank": rank, "marks": marks, "waits": waits, **fields, **changes})
+
+
+def blamed(*beats: Beat, silent: tuple[Beat, ...] = ()) -> list[int]:
+    return [beat.rank for beat in guilty(beats, silent)]
+
+
+def test_a_rank_outside_of_a_collective() -> None:
+    assert blamed(beat(0), beat(1, waits=""), beat(2)) == [1]
+
+
+def test_a_rank_outside_that_is_ahead_is_held_up_by_a_full_queue() -> None:
+    assert blamed(beat(0, waits="", step=13, what="forward"), beat(1, waits=""), beat(2)) == [1]
+
+
+def test_a_rank_that_does_not_answer_comes_before_all() -> None:
+    stopped = beat(2)
+    assert blamed(beat(0), beat(1, waits=""), stopped, silent=(stopped,)) == [2]
+
+
+def test_a_collective_too_many_or_too_few_in_a_recipe() -> None:
+    assert blamed(beat(0), beat(1, waits="recipe"), beat(2)) == [1]
+    assert blamed(beat(0, waits="recipe"), beat(1), beat(2, waits="recipe")) == [1]
+    assert blamed(beat(0, waits="recipe"), beat(1)) == [0, 1]  # with two, nobody knows
+
+
+def test_a_rank_ahead_of_the_rest_has_left_something_out() -> None:
+    assert blamed(beat(0), beat(1, what="optimizer"), beat(2)) == [1]
+    assert blamed(beat(0), beat(1, step=13, what="forward")) == [1]
+    assert blamed(beat(0), beat(1), beat(2)) == [0, 1, 2]
+
+
+def test_where_a_thread_waits() -> None:
+    ours, theirs = "/x/ddptrain/engine/loop.py", "/mine/recipe.py"
+    collective, ddp = "/x/torch/distributed/distributed_c10d.py", "/x/torch/nn/parallel/distributed.py"
+    assert waits([(ours, "_step"), (theirs, "loss")]) == ""
+    assert waits([(ours, "_step"), (theirs, "loss"), (collective, "barrier")]) == "recipe"
+    assert (
+        waits([(ours, "_save"), ("/x/ddptrain/distributed/comm.py", "from_all_ranks"), (collective, "x")])
+        == "engine"
+    )
+    assert waits([(theirs, "loss"), (ddp, "forward"), (collective, "_broadcast")]) == "engine"
+    assert waits([(ours, "_step"), ("/x/torch/autograd/graph.py", "_engine_run_backward")]) == "engine"
+    assert waits([("/x/torch/autograd/graph.py", "_engine_run_backward"), (theirs, "hook")]) == ""
+    assert waits([]) == ""
+
+
+def test_what_autograds_own_threads_run_belongs_to_the_stack() -> None:
+    """A hook in a backward pass on a GPU; of other threads, which Python has started, nothing."""
+    begun, over = threading.Barrier(3), threading.Event()
+
+    def hook() -> None:
+        threading.current_thread()  # as logging asks: Python then lists the thread
+        begun.wait()
+        over.wait()
+
+    def other() -> None:
+        begun.wait()
+        over.wait()
+
+    _thread.start_new_thread(hook, ())
+    threading.Thread(target=other, daemon=True).start()
+    begun.wait()
+    names = [entry.name for entry in stack_of(threading.get_ident())]
+    over.set()
+    assert names.index("test_what_autograds_own_threads_run_belongs_to_the_stack") < names.index("hook")
+    assert "other" not in names
+
+
+def test_the_message_names_rank_place_and_stack() -> None:
+    guilty_one = beat(1, waits="", what="forward", stack='  File "r.py", line 3, in loss\n    time.sleep(9)')
+    other = beat(0, stack='  File "g.py", line 1, in _engine_run_backward\n    run()')
+    text = describe([guilty_one], [other, guilty_one], [], 30)
+    assert "hang_timeout=30 s" in text
+    assert 'rank 1 holds it up at step 12, forward. Its stack:\n  File "r.py", line 3, in loss' in text
+    assert "rank 0 waits for it at step 12, backward (_engine_run_backward)." in text
+    silent = beat(1, pid=77)
+    text = describe([silent], [other, silent], [silent], 30)
+    assert "rank 1 (pid 77 on a) does not answer" in text
