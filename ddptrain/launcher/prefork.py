@@ -170,7 +170,7 @@ def _serve(orders: Connection, launcher: int, main: Main, modules: Sequence[str]
     """The prefork's own process, to its end."""
     end_with_parent(str(launcher))
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _FOR_THE_RANKS}
-    _name_process("ddptrain-nurse")
+    _name_process("ddptrain-fork")
     with gc_paused():
         for module in modules:
             with suppress(Exception):  # the ranks will meet it where it can be told

@@ -47,7 +47,7 @@ class Job:
 
     def prefork(self) -> int:
         """Process id of what forks the ranks of ``launch``."""
-        (pid,) = (pid for pid in self.living() if _name(pid) == "ddptrain-nurse")
+        (pid,) = (pid for pid in self.living() if _name(pid) == "ddptrain-fork")
         return pid
 
     def living(self) -> dict[int, str]:
