@@ -47,6 +47,11 @@ class Drawer:
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="drawer", daemon=True).start()
 
+    @property
+    def pid(self) -> int:
+        """Of the process that draws."""
+        return self._process.pid
+
     def draw(self, name: str, figure: ConfusionMatrix | Curves, done: Done) -> None:
         """done: is given the PNG, in another thread."""
         if isinstance(figure, Curves):

@@ -108,3 +108,35 @@ def test_a_second_training_may_use_them_too() -> None:
         observers.log(logged(1))
         observers.end(END)
     assert heard.events == ["start", "log 1", "end"] * 2
+
+
+def test_a_slow_one_has_a_thread_of_its_own_and_is_waited_for_at_the_end() -> None:
+    class Slow(Heard):
+        slow = True
+
+    slow, heard = Slow(lambda step: time.sleep(0.02)), Heard()
+    observers = Observers([slow, heard])
+    began = time.monotonic()
+    observers.start(START)
+    for step in range(50):
+        observers.log(logged(step))
+    observers.saved(Saved(50, Path()))
+    assert time.monotonic() - began < 0.5
+    assert heard.events[-1] == "saved 50"
+    observers.end(END)
+    assert slow.events == ["start", *(f"log {step}" for step in range(50)), "saved 50", "end"]
+
+
+def test_a_slow_one_that_raises_is_dropped() -> None:
+    class Slow(Heard):
+        slow = True
+
+    def broken(step: int) -> None:
+        raise OSError("no space left")
+
+    slow = Slow(broken)
+    observers = Observers([slow])
+    observers.start(START)
+    observers.log(logged(1))
+    observers.end(END)
+    assert slow.events == ["start"]

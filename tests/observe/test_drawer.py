@@ -1,0 +1,62 @@
+"""Figures are drawn by a process beside the training, and nothing that happens to it harms the training."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from ddptrain.api.recipe import ConfusionMatrix, Curves
+from ddptrain.observe.drawer import Drawer
+
+PNG = b"\x89PNG"
+MATRIX = ConfusionMatrix([[3, 1], [0, 4]], ["cat", "dog"])
+
+
+def test_each_name_is_drawn_and_who_asks_for_the_same_figure_gets_the_same_drawing(tmp_path: Path) -> None:
+    drawer, drawn = Drawer(), dict[str, bytes]()
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "epoch": 0.5, "samples": 8, "split": "train", "loss": 2.0}\n')
+    curves = Curves({"cat": [(0.0, 1.0), (1.0, 0.0)]}, "recall", "precision")
+    drawer.draw("confusion", MATRIX, lambda png: drawn.update(plots=png))
+    drawer.draw("confusion", MATRIX, lambda png: drawn.update(board=png))
+    drawer.draw("precision_recall", curves, lambda png: drawn.update(lines=png))
+    drawer.draw_curves(metrics, lambda png: drawn.update(curves=png))
+    drawer.finish()
+    assert drawn.keys() == {"plots", "board", "lines", "curves"}
+    assert drawn["plots"] is drawn["board"]
+    assert all(png.startswith(PNG) for png in drawn.values())
+
+
+def test_of_a_name_only_the_newest_waits() -> None:
+    """So evaluating faster than figures are drawn costs no memory and no time at the end."""
+    drawer, drawn = Drawer(), list[int]()
+    for i in range(200):
+        drawer.draw("confusion", ConfusionMatrix([[i]], ["one"]), lambda png, i=i: drawn.append(i))  # type: ignore[misc]
+    drawer.finish()
+    assert drawn[-1] == 199
+    assert len(drawn) < 50
+
+
+def test_what_is_done_with_a_drawing_may_fail() -> None:
+    drawer, drawn = Drawer(), list[bytes]()
+
+    def full_disk(png: bytes) -> None:
+        raise OSError("no space left")
+
+    drawer.draw("one", MATRIX, full_disk)
+    drawer.draw("two", ConfusionMatrix([[1]], ["a"]), drawn.append)
+    drawer.finish()
+    assert len(drawn) == 1
+
+
+def test_a_process_that_is_killed_holds_nobody_up() -> None:
+    drawer = Drawer()
+    drawer.draw("one", MATRIX, lambda png: None)
+    drawer.finish()
+    before = time.monotonic()
+    os.kill(drawer.pid, signal.SIGKILL)
+    drawer.draw("two", ConfusionMatrix([[1]], ["a"]), lambda png: None)
+    drawer.finish()
+    assert time.monotonic() - before < 20
+    assert threading.active_count() < 50
