@@ -178,9 +178,9 @@ def _line(row: Row) -> str:
 def _note(minutes: float) -> str:
     settings = " ".join(_timed_with("<steps>"))
     return (
-        "The standard library's held-out files (every 20th); perplexity is of a byte. Each recipe has"
+        "The standard library's held-out files (every 20th); perplexity is per byte. Each recipe has"
         f" {minutes:g} minutes for its whole process, start-up, evaluation and saving included, and is timed"
-        f" with `{settings}`, which is nothing that it learns from. {made_with('torch')}"
+        f" with `{settings}`, none of which changes what is learned. {made_with('torch')}"
         " Made by `python benchmarks/text.py`."
     )
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ENGINE = ROOT / "ddptrain/engine"
-STEP = [ENGINE / f"{name}.py" for name in ("step", "health", "loss_scale", "optimizer_step", "phases")]
+STEP = [
+    ENGINE / f"{name}.py" for name in ("step", "health", "loss_scale", "optimizer_step", "phases", "seeding")
+]
 
 
 def lines(*files: Path) -> int:
@@ -16,7 +18,7 @@ def test_reading_costs_what_the_page_says() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
     said = dict(re.findall(r"^\| (\w[^|(]*?)(?: \([^|]*\))? \|.*\| (\d+) \|$", page, re.M))
     found = {
-        "change the step": lines(*STEP, ROOT / "ddptrain/api/strategy.py"),
+        "change the step": lines(*STEP, ROOT / "ddptrain/api/strategy.py", ROOT / "ddptrain/api/rng.py"),
         **{f"add {what}": lines(ROOT / "docs" / name) for what, name in (
             ("a recipe", "recipes.md"), ("an observer", "observers.md"), ("a controller", "controllers.md"),
             ("a strategy", "strategies.md"))},

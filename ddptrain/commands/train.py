@@ -106,8 +106,10 @@ def run(config: Config, arguments: Sequence[str]) -> None:
             raise
         if used := extremes(monitor.summary()):
             log.info("devices    %s", used)
-        board = f", or tensorboard --logdir {folder.parent}" if "tensorboard" in config.observers else ""
-        log.info("look       %s/plots%s", folder, board)
+        plots = [f"{folder}/plots"] if "plots" in config.observers else []
+        board = [f"tensorboard --logdir {folder.parent}"] if "tensorboard" in config.observers else []
+        if plots or board:
+            log.info("look       %s", ", or ".join([*plots, *board]))
 
 
 def _step(config: Config, task: Task, data: Data, world: World, watchdog: Watchdog) -> TrainStep:
