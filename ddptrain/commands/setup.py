@@ -45,12 +45,6 @@ def _check_nodes(config: Config) -> None:
         problems += check_node(config.model, "model", offered=None)
     problems += check_node(config.data, "data")
     problems += check_node(config.optim, "optim", offered=("params",))
-    for size in (1, 2):
-        problems += check_node(choice_in(config.strategy, size), "strategy", offered=("world",))
-    for group in ("observers", "controllers"):
-        for name, node in getattr(config, group).items():
-            problems += check_node(node, f"{group}.{name}")
-    problems = list(dict.fromkeys(problems))
     if problems:
         raise UserError("\n".join(problems))
 
@@ -137,6 +131,19 @@ def make_task(config: Config) -> tuple[Task, Data]:
     if not isinstance(task, Task):
         raise UserError(f"task._target_={config.task['_target_']}: must be a ddptrain.api.Task.")
     return task, data
+
+
+def check_doors(config: Config) -> None:
+    """Check the nodes that only training builds: strategy, observers, controllers. All problems at once."""
+    problems = []
+    for size in (1, 2):
+        problems += check_node(choice_in(config.strategy, size), "strategy", offered=("world",))
+    for group in ("observers", "controllers"):
+        for name, node in getattr(config, group).items():
+            problems += check_node(node, f"{group}.{name}")
+    problems = list(dict.fromkeys(problems))
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def make_observers(config: Config) -> list[Observer]:

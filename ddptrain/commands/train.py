@@ -19,6 +19,7 @@ from ddptrain.api.observer import Run
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
 from ddptrain.commands.setup import (
+    check_doors,
     check_outputs,
     joined_world,
     make_controllers,
@@ -61,6 +62,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
     """
     spare_dynamo()
     task, data = make_task(config)
+    check_doors(config)
     observers, controllers = make_observers(config), make_controllers(config)
     build_optimizer(config.optim, [nn.Parameter(torch.zeros(1))])  # refuses its own values, before all else
     with joined_world(config) as (world, reason, watchdog):

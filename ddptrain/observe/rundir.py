@@ -64,9 +64,15 @@ def discard_unused(folder: Path) -> None:
 def describe_run(folder: Path, config: Config, world: World, arguments: Sequence[str]) -> None:
     """Write down what the run is: only once it is known to start, for the folder may hold a run that
     this config does not fit. Called on rank 0 only; raises UserError where it can't be written."""
+    theirs = {
+        n: node for n, node in config.controllers.items() if not node["_target_"].startswith("ddptrain.")
+    }
+    ours = tuple(f"+controllers.{name}=" for name in config.controllers.keys() - theirs.keys())
+    own = [word for word in arguments if not word.startswith(ours)]  # without how a sweep or a bench is found
     try:
-        (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
-        (folder / "command.txt").write_text(command_line(world, arguments) + "\n")
+        tree = {**asdict(config), "controllers": theirs}
+        (folder / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+        (folder / "command.txt").write_text(command_line(world, own) + "\n")
         (folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n")
     except OSError as error:
         raise unwritable(folder, error) from error

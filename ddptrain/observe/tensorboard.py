@@ -114,7 +114,11 @@ class TensorBoard(Observer):
 
 def settings_of(config: Config) -> dict[str, Any]:
     """What a training depends on."""
-    return {name: value for name, value in asdict(config).items() if name not in ("run", "sweep")}
+    return {
+        name: value
+        for name, value in asdict(config).items()
+        if name not in ("run", "sweep", "observers", "controllers")
+    }
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | float | int | str]:

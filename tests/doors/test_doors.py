@@ -95,3 +95,14 @@ def test_a_strategy(tmp_path: Path) -> None:
         done = run(tmp_path, "prove", *proof, *own)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "HOLDS" in done.stdout or "EXPECTED" in done.stdout
+
+
+def test_a_run_with_ones_own_doors_is_evaluated_without_them(tmp_path: Path) -> None:
+    for page in ("observers.md", "controllers.md", "strategies.md"):
+        written(tmp_path, page)
+    words = [*DIGITS, "strategy=all_reduce", "observers=[jsonl,sqlite]", "controllers=[early_stop]"]
+    done = run(tmp_path, *words, "train.steps=4", "run.dir=run")
+    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, "evaluate", "run=run")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == 4

@@ -225,6 +225,16 @@ def test_report_sorts_by_the_metric(tmp_path: Path) -> None:
     assert "Did you mean report sweep?" in message
 
 
+def test_a_job_can_be_evaluated_and_keeps_nothing_of_the_sweep_that_ran_it(tmp_path: Path) -> None:
+    assert start(tmp_path, swept_words("task.point=0,1")).wait() == 0
+    jobs = sorted(path.parent for path in tmp_path.glob("sweep/*/config.yaml"))
+    assert len(jobs) == 2
+    for job in jobs:
+        assert "pruning" not in (job / "config.yaml").read_text() + (job / "command.txt").read_text()
+        done = ddptrain(tmp_path, f"evaluate --config-dir={SWEPT} run={job}")
+        assert done.code == 0, done.err
+
+
 @pytest.mark.long
 def test_tensorboard_compares_all_jobs(tmp_path: Path) -> None:
     """What its HPARAMS page asks its server for: one session a job, with its settings and metrics."""
