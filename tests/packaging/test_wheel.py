@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -140,7 +141,7 @@ def test_options_and_overrides_may_stand_in_any_order_and_are_repeated_in_comman
     program = [sys.executable, "-m", "ddptrain"]
     done(home, [*program, "recipe=my_recipe", "--config-dir", copied, *QUICK], **wheel_first)
     (run,) = home.glob("runs/my_recipe/*")
-    words = (run / "command.txt").read_text().split()
+    words = shlex.split((run / "command.txt").read_text())
     assert words[0] == "python"
     shutil.rmtree(home / "runs")
     done(home, [sys.executable, *words[1:]], **wheel_first)
