@@ -64,7 +64,7 @@ def quota(root: Path = Path("/")) -> float | None:
     """Cores' worth of time that the control groups of this process leave it: the least on the way up, by
     version 2 (cpu.max) and version 1 (cpu.cfs_quota_us)."""
     found = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         top = root / "sys/fs/cgroup"
         if controllers and "cpu" not in controllers.split(","):
@@ -78,18 +78,19 @@ def quota(root: Path = Path("/")) -> float | None:
 
 
 def _quota_2(folder: Path) -> Iterator[float]:
-    words = _read(folder / "cpu.max").split()
+    words = text_of(folder / "cpu.max").split()
     if len(words) == 2 and words[0] != "max":
         yield int(words[0]) / int(words[1])
 
 
 def _quota_1(folder: Path) -> Iterator[float]:
-    most, period = _read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()
+    most, period = text_of(folder / "cpu.cfs_quota_us").strip(), text_of(folder / "cpu.cfs_period_us").strip()
     if most.isdigit() and period.isdigit() and int(period):  # -1: none
         yield int(most) / int(period)
 
 
-def _read(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """A file of the kernel's; '' where it is not there, or not to be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ddptrain.distributed.cpu import quota
+from ddptrain.distributed.cpu import quota, text_of
 from ddptrain.doctor.facts import Limits, Port, System
 
 _VARIABLES = re.compile(
@@ -33,11 +33,11 @@ def system(root: Path = Path("/")) -> System:
     """root: of the file system, for a test."""
     import ddptrain
 
-    kernel = _text(root / "proc/version")
+    kernel = text_of(root / "proc/version")
     wsl = "microsoft" in kernel.lower()
     nodes = sorted(f"/dev/{node.name}" for node in (root / "dev").glob("nvidia*") if not node.is_dir())
     bus = [*(root / "sys/bus/pci/devices").glob("*")]
-    module = re.search(r"Kernel Module(?: for \S+)?\s+(\S+)", _text(root / "proc/driver/nvidia/version"))
+    module = re.search(r"Kernel Module(?: for \S+)?\s+(\S+)", text_of(root / "proc/driver/nvidia/version"))
     usual = [root / "usr/lib/x86_64-linux-gnu", root / "usr/lib64", root / "usr/lib/aarch64-linux-gnu"]
     return System(
         name=socket.gethostname(),
@@ -96,14 +96,14 @@ def _owner(number: int, root: Path) -> str:
     """Name and pid of who listens; '' where that is another user's."""
     sockets = set()
     for table in ("tcp", "tcp6"):
-        for line in _text(root / "proc/net" / table).splitlines()[1:]:
+        for line in text_of(root / "proc/net" / table).splitlines()[1:]:
             words = line.split()
             if words[3] == _LISTENS and int(words[1].rpartition(":")[2], 16) == number:
                 sockets.add(f"socket:[{words[9]}]")
     for folder in (root / "proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # not ours, or gone
             if any(os.readlink(handle) in sockets for handle in (folder / "fd").iterdir()):
-                return f"{_text(folder / 'comm').strip()} (pid {folder.name})"
+                return f"{text_of(folder / 'comm').strip()} (pid {folder.name})"
     return ""
 
 
@@ -113,7 +113,7 @@ def _container(root: Path) -> str:
             return f"/{sign}"
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return "Kubernetes"
-    groups = _text(root / "proc/1/cgroup")
+    groups = text_of(root / "proc/1/cgroup")
     return next((kind for kind in ("docker", "kubepods", "containerd", "lxc") if kind in groups), "")
 
 
@@ -125,7 +125,7 @@ def _own_libcuda(folders: list[Path], root: Path) -> Iterator[str]:
 
 
 def _is_gpu(device: Path) -> bool:
-    made_by, kind = _text(device / "vendor").strip(), _text(device / "class").strip()
+    made_by, kind = text_of(device / "vendor").strip(), text_of(device / "class").strip()
     return made_by == _NVIDIA and kind.startswith(_DISPLAY)
 
 
@@ -136,10 +136,3 @@ def _matters(node: str) -> bool:
 
 def _usable(node: Path) -> bool:
     return os.access(node, os.R_OK | os.W_OK)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

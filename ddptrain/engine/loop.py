@@ -184,16 +184,19 @@ class Engine:
                 continue
             if not controller.completes:
                 self._save_and_stop(controller.why)
-            if self._progress.saved_at != state.step:
-                self._save()
+            self._save_once()
             log.info("ended      %s at step %d", controller.why, state.step)
             return False
         return True
 
     def _save_and_stop(self, why: str) -> NoReturn:
+        self._save_once()
+        raise Stopped(f"{why} at step {self._state.step}")
+
+    def _save_once(self) -> None:
+        """Save, unless this step is saved already."""
         if self._progress.saved_at != self._state.step:
             self._save()
-        raise Stopped(f"{why} at step {self._state.step}")
 
     def _save(self) -> None:
         state = self._state

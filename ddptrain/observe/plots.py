@@ -1,5 +1,8 @@
 """plots/: the run's curves and its newest figures, for those who would rather look."""
 
+import io
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -25,7 +28,7 @@ class Plots(Observer):
             if isinstance(figure, TextSample):
                 (self._folder / f"{name}.txt").write_text(figure.text, errors="replace")
             elif isinstance(figure, Picture):
-                write_picture(figure, self._folder / f"{name}.png")
+                _write(self._folder / f"{name}.png", _as_png(figure))
             elif isinstance(figure, ConfusionMatrix | Curves):
                 self._drawer.draw(name, figure, self._writer(name))
         self._drawer.draw_curves(self._metrics, self._writer("curves"))
@@ -36,27 +39,20 @@ class Plots(Observer):
             self._drawer.draw_curves(self._metrics, self._writer("curves"))
         self._drawer.finish()
 
-    def _writer(self, name: str) -> "_Writer":
-        return _Writer(self._folder / f"{name}.png")
+    def _writer(self, name: str) -> Callable[[bytes], None]:
+        return partial(_write, self._folder / f"{name}.png")
 
 
-@final
-class _Writer:
-    """Writes a drawn figure, whole or not at all: it may be looked at while it is written."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __call__(self, png: bytes) -> None:
-        aside = self._path.with_suffix(".tmp")
-        aside.write_bytes(png)
-        aside.replace(self._path)
+def _write(path: Path, png: bytes) -> None:
+    """Whole or not at all: it may be looked at while it is written."""
+    aside = path.with_suffix(".tmp")
+    aside.write_bytes(png)
+    aside.replace(path)
 
 
-def write_picture(picture: Picture, path: Path) -> None:
-    """As PNG, whole or not at all: it may be looked at while it is written."""
+def _as_png(picture: Picture) -> bytes:
     from torchvision.transforms.v2.functional import to_pil_image
 
-    aside = path.with_suffix(".tmp")
-    to_pil_image(picture.pixels).save(aside, format="PNG")
-    aside.replace(path)
+    written = io.BytesIO()
+    to_pil_image(picture.pixels).save(written, format="PNG")
+    return written.getvalue()

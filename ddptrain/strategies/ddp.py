@@ -114,11 +114,7 @@ class Ddp(Strategy):
         return 2 if self._static_graph else 1
 
     def time_waits(self, wrapped: nn.Module, mark: Callable[[str], None]) -> None:
-        # A backward pass comes to the flags first, and autograd runs callbacks in the order in which they
-        # were queued: this one, at the end of the rank's own pass, before DDP's, which waits for others.
-        _bucket(wrapped).flags.register_hook(
-            lambda _: torch_private.at_end_of_backward(lambda: mark("backward"))
-        )
+        _bucket(wrapped).mark_own_end(mark)
         if _ddp(wrapped).will_sync_module_buffers():
             # DDP broadcasts buffers before the model's own forward: a late rank is waited for there too
             wrapped.register_forward_pre_hook(lambda *_: mark("forward"))

@@ -9,6 +9,7 @@ from torch import nn
 
 from ddptrain.api.strategy import Strategy
 from ddptrain.errors import UserError
+from ddptrain.strategies.single import check_one_process
 
 
 @final
@@ -16,11 +17,7 @@ class DataParallel(Strategy):
     """The world's device keeps the weights. Without GPUs it is one process on one device."""
 
     def check(self, compiled: bool) -> None:
-        if self.world.size > 1:
-            raise UserError(
-                f"strategy=dp: runs in one process, but torchrun started {self.world.size}."
-                " Use strategy=ddp, or start it with python -m ddptrain."
-            )
+        check_one_process(self.world, "dp")
         if compiled and self._on_gpu:
             raise UserError(
                 "strategy=dp: its copies of a compiled model would all compute on the first GPU."

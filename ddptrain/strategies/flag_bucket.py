@@ -5,9 +5,12 @@ with one more parameter of two numbers, whose "gradient" is the rank's flags: it
 others' in a bucket that travels anyway.
 """
 
+from collections.abc import Callable
 from typing import Any, Self
 
 from torch import Tensor, nn
+
+from ddptrain.torch_private import at_end_of_backward
 
 
 class FlagBucket(nn.Module):
@@ -41,6 +44,14 @@ class FlagBucket(nn.Module):
 
     def __getitem__(self, index: Any) -> Any:
         return self.model[index]  # type: ignore[index]
+
+    def mark_own_end(self, mark: Callable[[str], None]) -> None:
+        """Call ``mark("backward")`` at the end of each backward pass of this rank's own.
+
+        A pass comes to the flags first, and autograd runs callbacks in the order in which they were queued:
+        this one before DDP's, which waits for other ranks.
+        """
+        self.flags.register_hook(lambda _: at_end_of_backward(lambda: mark("backward")))
 
     def take(self) -> Tensor:
         """(2,): the mean of all ranks' flags. Gone from the parameter."""

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddptrain import torch_private
 from ddptrain.api.strategy import Flags, Strategy
 from ddptrain.api.world import World
 from ddptrain.distributed.comm import broadcast_buffers
@@ -68,7 +67,7 @@ class Strict(Strategy):
 
     def time_waits(self, wrapped: nn.Module, mark: Callable[[str], None]) -> None:
         assert isinstance(wrapped, FlagBucket)
-        wrapped.flags.register_hook(lambda _: torch_private.at_end_of_backward(lambda: mark("backward")))
+        wrapped.mark_own_end(mark)
 
     def describe(self) -> str:
         return f"strict, {self._count} shards (equal bits on 1 to {self._count} ranks)"
