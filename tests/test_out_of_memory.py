@@ -1,12 +1,20 @@
 """Which override is named where memory does not suffice."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import ddptrain
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Train
 from ddptrain.engine.out_of_memory import lack_of_memory
+from ddptrain.engine.plan import Plan
+from ddptrain.watchdog.watchdog import Watchdog
+from tests.support import toy
 
 TORCHS = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.25 GiB of which"
@@ -27,34 +35,67 @@ def raise_within(files: Sequence[str], text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "changes", "said"),
+    ("files", "phase", "changes", "said"),
     [
-        (["engine/loop"], {}, HALF),
-        (["engine/loop", "engine/opening"], {}, HALF),
-        (["engine/loop", "data/resident"], {}, HALF),
-        (["engine/loop"], {"micro_batch": 7}, "train.micro_batch=3 (now 7); the global batch stays 64."),
-        (["engine/loop"], {"micro_batch": 1}, "is about half as much with precision=bf16."),
-        (["engine/loop", "engine/update"], {}, MODEL),
-        (["engine/loop", "engine/evaluate"], {}, "train.eval_batch_size=128 (now 256)."),
-        (["engine/loop", "engine/evaluate"], {"eval_batch_size": 1}, MODEL),
-        (["data/images", "data/resident"], {}, "data.resident=false."),
-        (["engine/state"], {}, MODEL),
+        (["engine/loop"], "forward", {}, HALF),
+        (["engine/loop", "engine/warmup"], "preparing", {}, HALF),
+        (["engine/loop", "data/resident"], "waiting for a batch", {}, HALF),
+        (
+            ["engine/loop"],
+            "backward",
+            {"micro_batch": 7},
+            "=3 (now 7); the global batch stays 64.",
+        ),
+        (["engine/loop"], "forward", {"micro_batch": 1}, "is about half as much with precision=bf16."),
+        (["engine/loop", "engine/step"], "optimizer", {}, MODEL),
+        (["engine/loop", "engine/evaluate"], "evaluating", {}, "train.eval_batch_size=128 (now 256)."),
+        (["engine/loop", "engine/evaluate"], "evaluating", {"eval_batch_size": 1}, MODEL),
+        (["data/images", "data/resident"], "preparing", {}, "data.resident=false."),
+        (["engine/state"], "preparing", {}, MODEL),
     ],
 )
-def test_the_override_that_fits(files: list[str], changes: dict[str, int], said: str) -> None:
+def test_the_override_that_fits(files: list[str], phase: str, changes: dict[str, int], said: str) -> None:
     config = Config(train=Train(batch_size=64, **changes), precision="fp32")
     with pytest.raises(RuntimeError) as raised:
         raise_within(files, TORCHS)
-    lack = lack_of_memory(raised.value, config, World(1, 2, 1, 2), "step 3, forward")
+    lack = lack_of_memory(raised.value, config, World(1, 2, 1, 2), f"step 3, {phase}")
     assert lack is not None
     assert not lack.everywhere
     message = str(lack)
     assert message.startswith(
-        "rank 1 at step 3, forward: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has"
+        f"rank 1 at step 3, {phase}: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has"
     )
     assert message.endswith(said)
     assert "1.19 GiB is free. " in message
     assert "try setting" not in message, "what torch's caches might do helps few, and hides what helps most"
+
+
+def test_files_that_decide_exist() -> None:
+    for name in ("engine/loop", "engine/step", "engine/warmup", "engine/evaluate", "data/resident"):
+        assert (Path(ddptrain.__file__).parent / f"{name}.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("where", "said"), [("forward", HALF.replace("=16 (now 32)", "=32 (now 64)")), ("optimizer", MODEL)]
+)
+def test_in_a_real_step(where: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watchdogs = []
+
+    def watched(world: World) -> Watchdog:
+        watchdogs.append(Watchdog(world))
+        return watchdogs[0]
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError(TORCHS)
+
+    monkeypatch.setattr(toy, "Watchdog", watched)
+    kind, method = (torch.optim.SGD, "step") if where == "optimizer" else (nn.Linear, "forward")
+    monkeypatch.setattr(kind, method, refused)
+    with pytest.raises(RuntimeError) as raised:
+        toy.Fit(Plan(steps=4, train_size=256, batch_size=64)).run(World(), tmp_path)
+    config = Config(train=Train(batch_size=64), precision="fp32")
+    lack = lack_of_memory(raised.value, config, World(), watchdogs[0].place)
+    assert str(lack).endswith(said)
 
 
 def test_with_bf16_already_only_a_smaller_model_is_left() -> None:

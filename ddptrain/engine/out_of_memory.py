@@ -18,12 +18,12 @@ def lack_of_memory(error: BaseException, config: Config, world: World, place: st
     if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _SIGNS):
         return None
     # how much was asked for and what there is; then follows what torch's own caches might do about it
-    told = str(error).partition("\n")[0].partition(" If reserved but")[0].rstrip(".")
-    said = f"rank {world.rank} at {place}: {told}. {_remedy(error, config, world)}"
+    summary = str(error).partition("\n")[0].partition(" If reserved but")[0].rstrip(".")
+    said = f"rank {world.rank} at {place}: {summary}. {_remedy(error, config, world, place)}"
     return UserError(said, everywhere=False)
 
 
-def _remedy(error: BaseException, config: Config, world: World) -> str:
+def _remedy(error: BaseException, config: Config, world: World, place: str) -> str:
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
 
     def within(part: str) -> bool:
@@ -34,7 +34,7 @@ def _remedy(error: BaseException, config: Config, world: World) -> str:
         if train.eval_batch_size > 1:
             fewer = f"train.eval_batch_size={train.eval_batch_size // 2} (now {train.eval_batch_size})"
             return f"Evaluate fewer samples at once: {fewer}."
-    elif within("engine/loop") and not within("engine/update"):
+    elif within("engine/loop") and not place.endswith("optimizer"):
         most = max(plan_run(config, train_size=1).sampler(world).micro_sizes)
         if most > 1:
             fewer = f"train.micro_batch={most // 2} (now {most})"
