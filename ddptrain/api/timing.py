@@ -60,7 +60,7 @@ class Lap(NamedTuple):
         return self.end.since(self.start)
 
 
-def told(timing: Timing) -> str:
+def format_shares(timing: Timing) -> str:
     """The split of the training time in one line; what rounds to nothing is left out."""
     parts = [
         f"{phase.replace('_', '-')} {share:.0%}" for phase, share in timing.shares.items() if share >= 0.005

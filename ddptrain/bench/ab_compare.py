@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.api.timing import Timing, told
+from ddptrain.api.timing import Timing, format_shares
 from ddptrain.bench.paced_run import Lap, PacedRun, Unfit
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def compared(bench: Bench, candidates: Candidates) -> Compared:
             say(f"{together}  can't be had together: {error}")
     # not before: every comparison has said more about it
     usual = bench.as_it_is
-    split = told(Timing(usual.seconds, usual.steps))
+    split = format_shares(Timing(usual.seconds, usual.steps))
     say(f"as it is    {usual.ms_per_step:.2f} ms a step on {usual.setup['device']}: {split}")
     itself = replace(itself, lap=usual)
     return Compared(itself, results, [result for result in results if _helps(result, noise)])

@@ -43,7 +43,7 @@ def evaluate(
     size = data.valid_size
     chunks = [range(i, min(i + batch_size, size)) for i in range(0, size, batch_size)]
     mine = range(world.rank, len(chunks), world.size)
-    sums = _Sums(len(chunks), world)
+    sums = _Totals(len(chunks), world)
     for slot, batch in zip(mine, data.valid_batches([chunks[i] for i in mine]), strict=True):
         if watchdog.stop:
             break
@@ -58,7 +58,7 @@ def evaluate(
     return on_first_rank(world, lambda: task.report(totals))
 
 
-class _Sums:
+class _Totals:
     """What the batches gave so far, on this rank."""
 
     def __init__(self, slots: int, world: World) -> None:
@@ -96,16 +96,16 @@ class _Sums:
                 self._floats.setdefault(name, self._zeros(shape, device))
         totals = {name: add_up(world, self._counts[name]).cpu() for name in sorted(self._counts)}
         totals |= {name: add_up(world, self._floats[name]).cpu().sum() for name in sorted(self._floats)}
-        return totals | self._listed()
+        return totals | self._gathered_rows()
 
-    def _listed(self) -> dict[str, Tensor]:
+    def _gathered_rows(self) -> dict[str, Tensor]:
         """The rows of all ranks in the order of the data set."""
         own = {name: {slot: value.cpu() for slot, value in rows.items()} for name, rows in self._rows.items()}
-        listed: dict[str, dict[int, Tensor]] = {}
+        gathered: dict[str, dict[int, Tensor]] = {}
         for of_rank in from_all_ranks(self._world, own):
             for name, rows in of_rank.items():
-                listed.setdefault(name, {}).update(rows)
-        return {name: torch.cat([rows[slot] for slot in sorted(rows)]) for name, rows in listed.items()}
+                gathered.setdefault(name, {}).update(rows)
+        return {name: torch.cat([rows[slot] for slot in sorted(rows)]) for name, rows in gathered.items()}
 
     def _zeros(self, shape: torch.Size, device: torch.device) -> Tensor:
         return torch.zeros(shape, dtype=summing_dtype(device), device=device)

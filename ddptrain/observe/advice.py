@@ -50,7 +50,7 @@ def advise(run: Run, times: Times) -> str:
     if not wastes:
         return who + _on_computing(run, timing, shares, late)
     worst = max(wastes, key=lambda phase: wastes[phase])
-    return f"{who}{_NAMES[worst]} {shares[worst]:.0%}: {_MENDS[worst](run)}"
+    return f"{who}{_NAMES[worst]} {shares[worst]:.0%} of the run: {_MENDS[worst](run)}"
 
 
 def _late_rank(ranks: Sequence[Timing]) -> int | None:
@@ -67,7 +67,7 @@ def _late_rank(ranks: Sequence[Timing]) -> int | None:
 def _on_computing(run: Run, timing: Timing, shares: dict[str, float], late: int | None) -> str:
     config, on_gpu = run.config, run.world.device.type == "cuda"
     passes = shares["forward"] + shares["backward"]
-    said = f"forward and backward pass {passes:.0%}, as it should be"
+    said = f"forward and backward pass {passes:.0%} of the run, as it should be"
     if late is not None:
         return "its forward and backward pass are slower. python -m ddptrain doctor on its host says more"
     if run.convolves and not config.channels_last:

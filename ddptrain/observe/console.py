@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, final
 
 from ddptrain.api.observer import End, Evaluated, Log, Observer, Run, Start
-from ddptrain.api.timing import told
+from ddptrain.api.timing import format_shares
 from ddptrain.observe.advice import advise
 from ddptrain.observe.clock import clock
 from ddptrain.observe.monitor import in_short
@@ -28,6 +28,7 @@ class Console(Observer):
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._metrics = ""
+        self._evaluations = 0
 
     def start(self, event: Start) -> None:
         self._run, self._steps = event.run, event.steps
@@ -59,7 +60,8 @@ class Console(Observer):
             self._progress.update(self._task, completed=event.step, status=status)
 
     def evaluated(self, event: Evaluated) -> None:
-        self._metrics = _told(event.metrics)
+        self._evaluations += 1
+        self._metrics = _format_metrics(event.metrics)
         log.info(
             "evaluated at epoch %.2f: %s%s  (%.1f s)",
             event.epoch,
@@ -68,17 +70,18 @@ class Console(Observer):
             event.seconds,
         )
         if event.timing.samples:
-            log.info("time       %s", told(event.timing))
+            log.info("time       %s", format_shares(event.timing))
 
     def end(self, event: End) -> None:
         if self._progress is not None:
             self._progress.stop()
         result, times = event.result, event.times
         if result.outcome == "done":
-            metrics, seconds = _told(result.metrics), clock(times.seconds)
+            metrics, seconds = _format_metrics(result.metrics), clock(times.seconds)
             log.info("done: %s after %d steps in %s", metrics, event.step, seconds)
             if times.timing.samples:
-                log.info("time       %s", told(times.timing))
+                if self._evaluations != 1:  # else it has been said
+                    log.info("time       %s", format_shares(times.timing))
                 log.info("advice     %s", advise(self._run, times))
 
 
@@ -122,7 +125,7 @@ def _terminal() -> "Terminal":
     return Terminal(stderr=True)
 
 
-def _told(metrics: Mapping[str, float]) -> str:
+def _format_metrics(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if "/" not in name)
 
 

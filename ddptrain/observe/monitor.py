@@ -55,8 +55,8 @@ class Monitor:
         """On rank 0: the last reading of every rank, as ``gpu0/utilisation``, ``host0/cpu``, ..."""
         return {
             f"{label}/{name}": value
-            for label, told in self._known.items()
-            for name, value in told["now"].items()
+            for label, record in self._known.items()
+            for name, value in record["now"].items()
         }
 
     def summary(self) -> dict[str, Any]:
@@ -68,9 +68,9 @@ class Monitor:
             for label in sorted(known, key=_in_order)
         }
         used = {
-            int(label.removeprefix("gpu")): told["mean"]["utilisation"]
-            for label, told in found.items()
-            if label.startswith("gpu") and "utilisation" in told["mean"]
+            int(label.removeprefix("gpu")): record["mean"]["utilisation"]
+            for label, record in found.items()
+            if label.startswith("gpu") and "utilisation" in record["mean"]
         }
         if len(set(used.values())) > 1:
             for name, which in (("least_used", min), ("most_used", max)):
@@ -87,7 +87,7 @@ class Monitor:
                     self._records[label].add(gauge.read())
                 except Unreadable as error:
                     self._records[label].lost(str(error))
-            own = {label: record.told() for label, record in self._records.items()}
+            own = {label: record.as_json() for label, record in self._records.items()}
             self._known = {**self._known, **own}
             # the keeper may be gone at the end of a job; the collectives will say so
             with contextlib.suppress(RuntimeError):
@@ -131,9 +131,9 @@ class _Record:
         """It can't be read now; later, perhaps."""
         self._now, self._lost = {}, reason
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """As plain values, for JSON."""
-        told = {
+        record = {
             **self._facts,
             "now": dict(self._now),
             "readings": self._count,
@@ -141,12 +141,12 @@ class _Record:
             "peak": {name: round(peak, 3) for name, peak in self._peaks.items()},
         }
         if self._slowed:
-            told["throttled_by"] = {
+            record["throttled_by"] = {
                 name: round(count / self._count, 3) for name, count in self._slowed.items()
             }
         if self._lost:
-            told["lost"] = self._lost
-        return told
+            record["lost"] = self._lost
+        return record
 
 
 def in_short(latest: Mapping[str, float]) -> str:

@@ -77,7 +77,7 @@ class Heartbeat:
             return
         # a connection of its own: the main thread's may be busy with waiting
         store = dist.distributed_c10d._get_default_store().clone()
-        self._thread = threading.Thread(target=self._exchange, args=[store], name="news", daemon=True)
+        self._thread = threading.Thread(target=self._exchange, args=[store], name="heartbeat", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
@@ -100,7 +100,7 @@ class Heartbeat:
             self._sent.wait(2.0)
 
     def failure_elsewhere(self, wait: float) -> Failure | None:
-        """The failure of another rank; waits so many seconds for the news."""
+        """The failure of another rank; waits so many seconds for it."""
         deadline = time.monotonic() + wait
         while self._world.size > 1 and self.failure is None and time.monotonic() < deadline:
             self._wake.set()

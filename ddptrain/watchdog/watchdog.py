@@ -129,7 +129,7 @@ class Watchdog:
         self._heartbeat.tell_failure(code)
 
     def failure_elsewhere(self, wait: float) -> Failure | None:
-        """The failure of another rank; waits so many seconds for the news."""
+        """The failure of another rank; waits so many seconds for it."""
         return self._heartbeat.failure_elsewhere(wait)
 
     def gone(self) -> str:

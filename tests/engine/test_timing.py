@@ -18,7 +18,7 @@ from ddptrain.api.observer import End, Evaluated, Observer, Run, Times
 from ddptrain.api.observer import Log as Logged
 from ddptrain.api.recipe import Loading
 from ddptrain.api.sampler import Sampler
-from ddptrain.api.timing import PHASES, TRAINING, Timing, told
+from ddptrain.api.timing import PHASES, TRAINING, Timing, format_shares
 from ddptrain.api.world import World
 from ddptrain.config.schema import Checkpoint, Config, Log, Train
 from ddptrain.distributed.cpu import cores
@@ -242,7 +242,7 @@ def test_workers_are_not_doubled_beyond_the_cores(loading: Loading, data: dict[s
     seconds = dict.fromkeys(PHASES, 0.4 / (len(PHASES) - 1)) | {"data": 0.6}
     timing = Timing(seconds, samples=100)
     told = advise(setup(loading=loading, data=data), Times(timing, [timing], 1.0, 0.0))
-    assert told == f"waiting for data 60%: {said}"
+    assert told == f"waiting for data 60% of the run: {said}"
 
 
 def test_every_moment_belongs_to_a_phase(tmp_path: Path) -> None:
@@ -331,29 +331,33 @@ def test_timing_costs_less_than_a_hundredth_of_two_milliseconds() -> None:
 @pytest.mark.parametrize(
     ("phase", "changes", "said"),
     [
-        ("copy", {}, "waiting for copies to the GPU 60%: send smaller batches: uint8, say"),
-        ("optimizer", {}, "the optimizer 60%: train.batch_size=256 halves how often"),
-        ("logging", {"log": Log(every=1)}, "log lines 60%: log.every=10"),
-        ("evaluating", {}, "evaluating 60%: train.eval_every=128"),
+        ("copy", {}, "waiting for copies to the GPU 60% of the run: send smaller batches: uint8, say"),
+        ("optimizer", {}, "the optimizer 60% of the run: train.batch_size=256 halves how often"),
+        ("logging", {"log": Log(every=1)}, "log lines 60% of the run: log.every=10"),
+        ("evaluating", {}, "evaluating 60% of the run: train.eval_every=128"),
         (
             "evaluating",
             {"train": Train(eval_every=5, eval_batch_size=50)},
-            "evaluating 60%: train.eval_every=20, or train.eval_batch_size=101",
+            "evaluating 60% of the run: train.eval_every=20, or train.eval_batch_size=101",
         ),
-        ("evaluating", {"train": Train(eval_every=200)}, "evaluating 60%: a smaller validation set"),
-        ("drawing", {}, "drawing figures 60%: train.eval_every=128, or ~observers.plots"),
-        ("saving", {}, "saving checkpoints 60%: checkpoint.background=true"),
+        (
+            "evaluating",
+            {"train": Train(eval_every=200)},
+            "evaluating 60% of the run: a smaller validation set",
+        ),
+        ("drawing", {}, "drawing figures 60% of the run: train.eval_every=128, or ~observers.plots"),
+        ("saving", {}, "saving checkpoints 60% of the run: checkpoint.background=true"),
         (
             "saving",
             {"checkpoint": Checkpoint(background=True)},
-            "saving checkpoints 60%: checkpoint.every=128",
+            "saving checkpoints 60% of the run: checkpoint.every=128",
         ),
         (
             "saving",
             {"checkpoint": Checkpoint(background=True, every=200)},
-            "saving checkpoints 60%: a faster disk for run.dir",
+            "saving checkpoints 60% of the run: a faster disk for run.dir",
         ),
-        ("data", {}, "waiting for data 60%: let its train_batches read ahead"),
+        ("data", {}, "waiting for data 60% of the run: let its train_batches read ahead"),
     ],
 )
 def test_the_override_follows_from_the_run(phase: str, changes: dict[str, Any], said: str) -> None:
@@ -402,8 +406,8 @@ def test_a_run_knows_its_flops(tmp_path: Path) -> None:
 
 def test_a_split_in_one_line() -> None:
     seconds = dict.fromkeys(PHASES, 0.0) | {"data": 4.1, "forward": 2.0, "backward": 3.9}
-    assert told(Timing(seconds, 100)) == "data 41%  forward 20%  backward 39%"
-    assert told(Timing(seconds, 100, flops=1e9, peak=1e11)).endswith("(10% of the device's peak)")
+    assert format_shares(Timing(seconds, 100)) == "data 41%  forward 20%  backward 39%"
+    assert format_shares(Timing(seconds, 100, flops=1e9, peak=1e11)).endswith("(10% of the device's peak)")
 
 
 def test_the_host_clock_leaves_nothing_out() -> None:
