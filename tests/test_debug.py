@@ -92,7 +92,7 @@ def test_a_gradient_that_is_not_finite_names_its_layer(tmp_path: Path) -> None:
     plan = Plan(steps=5, train_size=100, batch_size=20, micro_batch=10)
     with pytest.raises(Diverged) as caught:
         Fit(plan, make_model=rooted).run(World(), tmp_path)
-    assert "step 1 is not finite. First in rank 0: the gradient that 1 (Root) hands back" in str(caught.value)
+    assert "step 1 is not finite. First in rank 0: the gradient that 1 (Root) returns" in str(caught.value)
 
 
 def test_a_model_that_torch_can_not_count_trains_all_the_same(

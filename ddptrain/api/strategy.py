@@ -1,4 +1,4 @@
-"""How one model is spread over devices. Another strategy is another class."""
+"""How one model is spread over devices. Subclass `Strategy` for another one."""
 
 import logging
 import math
@@ -19,53 +19,53 @@ log = logging.getLogger("ddptrain")
 
 class Flags:
     """What each rank tells the others in every step, as two numbers: whether it wants to stop, and which step
-    it is at. Both are NaN where its loss is not finite. Ranks see the mean of all.
+    it is at. Both are NaN if its loss is not finite. Ranks receive the mean of all.
 
-    like: gives device and dtype. exact: the mean is not rounded on its way; else steps are not compared.
+    like: gives device and dtype. exact: whether the mean is exact; otherwise steps are not compared.
     """
 
     _CYCLE = 4
-    """Steps are compared modulo this: small, so that a mean over a thousand ranks still tells them apart."""
+    """Steps are compared modulo this: small, so that the mean over a thousand ranks is still precise
+    enough."""
 
     def __init__(self, like: Tensor, exact: bool = True) -> None:
         self._cycle = self._CYCLE if exact and like.dtype in (torch.float32, torch.float64) else 1
         self._on_host = like.device.type == "cpu"
-        # every possible value, on the device once: a step picks one and copies nothing
+        # all possible values, made once on the device: a step selects one without a copy
         self._rows = [
             [torch.tensor([stop, step]).to(like) for step in range(self._cycle)] for stop in (0.0, 1.0)
         ]
         self._nan = torch.full((2,), math.nan).to(like)
 
     def row(self, step: int, stop: bool, loss: Tensor) -> Tensor:
-        """(2,): this rank's. loss: 0-d. Never waits for the device."""
+        """(2,): this rank's flags. loss: 0-d. Never waits for the device."""
         row = self._rows[stop][step % self._cycle]
         if self._on_host:
             return row if math.isfinite(loss.item()) else self._nan
         return row + (loss.detach() * 0).to(row.dtype)
 
     def same_step(self, mean: float, step: int, world_size: int) -> bool:
-        """Whether the mean of the second number says that all ranks are at this rank's step."""
+        """Whether all ranks are at this rank's step, by the mean of the second number."""
         return abs(mean - step % self._cycle) < 0.5 / world_size
 
 
 class Strategy(ABC):
-    """Owns what follows from how the model is spread: wrapping, accumulating, the sum over ranks, the norm of
-    all gradients, the flags that ranks exchange, and what a checkpoint holds.
+    """Everything that depends on how the model is spread: wrapping, accumulation, the sum over ranks, the
+    gradient norm, the flags that ranks exchange, and what a checkpoint holds.
 
-    The engine asks no strategy for its type. A config names one by ``strategy._target_``; its other arguments
-    are the constructor's, which is given the `World` too.
+    The engine never asks for a strategy's type. A config names it by ``strategy._target_``; its other
+    arguments are the constructor's, which is also given the `World`.
     """
 
     shards: int | None = None
-    """Fixed parts of each global batch, each with a backward pass of its own; None: one a rank."""
+    """Fixed parts of each global batch, each with its own backward pass; None: one per rank."""
     same_weights = True
-    """Every rank holds all weights, the same as the others'. They are compared every ``train.verify_every``
-    steps."""
+    """Whether every rank holds the same weights. They are compared every ``train.verify_every`` steps."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._flags: Flags | None = None
-        """What `send_flags` picks from; by `wrap`, or made when they are first sent."""
+        """Set by `wrap`, or made when first used."""
         self._own_flags: Tensor | None = None
 
     @abstractmethod
@@ -74,11 +74,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward pass of a micro-batch. At the end of the ``last`` one of a shard (of
-        this rank's share) gradients are summed over ranks; the others may not communicate."""
+        """A context around forward and backward pass of a micro-batch. At the end of the ``last`` one of a
+        shard (or of this rank's share) gradients are summed over ranks; the others must not communicate."""
 
     def check(self, compiled: bool) -> None:  # noqa: B027 # most fit everywhere
-        """Raise UserError where it does not fit its world, or a model that is ``compiled``."""
+        """Raise UserError if it does not fit its world, or a model that is ``compiled``."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Change the model itself, before it is compiled and wrapped (SyncBatchNorm)."""
@@ -91,7 +91,7 @@ class Strategy(ABC):
 
     @property
     def averages_over(self) -> int:
-        """What the sum of the ranks' gradients is divided by on its way."""
+        """The number by which the sum of the ranks' gradients is divided in the all-reduce."""
         return 1
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
@@ -101,15 +101,15 @@ class Strategy(ABC):
     def send_flags(
         self, wrapped: nn.Module, step: int, stop: bool, loss: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """This rank's flags, after a shard's forward pass. A parameter and its gradient, as one more root of
-        the backward pass that sums gradients; None: they travel by themselves, in `receive_flags`."""
+        """Send this rank's flags, after a shard's forward pass. Returns a parameter and its gradient, as one
+        more root of the backward pass that sums gradients; None if they are sent in `receive_flags`."""
         if self.world.size > 1:
             self._own_flags = self.flags.row(step, stop, loss)
         return None
 
     def receive_flags(self, wrapped: nn.Module) -> Tensor | None:
-        """(2,): the mean of all ranks' flags, after the backward pass; None in a world of one. Here a
-        collective of its own."""
+        """(2,): the mean of all ranks' flags, after the backward pass; None in a world of one. This default
+        is a separate collective."""
         own, self._own_flags = self._own_flags, None
         if self.world.size == 1:
             return None
@@ -119,7 +119,7 @@ class Strategy(ABC):
         return total / self.world.size
 
     def same_step(self, mean: float, step: int) -> bool:
-        """Whether the second of the flags says that all ranks are at this step."""
+        """Whether all ranks are at this step, by the mean of the second flag."""
         return self.flags.same_step(mean, step, self.world.size)
 
     @property
@@ -129,21 +129,21 @@ class Strategy(ABC):
         return self._flags
 
     def warm_up_passes(self, compiled: bool) -> int:
-        """Forward and backward passes before the first step whose results are thrown away: for compiling, or
-        until gradients are summed in the order of all later steps."""
+        """The number of forward and backward passes before the first step whose results are discarded: for
+        compiling, or until gradients are summed in their final order."""
         return int(compiled)
 
     def time_waits(self, wrapped: nn.Module, mark: Callable[[str], None]) -> None:  # noqa: B027
-        """Call ``mark("backward")`` from now on where a rank's own backward pass ends and waiting for others
-        begins, and the like for other phases."""
+        """From now on call ``mark("backward")`` when a rank's own backward pass ends and waiting for others
+        begins, and likewise for other phases."""
 
     @property
     def further_gpus(self) -> Sequence[int]:
-        """Indexes of the GPUs that this process computes on beside its own."""
+        """Indices of the GPUs that this process uses beside its own."""
         return ()
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """What a checkpoint holds of the model: on rank 0 whole. Called on all ranks, so it may be a
+        """The model's state for a checkpoint, complete on rank 0. Called on all ranks, so it may be a
         collective."""
         return model.state_dict()
 
@@ -152,22 +152,22 @@ class Strategy(ABC):
         return optimizer.state_dict()
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Put back what `model_state` returned, on any number of ranks."""
+        """Restore what `model_state` returned, on any number of ranks."""
         model.load_state_dict(state)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         optimizer.load_state_dict(dict(state))
 
     def rank_state(self) -> Mapping[str, Tensor]:
-        """What this rank carries from step to step: gradients that it has not sent yet. Never changed in
+        """State that this rank keeps from step to step: gradients that it has not sent yet. Never changed in
         place."""
         return {}
 
     def load_rank_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what `rank_state` has returned at a step, in this process."""
-        assert not tensors, "a strategy that carries something has to implement load_rank_state"
+        """Restore what `rank_state` has returned, in this process."""
+        assert not tensors, "a strategy with a rank_state has to implement load_rank_state"
 
     def scatter(self, ranks: Mapping[str, Tensor]) -> None:
-        """Go on from the `rank_state` of all ranks at a save: their values of each tensor, stacked."""
+        """Restore the `rank_state` of all ranks at a save: each tensor's values, stacked by rank."""
         if ranks:
-            log.info("note       what strategy.compression=powersgd had not sent yet is dropped")
+            log.info("note       the errors that strategy.compression=powersgd has kept are dropped")

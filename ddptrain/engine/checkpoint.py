@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or absent, with hashes that are checked before anything is used.
+"""Checkpoints, written atomically and verified by hash before use.
 
-``checkpoints/step-<n>/`` holds ``state.pt`` and ``manifest.json``, which has the SHA-256 of the state and
-of itself. A folder is written aside, flushed to the disk and renamed, so a kill at any moment leaves the old
-ones or the new one, never a half. The newest valid folder counts; no pointer could go stale.
+``checkpoints/step-<n>/`` holds ``state.pt`` and ``manifest.json``, which has the SHA-256 of the state and of
+itself. A folder is written under a temporary name, flushed to the disk and renamed: a kill at any moment
+leaves a complete checkpoint or none. A resume uses the newest valid folder.
 """
 
 import hashlib
@@ -45,11 +45,11 @@ class Saved:
 
 
 class DamagedError(UserError):
-    """A checkpoint is not what was written: another one can take its place."""
+    """A checkpoint is damaged; an older one may be usable."""
 
 
 class Checkpointer:
-    """The checkpoints of one run. Only rank 0 uses one; the others are sent what it reads.
+    """The checkpoints of one run. Only rank 0 reads and writes; it sends the others what it has read.
 
     background: a save returns once the state is copied, and a thread hashes and writes it. At most one write
     is in flight. Its error is raised by the next save, or by `finish`.
@@ -69,7 +69,7 @@ class Checkpointer:
         return self._save(self._folder / f"step-{facts['step']}", state, facts)
 
     def save_best(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> Path:
-        """Write ``best`` in place of the one before. Returns its folder; raises as `save` does."""
+        """Write ``best``, replacing the previous one. Returns its folder; raises as `save` does."""
         return self._save(self._folder / "best", state, facts)
 
     def finish(self) -> None:
@@ -87,7 +87,7 @@ class Checkpointer:
         return [path for _, path in sorted(found)]
 
     def recover(self) -> None:
-        """Clear up what a kill in the middle of a save has left."""
+        """Remove what a kill during a save has left behind."""
         for old in self._folder.glob(".*.old"):
             path = self._folder / old.name.removeprefix(".").removesuffix(".old")
             if not path.exists():
@@ -97,23 +97,23 @@ class Checkpointer:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def set_aside_after(self, step: int) -> None:
-        """Rename checkpoints of later steps, which are damaged: the run goes on from ``step`` and will
-        write them anew."""
+        """Rename the (damaged) checkpoints of later steps: the run continues from ``step`` and writes them
+        again."""
         for path in self.steps():
             if int(path.name.removeprefix("step-")) > step:
                 path.rename(path.with_name(f".{path.name}.{os.getpid()}{_ASIDE}"))
 
     def newest(self) -> Saved | None:
-        """The newest valid checkpoint; damaged ones are passed over with a warning.
+        """The newest valid checkpoint; damaged ones are skipped with a warning.
 
-        Raises UserError where there are some and all are damaged: starting anew would lose the run.
+        Raises UserError if all are damaged: starting again would lose the run.
         """
         damaged = []
         for path in reversed(self.steps()):
             try:
                 return read(path)
             except DamagedError as error:
-                log.warning("passing over a damaged checkpoint: %s", error)
+                log.warning("skipping a damaged checkpoint: %s", error)
                 damaged.append(str(error))
         if damaged:
             raise UserError(
@@ -200,8 +200,8 @@ def read(path: Path) -> Saved:
 
 
 def _unsealed(path: Path, written: bytes) -> dict[str, Any]:
-    """The manifest in these bytes, which must be to the bit what `sealed` makes of it: JSON has several
-    spellings of one value (1e-05, 1E-05), and a flipped bit may lead from one to another."""
+    """The manifest in these bytes, which must equal what `sealed` writes: JSON has several spellings of a
+    value (1e-05, 1E-05), and a flipped bit may turn one into another."""
     try:
         manifest = json.loads(written)
     except (ValueError, RecursionError) as error:
@@ -223,7 +223,7 @@ def _unsealed(path: Path, written: bytes) -> dict[str, Any]:
 
 
 def unpack(payload: bytes, where: str) -> dict[str, Any]:
-    """The state in a verified payload, on the CPU: tensors and plain values, nothing is run."""
+    """The state in a verified payload, on the CPU: tensors and plain values; no code is executed."""
     try:
         _check_sizes(payload)
         state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
@@ -238,7 +238,7 @@ def unpack(payload: bytes, where: str) -> dict[str, Any]:
 
 
 def _check_sizes(payload: bytes) -> None:
-    """Refuse what would take more memory than it has bytes: torch.save never compresses."""
+    """Refuse archives that expand when read: torch.save never compresses."""
     with zipfile.ZipFile(io.BytesIO(payload)) as archive:
         records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -248,19 +248,19 @@ def _check_sizes(payload: bytes) -> None:
 
 
 def _check_step(path: Path, step: object, file: str) -> None:
-    """Refuse a file of another step's checkpoint: files that have changed places are whole in themselves."""
+    """Refuse a file of another step's checkpoint (files that were swapped are valid by themselves)."""
     named = _STEP.fullmatch(path.name)
     if named is not None and step != int(named[1]):
         raise DamagedError(f"{path}: its {file} is of step {step}; the checkpoint is damaged.")
 
 
 def _aside(path: Path) -> Path:
-    """Where a folder is while it is made or deleted: nobody takes that for a checkpoint."""
+    """The name of a folder while it is written or deleted, which is not a checkpoint's."""
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def _free(path: Path) -> int:
-    """Free bytes where a folder is to be made."""
+    """Free bytes on the file system of a folder."""
     there = next(parent for parent in path.absolute().parents if os.path.exists(parent))
     return shutil.disk_usage(there).free
 
@@ -273,8 +273,8 @@ def _flushed(path: Path, payload: bytes) -> None:
 
 
 def _replace(aside: Path, path: Path) -> None:
-    """Rename a folder over another one. Folders can't be swapped in one step, so the old one is
-    renamed first; whoever looks in between finds neither, and `newest` the step before."""
+    """Rename a folder over another one. That takes two steps, so the old one is renamed first; in between
+    `newest` finds the previous step."""
     old = path.with_name(f".{path.name}.old")
     if replaces := path.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -290,7 +290,7 @@ def _replace(aside: Path, path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint. A kill in the middle leaves nothing that looks like one."""
+    """Delete a checkpoint. A kill in between leaves nothing that looks like one."""
     aside = _aside(path)
     with suppress(OSError):
         path.rename(aside)

@@ -1,4 +1,4 @@
-"""torch.compile: what it made, and where that is kept for the next run."""
+"""torch.compile: compiling the model or the loss, the cache, and what is logged about it."""
 
 import logging
 import os
@@ -23,17 +23,18 @@ log = logging.getLogger("ddptrain")
 
 
 def compile_model(model: nn.Module, mode: str) -> None:
-    """In place, so that names in checkpoints stay clean; it happens in the first forward pass."""
-    _keep_what_is_made()
+    """Compile in place, so that names in checkpoints stay the same; compilation runs in the first forward
+    pass."""
+    _use_persistent_cache()
     model.compile(mode=mode)
     if mode in _WITH_GRAPHS:
         model._compiled_call_impl = _copied(model._compiled_call_impl)
 
 
 def compile_loss(task: Task) -> None:
-    """In place: the task's loss with the forward pass in it, so that both and their backward pass are made as
-    one region; under DDP, whose own forward is in no graph, as two. Evaluation stays eager."""
-    _keep_what_is_made()
+    """Compile the task's loss in place, including the forward pass: one graph, or two under DDP, whose own
+    forward is not compiled. Evaluation stays eager."""
+    _use_persistent_cache()
     task.loss = torch.compile(task.loss)  # type: ignore[method-assign]
 
 
@@ -42,14 +43,13 @@ def is_compiled(task: Task, model: nn.Module) -> bool:
 
 
 def eagerly() -> AbstractContextManager[object]:
-    """Inside, what is compiled runs as it was written. Where nobody has imported torch's compiler nothing is,
-    and to ask would import it."""
+    """Inside, compiled code runs eagerly. Does not import torch's compiler if nobody else has."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def _keep_what_is_made() -> None:
-    """In ``~/.cache/ddptrain/compiled`` (``XDG_CACHE_HOME``, ``TORCHINDUCTOR_CACHE_DIR``), where torch by
-    itself would lose it with the machine's temporary files."""
+def _use_persistent_cache() -> None:
+    """Use ``~/.cache/ddptrain/compiled`` as cache (``XDG_CACHE_HOME``, ``TORCHINDUCTOR_CACHE_DIR``); torch's
+    default is a temporary folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ddptrain" / "compiled"
     if not os.environ.get(_FOLDER):
         try:
@@ -62,14 +62,14 @@ def _keep_what_is_made() -> None:
 
 
 def _copied(call: Any) -> Any:
-    """A CUDA graph's outputs are overwritten by its next run (pytorch#170604), and tasks keep some: those of
-    several views of a picture, or a state from window to window."""
+    """Copy the outputs: a CUDA graph's next run overwrites them (pytorch#170604), and tasks keep some of
+    them, for example a recurrent state."""
     return lambda *inputs, **named: tree_map_only(Tensor, Tensor.clone, call(*inputs, **named))
 
 
 def check_graphs(mode: str, world: World, passes: int) -> None:
-    """Refuse CUDA graphs for a rank with several backward passes a step: each would overwrite the gradients
-    that the one before has left (pytorch#96693, #169545). Raises UserError."""
+    """Raise UserError for CUDA graphs with several backward passes per step: each would overwrite the
+    gradients of the previous one (pytorch#96693, #169545)."""
     if mode in _WITH_GRAPHS and world.device.type == "cuda" and passes > 1:
         raise UserError(
             f"compile={mode}: in its CUDA graphs each backward pass overwrites the gradients of the one"
@@ -80,7 +80,7 @@ def check_graphs(mode: str, world: World, passes: int) -> None:
 
 @final
 class Compilations(Observer):
-    """Says how many graphs were compiled, how long that took, and why it was done again."""
+    """Logs how many graphs were compiled, how long that took, and why they were recompiled."""
 
     def __init__(self) -> None:
         set_logs(recompiles=True)  # torch names the tensor and its sizes each time
@@ -110,7 +110,7 @@ class Compilations(Observer):
 
 
 def _so_far() -> tuple[int, float]:
-    """Graphs of this process, and the seconds spent on them."""
+    """The number of graphs compiled by this process, and seconds spent."""
     from torch._dynamo import utils
 
     stats: Any = utils.counters["stats"]

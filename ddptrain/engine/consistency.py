@@ -1,5 +1,5 @@
-"""Are all ranks the same? At the start: the command, the versions and the model. During the training: the
-weights. A faulty device, or a rank whose code does something else, would train on beside the others."""
+"""Checks that all ranks agree: at the start on command, versions and model; during the training on the
+weights. They differ if a device is faulty, or a rank runs other code."""
 
 import hashlib
 import platform
@@ -17,7 +17,7 @@ from ddptrain.distributed.comm import from_all_ranks
 from ddptrain.errors import OutOfStep, UserError
 
 _CHUNK = 1 << 20
-"""Values at once: their sums take eight times the memory of a half-precision weight."""
+"""Values per chunk: the checksum takes eight times the memory of half-precision weights."""
 
 
 def check_same_command(world: World, config: Config) -> None:

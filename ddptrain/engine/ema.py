@@ -1,4 +1,4 @@
-"""Averaged weights: smoother, and often better on validation data than the last ones."""
+"""Averaged weights, often better on validation data than the last ones."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ class Average(ABC):
 
     @abstractmethod
     def update(self) -> None:
-        """Take in the model's new weights, after each optimizer step."""
+        """Add the model's new weights, after each optimizer step."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -53,8 +53,8 @@ class NoAverage(Average):
 class ExponentialAverage(Average):
     """decay * average + (1 - decay) * weights, of parameters and floating buffers.
 
-    The decay starts low, at (1 + t) / (10 + t) after t updates, or a short run would be judged by weights
-    it has long left (as in TensorFlow's ExponentialMovingAverage with num_updates).
+    The decay starts at (1 + t) / (10 + t) after t updates, as in TensorFlow's ExponentialMovingAverage with
+    num_updates: otherwise the first weights would dominate a short run.
 
     Holds torch's AveragedModel and applies torch's averaging function to lists made once: AveragedModel's
     own ``update_parameters`` reads a counter on the host, a sync point in every step of a GPU.

@@ -1,9 +1,9 @@
 """Evaluation on all ranks, exact for any world size.
 
-The validation set is cut into the same batches on any number of ranks, which share them out whole.
-Nothing is padded or averaged twice: counts are added as integers, and each floating sum is kept in
-its batch's own slot, so that adding over ranks only fills slots and the total is taken in one order.
-Rows are gathered and put in that order.
+The validation set is cut into the same batches on any number of ranks, and each batch goes to one rank.
+Nothing is padded or averaged twice: counts are added as integers, and each floating sum has a slot of its
+batch, so the sum over ranks only fills slots and the total is taken in one order. Rows are gathered in that
+order.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from ddptrain.watchdog.watchdog import LONG_S, Watchdog
 
 
 class Interrupted(Exception):
-    """A stop was asked for before the evaluation's end; raised on all ranks."""
+    """A stop was requested during the evaluation; raised on all ranks."""
 
 
 @torch.inference_mode()
@@ -59,7 +59,7 @@ def evaluate(
 
 
 class _Totals:
-    """What the batches gave so far, on this rank."""
+    """This rank's sums and rows so far."""
 
     def __init__(self, slots: int, world: World) -> None:
         self._slots = slots
@@ -86,7 +86,7 @@ class _Totals:
         """
         world, device = self._world, self._world.device
         own = ({n: v.shape for n, v in self._counts.items()}, {n: v.shape for n, v in self._floats.items()})
-        # a rank without a batch has no names, and one may meet what others do not
+        # a rank may have no batch, or names that others lack
         for was_interrupted, counts, floats in from_all_ranks(world, (interrupted, *own)):
             if was_interrupted:
                 raise Interrupted
@@ -99,7 +99,7 @@ class _Totals:
         return totals | self._gathered_rows()
 
     def _gathered_rows(self) -> dict[str, Tensor]:
-        """The rows of all ranks in the order of the data set."""
+        """All ranks' rows in the order of the data set."""
         own = {name: {slot: value.cpu() for slot, value in rows.items()} for name, rows in self._rows.items()}
         gathered: dict[str, dict[int, Tensor]] = {}
         for of_rank in from_all_ranks(self._world, own):
@@ -113,7 +113,7 @@ class _Totals:
 
 @torch.inference_mode()
 def figures_of(task: Task, model: nn.Module, precision: Precision) -> Mapping[str, Figure]:
-    """What the task draws from the model itself. No collectives: on rank 0 alone."""
+    """The task's figures of the model. No collectives: only rank 0 calls it."""
     was_training = model.training
     model.eval()
     with precision.autocast():

@@ -1,4 +1,4 @@
-"""How much arithmetic a model asks for, and how much a device can do."""
+"""FLOPs of a model, and peak FLOP/s of a device."""
 
 import logging
 import math
@@ -42,7 +42,7 @@ _MEASURED_S = 0.02
 
 
 def counter(device: torch.device) -> "FlopCounterMode":
-    """Counts what runs inside on the device, forward and backward.
+    """A counter of forward and backward FLOPs on the device.
 
     Recurrent layers' kernels too, which torch's own table leaves out; and a grouped convolution's weight
     gradient once, where torch 2.11 to 2.15 count it once for each group.
@@ -71,7 +71,7 @@ def _flop_counter(device: torch.device) -> "type[FlopCounterMode]":
 
 @contextmanager
 def _without(package: str) -> Iterator[None]:
-    """Inside, a package that nobody has imported can't be, and torch does not warn of it."""
+    """Inside, a package that is not imported yet can't be imported, and torch does not warn about it."""
     if package in sys.modules:
         yield
         return
@@ -86,8 +86,8 @@ def _without(package: str) -> Iterator[None]:
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
-    """FLOP/s of one device at a precision: by table where the GPU is known, else by what it does right
-    now. 0 where the device is neither."""
+    """FLOP/s of one device at a precision: from the table if the GPU is known, else measured. 0 for devices
+    other than GPUs and CPUs."""
     if device.type == "cuda":
         known = known_peak(torch.cuda.get_device_name(device), precision)
         return known or _measured(device, precision)
@@ -95,7 +95,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
 
 
 def known_peak(name: str, precision: str) -> float | None:
-    """FLOP/s by the name that the driver gives a GPU; of a part of one (MIG) nothing is known."""
+    """FLOP/s by the driver's name of the GPU; None if unknown, or for a MIG slice."""
     words = name.replace("-", " ").split()
     if "MIG" in words:
         return None
@@ -106,8 +106,8 @@ def known_peak(name: str, precision: str) -> float | None:
 
 
 def _measured(device: torch.device, precision: str) -> float:
-    """The best of a few products of square matrices and a few convolutions: on some CPUs these are more than
-    twice as fast, for another library does them. Sync points."""
+    """The best of a few matrix products and convolutions (on some CPUs convolutions are more than twice as
+    fast, by another library). Sync points."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     side = _SIDE[device.type]
     matrix = torch.ones(side, side, dtype=dtype, device=device)

@@ -1,8 +1,8 @@
-"""What each step came to: are its numbers finite, does any rank want to stop, are all at the same step?
+"""The outcome of each step: are its numbers finite, does any rank want to stop, are all at the same step?
 
-Asked of all ranks in the gradients' own all-reduce (see `ddptrain.strategies.flag_bucket`). On a GPU the
-answer is read one step later, while that step's work is already queued there, so the device never
-waits for the host.
+Ranks exchange this in the gradients' own all-reduce (see `ddptrain.strategies.flag_bucket`). On a GPU the
+result is read one step later, when the next step's work is already queued, so the device never waits for the
+host.
 """
 
 import math
@@ -43,10 +43,10 @@ class _Pending(NamedTuple):
     stop: bool
     nonfinite: Tensor
     flags: Tensor
-    """The ranks' mean flags, or the loss of a process by itself."""
+    """The mean of the ranks' flags; in a world of one, the loss."""
     is_loss: bool
     arrived: torch.cuda.Event | None
-    """Where both are on their way from a GPU."""
+    """On a GPU: recorded behind the copy of both to the host."""
 
 
 class Health:
@@ -105,16 +105,16 @@ class Health:
         return self._nonfinite
 
     def discard(self) -> None:
-        """Forget what was sent and received of a pass that was no step."""
+        """Drop the flags and the loss of a pass that is not a step (warm-up)."""
         self._strategy.receive_flags(self._wrapped)
         self._loss = None
 
     def ready(self) -> list[Outcome]:
-        """What is known without waiting: on a CPU all outcomes, on a GPU none."""
+        """The outcomes that are known without waiting: on a CPU all, on a GPU none."""
         return [] if self._on_gpu else self.all()
 
     def all(self) -> list[Outcome]:
-        """Every outcome not yet read. On a GPU the host waits for the steps they are of."""
+        """Every outcome that was not read yet. On a GPU the host waits for their steps."""
         pending, self._pending = self._pending, []
         return [self._outcome(one) for one in pending]
 
@@ -133,7 +133,7 @@ class Health:
         if pending.is_loss:
             return Outcome(pending.step, finite, math.isfinite(pending.flags.item()), pending.stop, True)
         stop, at = pending.flags.tolist()
-        if not math.isfinite(stop + at):  # lost in the sum; it is asked for again
+        if not math.isfinite(stop + at):  # the flags are lost in the sum; they come again in the next step
             return Outcome(pending.step, finite, False, False, True)
         return Outcome(pending.step, finite, True, stop > 0, self._strategy.same_step(at, pending.step))
 

@@ -1,4 +1,4 @@
-"""The loop: what happens between steps."""
+"""The training loop: logging, evaluation and checkpoints between steps."""
 
 import logging
 import time
@@ -26,19 +26,17 @@ from ddptrain.watchdog.watchdog import LONG_S
 
 log = logging.getLogger("ddptrain")
 StepIterator = Callable[[range], Iterable[int]]
-"""Goes through the steps; what it does between two of them (profiling) is outside of the training."""
+"""Iterates over the steps; may do something between two of them (profiling)."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """What this process has done so far."""
-
     last: Report = field(default_factory=lambda: Report({}))
-    """Of the last evaluation."""
+    """The last evaluation."""
     evaluated_at: int | None = None
     saved_at: int | None = None
     ranks: Sequence[Timing] = ()
-    """Of all ranks, at the last evaluation."""
+    """All ranks' timing at the last evaluation."""
 
 
 @final
@@ -67,8 +65,8 @@ class Engine:
     def fit(self, run: Run | None = None, step_iterator: StepIterator = iter) -> Report:
         """Train from ``state.step`` to the plan's end; returns the last evaluation.
 
-        run: what observers and controllers are told of it at the start.
-        Raises Stopped where it was asked to, Diverged where the loss or a gradient left the finite numbers.
+        run: a description for observers and controllers.
+        Raises Stopped if it was asked to stop, Diverged if the loss or a gradient is not finite.
         """
         state, plan, outcome = self._state, self._plan, "failed"
         first_step = state.step
@@ -106,8 +104,8 @@ class Engine:
         return self._progress.last
 
     def _opened(self, run: Run) -> Iterator[Batch]:
-        """The batches still to come, after a look at the first: is everything where it should be, and how
-        many FLOPs does a sample cost?"""
+        """The remaining batches, after the checks and warm-up passes on the first one; observers are
+        started."""
         state, plan, step, device = self._state, self._plan, self._step, self._world.device
         state.wrapped.train()
         steps = range(state.step, plan.steps)
@@ -121,7 +119,7 @@ class Engine:
         gpus = self._world.size * (1 + len(state.strategy.further_gpus))
         peak = peak_flops(device, step.precision.name) * gpus
         preview = self._data.preview() if self._world.is_first else None
-        # a checkpoint is written before the evaluation at its step: that comes again
+        # a checkpoint is written before the evaluation at its step, so that evaluation is repeated
         start = Start(state.step, plan.steps, state.evaluation_due, preview, run)
         for controller in self._state.controllers.values():
             controller.start(start)
@@ -148,7 +146,7 @@ class Engine:
         self._stopwatch.mark("logging")
 
     def _evaluate(self) -> bool:
-        """Whether the run goes on: False where a controller has completed it."""
+        """Evaluate, and ask the controllers. Returns False if one of them has completed the run."""
         state, task, progress = self._state, self._task, self._progress
         self._step.settle()
         self._stopwatch.settle()
@@ -194,7 +192,7 @@ class Engine:
         raise Stopped(f"{why} at step {self._state.step}")
 
     def _save_once(self) -> None:
-        """Save, unless this step is saved already."""
+        """Save, unless this step has been saved."""
         if self._progress.saved_at != self._state.step:
             self._save()
 
@@ -221,7 +219,7 @@ class Engine:
         return path
 
     def _diverged(self, step: int) -> Diverged:
-        """Where it began, from the step's own batch. Collectives."""
+        """Repeat the step's batch to find the first number that is not finite. Collectives."""
         self._watchdog.mark("looking for what is not finite", step, LONG_S)
         train_step = self._step
         batches = self._data.train_batches(train_step.sampler, range(step, self._plan.steps))

@@ -1,4 +1,4 @@
-"""From sums over micro-batches to the gradient of the mean over the global batch."""
+"""Scales sums over micro-batches to the gradient of the mean over the global batch."""
 
 from collections.abc import Sequence
 
@@ -21,10 +21,9 @@ class LossScale:
         self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
 
     def weight(self, loss: Loss, size: int) -> Tensor:
-        """What the loss sum of a micro-batch of so many samples is multiplied by before backward.
+        """The factor of a micro-batch's loss sum in the backward pass. size: its samples.
 
-        Where the count is only known on the device, the global batch's size stands in for it until
-        `rescale`.
+        If the count is only known on the device, the global batch's size is used until `rescale`.
         """
         each = loss.count / size if isinstance(loss.count, int) else 1.0
         value = self._averages_over / (each * self._sampler.batch_size)

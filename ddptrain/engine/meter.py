@@ -1,4 +1,4 @@
-"""Running sums of the loss and its companions, where the loss is, until somebody asks."""
+"""Running sums of the loss and the other logged values, on the loss's device until they are read."""
 
 import math
 from abc import ABC, abstractmethod
@@ -21,8 +21,8 @@ Rows = Tensor | list[list[float]]
 class Meter:
     """Sums since the last reading, one for each shard of the global batch.
 
-    A shard's sum is kept by the rank that computes it, so adding over ranks only fills places, and a
-    checkpoint puts every sum back where it was. finite_only: leave out losses that are not.
+    The rank that computes a shard keeps its sum, so the sum over ranks only fills slots, and a resume
+    restores every sum. finite_only: skip losses that are not finite.
     """
 
     def __init__(self, world: World, shards: int | None = None, finite_only: bool = False) -> None:
@@ -38,19 +38,20 @@ class Meter:
         self._gathered: dict[str, Tensor] = {}
 
     def add(self, loss: Loss, shard: int) -> None:
-        """Take in one micro-batch's sums. Never waits for the device."""
+        """Add one micro-batch's sums. Never waits for the device."""
         if "loss" in loss.logs or _COUNT in loss.logs:
             raise RuntimeError("Task.loss: loss and count are the engine's own names; log under another one")
         self._sums.add(loss, shard)
 
     def gather(self) -> None:
-        """Bring all ranks' sums to `state_dict`, for a save. A collective."""
+        """Gather all ranks' sums for `state_dict`. A collective."""
         names, rows = self._rows()
         table = torch.as_tensor(rows, dtype=summing_dtype(self._world.device))
         self._gathered = dict(zip(names, add_up(self._world, table).unbind(), strict=True))
 
     def read(self) -> dict[str, float]:
-        """Means over all ranks since the last reading, then zero. A collective and a sync point."""
+        """Means over all ranks since the last reading; then the sums are zero. A collective and a sync
+        point."""
         names, rows = self._rows()
         if self._world.size > 1:
             rows = add_up(self._world, torch.as_tensor(rows, dtype=summing_dtype(self._world.device)))
@@ -76,7 +77,7 @@ class Meter:
 
     def _rows(self) -> tuple[list[str], Rows]:
         names, rows = self._sums.rows()
-        if names != self._agreed:  # seldom: the first time, and when a task logs a new name
+        if names != self._agreed:  # rare: the first time, and when a task logs a new name
             if from_first_rank(self._world, names) != names:
                 raise RuntimeError(f"Task.loss logs other names on rank {self._world.rank}: {names}")
             self._agreed = names
@@ -84,7 +85,7 @@ class Meter:
 
 
 def _added(sums: list[float]) -> float:
-    """Exactly, where they are finite: so in no order."""
+    """The exact sum if all are finite, which does not depend on their order."""
     try:
         return math.fsum(sums)
     except (ValueError, OverflowError):  # of infinities with both signs, or nearly
@@ -99,7 +100,7 @@ class _Sums(ABC):
 
     @abstractmethod
     def put(self, name: str, sums: Tensor) -> None:
-        """Go on from float64 (shards,) on the CPU."""
+        """Set the sums of a name: float64 (shards,), on the CPU."""
 
     @abstractmethod
     def rows(self) -> tuple[list[str], Rows]:
@@ -107,13 +108,12 @@ class _Sums(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Zero all, and remember the names."""
+        """Set all to zero; the names stay."""
 
 
 @final
 class _HostSums(_Sums):
-    """On a CPU nothing has to be waited for. Python's floats are float64, and adding to one costs a tenth of
-    an operation on a tensor."""
+    """For CPUs. Python's floats are float64, and adding to one costs a tenth of a tensor operation."""
 
     def __init__(self, shards: int, finite_only: bool) -> None:
         self._zeros = [0.0] * shards
@@ -159,9 +159,9 @@ class _DeviceSums(_Sums):
         self._names: list[str] = []
         self._table = torch.zeros(0, shards, device=device, dtype=summing_dtype(device))
         self._nothing = torch.zeros((), device=device)
-        """What a name adds that a micro-batch does not log."""
+        """Added for a name that a micro-batch does not log."""
         self._count = [0] * shards
-        """As far as the host knows it."""
+        """The part that is known on the host."""
 
     def add(self, loss: Loss, shard: int) -> None:
         total, count = loss.sum.detach(), loss.count
@@ -173,7 +173,7 @@ class _DeviceSums(_Sums):
         if isinstance(count, int):
             self._count[shard] += count
         else:
-            # a large whole number is none of float32's
+            # float32 can't represent every large integer
             logs[_COUNT] = count if count.is_floating_point() else count.to(self._table)
         values = {"loss": total, **logs}
         for name in values:

@@ -1,4 +1,4 @@
-"""When a loss or gradient is not finite: where it began, and how a left-out step leaves no trace."""
+"""When a loss or gradient is not finite: finding the layer, and undoing a skipped step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Undo:
-    """Puts back, after a step that is left out, what its passes have changed: the model's buffers
-    (BatchNorm's statistics) and what the task and the strategy carry. Decided on the device."""
+    """Restores, after a skipped step, what its passes have changed: the model's buffers (BatchNorm's
+    statistics) and the rank state of task and strategy. The decision is made on the device."""
 
     def __init__(self, task: Task, strategy: Strategy, model: nn.Module) -> None:
         self._carriers: tuple[Task | Strategy, ...] = (task, strategy)
@@ -51,14 +51,14 @@ class Undo:
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    """(k,): those of one dtype, behind each other."""
+    """(k,): tensors of one dtype, concatenated."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def where_it_began(step: "TrainStep", batches: Iterator[Batch], at: At) -> str | None:
-    """Where this rank's micro-batches of a step leave the finite numbers when they are put through the bare
-    model once more: the first layer's output, else the loss, else the first gradient that a layer hands back,
-    else the last parameter's. None where all are finite here."""
+    """Run this rank's micro-batches of a step through the bare model again, and name the first number that is
+    not finite: a layer's output, else the loss, else a gradient that a layer returns, else a parameter's.
+    None if all are finite on this rank."""
     task, model = step.task, step.state.model
     task.load_rank_state({name: rows.nan_to_num(0, 0, 0) for name, rows in task.rank_state().items()})
     model.zero_grad(set_to_none=True)
@@ -78,7 +78,7 @@ def where_it_began(step: "TrainStep", batches: Iterator[Batch], at: At) -> str |
             return "the loss, though all outputs are finite"
         loss.sum.backward()
         if backward.first:
-            return f"the gradient that {backward.first} hands back, though the loss is finite"
+            return f"the gradient that {backward.first} returns, though the loss is finite"
     bad = [
         name
         for name, parameter in model.named_parameters()
@@ -88,14 +88,14 @@ def where_it_began(step: "TrainStep", batches: Iterator[Batch], at: At) -> str |
 
 
 class _Backward:
-    """Finds the layer that gets finite gradients and hands back others."""
+    """Finds the first layer that receives finite gradients and returns others."""
 
     def __init__(self) -> None:
         self.first = ""
         self._given_finite: set[str] = set()
 
     def before(self, name: str) -> Any:
-        """A forward pre-hook: looks at the gradients of the layer's inputs, when they come."""
+        """A forward pre-hook that checks the gradients of the layer's inputs."""
 
         def look(layer: nn.Module, inputs: Any) -> None:
             def seen(gradient: Tensor) -> None:
@@ -110,7 +110,7 @@ class _Backward:
         return look
 
     def after(self, name: str) -> Any:
-        """A forward hook: looks at the gradients of the layer's outputs."""
+        """A forward hook that checks the gradients of the layer's outputs."""
 
         def look(layer: nn.Module, inputs: Any, output: Any) -> None:
             def seen(gradients: tuple[Tensor | None, ...]) -> None:
@@ -125,7 +125,7 @@ class _Backward:
 
 
 class Evidence(NamedTuple):
-    """One rank's part in a step with numbers that are not finite."""
+    """What one rank found in a step with numbers that are not finite."""
 
     began: str | None
     """Where on this rank, or None."""
@@ -142,12 +142,12 @@ def divergence(step: int, skipped: int, ranks: Sequence[Evidence]) -> Diverged:
     """The error that ends the run, from all ranks' evidence."""
     found = [f"rank {rank}: {evidence.began}" for rank, evidence in enumerate(ranks) if evidence.began]
     where = "; ".join(found) or "nowhere when the step is repeated, so in the sum over ranks or in the device"
-    mends = "A lower optim.lr, a longer sched.warmup or train.clip_norm=1 usually mends it"
+    remedy = "A lower optim.lr, a longer sched.warmup or train.clip_norm=1 usually helps"
     if skipped > 1:
-        often = f" and {skipped - 1} before it were left out for the same"
-        advice = f"{mends}. More in a row than train.nonfinite_limit end the run."
+        often = f" and {skipped - 1} before it were skipped for the same reason"
+        advice = f"{remedy}. More in a row than train.nonfinite_limit end the run."
     else:
-        often, advice = "", f"{mends}; train.nonfinite=skip leaves such steps out."
+        often, advice = "", f"{remedy}; train.nonfinite=skip skips such steps."
     return Diverged(
         f"step {step + 1} is not finite{often}. First in {where}: the training has diverged. {advice}"
         " Checkpoints of earlier steps are kept.",

@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate over the run, both torch's own."""
+"""The optimizer and the learning-rate schedule, both torch's own."""
 
 import inspect
 import warnings
@@ -29,10 +29,10 @@ _WARMUP_START = 0.01
 def build_optimizer(
     node: Mapping[str, Any], parameters: Iterable[nn.Parameter], weight_decay_on: str = "all"
 ) -> Optimizer:
-    """The optimizer a config node names, over these parameters, on whatever device they are.
+    """The optimizer of a config node, over these parameters.
 
-    weight_decay_on: ``all``, or ``matrices``: not on biases and norms, whose size is no complexity.
-    Fused where torch has it: one kernel a step instead of one for each parameter, on CPUs too.
+    weight_decay_on: ``all``, or ``matrices``: parameters of two dimensions or more, not biases and norms.
+    Fused where torch supports it: one kernel per step instead of one for each parameter, on CPUs too.
     """
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
@@ -42,7 +42,7 @@ def build_optimizer(
     if weight_decay_on == "matrices":
         vectors = [p for p in trained if p.ndim < 2]
         groups = [{"params": [p for p in trained if p.ndim >= 2]}, {"params": vectors, "weight_decay": 0.0}]
-    # with dampening the first step is another than the rest, and must not find a buffer
+    # with dampening the first step differs from the others and must not find a buffer
     fused = chosen and not node.get("dampening")
     built = build(node, "optim", params=groups, **({"fused": True} if fused else {}))
     if not isinstance(built, Optimizer):
@@ -55,13 +55,13 @@ def build_optimizer(
             " engine does not; use another optimizer."
         )
     if isinstance(optimizer, SGD) and fused:
-        _begin_at_rest(optimizer)
+        _zero_momentum(optimizer)
     return optimizer
 
 
-def _begin_at_rest(optimizer: SGD) -> None:
-    """Momentum of zero for each parameter. Fused SGD allocates it in its first step without writing to it,
-    and where that step is left out the next one would read whatever lies there."""
+def _zero_momentum(optimizer: SGD) -> None:
+    """Set momentum buffers to zero. Fused SGD allocates them in its first step without writing to them; if
+    that step is skipped, the next one would read uninitialised memory."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else []:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -72,7 +72,7 @@ def build_schedule(sched: Sched, optimizer: Optimizer, steps: int) -> LRSchedule
     warmup = round(sched.warmup * steps)
     rest = max(1, steps - warmup)
     peak = optimizer.param_groups[0]["lr"]
-    if sched.name == "onecycle":  # brings its own warm-up and turns the momentum the other way
+    if sched.name == "onecycle":  # has its own warm-up, and varies the momentum inversely
         return OneCycleLR(
             optimizer,
             max_lr=peak,
@@ -98,10 +98,10 @@ def build_schedule(sched: Sched, optimizer: Optimizer, steps: int) -> LRSchedule
 
 
 def fast_forward(schedule: LRScheduler, steps: int) -> None:
-    """Bring a new schedule to where it stands after so many steps, by the same arithmetic.
+    """Advance a new schedule by so many steps.
 
-    Rather than from a checkpoint: so a run goes on under the config it is given, with more epochs or
-    another rate, and one that is given the same config sees the same rates, bit for bit.
+    Not restored from a checkpoint: a resumed run follows the config it is given, with more epochs or another
+    rate; with the same config the rates are the same, bit for bit.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")

@@ -1,4 +1,4 @@
-"""Out of memory: told with the override that fits, not with a traceback."""
+"""Out of memory: an error message with the override that helps, instead of a traceback."""
 
 import traceback
 
@@ -11,9 +11,9 @@ _SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: c
 
 
 def lack_of_memory(error: BaseException, config: Config, world: World, place: str) -> UserError | None:
-    """What an error says, and what to do, if it is a complaint of torch's about memory; None for any other.
+    """A UserError with the remedy, if torch has raised this error for lack of memory; None for any other.
 
-    place: what this rank was at.
+    place: `Watchdog.place`.
     """
     if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _SIGNS):
         return None

@@ -1,4 +1,4 @@
-"""``with phase("forward"):`` tells the watchdog, the stopwatch and a profiler's trace at once."""
+"""``with phase("forward"):`` informs watchdog, stopwatch and profiler."""
 
 from types import TracebackType
 from typing import final
@@ -10,13 +10,13 @@ from ddptrain.torch_private import is_profiled
 from ddptrain.watchdog.watchdog import Watchdog
 
 _SAID = {"data": "waiting for a batch"}
-"""To the watchdog, where it is not the phase's own name."""
+"""Names for the watchdog that differ from the phase's."""
 
 
 @final
 class Phases:
-    """What a step is made of: data, forward, backward, all_reduce, optimizer. They may nest: the time between
-    the end of one and the end of the next belongs to that one."""
+    """The phases of a step: data, forward, backward, all_reduce, optimizer. They may nest: a phase gets the
+    time between the end of the previous one and its own end."""
 
     def __init__(self, watchdog: Watchdog, stopwatch: Stopwatch) -> None:
         self.watchdog = watchdog
@@ -24,7 +24,7 @@ class Phases:
         self._made: dict[str, _Phase] = {}
 
     def __call__(self, name: str, step: int | None = None) -> "_Phase":
-        """step: tells the watchdog that this phase of it begins; None: it hears nothing."""
+        """step: the watchdog is told that this phase of the step begins; None: it is not told."""
         made = self._made.get(name)
         if made is None:
             made = self._made[name] = _Phase(name, self.stopwatch)

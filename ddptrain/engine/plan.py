@@ -1,4 +1,4 @@
-"""When what happens: a pure function of the config and the size of the data."""
+"""What happens after which step: a pure function of the config and the size of the data."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from ddptrain.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The run's calendar, in optimizer steps. Everything happens after a step, numbered from 1.
+    """The schedule of a run, in optimizer steps. Everything happens after a step, numbered from 1.
 
     An epoch's end is the first step after which each of its samples has been seen.
     """
@@ -24,7 +24,7 @@ class Plan:
     batch_size: int
     """Samples of a step over all ranks."""
     micro_batch: int | None = None
-    """Most samples that a rank puts through the model at once."""
+    """Most samples in one forward pass of a rank."""
     eval_batch_size: int = 256
     log_every: int = 50
     eval_every: int | None = None
@@ -37,9 +37,9 @@ class Plan:
     shards: int | None = None
     """Parts of each global batch under elastic=strict; None: one a rank."""
     skips_nonfinite: bool = False
-    """Whether a step with a number that is not finite is left out, or ends the run."""
+    """Whether a step with a number that is not finite is skipped, or ends the run."""
     nonfinite_limit: int = 20
-    """Most steps left out in a row."""
+    """Most steps skipped in a row."""
     verify_every: int | None = None
     """Steps between comparisons of the ranks' weights."""
 
@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def position_facts(self) -> dict[str, int | str | None]:
-        """What a step's number means: equal facts, equal samples."""
+        """What determines the samples of a step number."""
         return {
             "seed": self.seed,
             "batch_size": self.batch_size,
@@ -61,7 +61,7 @@ class Plan:
         }
 
     def check_continues(self, saved: Mapping[str, Any], where: str) -> None:
-        """Raise UserError where a checkpoint's step number means other samples than this plan's."""
+        """Raise UserError if a checkpoint's step number stands for other samples than this plan's."""
         if saved.get("data") != self.data:
             raise UserError(
                 f"data: {where} was saved while training on other files (have they changed?), or on the same"
@@ -86,7 +86,7 @@ class Plan:
         return steps_done * self.batch_size / self.train_size
 
     def at(self, step: int) -> At:
-        """Where the training stands when ``step`` steps are done."""
+        """The position of the training after ``step`` steps."""
         return At(step, step * self.batch_size // self.train_size, step / self.steps)
 
     def verifies(self, done: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which numbers the forward pass computes in."""
+"""Precision: autocast and gradient scaling."""
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
@@ -45,7 +45,7 @@ class Precision:
             torch_private.backward((loss, further[0]), (gradient, further[1]))
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradients to their true size, for clipping."""
+        """Undo the gradient scaling, for clipping."""
         if self.scaler.is_enabled():
             self.scaler.unscale_(optimizer)
 
@@ -53,7 +53,7 @@ class Precision:
 def choose_precision(asked: str, device: torch.device) -> Precision:
     """The precision for ``precision=asked``; ``auto`` takes bf16 where the GPU computes in it.
 
-    Raises UserError where the device has no such numbers, and warns where it only imitates them.
+    Raises UserError if the device lacks the precision, and warns if it only emulates it.
     """
     on_gpu = device.type == "cuda"
     has_bf16 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -66,7 +66,7 @@ def choose_precision(asked: str, device: torch.device) -> Precision:
         )
     if asked == "bf16" and on_gpu and not has_bf16:
         log.warning(
-            "precision=bf16: %s has no such arithmetic (it came with sm_80, in 2020) and computes it through"
+            "precision=bf16: %s has no bf16 arithmetic (new in sm_80, in 2020) and emulates it through"
             " fp32, slower than fp32 itself. Use precision=fp16 or fp32",
             torch.cuda.get_device_name(device),
         )

@@ -1,5 +1,5 @@
-"""What is random inside a step (dropout) follows from (seed, step, micro-batch), so no generator's
-state has to be saved."""
+"""Randomness inside a step (dropout) follows from (seed, step, micro-batch): no generator's state has to be
+saved."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ from ddptrain.api.world import World
 
 
 class StepSeed:
-    """Seeds torch's default generators before each micro-batch. further_gpus: computed on beside the world's
-    device; each draws numbers of its own."""
+    """Seeds torch's default generators before each micro-batch. further_gpus: GPUs
+    used beside the world's device; each has its own random numbers."""
 
     def __init__(self, seed: int, world: World, further_gpus: Sequence[int] = ()) -> None:
         self._seed = seed

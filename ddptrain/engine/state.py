@@ -1,4 +1,4 @@
-"""All that a run is at one step: what a checkpoint holds, and how it is made and put back."""
+"""The state of a run at one step: what a checkpoint holds, how it is made and restored."""
 
 import math
 from collections.abc import Mapping
@@ -41,25 +41,26 @@ class TrainState:
     meter: Meter
     strategy: Strategy
     step: int = 0
-    """Optimizer steps done, those left out for a number that was not finite among them."""
+    """Optimizer steps done, including those skipped because a number was not finite."""
     applied: int = 0
-    """Of these, steps that moved the weights and the schedule."""
+    """Steps that changed the weights and the schedule."""
     skipped: int = 0
-    """Steps left out in a row, up to now."""
+    """Consecutive skipped steps, up to now."""
     evaluation_due: bool = False
-    """The evaluation at this step comes after the save that this state is from."""
+    """This state was saved before the evaluation at its step."""
     best: float | None = None
     """Best value of the task's best_metric so far."""
     best_step: int = 0
     rank_state: dict[str, Tensor] = field(default_factory=dict)
-    """What the task carries from step to step, for all rows of the global batch; current at a save."""
+    """The task's `rank_state` for all rows of the global batch; current at a save."""
     controllers: dict[str, Controller] = field(default_factory=dict)
     """By their names in the config."""
     unsent: dict[str, Tensor] = field(default_factory=dict)
     """On rank 0, current at a save: what each rank has not sent yet of its gradients, stacked by rank."""
 
     def gathered(self, task: Task, world: World) -> dict[str, Any]:
-        """`state_dict`, with what each rank has by itself: on rank 0, which writes it, whole. Collectives."""
+        """`state_dict`, complete on rank 0, which writes it: includes the state that each rank has.
+        Collectives."""
         self.meter.gather()
         if rows := {name: value.cpu() for name, value in task.rank_state().items()}:
             ranks = from_all_ranks(world, rows)
@@ -71,11 +72,12 @@ class TrainState:
         return self.state_dict()
 
     def scatter(self, task: Task, share: tuple[int, int], device: torch.device) -> None:
-        """Give the task the rows that it carries for this rank's share of the global batch."""
+        """Restore the task's rows for this rank's share of the global batch."""
         task.load_rank_state({name: rows[slice(*share)].to(device) for name, rows in self.rank_state.items()})
 
     def improves(self, value: float, higher_is_better: bool) -> bool:
-        """Take note of the metric that counts; whether it is the best so far. Nothing is worse than NaN."""
+        """Record the value of the best_metric; returns whether it is the best so far. NaN is worse than
+        anything."""
         known = self.best is not None and not math.isnan(self.best)
         sign = 1 if higher_is_better else -1
         if known and not sign * value > sign * (self.best or 0.0):
@@ -108,10 +110,10 @@ class TrainState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], where: str) -> None:
-        """Put a saved state back. ``where`` names it in errors.
+        """Restore a saved state. ``where`` names it in errors.
 
-        Learning rate, weight decay and the like stay those of the config; the schedule is wound forward.
-        Raises UserError where it belongs to another model or another kind of run.
+        Learning rate, weight decay and other settings stay those of the config; the schedule is advanced.
+        Raises UserError if it belongs to another model or another kind of run.
         """
         check_fits(self.model, state["model"], where)
         self.strategy.load_model_state(self.model, state["model"])

@@ -1,6 +1,6 @@
-"""One optimizer step over one global batch: what is read first, and changed by researchers.
+"""One optimizer step over one global batch. Start reading here.
 
-Nothing here waits for the device, but, on a GPU, for the outcome of the step before.
+Nothing here waits for the device, except, on a GPU, for the outcome of the previous step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ def make_step(
 
 @final
 class TrainStep:
-    """One rank's. Made outside the engine and handed to it."""
+    """The step of one rank, with its state."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class TrainStep:
         self.sampler = plan.sampler(strategy.world)
         self.micro_batches = self.sampler.pieces
         self.stop_asked = False
-        """A rank, not always this one, wants to stop."""
+        """Some rank wants to stop."""
         self.grad_norm: Tensor | None = None
         """0-d, of the last step, before clipping."""
         self.lr = 0.0
@@ -77,7 +77,7 @@ class TrainStep:
         self._undo = Undo(task, strategy, state.model) if plan.skips_nonfinite else None
 
     def __call__(self, batches: Iterator[Batch], at: At) -> None:
-        """Raises NotFinite where the run should end for a number that is not finite, OutOfStep where the
+        """Raises NotFinite if the run should end because of a number that is not finite, OutOfStep if the
         ranks are at different steps."""
         state, counts = self.state, []
         if self._undo is not None:
@@ -107,8 +107,8 @@ class TrainStep:
         self.phase.stopwatch.count(self.sampler.batch_size)
 
     def forward_backward(self, batch: Batch, at: At, micro_batch: Piece) -> Loss:
-        """Add the gradients of a micro-batch. In the last one of a shard they are summed over ranks, with the
-        ranks' flags among them."""
+        """Add the gradients of a micro-batch. In the last one of a shard they are summed over ranks, together
+        with the ranks' flags."""
         with self.phase("forward", at.step):
             loss = self.forward(self.state.wrapped, batch, at, micro_batch)
         if micro_batch is self.micro_batches[0]:
@@ -127,21 +127,21 @@ class TrainStep:
             return self.task.loss(model, batch, at)
 
     def settle(self) -> None:
-        """Apply every outcome that is still open. On a GPU a sync point."""
+        """Apply the outcomes of all steps so far. On a GPU a sync point."""
         self._apply(self._health.all())
 
     def discard(self) -> None:
-        """Forget gradients and flags of a pass that was no step."""
+        """Drop the gradients and flags of a pass that is not a step (warm-up)."""
         self._health.discard()
         self.state.wrapped.zero_grad(set_to_none=True)
 
     def _apply(self, outcomes: Sequence[Outcome]) -> None:
-        """What follows from how steps ended, the same on all ranks."""
+        """Average, schedule and counters, by the outcome of each step; the same on all ranks."""
         state, rank = self.state, self.strategy.world.rank
         for outcome in outcomes:
             if not outcome.aligned:
                 raise OutOfStep(
-                    f"the ranks are not at the same step (rank {rank} is at {outcome.step}): one has left out"
+                    f"the ranks are not at the same step (rank {rank} is at {outcome.step}): one has skipped"
                     " a backward pass, or done one more. Look for code that only some ranks run."
                 )
             self.stop_asked |= outcome.stop
@@ -160,7 +160,7 @@ class TrainStep:
 
 @final
 class OptimizerStep:
-    """An optimizer's step, and the end of the gradients it has used."""
+    """Calls the optimizer unless a gradient is not finite, and clears gradients."""
 
     def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
         self._optimizer = optimizer

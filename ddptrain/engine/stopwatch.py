@@ -1,5 +1,5 @@
-"""Where a step's time goes: by the host's clock on a CPU, by events in the device's own queue on a GPU.
-Never waits for the device."""
+"""The time of each phase: by the host's clock on a CPU, by events in the device's queue on a GPU. Never waits
+for the device."""
 
 import resource
 import time
@@ -23,11 +23,11 @@ class Clock(ABC):
 
     @abstractmethod
     def mark(self, phase: str) -> None:
-        """What has passed since the last mark belongs to this phase."""
+        """The time since the last mark belongs to this phase."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Add up what is known by now."""
+        """Add up what is known so far."""
 
 
 @final
@@ -47,8 +47,8 @@ class HostClock(Clock):
 
 @final
 class DeviceClock(Clock):
-    """Marks are events in the current stream; they are read steps later, when the device has long passed
-    them, and used again."""
+    """Marks are events in the current stream; they are read steps later, when the device has passed them, and
+    reused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class DeviceClock(Clock):
 
 
 class Stopwatch:
-    """One rank's."""
+    """The time of one rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,8 +93,7 @@ class Stopwatch:
         self._ended_early = False
 
     def begin(self, flops: float, peak: float) -> None:
-        """Set-up ends here: what it took is not training. For `Timing`: FLOPs per sample, and FLOP/s of all
-        ranks."""
+        """Start measuring; set-up time does not count. flops: per sample. peak: FLOP/s of all ranks."""
         self._flops, self._peak = flops, peak
         self._ended_early = False
         self._clock = HostClock()
@@ -103,19 +102,19 @@ class Stopwatch:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def end(self, phase: str) -> None:
-        """A phase of the step ends; a backward pass may have, by `mark_early`."""
+        """A phase of the step ends, unless `mark_early` has ended it (a backward pass)."""
         if phase == "backward" and self._ended_early:
             self._ended_early = False
         else:
             self._clock.mark(phase)
 
     def mark_early(self, phase: str) -> None:
-        """A part of the step ends inside of a phase: the rest belongs to the next."""
+        """A phase ends inside its ``with`` block: the rest of the block belongs to the next phase."""
         self._clock.mark(phase)
         self._ended_early |= phase == "backward"
 
     def mark(self, phase: str) -> None:
-        """What has passed since the last mark belongs to this phase."""
+        """The time since the last mark belongs to this phase."""
         self._clock.mark(phase)
 
     def count(self, samples: int) -> None:
@@ -124,8 +123,8 @@ class Stopwatch:
         self._clock.drain()
 
     def settle(self) -> None:
-        """Wait for the device, before the clock is read around something that is not training: what is
-        still queued there is training time. A sync point."""
+        """Wait for the device before something that is not training: what is still queued is training time. A
+        sync point."""
         self._clock.mark("optimizer")
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -138,11 +137,12 @@ class Stopwatch:
         return Lap(self._laps[name], start)
 
     def total(self) -> Timing:
-        """The time since `begin`, as far as it is added up: a device that has failed can't be asked."""
+        """The time since `begin` that has been added up so far. Does not ask the device, which may have
+        failed."""
         return Timing(dict(self._clock.seconds), self._samples, self._flops, self._peak)
 
     def times(self, ranks: Sequence[Timing]) -> Times:
-        """Of this process, at its end. ranks: the last that is known of all of them."""
+        """The times of this process, at its end. ranks: the last known timing of each rank."""
         seconds = time.perf_counter() - self._began
         return Times(self.total(), ranks, seconds, self._peak_memory() / 2**20)
 

@@ -1,4 +1,4 @@
-"""Before the first step: is everything on the device, what does a sample cost, and passes for nothing."""
+"""Before the first step: check devices, count FLOPs, and run the warm-up passes."""
 
 import logging
 
@@ -15,8 +15,7 @@ log = logging.getLogger("ddptrain")
 
 
 def check_device(model: nn.Module, batch: Batch, device: torch.device) -> None:
-    """Is every weight and the first batch on the device? Else it would train on another one than the
-    log says, or fail deep inside."""
+    """Raise RuntimeError unless all parameters and the first batch are on the device."""
     for name, parameter in model.named_parameters():
         if parameter.device != device:
             raise RuntimeError(f"parameter {name} is on {parameter.device}, not on {device}")
@@ -26,8 +25,8 @@ def check_device(model: nn.Module, batch: Batch, device: torch.device) -> None:
 
 
 def warm_up(step: TrainStep, batch: Batch, at: At) -> int:
-    """As many passes as the strategy and the compiler need; the FLOPs of one, 0 where they are unknown.
-    Nothing is left of them: neither gradients, buffers, nor what task and strategy carry."""
+    """Run the passes that the strategy and the compiler need; returns the FLOPs of one, 0 if unknown.
+    Gradients, buffers and the state of task and strategy are restored afterwards."""
     task, strategy, model = step.task, step.strategy, step.state.model
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     of_task, of_strategy = task.rank_state(), strategy.rank_state()
@@ -46,7 +45,7 @@ def warm_up(step: TrainStep, batch: Batch, at: At) -> int:
 
 
 def _counted(step: TrainStep, batch: Batch, at: At) -> int:
-    """Of the bare model, eagerly: what fails here, under torch's counter, is no harm to the training."""
+    """FLOPs of one pass of the bare model, eagerly. A failure here, under torch's counter, is only logged."""
     model = step.state.model
     try:
         with eagerly(), counter(next(model.parameters()).device) as counted:
@@ -55,6 +54,6 @@ def _counted(step: TrainStep, batch: Batch, at: At) -> int:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             torch.autograd.grad(loss.sum, trained, allow_unused=True)
         return int(counted.get_total_flops())
-    except Exception as error:  # of an operator that the counter does not take; the task's own comes again
+    except Exception as error:  # the counter lacks an operator; the task's own errors come again
         log.info("note       FLOPs are not counted: %s", str(error).partition("\n")[0])
         return 0

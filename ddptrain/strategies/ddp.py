@@ -1,4 +1,4 @@
-"""A process for each rank; gradients are averaged over all of them during the backward pass."""
+"""DistributedDataParallel: a process for each rank; gradients are averaged during the backward pass."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from ddptrain.strategies.powersgd import PowerSgd
 log = logging.getLogger("ddptrain")
 
 TORCHS_CAP_MB = 25.0
-"""Of DDP's buckets by default. Given explicitly, there is no small first bucket, which is sent early."""
+"""DDP's default. If it is passed explicitly, there is no small first bucket, which is sent early."""
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -29,9 +29,9 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 class Ddp(Strategy):
     """torch's DistributedDataParallel.
 
-    bucket_cap_mb: most MB of gradients that travel together. compression: of gradients on their way: rounded,
-    or as thin factors (arXiv 1905.13727) of ``powersgd_rank`` columns. sync_batchnorm: BatchNorm's statistics
-    over all ranks, on GPUs.
+    bucket_cap_mb: most MB of gradients in one all-reduce. compression: of gradients in the all-reduce:
+    rounded, or as thin factors (arXiv 1905.13727) of ``powersgd_rank`` columns. sync_batchnorm: BatchNorm's
+    statistics over all ranks, on GPUs.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Ddp(Strategy):
         powersgd_rank: int = 2,
         sync_batchnorm: bool = False,
     ) -> None:
-        """Raises UserError for a value that makes no sense."""
+        """Raises UserError for a value out of range."""
         super().__init__(world)
         if bucket_cap_mb <= 0:
             raise UserError(f"strategy.bucket_cap_mb={bucket_cap_mb:g}: must be above 0.")
@@ -88,7 +88,7 @@ class Ddp(Strategy):
                 gradient_as_bucket_view=self._as_view,
                 static_graph=self._static_graph,
             )
-        wrapped.broadcast_buffers = not _only_statistics(model)  # in each step; it has done so once
+        wrapped.broadcast_buffers = not _only_statistics(model)  # in each step
         bucket.hidden()
         self._register_hook(wrapped, model)
         return wrapped
@@ -109,14 +109,14 @@ class Ddp(Strategy):
         return _bucket(wrapped).take()
 
     def warm_up_passes(self, compiled: bool) -> int:
-        """DDP orders its buckets anew after the first backward pass it sees, under static_graph after the
-        second. Were those real steps, a resumed run would sum in another order than one that went on."""
+        """DDP reorders its buckets after the first backward pass, under static_graph after the second. If
+        those were real steps, a resumed run would sum in another order than an uninterrupted one."""
         return 2 if self._static_graph else 1
 
     def time_waits(self, wrapped: nn.Module, mark: Callable[[str], None]) -> None:
         _bucket(wrapped).mark_own_end(mark)
         if _ddp(wrapped).will_sync_module_buffers():
-            # DDP broadcasts buffers before the model's own forward: a late rank is waited for there too
+            # DDP broadcasts buffers before the model's own forward, and waits there for late ranks
             wrapped.register_forward_pre_hook(lambda *_: mark("forward"))
             _bucket(wrapped).register_forward_pre_hook(lambda *_: mark("all_reduce"))
 
@@ -128,14 +128,14 @@ class Ddp(Strategy):
             self._powersgd.load_rank_state(tensors)
 
     def scatter(self, ranks: Mapping[str, Tensor]) -> None:
-        """Each rank gets its own back; on another number of ranks each gets the mean, so that their sum,
-        and with it the training, lacks nothing."""
+        """Each rank gets its own errors back; on another number of ranks each gets the mean, which keeps the
+        sum."""
         if self._powersgd is None:
             super().scatter(ranks)
             return
         saved = len(next(iter(ranks.values()))) if ranks else self.world.size
         if saved != self.world.size:
-            log.info("note       powersgd: what %d ranks had not sent yet is spread over all", saved)
+            log.info("note       powersgd: the errors of %d ranks are averaged over all ranks", saved)
         own = self.world.rank if saved == self.world.size else None
         self._powersgd.load_rank_state(
             {name: rows.mean(dim=0) if own is None else rows[own] for name, rows in ranks.items()}
@@ -165,8 +165,8 @@ def _bucket(wrapped: nn.Module) -> FlagBucket:
 
 
 def _only_statistics(model: nn.Module) -> bool:
-    """Whether all buffers are BatchNorm's. Its forward pass in training reads none of them, so each rank may
-    have its own until they are used: evaluation and checkpoints take rank 0's, which are the same as if DDP
-    had broadcast them in each step (of a MobileNetV3 some 100 small copies)."""
+    """Whether all buffers are BatchNorm's statistics, which the forward pass in training does not read. So
+    DDP need not broadcast them in each step (about 100 small copies for a MobileNetV3): evaluation and
+    checkpoints use rank 0's, with the same result."""
     owners = [layer for layer in model.modules() if any(True for _ in layer.buffers(recurse=False))]
     return all(type(layer) in _NORMS for layer in owners)

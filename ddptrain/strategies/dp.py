@@ -14,7 +14,7 @@ from ddptrain.strategies.single import check_one_process
 
 @final
 class DataParallel(Strategy):
-    """The world's device keeps the weights. Without GPUs it is one process on one device."""
+    """The world's device holds the weights. Without GPUs it is the same as `Single`."""
 
     def check(self, compiled: bool) -> None:
         check_one_process(self.world, "dp")
@@ -53,7 +53,8 @@ class DataParallel(Strategy):
 
 @final
 class _Replicated(nn.DataParallel[nn.Module]):
-    """torch's (2.11 to 2.15) takes autocast into its threads without the dtype: there bf16 would be fp16."""
+    """torch's DataParallel (2.11 to 2.15) does not pass autocast's dtype to its threads: bf16 would become
+    fp16."""
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")

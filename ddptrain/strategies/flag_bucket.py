@@ -1,8 +1,8 @@
 """Ranks' flags inside the all-reduce of the gradients.
 
-A collective of its own would cost every step a round of messages. So the model is wrapped together
-with one more parameter of two numbers, whose "gradient" is the rank's flags: it is summed with the
-others' in a bucket that travels anyway.
+A separate collective would cost a round of messages per step. So the model is wrapped together with one more
+parameter of two numbers, whose "gradient" is the rank's flags: it is summed with the others in a gradient
+bucket.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from ddptrain.torch_private import at_end_of_backward
 class FlagBucket(nn.Module):
     """A model, and the parameter that carries the flags.
 
-    divisor: what a sum of flags is divided by, where gradients are summed and not averaged.
+    divisor: turns summed flags into their mean, if gradients are summed and not averaged.
     """
 
     def __init__(self, model: nn.Module, divisor: int = 1) -> None:
@@ -27,8 +27,8 @@ class FlagBucket(nn.Module):
         self.flags = nn.Parameter(trained[-1].detach().new_zeros(2))
 
     def hidden(self) -> Self:
-        """To be called once whoever sums gradients knows the parameters: from here on ``parameters()`` are
-        the model's alone, so that a task which adds up a penalty over them leaves the flags out."""
+        """To be called after DDP has registered the parameters: from now on ``parameters()`` does not include
+        the flags, for tasks that add a penalty over parameters."""
         self.__dict__["flags"] = self._parameters.pop("flags")
         return self
 
@@ -48,13 +48,13 @@ class FlagBucket(nn.Module):
     def mark_own_end(self, mark: Callable[[str], None]) -> None:
         """Call ``mark("backward")`` at the end of each backward pass of this rank's own.
 
-        A pass comes to the flags first, and autograd runs callbacks in the order in which they were queued:
-        this one before DDP's, which waits for other ranks.
+        The flags' gradient comes first in a pass, and autograd runs callbacks in the order in which they were
+        queued: this one before DDP's, which waits for other ranks.
         """
         self.flags.register_hook(lambda _: at_end_of_backward(lambda: mark("backward")))
 
     def take(self) -> Tensor:
-        """(2,): the mean of all ranks' flags. Gone from the parameter."""
+        """(2,): the mean of all ranks' flags; clears the parameter's gradient."""
         assert self.flags.grad is not None
         summed, self.flags.grad = self.flags.grad, None
         return summed / self._divisor if self._divisor > 1 else summed

@@ -1,4 +1,4 @@
-"""Which strategy a config means in this world."""
+"""Builds the strategy of a config in this world."""
 
 import logging
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ log = logging.getLogger("ddptrain")
 def make_strategy(
     node: Mapping[str, Any], world: World, compiled: bool = False, strict: bool = False
 ) -> Strategy:
-    """The strategy that a config's node means, for a model that is ``compiled`` or not; under elastic=strict
-    it is `Strict`. Where the node has a second one below ``alone``, a world of one takes that.
+    """The strategy of a config's node, for a model that is ``compiled`` or not; with elastic=strict it is
+    `Strict`. If the node has another one under ``alone``, a world of one uses that.
 
-    Raises UserError where it does not fit this world.
+    Raises UserError if it does not fit this world.
     """
     chosen = choice_in(node, world.size)
     compression = node.get("compression", "none")

@@ -1,9 +1,10 @@
-"""Gradients that travel as two thin factors; what those leave out goes along in the next step.
+"""PowerSGD: gradients are sent as two thin factors; the approximation error is added to the next step's
+gradient.
 
 PowerSGD: Vogels, Karimireddy, Jaggi, NeurIPS 2019 (arXiv 1905.13727), algorithms 1 and 2, from the first step
-on. Not torch's own hook: that starts collectives in gloo's threads and waits there for others, so that two
-buckets wait for each other for ever (seen with torch 2.11 and 2.15); its feedback covers what it does not
-compress too, where one NaN would stay; and it is kept by bucket, which no checkpoint could name.
+on. torch's own hook is not used: it starts collectives in gloo's threads and waits there for others, so two
+buckets can wait for each other for ever (seen with torch 2.11 and 2.15); its error feedback includes what is
+not compressed, where one NaN would stay; and it is stored by bucket, which a checkpoint can't name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,20 +20,20 @@ from torch.nn.utils.rnn import pad_sequence
 from ddptrain import torch_private
 
 _SAVES = 2
-"""A matrix is factored where that divides its numbers by more than this."""
+"""A matrix is factored if that reduces its size by more than this factor."""
 _UNKNOWN = torch.empty(0)
 _TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(slots=True)
 class _Matrix:
-    """One gradient on its way. n, m: its first dimension, and all others together; r: the rank."""
+    """One gradient. n, m: its first dimension, and the product of the others; r: the rank."""
 
     name: str
     gradient: Tensor
     """(n, m), a view of the bucket."""
     whole: Tensor
-    """(n, m): the gradient and what was left out before; then what is left out now."""
+    """(n, m): the gradient plus the last error; then the new error."""
     left: Tensor = _UNKNOWN
     """(n, r): orthonormal columns, the same on all ranks."""
     right: Tensor = _UNKNOWN
@@ -40,9 +41,9 @@ class _Matrix:
 
 
 @dataclass(slots=True)
-class _Trip:
-    """One bucket on its way: there with what is not factored and the left factors, and again with the right
-    ones."""
+class _Exchange:
+    """One bucket: first all-reduced with what is not factored and the left factors, then with the right
+    factors."""
 
     buffer: Tensor
     future: Future[Tensor]
@@ -65,10 +66,10 @@ class PowerSgd:
         self._at_once = at_once
         self._names: dict[Tensor, str] = {}
         self._left_out: dict[str, Tensor] = {}
-        """(n, m): of this rank's gradients, by parameter. Never changed in place."""
+        """(n, m): errors of this rank's gradients, by parameter. Never changed in place."""
         self._right: dict[str, Tensor] = {}
         """(m, r): the last step's right factors, the same on all ranks. Never changed in place."""
-        self._open: list[_Trip] = []
+        self._open: list[_Exchange] = []
         for name, parameter in model.named_parameters():
             n, m = parameter.shape[:1].numel(), parameter.shape[1:].numel()
             r = min(n, m, rank)
@@ -82,12 +83,12 @@ class PowerSgd:
                 self._right[name] = start.to(self._left_out[name])
 
     def rank_state(self) -> dict[str, Tensor]:
-        """What the next step needs of the last one. Snapshots: later steps make new tensors."""
+        """The errors and right factors. Snapshots: later steps make new tensors."""
         skipped = {f"left_out.{name}": value for name, value in self._left_out.items()}
         return skipped | {f"right.{name}": value for name, value in self._right.items()}
 
     def load_rank_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what `rank_state` has returned; what it does not hold, or in another shape, stays."""
+        """Restore what `rank_state` has returned; entries that are missing or of another shape are kept."""
         for kind, own in (("left_out", self._left_out), ("right", self._right)):
             for name, value in own.items():
                 kept = tensors.get(f"{kind}.{name}")
@@ -98,24 +99,24 @@ class PowerSgd:
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """DDP's hook. Two all-reduces for a bucket with something to factor, one for another.
 
-        A bucket's second one starts when the next bucket comes, on the thread that runs the backward pass:
-        so all ranks start all of them in the same order, and they travel behind the rest of that pass.
+        A bucket's second one starts when the next bucket arrives, in the thread of the backward pass: all
+        ranks start them in the same order, and they overlap with the rest of the pass.
         """
         if bucket.index() == 0:
             self._open = []
-        trip = self._departed(bucket)
+        exchange = self._start(bucket)
         if self._open:
-            self._turn(self._open[-1])
-        self._open.append(trip)
+            self._start_second(self._open[-1])
+        self._open.append(exchange)
         if bucket.is_last():
             if self._at_once:
-                self._arrive()
-            else:  # after the pass: a rank waits here for the others, and the stopwatch says so
-                torch_private.at_end_of_backward(self._arrive)
-        return trip.future
+                self._finish()
+            else:  # after the pass: waiting for other ranks then counts as all_reduce
+                torch_private.at_end_of_backward(self._finish)
+        return exchange.future
 
-    def _departed(self, bucket: GradBucket) -> _Trip:
-        """The first all-reduce begins."""
+    def _start(self, bucket: GradBucket) -> _Exchange:
+        """Start the first all-reduce."""
         buffer = bucket.buffer()
         plain: list[Tensor] = []
         matrices: list[_Matrix] = []
@@ -129,53 +130,52 @@ class PowerSgd:
         lefts = [matrix.whole @ self._right[matrix.name] for matrix in matrices]
         sent = _packed([*plain, *lefts]) if matrices else buffer
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        return _Trip(buffer, future, plain, matrices, sent, _begun(sent))
+        return _Exchange(buffer, future, plain, matrices, sent, _all_reduce_async(sent))
 
-    def _turn(self, trip: _Trip) -> None:
-        """The first all-reduce is over, and the second begins. On a CPU the host waits for the first."""
-        mean = self._mean(trip)
-        if not trip.matrices:
+    def _start_second(self, exchange: _Exchange) -> None:
+        """Wait for the first all-reduce and start the second. On a CPU the host waits for the first."""
+        mean = self._mean(exchange)
+        if not exchange.matrices:
             return
-        shapes = [(len(matrix.whole), self._right[matrix.name].shape[1]) for matrix in trip.matrices]
-        parts = mean.split([*(gradient.numel() for gradient in trip.plain), *(n * r for n, r in shapes)])
-        for gradient, part in zip(trip.plain, parts, strict=False):
+        shapes = [(len(matrix.whole), self._right[matrix.name].shape[1]) for matrix in exchange.matrices]
+        parts = mean.split([*(gradient.numel() for gradient in exchange.plain), *(n * r for n, r in shapes)])
+        for gradient, part in zip(exchange.plain, parts, strict=False):
             gradient.copy_(part.view_as(gradient))
-        lefts = [part.view(shape) for part, shape in zip(parts[len(trip.plain) :], shapes, strict=True)]
-        for matrix, left in zip(trip.matrices, _orthonormal(lefts), strict=True):
+        lefts = [part.view(shape) for part, shape in zip(parts[len(exchange.plain) :], shapes, strict=True)]
+        for matrix, left in zip(exchange.matrices, _orthonormal(lefts), strict=True):
             matrix.left = left
             matrix.right = matrix.whole.T @ matrix.left
-            # of its own right factor, not of the mean: or it would add up how this rank's gradients differ
+            # with its own right factor, not the mean: else ranks' differences would accumulate
             matrix.whole.sub_(matrix.left @ matrix.right.T)
             self._left_out[matrix.name] = matrix.whole
-        trip.sent = _packed([matrix.right for matrix in trip.matrices])
-        trip.work = _begun(trip.sent)
+        exchange.sent = _packed([matrix.right for matrix in exchange.matrices])
+        exchange.work = _all_reduce_async(exchange.sent)
 
     @torch.no_grad()
-    def _arrive(self) -> None:
-        """All of a step's buckets have begun: end them."""
-        trips, self._open = self._open, []
-        self._turn(trips[-1])
-        for trip in trips:
-            if trip.matrices:
-                rights = [self._right[matrix.name] for matrix in trip.matrices]
-                parts = self._mean(trip).split([right.numel() for right in rights])
-                for matrix, part, right in zip(trip.matrices, parts, rights, strict=True):
+    def _finish(self) -> None:
+        """Finish all buckets of a step."""
+        exchanges, self._open = self._open, []
+        self._start_second(exchanges[-1])
+        for exchange in exchanges:
+            if exchange.matrices:
+                rights = [self._right[matrix.name] for matrix in exchange.matrices]
+                parts = self._mean(exchange).split([right.numel() for right in rights])
+                for matrix, part, right in zip(exchange.matrices, parts, rights, strict=True):
                     self._right[matrix.name] = part.view_as(right)
                     matrix.gradient.copy_(matrix.left @ part.view_as(right).T)
-            trip.future.set_result(trip.buffer)
+            exchange.future.set_result(exchange.buffer)
 
-    def _mean(self, trip: _Trip) -> Tensor:
-        trip.work.wait()
-        return trip.sent.div_(self._world_size)
+    def _mean(self, exchange: _Exchange) -> Tensor:
+        exchange.work.wait()
+        return exchange.sent.div_(self._world_size)
 
 
 def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Of each (n, r), any n and one r: orthonormal columns that span the same, by Gram and Schmidt. A column
-    of zeros is replaced by a unit vector: else a gradient that is zero once would never arrive again.
+    """For each (n, r), any n and the same r: orthonormal columns with the same span, by Gram-Schmidt. A
+    column of zeros is replaced by a unit vector; otherwise a gradient that is zero once would stay zero.
 
-    Twice over, for once leaves too much of a column that is nearly a sum of those before (Giraud et al.,
-    Numerische Mathematik 101, 2005); and all matrices together, where on a GPU torch.linalg.qr is a chain of
-    launches for each.
+    Applied twice, for numerical orthogonality (Giraud et al., Numerische Mathematik 101, 2005), and to all
+    matrices together: on a GPU torch.linalg.qr is a series of launches for each.
     """
     given = pad_sequence(list(matrices), batch_first=True)
     found = given[:, :, :0]
@@ -193,12 +193,12 @@ def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    """(k,), in the widest of their dtypes."""
+    """(k,): all tensors concatenated, in the widest of their dtypes."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _begun(tensor: Tensor) -> dist.Work:
-    """Its all-reduce, in place."""
+def _all_reduce_async(tensor: Tensor) -> dist.Work:
+    """Start an in-place all-reduce."""
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
     return work

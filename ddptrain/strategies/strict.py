@@ -1,12 +1,12 @@
 """strategy=strict (elastic=strict): the same bits on any number of ranks.
 
-The global batch is always cut into the same shards. Each has a backward of its own, and the shards'
-gradients are added in one fixed tree, whoever computed them. Every shard starts from the same
-buffers, and those that the first one leaves (BatchNorm's running statistics) are kept.
+The global batch is always cut into the same shards. Each has its own backward pass, and the shards' gradients
+are added in a fixed tree, independent of the rank that computed them. Every shard starts from the same
+buffers; those of the first shard (BatchNorm's running statistics) are kept.
 
-The price, against DDP: a rank keeps a gradient for each of its shards, all of them travel to all
-ranks (half as many times DDP's bytes as there are shards) after backward instead of during it, and
-a shard is smaller than a rank's share.
+The cost, compared with DDP: a rank holds a gradient for each of its shards, all of them are sent to all ranks
+(shards / 2 times DDP's bytes) after the backward pass instead of during it, and a shard is smaller than a
+rank's share.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,12 +26,12 @@ from ddptrain.errors import UserError
 from ddptrain.strategies.flag_bucket import FlagBucket
 
 _CHUNK = 1 << 22
-"""Gradient values of a shard that travel at once: bounds the memory of the exchange."""
+"""Gradient values of a shard per all-gather: limits the memory."""
 
 
 @final
 class Strict(Strategy):
-    """shards: how many, at least one a rank; the sampler hands them out."""
+    """shards: their number, at least one per rank; the sampler assigns them."""
 
     def __init__(self, world: World, shards: int = 8) -> None:
         super().__init__(world)
@@ -41,7 +41,7 @@ class Strict(Strategy):
         self._counts = [len(replace(world, rank=rank).shards(shards)) for rank in range(world.size)]
         self._parameters: list[nn.Parameter] = []
         self._rows: list[list[Tensor]] = []
-        """The gradients of this rank's shards so far, in each the parameters'."""
+        """The gradients of this rank's shards so far, by shard and parameter."""
         self._before: list[Tensor] = []
         self._first: list[Tensor] = []
 
@@ -79,7 +79,7 @@ class Strict(Strategy):
 
     @contextmanager
     def _shard(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
-        # looked up each time: a layer may put another tensor in a buffer's place
+        # looked up each time: a layer may replace a buffer by another tensor
         if not self._rows and not self._before:
             self._before = [buffer.clone() for buffer in wrapped.buffers()]
         yield
@@ -123,8 +123,8 @@ class Strict(Strategy):
 
 
 def _tree_sum(rows: Iterable[Iterable[Tensor]]) -> tuple[Tensor, ...]:
-    """Of the tensors at each place. Neighbours first, then neighbouring pairs: an order that only the number
-    of rows decides."""
+    """The sum over rows of the tensors at each position, pairwise, in an order that depends only on the
+    number of rows."""
     level = [tuple(row) for row in rows]
     while len(level) > 1:
         pairs = [torch._foreach_add(a, b) for a, b in zip(level[::2], level[1::2], strict=False)]
@@ -133,7 +133,7 @@ def _tree_sum(rows: Iterable[Iterable[Tensor]]) -> tuple[Tensor, ...]:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
-    """Runs of parameters of one dtype that travel together, by their places."""
+    """Consecutive parameters of one dtype that are sent together, by their indices."""
     bucket: list[int] = []
     size = 0
     for i, parameter in enumerate(parameters):

@@ -1,4 +1,4 @@
-"""Who holds the job up, from what each rank last said of itself."""
+"""Finds the rank that the others wait for, from the ranks' last heartbeats."""
 
 import sys
 import threading
@@ -12,35 +12,35 @@ _OURS = (
     *("ddptrain/distributed/", "ddptrain/engine/", "ddptrain/strategies/", "ddptrain/api/strategy.py"),
     *("ddptrain/torch_private.py", "torch/nn/parallel/distributed.py", "torch/_ops.py"),
 )
-"""The last: an operator called by name, which waits where the device's queue is full, behind a collective."""
+"""The last one: an operator, which waits if the device's queue is full because of a collective."""
 _STEP = ("waiting for a batch", "forward", "backward", "optimizer")
 _WAITING_FUNCTIONS = ("_engine_run_backward", "synchronize")
 
 
 class Beat(NamedTuple):
-    """What a rank says of itself, every second or so."""
+    """The heartbeat of a rank, sent about once a second."""
 
     rank: int
     number: int
-    """Counts the beats; one that stays shows a process that does not run."""
+    """Counts the heartbeats. If it stays the same, the process is not running."""
     marks: int
-    """Marks its main thread has passed."""
+    """Marks of its main thread so far."""
     step: int
     what: str
     overdue: bool
-    """Its main thread has passed none for longer than allowed."""
+    """Its main thread has made no mark for longer than allowed."""
     host: str = ""
     pid: int = 0
     born: str = ""
     """`started_at` of its process."""
     stack: str = ""
     waits: str = ""
-    """Where its main thread waits for other ranks: ``engine``, or ``recipe``: a collective that the recipe's
-    own code calls. '' if it does not."""
+    """``engine`` or ``recipe`` (a collective in the recipe's code) if its main thread waits for other ranks,
+    else ''."""
 
     @property
     def order(self) -> tuple[int, int]:
-        """How far it is, compared with other ranks."""
+        """Its progress, for comparison with other ranks."""
         return self.step, _STEP.index(self.what) if self.what in _STEP else len(_STEP)
 
     @property
@@ -55,8 +55,8 @@ class Beat(NamedTuple):
 def stack_of(thread: int) -> traceback.StackSummary:
     """A thread's frames, the innermost last.
 
-    A backward pass on a GPU runs in threads of autograd's own, while the one that asked for it waits: what
-    Python runs in these, a hook or a backward of one's own, follows.
+    A backward pass on a GPU runs in autograd's threads while the calling thread waits. The Python frames of
+    these threads (hooks, custom backward functions) follow.
     """
     frames = sys._current_frames()
     ours = {known.ident for known in threading.enumerate() if not isinstance(known, threading._DummyThread)}
@@ -67,7 +67,7 @@ def stack_of(thread: int) -> traceback.StackSummary:
 
 
 def waits(frames: Sequence[tuple[str, str]]) -> str:
-    """Whether, and on whose behalf, a thread waits for other ranks (`Beat.waits`).
+    """Whether a thread waits for other ranks, and in whose code (`Beat.waits`).
 
     frames: (file, function) of its Python frames, the innermost last.
     """
@@ -85,9 +85,10 @@ def waits(frames: Sequence[tuple[str, str]]) -> str:
 def guilty(beats: Sequence[Beat], silent: Sequence[Beat]) -> list[Beat]:
     """The ranks that the others wait for.
 
-    Those that do not answer; else those outside of a collective; else, where all wait, the fewer of
-    those that wait for different things, or those ahead: they have left one out. A GPU's host may be a step
-    ahead, and stand where the device's queue is full: of those outside, the ones behind hold it up.
+    Those that do not answer; else those outside of a collective; else, if all wait, the smaller group of
+    those that wait in different places, or those ahead, which have skipped a collective. A GPU's host may be
+    one step ahead and wait because the device's queue is full: of the ranks outside, those at the earliest
+    step.
     """
     if silent:
         return list(silent)
@@ -104,7 +105,7 @@ def guilty(beats: Sequence[Beat], silent: Sequence[Beat]) -> list[Beat]:
 
 
 def describe(blamed: Sequence[Beat], beats: Sequence[Beat], silent: Sequence[Beat], timeout: float) -> str:
-    """The message: who, where, its stack, and what the others wait for."""
+    """The message: the rank, its place and stack, and where the others wait."""
     lines = [f"the job has stood still for hang_timeout={timeout:g} s, and is ended."]
     for beat in blamed:
         if beat in silent:
@@ -121,7 +122,7 @@ def describe(blamed: Sequence[Beat], beats: Sequence[Beat], silent: Sequence[Bea
 
 
 def describe_cut(host: str, beats: Sequence[Beat], timeout: float) -> str:
-    """The message on a host that no longer reaches the host of rank 0, by which it would hear of others."""
+    """The message on a host that has lost contact with the host of rank 0, which relays all heartbeats."""
     ranks: dict[str, list[int]] = {}
     for beat in beats:
         ranks.setdefault(beat.host or "a host unheard of", []).append(beat.rank)

@@ -1,7 +1,7 @@
-"""What ranks tell each other beside the collectives: where each is, a wish to stop, a failure.
+"""What ranks exchange outside of collectives: progress, stop requests, failures.
 
-By the process group's key-value store, from a thread of its own: a store whose keeper is stopped
-answers a question never, and the thread that judges must not wait for it.
+It goes through the process group's key-value store, in a separate thread: if the process that hosts the store
+is stopped, requests never return, and the watchdog must not wait for them.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ class Failure(NamedTuple):
     rank: int
     code: int
     said: str = ""
-    """What it has said, for the first rank of another host to repeat; '' on the others."""
+    """Its message, for the first rank of another host to print; '' on the others."""
 
 
 def started_at(pid: int) -> str:
-    """When a process of this host started, in the kernel's ticks since it booted; '' where it has ended,
-    waited for or not, and without Linux."""
+    """When a process of this host started, in ticks since boot; '' if it has ended (also as a zombie), and on
+    other systems than Linux."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -41,20 +41,20 @@ def started_at(pid: int) -> str:
 
 
 class Heartbeat:
-    """One rank's end. In a world of one nothing is sent and nothing heard.
+    """One rank's side. In a world of one nothing is exchanged.
 
-    own: this rank's beat of a number. is_late: whether to ask for the others' beats too. Rank 0, which has
-    the store at hand, always asks; the others also at the start, for who is where.
+    own: makes this rank's heartbeat of a number. is_late: whether to read the others' heartbeats too. Rank 0,
+    which hosts the store, always reads them; the others also at the start, to learn hosts and process ids.
     """
 
     def __init__(
         self, world: World, interval: float, own: Callable[[int], Beat], is_late: Callable[[], bool]
     ) -> None:
         self.stop: str | None = None
-        """What any rank was asked to stop by."""
+        """What requested a stop on any rank."""
         self.failure: Failure | None = None
         self.heard: dict[int, tuple[Beat, float]] = {}
-        """The other ranks' last beats, and when each was new here."""
+        """The other ranks' last heartbeats, and when each arrived."""
         self._world = world
         self._interval = interval
         self._own = own
@@ -75,14 +75,14 @@ class Heartbeat:
         """Join through the process group's store."""
         if self._world.size == 1:
             return
-        # a connection of its own: the main thread's may be busy with waiting
+        # a separate connection: the main thread's may be blocked
         store = dist.distributed_c10d._get_default_store().clone()
         self._thread = threading.Thread(target=self._exchange, args=[store], name="heartbeat", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Before the process ends: a thread that comes back from the store to an interpreter that shuts
-        down aborts the process. One whose store never answers does not come back."""
+        """To be called before the process ends: a thread that returns from the store while the interpreter
+        shuts down aborts the process."""
         self._ended = True
         self._wake.set()
         if self._thread is not None:
@@ -93,7 +93,8 @@ class Heartbeat:
         self._wake.set()
 
     def tell_failure(self, code: int, said: str = "") -> None:
-        """This rank fails with an exit code and speaks for itself. Waits until it is sent, 2 s at most."""
+        """This rank fails with an exit code and prints its own message. Waits until it is sent, 2 s at
+        most."""
         if self._world.size > 1 and not self._ended:
             self._own_failure = Failure(self._world.rank, code, said)
             self._wake.set()
@@ -109,34 +110,34 @@ class Heartbeat:
         return found if found is not None and found.rank != self._world.rank else None
 
     def hear(self, beat: Beat) -> None:
-        """Note another rank's beat, which is new here."""
+        """Store a new heartbeat of another rank."""
         self.heard[beat.rank] = (beat, time.monotonic())
         if beat.rank in self._world.neighbours and beat.born and started_at(beat.pid) == beat.born:
             self._here.add(beat.rank)
 
     def gone(self) -> Beat | None:
-        """The last beat of a rank whose process was seen on this host, and has ended.
+        """The last heartbeat of a rank whose process was seen on this host, and has ended.
 
-        A process id alone does not tell: a container has the same ones, and the kernel gives them out again.
-        So a process is known by the start that its rank tells of, too.
+        A process is identified by its id and its start time: containers have the same ids, and the kernel
+        reuses them.
         """
         beats = (self.heard[rank][0] for rank in sorted(self._here))
         return next((beat for beat in beats if started_at(beat.pid) != beat.born), None)
 
     def silent(self, rank: int) -> bool:
-        """Whether a rank's own threads don't run any more, as far as this one can tell."""
+        """Whether a rank's process does not run any more, as far as this rank knows."""
         if self.unanswered:
-            return rank == 0  # it keeps the store, where no agent does
+            return rank == 0  # it hosts the store, unless an agent does
         return rank in self.heard and time.monotonic() - self.heard[rank][1] > self._patience
 
     @property
     def unanswered(self) -> bool:
-        """The store does not answer, so what was heard is old."""
+        """The store does not answer, so all information is old."""
         return self._world.size > 1 and time.monotonic() - self._answered_at > self._patience
 
     def cut_off(self, seconds: float) -> bool:
-        """Whether for so long the store has not answered this rank, or another rank not rank 0, whatever
-        its main thread does."""
+        """Whether this rank had no answer from the store, or rank 0 no heartbeat from some rank, for so
+        long."""
         since = [self._answered_at]
         if self._world.is_first:
             since += [at for _, at in dict(self.heard).values()]
@@ -148,7 +149,7 @@ class Heartbeat:
     def _exchange(self, store: Store) -> None:
         rank = self._world.rank
         while not self._ended:
-            # the keeper may be gone at the end of a job; the collectives will say so
+            # the store's host may be gone at the end of a job; collectives will raise
             with contextlib.suppress(RuntimeError):
                 self._beats += 1
                 if self._own_failure is not None:
@@ -176,8 +177,8 @@ class Heartbeat:
         begun = others
         if not store.check([f"beat-{rank}" for rank in others]):  # one request where all have begun
             begun = [rank for rank in others if store.check([f"beat-{rank}"])]
-        told = store.multi_get([f"beat-{rank}" for rank in begun]) if begun else []
-        beats = {rank: Beat(**json.loads(words)) for rank, words in zip(begun, told, strict=True)}
+        encoded = store.multi_get([f"beat-{rank}" for rank in begun]) if begun else []
+        beats = {rank: Beat(**json.loads(words)) for rank, words in zip(begun, encoded, strict=True)}
         for rank in others:
             beat = beats.get(rank, Beat.unheard(rank))
             if rank not in self.heard or self.heard[rank][0].number != beat.number:

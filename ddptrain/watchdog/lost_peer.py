@@ -1,4 +1,4 @@
-"""Whether an error follows from another rank's end."""
+"""Errors that are the consequence of another rank's end."""
 
 import re
 import traceback
@@ -9,8 +9,8 @@ from ddptrain.watchdog.hang_report import waits
 
 
 def from_a_lost_rank(error: BaseException) -> bool:
-    """Whether an error is a collective's complaint that another rank does not answer any more: by its
-    text, and by where it was raised, for a recipe may lose connections of its own."""
+    """Whether an error was raised by a collective because another rank is gone: by its text, and by where it
+    was raised, because a recipe may have its own connections."""
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
     frames = traceback.extract_tb(error.__traceback__)
     in_a_collective = bool(frames) and waits([(frame.filename, frame.name) for frame in frames]) != ""
@@ -19,6 +19,6 @@ def from_a_lost_rank(error: BaseException) -> bool:
 
 
 def address_of_peer(error: BaseException) -> str:
-    """The address that a collective's complaint names; '' if it names none."""
+    """The address in a collective's error message; '' if there is none."""
     found = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", str(error))
     return found[1].removeprefix("::ffff:") if found else ""

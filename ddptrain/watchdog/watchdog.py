@@ -1,7 +1,7 @@
-"""A thread that watches while the main one works: signals, the time limit, a hang.
+"""A thread that handles signals and the time limit, and detects hangs.
 
-The main thread leaves a mark wherever it gets to. Python's own signal handlers would run only when
-the main thread does, and it may wait in a collective; a thread hears of a signal at once.
+The main thread marks its progress. Python runs signal handlers in the main thread only, which may be waiting
+in a collective, so signals are handled in this thread.
 """
 
 import contextlib
@@ -24,17 +24,18 @@ from ddptrain.watchdog.heartbeat import Failure, Heartbeat, started_at
 log = logging.getLogger("ddptrain")
 
 LONG_S = 3600.0
-"""For what may take long, on one rank alone too: downloading, compiling the first step, saving."""
+"""The limit for what may take long, even on one rank: downloading, compiling the first step, saving."""
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _ECHO_S = 1.0
-"""A signal that comes again within this time is the same request: a scheduler signals the ranks and
-their agent, and the agent hands it on."""
+"""A signal repeated within this time is the same request: a scheduler signals the ranks and their agent, and
+the agent forwards it."""
 _LAST_WORDS_S = 3.0
-"""For another rank's main thread to notice a failure by itself, and for its message to be read first."""
+"""Time for the main thread to notice another rank's failure, and for that rank's message to be printed
+first."""
 
 
 class Watchdog:
-    """One rank's. Without ``watching`` it only remembers the last mark.
+    """The watchdog of one rank. Without ``watching`` it only stores the last mark.
 
     hang_timeout: seconds without a mark on any rank that end the job with exit code 76; None: never.
     """
@@ -56,7 +57,7 @@ class Watchdog:
         self._limit_at: float | None = None
         self._grace = 0.0
         self._handlers: dict[int, Any] = {}
-        """What a signal led to before."""
+        """The previous signal handlers."""
         self._saved = False
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
         """(read, write): a byte for each signal, while the thread runs."""
@@ -64,19 +65,19 @@ class Watchdog:
 
     @property
     def stop(self) -> str | None:
-        """What asked this job to stop, once something has, on this rank or another."""
+        """What requested a stop, on any rank; None if nothing has."""
         return self._stop
 
     @property
     def place(self) -> str:
-        """Where the main thread is, by its last mark."""
+        """The last mark: ``step 7, backward``."""
         return f"step {self._step}, {self._what}"
 
     def mark(self, what: str, step: int | None = None, patience: float | None = None) -> None:
-        """The main thread begins something, of this step (None: the last one named).
+        """The main thread begins ``what``, in this step (None: the same as before).
 
-        patience: seconds that may pass before the next mark; None: ``hang_timeout``, or longer for what
-        is done for the first time: that starts workers, connects, compiles.
+        patience: seconds allowed until the next mark; None: ``hang_timeout``, or longer the first time, which
+        may start workers, connect or compile.
         """
         if patience is None:
             patience = self._usual if what in self._known else LONG_S
@@ -87,21 +88,21 @@ class Watchdog:
         self._marked_at, self._patience = time.monotonic(), max(patience, self._usual)
 
     def stop_on_signals(self, grace: float, time_limit: float | None) -> None:
-        """From here on SIGTERM, SIGUSR1, SIGINT and the time limit (seconds) ask for a stop. By the main
-        thread only.
+        """From now on SIGTERM, SIGUSR1, SIGINT and the time limit (seconds) request a stop. To be called in
+        the main thread.
 
-        grace: seconds after a signal in which the process has to end by itself.
+        grace: seconds from a signal until the process is ended without saving.
         """
         self._grace = grace
         self._limit_at = None if time_limit is None else time.monotonic() + time_limit
         assert self._wakeup is not None, "signals are heard while watching only"
         signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
-        for number in _SIGNALS:  # the thread hears of it through the descriptor
+        for number in _SIGNALS:  # the thread reads the signal from the descriptor
             self._handlers[number] = signal.signal(number, lambda *_: None)
         os.register_at_fork(after_in_child=self._forget_signals)  # a child's signals are its own
 
     def saved(self) -> None:
-        """The state is on the disk: what is left to do before the end may be cut off."""
+        """The state is saved: the process may be ended at any time now."""
         self._saved = True
 
     @contextlib.contextmanager
@@ -118,14 +119,14 @@ class Watchdog:
             self._over.set()
             self._heartbeat.end()
             self._forget_signals()
-            with contextlib.suppress(BlockingIOError):  # it is full of signals, which wake the thread too
+            with contextlib.suppress(BlockingIOError):  # full of signals, which wake the thread too
                 writer.send(b"\0")
             thread.join()
             reader.close()
             writer.close()
 
     def failed(self, code: int) -> None:
-        """Tell the other ranks that this one ends with an exit code, and speaks for itself."""
+        """Tell the other ranks that this one fails with an exit code, and prints its own message."""
         self._heartbeat.tell_failure(code)
 
     def failure_elsewhere(self, wait: float) -> Failure | None:
@@ -133,7 +134,7 @@ class Watchdog:
         return self._heartbeat.failure_elsewhere(wait)
 
     def gone(self) -> str:
-        """What there is to say where another rank's process was on this host and has ended; else ''."""
+        """A message if another rank's process on this host has ended; else ''."""
         beat = self._heartbeat.gone()
         who = "" if beat is None else f"rank {beat.rank} (pid {beat.pid} on {beat.host})"
         return who and f"rank {self._world.rank}: another rank is gone: {who}."
@@ -141,18 +142,18 @@ class Watchdog:
     def _watch(self, reader: socket.socket) -> None:
         try:
             self._listen(reader)
-        except Exception:  # without this thread the process would hear no signal any more
+        except Exception:  # without this thread the process would ignore signals
             self._exit(ExitCode.CRASH, traceback.format_exc())
 
     def _listen(self, reader: socket.socket) -> None:
-        reader.settimeout(self._interval)  # not select, which takes no file beyond the 1,024th
+        reader.settimeout(self._interval)  # select() is limited to file descriptors below 1,024
         while True:
             with contextlib.suppress(TimeoutError):
                 for number in reader.recv(64):
                     self._hear(number)
             if self._over.is_set():
                 return
-            self._heed_clock_and_news()
+            self._check_limits_and_peers()
             if self._timeout is not None and (self._overdue() or self._heartbeat.cut_off(self._timeout)):
                 self._judge()
 
@@ -166,7 +167,7 @@ class Watchdog:
         elif now - self._signalled_at > _ECHO_S:
             self._exit(128 + number, f"{name} again: stopped at once, without saving.")
 
-    def _heed_clock_and_news(self) -> None:
+    def _check_limits_and_peers(self) -> None:
         now, heartbeat = time.monotonic(), self._heartbeat
         if self._limit_at is not None and now > self._limit_at:
             self._limit_at = None
@@ -181,21 +182,20 @@ class Watchdog:
                 f"no step ended within checkpoint.grace={self._grace:g} s after {self._stop}: ended without"
                 " saving. Started again, the run goes on from its last checkpoint.",
             )
-        self._heed_lost_ranks()
+        self._check_lost_ranks()
 
-    def _heed_lost_ranks(self) -> None:
-        """End with a rank that has failed, or whose process is gone."""
+    def _check_lost_ranks(self) -> None:
+        """End this process if another rank has failed or its process is gone."""
         gone = "" if self._is_writing else self.gone()
         if not gone and self._heartbeat.failure is None:
             return
-        # the main thread meets it in its next collective, if that is gloo's: one of NCCL's waits for ever;
-        # where there is none, it need not go on
+        # the main thread gets an error from its next gloo collective; one of NCCL's would wait for ever
         self._over.wait(_LAST_WORDS_S)
         failure = self._heartbeat.failure
         if failure is not None and failure.rank != self._world.rank:
             self._exit(failure.code, failure.said)
         if failure is None:
-            if self._world.size > self._world.local_size:  # those on this host see it themselves
+            if self._world.size > self._world.local_size:  # ranks on this host notice it themselves
                 self._heartbeat.tell_failure(ExitCode.CRASH, gone)
             self._exit(ExitCode.CRASH, gone)
 
@@ -204,21 +204,21 @@ class Watchdog:
             self._stop = who
             self._heartbeat.ask_to_stop(who)
             if self._heartbeat.failure is None and not self.gone():
-                # else torchrun ends the rest of a job that has failed
-                _aside(
+                # else it is torchrun, ending the rest of a failed job
+                _say_in_thread(
                     lambda: log.info("stop       asked for by %s: after this step, with a checkpoint", who)
                 )
 
     @property
     def _is_writing(self) -> bool:
-        """Whether this rank writes a checkpoint, from which the next attempt goes on."""
+        """Whether this rank is writing a checkpoint, which the next attempt needs."""
         return self._world.is_first and self._what.startswith("saving")
 
     def _overdue(self) -> bool:
         return time.monotonic() - self._marked_at > self._patience
 
     def _is_late(self) -> bool:
-        """Whether it is time to ask where the others are."""
+        """Whether to ask for the other ranks' heartbeats."""
         return time.monotonic() - self._marked_at > self._patience / 2
 
     def _beat(self, number: int) -> Beat:
@@ -231,21 +231,22 @@ class Watchdog:
         )  # fmt: skip
 
     def _judge(self) -> None:
-        """This rank stands still, or has lost others. If all do, who holds the job up?"""
+        """This rank is overdue or has lost contact. If all ranks are, report which one the others wait
+        for."""
         timeout, host = self._timeout or LONG_S, socket.gethostname()
         others = [beat for beat, _ in dict(self._heartbeat.heard).values()]
         silent = [beat for beat in others if self._heartbeat.silent(beat.rank)]
         beats = [self._beat(0), *others]
         keeper = next((beat for beat in others if beat.rank == 0), None)
         away = self._heartbeat.unanswered and keeper is not None and keeper.host not in ("", host)
-        # who can say it: those that hear of each other, and without the store those of one host
+        # ranks that can report it: those that have contact, and without the store those of one host
         speakers = [beat for beat in beats if beat not in silent and not (away and beat.host != host)]
         known = self._heartbeat.unanswered or self._heartbeat.cut_off(timeout)
         stands_still = all(beat.overdue or beat in silent or known for beat in beats)
         if len(beats) < self._world.size or not stands_still:
             return
         if self._world.rank != min(beat.rank for beat in speakers):
-            # the first of those that answer says it, and this rank hears of it, if anything can be heard
+            # the first rank that answers reports it
             if self._heartbeat.unanswered and not self._over.wait(2 * _LAST_WORDS_S):
                 self._exit(ExitCode.HUNG, "")
             return
@@ -254,25 +255,25 @@ class Watchdog:
             or self._heartbeat.failure_elsewhere(wait=1.0)
             or self._marks != beats[0].marks
         ):
-            return  # it goes on, or somebody else has said it
+            return  # it continues, or another rank has reported it
         if away:
             message = describe_cut(host, beats, timeout)
         else:
             message = describe(guilty(beats, silent), beats, silent, timeout)
         self._heartbeat.tell_failure(ExitCode.HUNG, f"rank {self._world.rank} on {host}: {message}")
         if self._world.is_first and self._world.size > self._world.local_size:
-            self._over.wait(2 * self._interval)  # for other hosts to hear it from the store that it keeps
-        for beat in silent:  # last: torchrun takes the first rank to end for the one to blame
+            self._over.wait(2 * self._interval)  # for other hosts to read it from the store in this process
+        for beat in silent:  # last: torchrun blames the first rank that ends
             if beat.host == host:
                 with contextlib.suppress(OSError):
-                    os.kill(beat.pid, signal.SIGKILL)  # a stopped process hears nothing else
+                    os.kill(beat.pid, signal.SIGKILL)  # a stopped process handles no other signal
         self._exit(ExitCode.HUNG, message)
 
     def _exit(self, code: int, message: str) -> None:
         if self._over.is_set():
-            return  # the main thread has got to its end meanwhile
+            return  # the main thread has finished meanwhile
         if message:
-            _aside(lambda: print(f"ddptrain: {message}", file=sys.stderr, flush=True))
+            _say_in_thread(lambda: print(f"ddptrain: {message}", file=sys.stderr, flush=True))
         os._exit(code)
 
     def _forget_signals(self) -> None:
@@ -283,8 +284,8 @@ class Watchdog:
         self._handlers = {}
 
 
-def _aside(say: Callable[[], None]) -> None:
-    """Say something, if it can be said within a second: whoever reads it may be gone, or not read on."""
+def _say_in_thread(say: Callable[[], None]) -> None:
+    """Print or log in a thread, for at most a second: the reader of the pipe may be gone or blocked."""
 
     def attempt() -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -161,7 +161,7 @@ def test_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
     first, second = run_ranks(rank, 2)
     assert first == second
     assert first.startswith(
-        "step 9 is not finite and 3 before it were left out for the same. First in rank 1"
+        "step 9 is not finite and 3 before it were skipped for the same reason. First in rank 1"
     )
 
 

@@ -174,7 +174,7 @@ def test_on_other_ranks_nothing_is_lost_and_without_powersgd_it_is_said(
         assert_same(rank_state, {name: rows[name].mean(dim=0) for name in rows})
     with caplog.at_level("INFO", logger="ddptrain"):
         make_strategy(auto(), World()).scatter(rows)
-    assert "powersgd had not sent yet is dropped" in caplog.text
+    assert "powersgd has kept are dropped" in caplog.text
     fit = Fit(PLAN, make_model=convolving, strategy=powersgd())
     ran(tmp_path, 2, fit, stop_at=5)
     assert ran(tmp_path, 3, fit)["step"] == PLAN.steps
