@@ -1,4 +1,4 @@
-"""What a run can end with: exit codes, and the errors that are the user's to fix."""
+"""Exit codes and the errors that end a run with a message."""
 
 from collections.abc import Mapping
 from enum import IntEnum
@@ -25,8 +25,8 @@ class UserError(ValueError):
     The message names the key or file, the value, the rule and the fix. It is printed once, without
     a traceback, and the process exits with 2.
 
-    ``everywhere`` says whether all ranks raise it together (a config error), so that rank 0 alone
-    prints it, or this rank alone has met it (an unreadable image in its share).
+    ``everywhere``: all ranks raise it together (a config error), so that only rank 0 prints it; False: this
+    rank alone has found it (an unreadable image in its share).
     """
 
     def __init__(self, message: str, *, everywhere: bool = True) -> None:
@@ -42,9 +42,9 @@ def _unpickled(kind: type[UserError], message: str, everywhere: bool) -> UserErr
 
 
 class Diverged(ArithmeticError):
-    """The loss or a gradient left the finite numbers; all ranks see it at the same step. Exit code 4.
+    """The loss or a gradient is not finite; all ranks raise it at the same step. Exit code 4.
 
-    ``evidence``: plain values on where, for the run's folder.
+    ``evidence``: details as plain values, for the run's folder.
     """
 
     def __init__(self, message: str, evidence: Mapping[str, object]) -> None:
@@ -55,12 +55,13 @@ class Diverged(ArithmeticError):
 class Stopped(BaseException):
     """The run was asked to stop, and has saved its state; all ranks raise it at the same step. Exit code 75.
 
-    No error, so that nothing that handles errors takes it for one: a sweep ends with it too.
+    A BaseException, so that no error handler catches it: a sweep ends with it too.
     """
 
 
 class RankLost(RuntimeError):
-    """Another rank is gone or has failed. It has its own message; this one ends with its exit code."""
+    """Another rank is gone or has failed. That rank prints its own message; this one ends with its exit
+    code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -68,10 +69,10 @@ class RankLost(RuntimeError):
 
 
 class OutOfStep(RuntimeError):
-    """The ranks do not do the same any more: one is at another step, or its weights differ. Exit code 1:
-    started again, the run goes on from its last checkpoint."""
+    """The ranks have diverged from each other: one is at another step, or its weights differ. Exit code 1;
+    started again, the run continues from its last checkpoint."""
 
 
 KNOWN_ENDS = (UserError, Diverged, Stopped, RankLost, OutOfStep)
-"""What ends a run with a message of its own: everything else is a bug, and has a traceback."""
+"""Exceptions that end a run with a message; all others are bugs, and have a traceback."""
 KnownEnd = UserError | Diverged | Stopped | RankLost | OutOfStep

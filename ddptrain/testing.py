@@ -1,12 +1,11 @@
-"""Ranks in a test: ``run_ranks(fn, 3)`` runs a function as three gloo ranks on the CPU.
+"""Ranks in tests: ``run_ranks(fn, 3)`` runs a function as three gloo ranks on the CPU.
 
-For ddptrain's own tests and for those of your recipe. Ranks are forked, which takes a tenth of a
-second where starting fresh processes takes several; so the function may be a closure, and what it
-returns must pickle.
+For ddptrain's own tests and for those of your recipe. Ranks are forked, which takes a tenth of a second
+instead of several; so the function may be a closure, and its result must be picklable.
 
 On a machine with a GPU hide it from these tests: ``os.environ["CUDA_VISIBLE_DEVICES"] = ""`` in their
-conftest.py. Else the first backward pass of the test's own process, on the CPU too, starts autograd's threads
-for the GPU, and no process that is forked after it can do one.
+conftest.py. Otherwise the first backward pass of the test's own process starts autograd's threads for the
+GPU, and no process forked afterwards can run one.
 """
 
 import importlib
@@ -30,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or did not end in time; the message holds its traceback."""
+    """A rank raised, died or did not end in time; the message includes its traceback."""
 
 
 def run_ranks(fn: Callable[[World], Result], size: int, timeout: float = 60.0) -> list[Result]:
@@ -39,7 +38,9 @@ def run_ranks(fn: Callable[[World], Result], size: int, timeout: float = 60.0) -
     A world of one runs in a process of its own too, without a process group.
     Raises RankFailed where a rank fails or is not done after ``timeout`` seconds.
     """
-    importlib.import_module("torch._dynamo")  # optimizers and DDP need it: seconds, here once for all ranks
+    importlib.import_module(
+        "torch._dynamo"
+    )  # optimizers and DDP import it, which takes seconds: here once for all ranks
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
@@ -74,7 +75,7 @@ def _rank(fn: Callable[[World], Any], world: World, store: str, results: Connect
             dist.destroy_process_group()
     except BaseException:
         outcome = (False, traceback.format_exc())
-    # pickled here: multiprocessing's own way would share tensors through a process that is about to end
+    # not multiprocessing's pickling, which would share tensors through this process
     results.send_bytes(pickle.dumps(outcome))
     results.close()
 
@@ -95,7 +96,7 @@ def _results(receivers: list[Connection], timeout: float) -> list[Any]:
             try:
                 succeeded, values[rank] = pickle.loads(receiver.recv_bytes())
             except EOFError as error:
-                raise RankFailed(f"rank {rank} died without a word") from error
+                raise RankFailed(f"rank {rank} died without a message") from error
             if not succeeded:
                 raise RankFailed(f"rank {rank} raised:\n{values[rank]}")
     return [values[rank] for rank in range(len(receivers))]

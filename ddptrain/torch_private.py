@@ -1,4 +1,4 @@
-"""Every name of torch's that is not public and is used here: what it buys, and the way back.
+"""All private names of torch that are used: the versions, and the cost without them.
 
 | name | torch | without it |
 |---|---|---|
@@ -10,8 +10,8 @@
 | `torch._C._autograd._profiler_enabled` | 2.11 to 2.15 | ranges for a profiler in each step |
 | `torch._foreach_*` | 2.11 to 2.15 | a launch for each parameter |
 
-The microseconds are of a step of 280, measured in turns. A torch that names things otherwise takes the way
-back, as tests/engine/test_torch_private.py does.
+The microseconds refer to a step of 280, measured in alternating turns. With a torch that lacks a name, the
+public alternative is used, as in tests/engine/test_torch_private.py.
 """
 
 import functools
@@ -36,14 +36,14 @@ is_profiled: Callable[[], bool] = getattr(torch._C._autograd, "_profiler_enabled
 """Whether torch's profiler records this process."""
 
 _MARK = "__dynamo_disable"
-"""Where torch/_compile.py keeps the form of a function that compiled code does not look into."""
+"""Where torch/_compile.py stores the form of a function that is excluded from compilation."""
 _WRAPPER = "_use_grad"
-"""What torch/optim/optimizer.py calls its wrapper of each optimizer's step."""
+"""The name of torch/optim/optimizer.py's wrapper of each optimizer's step."""
 _METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
 def spare_dynamo() -> None:
-    """Keep torch's optimizers from importing torch._dynamo for nothing."""
+    """Keep torch's optimizers from importing torch._dynamo unless it is used."""
     for name in _METHODS:
         leave_eager(getattr(Optimizer, name))
     for kind in vars(torch.optim).values():
@@ -54,7 +54,7 @@ def spare_dynamo() -> None:
 
 
 def leave_eager(wrapper: Callable[..., Any] | None) -> None:
-    """The same for a function that torch has wrapped to keep compiled code out of it."""
+    """The same for a function that torch has wrapped to exclude it from compilation."""
     function = getattr(wrapper, "__wrapped__", None)
     if wrapper is None or function is None or hasattr(function, _MARK):
         return
@@ -71,9 +71,9 @@ def leave_eager(wrapper: Callable[..., Any] | None) -> None:
 
 @contextmanager
 def wrapping() -> Iterator[None]:
-    """The same around the making of a DistributedDataParallel, which asks torch._dynamo how it is set.
+    """The same around the constructor of DistributedDataParallel, which reads a setting of torch._dynamo.
 
-    Where nobody has imported that, nobody can have set it, and the answer is its default.
+    If torch._dynamo is not imported, the setting has its default.
     """
     if "torch._dynamo" in sys.modules:
         yield
@@ -90,7 +90,7 @@ def wrapping() -> Iterator[None]:
 
 
 class _Unimported:
-    """Knows some of a module's names, and imports it for any other."""
+    """A stand-in with some of a module's names; imports the module for any other."""
 
     def __init__(self, module: str, **known: Any) -> None:
         self._module = module
@@ -101,7 +101,7 @@ class _Unimported:
 
 
 def _unbroken(step: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's wrapper of a step without its breaks of a compiled graph, where there can be none."""
+    """torch's wrapper of a step, without graph breaks if the compiler is not imported."""
     inner: Callable[..., Any] = vars(step)["__wrapped__"]
 
     @functools.wraps(inner)
@@ -115,7 +115,7 @@ def _unbroken(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """``torch.autograd.backward`` without its checks of arguments, which are right here by construction."""
+    """``torch.autograd.backward`` without its argument checks."""
     if _run_backward is None:
         torch.autograd.backward(roots, gradients)
     else:
@@ -125,7 +125,7 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Within a backward pass: call it at this pass's end, before what is queued later."""
+    """To be called within a backward pass: run a callback at its end, before those queued later."""
     if _queue_callback is None:
         callback()
     else:
@@ -133,14 +133,14 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def check_finite(tensors: list[Tensor], nonfinite: Tensor, one: Tensor) -> None:
-    """Set ``nonfinite`` (0-d) to 1 where any number is not finite, in one pass over tensors of one dtype; the
-    multiplication by ``one`` that comes with it changes nothing."""
+    """Set ``nonfinite`` (0-d) to 1 if any number is not finite, in one pass over tensors of one dtype. The
+    operator also multiplies by ``one``, which changes nothing."""
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, nonfinite, one)
 
 
 class LeanStep:
-    """An optimizer's step without what torch wraps around it: a range for the profiler, hooks, a schedule's
-    counter. Where others have wrapped it too, hook into it or profile, it is the optimizer's own."""
+    """An optimizer's step without torch's wrapper (profiler range, hooks, schedule's counter). With other
+    wrappers, hooks or a profiler, it calls the optimizer's own step."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -170,5 +170,5 @@ def _nothing() -> None: ...
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether it looks at ``found_inf`` on the device by itself, as GradScaler's own optimizers do."""
+    """Whether it checks ``found_inf`` on the device, as GradScaler expects of fused optimizers."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

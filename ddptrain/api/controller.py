@@ -1,4 +1,4 @@
-"""Controllers: what changes a run by looking at it. Pruning, early stopping, a benchmark's pauses."""
+"""Controllers end or pause a run depending on its progress: pruning, early stopping."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -8,18 +8,17 @@ from ddptrain.api.observer import Evaluated, Log, Start
 
 
 class Controller(ABC):
-    """Made on every rank from ``controllers.<name>`` of the config. Unlike an observer it may end the run,
-    and what it raises ends it too."""
+    """Made on every rank from ``controllers.<name>`` of the config. Unlike an observer it may end the run; so
+    do its exceptions."""
 
     why = "ended by a controller"
-    """Said in the log where it ends a run: ``<why> at step 120``."""
+    """For the log, when it ends a run: ``<why> at step 120``."""
     completes = False
-    """Whether a run that it ends is done (exit code 0) or has been stopped (75)."""
+    """Whether a run that it ends counts as done (exit code 0) or stopped (75)."""
 
     @abstractmethod
     def goes_on(self, event: Evaluated) -> bool:
-        """After each evaluation, on rank 0: its answer is every rank's. False: all ranks save and
-        end."""
+        """After each evaluation, on rank 0; all ranks follow its answer. False: all ranks save and end."""
 
     def start(self, event: Start) -> None:  # noqa: B027
         """Before the first step, on every rank."""
@@ -28,9 +27,9 @@ class Controller(ABC):
         """At each log step, on every rank, while the training waits."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Tensors and plain values, on rank 0: kept in checkpoints."""
+        """Tensors and plain values, on rank 0, for checkpoints."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned at this step, on every rank."""
+        """Restore what `state_dict` returned at this step, on every rank."""
         assert not state, "a controller that has a state has to implement load_state_dict"

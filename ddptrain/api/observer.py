@@ -1,5 +1,5 @@
-"""Observers: told what happened, on rank 0, with plain numbers. They change nothing and never talk
-to other ranks; one that raises is reported once and dropped."""
+"""Observers receive events on rank 0, with plain numbers. They change nothing and never communicate with
+other ranks. One that raises is reported once and switched off."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from ddptrain.config.schema import Config
 
 
 class Devices(Protocol):
-    """What the devices of all ranks do, on rank 0."""
+    """Readings of all ranks' devices, on rank 0."""
 
     def latest(self) -> Mapping[str, float]:
         """The last readings, as ``gpu0/utilisation``, ``host0/cpu``, ..."""
@@ -26,7 +26,7 @@ class Devices(Protocol):
 
 @final
 class NoDevices:
-    """Nothing is read."""
+    """No readings."""
 
     def latest(self) -> Mapping[str, float]:
         return {}
@@ -37,7 +37,7 @@ class NoDevices:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run is."""
+    """A description of the run."""
 
     folder: Path = Path()
     config: Config = field(default_factory=Config)
@@ -62,17 +62,17 @@ class Start:
     """Before the first step of this process."""
 
     step: int
-    """Steps done in earlier processes: 0 unless resumed."""
+    """Steps done before: 0 unless resumed."""
     steps: int
     evaluates: bool
-    """The evaluation at ``step`` is still to come, or comes again."""
+    """The evaluation at ``step`` is still to come, or is repeated."""
     preview: Tensor | None
     """Augmented training samples as pictures, uint8 (n, 3, H, W)."""
     run: Run = Run()
 
 
 class Log(NamedTuple):
-    """At a log step. ``values`` are the same whenever the run is repeated; ``timing`` is not."""
+    """At a log step. ``values`` are reproducible; ``timing`` is not."""
 
     step: int
     epoch: float
@@ -96,17 +96,17 @@ class Evaluated:
     seconds: float
     is_best: bool
     timing: Timing
-    """Since the last evaluation, this one included."""
+    """Since the last evaluation, including this one."""
     metric: str
     """The task's ``best_metric``."""
     higher_is_better: bool
-    """In that metric."""
+    """Whether higher is better in that metric."""
     steps: int
     """Of the whole run."""
 
     @property
     def value(self) -> float:
-        """Of the metric that counts."""
+        """The value of ``metric``."""
         return self.metrics[self.metric]
 
 
@@ -118,34 +118,34 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run has come to."""
+    """The result of a run."""
 
     outcome: str
-    """done, or what ended it."""
+    """``done``, ``stopped``, ``diverged`` or ``failed``."""
     metrics: Mapping[str, float]
-    """Of the last evaluation."""
+    """The last evaluation's."""
     best: Mapping[str, float]
-    """The best value of the metric that counts, and its step."""
+    """The best value of the task's ``best_metric``, and its step."""
     higher_is_better: bool
-    """In that metric."""
+    """Whether higher is better in that metric."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of this process."""
+    """Times of this process."""
 
     timing: Timing
-    """Of rank 0."""
+    """Rank 0's."""
     ranks: Sequence[Timing]
-    """Of all ranks, up to the last evaluation; empty where there was none."""
+    """All ranks', up to the last evaluation; empty if there was none."""
     seconds: float
-    """With the set-up."""
+    """Including set-up."""
     peak_memory_mib: float
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """After the last step of this process, also where an error ended it."""
+    """After the last step of this process, also if an error ended it."""
 
     step: int
     steps: int
@@ -154,11 +154,11 @@ class End:
 
 
 class Observer:
-    """Implement the events of interest; the others do nothing.
+    """Override the events of interest; the others do nothing.
 
-    On rank 0. It may raise: then it is switched off, with one message. It may take its time: of log steps it
-    is told by a thread. Where ``slow`` is true it has a thread of its own for everything, and the run's end
-    waits for it a minute at most.
+    Runs on rank 0. If it raises, it is switched off, with one message. `log` is called in a thread, so it
+    does not delay the training. With ``slow = True`` all events are handled in a separate thread, for which
+    the run's end waits a minute at most.
     """
 
     slow = False
@@ -176,4 +176,4 @@ class Observer:
         """After a checkpoint."""
 
     def end(self, event: End) -> None:
-        """Once, whatever ended the run."""
+        """Once, at the end of the process, whatever ended the run."""

@@ -1,7 +1,7 @@
-"""What a recipe implements and what the engine hands it. A recipe imports this and nothing deeper.
+"""The interface of recipes.
 
-A recipe is a `Task` (which model, which loss, which metrics) and a `Data` (which batches). The
-engine owns the rest: devices, ranks, precision, the loop, checkpoints and logs.
+A recipe is a `Task` (model, loss, metrics) and a `Data` (batches). The engine does the rest: devices, ranks,
+precision, the loop, checkpoints and logs.
 """
 
 from abc import ABC, abstractmethod
@@ -21,22 +21,20 @@ Batch = Any
 
 
 class At(NamedTuple):
-    """Where the training stands, for losses and augmentations that change with time."""
+    """The position of the training, for losses and augmentations that change with time."""
 
     step: int
     """Optimizer steps done so far."""
     epoch: int
     """Epoch of the first sample of this step's global batch."""
     progress: float
-    """Share of the whole training that is done, in [0, 1)."""
+    """Fraction of the training that is done, in [0, 1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss as a sum and a count, so that the engine can divide by the count over all ranks.
-
-    That division is what gives 1, 2 or 4 ranks, with or without accumulation, the same gradient.
-    """
+    """A loss as a sum and a count. The engine divides by the count over all ranks, so 1, 2 or 4 ranks, with
+    or without accumulation, have the same gradient."""
 
     sum: Tensor
     """0-d floating tensor: the loss added over the batch's items, with its graph."""
@@ -51,8 +49,8 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What `Task.evaluate` lists rather than adds up: detections, say. All batches' rows reach `Task.report`
-    as one tensor, in the order of the data set, whatever the number of ranks."""
+    """Results that `Task.evaluate` does not add up, for example detections. `Task.report` gets all batches'
+    rows as one tensor, in the order of the data set, for any number of ranks."""
 
     values: Tensor
     """(k, ...), any k."""
@@ -68,7 +66,7 @@ class ConfusionMatrix:
 
 @dataclass(frozen=True, slots=True)
 class TextSample:
-    """A figure for `Task.figures`: what the model writes."""
+    """A figure for `Task.figures`: text from the model."""
 
     text: str
 
@@ -85,7 +83,7 @@ class Curves:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A figure: an image as it is."""
+    """A figure: an image."""
 
     pixels: Tensor
     """uint8 (3, H, W), on the CPU."""
@@ -96,16 +94,17 @@ Figure = ConfusionMatrix | TextSample | Curves | Picture
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of one evaluation: plain numbers, and figures for those who look."""
+    """The result of one evaluation: numbers and figures."""
 
     metrics: Mapping[str, float]
-    """A name with a slash (``AP/cat``) is a detail: it is recorded, but kept off the terminal and the
+    """A name with a slash (``AP/cat``) is a detail: recorded, but not shown in the terminal and the
     curves."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference of two tensors of one shape, as a share of the largest value of ours."""
+    """The largest absolute difference of two tensors of one shape, relative to the largest value of
+    ``ours``."""
     scale = ours.abs().max().clamp(min=1e-30)
     return float((theirs - ours).abs().max() / scale)
 
@@ -121,31 +120,29 @@ class Deployed:
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
     difference: Callable[[Tensor, Tensor], float | None] = relative_difference
-    """How far an output is from eager's, in shares: a tiny number where they agree but for rounding, None
-    where there is nothing to compare."""
+    """The relative difference of an output from the eager model's; None if there is nothing to compare."""
     any_batch: bool = False
-    """The first dimension of every input and output may be any number, and is not the example's, which has
-    to be 2 or more."""
+    """Export the first dimension of every input and output as dynamic; the example's must be 2 or more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How data reaches the device, as it has come out. None where there is no such setting."""
+    """How data is loaded. None where there is no such setting."""
 
     workers: int | None = None
-    """Loader processes of a rank."""
+    """Loader processes per rank."""
     resident: bool | None = None
-    """The whole set is kept in memory; without ``workers``, it is cut into batches by the training itself."""
+    """The whole set is in memory; without ``workers``, batches are made in the training process."""
 
 
 class Task(ABC):
-    """What is trained: model, loss and metrics. Not an nn.Module.
+    """Model, loss and metrics. Not an nn.Module.
 
     The engine passes the *wrapped* model to `loss`, so DDP's forward is always the one called.
     """
 
     best_metric: str
-    """Name of the validation metric that picks ``checkpoints/best``."""
+    """Name of the validation metric that decides on ``checkpoints/best``."""
     higher_is_better: bool
 
     @abstractmethod
@@ -166,42 +163,41 @@ class Task(ABC):
 
     @abstractmethod
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        """Metrics from `evaluate`'s sums and rows over the whole validation set (on the CPU). On rank 0
-        alone; every rank gets what it returns."""
+        """Metrics from `evaluate`'s sums and rows over the whole validation set (on the CPU). Called on rank
+        0 only; every rank gets the result."""
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
-        """What to look at beside the report's figures: sampled text, say. On rank 0 alone, after each
+        """Figures of the model itself, for example sampled text. Called on rank 0 only, after each
         evaluation, under ``inference_mode`` and autocast; no collectives."""
         return {}
 
     def rank_state(self) -> Mapping[str, Tensor]:
-        """What this rank carries from step to step beside the weights (the state of a recurrent model).
+        """State that this rank keeps from step to step beside the weights (of a recurrent model, for
+        example).
 
-        Row i of each tensor belongs to this rank's i-th row of the global batch. Checkpoints hold the
-        rows of all ranks, and each gets its own back by `load_rank_state`.
+        Row i of each tensor belongs to this rank's i-th row of the global batch. Checkpoints hold the rows of
+        all ranks, and `load_rank_state` gives each rank its own.
         """
         return {}
 
     def load_rank_state(self, rows: Mapping[str, Tensor]) -> None:
-        """Go on from what `rank_state` returned at this step, in this process or another; empty at step 0."""
-        assert not rows, "a task that carries something has to implement load_rank_state"
+        """Restore what `rank_state` returned at this step, in this process or another; empty at step 0."""
+        assert not rows, "a task with a rank_state has to implement load_rank_state"
 
     def predict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[str]:
-        """The answer of the verb ``predict``, piece by piece as it is found, under ``inference_mode`` and
-        autocast.
+        """The output of the verb ``predict``, in pieces, under ``inference_mode`` and autocast.
 
-        Where there is one, give it parameters with annotations and defaults: they are what the command line
-        takes.
+        Its further parameters, with annotations and defaults, are the options on the command line.
         """
         raise NotImplementedError
 
     def deploy(self, model: nn.Module, *args: Any, **kwargs: Any) -> Deployed:
-        """What the verb ``export`` writes; its parameters as for `predict`."""
+        """The model for the verb ``export``; its parameters as in `predict`."""
         raise NotImplementedError
 
 
 class Data(ABC):
-    """What it is trained on."""
+    """The training and validation data."""
 
     @abstractmethod
     def prepare(self, world: "World", seed: int) -> None:
@@ -219,35 +215,33 @@ class Data(ABC):
 
     @property
     def identity(self) -> str:
-        """A hash of what the samples are and how they are ordered. Ranks that see different data are refused,
-        and so is a resume on other data. '' leaves that to the sizes."""
+        """A hash of the samples and their order. Ranks with different data are refused, and so is a resume on
+        other data. '': only sizes are compared."""
         return ""
 
     @property
     def outputs(self) -> Sequence[str]:
-        """What the model's outputs stand for, one by one: class names, characters. A checkpoint is refused
-        for data where they mean something else. Empty where they have no names."""
+        """The meaning of the model's outputs: class names, characters. A checkpoint is refused for data with
+        other outputs. Empty if they have no names."""
         return ()
 
     @property
     def loading(self) -> Loading:
-        """For the verdict on where the time goes. Known after `prepare`."""
+        """For the advice on where the time goes. Known after `prepare`."""
         return Loading()
 
     def metadata(self) -> Mapping[str, Any]:
-        """What the verbs predict and export have to know of the data (class names, the size of a picture),
-        as plain values. Kept in checkpoints, so that these verbs need no data set; empty where they do."""
+        """What the verbs predict and export need to know about the data (class names, image size), as plain
+        values. Stored in checkpoints, so that these verbs need no data set; empty if they do."""
         return {}
 
     def load_metadata(self, metadata: Mapping[str, Any], world: "World") -> None:
-        """Instead of `prepare`: know what `metadata` said when the model was trained, and no more."""
-        assert not metadata, "data that has metadata has to implement load_metadata"
+        """Called instead of `prepare`, with the `metadata` of the training."""
+        assert not metadata, "data with metadata has to implement load_metadata"
 
     def write(self, folder: Path, *args: Any, **kwargs: Any) -> Iterator[str]:
-        """Write the whole set to disk, for the verb ``write``; a line for each thing written.
-
-        Where there is one, give it parameters with annotations and defaults: they are what the command line
-        takes.
+        """Write the whole set to disk, for the verb ``write``; yields a line for each thing written. Its
+        further parameters as in `Task.predict`.
         """
         raise NotImplementedError
 
@@ -255,22 +249,22 @@ class Data(ABC):
     def train_batches(self, sampler: "Sampler", steps: range) -> Iterator[Batch]:
         """This rank's micro-batches for the given optimizer steps, in order, on the device.
 
-        Which samples those are is the sampler's to say (``sampler.samples(steps, device)``); how each
-        is augmented must follow from (seed, epoch, sample index) and, where it changes with time, from
-        ``step / steps.stop``, which is `At.progress`: the last step is the run's.
+        The sampler decides on the samples (``sampler.samples(steps, device)``). Augmentation must follow from
+        (seed, epoch, sample index) and, if it changes with time, from ``step / steps.stop``, which is
+        `At.progress`.
         """
 
     @abstractmethod
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Batch]:
-        """A batch for each run of consecutive validation samples, in order, on the device.
+        """A batch for each range of validation samples, in order, on the device.
 
-        The engine cuts the set into the same runs on any world size and gives each rank some.
+        The engine cuts the set into the same ranges for any world size and gives each rank some of them.
         """
 
     @abstractmethod
     def preview(self) -> Tensor | None:
-        """A few augmented training samples as pictures: uint8 (n, 3, H, W) or None. On rank 0 alone."""
+        """A few augmented training samples as images: uint8 (n, 3, H, W), or None. Called on rank 0 only."""
 
     @abstractmethod
     def describe(self) -> str:
-        """One line for the log: what it is, how much, and how it is loaded."""
+        """One line for the log: name, size, and how it is loaded."""

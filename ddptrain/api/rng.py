@@ -1,7 +1,7 @@
-"""Random numbers without a state: a hash of who asks.
+"""Counter-based (stateless) random numbers.
 
-A draw follows from (seed, epoch, sample index, purpose) alone, in integer arithmetic, so it is the
-same on a CPU and a GPU, in a worker process or not, for any batch and any number of ranks.
+A draw is a hash of (seed, epoch, sample index, purpose), in integer arithmetic, so it is the same on a CPU
+and a GPU, in a worker process or not, for any batch and any number of ranks.
 
 The mixer is splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number
 generators, OOPSLA 2014), constants as in https://prng.di.unimi.it/splitmix64.c.
@@ -17,9 +17,9 @@ _MASK = 2**64 - 1
 
 
 def mixed(*keys: int) -> int:
-    """A 63-bit hash of whole numbers, their order included. For seeding generators."""
+    """A 63-bit hash of a sequence of integers, for seeding generators."""
     state = 0
-    for key in keys:  # straight on, for every step does it
+    for key in keys:  # inlined: called in every step
         state = (state + key + _GOLDEN) & _MASK
         state = ((state ^ (state >> 30)) * _FIRST) & _MASK
         state = ((state ^ (state >> 27)) * _SECOND) & _MASK
@@ -28,7 +28,7 @@ def mixed(*keys: int) -> int:
 
 
 def draw(seed: int, epochs: Tensor, ids: Tensor, purpose: int) -> Tensor:
-    """int64 (n,) in [0, 2**31): one draw for each (epoch, sample), apart for each purpose.
+    """int64 (n,) in [0, 2**31): one draw for each (epoch, sample), different for each purpose.
 
     epochs, ids: int64 (n,) on the same device.
     """
@@ -48,7 +48,7 @@ def _mix_tensor(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """A logical shift: torch's >> on int64 drags the sign along."""
+    """A logical shift: torch's >> on int64 is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,10 +1,10 @@
 """Which samples belong to which step, rank and micro-batch: a pure function of the seed.
 
-The epochs' orders follow each other in one endless stream, and global batch s is its slice
-[s * batch_size, (s + 1) * batch_size). So every batch is full, also where the set does not divide
-by it: nothing is dropped or repeated, and shapes never change. The world size and the micro-batch
-only say who computes which part of a global batch: it is cut into shards, as many as ranks or a fixed
-number, each rank takes a run of shards, and a shard is put through the model in micro-batches.
+The epochs' orders form one endless stream, and global batch s is its slice [s * batch_size, (s + 1) *
+batch_size). So every batch is full, even if the size of the set is not divisible by it: nothing is dropped or
+repeated, and shapes never change. World size and micro-batch only decide which rank computes which part of a
+global batch: it is cut into shards, as many as ranks or a fixed number, each rank takes consecutive shards,
+and a shard is computed in micro-batches.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from ddptrain.errors import UserError
 
 
 class Part(NamedTuple):
-    """``order(epoch)[start:stop]``: a run of consecutive samples of one epoch."""
+    """``order(epoch)[start:stop]``: consecutive samples of one epoch."""
 
     epoch: int
     start: int
@@ -28,18 +28,18 @@ class Part(NamedTuple):
 
 
 MicroBatch = list[Part]
-"""Mostly one part; more where the batch reaches over an epoch's end."""
+"""Usually one part; more if the batch crosses an epoch's end."""
 
 
 class Piece(NamedTuple):
-    """A micro-batch's place in each global batch."""
+    """The position of a micro-batch in each global batch."""
 
     size: int
     """Samples."""
     shard: int
-    """The shard it belongs to, of all ranks' shards."""
+    """The index of its shard, among all ranks' shards."""
     stream: int
-    """A number of its own among all micro-batches of a step, for what is random in the forward pass."""
+    """A unique number among all micro-batches of a step, for randomness in the forward pass."""
     ends_shard: bool
 
 
@@ -47,9 +47,8 @@ class Piece(NamedTuple):
 class Sampler:
     """The training samples of one rank.
 
-    size: samples in the training set. batch_size: the GLOBAL batch. micro_batch: the most samples a
-    rank takes at once, or None for a whole shard. shards: the parts of a global batch, or None for one
-    a rank.
+    size: samples in the training set. batch_size: the GLOBAL batch. micro_batch: most samples in one forward
+    pass, or None for a whole shard. shards: parts of a global batch, or None for one per rank.
     """
 
     size: int
@@ -77,7 +76,7 @@ class Sampler:
 
     @property
     def own_shards(self) -> range:
-        """This rank's shards, of all."""
+        """The indices of this rank's shards."""
         count = self.shards or self.world_size
         return range(self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size)
 
@@ -119,7 +118,7 @@ class Sampler:
 
     def samples(self, steps: range, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of many steps: int64 (n,) sample indices, int64 (n,) the epoch of
-        each, on the device. An epoch's order is brought there once; a step only slices it."""
+        each, on the device. An epoch's order is copied there once; a step only slices it."""
         orders, sizes = _Orders(self, device), self.micro_sizes
         for step in steps:
             for parts in self._cut(step, sizes):
@@ -149,7 +148,7 @@ class Sampler:
 
 
 class _Orders:
-    """The epochs' orders, made when first asked for; only the newest two are kept."""
+    """A cache of the epochs' orders; only the newest two are kept."""
 
     def __init__(self, sampler: Sampler, device: torch.device) -> None:
         self._sampler = sampler

@@ -1,4 +1,4 @@
-"""Who am I among the ranks, and on which device."""
+"""A rank's place among all ranks, and its device."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One rank's place among all. Passed in wherever it matters; build one by hand in a test."""
+    """One rank's place among all. Passed as an argument; tests make their own."""
 
     rank: int = 0
     size: int = 1
@@ -15,7 +15,7 @@ class World:
     local_size: int = 1
     device: torch.device = torch.device("cpu")
     shares_device: bool = False
-    """Somewhere in the job ranks share a GPU: NCCL refuses that, and all take gloo."""
+    """Somewhere in the job ranks share a GPU: NCCL refuses that, so all use gloo."""
     sharers: int = 1
     """Ranks on this rank's GPU."""
 
@@ -29,12 +29,12 @@ class World:
 
     @property
     def neighbours(self) -> range:
-        """The ranks of this node, this one among them."""
+        """The ranks of this node, including this one."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_size)
 
     def shards(self, count: int) -> range:
-        """This rank's of so many parts of something: runs of nearly equal length, in the ranks' order."""
+        """This rank's indices of ``count`` parts: consecutive, nearly equally many per rank."""
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def on(self, device: torch.device) -> "World":

@@ -1,4 +1,4 @@
-"""What limits a run, in one sentence, with the override that would help most."""
+"""One sentence on what limits a run's speed, with the override that would help most."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from ddptrain.api.timing import PHASES, Timing
 from ddptrain.config.strategy import is_dp
 from ddptrain.distributed.cpu import cores
 
-_WORTH_A_WORD = {
+_THRESHOLDS = {
     "data": 0.15,
     "copy": 0.10,
     "all_reduce": 0.15,
@@ -17,7 +17,7 @@ _WORTH_A_WORD = {
     "drawing": 0.20,
     "saving": 0.10,
 }
-"""Share of the whole time from which on a phase is what to mend; the rest is the model's own work."""
+"""Fractions of the whole time from which a phase is worth reducing; the rest is the model's work."""
 _NAMES = {
     "data": "waiting for data",
     "copy": "waiting for copies to the GPU",
@@ -29,38 +29,38 @@ _NAMES = {
     "saving": "saving checkpoints",
 }
 _LATE = 0.15
-"""A rank holds the others up where they wait for gradients by this share of their time more than it does."""
+"""A rank delays the others if they wait for gradients by this fraction of their time more than it does."""
 _TRAFFIC = 1 << 20
-"""Bytes of gradients from which on halving them is worth it; below, each message costs what any would."""
+"""Bytes of gradients from which compression is worth it; below, latency dominates."""
 _LOW_MFU = 0.25
 
 
 def advise(run: Run, times: Times) -> str:
-    """The verdict on what ``times`` show."""
+    """The advice for these times."""
     late = _late_rank(times.ranks)
     timing = times.timing if late is None else times.ranks[late]
     total = sum(timing.seconds.values())
     shares = {phase: timing.seconds[phase] / max(total, 1e-9) for phase in PHASES}
-    who = "" if late is None else f"rank {late} holds the others up: "
+    who = "" if late is None else f"rank {late} delays the others: "
     wastes = {
         phase: shares[phase]
-        for phase, least in _WORTH_A_WORD.items()
+        for phase, least in _THRESHOLDS.items()
         if shares[phase] >= least and (phase != "all_reduce" or late is None)
     }
     if not wastes:
         return who + _on_computing(run, timing, shares, late)
     worst = max(wastes, key=lambda phase: wastes[phase])
-    return f"{who}{_NAMES[worst]} {shares[worst]:.0%} of the run: {_MENDS[worst](run)}"
+    return f"{who}{_NAMES[worst]} {shares[worst]:.0%} of the run: {_REMEDIES[worst](run)}"
 
 
 def _late_rank(ranks: Sequence[Timing]) -> int | None:
-    """The rank on which the others wait: the one that waits least for gradients itself."""
+    """The rank that the others wait for: the one that waits least for gradients itself."""
     if len(ranks) < 2:
         return None
     waits = [rank.shares["all_reduce"] for rank in ranks]
     least = min(range(len(waits)), key=lambda rank: waits[rank])
     others = (sum(waits) - waits[least]) / (len(waits) - 1)
-    # where all of them wait long, it is for the messages
+    # if all of them wait long, communication is slow
     return least if others - waits[least] > _LATE and waits[least] < others / 2 else None
 
 
@@ -85,19 +85,19 @@ def _on_data(run: Run) -> str:
     loading, share = run.loading, max(1, cores() // run.world.local_size)
     if loading.workers is None:
         if not loading.resident:
-            return "let its train_batches read ahead, in a thread or a DataLoader's workers"
+            return "let train_batches read ahead, in a thread or a DataLoader's workers"
         if run.world.device.type == "cpu" and share > 1:
             return f"data.resident=false data.workers={share - 1} augments beside the training"
         return "fewer augmentations (data.augment)"
-    # beyond two for each core they only take turns
+    # more than two per core do not help
     workers = min(max(2 * loading.workers, share), 2 * share)
-    mends = [f"data.workers={workers}"] if workers > loading.workers else []
-    mends += ["data.resident=true"] if run.config.data.get("resident") is False else []
-    return " or ".join(mends) or "smaller files, a faster disk, or more cores"
+    remedies = [f"data.workers={workers}"] if workers > loading.workers else []
+    remedies += ["data.resident=true"] if run.config.data.get("resident") is False else []
+    return " or ".join(remedies) or "smaller files, a faster disk, or more cores"
 
 
 def _on_copies(run: Run) -> str:
-    return "data.resident=true" if run.loading.resident is False else "send smaller batches: uint8, say"
+    return "data.resident=true" if run.loading.resident is False else "smaller batches, for example uint8"
 
 
 def _on_gradients(run: Run) -> str:
@@ -120,23 +120,23 @@ def _on_log(run: Run) -> str:
 
 
 def _rarer(key: str, every: int | None, run: Run) -> list[str]:
-    """Four times as seldom, as far as the run is long enough."""
+    """Four times less often, if the run is long enough."""
     rarer = min(4 * (every or run.steps_per_epoch), run.steps)
     return [f"{key}={rarer}"] if rarer > (every or run.steps_per_epoch) else []
 
 
 def _on_evaluating(run: Run) -> str:
     train = run.config.train
-    mends = _rarer("train.eval_every", train.eval_every, run)
+    remedies = _rarer("train.eval_every", train.eval_every, run)
     if run.valid_size > train.eval_batch_size:
-        mends.append(f"train.eval_batch_size={min(4 * train.eval_batch_size, run.valid_size)}")
-    return ", or ".join(mends) or "a smaller validation set"
+        remedies.append(f"train.eval_batch_size={min(4 * train.eval_batch_size, run.valid_size)}")
+    return ", or ".join(remedies) or "a smaller validation set"
 
 
 def _on_drawing(run: Run) -> str:
-    mends = _rarer("train.eval_every", run.config.train.eval_every, run)
-    mends += ["~observers.plots"] if "plots" in run.config.observers else []
-    return ", or ".join(mends) or "a longer run: drawing takes its time once"
+    remedies = _rarer("train.eval_every", run.config.train.eval_every, run)
+    remedies += ["~observers.plots"] if "plots" in run.config.observers else []
+    return ", or ".join(remedies) or "a longer run: its time does not grow with the run's length"
 
 
 def _on_saving(run: Run) -> str:
@@ -146,7 +146,7 @@ def _on_saving(run: Run) -> str:
     return "".join(_rarer("checkpoint.every", checkpoint.every, run)) or "a faster disk for run.dir"
 
 
-_MENDS = {
+_REMEDIES = {
     "data": _on_data,
     "copy": _on_copies,
     "all_reduce": _on_gradients,

@@ -1,4 +1,4 @@
-"""How long something takes, for people."""
+"""Formats durations."""
 
 
 def clock(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: a progress bar, or plain lines where there is no terminal."""
+"""Terminal output: a progress bar, or plain lines if there is no terminal."""
 
 import logging
 import sys
@@ -21,7 +21,8 @@ log = logging.getLogger("ddptrain")
 
 @final
 class Console(Observer):
-    """One line at each log step and evaluation; on a terminal a bar with loss, speed and ETA below."""
+    """One line at each log step and evaluation; on a terminal also a progress bar with loss, speed and
+    ETA."""
 
     def __init__(self) -> None:
         self._run = Run()
@@ -80,13 +81,14 @@ class Console(Observer):
             metrics, seconds = _format_metrics(result.metrics), clock(times.seconds)
             log.info("done: %s after %d steps in %s", metrics, event.step, seconds)
             if times.timing.samples:
-                if self._evaluations != 1:  # else it has been said
+                if self._evaluations != 1:  # else the line was printed above
                     log.info("time       %s", format_shares(times.timing))
                 log.info("advice     %s", advise(self._run, times))
 
 
 def open_log(path: str | None, first: bool) -> None:
-    """Send this process's log to the terminal and to ``log.txt``; other ranks only speak of errors."""
+    """Send this process's log to the terminal and to ``log.txt``; ranks other than the first log errors
+    only."""
     logger = logging.getLogger("ddptrain")
     logger.propagate = False
     logger.setLevel(logging.INFO if first else logging.ERROR)
@@ -119,7 +121,7 @@ def _formatted(handler: logging.Handler, layout: str) -> logging.Handler:
 
 @cache
 def _terminal() -> "Terminal":
-    """One rich console for the log and the bar, or they would draw over each other."""
+    """One rich console for both log and progress bar."""
     from rich.console import Console as Terminal
 
     return Terminal(stderr=True)

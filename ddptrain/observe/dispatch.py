@@ -1,4 +1,4 @@
-"""Tells observers what happened: in the order of events, on rank 0, never harming the training."""
+"""Passes events to observers, in order, on rank 0, without harm to the training."""
 
 import logging
 import queue
@@ -11,44 +11,44 @@ from ddptrain.api.observer import End, Evaluated, Log, Observer, Saved, Start
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.1
-"""Between two looks at what is to be told: no step pays for waking a thread."""
+"""The thread polls at this interval, so that no step pays for waking it."""
 _MOST_WAITING = 1000
-"""Log steps not told yet; beyond them, the training waits."""
+"""Most log events that are queued; beyond that, the training waits."""
 _LAST_EVENTS_S = 60.0
-"""At the end, for a slow observer."""
+"""Limit at the end for a slow observer."""
 
 
 class Observers:
-    """Tells all observers of an event, in the order of events; ranks other than the first have none.
+    """Passes each event to all observers; only rank 0 has any.
 
-    Of log steps they are told by a thread, a moment later: a step waits for no terminal and no disk, unless
-    those fall behind. Slow ones have a thread each.
+    Log events are handled by a thread, so a step does not wait for terminal and disk, unless they fall
+    behind. Slow observers have a thread each.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = [observer for observer in observers if not observer.slow]
-        self._slow = [_Beside(observer) for observer in observers if observer.slow]
+        self._slow = [_SlowObserver(observer) for observer in observers if observer.slow]
         self._waiting: deque[Log] = deque()
         self._talking = threading.RLock()
         self._over = threading.Event()
         self._ended: BaseException | None = None
-        """What an observer ended the thread with."""
+        """The exception by which an observer has ended the thread."""
 
     def start(self, event: Start) -> None:
-        self._tell(lambda observer: observer.start(event))
+        self._notify_all(lambda observer: observer.start(event))
         self._over.clear()
         if self._observers:
-            threading.Thread(target=self._tell_later, name="observers", daemon=True).start()
+            threading.Thread(target=self._run, name="observers", daemon=True).start()
 
     def log(self, event: Log) -> None:
         self._waiting.append(event)
-        for beside in self._slow:
-            beside.tell(lambda observer: observer.log(event))
+        for slow in self._slow:
+            slow.tell(lambda observer: observer.log(event))
         if len(self._waiting) > _MOST_WAITING or self._ended is not None:
             self.settle()
 
     def settle(self) -> None:
-        """Tell now of all log steps so far: before something is written that a resume will build on."""
+        """Handle all queued log events now: before a checkpoint is written."""
         with self._talking:
             if self._ended is not None:
                 ended, self._ended = self._ended, None
@@ -56,48 +56,48 @@ class Observers:
             while self._waiting:
                 event = self._waiting.popleft()
                 for observer in list(self._observers):
-                    self._tell_one(observer, lambda told, event=event: told.log(event))  # type: ignore[misc]
+                    self._notify(observer, lambda one, event=event: one.log(event))  # type: ignore[misc]
 
     def evaluated(self, event: Evaluated) -> None:
-        self._tell(lambda observer: observer.evaluated(event))
+        self._notify_all(lambda observer: observer.evaluated(event))
 
     def saved(self, event: Saved) -> None:
-        self._tell(lambda observer: observer.saved(event))
+        self._notify_all(lambda observer: observer.saved(event))
 
     def end(self, event: End) -> None:
         try:
-            self._tell(lambda observer: observer.end(event))
-            for beside in self._slow:
-                beside.finish()
+            self._notify_all(lambda observer: observer.end(event))
+            for slow in self._slow:
+                slow.finish()
         finally:
             self._over.set()
 
-    def _tell(self, what: Callable[[Observer], None]) -> None:
+    def _notify_all(self, what: Callable[[Observer], None]) -> None:
         with self._talking:
             self.settle()
-            for beside in self._slow:
-                beside.tell(what)
+            for slow in self._slow:
+                slow.tell(what)
             for observer in list(self._observers):
-                self._tell_one(observer, what)
+                self._notify(observer, what)
 
-    def _tell_later(self) -> None:
+    def _run(self) -> None:
         while not self._over.wait(_PAUSE_S):
             try:
                 self.settle()
-            except BaseException as ended:  # SystemExit, say: the training's own thread has to end with it
+            except BaseException as ended:  # SystemExit, for example: raised again in the main thread
                 self._ended = ended
                 return
 
-    def _tell_one(self, observer: Observer, what: Callable[[Observer], None]) -> None:
+    def _notify(self, observer: Observer, what: Callable[[Observer], None]) -> None:
         try:
             what(observer)
-        except Exception:  # whatever it is, the training must not pay for it
+        except Exception:  # of any kind: it must not end the training
             log.exception("%s failed and is switched off", type(observer).__name__)
             self._observers.remove(observer)
 
 
-class _Beside:
-    """A slow observer in a thread of its own."""
+class _SlowObserver:
+    """A slow observer and its thread."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -113,7 +113,7 @@ class _Beside:
         self._events.put(None)
         self._thread.join(_LAST_EVENTS_S)
         if self._thread.is_alive():
-            log.warning("%s is not done; the run ends without it", type(self._observer).__name__)
+            log.warning("%s is not done; the run ends without waiting longer", type(self._observer).__name__)
 
     def _run(self) -> None:
         while (what := self._events.get()) is not None:

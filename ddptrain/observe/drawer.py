@@ -1,4 +1,4 @@
-"""Figures drawn by a process beside the training: drawing takes a second where a step takes a millisecond."""
+"""A process that draws figures: drawing takes a second, a step may take a millisecond."""
 
 import logging
 import subprocess
@@ -17,21 +17,21 @@ from ddptrain.api.recipe import ConfusionMatrix, Curves
 log = logging.getLogger("ddptrain")
 
 _LAST_S = 60.0
-"""At the end, for what is still to be drawn."""
+"""Limit at the end for figures that are still to be drawn."""
 Done = Callable[[bytes], None]
 
 
 class _Request(NamedTuple):
     figure: object
-    """By which two requests for the same are known."""
+    """Identifies requests for the same figure."""
     words: tuple[Any, ...]
     done: list[Done]
 
 
 @final
 class Drawer:
-    """Draws one figure after the other. Of each name only the newest waits: where drawing is slower than
-    evaluating, some are left out."""
+    """Draws one figure after the other. Only the newest request of each name is kept: if drawing is slower
+    than evaluating, some figures are skipped."""
 
     def __init__(self) -> None:
         ours, theirs = Pipe()
@@ -43,17 +43,17 @@ class Drawer:
         theirs.close()
         self._waiting: dict[str, _Request] = {}
         self._drawn: _Request | None = None
-        """That is being drawn now."""
+        """The request in progress."""
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="drawer", daemon=True).start()
 
     @property
     def pid(self) -> int:
-        """Of the process that draws."""
+        """The drawing process's id."""
         return self._process.pid
 
     def draw(self, name: str, figure: ConfusionMatrix | Curves, done: Done) -> None:
-        """done: is given the PNG, in another thread."""
+        """done: called with the PNG, in another thread."""
         if isinstance(figure, Curves):
             words: tuple[Any, ...] = ("lines", dict(figure.lines), figure.x, figure.y)
         else:
@@ -61,7 +61,7 @@ class Drawer:
         self._ask(name, figure, words, done)
 
     def draw_curves(self, metrics: Path, done: Done) -> None:
-        """Of a metrics.jsonl as it is when its turn comes."""
+        """Draw the curves of a metrics.jsonl, read when the request is processed."""
         self._ask("curves", None, ("curves", str(metrics)), done)
 
     def finish(self) -> None:
@@ -94,7 +94,7 @@ class Drawer:
                 answer = self._line.recv()
             except (EOFError, OSError):
                 code = self._process.wait()
-                # a signal has ended it together with the run
+                # below 0: ended by a signal, as the run is
                 answer = b"" if code < 0 else f"the drawing process has ended with exit code {code}"
             with self._changed:
                 if isinstance(answer, str):
@@ -102,13 +102,13 @@ class Drawer:
                 for done in request.done if isinstance(answer, bytes) and answer else ():
                     try:
                         done(answer)
-                    except Exception:  # a full disk: the training must not pay for it
-                        log.exception("%s was drawn and not kept", name)
+                    except Exception:  # a full disk, for example: it must not end the training
+                        log.exception("%s was drawn, but could not be saved", name)
                 self._drawn = None
                 self._changed.notify_all()
 
 
 @cache
 def shared_drawer() -> Drawer:
-    """One for all observers of this process."""
+    """Shared by all observers of this process."""
     return Drawer()

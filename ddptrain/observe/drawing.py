@@ -26,14 +26,14 @@ _POSITION = ("step", "epoch", "samples", "split")
 _BLUE, _ORANGE = "#2b6cb0", "#dd6b20"
 _DPI = 150
 _MARKED = 20
-"""Points up to which each has a mark."""
+"""Up to so many points each has a marker."""
 _MANY = 60
-"""Points from which on a noisy curve is smoothed."""
+"""From so many points on a noisy curve is smoothed."""
 _DECADES = 100.0
-"""The largest value beside the smallest from which on an axis is logarithmic, for these:"""
+"""The ratio of largest to smallest value from which an axis is logarithmic, for these:"""
 _LOGARITHMIC = ("loss", "perplexity", "grad_norm")
 _NUMBERED, _LABELS = 25, 60
-"""Classes up to which a confusion matrix has numbers, and how many of their names it has at most."""
+"""A confusion matrix shows numbers up to so many classes, and at most so many class names."""
 _IN_A_LEGEND = 8
 _DASHES = ("-", "--", ":", "-.")
 """There are ten colours."""
@@ -67,7 +67,7 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> "Drawing":
 
 
 def _draw_curve(axes: "Axes", points: Sequence[tuple[float, float | None]], label: str, colour: str) -> None:
-    """What is noisy is drawn faintly, with its moving median over it. A value that is not finite: a gap."""
+    """Draw a noisy curve faintly, with its moving median on top. Values that are not finite are gaps."""
     epochs = [epoch for epoch, _ in points]
     values = [math.nan if value is None else value for _, value in points]
     mark = "o" if len(points) <= _MARKED else None
@@ -82,8 +82,7 @@ def _draw_curve(axes: "Axes", points: Sequence[tuple[float, float | None]], labe
 
 
 def moving_median(values: Sequence[float], half: int) -> list[tuple[int, float]]:
-    """Of up to ``half`` values on either side, nan left out, so that no spike makes a step; with the index
-    of each. At about a thousand places: more can't be seen."""
+    """(index, median) of up to ``half`` values on either side, without nan, at about a thousand indices."""
     places = sorted({*range(0, len(values), max(1, len(values) // 1000)), len(values) - 1})
     windows = [(i, values[max(0, i - half) : i + half + 1]) for i in places]
     known = [(i, [value for value in window if math.isfinite(value)]) for i, window in windows]
@@ -91,7 +90,7 @@ def moving_median(values: Sequence[float], half: int) -> list[tuple[int, float]]
 
 
 def _is_noisy(values: Sequence[float]) -> bool:
-    """Whether a curve of many points goes up and down far more than it gets on; by logarithms if it can."""
+    """Whether a curve's total variation is over four times its range; on a log scale if all are positive."""
     known = [value for value in values if math.isfinite(value)]
     if len(known) < _MANY:
         return False
@@ -119,7 +118,8 @@ def _scale(axes: "Axes", name: str, values: Sequence[float]) -> None:
 
 
 def draw_lines(lines: Lines, x: str, y: str) -> "Drawing":
-    """With the area under each in the legend: of precision against recall, about the average precision."""
+    """Lines, with the area under each in the legend (of precision over recall: about the average
+    precision)."""
     crowded = len(lines) > _IN_A_LEGEND
     drawing = _new(7.5 if crowded else 5.5, 4.6)
     axes = drawing.add_subplot()
@@ -147,7 +147,7 @@ def draw_lines(lines: Lines, x: str, y: str) -> "Drawing":
 
 
 def draw_matrix(counts: Counts, classes: Sequence[str]) -> "Drawing":
-    """Percent of each true class by prediction, and the counts below where there is room."""
+    """A confusion matrix: percent of each true class, and counts if there is room."""
     size = len(classes)
     totals = [max(sum(row), 1) for row in counts]
     shares = [[100 * n / total for n in row] for row, total in zip(counts, totals, strict=True)]
@@ -192,7 +192,7 @@ def _write_numbers(axes: "Axes", counts: Counts, shares: Sequence[Sequence[float
 
 
 def _new(width: float, height: float) -> "Drawing":
-    from matplotlib.figure import Figure as Drawing  # not pyplot: no window, nothing global
+    from matplotlib.figure import Figure as Drawing  # not pyplot: no window, no global state
 
     return Drawing(figsize=(width, height), dpi=110)
 
@@ -212,11 +212,11 @@ def _drawn(request: tuple[Any, ...]) -> bytes:
 
 
 def main(descriptor: int) -> None:
-    """Draw what comes down the line, until its other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training decides when to end
+    """Draw the requests that arrive on a connection, until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process handles it
     os.nice(5)
     line: Connection[Any, Any] = Connection(descriptor)
-    _png(draw_matrix([[1, 0], [0, 1]], ["a", "b"]))  # fonts are looked for once
+    _png(draw_matrix([[1, 0], [0, 1]], ["a", "b"]))  # loads fonts
     with contextlib.suppress(EOFError, OSError):
         while True:
             request = line.recv()

@@ -1,4 +1,4 @@
-"""What a GPU and its host say of themselves, read without torch: its CUDA calls could wait for the device."""
+"""Readings of GPU and host, without torch, whose CUDA calls could wait for the device."""
 
 import contextlib
 import os
@@ -18,25 +18,25 @@ _SLOWED = {
     "HwPowerBrakeSlowdown": "the power supply's brake",
     "HwSlowdown": "hardware slowdown",
 }
-"""NVML's reasons for a lower clock, without those that are no trouble: idle, or a clock that was set."""
+"""NVML's reasons for a lower clock, without harmless ones: idle, or a clock that was set."""
 
 
 class Reading(NamedTuple):
     values: Mapping[str, float]
-    """By name, with the unit in it; a share is in percent."""
+    """By name, with the unit in the name; fractions are in percent."""
     throttled_by: tuple[str, ...] = ()
-    """Why the clock is held down, in words."""
+    """Why the clock is reduced, in words."""
 
 
 class Unreadable(Exception):
-    """There is nothing to read, or not now: the reason."""
+    """A gauge can't be read, or not now; the message is the reason."""
 
 
 class Gauge(Protocol):
-    """What is read about once a second, by a thread."""
+    """Read about once a second, by a thread."""
 
     facts: Mapping[str, str | float]
-    """What never changes: a name, a size."""
+    """Constant facts: a name, a size."""
 
     def read(self) -> Reading: ...
 
@@ -45,8 +45,8 @@ class Gauge(Protocol):
 class Gpu(Gauge):
     """A GPU by NVIDIA's management library.
 
-    uuid: as torch gives it, for the library counts GPUs in another order. nvml: the module pynvml. Raises
-    Unreadable where there is no such GPU, or no library.
+    uuid: torch's (NVML numbers GPUs in another order). nvml: the module pynvml. Raises Unreadable if there is
+    no such GPU, or no library.
     """
 
     def __init__(self, uuid: str, nvml: Any) -> None:
@@ -54,7 +54,7 @@ class Gpu(Gauge):
         self._refusals = (
             nvml.NVMLError_NotSupported,
             nvml.NVMLError_NoPermission,
-            nvml.NVMLError_InvalidArgument,  # what NVML says to a slice's handle
+            nvml.NVMLError_InvalidArgument,  # NVML's answer for a MIG slice's handle
         )
         try:
             nvml.nvmlInit()
@@ -64,8 +64,8 @@ class Gpu(Gauge):
             raise Unreadable(str(error)) from error
 
     def read(self) -> Reading:
-        """Without the fields that this GPU does not offer, or not to this user: a slice of one (MIG) has few.
-        Raises Unreadable where it does not answer."""
+        """The fields that this GPU supports for this user (a MIG slice supports few). Raises Unreadable if it
+        does not answer."""
         nvml, gpu = self._nvml, self._handle
         fields: dict[str, Callable[[], Any]] = {
             "utilisation": lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
@@ -92,11 +92,11 @@ class Gpu(Gauge):
     def _facts(self) -> Iterator[tuple[str, str | float]]:
         with contextlib.suppress(*self._refusals):
             yield "name", str(self._nvml.nvmlDeviceGetName(self._handle))
-        with contextlib.suppress(*self._refusals):  # it shares the host's
+        with contextlib.suppress(*self._refusals):  # not supported if the GPU shares the host's memory
             yield "memory_total_gib", self._nvml.nvmlDeviceGetMemoryInfo(self._handle).total / _GIB
 
     def _named(self, uuid: str) -> object:
-        """The library writes GPU-<uuid>, and MIG-<uuid> for a part of a GPU."""
+        """The handle. NVML's names are GPU-<uuid>, and MIG-<uuid> for a slice."""
         try:
             return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         except (self._nvml.NVMLError_NotFound, self._nvml.NVMLError_InvalidArgument):
@@ -107,16 +107,14 @@ class Gpu(Gauge):
 
 
 _UNLIKE_LINUX = (OSError, KeyError, ValueError, IndexError)
-"""A /proc that is not there, or says other things than Linux's."""
+"""There is no /proc, or it is not Linux's."""
 
 
 @final
 class Host(Gauge):
-    """Processor and memory of this node, and of this process, from /proc. Raises Unreadable where there is
-    none.
+    """CPU and memory of this node and this process, from /proc. Raises Unreadable if there is none.
 
-    Where a container or a scheduler allows less memory than the host has, that is what counts. root: of the
-    file system.
+    If a container or scheduler limits memory, the limit counts. root: of the file system.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -140,14 +138,14 @@ class Host(Gauge):
         return Reading({**values, "memory_gib": used / _GIB, "process_gib": own / _GIB})
 
     def _jiffies(self) -> tuple[int, int]:
-        """Busy, and all, since the host started."""
+        """Busy time and total time since the host started."""
         words = (self._root / "proc/stat").read_text().split("\n", 1)[0].split()[1:9]
         user, nice, system, idle, waiting, *rest = map(int, words)
         busy = user + nice + system + sum(rest)
         return busy, busy + idle + waiting
 
     def _memory(self) -> tuple[int, int]:
-        """Bytes that are used, and that there are: of the narrowest limit."""
+        """(used, total) bytes, of the smallest limit."""
         lines = (self._root / "proc/meminfo").read_text().splitlines()
         kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
         total = kib["MemTotal"] * 1024
@@ -155,8 +153,8 @@ class Host(Gauge):
         return min(found, key=lambda used_and_total: used_and_total[1])
 
     def _limited(self) -> Iterator[tuple[int, int]]:
-        """As `_memory`, of this process's control group and those around it that have a limit. What can be
-        thrown away at once (files read long ago) is not used."""
+        """(used, total) of this process's control group and its parents with a limit. Inactive file cache
+        does not count as used."""
         groups = self._root / "sys/fs/cgroup"
         kinds = {
             "": (groups, "memory.max", "memory.current", "inactive_file"),
@@ -181,14 +179,15 @@ class Host(Gauge):
                     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                     used = int((folder / usage).read_text()) - int(stat.get(idle, 0))
                     yield used, int((folder / limit).read_text())
-                except (OSError, ValueError):  # the topmost has no limit, or it is the word max
+                except (OSError, ValueError):  # the root has no limit, or it is "max"
                     continue
 
 
 def own_gauges(world: World, spread: bool) -> tuple[dict[str, Gauge], list[str]]:
-    """What this rank reads: gpu<rank>, and on a node's first rank host<node>; and what it can't, in words.
+    """This rank's gauges: gpu<rank>, and on a node's first rank host<node>; and messages on those it can't
+    read.
 
-    spread: one process uses all GPUs (strategy=dp), which are then counted as torch does.
+    spread: one process uses all GPUs (strategy=dp), which are then numbered as in torch.
     """
     gpus = {world.rank: world.device}
     if spread and world.device.type == "cuda":
@@ -203,12 +202,12 @@ def own_gauges(world: World, spread: bool) -> tuple[dict[str, Gauge], list[str]]
         try:
             found[f"gpu{number}"] = Gpu(str(torch.cuda.get_device_properties(device).uuid), pynvml)
         except Unreadable as error:
-            problems.append(f"{device} tells nothing of its use ({error})")
+            problems.append(f"the utilisation of {device} can't be read ({error})")
     if world.is_first_on_node:
         try:
-            # torchrun's number of the node, where it speaks: nodes may have different numbers of ranks
+            # torchrun's node number if set: nodes may have different numbers of ranks
             node = os.environ.get("GROUP_RANK", world.rank // world.local_size)
             found[f"host{node}"] = Host()
         except Unreadable as error:
-            problems.append(f"the host tells nothing of its use ({error})")
+            problems.append(f"the utilisation of the host can't be read ({error})")
     return found, problems

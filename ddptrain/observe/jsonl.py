@@ -1,7 +1,7 @@
-"""metrics.jsonl: the run in numbers, one object a line; what plots, reports and tests read.
+"""metrics.jsonl: one JSON object per line, read by plots, reports and tests.
 
-It holds only what follows from the config and the seed, so that a run and its repetition, killed
-and resumed or not, write the same bytes. Speed goes to TensorBoard and summary.json.
+It holds only what follows from config and seed: a repeated run, or one that was killed and resumed, writes
+the same bytes. Speed goes to TensorBoard and summary.json.
 """
 
 import json
@@ -16,7 +16,7 @@ from ddptrain.observe.metrics_file import read_lines
 
 @final
 class Jsonl(Observer):
-    """Appends to metrics.jsonl; on a resume first cuts off what comes after the resumed step."""
+    """Appends to metrics.jsonl; on a resume first removes lines after the resumed step."""
 
     def start(self, event: Start) -> None:
         self._path = event.run.folder / "metrics.jsonl"

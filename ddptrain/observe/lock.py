@@ -1,4 +1,4 @@
-"""A folder has one writer. It holds a lock there, which the system lets go of when the process ends."""
+"""A lock on a folder with one writer; the system releases it when the process ends."""
 
 import errno
 import fcntl
@@ -14,18 +14,17 @@ log = logging.getLogger(__name__)
 
 LOCK = ".lock"
 _PATIENCE_S = 5.0
-"""How long a lock is tried for: rank 0 of a job that is restarted may still be dying."""
+"""How long to try: rank 0 of a restarted job may still be ending."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 _held: list[int] = []
-"""Open files whose locks this process holds."""
+"""Open files that this process has locked."""
 
 
 def lock_folder(folder: Path, key: str = "run.dir", does: str = "is training") -> None:
-    """Make this process the only one that writes to a folder, for as long as it lives: two would overwrite
-    each other's files. Readers need no lock.
+    """Make this process the only writer of a folder, until it ends. Readers need no lock.
 
-    key: of the config, that names the folder. does: what the one that holds the lock does there.
-    Raises UserError where another process holds it, or the folder can't be written.
+    key: the config key of the folder. does: what a process with this lock does.
+    Raises UserError if another process holds it, or the folder can't be written.
     """
     until = time.monotonic() + _PATIENCE_S
     try:
@@ -37,7 +36,7 @@ def lock_folder(folder: Path, key: str = "run.dir", does: str = "is training") -
         if error.errno not in _NO_LOCKS:
             raise unwritable(folder, error, key) from error
         why = error.strerror
-        log.warning("%s: its file system has no locks (%s); start no second run in there", folder, why)
+        log.warning("%s: its file system does not support locks (%s); start no second run in it", folder, why)
 
 
 def is_locked(folder: Path) -> bool:
@@ -53,7 +52,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def unwritable(folder: Path, error: OSError, key: str = "run.dir") -> UserError:
-    """What to say of a folder that can't be written."""
+    """The error for a folder that can't be written."""
     return UserError(
         f"{key}={folder}: can't be written ({error.strerror}). Make it writable, or name another"
         f" folder: {key}=..."
@@ -61,13 +60,13 @@ def unwritable(folder: Path, error: OSError, key: str = "run.dir") -> UserError:
 
 
 def _lock(path: Path) -> bool:
-    """Take the lock, unless another process has it. It then says whose it is."""
+    """Take the lock, unless another process has it, and write this process into it."""
     file, taken = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
     try:
         if any(os.path.samestat(os.fstat(file), os.fstat(held)) for held in _held):
             return True
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file), path.stat()):  # else the one before has renamed its folder
+        if os.path.samestat(os.fstat(file), path.stat()):  # else the previous owner has renamed its folder
             os.ftruncate(file, 0)
             os.write(file, f"{socket.gethostname()} {os.getpid()}".encode())
             _held.append(file)
@@ -90,7 +89,7 @@ def _in_use(folder: Path, key: str, does: str) -> UserError:
 
 
 def _forget_locks() -> None:
-    """A lock is held until the last copy of its file is closed: a forked child must not outlive it."""
+    """Close the lock files in a forked child: a lock is held until the last copy of its file is closed."""
     while _held:
         os.close(_held.pop())
 

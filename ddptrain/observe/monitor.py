@@ -1,7 +1,7 @@
-"""The devices while they run: what every rank's GPU and every host does, read by a thread of each rank.
+"""Monitoring of all ranks' GPUs and hosts, by a thread of each rank.
 
-Through the process group's key-value store the readings come to rank 0, which has no need to ask: no
-collective, and nothing that a step could wait for. A rank that falls silent is simply old.
+Readings reach rank 0 through the process group's key-value store: no collective, and nothing that a step
+could wait for. If a rank stops sending, its last reading stays.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from ddptrain.api.world import World
 from ddptrain.observe.gauges import Gauge, Reading, Unreadable
 
 _SOON_S = 0.2
-"""The first reading, so that a short run has one."""
+"""When the first reading is taken, so that a short run has one."""
 _LAST_ANSWER_S = 2.0
 
 
 @final
 class Monitor:
-    """One rank's end. In a world of one nothing is sent.
+    """One rank's side. In a world of one nothing is sent.
 
     gauges: what this rank reads, by label: gpu<rank>, host<node>. interval: seconds between readings.
     """
@@ -35,13 +35,13 @@ class Monitor:
         self._interval = interval
         self._records = {label: _Record(gauge.facts) for label, gauge in gauges.items()}
         self._known: dict[str, dict[str, Any]] = {}
-        """What was last told of each label; replaced, never changed, for another thread reads it."""
+        """The last record of each label; replaced, never modified, because another thread reads it."""
         self._over = threading.Event()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The thread runs inside; what it found stays."""
-        # a connection of its own: the main thread's may be busy with waiting
+        """The thread runs inside; its readings stay available."""
+        # a separate connection: the main thread's may be blocked
         store = dist.distributed_c10d._get_default_store().clone() if self._world.size > 1 else None
         thread = threading.Thread(target=self._sample, args=[store], name="monitor", daemon=True)
         thread.start()
@@ -49,7 +49,7 @@ class Monitor:
             yield
         finally:
             self._over.set()
-            thread.join(timeout=_LAST_ANSWER_S)  # of a store whose keeper is stopped there is none
+            thread.join(timeout=_LAST_ANSWER_S)  # a store whose host is stopped never answers
 
     def latest(self) -> dict[str, float]:
         """On rank 0: the last reading of every rank, as ``gpu0/utilisation``, ``host0/cpu``, ..."""
@@ -60,8 +60,8 @@ class Monitor:
         }
 
     def summary(self) -> dict[str, Any]:
-        """On rank 0: means and peaks of the whole run by label, and which GPU was used least and most, where
-        that is not the same."""
+        """On rank 0: means and peaks of the whole run by label, and the least and most used GPU, if they
+        differ."""
         known = self._known
         found: dict[str, Any] = {
             label: {name: value for name, value in known[label].items() if name != "now"}
@@ -89,7 +89,7 @@ class Monitor:
                     self._records[label].lost(str(error))
             own = {label: record.as_json() for label, record in self._records.items()}
             self._known = {**self._known, **own}
-            # the keeper may be gone at the end of a job; the collectives will say so
+            # the store's host may be gone at the end of a job; collectives will raise
             with contextlib.suppress(RuntimeError):
                 if store is not None:
                     self._exchange(store, own)
@@ -106,7 +106,7 @@ class Monitor:
 
 
 class _Record:
-    """All readings of a gauge, in memory that does not grow with them."""
+    """Means and peaks of a gauge's readings."""
 
     def __init__(self, facts: Mapping[str, str | float]) -> None:
         self._facts = facts
@@ -128,7 +128,7 @@ class _Record:
         self._slowed.update(reading.throttled_by)
 
     def lost(self, reason: str) -> None:
-        """It can't be read now; later, perhaps."""
+        """The gauge can't be read now."""
         self._now, self._lost = {}, reason
 
     def as_json(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _range(what: str, shares: list[float]) -> str:
 
 
 def extremes(summary: Mapping[str, Any]) -> str:
-    """The GPUs that were used least and most, where that is not the same; ''."""
+    """The least and most used GPU, if they differ; else ''."""
     if "least_used" not in summary:
         return ""
     least, most = summary["least_used"], summary["most_used"]

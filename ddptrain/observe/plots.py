@@ -1,4 +1,4 @@
-"""plots/: the run's curves and its newest figures, for those who would rather look."""
+"""plots/: the run's curves and its newest figures."""
 
 import io
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from ddptrain.observe.drawer import Drawer, shared_drawer
 
 @final
 class Plots(Observer):
-    """Writes pictures and texts at each evaluation. Figures of numbers, and curves from metrics.jsonl, so
-    that a resumed run shows all of itself, are drawn beside the training: the newest when there is time, and
-    the last at the end."""
+    """Writes pictures and texts at each evaluation. Other figures, and curves from metrics.jsonl (which
+    includes the time before a resume), are drawn by another process: the newest when there is time, the last
+    at the end."""
 
     def start(self, event: Start) -> None:
         self._metrics = event.run.folder / "metrics.jsonl"
@@ -44,7 +44,7 @@ class Plots(Observer):
 
 
 def _write(path: Path, png: bytes) -> None:
-    """Whole or not at all: it may be looked at while it is written."""
+    """Write atomically: a viewer may read it at any time."""
     aside = path.with_suffix(".tmp")
     aside.write_bytes(png)
     aside.replace(path)

@@ -1,4 +1,4 @@
-"""A closer look at a few steps: a trace of every operator, and on a GPU who holds its memory."""
+"""Profiling of a few steps: a trace of all operators, and on a GPU a memory snapshot."""
 
 import logging
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from ddptrain.config.schema import Debug
 
 log = logging.getLogger("ddptrain")
 _MOST_ENTRIES = 200_000
-"""Allocations that a memory snapshot remembers."""
+"""Most allocations in a memory snapshot."""
 
 
 def profiled(steps: range, debug: Debug, world: World, folder: Path) -> Iterator[int]:
@@ -38,7 +38,7 @@ def profiled(steps: range, debug: Debug, world: World, folder: Path) -> Iterator
     with profile(activities=activities, record_shapes=True, profile_memory=True) as recorded:
         yield from window
         if on_gpu:
-            torch.cuda.synchronize(world.device)  # the last step's kernels belong to the trace
+            torch.cuda.synchronize(world.device)  # include the last step's kernels in the trace
     trace = folder / f"trace-rank{world.rank}.json.gz"
     recorded.export_chrome_trace(str(trace))
     if on_gpu:

@@ -1,4 +1,4 @@
-"""The run's folder: named once, by rank 0, held by one process, and what describes the run in it."""
+"""The run's folder: its name, and the files that describe the run."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ _LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", 
 def name_run(config: Config) -> Path:
     """The run's folder: ``run.dir``, or ``runs/<recipe>/<time>-<id>``. Called on rank 0 only.
 
-    The id is torchrun's own job id where it has one, so a restarted job finds the folder it had.
+    The id is torchrun's job id if it is set, so a restarted job finds its folder again.
     """
     if config.run.dir is not None:
         return Path(config.run.dir)
@@ -44,7 +44,7 @@ def name_run(config: Config) -> Path:
 
 
 def open_run(folder: Path) -> None:
-    """Make the run's folder. Called on rank 0 only; raises UserError where it can't be written."""
+    """Make the run's folder. Called on rank 0 only; raises UserError if it can't be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "log.txt").touch()
@@ -53,7 +53,7 @@ def open_run(folder: Path) -> None:
 
 
 def discard_unused(folder: Path) -> None:
-    """Remove the folder of a run that was refused before it left anything but its log and its lock."""
+    """Remove the folder of a refused run, if it holds only log and lock."""
     left = list(folder.iterdir())
     if {path.name for path in left} <= {"log.txt", LOCK}:
         for path in left:
@@ -62,13 +62,13 @@ def discard_unused(folder: Path) -> None:
 
 
 def describe_run(folder: Path, config: Config, world: World, arguments: Sequence[str]) -> None:
-    """Write down what the run is: only once it is known to start, for the folder may hold a run that
-    this config does not fit. Called on rank 0 only; raises UserError where it can't be written."""
+    """Write the config, command and environment. Called after all checks, because the folder may hold a run
+    of another config. On rank 0 only; raises UserError if it can't be written."""
     theirs = {
         n: node for n, node in config.controllers.items() if not node["_target_"].startswith("ddptrain.")
     }
     ours = tuple(f"+controllers.{name}=" for name in config.controllers.keys() - theirs.keys())
-    own = [word for word in arguments if not word.startswith(ours)]  # without how a sweep or a bench is found
+    own = [word for word in arguments if not word.startswith(ours)]  # not of sweep or bench
     try:
         tree = {**asdict(config), "controllers": theirs}
         (folder / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
@@ -79,7 +79,7 @@ def describe_run(folder: Path, config: Config, world: World, arguments: Sequence
 
 
 def command_line(world: World, arguments: Sequence[str]) -> str:
-    """The line that repeats the run."""
+    """The command that repeats the run."""
     launcher = "python"
     if dist.is_torchelastic_launched():
         nodes = world.size // world.local_size
@@ -89,7 +89,7 @@ def command_line(world: World, arguments: Sequence[str]) -> str:
 
 
 def environment(world: World) -> dict[str, Any]:
-    """What the run depends on besides its config."""
+    """Versions and hardware: what the run depends on besides its config."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "ddptrain": __version__,

@@ -1,4 +1,4 @@
-"""summary.json: what came out, and how fast."""
+"""summary.json: results, speed and resources."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from ddptrain.observe.advice import advise
 
 @final
 class Summary(Observer):
-    """Written when the process ends, whatever ended it."""
+    """Writes it when the process ends, whatever ended it."""
 
     def start(self, event: Start) -> None:
         self._run = event.run

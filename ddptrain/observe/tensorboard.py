@@ -16,14 +16,14 @@ from ddptrain.observe.metrics_file import read_lines
 _PLACE = ("step", "epoch", "samples")
 _SHOWN_FIRST = ("recipe", "optim.lr", "optim.weight_decay", "train.batch_size", "seed")
 _FLUSH_S = 5
-"""Most seconds of scalars that a killed process loses. metrics.jsonl loses a tenth of one, and nothing that a
-checkpoint comes after."""
+"""Seconds of scalars that a killed process may lose. metrics.jsonl loses at most a tenth of a second, and
+nothing from before a checkpoint."""
 
 
 @final
 class TensorBoard(Observer):
-    """One event stream a run; after a resume TensorBoard drops what an earlier process wrote beyond
-    the resumed step (``purge_step``), so no point is shown twice."""
+    """One event stream per run; after a resume TensorBoard drops what an earlier process wrote after the
+    resumed step (``purge_step``), so no point is shown twice."""
 
     def start(self, event: Start) -> None:
         self._run, self._drawer = event.run, shared_drawer()
@@ -74,7 +74,7 @@ class TensorBoard(Observer):
     def _add_drawn(self, tag: str, step: int, png: bytes) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
-        # of a PNG: its width and height as two whole numbers
+        # width and height, from the PNG's header
         width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
         image = Summary.Image(encoded_image_string=png, width=width, height=height, colorspace=4)
         self._writer._get_file_writer().add_summary(
@@ -82,8 +82,8 @@ class TensorBoard(Observer):
         )
 
     def _add_hparams(self, metrics: dict[str, float], step: int) -> None:
-        """The writer's own add_hparams can't say which settings come first, and the page shows five of them:
-        those that differ, says the format. No run knows, so it is those that most often do."""
+        """Like the writer's add_hparams, but marks the settings that most often differ between runs:
+        TensorBoard shows those first."""
         from tensorboard.plugins.hparams.plugin_data_pb2 import (  # type: ignore[import-untyped]
             HParamsPluginData,
         )
@@ -101,7 +101,7 @@ class TensorBoard(Observer):
             self._writer.add_scalar(name, value, step)
 
     def _scalars(self, groups: Mapping[str, Mapping[str, float]], step: int) -> None:
-        """In one record: the writer's add_scalar makes one, and computes a checksum in Python, for each."""
+        """Write all in one record: the writer's add_scalar makes one, with a checksum in Python, for each."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [
@@ -113,7 +113,7 @@ class TensorBoard(Observer):
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """What a training depends on."""
+    """The part of the config that the training depends on."""
     return {
         name: value
         for name, value in asdict(config).items()
@@ -122,7 +122,7 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | float | int | str]:
-    """Nested settings as dotted plain values, which is all that HPARAMS takes."""
+    """Nested settings as plain values with dotted names, as HPARAMS needs them."""
     flat: dict[str, bool | float | int | str] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -135,7 +135,7 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bo
 
 
 def _verbatim(text: str) -> str:
-    """Markdown that shows a text as it is: indented lines are code."""
+    """Markdown that shows a text verbatim, as code."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 

@@ -1,6 +1,7 @@
 """What can be done with a report's curves: the page's script, which stands in the page itself.
 
-It draws them as `curves.as_svg` does, and again when a run is switched off, an axis changes, or to read values.
+It draws them as `curves.as_svg` does, and again when a run is switched off, an axis changes, or to read
+values.
 """
 
 # ruff: noqa: E501

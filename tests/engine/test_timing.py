@@ -221,7 +221,7 @@ def test_a_rank_that_holds_the_others_up_is_named_every_time(
         return said
 
     found = run_ranks(rank, 2)[0]
-    assert_named([said for said, _, _ in found], "rank 1 holds the others up: waiting for data ", "")
+    assert_named([said for said, _, _ in found], "rank 1 delays the others: waiting for data ", "")
     assert statistics.median(waited - forward for _, waited, forward in found) > 0.3
 
 
@@ -331,7 +331,7 @@ def test_timing_costs_less_than_a_hundredth_of_two_milliseconds() -> None:
 @pytest.mark.parametrize(
     ("phase", "changes", "said"),
     [
-        ("copy", {}, "waiting for copies to the GPU 60% of the run: send smaller batches: uint8, say"),
+        ("copy", {}, "waiting for copies to the GPU 60% of the run: smaller batches, for example uint8"),
         ("optimizer", {}, "the optimizer 60% of the run: train.batch_size=256 halves how often"),
         ("logging", {"log": Log(every=1)}, "log lines 60% of the run: log.every=10"),
         ("evaluating", {}, "evaluating 60% of the run: train.eval_every=128"),
@@ -357,7 +357,7 @@ def test_timing_costs_less_than_a_hundredth_of_two_milliseconds() -> None:
             {"checkpoint": Checkpoint(background=True, every=200)},
             "saving checkpoints 60% of the run: a faster disk for run.dir",
         ),
-        ("data", {}, "waiting for data 60% of the run: let its train_batches read ahead"),
+        ("data", {}, "waiting for data 60% of the run: let train_batches read ahead"),
     ],
 )
 def test_the_override_follows_from_the_run(phase: str, changes: dict[str, Any], said: str) -> None:
