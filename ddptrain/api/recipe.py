@@ -155,7 +155,7 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
-        """Sums over one validation batch, under ``inference_mode``, and rows.
+        """Sums over one validation batch, under ``no_grad``, and rows.
 
         Integer tensors are counts, added exactly. 0-d floating tensors are kept per batch in
         float64 and added in the order of the data set, so every world size gives the same bits.
@@ -168,7 +168,7 @@ class Task(ABC):
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
         """Figures of the model itself, for example sampled text. Called on rank 0 only, after each
-        evaluation, under ``inference_mode`` and autocast; no collectives."""
+        evaluation, under ``no_grad`` and autocast; no collectives."""
         return {}
 
     def rank_state(self) -> Mapping[str, Tensor]:

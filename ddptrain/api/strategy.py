@@ -62,6 +62,11 @@ class Strategy(ABC):
     same_weights = True
     """Whether every rank holds the same weights. They are compared every ``train.verify_every`` steps."""
 
+    takes_sparse_gradients = True
+    needs_all_gradients = False
+    """Whether every parameter must get a gradient in every step: a rank would wait for one that does not
+    come."""
+
     def __init__(self, world: World) -> None:
         self.world = world
         self._flags: Flags | None = None

@@ -3,7 +3,7 @@
 import datetime
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -113,11 +113,17 @@ def add_up(world: World, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def broadcast_buffers(world: World, model: nn.Module) -> None:
-    """Give every rank the first rank's buffers (BatchNorm statistics), as the next DDP forward would."""
+def saved_buffers(model: nn.Module) -> frozenset[str]:
+    """The names of the buffers in a state_dict: those of ``persistent=False`` are caches."""
+    return frozenset(model.state_dict(keep_vars=True)) & frozenset(name for name, _ in model.named_buffers())
+
+
+def broadcast_buffers(world: World, model: nn.Module, names: Collection[str]) -> None:
+    """Give every rank the first rank's buffers of these names, as the next DDP forward would."""
     if world.size > 1:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
+        for name, buffer in model.named_buffers():
+            if name in names:
+                dist.broadcast(buffer, src=0)
 
 
 def from_first_rank(world: World, value: Result) -> Result:

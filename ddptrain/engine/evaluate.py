@@ -15,6 +15,7 @@ from ddptrain.api.recipe import Data, Figure, Report, Rows, Task
 from ddptrain.api.world import World
 from ddptrain.distributed.comm import add_up, from_all_ranks, on_first_rank
 from ddptrain.distributed.device import summing_dtype
+from ddptrain.engine.check_task import check_report
 from ddptrain.engine.precision import Precision
 from ddptrain.watchdog.watchdog import LONG_S, Watchdog
 
@@ -23,7 +24,7 @@ class Interrupted(Exception):
     """A stop was requested during the evaluation; raised on all ranks."""
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: what a model caches here could not be used in training
 def evaluate(
     task: Task,
     model: nn.Module,
@@ -55,7 +56,7 @@ def evaluate(
     model.train(was_training)
     totals = sums.totals(interrupted=watchdog.stop is not None)
     watchdog.mark("reporting", patience=LONG_S)
-    return on_first_rank(world, lambda: task.report(totals))
+    return on_first_rank(world, lambda: check_report(task, task.report(totals)))
 
 
 class _Totals:
@@ -111,7 +112,7 @@ class _Totals:
         return torch.zeros(shape, dtype=summing_dtype(device), device=device)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: what a model caches here could not be used in training
 def figures_of(task: Task, model: nn.Module, precision: Precision) -> Mapping[str, Figure]:
     """The task's figures of the model. No collectives: only rank 0 calls it."""
     was_training = model.training

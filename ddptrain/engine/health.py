@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ddptrain.api.recipe import Loss
 from ddptrain.api.strategy import Strategy
 from ddptrain.distributed.foreach import by_dtype
+from ddptrain.errors import UserError
 from ddptrain.torch_private import check_finite
 
 
@@ -57,6 +58,8 @@ class Health:
         self._strategy = strategy
         self._wrapped = wrapped
         self._on_gpu = device.type == "cuda"
+        self._model = model
+        self._expected = sum(p.requires_grad for p in model.parameters())
         self._groups = [(group[0].dtype, group) for group in by_dtype(model.parameters())]
         self._nonfinite = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
@@ -76,6 +79,20 @@ class Health:
             return None
         return self._strategy.send_flags(self._wrapped, step, stop, self._loss)
 
+    def check_gradients(self, step: int) -> None:
+        """After a backward pass. Raises UserError where a parameter has none, and the strategy needs all."""
+        if not self._strategy.needs_all_gradients:
+            return
+        missing = [n for n, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise UserError(
+                f"model: {', '.join(missing[:3])}{more} got no gradient in step {step + 1} on rank"
+                f" {self._strategy.world.rank}, and ddp waits for one. Set"
+                " strategy.find_unused_parameters=true, or requires_grad_(False) for what is never used.",
+                everywhere=False,
+            )
+
     def check(self, step: int) -> Tensor:
         """After the backward passes. 0-d, on the device: 0 where this step's gradients and losses are finite
         on all ranks."""
@@ -87,9 +104,10 @@ class Health:
         if self._plain is None:
             trained = [parameter for _, group in self._groups for parameter in group]
             self._plain = not any(p.grad is not None and _is_odd(p.grad) for p in trained)
-        looked_at = False
+        looked_at, found = False, 0
         for dtype, parameters in self._groups:
             values = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+            found += len(values)
             if not self._plain:
                 values = [numbers_of(gradient) for gradient in values]
             if dtype == flags.dtype:
@@ -97,6 +115,8 @@ class Health:
                 looked_at = True
             if values:
                 check_finite(values, self._nonfinite, self._one)
+        if found < self._expected:
+            self.check_gradients(step)
         if not looked_at:
             check_finite([flags], self._nonfinite, self._one)
         sent = self._sent(flags) if self._on_gpu else (self._nonfinite, flags, None)

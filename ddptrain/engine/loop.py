@@ -11,7 +11,13 @@ from typing import Any, NoReturn, final
 from ddptrain.api.observer import End, Evaluated, Log, Result, Run, Saved, Start
 from ddptrain.api.recipe import Batch, Data, Report
 from ddptrain.api.timing import Timing
-from ddptrain.distributed.comm import broadcast_buffers, from_all_ranks, from_first_rank, on_first_rank
+from ddptrain.distributed.comm import (
+    broadcast_buffers,
+    from_all_ranks,
+    from_first_rank,
+    on_first_rank,
+    saved_buffers,
+)
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.consistency import check_replicas
 from ddptrain.engine.evaluate import Interrupted, evaluate, figures_of
@@ -151,10 +157,10 @@ class Engine:
         self._step.settle()
         self._stopwatch.settle()
         began = time.perf_counter()
-        broadcast_buffers(self._world, state.model)
+        broadcast_buffers(self._world, state.model, saved_buffers(state.model))
         model = state.average.model()
         if model is not state.model:
-            broadcast_buffers(self._world, model)
+            broadcast_buffers(self._world, model, saved_buffers(model))
         precision, size = self._step.precision, self._plan.eval_batch_size
         try:
             progress.last = evaluate(task, model, self._data, self._world, precision, size, self._watchdog)

@@ -9,6 +9,7 @@ from ddptrain.api.recipe import Loss
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.distributed.comm import add_up
+from ddptrain.errors import UserError
 
 
 class LossScale:
@@ -26,6 +27,8 @@ class LossScale:
         If the count is only known on the device, the global batch's size is used until `rescale`.
         """
         each = loss.count / size if isinstance(loss.count, int) else 1.0
+        if not each:
+            raise UserError("Task.loss: count is 0; where it may be 0, it must be a 0-d tensor, not an int.")
         value = self._averages_over / (each * self._sampler.batch_size)
         key = (value, loss.sum.dtype)
         if key not in self._weights:

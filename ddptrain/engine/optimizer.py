@@ -27,11 +27,15 @@ _WARMUP_START = 0.01
 
 
 def build_optimizer(
-    node: Mapping[str, Any], parameters: Iterable[nn.Parameter], weight_decay_on: str = "all"
+    node: Mapping[str, Any],
+    parameters: Iterable[nn.Parameter],
+    weight_decay_on: str = "all",
+    sparse: bool = False,
 ) -> Optimizer:
     """The optimizer of a config node, over these parameters.
 
     weight_decay_on: ``all``, or ``matrices``: parameters of two dimensions or more, not biases and norms.
+    sparse: some gradients are sparse.
     Fused where torch supports it: one kernel per step instead of one for each parameter, on CPUs too.
     """
     trained = [p for p in parameters if p.requires_grad]
@@ -43,7 +47,8 @@ def build_optimizer(
         vectors = [p for p in trained if p.ndim < 2]
         groups = [{"params": [p for p in trained if p.ndim >= 2]}, {"params": vectors, "weight_decay": 0.0}]
     # with dampening the first step differs from the others and must not find a buffer
-    fused = chosen and not node.get("dampening")
+    fused = chosen and not node.get("dampening") and not sparse
+    fused = fused and all(p.is_floating_point() for p in trained)
     built = build(node, "optim", params=groups, **({"fused": True} if fused else {}))
     if not isinstance(built, Optimizer):
         raise UserError(f"optim._target_={node['_target_']}: must be a torch.optim.Optimizer.")

@@ -16,6 +16,7 @@ from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import from_all_ranks, to_first_rank
+from ddptrain.engine.check_model import check_model, check_sparse, sparse_layers
 from ddptrain.engine.compiled import compile_model
 from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
 from ddptrain.engine.meter import Meter
@@ -163,10 +164,13 @@ def make_state(
 
     Compiles and wraps the model.
     """
+    check_model(model)
     if config.compile not in ("off", "step"):
         compile_model(model, config.compile)
     wrapped = strategy.wrap(model)
-    optimizer = build_optimizer(config.optim, model.parameters(), config.train.weight_decay_on)
+    sparse = sparse_layers(model)
+    optimizer = build_optimizer(config.optim, model.parameters(), config.train.weight_decay_on, bool(sparse))
+    check_sparse(sparse, optimizer, strategy)
     average: Average = NoAverage(model)
     if config.ema.decay is not None:
         average = ExponentialAverage(model, config.ema.decay)
@@ -192,10 +196,14 @@ def check_fits(model: nn.Module, weights: Mapping[str, Any], where: str) -> None
     """Raise UserError that says how weights and a model differ."""
     own = model.state_dict()
     for name in [*own, *weights]:
-        if name not in weights or name not in own or own[name].shape != weights[name].shape:
-            theirs = tuple(weights[name].shape) if name in weights else "absent"
-            ours = tuple(own[name].shape) if name in own else "absent"
+        ours, theirs = (_shape(state[name]) if name in state else "absent" for state in (own, weights))
+        if ours != theirs:
             raise UserError(
                 f"{where}: is of another model: {name} is {theirs} there and {ours} here."
                 " Use the recipe and model it was trained with."
             )
+
+
+def _shape(value: object) -> str:
+    """Of a tensor; what else a state_dict may hold (get_extra_state) has none."""
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else "no tensor"

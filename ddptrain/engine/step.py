@@ -126,6 +126,11 @@ class TrainStep:
         with self.precision.autocast():
             return self.task.loss(model, batch, at)
 
+    def check_gradients(self, at: At) -> None:
+        """After a backward pass: raises UserError where the strategy waits for a gradient that is not
+        there."""
+        self._health.check_gradients(at.step)
+
     def settle(self) -> None:
         """Apply the outcomes of all steps so far. On a GPU a sync point."""
         self._apply(self._health.all())

@@ -7,9 +7,11 @@ from torch import nn
 
 from ddptrain.api.recipe import At, Batch
 from ddptrain.data.prefetch import tensors_of
+from ddptrain.engine.check_task import check_loss
 from ddptrain.engine.compiled import eagerly, is_compiled
 from ddptrain.engine.flops import counter
 from ddptrain.engine.step import TrainStep
+from ddptrain.errors import UserError
 
 log = logging.getLogger("ddptrain")
 
@@ -34,10 +36,12 @@ def warm_up(step: TrainStep, batch: Batch, at: At) -> int:
     task.load_rank_state(of_task)
     for _ in range(strategy.warm_up_passes(is_compiled(task, model))):
         step.forward_backward(batch, at, step.micro_batches[0]._replace(ends_shard=True))
+        step.check_gradients(at)
         step.discard()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name in buffers:  # a layer may make one in its first forward pass
+            # a layer may make one in its first forward pass, or replace it by one of another size
+            if name in buffers and buffers[name].shape == buffer.shape:
                 buffer.copy_(buffers[name])
     task.load_rank_state(of_task)
     strategy.load_rank_state(of_strategy)
@@ -50,10 +54,13 @@ def _counted(step: TrainStep, batch: Batch, at: At) -> int:
     try:
         with eagerly(), counter(next(model.parameters()).device) as counted:
             loss = step.forward(model, batch, at, step.micro_batches[0])
+            check_loss(step.task, loss)
             # not backward(): DDP has hooks where gradients are added up, and static_graph counts their calls
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             torch.autograd.grad(loss.sum, trained, allow_unused=True)
         return int(counted.get_total_flops())
+    except UserError:
+        raise
     except Exception as error:  # the counter lacks an operator; the task's own errors come again
         log.info("note       FLOPs are not counted: %s", str(error).partition("\n")[0])
         return 0

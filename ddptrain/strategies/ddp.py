@@ -29,10 +29,13 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 class Ddp(Strategy):
     """torch's DistributedDataParallel.
 
-    bucket_cap_mb: most MB of gradients in one all-reduce. compression: of gradients in the all-reduce:
-    rounded, or as thin factors (arXiv 1905.13727) of ``powersgd_rank`` columns. sync_batchnorm: BatchNorm's
-    statistics over all ranks, on GPUs.
+    bucket_cap_mb: most MB of gradients in one all-reduce. find_unused_parameters: look in each step for
+    parameters without a gradient. compression: of gradients in the all-reduce: rounded, or as thin factors
+    (arXiv 1905.13727) of ``powersgd_rank`` columns. sync_batchnorm: BatchNorm's statistics over all ranks, on
+    GPUs.
     """
+
+    takes_sparse_gradients = False
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class Ddp(Strategy):
         bucket_cap_mb: float = TORCHS_CAP_MB,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
+        find_unused_parameters: bool = False,
         compression: Literal["none", "bf16", "fp16", "powersgd"] = "none",
         powersgd_rank: int = 2,
         sync_batchnorm: bool = False,
@@ -53,6 +57,8 @@ class Ddp(Strategy):
         self._bucket_cap_mb = bucket_cap_mb
         self._as_view = gradient_as_bucket_view
         self._static_graph = static_graph
+        self._find_unused = find_unused_parameters
+        self.needs_all_gradients = not (static_graph or find_unused_parameters)
         self._compression = compression
         self._powersgd_rank = powersgd_rank
         self._sync_batchnorm = sync_batchnorm
@@ -78,7 +84,7 @@ class Ddp(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         on_gpu, cap = self.world.device.type == "cuda", self._bucket_cap_mb
-        bucket = FlagBucket(model)
+        bucket = FlagBucket(model, in_graph=self._find_unused)
         self._flags = Flags(bucket.flags, exact=self._compression in ("none", "powersgd"))
         with torch_private.wrapping():
             wrapped = DistributedDataParallel(
@@ -87,6 +93,7 @@ class Ddp(Strategy):
                 bucket_cap_mb=None if cap == TORCHS_CAP_MB else cap,
                 gradient_as_bucket_view=self._as_view,
                 static_graph=self._static_graph,
+                find_unused_parameters=self._find_unused,
             )
         wrapped.broadcast_buffers = not _only_statistics(model)  # in each step
         bucket.hidden()
@@ -103,7 +110,7 @@ class Ddp(Strategy):
     def send_flags(
         self, wrapped: nn.Module, step: int, stop: bool, loss: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        return _bucket(wrapped).flags, self.flags.row(step, stop, loss)
+        return _bucket(wrapped).send(self.flags.row(step, stop, loss))
 
     def receive_flags(self, wrapped: nn.Module) -> Tensor | None:
         return _bucket(wrapped).take()

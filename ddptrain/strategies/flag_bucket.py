@@ -8,7 +8,9 @@ bucket.
 from collections.abc import Callable
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ddptrain.torch_private import at_end_of_backward
 
@@ -16,13 +18,17 @@ from ddptrain.torch_private import at_end_of_backward
 class FlagBucket(nn.Module):
     """A model, and the parameter that carries the flags.
 
-    divisor: turns summed flags into their mean, if gradients are summed and not averaged.
+    divisor: turns summed flags into their mean, if gradients are summed and not averaged. in_graph: the flags
+    are reached from the model's outputs, as DDP's search for unused parameters needs it; else they are a root
+    of their own.
     """
 
-    def __init__(self, model: nn.Module, divisor: int = 1) -> None:
+    def __init__(self, model: nn.Module, divisor: int = 1, in_graph: bool = False) -> None:
         super().__init__()
         self.model = model
         self._divisor = divisor
+        self._in_graph = in_graph
+        self._row: Tensor | None = None
         trained = [p for p in model.parameters() if p.requires_grad]
         self.flags = nn.Parameter(trained[-1].detach().new_zeros(2))
 
@@ -33,7 +39,20 @@ class FlagBucket(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._modules["model"](*args, **kwargs)  # type: ignore[misc]  # past `__getattr__`, which costs
+        outputs = self._modules["model"](*args, **kwargs)  # type: ignore[misc]  # past `__getattr__`, which costs
+        return self._attached(outputs) if self._in_graph else outputs
+
+    def send(self, row: Tensor) -> tuple[Tensor, Tensor] | None:
+        """row: (2,), this rank's flags. Returns what `Strategy.send_flags` does."""
+        if not self._in_graph:
+            return self.flags, row
+        self._row = row
+        return None
+
+    def take_row(self) -> Tensor | None:
+        """What was sent, once: the gradient of the flags."""
+        row, self._row = self._row, None
+        return row
 
     def __getattr__(self, name: str) -> Any:
         """The model's own attributes too, for recipes that unwrap DDP."""
@@ -58,3 +77,25 @@ class FlagBucket(nn.Module):
         assert self.flags.grad is not None
         summed, self.flags.grad = self.flags.grad, None
         return summed / self._divisor if self._divisor > 1 else summed
+
+    def _attached(self, outputs: Any) -> Any:
+        """The same outputs, the first with a gradient by way of the flags."""
+        leaves, form = tree_flatten(outputs)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaves[i] = _Attach.apply(leaf, self.flags, self)
+                return tree_unflatten(leaves, form)
+        return outputs
+
+
+class _Attach(torch.autograd.Function):
+    """Hands a tensor on; in the backward pass the flags get their row as gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, flags: Tensor, bucket: FlagBucket) -> Tensor:
+        ctx.bucket = bucket
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        return gradients[0], ctx.bucket.take_row(), None

@@ -9,7 +9,7 @@ The cost, compared with DDP: a rank holds a gradient for each of its shards, all
 rank's share.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import final
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ddptrain.api.strategy import Flags, Strategy
 from ddptrain.api.world import World
-from ddptrain.distributed.comm import broadcast_buffers
+from ddptrain.distributed.comm import broadcast_buffers, saved_buffers
 from ddptrain.distributed.foreach import copy_all
 from ddptrain.errors import UserError
 from ddptrain.strategies.flag_bucket import FlagBucket
@@ -42,6 +42,7 @@ class Strict(Strategy):
         self._parameters: list[nn.Parameter] = []
         self._rows: list[list[Tensor]] = []
         """The gradients of this rank's shards so far, by shard and parameter."""
+        self._saved_buffers: Collection[str] = ()
         self._before: list[Tensor] = []
         self._first: list[Tensor] = []
 
@@ -49,6 +50,7 @@ class Strict(Strategy):
         wrapped = FlagBucket(model, divisor=self._count)
         self._flags = Flags(wrapped.flags)
         self._parameters = [p for p in wrapped.parameters() if p.requires_grad]
+        self._saved_buffers = saved_buffers(wrapped)
         return wrapped.hidden()
 
     def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
@@ -59,7 +61,7 @@ class Strict(Strategy):
         self, wrapped: nn.Module, step: int, stop: bool, loss: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         assert isinstance(wrapped, FlagBucket)
-        return wrapped.flags, self.flags.row(step, stop, loss)
+        return wrapped.send(self.flags.row(step, stop, loss))
 
     def receive_flags(self, wrapped: nn.Module) -> Tensor | None:
         assert isinstance(wrapped, FlagBucket)
@@ -92,7 +94,7 @@ class Strict(Strategy):
         if len(self._rows) == self._counts[self.world.rank]:
             if self.world.is_first:
                 copy_all(wrapped.buffers(), self._first)
-            broadcast_buffers(self.world, wrapped)
+            broadcast_buffers(self.world, wrapped, self._saved_buffers)
             self._add_up()
             self._rows, self._before, self._first = [], [], []
 
@@ -148,4 +150,4 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
 def _taken(parameter: nn.Parameter) -> Tensor:
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     parameter.grad = None
-    return gradient
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -1,0 +1,62 @@
+"""What a model must be to be trained and saved. Checked before the first step."""
+
+import io
+import pickle
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+
+from ddptrain.api.strategy import Strategy
+from ddptrain.errors import UserError
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises UserError for lazy parameters, and for state that no checkpoint can hold."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise UserError(
+                f"model: {name} is lazy: its shape is unknown before a first forward pass. Use a layer with a"
+                " given size (nn.Linear for nn.LazyLinear), or run one forward pass in Task.build."
+            )
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor) and not _can_be_saved(value):
+            raise UserError(
+                f"model: {name} of its state_dict (get_extra_state) can't be kept in a checkpoint: this"
+                f" {type(value).__name__} holds other things than tensors, numbers, strings, lists and dicts."
+            )
+
+
+def _can_be_saved(value: object) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError):
+        return False
+    return True
+
+
+def sparse_layers(model: nn.Module) -> list[str]:
+    """The layers whose gradients are sparse (``nn.Embedding(..., sparse=True)``)."""
+    return [name for name, layer in model.named_modules() if getattr(layer, "sparse", False) is True]
+
+
+def check_sparse(layers: Sequence[str], optimizer: Optimizer, strategy: Strategy) -> None:
+    """Raises UserError where ``layers`` have sparse gradients, and optimizer or strategy can't use them."""
+    if not layers:
+        return
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, SGD | SparseAdam | Adagrad):
+        raise UserError(
+            f"optim: {name} takes no sparse gradients, and {layers[0]} of the model has sparse=True. Use"
+            " torch.optim.SGD, Adagrad or SparseAdam, or sparse=False."
+        )
+    if not strategy.takes_sparse_gradients:
+        raise UserError(
+            f"strategy=ddp: {layers[0]} of the model has sparse=True, and torch's DDP then averages other"
+            " layers' gradients wrongly (seen with 2.11 and 2.15). Use sparse=False, or elastic=strict."
+        )

@@ -1,0 +1,62 @@
+"""What a Task must return. Checked where it costs nothing: in the first batch, and at each evaluation."""
+
+import math
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from ddptrain.api.recipe import Loss, Report, Task
+from ddptrain.errors import UserError
+
+
+def check_loss(task: Task, loss: Any) -> None:
+    """Raises UserError for a first loss that can't be trained on."""
+    where = f"{type(task).__name__}.loss"
+    if not isinstance(loss, Loss):
+        raise UserError(f"{where}: returned {_kind(loss)}; it must return a ddptrain.api.Loss.")
+    total, count = loss.sum, loss.count
+    if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point():
+        raise UserError(f"{where}: sum must be one number, a 0-d floating tensor, and is {_kind(total)}.")
+    if not total.requires_grad:
+        raise UserError(
+            f"{where}: sum has no graph, so nothing can be trained by it. Was it detached, made anew"
+            " (torch.tensor(...)), or computed under no_grad?"
+        )
+    if isinstance(count, Tensor) and count.ndim == 0:
+        pass
+    elif isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise UserError(
+            f"{where}: count is {count if isinstance(count, int) else _kind(count)}; it must be an int of at"
+            " least 1, or, where it may be 0, a 0-d tensor."
+        )
+    for name, value in loss.logs.items():
+        if not isinstance(value, Tensor) or value.ndim:
+            raise UserError(f"{where}: logs[{name!r}] must be a 0-d tensor, and is {_kind(value)}.")
+        if name in ("loss", "count"):
+            raise UserError(f"{where}: logs: loss and count are the engine's own names; use another one.")
+
+
+def check_report(task: Task, report: Any) -> Report:
+    """The report. Raises UserError for one without the numbers that are asked for."""
+    where = f"{type(task).__name__}.report"
+    if not isinstance(report, Report):
+        raise UserError(f"{where}: returned {_kind(report)}; it must return a ddptrain.api.Report.")
+    for name, value in report.metrics.items():
+        if not isinstance(value, Real):
+            raise UserError(f"{where}: metrics[{name!r}] must be a number, and is {_kind(value)}.")
+    best = getattr(task, "best_metric", None)
+    if best not in report.metrics:
+        raise UserError(
+            f"{where}: metrics has no {best!r}, which {type(task).__name__}.best_metric names; it has"
+            f" {', '.join(map(repr, report.metrics)) or 'none'}."
+        )
+    return report
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}".replace("torch.", "")
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return f"{type(value).__name__}"
