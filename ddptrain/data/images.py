@@ -11,9 +11,7 @@ from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.augment import Augment, Normalise
-from ddptrain.data.files import FileLoader
-from ddptrain.data.loader import Labelled, Loader, Recipe
-from ddptrain.data.resident import ResidentLoader
+from ddptrain.data.loaders import AugmentedImages, FileLoader, ImagePipeline, Labelled, ResidentLoader
 from ddptrain.data.source import ImageSource, Split
 from ddptrain.data.workers import spare_cores
 from ddptrain.distributed.comm import once_a_node
@@ -62,17 +60,11 @@ class ImageData(Data):
         self._training = self._set.train
         self.classes, self.shape = tuple(self._set.classes), self._set.train.shape
         self._normalise = normalise = self._normaliser(self._set.mean, self._set.std)
-        self._recipe = Recipe(
-            self._set.train,
-            self._set.valid,
-            self._augment,
-            normalise,
-            normalise.mean.round().to(torch.uint8),
-            seed,
-        )
+        fill = normalise.mean.round().to(torch.uint8)
+        self._pipeline = ImagePipeline(self._set.train, self._set.valid, self._augment, normalise, fill, seed)
         resident = self._fits() if self._resident == "auto" else self._resident
         workers = spare_cores(world) if self._workers == "auto" else self._workers
-        self._loader: Loader = ResidentLoader(self._recipe) if resident else FileLoader(self._recipe, workers)
+        self._loader = ResidentLoader(self._pipeline) if resident else FileLoader(self._pipeline, workers)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -126,13 +118,11 @@ class ImageData(Data):
 
     def preview(self) -> Tensor:
         """The first 64 training samples as epoch 0 shows them."""
-        ids = torch.arange(min(64, self.train_size))
-        height, width, _ = self.shape
-        moves = self._augment.moves(self._recipe.seed, torch.zeros_like(ids), ids, height, width)
-        fill = self._recipe.fill.cpu()
-        padded = self._augment.padded(self._set.train.images(ids), fill)
-        seen = self._augment.gather(padded, torch.arange(len(ids)), moves, fill)
-        return seen.permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
+        images = AugmentedImages(self._set.train, self._pipeline)
+        batch = images.__getitems__([(0, i, 0.0) for i in range(min(64, self.train_size))])
+        if isinstance(batch, UserError):
+            raise batch
+        return batch[0].permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
 
     def describe(self) -> str:
         height, width, channels = self.shape

@@ -14,11 +14,10 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.detection.augment import Augment
 from ddptrain.data.detection.batch import Batch, coloured
-from ddptrain.data.detection.pictures import pooled_bytes
-from ddptrain.data.detection.samples import AS_IT_IS, Keys, Samples
+from ddptrain.data.detection.samples import Samples, decoded_bytes
 from ddptrain.data.detection.source import DetectionSource, Scenes
 from ddptrain.data.detection.write import write_coco, write_yolo
-from ddptrain.data.workers import read_by_workers, spare_cores
+from ddptrain.data.workers import TrainingKeys, read_by_workers, spare_cores, validation_keys
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
@@ -79,7 +78,7 @@ class DetectionData(Data):
         for line in opened.skipped[:_LISTED]:
             log.warning("left out   %s", line)
         self.side = _usual_side(opened.train.sizes) if self._asked_side == "auto" else self._asked_side
-        self._bytes = sum(pooled_bytes(part, self.side) for part in (opened.train, opened.valid))
+        self._bytes = sum(decoded_bytes(part, self.side) for part in (opened.train, opened.valid))
         resident = self._bytes * world.local_size <= _RESIDENT if self._resident == "auto" else self._resident
         self._in_memory = resident
         self._train, self._valid = (
@@ -130,15 +129,15 @@ class DetectionData(Data):
         yield from writer(self._source.open(self._root), folder)
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
-        return self._loaded(self._train, Keys(sampler, steps))
+        return self._loaded(self._train, TrainingKeys(sampler, steps))
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Batch]:
-        return self._loaded(self._valid, [[(AS_IT_IS, i, 0.0) for i in chunk] for chunk in chunks])
+        return self._loaded(self._valid, validation_keys(chunks))
 
     def batches_of(self, scenes: Scenes) -> Iterator[Batch]:
         """Any pictures, one at a time, as the validation's are seen."""
         samples = Samples(scenes, self.side, self._augment, seed=0, resident=False)
-        return self._loaded(samples, [[(AS_IT_IS, i, 0.0)] for i in range(len(scenes))])
+        return self._loaded(samples, validation_keys([[i] for i in range(len(scenes))]))
 
     def preview(self) -> Tensor:
         """The first 16 training samples as epoch 0 shows them, with their boxes."""

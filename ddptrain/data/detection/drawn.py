@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from ddptrain.api.rng import mixed
 from ddptrain.data.detection.source import ArrayScenes, DetectionSource, Objects, Opened
-from ddptrain.data.shapes import DISTANCES
+from ddptrain.data.shapes import DISTANCES, signed_distance
 from ddptrain.errors import UserError
 
 MOST = 12
@@ -94,12 +94,11 @@ def draw_scenes(generator: Generator, side: int) -> tuple[Tensor, list[Objects]]
         count[done] += 1
     images = ((canvas.pixels() + noise).clamp(0, 1) * 255).round().to(torch.uint8)
     boxes = _boxes_of(canvas.owners())
-    found = [_objects(boxes[i, :n], painted[i, :n]) for i, n in enumerate(count.tolist())]
+    found = [
+        Objects(boxes[i, :n].clone(), painted[i, :n].clone(), torch.zeros(n, dtype=torch.bool))
+        for i, n in enumerate(count.tolist())
+    ]
     return images, found
-
-
-def _objects(boxes: Tensor, labels: Tensor) -> Objects:
-    return Objects(boxes.clone(), labels.clone(), torch.zeros(len(labels), dtype=torch.bool))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ class _Canvas:
         pixels = torch.arange(_PATCH)
         x, y = (corner[:, i, None] + pixels for i in (0, 1))
         at = (rows[:, None, None] * tall**2 + y[:, :, None] * tall + x[:, None, :]).flatten(1)
-        distance = _distance(labels, radius, angle, centre + _PATCH - corner).flatten(1)
+        distance = signed_distance(labels, radius, centre + _PATCH - corner, angle, _PATCH).flatten(1)
         inside_x, inside_y = ((v >= _PATCH) & (v < _PATCH + self.side) for v in (x, y))
         within = (inside_y[:, :, None] & inside_x[:, None, :]).flatten(1)
         mask = (distance < 0) & within
@@ -170,19 +169,6 @@ class _Canvas:
         tall, inner = self.side + 2 * _PATCH, slice(_PATCH, _PATCH + self.side)
         canvas: Tensor = of.unflatten(0, (-1, tall, tall))
         return canvas[:, inner, inner]
-
-
-def _distance(labels: Tensor, radius: Tensor, angle: Tensor, centre: Tensor) -> Tensor:
-    """float32 (k, 64, 64): signed distance in pixels from each shape; centre: (k, 2) in its patch."""
-    at = torch.arange(_PATCH) + 0.5
-    dx, dy = at[None, None, :] - centre[:, 0, None, None], at[None, :, None] - centre[:, 1, None, None]
-    cosine, sine, scale = angle.cos()[:, None, None], angle.sin()[:, None, None], radius[:, None, None]
-    u, v = (cosine * dx + sine * dy) / scale, (cosine * dy - sine * dx) / scale
-    distance = torch.empty_like(u)
-    for label, formula in enumerate(DISTANCES.values()):
-        chosen = labels == label
-        distance[chosen] = formula(u[chosen], v[chosen])
-    return distance * scale
 
 
 def _background(base: Tensor, uniform: Callable[..., Tensor], side: int) -> Tensor:
