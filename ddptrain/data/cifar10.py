@@ -6,6 +6,7 @@ import http.client
 import io
 import tarfile
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -33,6 +34,7 @@ _MOST_UNPACKED = 256 * 2**20
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class Cifar10(ImageSource):
     """50,000 + 10,000 colour images, 32x32.
 
@@ -41,26 +43,25 @@ class Cifar10(ImageSource):
 
     name = "cifar10"
 
-    def __init__(self, url: str = URL, sha256: str = SHA256) -> None:
-        self._url = url
-        self._sha256 = sha256
+    url: str = URL
+    sha256: str = SHA256
 
     def fetch(self, root: Path) -> None:
         archive = root / ARCHIVE
         if not archive.exists():
             try:
-                download(self._url, self._sha256, archive, LIMITS)
+                download(self.url, self.sha256, archive, LIMITS)
             except UserError as error:
                 raise UserError(f"data=cifar10: {error}") from error
             except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: no URL at all
                 raise UserError(
-                    f"data=cifar10: {archive} is not there and {self._url} can't be downloaded ({error})."
+                    f"data=cifar10: {archive} is not there and {self.url} can't be downloaded ({error})."
                     f" Put {ARCHIVE} into {archive.parent}/ (data.root=... names another folder), or use"
                     " data=shapes, which needs no download."
                 ) from error
-        if sha256_of(archive) != self._sha256:
+        if sha256_of(archive) != self.sha256:
             raise UserError(
-                f"{archive}: its SHA-256 is not {self._sha256}, so it is damaged or another file."
+                f"{archive}: its SHA-256 is not {self.sha256}, so it is damaged or another file."
                 " Delete it and start again, or put the right one there."
             )
 

@@ -12,7 +12,7 @@ from ddptrain.api.rng import mixed
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.prefetch import to_device
-from ddptrain.errors import UserError
+from ddptrain.errors import UserError, check_least
 
 PADDING, BEGIN, END = 0, 1, 2
 CHARACTERS = "".join(map(chr, range(32, 127)))
@@ -88,9 +88,7 @@ class DatePairs(Data):
     """Tokens to tell: ten characters and END."""
 
     def __init__(self, train: int = 20_000, valid: int = 2_000, seed: int = 0) -> None:
-        for name, value in (("train", train), ("valid", valid)):
-            if value < 1:
-                raise UserError(f"data.{name}={value}: must be 1 or more.")
+        check_least("data", 1, train=train, valid=valid)
         self._sizes = (train, valid)
         self._seed = seed
 

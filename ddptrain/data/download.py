@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddptrain.data.file_lock import alone
-from ddptrain.data.fsync import flush_folder
+from ddptrain.data.disk import exclusive_lock, flush_folder
 from ddptrain.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ def download(url: str, sha256: str, target: Path, limits: Limits) -> None:
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise ValueError("a download starts with http:// or https://")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with alone(target.with_name(f".{target.name}.lock")):
+    with exclusive_lock(target.with_name(f".{target.name}.lock")):
         if target.exists():
             return
         part = target.with_name(f".{target.name}.part")

@@ -9,6 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ddptrain.data.disk import size_and_time
 from ddptrain.data.packed import open_packed, pack, packed_folder
 from ddptrain.data.pictures import ENDINGS, decoders, fitted
 from ddptrain.data.source import ImageSource, Opened, Split
@@ -121,14 +122,7 @@ class ImageFolder(ImageSource):
 def _facts(part: Split, root: Path) -> list[tuple[str, int, int]]:
     """Of each file its name from the root on, its bytes and when it was changed (ns)."""
     assert isinstance(part, FolderSplit)
-    facts = []
-    for file in part.files:
-        try:
-            status = os.stat(file)
-        except OSError as error:
-            raise UserError(f"{file}: can't be read ({error.strerror}).", everywhere=False) from error
-        facts.append((os.path.relpath(file, root), status.st_size, status.st_mtime_ns))
-    return facts
+    return [(os.path.relpath(file, root), *size_and_time(Path(file))) for file in part.files]
 
 
 def _listed(root: Path) -> dict[str, list[Path]]:

@@ -1,6 +1,7 @@
 """Labelled images for training, from any `ImageSource`, by either loading path."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -13,7 +14,7 @@ from ddptrain.api.world import World
 from ddptrain.data.augment import Augment, Normalise
 from ddptrain.data.loaders import AugmentedImages, FileLoader, ImagePipeline, Labelled, ResidentLoader
 from ddptrain.data.source import ImageSource, Split
-from ddptrain.data.workers import spare_cores
+from ddptrain.data.workers import check_workers, spare_cores
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
@@ -23,6 +24,7 @@ _RESIDENT_SHARE_OF_GPU = 0.25
 
 
 @final
+@dataclass(eq=False)
 class ImageData(Data):
     """Batches of (float32 (n, C, H, W), int64 (n,)).
 
@@ -33,37 +35,29 @@ class ImageData(Data):
     paths give the same pixels. channels_last: memory format of the batches.
     """
 
-    def __init__(
-        self,
-        source: ImageSource,
-        augment: Augment,
-        root: str = "data",
-        workers: int | Literal["auto"] = "auto",
-        resident: bool | Literal["auto"] = "auto",
-        channels_last: bool = True,
-    ) -> None:
-        if workers != "auto" and workers < 0:
-            raise UserError(f"data.workers={workers}: must be 0 or more, or auto.")
-        self._source = source
-        self._augment = augment
-        self._root = Path(root)
-        self._workers = workers
-        self._resident = resident
-        self._channels_last = channels_last
+    source: ImageSource
+    augment: Augment
+    root: str = "data"
+    workers: int | Literal["auto"] = "auto"
+    resident: bool | Literal["auto"] = "auto"
+    channels_last: bool = True
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers)
         self._normalise: Normalise | None = None
         self._training: Split | None = None
 
     def prepare(self, world: World, seed: int) -> None:
-        once_a_node(world, lambda: self._source.fetch(self._root))
+        once_a_node(world, lambda: self.source.fetch(Path(self.root)))
         self._world = world
-        self._set = self._source.open(self._root)
+        self._set = self.source.open(Path(self.root))
         self._training = self._set.train
         self.classes, self.shape = tuple(self._set.classes), self._set.train.shape
         self._normalise = normalise = self._normaliser(self._set.mean, self._set.std)
         fill = normalise.mean.round().to(torch.uint8)
-        self._pipeline = ImagePipeline(self._set.train, self._set.valid, self._augment, normalise, fill, seed)
-        resident = self._fits() if self._resident == "auto" else self._resident
-        workers = spare_cores(world) if self._workers == "auto" else self._workers
+        self._pipeline = ImagePipeline(self._set.train, self._set.valid, self.augment, normalise, fill, seed)
+        resident = self._fits() if self.resident == "auto" else self.resident
+        workers = spare_cores(world) if self.workers == "auto" else self.workers
         self._loader = ResidentLoader(self._pipeline) if resident else FileLoader(self._pipeline, workers)
 
     @property
@@ -90,8 +84,8 @@ class ImageData(Data):
         Needs the data set only where it was recalled from a checkpoint that knows neither mean nor deviation.
         """
         if self._normalise is None:
-            self._source.fetch(self._root)
-            opened = self._source.open(self._root)
+            self.source.fetch(Path(self.root))
+            opened = self.source.open(Path(self.root))
             self._normalise = self._normaliser(opened.mean, opened.std)
         return self._normalise(pictures.to(self._world.device))
 
@@ -127,17 +121,17 @@ class ImageData(Data):
     def describe(self) -> str:
         height, width, channels = self.shape
         return (
-            f"{self._source.name}: {self.train_size:,} train, {self.valid_size:,} valid,"
+            f"{self.source.name}: {self.train_size:,} train, {self.valid_size:,} valid,"
             f" {len(self.classes)} classes, {height}x{width}x{channels}, {self._loader.describe()}"
         )
 
     def _normaliser(self, mean: Sequence[float], std: Sequence[float]) -> Normalise:
         middle, spread = (torch.tensor(list(of)).to(self._world.device) for of in (mean, std))
-        return Normalise(middle, spread, self._channels_last)
+        return Normalise(middle, spread, self.channels_last)
 
     def _bytes(self) -> int:
         height, width, channels = self.shape
-        margin = 2 * self._augment.crop
+        margin = 2 * self.augment.crop
         padded = self.train_size * (height + margin) * (width + margin) * channels
         return padded + len(self._set.valid) * height * width * channels
 

@@ -20,8 +20,7 @@ from typing import NamedTuple, TypeVar, final
 import torch
 from torch import Tensor
 
-from ddptrain.data.file_lock import alone
-from ddptrain.data.fsync import flush_folder
+from ddptrain.data.disk import exclusive_lock, flush_folder, folder_by_content, map_file
 from ddptrain.data.source import Split
 from ddptrain.distributed.cpu import cores
 from ddptrain.errors import UserError
@@ -57,9 +56,7 @@ class PackedSplit(Split):
         self._file = file
         self.labels = labels
         self.shape = shape
-        # private pages: what is read is shared with the other processes, and nothing can be written back
-        size = len(labels) * math.prod(shape)
-        self._pixels = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8).view(-1, *shape)
+        self._pixels = map_file(file, len(labels) * math.prod(shape), torch.uint8).view(-1, *shape)
 
     def images(self, ids: Tensor) -> Tensor:
         return self._pixels.index_select(0, ids)
@@ -71,8 +68,7 @@ class PackedSplit(Split):
 
 def packed_folder(cache: Path, name: str, made_of: object) -> Path:
     """Where packed pictures belong: another folder for all else that they are made of, a plain value."""
-    digest = hashlib.sha256(json.dumps([FORMAT, made_of]).encode()).hexdigest()
-    return cache / f"{name}-{digest[:16]}"
+    return folder_by_content(cache, name, [FORMAT, made_of])
 
 
 def pack(folder: Path, parts: Mapping[str, Split], about: Mapping[str, object]) -> None:
@@ -91,7 +87,7 @@ def pack(folder: Path, parts: Mapping[str, Split], about: Mapping[str, object]) 
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with alone(folder.with_name(f".{folder.name}.lock")):
+        with exclusive_lock(folder.with_name(f".{folder.name}.lock")):
             damage = _damage(folder, parts)  # another process may have been at it
             if damage and folder.is_dir():
                 log.warning("packed     %s is damaged (%s); it is made anew", folder, damage)

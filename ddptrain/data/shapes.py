@@ -7,6 +7,7 @@ drawn from signed distances (I. Quilez, https://iquilezles.org/articles/distfunc
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -15,7 +16,7 @@ from torch import Generator, Tensor
 
 from ddptrain.api.rng import mixed
 from ddptrain.data.source import ArraySplit, ImageSource, Opened, Split
-from ddptrain.errors import UserError
+from ddptrain.errors import check_least
 
 SIDE = 32
 _CHUNK = 1000
@@ -23,27 +24,27 @@ _CHUNK = 1000
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class Shapes(ImageSource):
     """train, valid: how many samples. seed: of the drawings; it is not the run's, so that runs with
     different seeds see the same set."""
 
     name = "shapes"
 
-    def __init__(self, train: int = 10_000, valid: int = 2_000, seed: int = 0) -> None:
-        for name, value in (("train", train), ("valid", valid)):
-            if value < 1:
-                raise UserError(f"data.source.{name}={value}: must be 1 or more.")
-        self._train = train
-        self._valid = valid
-        self._seed = seed
+    train: int = 10_000
+    valid: int = 2_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_least("data.source", 1, train=self.train, valid=self.valid)
 
     def fetch(self, root: Path) -> None:
         """Nothing to fetch."""
 
     def open(self, root: Path) -> Opened:
         return Opened(
-            train=self._drawn(self._train, part=0),
-            valid=self._drawn(self._valid, part=1),
+            train=self._drawn(self.train, part=0),
+            valid=self._drawn(self.valid, part=1),
             classes=list(DISTANCES),
             mean=[85.8] * 3,
             std=[59.8] * 3,
@@ -51,7 +52,7 @@ class Shapes(ImageSource):
 
     def _drawn(self, count: int, part: int) -> Split:
         chunks = [
-            draw_samples(torch.Generator().manual_seed(mixed(self._seed, part, i)))
+            draw_samples(torch.Generator().manual_seed(mixed(self.seed, part, i)))
             for i in range(math.ceil(count / _CHUNK))
         ]
         images, labels = (torch.cat(pieces)[:count] for pieces in zip(*chunks, strict=True))
@@ -88,7 +89,7 @@ def _painted(canvas: Tensor, distance: Tensor, colour: Tensor) -> Tensor:
 
 
 def placed(centre: Tensor, angle: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """The pixel grid in the coordinates of a turned shape: centre (n, 2), angle (n,) -> (n, side, side) each."""
+    """The pixel grid as seen from (n, 2) centres and turned by (n,) angles; (n, side, side) each."""
     at = torch.arange(side) + 0.5
     dx, dy = at[None, None, :] - centre[:, 0, None, None], at[None, :, None] - centre[:, 1, None, None]
     cosine, sine = angle.cos()[:, None, None], angle.sin()[:, None, None]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.data.corpus import Corpus, Document
+from ddptrain.data.disk import folder_by_content, map_file, size_and_time
 from ddptrain.data.vocabulary import Vocabulary
 from ddptrain.errors import UserError
 
@@ -45,15 +46,11 @@ def tokens_folder(root: Path, name: str, corpus: Corpus, level: Level) -> Path:
 
     Told by their names, sizes and times, for reading all of a large corpus would take too long.
     """
-    facts: list[object] = [_FORMAT, level]
-    for document in (*corpus.train, *corpus.valid):
-        try:
-            status = document.path.stat()
-        except OSError as error:
-            raise UserError(f"{document.path}: can't be read ({error.strerror}).") from error
-        facts.append([str(document.path), document.start, document.stop, status.st_size, status.st_mtime_ns])
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    return root / "tokens" / f"{name}-{level}-{digest[:16]}"
+    documents = [
+        [str(document.path), document.start, document.stop, *size_and_time(document.path)]
+        for document in (*corpus.train, *corpus.valid)
+    ]
+    return folder_by_content(root / "tokens", f"{name}-{level}", [_FORMAT, level, *documents])
 
 
 def write_tokens(folder: Path, corpus: Corpus, level: Level) -> None:
@@ -105,7 +102,11 @@ def open_tokens(folder: Path) -> Tokens:
     if sizes != about["sizes"]:
         raise UserError(f"{folder}: its token files are cut short. Delete it; it is made anew.")
     vocabulary = Vocabulary(about["alphabet"])
-    train, valid = (_mapped(folder / part, _dtype(len(vocabulary))) for part in _PARTS)
+    dtype = _dtype(len(vocabulary))
+    train, valid = (
+        map_file(folder / part, size // dtype.itemsize, dtype) if size else torch.empty(0, dtype=dtype)
+        for part, size in zip(_PARTS, sizes, strict=True)
+    )
     return Tokens(train, valid, vocabulary, tuple(about["documents"]), about["sha256"])
 
 
@@ -118,14 +119,6 @@ def _write(path: Path, blocks: Iterable[bytes], digest: "hashlib._Hash") -> int:
         file.flush()
         os.fsync(file.fileno())
         return file.tell()
-
-
-def _mapped(path: Path, dtype: torch.dtype) -> Tensor:
-    size = path.stat().st_size // dtype.itemsize
-    if size == 0:
-        return torch.empty(0, dtype=dtype)
-    # private pages: what is read is shared with the other ranks, and nothing can be written back
-    return torch.from_file(str(path), shared=False, size=size, dtype=dtype)
 
 
 def _dtype(vocabulary: int) -> torch.dtype:

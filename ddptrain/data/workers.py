@@ -4,7 +4,7 @@ import atexit
 import multiprocessing
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -41,6 +41,12 @@ class TrainingKeys:
 def validation_keys(chunks: Sequence[Iterable[int]]) -> list[list[Key]]:
     """Samples as they are, a batch for each chunk."""
     return [[(AS_IT_IS, i, 0.0) for i in chunk] for chunk in chunks]
+
+
+def check_workers(workers: int | Literal["auto"]) -> None:
+    """Raises UserError where it is no number of loader processes."""
+    if workers != "auto" and workers < 0:
+        raise UserError(f"data.workers={workers}: must be 0 or more, or auto.")
 
 
 def spare_cores(world: World) -> int:

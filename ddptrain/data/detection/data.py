@@ -17,7 +17,7 @@ from ddptrain.data.detection.batch import Batch, coloured
 from ddptrain.data.detection.samples import Samples, decoded_bytes
 from ddptrain.data.detection.source import DetectionSource, Scenes
 from ddptrain.data.detection.write import write_coco, write_yolo
-from ddptrain.data.workers import TrainingKeys, read_by_workers, spare_cores, validation_keys
+from ddptrain.data.workers import TrainingKeys, check_workers, read_by_workers, spare_cores, validation_keys
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
@@ -54,8 +54,7 @@ class DetectionData(Data):
         workers: int | Literal["auto"] = "auto",
         channels_last: bool = True,
     ) -> None:
-        if workers != "auto" and workers < 0:
-            raise UserError(f"data.workers={workers}: must be 0 or more, or auto.")
+        check_workers(workers)
         if side != "auto" and (not _COARSEST <= side <= _LARGEST or side % _COARSEST):
             raise UserError(
                 f"data.side={side}: must be a multiple of {_COARSEST} pixels, at most {_LARGEST}, or auto."

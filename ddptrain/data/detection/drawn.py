@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from ddptrain.api.rng import mixed
 from ddptrain.data.detection.source import ArrayScenes, DetectionSource, Objects, Opened
 from ddptrain.data.shapes import DISTANCES, signed_distance
-from ddptrain.errors import UserError
+from ddptrain.errors import check_least
 
 MOST = 12
 """Shapes in a scene."""
@@ -34,31 +34,32 @@ _NOBODY = -1
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class DrawnScenes(DetectionSource):
     """train, valid: how many scenes. side: of a scene in pixels. seed: of the drawings; it is not the run's,
     so that runs with different seeds see the same set."""
 
     name = "shapes_detection"
 
-    def __init__(self, train: int = 2000, valid: int = 400, side: int = 128, seed: int = 0) -> None:
-        for key, value, least in (("train", train, 1), ("valid", valid, 1), ("side", side, 64)):
-            if value < least:
-                raise UserError(f"data.source.{key}={value}: must be {least} or more.")
-        self._train = train
-        self._valid = valid
-        self._side = side
-        self._seed = seed
+    train: int = 2000
+    valid: int = 400
+    side: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_least("data.source", 1, train=self.train, valid=self.valid)
+        check_least("data.source", 64, side=self.side)
 
     def open(self, root: Path) -> Opened:
         return Opened(
-            train=self._drawn(self._train, part=0),
-            valid=self._drawn(self._valid, part=1),
+            train=self._drawn(self.train, part=0),
+            valid=self._drawn(self.valid, part=1),
             classes=tuple(DISTANCES),
         )
 
     def _drawn(self, count: int, part: int) -> ArrayScenes:
         chunks = [
-            draw_scenes(torch.Generator().manual_seed(mixed(self._seed, part, i)), self._side)
+            draw_scenes(torch.Generator().manual_seed(mixed(self.seed, part, i)), self.side)
             for i in range(math.ceil(count / _CHUNK))
         ]
         images = torch.cat([images for images, _ in chunks])[:count]

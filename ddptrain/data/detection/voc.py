@@ -1,6 +1,7 @@
 """Pascal VOC (Everingham et al. 2010), found and read by torchvision."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 from xml.etree import ElementTree
@@ -32,6 +33,7 @@ _RULE = "corners count from 1 to its width and height (1 pixel beyond counts as 
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class VocFiles(DetectionSource):
     """Pascal VOC as its archives unpack: ``root/VOCdevkit/VOC<year>`` (2011: ``root/TrainVal/VOCdevkit/...``)
     with Annotations, ImageSets/Main/{train,val}.txt and JPEGImages. Objects marked as difficult become
@@ -43,32 +45,29 @@ class VocFiles(DetectionSource):
 
     name = "voc"
 
-    def __init__(
-        self,
-        year: Literal[2007, 2008, 2009, 2010, 2011, 2012] = 2012,
-        download: bool = False,
-        on_error: OnError = "stop",
-    ) -> None:
-        self._year = year
-        self._download = download
-        self._on_error = on_error
-        self._below = ("TrainVal/" if year == 2011 else "") + f"VOCdevkit/VOC{year}"
+    year: Literal[2007, 2008, 2009, 2010, 2011, 2012] = 2012
+    download: bool = False
+    on_error: OnError = "stop"
+
+    @property
+    def _below(self) -> str:
+        return ("TrainVal/" if self.year == 2011 else "") + f"VOCdevkit/VOC{self.year}"
 
     def fetch(self, root: Path) -> None:
         from torchvision.datasets import VOCDetection
 
-        if self._download and not (root / self._below).is_dir():
+        if self.download and not (root / self._below).is_dir():
             try:
-                VOCDetection(root, str(self._year), "train", download=True)
+                VOCDetection(root, str(self.year), "train", download=True)
             except (OSError, RuntimeError) as error:
                 raise UserError(
-                    f"data.source.download=true: VOC{self._year} can't be brought to {root} ({error})."
+                    f"data.source.download=true: VOC{self.year} can't be brought to {root} ({error})."
                     f" Put it there yourself, as {root / self._below}."
                 ) from error
 
     def open(self, root: Path) -> Opened:
         train, valid = self._found(root, "train"), self._found(root, "val")
-        problems = Problems(root / self._below, self._on_error)
+        problems = Problems(root / self._below, self.on_error)
         return problems.opened(
             FileScenes(_labelled(train, problems)), FileScenes(_labelled(valid, problems)), CLASSES
         )
@@ -77,11 +76,11 @@ class VocFiles(DetectionSource):
         from torchvision.datasets import VOCDetection
 
         try:
-            return VOCDetection(root, str(self._year), image_set)
+            return VOCDetection(root, str(self.year), image_set)
         except (RuntimeError, FileNotFoundError) as error:
             wanted = root / self._below / "ImageSets" / "Main" / f"{image_set}.txt"
             raise UserError(
-                f"data.root={root}: holds no VOC{self._year}: {wanted} is missing. Unpack its archive into"
+                f"data.root={root}: holds no VOC{self.year}: {wanted} is missing. Unpack its archive into"
                 f" {root} (data.root=... names another folder), or set data.source.download=true."
             ) from error
 
