@@ -8,19 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddptrain.api.timing import Timing, told
 from ddptrain.bench.paced_run import Lap, PacedRun, Unfit
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _LAP_S = 1.0
 """A lap is long enough for this, in the shortest steps too."""
 _GAIN = 0.97
 """Ratio of the step's time below which an override is worth taking, where there is no noise."""
-_WIDTH = 140
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,17 +157,6 @@ def _best_set(results: Sequence[Result]) -> list[Result]:
         key = result.override.partition("=")[0]
         best.setdefault("data" if key.startswith("data.") else key, result)
     return list(best.values())
-
-
-def show(table: "Table") -> None:
-    """A table on standard output."""
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    with console.capture() as drawn:
-        console.print(table)
-    for line in drawn.get().splitlines():  # rich fills its lines with blanks
-        print(line.rstrip())
 
 
 def say(line: str) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.bench.ab_compare import Bench, Compared, Result, show
+from ddptrain.bench.ab_compare import Bench, Compared, Result
 from ddptrain.bench.paced_run import Lap, Unfit
 from ddptrain.bench.scaling import STRAGGLING, Link, Step, estimated, fitted, misses
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import uses_ddp
+from ddptrain.doctor.show import print_table
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def estimate(bench: Bench, config: Config, itself: Result) -> None:
         ranks=bench.ranks,
         messages=messages,
     )
-    show(_scaling_table(step, link, lap.setup["steps_per_epoch"]))
+    print_table(_scaling_table(step, link, lap.setup["steps_per_epoch"]))
     if not 1 / _NOISY <= itself.ratio <= _NOISY:
         print(
             f"Noise: the training against itself is x{itself.ratio:.2f};"

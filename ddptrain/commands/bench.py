@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.api.timing import TRAINING
-from ddptrain.bench.ab_compare import Bench, Compared, Result, compared, show
+from ddptrain.bench.ab_compare import Bench, Compared, Result, compared
 from ddptrain.bench.ddp import estimate, exposed_table, of_ddp, ranks_for
 from ddptrain.bench.paced_run import Lap, Unfit
 from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
+from ddptrain.doctor.show import print_table
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
 
@@ -103,7 +104,7 @@ def _benched(
         return of_ddp(config, setup) if ddp else _candidates(config, setup)
 
     found = compared(bench, candidates)
-    show(exposed_table(found) if ddp else _table(found))
+    print_table(exposed_table(found) if ddp else _table(found))
     _recommend(bench, found, words)
     if ddp:
         estimate(bench, config, found.itself)

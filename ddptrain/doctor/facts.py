@@ -240,10 +240,23 @@ class Facts:
     failures: tuple[Failure, ...] = ()
 
     @property
+    def gpu_count(self) -> int:
+        """Devices that PyTorch counts; 0 where it was not asked."""
+        return self.torch_cuda.count if self.torch_cuda else 0
+
+    @property
+    def driver_gpus(self) -> tuple[Gpu, ...]:
+        return self.driver.gpus if self.driver else ()
+
+    @property
+    def driver_version(self) -> str:
+        return self.driver.version if self.driver else ""
+
+    @property
     def ranks(self) -> int:
         """Of this node: as torchrun says, or one for each GPU that training would take."""
-        several = self.torch_cuda is not None and self.asked.device in ("auto", "cuda")
-        return self.asked.local_ranks or (self.torch_cuda.count if self.torch_cuda and several else 0) or 1
+        several = self.asked.device in ("auto", "cuda")
+        return self.asked.local_ranks or (self.gpu_count if several else 0) or 1
 
     @property
     def workers(self) -> int:

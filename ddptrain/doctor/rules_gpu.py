@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from ddptrain.doctor.facts import Facts, Gpu, Link
+from ddptrain.doctor.facts import Facts, Gpu, Link, TorchGpu
 from ddptrain.doctor.findings import Finding, gib, listed, ok, problem, warning
 from ddptrain.doctor.rules_cuda import CUDA_12
 from ddptrain.doctor.rules_presence import LOOK
@@ -25,7 +25,7 @@ def kernels(facts: Facts) -> Iterator[Finding]:
     if not lacking:
         return
     newest = max(_capability(arch) for arch in torch.arch_list)
-    named = listed([f"{gpu.name} (sm_{gpu.capability[0]}{gpu.capability[1]})" for gpu in lacking])
+    named = listed([f"{gpu.name} ({_sm(gpu)})" for gpu in lacking])
     is_new = lacking[0].capability > newest
     remedy = "pip install --upgrade torch torchvision" if is_new else CUDA_12
     without = f"; or leave it out: export CUDA_VISIBLE_DEVICES={','.join(fine)}" if fine else ""
@@ -68,10 +68,8 @@ def compute_mode(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
     if taken:
         who = listed([f"GPU {gpu.index} by {_who(gpu)}" for gpu in taken])
-        indices, pids = (
-            ",".join(str(gpu.index) for gpu in taken),
-            " ".join(str(g.processes[0].pid) for g in taken),
-        )
+        indices = ",".join(str(gpu.index) for gpu in taken)
+        pids = " ".join(str(gpu.processes[0].pid) for gpu in taken)
         yield problem(
             "compute-exclusive", f"compute mode EXCLUSIVE_PROCESS: {who}",
             f"the GPU takes one process only (compute mode EXCLUSIVE_PROCESS), and it is taken: {who}.",
@@ -113,7 +111,7 @@ def mig(facts: Facts) -> Iterator[Finding]:
 
 def silent(facts: Facts) -> Iterator[Finding]:
     """One of several that the driver does not reach."""
-    gpus = facts.driver.gpus if facts.driver else ()
+    gpus = facts.driver_gpus
     for gpu in gpus:
         if gpu.error and not all(other.error for other in gpus):
             yield warning(
@@ -144,7 +142,7 @@ def speed(facts: Facts) -> Iterator[Finding]:
 
 
 def ranks(facts: Facts) -> Iterator[Finding]:
-    count = facts.torch_cuda.count if facts.torch_cuda else 0
+    count = facts.gpu_count
     asked = facts.asked.local_ranks or 1
     if 0 < count < asked:
         yield warning(
@@ -216,17 +214,16 @@ def links(links: tuple[Link, ...], named: str) -> Iterator[Finding]:
 def gpu_found(facts: Facts) -> Iterator[Finding]:
     torch, found = facts.torch, facts.torch_cuda
     if torch and found:
-        version = (facts.driver.version if facts.driver else "") or "unknown"
-        stack = f"driver {version}, CUDA {torch.cuda}, cuDNN {found.cudnn}, NCCL {torch.nccl}"
+        driver = facts.driver_version or "unknown"
+        stack = f"driver {driver}, CUDA {torch.cuda}, cuDNN {found.cudnn}, NCCL {torch.nccl}"
         for gpu in found.gpus:
-            capability = f"sm_{gpu.capability[0]}{gpu.capability[1]}"
-            yield ok("gpu", f"cuda:{gpu.index} {gpu.name}, {capability}, {gib(gpu.memory)}; {stack}")
+            yield ok("gpu", f"cuda:{gpu.index} {gpu.name}, {_sm(gpu)}, {gib(gpu.memory)}; {stack}")
 
 
 def shown(facts: Facts) -> list[Gpu]:
     """The driver's GPUs that CUDA_VISIBLE_DEVICES leaves: CUDA numbers them anew, so by UUID; and of them the
     one that was asked for."""
-    gpus = facts.driver.gpus if facts.driver else ()
+    gpus = facts.driver_gpus
     found = facts.torch_cuda.gpus if facts.torch_cuda else ()
     index = facts.asked.device.removeprefix("cuda:")
     wanted = [gpu for gpu in found if not index.isdigit() or gpu.index == int(index)]
@@ -241,6 +238,10 @@ def _who(gpu: Gpu) -> str:
     return (
         listed(told) if told else "a process that can't be seen from here (another container, or a dead one)"
     )
+
+
+def _sm(gpu: TorchGpu) -> str:
+    return f"sm_{gpu.capability[0]}{gpu.capability[1]}"
 
 
 def _capability(arch: str) -> tuple[int, int]:

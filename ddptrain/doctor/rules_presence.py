@@ -40,12 +40,8 @@ def wsl(facts: Facts) -> Iterator[Finding]:
     if not system or not system.wsl:
         return
     if not (system.dxg and system.windows_libcuda):
-        lacking = listed(
-            [
-                *["/dev/dxg"] * (not system.dxg),
-                *["/usr/lib/wsl/lib/libcuda.so.1"] * (not system.windows_libcuda),
-            ]
-        )
+        parts = {"/dev/dxg": system.dxg, "/usr/lib/wsl/lib/libcuda.so.1": system.windows_libcuda}
+        lacking = listed([part for part, is_there in parts.items() if not is_there])
         yield problem(
             "wsl-no-driver", f"WSL without {lacking}",
             "inside WSL the driver of Windows serves the GPU, and Windows lends none: its NVIDIA driver is"
@@ -65,8 +61,8 @@ def wsl(facts: Facts) -> Iterator[Finding]:
 
 def device_nodes(facts: Facts) -> Iterator[Finding]:
     """The files by which a process reaches a GPU, where it does not: some machines have other ones."""
-    system, found = facts.system, facts.torch_cuda
-    if not system or system.wsl or system.kind != "Linux" or (found and found.count):
+    system = facts.system
+    if not system or system.wsl or system.kind != "Linux" or facts.gpu_count:
         return
     nodes, module = system.device_nodes, f"kernel module {system.module or 'not loaded'}"
     if "/dev/nvidiactl" not in nodes:
@@ -116,8 +112,8 @@ def driver_answers(facts: Facts) -> Iterator[Finding]:
     hung = [failure.probe for failure in facts.failures if failure.hung and failure.probe in ("nvml", "cuda")]
     driver, cuda = facts.driver, facts.cuda
     code = driver.code if driver else 0
+    module = facts.system.module if facts.system else ""
     silent = _silent(facts)
-    works = facts.torch_cuda is not None and facts.torch_cuda.count > 0
     if hung:
         yield problem(
             "driver-hangs", f"no answer from {listed(hung)}",
@@ -126,7 +122,7 @@ def driver_answers(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
     elif driver and code == 18:
         yield problem(
-            "nvml-mismatch", f"NVML: {driver.error}; kernel module {_module(facts)}",
+            "nvml-mismatch", f"NVML: {driver.error}; kernel module {module or 'unknown'}",
             "the driver was updated, and the kernel still runs the module of the old one.",
             "reboot; or, with nothing on the GPU: sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia &&"
             " sudo modprobe nvidia. In a container it is the host that needs this.",
@@ -138,7 +134,7 @@ def driver_answers(facts: Facts) -> Iterator[Finding]:
             "sudo modprobe nvidia; where that fails after a kernel update: sudo dkms autoinstall, or"
             " reinstall the driver (Secure Boot refuses a module that is not signed: mokutil --sb-state).",
         )  # fmt: skip
-    elif driver and (code == 15 or (silent and not works)):
+    elif driver and (code == 15 or (silent and not facts.gpu_count)):
         yield problem(
             "gpu-lost", f"NVML: {driver.error or silent}", "a GPU has fallen off the bus.",
             f"{LOOK} (Xid 79); reboot, and if it comes again look at its power and its seat.",
@@ -153,12 +149,8 @@ def driver_answers(facts: Facts) -> Iterator[Finding]:
 
 def _silent(facts: Facts) -> str:
     """What NVML says where it counts GPUs and reaches none; ''."""
-    errors = [gpu.error for gpu in facts.driver.gpus] if facts.driver else []
+    errors = [gpu.error for gpu in facts.driver_gpus]
     return errors[0] if errors and all(errors) else ""
-
-
-def _module(facts: Facts) -> str:
-    return (facts.system.module if facts.system else "") or "unknown"
 
 
 def nvml_quiet(facts: Facts) -> Iterator[Finding]:

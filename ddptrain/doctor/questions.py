@@ -1,10 +1,16 @@
-"""In a child: what the driver says of its GPUs, through NVML."""
+"""What doctor asks in child processes; `children.ask` starts these functions by their names."""
 
+import ctypes
+import dataclasses
 import os
+import platform
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ddptrain.doctor.children import tell
+from ddptrain.doctor import proof
+from ddptrain.doctor.children import begin, tell
+from ddptrain.doctor.torch_facts import as_built, ask_gpus
 
 _MODES = {0: "default", 1: "exclusive", 2: "prohibited", 3: "exclusive"}
 _HEAT = 0x20 | 0x40
@@ -13,7 +19,78 @@ _POWER = 0x80
 """The power brake, by hardware; the software's power cap (0x4) is daily life under load."""
 
 
-def main() -> None:
+def ask_torch(asked: str) -> None:
+    """The PyTorch that is installed, how it sees the GPUs, and the proofs on the device.
+
+    asked: auto, cpu, cuda, cuda:<index>.
+    """
+    tell("torch", dataclasses.asdict(as_built()))
+    count = 0
+    if asked != "cpu":
+        begin("cuda")
+        found = ask_gpus()
+        tell("torch_cuda", dataclasses.asdict(found))
+        count = found.count
+    begin("proof")
+    for device in proof.devices(asked, count):
+        for proved in proof.on(device):
+            tell("proofs", [dataclasses.asdict(proved)])
+    begin("all-reduce")
+    if asked in ("auto", "cuda") and count > 1:
+        for link in proof.between_gpus(count):
+            tell("links", [dataclasses.asdict(link)])
+    begin("end")
+
+
+def ask_torchvision() -> None:
+    """Does torchvision belong to this PyTorch? A pair that does not fit raises, or crashes."""
+    try:
+        version = metadata.version("torchvision")
+    except metadata.PackageNotFoundError:
+        version = ""
+    tell("torchvision", {"version": version, "error": "it crashes when it is imported"})  # until it has not
+    import torch
+
+    try:
+        from torchvision.ops import nms
+
+        kept = nms(torch.tensor([[0.0, 0.0, 9.0, 9.0], [0.0, 0.0, 9.0, 8.0]]), torch.tensor([0.5, 0.9]), 0.5)
+        error = "" if kept.tolist() == [1] else f"nms keeps boxes {kept.tolist()} where 1 is right"
+    except (ImportError, RuntimeError, AttributeError) as failed:
+        error = str(failed).splitlines()[0]
+    tell("torchvision", {"version": version, "error": error})
+
+
+def ask_cuda() -> None:
+    """Does CUDA start? By libcuda alone, for its number tells more than PyTorch's words."""
+    name = "nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1"
+    try:
+        cuda = ctypes.CDLL(name)
+    except OSError as error:
+        tell("cuda", {"error": str(error)})
+        return
+    version, count, text = ctypes.c_int(), ctypes.c_int(), ctypes.c_char_p()
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    code = cuda.cuInit(0)
+    if code:
+        cuda.cuGetErrorString(code, ctypes.byref(text))
+    else:
+        code = cuda.cuDeviceGetCount(ctypes.byref(count))
+    found = {"library": _loaded_file(name), "code": code, "version": version.value, "count": count.value}
+    tell("cuda", {**found, "error": text.value.decode() if text.value else ""})
+
+
+def _loaded_file(name: str) -> str:
+    """Where the loader found libcuda."""
+    try:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return name
+    return next((line.split(maxsplit=5)[5] for line in maps if "/libcuda.so" in line), name)
+
+
+def ask_nvml() -> None:
+    """What the driver tells about its GPUs, through NVML."""
     import pynvml
 
     try:
