@@ -13,10 +13,8 @@ from typing import Any
 from ddptrain.api.timing import Timing, told
 from ddptrain.bench.paced_run import Lap, PacedRun, Unfit
 
-_LAP_S = 1.0
-"""A lap is long enough for this, in the shortest steps too."""
-_GAIN = 0.97
-"""Ratio of the step's time below which an override is worth taking, where there is no noise."""
+_LAP_S = 1.0  # A lap is long enough for this, in the shortest steps too
+_GAIN = 0.97  # Ratio of the step's time below which an override is worth taking, where there is no noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +22,8 @@ class Result:
     """What an override came to."""
 
     override: str
-    lap: Lap
-    """What its laps came to: medians."""
-    ratios: Sequence[float]
-    """Of its step's time to the baseline's, lap by lap."""
+    lap: Lap  # What its laps came to: medians
+    ratios: Sequence[float]  # Of its step's time to the baseline's, lap by lap
 
     @property
     def ratio(self) -> float:
@@ -91,11 +87,9 @@ class Bench:
 class Compared:
     """What came of all comparisons."""
 
-    itself: Result
-    """The training as it is: its ratios against its like, and the lap of all its comparisons."""
+    itself: Result  # The training as it is: its ratios against its like, and the lap of all its comparisons
     results: Sequence[Result]
-    helping: Sequence[Result]
-    """Of these, what is faster than noise."""
+    helping: Sequence[Result]  # Of these, what is faster than noise
 
     @property
     def fastest(self) -> Result | None:

@@ -21,8 +21,7 @@ from ddptrain.launcher.parent_death import leave
 
 _SMALLEST = 1 << 10
 _ROUNDS = 15
-_TOGETHER = 1 << 22
-"""Bytes that small all-reduces make up together before the clock is read."""
+_TOGETHER = 1 << 22  # Bytes that small all-reduces make up together before the clock is read
 _MOST = 30
 
 

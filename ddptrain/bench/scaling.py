@@ -17,10 +17,8 @@ is late by about sqrt(2 ln N) of it."""
 class Link:
     """What lies between two neighbours."""
 
-    latency_s: float
-    """alpha: of a message without content."""
-    bytes_per_s: float
-    """B, that is 1 / beta."""
+    latency_s: float  # alpha: of a message without content
+    bytes_per_s: float  # B, that is 1 / beta
 
     def all_reduce_s(self, ranks: int, size: float) -> float:
         """Seconds to sum so many bytes over the ranks; 0 for one rank."""
@@ -34,15 +32,11 @@ class Step:
     """One training's step on one node, as measured."""
 
     seconds: float
-    backward_s: float
-    """Of it: the rank's own backward pass, behind which messages can hide."""
-    exposed_s: float
-    """Of it: waiting for gradients."""
-    samples: int
-    """Of all ranks."""
+    backward_s: float  # Of it: the rank's own backward pass, behind which messages can hide
+    exposed_s: float  # Of it: waiting for gradients
+    samples: int  # Of all ranks
     ranks: int
-    messages: Sequence[float]
-    """Bytes of each all-reduce of a step."""
+    messages: Sequence[float]  # Bytes of each all-reduce of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +48,7 @@ class Estimate:
     lower: float
     """Efficiency: the share of nodes times the measured rate. Nothing of what the messages grow by is hidden,
     and ranks straggle."""
-    upper: float
-    """All of it is hidden that has room behind the backward pass, and no rank is late."""
+    upper: float  # All of it is hidden that has room behind the backward pass, and no rank is late
 
 
 def fitted(measured: Sequence[tuple[int, float]], ranks: int) -> Link:

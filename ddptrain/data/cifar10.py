@@ -29,8 +29,7 @@ _MOST_RECORDS = 10_000
 _TRAIN = [f"data_batch_{i}.bin" for i in range(1, 6)]
 _VALID = "test_batch.bin"
 _MOST_MEMBERS = 32
-_MOST_UNPACKED = 256 * 2**20
-"""Bytes; the right archive has 184,380,000 and a little."""
+_MOST_UNPACKED = 256 * 2**20  # Bytes; the right archive has 184,380,000 and a little
 
 
 @final

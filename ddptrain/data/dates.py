@@ -21,8 +21,7 @@ VOCABULARY = 3 + len(CHARACTERS)
 
 _FIRST_DAY = datetime.date(1900, 1, 1).toordinal()
 _DAYS = datetime.date(2100, 1, 1).toordinal() - _FIRST_DAY
-_HELD_OUT = 10
-"""Every tenth day, by a hash, is seen in validation only."""
+_HELD_OUT = 10  # Every tenth day, by a hash, is seen in validation only
 
 _MONTHS = (
     *("January", "February", "March", "April", "May", "June"),

@@ -18,8 +18,7 @@ from ddptrain.data.workers import check_workers, spare_cores
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
-_RESIDENT_ON_CPU = 2 * 2**30
-"""Bytes up to which ``resident=auto`` keeps a set in a CPU rank's memory."""
+_RESIDENT_ON_CPU = 2 * 2**30  # Bytes up to which ``resident=auto`` keeps a set in a CPU rank's memory
 _RESIDENT_SHARE_OF_GPU = 0.25
 
 

@@ -32,12 +32,10 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 """Of the files, and of the pixels: raise it when `pictures.fitted` comes to give others."""
 _ABOUT = "about.json"
-_BLOCK = 16 * 2**20
-"""Bytes of pixels, about, that are decoded, written and checked at a time."""
+_BLOCK = 16 * 2**20  # Bytes of pixels, about, that are decoded, written and checked at a time
 _CHECKED = 64
 """Blocks looked at before a run, a GiB of pixels: all of most sets, and others each time of a larger one."""
-_TOLD_EVERY = 10.0
-"""Seconds."""
+_TOLD_EVERY = 10.0  # Seconds
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _TO_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 

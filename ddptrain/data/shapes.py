@@ -19,8 +19,7 @@ from ddptrain.data.source import ArraySplit, ImageSource, Opened, Split
 from ddptrain.errors import check_least
 
 SIDE = 32
-_CHUNK = 1000
-"""Samples drawn from one generator: sample i does not depend on how many are drawn."""
+_CHUNK = 1000  # Samples drawn from one generator: sample i does not depend on how many are drawn
 
 
 @final

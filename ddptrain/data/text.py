@@ -15,13 +15,11 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.corpus import TextSource
 from ddptrain.data.prefetch import on_device
-from ddptrain.data.tokens import Level, open_tokens, tokens_folder, write_tokens
-from ddptrain.data.vocabulary import Vocabulary
+from ddptrain.data.tokens import Level, Vocabulary, open_tokens, tokens_folder, write_tokens
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError, check_least
 
-_SHIFT = 0
-"""Purpose of a draw: where an epoch's first window begins."""
+_SHIFT = 0  # Purpose of a draw: where an epoch's first window begins
 
 
 class Windows(NamedTuple):

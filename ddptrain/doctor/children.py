@@ -23,8 +23,7 @@ _KINDS: Mapping[str, Any] = {
     "proofs": tuple[Proof, ...],
     "links": tuple[Link, ...],
 }
-_MARK = "ddptrain doctor: "
-"""Begins the lines that are for doctor; libraries may print what they like."""
+_MARK = "ddptrain doctor: "  # Begins the lines that are for doctor; libraries may print what they like
 
 
 def tell(section: str, value: Any) -> None:
@@ -57,30 +56,31 @@ def ask(question: str, step: str, first_s: float, *words: str, then_s: float | N
         )
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=_read, args=(child, lines), daemon=True).start()
-        told: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         patience_s = first_s if then_s is None else then_s
         try:
-            for section, value in _told(lines, first_s, patience_s):
+            for section, value in _sections(lines, first_s, patience_s):
                 if section == "begin":
                     step = value
                 else:
                     now = restored(_KINDS[section], value, question)
-                    told[section] = (*told.get(section, ()), *now) if isinstance(now, tuple) else now
+                    found[section] = (*found.get(section, ()), *now) if isinstance(now, tuple) else now
             code = child.wait(patience_s)
         except (TimeoutError, subprocess.TimeoutExpired):
             child.kill()
-            waited = patience_s if told else first_s
-            told["failures"] = (Failure(step, f"{step}: no answer in {waited:g} s", hung=True),)
-            return told
+            waited = patience_s if found else first_s
+            found["failures"] = (Failure(step, f"{step}: no answer in {waited:g} s", hung=True),)
+            return found
         if code != 0:
             errors.seek(0)
-            told["failures"] = (
-                Failure(step, f"{step}: {_reason(code, errors.read().decode(errors='replace'))}"),
-            )
-        return told
+            reason = _reason(code, errors.read().decode(errors="replace"))
+            found["failures"] = (Failure(step, f"{step}: {reason}"),)
+        return found
 
 
-def _told(lines: "queue.SimpleQueue[str | None]", wait_s: float, then_s: float) -> Iterator[tuple[str, Any]]:
+def _sections(
+    lines: "queue.SimpleQueue[str | None]", wait_s: float, then_s: float
+) -> Iterator[tuple[str, Any]]:
     """Raises TimeoutError where nothing comes for so long."""
     while True:
         try:

@@ -18,13 +18,10 @@ _VARIABLES = re.compile(
 """Those that have to do with it; what else is set is nobody's business in a report."""
 _OF_TRAINING = re.compile(r"/dev/nvidia(ctl|-uvm|\d+)")
 """Device nodes that training opens; one for profiling may be root's."""
-_DISPLAY = ("0x0300", "0x0302")
-"""PCI classes: a display and a 3D controller."""
+_DISPLAY = ("0x0300", "0x0302")  # PCI classes: a display and a 3D controller
 _NVIDIA = "0x10de"
-_LISTENS = "0A"
-"""A state in /proc/net/tcp."""
-_UNLIMITED = 2**60
-"""cgroup v1 and some kernels write no limit as a number beyond any machine."""
+_LISTENS = "0A"  # A state in /proc/net/tcp
+_UNLIMITED = 2**60  # cgroup v1 and some kernels write no limit as a number beyond any machine
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:

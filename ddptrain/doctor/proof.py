@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 _ROWS, _INNER = 256, 512
-_SUMS = 4
-"""Times the bound of a sum by rounding: tensor cores cut where others round."""
+_SUMS = 4  # Times the bound of a sum by rounding: tensor cores cut where others round
 _TRANSFORMS = 16
 """Roundings of a typical sum to the type: a convolution by Winograd's way adds before it multiplies."""
 _LINK_BYTES = 64 * 2**20

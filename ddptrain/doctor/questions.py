@@ -13,10 +13,8 @@ from ddptrain.doctor.children import begin, tell
 from ddptrain.doctor.torch_facts import as_built, ask_gpus
 
 _MODES = {0: "default", 1: "exclusive", 2: "prohibited", 3: "exclusive"}
-_HEAT = 0x20 | 0x40
-"""Clock event reasons: thermal slowdown by software, by hardware."""
-_POWER = 0x80
-"""The power brake, by hardware; the software's power cap (0x4) is daily life under load."""
+_HEAT = 0x20 | 0x40  # Clock event reasons: thermal slowdown by software, by hardware
+_POWER = 0x80  # The power brake, by hardware; the software's power cap (0x4) is daily life under load
 
 
 def ask_torch(asked: str) -> None:

@@ -8,10 +8,8 @@ from ddptrain.doctor.findings import Finding, gib, listed, ok, problem, warning
 from ddptrain.doctor.rules_cuda import CUDA_12
 from ddptrain.doctor.rules_presence import LOOK
 
-_FULL, _HALF = 0.9, 0.2
-"""Of a GPU's memory, taken by others: nothing fits any more; less fits."""
-_SLOW_PAIR = 0.25
-"""Of the fastest pair's speed: another kind of wire."""
+_FULL, _HALF = 0.9, 0.2  # Of a GPU's memory, taken by others: nothing fits any more; less fits
+_SLOW_PAIR = 0.25  # Of the fastest pair's speed: another kind of wire
 _NCCL = "NCCL_DEBUG=INFO python -m ddptrain doctor shows where it stops"
 
 

@@ -7,8 +7,7 @@ from ddptrain.doctor.findings import Finding, counted, gib, listed, ok, problem,
 
 _A_WORKER = 128 * 2**20
 """Bytes of /dev/shm: two batches of about 64 MiB, say 100 pictures of 3x224x224 in float32."""
-_DOCKER = 64 * 2**20
-"""Bytes of /dev/shm that Docker and Kubernetes give."""
+_DOCKER = 64 * 2**20  # Bytes of /dev/shm that Docker and Kubernetes give
 _FILES, _FILES_A_WORKER = 512, 64
 """Descriptors: a process's own, and two batches of up to 30 tensors from each worker."""
 _SLOW = {

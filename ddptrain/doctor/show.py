@@ -15,10 +15,8 @@ from ddptrain.doctor.replay import plain
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PLAIN_WIDTH = 160
-"""Columns where there is no terminal: a file, a pipe."""
-_READABLE = 110
-"""Columns of text, on a wider terminal too."""
+_PLAIN_WIDTH = 160  # Columns where there is no terminal: a file, a pipe
+_READABLE = 110  # Columns of text, on a wider terminal too
 _COLOURS = {"problem": "1;31", "warning": "33", "ok": "32"}
 
 

@@ -7,12 +7,9 @@ from typing import Any, NamedTuple
 
 from ddptrain.report.run_files import Point, RunFiles
 
-_MOST_POINTS = 1000
-"""Of a series."""
-_MOST_IN_ALL = 12_000
-"""Of all runs' series of one name and split."""
-_FEW = 30
-"""Points up to which each has a mark."""
+_MOST_POINTS = 1000  # Of a series
+_MOST_IN_ALL = 12_000  # Of all runs' series of one name and split
+_FEW = 30  # Points up to which each has a mark
 _LARGEST = 1e300
 COLOURS = 10
 WIDTH, HEIGHT = 460, 260

@@ -25,10 +25,8 @@ from ddptrain.report.markup import Html, Row, document, folded, named, section, 
 from ddptrain.report.page_drawn import curves, pictures, where_time_went
 from ddptrain.report.run_files import RunFiles, plain
 
-_FEW = 3
-"""Runs up to which each has its place on the page for what one seldom reads."""
-_PICTURES = 8_000_000
-"""Characters of pictures in one page."""
+_FEW = 3  # Runs up to which each has its place on the page for what one seldom reads
+_PICTURES = 8_000_000  # Characters of pictures in one page
 
 
 def write_page(runs: Sequence[RunFiles], title: str, notes: Sequence[str], path: Path) -> None:

@@ -16,11 +16,9 @@ import yaml
 
 from ddptrain.observe.lock import LOCK, is_locked
 
-_MARKS = ("command.txt", "metrics.jsonl", "summary.json")
-"""A folder with one of these is a run's."""
+_MARKS = ("command.txt", "metrics.jsonl", "summary.json")  # A folder with one of these is a run's
 _PLACE = ("step", "epoch", "samples", "split")
-_MOST_KEYS = 2000
-"""Of a config: YAML's aliases make a short text endless."""
+_MOST_KEYS = 2000  # Of a config: YAML's aliases make a short text endless
 _MOST_CHARACTERS = 200_000
 _BRIEFLY = reprlib.Repr()
 _BRIEFLY.maxlist = _BRIEFLY.maxdict = _BRIEFLY.maxtuple = 20

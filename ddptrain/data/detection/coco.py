@@ -26,8 +26,7 @@ from ddptrain.errors import UserError
 _VALID_NAMES = ("val", "valid", "validation", "test")
 _RULE = "its edges must lie within it (1 pixel beyond counts as rounding and is cut off)"
 _ROUNDING = (1.0, 1.0)
-_TRIED = 20
-"""Images looked for to find their folder: some may be missing."""
+_TRIED = 20  # Images looked for to find their folder: some may be missing
 
 
 @final

@@ -23,11 +23,9 @@ from ddptrain.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_COARSEST = 32
-"""Pixels of the coarsest stride; a picture's side is a multiple of it."""
+_COARSEST = 32  # Pixels of the coarsest stride; a picture's side is a multiple of it
 _LARGEST_AUTO = 640
-_RESIDENT = 2 * 2**30
-"""Bytes up to which ``resident=auto`` keeps the decoded pictures in a node's memory."""
+_RESIDENT = 2 * 2**30  # Bytes up to which ``resident=auto`` keeps the decoded pictures in a node's memory
 _LARGEST = 4096
 _LISTED = 20
 

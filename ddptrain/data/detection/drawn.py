@@ -21,15 +21,11 @@ from ddptrain.errors import check_least
 
 MOST = 12
 """Shapes in a scene."""
-_CHUNK = 200
-"""Scenes drawn from one generator: scene i does not depend on how many are drawn."""
-_TRIES = 20
-"""Shapes offered to a scene; one that would hide too much of an earlier one is not painted."""
-_PATCH = 64
-"""Side of the square in which a shape is drawn; no shape is larger."""
+_CHUNK = 200  # Scenes drawn from one generator: scene i does not depend on how many are drawn
+_TRIES = 20  # Shapes offered to a scene; one that would hide too much of an earlier one is not painted
+_PATCH = 64  # Side of the square in which a shape is drawn; no shape is larger
 _RADIUS = (7.0, 28.0)
-_SEEN = 0.5
-"""Least share of a shape that neither others nor the edge may hide."""
+_SEEN = 0.5  # Least share of a shape that neither others nor the edge may hide
 _NOBODY = -1
 
 

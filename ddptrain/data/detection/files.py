@@ -23,8 +23,7 @@ Row = tuple[Box, int, bool]
 """Box, label, crowd."""
 
 _SHOWN = 20
-_LEAST_SIDE = 0.01
-"""Pixels. What is thinner may have no area left once it is float32."""
+_LEAST_SIDE = 0.01  # Pixels. What is thinner may have no area left once it is float32.
 _ORIENTATION = 0x0112
 _TURNING = (b"Raw profile type exif", b"XML:com.adobe.xmp")
 

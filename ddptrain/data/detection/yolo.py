@@ -26,8 +26,7 @@ from ddptrain.errors import UserError
 
 _ROUNDING = 1e-3
 _RULE = f"its edges must lie within 0..1 ({_ROUNDING:g} beyond counts as rounding and is cut off)"
-_NO_LABELS = ("classes.txt",)
-"""What labelImg and Label Studio put beside the labels."""
+_NO_LABELS = ("classes.txt",)  # What labelImg and Label Studio put beside the labels
 
 
 @final
