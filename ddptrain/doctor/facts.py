@@ -132,7 +132,7 @@ class Torch:
     hip: str | None = None
     arch_list: tuple[str, ...] = ()
     nccl: str = ""
-    cpu: str = ""  # The instructions its CPU kernels take: DEFAULT, AVX2, AVX512,
+    cpu: str = ""  # The instructions its CPU kernels take: DEFAULT, AVX2, AVX512, ...
     cpu_features: tuple[str, ...] = ()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddptrain.observe.clock import clock
-from ddptrain.report.run_files import Point, RunFiles, number, plain
+from ddptrain.report.run_files import Point, RunFiles, as_mapping, number, plain
 
 NOTHING = "–"  # noqa: RUF001
 PARTS = (
@@ -75,14 +75,18 @@ def metrics(runs: Sequence[RunFiles]) -> list[Metric]:
     every = dict.fromkeys(key for run in runs for key in run.curves)
     names = [key for key in every if key[1] == "valid"] + [key for key in every if key == ("loss", "train")]
     ranked = sorted(names, key=lambda key: key != (counts, "valid"))
-    return [_metric(name, split, runs) for name, split in ranked]
+    found = []
+    for name, split in ranked:
+        higher = direction(name, runs)
+        scores = tuple(_score(run.curves.get((name, split), []), higher) for run in runs)
+        found.append(Metric(name, split, higher, scores))
+    return found
 
 
 def main_metric(runs: Sequence[RunFiles]) -> str:
     """The metric by which the runs pick their best weights; '' where none of them has got that far."""
     for run in runs:
-        best = run.summary.get("best")
-        for name in best if isinstance(best, Mapping) else ():
+        for name in run.section("best"):
             if name != "step":
                 return plain(name)
     return ""
@@ -105,10 +109,7 @@ def ranking(runs: Sequence[RunFiles]) -> list[int]:
 
 def time_split(run: RunFiles) -> dict[str, float]:
     """Seconds by part, and what is left of the whole; empty where the run does not tell."""
-    given = run.summary.get("time")
-    parts = (
-        {plain(name): number(value) for name, value in given.items()} if isinstance(given, Mapping) else {}
-    )
+    parts = {plain(name): number(value) for name, value in run.section("time").items()}
     known = {name: value for name, value in parts.items() if value is not None and value >= 0}
     ordered = {name: known[name] for name in (*PARTS, *known) if name in known}
     left = (run.number("seconds") or 0.0) - sum(ordered.values())
@@ -117,28 +118,26 @@ def time_split(run: RunFiles) -> dict[str, float]:
 
 def devices(run: RunFiles) -> dict[str, dict[str, str]]:
     """What is known of each of the run's GPUs and hosts, by its label: means and peaks of the whole run."""
-    given = run.summary.get("devices")
     found: dict[str, dict[str, str]] = {}
-    for label, told in given.items() if isinstance(given, Mapping) else ():
-        if isinstance(told, Mapping) and label not in ("least_used", "most_used"):
+    for label, gauges in run.section("devices").items():
+        if isinstance(gauges, Mapping) and label not in ("least_used", "most_used"):
             cells = found.setdefault(plain(label), {})
-            for name, value in told.items():
-                inner = value.items() if isinstance(value, Mapping) and name != "now" else ()
-                cells |= {plain(f"{kind} ({name})"): written(each) for kind, each in inner}
-                cells |= {} if isinstance(value, Mapping) else {plain(name): written(value)}
+            for name, value in gauges.items():
+                if not isinstance(value, Mapping):
+                    cells[plain(name)] = written(value)
+                elif name != "now":
+                    cells |= {plain(f"{kind} ({name})"): written(each) for kind, each in value.items()}
     return found
 
 
 def _used(run: RunFiles) -> str:
     """Which GPU was used least and which most, where there are several."""
-    given = run.summary.get("devices")
-    told = given if isinstance(given, Mapping) else {}
     words = []
     for key in ("least_used", "most_used"):
-        which = told.get(key)
-        share = number(which.get("utilisation")) if isinstance(which, Mapping) else None
-        if isinstance(which, Mapping) and share is not None:
-            words.append(f"the GPU of rank {which.get('rank')} ({share:.0f} %)")
+        gpu = as_mapping(run.section("devices").get(key))
+        share = number(gpu.get("utilisation"))
+        if share is not None:
+            words.append(f"the GPU of rank {gpu.get('rank')} ({share:.0f} %)")
     return f"least used: {words[0]}, most used: {words[1]}" if len(set(words)) == 2 else ""
 
 
@@ -212,19 +211,12 @@ def value_of(point: Point | None) -> str:
 def direction(name: str, runs: Sequence[RunFiles]) -> bool | None:
     """Whether higher is better; None where that is not known."""
     for run in runs:
-        best, higher = run.summary.get("best"), run.summary.get("higher_is_better")
-        if isinstance(best, Mapping) and name in best and isinstance(higher, bool):
+        higher = run.summary.get("higher_is_better")
+        if name in run.section("best") and isinstance(higher, bool):
             return higher
     if any(word in name.lower() for word in _LOWER):
         return False
     return True if name.lower().startswith(_HIGHER) else None
-
-
-def _metric(name: str, split: str, runs: Sequence[RunFiles]) -> Metric:
-    higher = direction(name, runs)
-    return Metric(
-        name, split, higher, tuple(_score(run.curves.get((name, split), []), higher) for run in runs)
-    )
 
 
 def _score(points: Sequence[Point], higher: bool | None) -> Score:

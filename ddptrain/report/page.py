@@ -4,12 +4,11 @@ What it shows may be a stranger's: `markup` escapes every text, and lets no scri
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from ddptrain.report.comparison import (
-    Difference,
     Metric,
     compared,
     devices,
@@ -21,7 +20,7 @@ from ddptrain.report.comparison import (
 )
 from ddptrain.report.curves import HEIGHT, WIDTH, as_data, panels
 from ddptrain.report.embedded import embed
-from ddptrain.report.markup import Html, Row, document, folded, named, section, table, who
+from ddptrain.report.markup import Html, document, folded, named, section, table, who
 from ddptrain.report.page_drawn import curves, pictures, where_time_went
 from ddptrain.report.run_files import RunFiles, plain
 
@@ -50,7 +49,7 @@ def page(runs: Sequence[RunFiles], title: str, notes: Sequence[str]) -> str:
         section("Pictures and texts", pictures(runs, embedded)),
         section("Evaluation in detail", _details(runs)),
         section("Configuration", _configuration(runs)),
-        section("Environment", _environment(runs)),
+        section("Environment", _same(runs, [run.environment for run in runs])),
         section("Repeat it", _commands(runs)),
     ]
     data = {
@@ -86,8 +85,8 @@ def _differing(runs: Sequence[RunFiles]) -> str:
     return table("run", [row.key for row in rows], turned, "differs")
 
 
-def _same(runs: Sequence[RunFiles], rows: Sequence[Difference]) -> str:
-    same = [(row.key, row.values[:1]) for row in rows if not row.differs]
+def _same(runs: Sequence[RunFiles], settings: Sequence[Mapping[str, str]]) -> str:
+    same = [(row.key, row.values[:1]) for row in compared(settings) if not row.differs]
     title = f"the same in all runs ({len(same)})" if len(runs) > 1 else f"all {len(same)} settings"
     return folded(title, table("setting", ["value"], same)) if same else ""
 
@@ -101,11 +100,7 @@ def _configuration(runs: Sequence[RunFiles]) -> str:
     whole = (
         "".join(files) if len(files) <= _FEW else folded(f"config.yaml of {len(files)} runs", "".join(files))
     )
-    return _same(runs, compared([run.config for run in runs])) + whole
-
-
-def _environment(runs: Sequence[RunFiles]) -> str:
-    return _same(runs, compared([run.environment for run in runs]))
+    return _same(runs, [run.config for run in runs]) + whole
 
 
 def _metrics(runs: Sequence[RunFiles]) -> str:
@@ -113,19 +108,21 @@ def _metrics(runs: Sequence[RunFiles]) -> str:
     if not found:
         return '<p class="soft">There are none yet.</p>'
     if len(runs) == 1:
-        return table("metric", ["last", "best", "at step"], [_alone(metric) for metric in found], "number")
+        alone = [(metric.title, *metric.scores[0]) for metric in found]
+        facts = [
+            (title, [value_of(last), value_of(best), best and f"{best.step:,.0f}"])
+            for title, last, best in alone
+        ]
+        return table("metric", ["last", "best", "at step"], facts, "number")
     columns = [title for metric in found for title in (metric.title, "best")]
     names = named(runs)
-    rows = [(names[i], [cell for metric in found for cell in _cells(metric, i)]) for i in ranking(runs)]
+    rows = [
+        (names[i], [cell for metric in found for cell in _last_and_best(metric, i)]) for i in ranking(runs)
+    ]
     return table("run", columns, rows, "number") + _directions(found)
 
 
-def _alone(metric: Metric) -> Row:
-    last, best = metric.scores[0]
-    return metric.title, [value_of(last), value_of(best), None if best is None else f"{best.step:,.0f}"]
-
-
-def _cells(metric: Metric, run: int) -> list[str]:
+def _last_and_best(metric: Metric, run: int) -> list[str]:
     last, best = metric.scores[run]
     text = value_of(best)
     return [value_of(last), Html(f'<span class="best">{text}</span>') if run in metric.winners else text]

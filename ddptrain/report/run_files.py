@@ -73,6 +73,10 @@ class RunFiles:
         """A number of summary.json, if it is there and finite."""
         return number(self.summary.get(name))
 
+    def section(self, name: str) -> Mapping[str, Any]:
+        """An object of summary.json; empty if it is not there."""
+        return as_mapping(self.summary.get(name))
+
 
 def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _MARKS)
@@ -95,7 +99,7 @@ def read_run(folder: Path, name: str) -> RunFiles:
 def flat(tree: Mapping[Any, Any]) -> dict[str, str]:
     """Nested settings as texts by dotted key."""
     found: dict[str, str] = {}
-    left: list[tuple[str, Any]] = [(str(key), value) for key, value in reversed(list(tree.items()))]
+    left = [(str(key), value) for key, value in reversed(list(tree.items()))]
     while left and len(found) < _MOST_KEYS and len(left) < _MOST_KEYS:
         name, value = left.pop()
         if isinstance(value, Mapping) and value and name.count(".") < 20:
@@ -114,6 +118,11 @@ def number(value: object) -> float | None:
     except OverflowError:
         return None
     return converted if math.isfinite(converted) else None
+
+
+def as_mapping(value: object) -> Mapping[str, Any]:
+    """The value, or an empty mapping for anything else."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def plain(value: object) -> str:
@@ -163,11 +172,11 @@ def _read_metrics(run: RunFiles) -> None:
     found: dict[tuple[str, str], dict[float, Point]] = {}
     damaged = 0
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    for left, text in zip(range(len(lines) - 1, -1, -1), lines, strict=True):
-        line = _line(text)
-        step = None if line is None else number(line.get("step"))
-        if line is None or step is None:
-            damaged += left > 0 and bool(text.strip())  # the last may be half written
+    for i, text in enumerate(lines, 1):
+        line = _json_object(text)
+        step = number(line.get("step"))
+        if step is None:
+            damaged += i < len(lines) and bool(text.strip())  # the last may be half written
             continue
         split, epoch = plain(line.get("split", "")), number(line.get("epoch"))
         for name, value in line.items():
@@ -185,12 +194,12 @@ def _read_metrics(run: RunFiles) -> None:
         _take_final_metrics(run)
 
 
-def _line(text: bytes) -> dict[str, Any] | None:
+def _json_object(text: bytes) -> Mapping[str, Any]:
+    """Empty where the text is damaged."""
     try:
-        line = json.loads(text)
+        return as_mapping(json.loads(text))
     except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) else None
+        return {}
 
 
 def _is_logged(value: object) -> bool:
@@ -199,7 +208,7 @@ def _is_logged(value: object) -> bool:
 
 def _take_final_metrics(run: RunFiles) -> None:
     """From summary.json, where metrics.jsonl has none."""
-    metrics, step = run.summary.get("metrics"), run.number("step") or 0.0
-    for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
+    step = run.number("step") or 0.0
+    for name, value in run.section("metrics").items():
         if "/" not in str(name) and _is_logged(value):
             run.curves[plain(name), "valid"] = [Point(step, None, number(value))]
