@@ -8,16 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from ddptrain.report.comparison import (
-    Metric,
-    compared,
-    devices,
-    metrics,
-    overview,
-    ranking,
-    said,
-    value_of,
-)
+from ddptrain.report.comparison import Metric, compared, devices, metrics, overview, ranking, said, value_of
 from ddptrain.report.curves import HEIGHT, WIDTH, as_data, panels
 from ddptrain.report.embedded import embed
 from ddptrain.report.markup import Html, document, folded, named, section, table, who

@@ -6,20 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from ddptrain.data.detection.files import (
-    FileScenes,
-    OnError,
-    Picture,
-    Problems,
-    Row,
-    check_size,
-    checked_names,
-    checked_path,
-    clipped,
-    held_out,
-    probe,
-    read_text,
-)
+from ddptrain.data.detection import files
+from ddptrain.data.detection.files import FileScenes, OnError, Picture, Problems, Row
 from ddptrain.data.detection.source import DetectionSource, Opened
 from ddptrain.errors import UserError
 
@@ -48,7 +36,7 @@ class CocoFiles(DetectionSource):
     def __init__(
         self, path: str | None = None, valid_path: str | None = None, on_error: OnError = "stop"
     ) -> None:
-        self._file = checked_path(path, "the JSON of a set's instances, in COCO's format")
+        self._file = files.checked_path(path, "the JSON of a set's instances, in COCO's format")
         self._valid_file = Path(valid_path) if valid_path else None
         self._on_error = on_error
 
@@ -58,7 +46,7 @@ class CocoFiles(DetectionSource):
         valid_file = self._valid_file or _sibling(self._file)
         if valid_file is None:
             by_name = sorted(train.images, key=lambda image: str(image.get("file_name")))
-            train_images, valid_images = held_out(by_name)
+            train_images, valid_images = files.held_out(by_name)
             valid = train
         else:
             valid = _read(valid_file, problems)
@@ -100,7 +88,7 @@ def _sibling(file: Path) -> Path | None:
 
 def _read(file: Path, problems: Problems) -> _Instances:
     try:
-        found = json.loads(read_text(file), object_hook=_without_masks)
+        found = json.loads(files.read_text(file), object_hook=_without_masks)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{file}, line {error.lineno}, column {error.colno}: is not JSON ({error.msg})."
@@ -142,7 +130,7 @@ def _categories(file: Path, entries: Sequence[dict[str, Any]]) -> dict[int, str]
         names[number] = name
     if not names:
         raise UserError(f"{file}: categories: must list one or more.")
-    checked_names(file, list(names.values()))
+    files.checked_names(file, list(names.values()))
     return dict(sorted(names.items()))
 
 
@@ -212,8 +200,8 @@ def _labelled(
     index = {number: i for i, number in enumerate(instances.categories)}
     for image in images:
         try:
-            picture = probe(instances.folder / image["file_name"])
-            check_size(picture, image["width"], image["height"])
+            picture = files.probe(instances.folder / image["file_name"])
+            files.check_size(picture, image["width"], image["height"])
         except UserError as error:
             problems.add(f"{instances.file}, image {image['id']}: {error}")
             continue
@@ -237,7 +225,8 @@ def _row(entry: dict[str, Any], picture: Picture, index: dict[int, int]) -> Row:
         raise UserError(f"bbox {json.dumps(bbox)}: must be four numbers, x, y, width and height")
     try:
         x, y, width, height = map(float, bbox)
-        box = clipped((x, y, x + width, y + height), picture.height, picture.width, _ROUNDING, _RULE)
-    except (UserError, OverflowError) as error:
+    except OverflowError as error:
         raise UserError(f"bbox {json.dumps(bbox)}: {error}") from error
+    box = (x, y, x + width, y + height)
+    box = files.clipped(f"bbox {json.dumps(bbox)}", box, picture, _ROUNDING, _RULE)
     return box, index[category], bool(crowd)

@@ -105,25 +105,19 @@ class Problems:
     def opened(self, train: FileScenes, valid: FileScenes, classes: Sequence[str]) -> Opened:
         """The set, where the problems allow it. Raises UserError with all of them, or the first 20."""
         count = len(self._lines)
-        told = "\n".join(f"  {line}" for line in self._lines[:_SHOWN])
+        shown = "\n".join(f"  {line}" for line in self._lines[:_SHOWN])
         if count > _SHOWN:
-            told += f"\n  and {count - _SHOWN} more"
-        heading = f"{self._source}: {count} problem{'s' if count > 1 else ''} in this set:\n{told}\n"
+            shown += f"\n  and {count - _SHOWN} more"
         if count and self._on_error == "stop":
             raise UserError(
-                f"{heading}Mend {'them' if count > 1 else 'it'}, or go on without:"
-                " data.source.on_error=skip leaves out such boxes and pictures."
+                f"{self._source}: {count} problem{'s' if count > 1 else ''} in this set:\n{shown}\n"
+                f"Mend {'them' if count > 1 else 'it'}, or go on without: data.source.on_error=skip leaves"
+                " out such boxes and pictures."
             )
         for part, scenes in (("training", train), ("validation", valid)):
             if not len(scenes):
-                raise UserError(
-                    f"{self._source}: no picture is left for {part}."
-                    + (
-                        f" Left out:\n{told}"
-                        if count
-                        else " Without a part for validation it is every tenth."
-                    )
-                )
+                why = f"Left out:\n{shown}" if count else "Without a part for validation it is every tenth."
+                raise UserError(f"{self._source}: no picture is left for {part}. {why}")
         return Opened(train, valid, classes, skipped=tuple(self._lines))
 
 
@@ -188,23 +182,24 @@ def check_size(picture: Picture, width: object, height: object) -> None:
     raise UserError(f"{picture.file}: is {seen[0]}x{seen[1]} pixels; its labels say {width}x{height}.")
 
 
-def clipped(box: Box, height: int, width: int, slack: tuple[float, float], rule: str) -> Box:
+def clipped(what: str, box: Box, picture: Picture, slack: tuple[float, float], rule: str) -> Box:
     """The box, cut at the picture's edges where it leaves them by rounding alone.
 
-    slack: pixels across and down that count as rounding. Raises UserError: what is wrong with the box, and
-    for one that leaves the picture, the format's own ``rule``.
+    what: the box as it is written. slack: pixels across and down that count as rounding. Raises UserError
+    that says what is wrong with the box; for one that leaves the picture, with the format's own ``rule``.
     """
     x1, y1, x2, y2 = box
+    height, width = picture.height, picture.width
     if not all(map(math.isfinite, box)):
-        raise UserError("must be finite numbers")
+        raise UserError(f"{what}: must be finite numbers")
     if x2 - x1 < _LEAST_SIDE or y2 - y1 < _LEAST_SIDE:
-        raise UserError("has no area; width and height must be more than 0")
+        raise UserError(f"{what}: has no area; width and height must be more than 0")
     over_x, over_y = max(-x1, x2 - width), max(-y1, y2 - height)
     if over_x > slack[0] or over_y > slack[1]:
-        raise UserError(f"leaves the picture of {width}x{height} pixels; {rule}")
+        raise UserError(f"{what}: leaves the picture of {width}x{height} pixels; {rule}")
     x1, y1, x2, y2 = max(x1, 0.0), max(y1, 0.0), min(x2, float(width)), min(y2, float(height))
     if x2 - x1 < _LEAST_SIDE or y2 - y1 < _LEAST_SIDE:
-        raise UserError("has no area within the picture")
+        raise UserError(f"{what}: has no area within the picture")
     return x1, y1, x2, y2
 
 

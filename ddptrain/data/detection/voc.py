@@ -6,16 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 from xml.etree import ElementTree
 
-from ddptrain.data.detection.files import (
-    FileScenes,
-    OnError,
-    Picture,
-    Problems,
-    Row,
-    check_size,
-    clipped,
-    probe,
-)
+from ddptrain.data.detection import files
+from ddptrain.data.detection.files import FileScenes, OnError, Picture, Problems, Row
 from ddptrain.data.detection.source import DetectionSource, Opened
 from ddptrain.errors import UserError
 
@@ -88,7 +80,7 @@ class VocFiles(DetectionSource):
 def _labelled(found: "VOCDetection", problems: Problems) -> Iterator[tuple[Picture, str, list[Row]]]:
     for image, annotation in zip(found.images, found.annotations, strict=True):
         try:
-            picture = probe(Path(image))
+            picture = files.probe(Path(image))
             objects = _objects(found, annotation, picture)
         except UserError as error:
             problems.add(str(error))
@@ -116,7 +108,7 @@ def _objects(found: "VOCDetection", annotation: str, picture: Picture) -> list[A
         raise UserError(f"{annotation}: must hold one <annotation>.")
     size = content.get("size")
     if isinstance(size, dict):
-        check_size(picture, *(_whole(size.get(side)) for side in ("width", "height")))
+        files.check_size(picture, *(_whole(size.get(side)) for side in ("width", "height")))
     objects: list[Any] = content["object"]
     return objects
 
@@ -134,13 +126,10 @@ def _row(entry: Any, picture: Picture) -> Row:
         raise UserError(f"difficult {difficult}: must be 0 or 1")
     corners = entry.get("bndbox")
     written = [corners.get(corner) if isinstance(corners, dict) else None for corner in _CORNERS]
-    told = f"bndbox {' '.join(map(str, written))}"
+    bndbox = f"bndbox {' '.join(map(str, written))}"
     try:
         x1, y1, x2, y2 = (float(value) for value in written if isinstance(value, str))
     except ValueError as error:
-        raise UserError(f"{told}: must be four numbers, {', '.join(_CORNERS)}") from error
-    try:
-        box = clipped((x1 - 1, y1 - 1, x2, y2), picture.height, picture.width, _ROUNDING, _RULE)
-    except UserError as error:
-        raise UserError(f"{told}: {error}") from error
+        raise UserError(f"{bndbox}: must be four numbers, {', '.join(_CORNERS)}") from error
+    box = files.clipped(bndbox, (x1 - 1, y1 - 1, x2, y2), picture, _ROUNDING, _RULE)
     return box, CLASSES.index(name), difficult == "1"
