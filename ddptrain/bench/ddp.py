@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.bench.ab_compare import Bench, Compared, Result
-from ddptrain.bench.paced_run import Lap, Unfit, kill_group, last_lines, start_group
-from ddptrain.bench.scaling import STRAGGLING, Link, Step, estimated, fitted, misses
+from ddptrain.bench.ab_compare import Bench, Compared, OverrideResult
+from ddptrain.bench.paced_run import LapTimes, Unfit, kill_group, last_lines, start_group
+from ddptrain.bench.scaling import STRAGGLING, LinkModel, Step, estimated, fitted, misses
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import uses_ddp
 from ddptrain.doctor.show import print_table
@@ -93,7 +93,7 @@ def exposed_table(found: Compared) -> "Table":
     return table
 
 
-def _ms(lap: Lap, phase: str) -> float:
+def _ms(lap: LapTimes, phase: str) -> float:
     return 1e3 * lap.seconds[phase] / lap.steps
 
 
@@ -108,7 +108,7 @@ def _buckets(cap_mb: float, size: float) -> list[float]:
     return [first, *[rest / count] * count] if count else [first]
 
 
-def estimate(bench: Bench, config: Config, itself: Result) -> None:
+def estimate(bench: Bench, config: Config, itself: OverrideResult) -> None:
     """Measure all-reduces between as many ranks, and print the link they show and what it lets more nodes do,
     for the training as it is. Raises Unfit."""
     lap = itself.lap
@@ -155,7 +155,7 @@ def estimate(bench: Bench, config: Config, itself: Result) -> None:
     print(_LEFT_OUT, flush=True)
 
 
-def _scaling_table(step: Step, link: Link, steps_per_epoch: int) -> "Table":
+def _scaling_table(step: Step, link: LinkModel, steps_per_epoch: int) -> "Table":
     from rich import box
     from rich.table import Table
 

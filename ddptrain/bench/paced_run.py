@@ -31,7 +31,7 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Lap:
+class LapTimes:
     """Some steps of one training."""
 
     steps: int
@@ -94,7 +94,7 @@ class PacedRun:
         own = [f"log.every={steps}", f"run.dir={folder / 'run'}", f"+controllers.pacing={pacing}"]
         self._process = start_group(["ddptrain", *launch, *words, *own], self._said)
 
-    def warm_up(self) -> Lap:
+    def warm_up(self) -> LapTimes:
         """The first steps, which compile, tune and allocate. Raises Unfit where they don't come."""
         deadline = time.monotonic() + _STARTS_WITHIN_S
         while len(self._lines) < self._ranks:
@@ -108,15 +108,15 @@ class PacedRun:
         self._stale = -(-_READ_AHEAD * (lap.setup["workers"] or 0) // self._steps)
         return lap
 
-    def lap(self, times: int = 1) -> Lap:
+    def lap(self, times: int = 1) -> LapTimes:
         """So many times the shortest lap, after those that use up what its loaders have read ahead while it
         stood still."""
         laps = [self._go_on() for _ in range(self._stale + times)][self._stale :]
         last = laps[-1]
         seconds = {phase: sum(lap.seconds[phase] for lap in laps) for phase in last.seconds}
-        return Lap(times * self._steps, seconds, last.setup)
+        return LapTimes(times * self._steps, seconds, last.setup)
 
-    def _go_on(self) -> Lap:
+    def _go_on(self) -> LapTimes:
         for line in self._lines:
             with suppress(OSError):  # it has ended; that is told below
                 line.sendall(b"g")
@@ -128,10 +128,10 @@ class PacedRun:
         for line in self._lines:
             line.close()
 
-    def _finished_lap(self) -> Lap:
+    def _finished_lap(self) -> LapTimes:
         """The first rank's lap, once all have done it."""
         laps = {said["rank"]: said for said in map(self._read, self._lines)}
-        return Lap(self._steps, laps[0]["seconds"], laps[0]["setup"])
+        return LapTimes(self._steps, laps[0]["seconds"], laps[0]["setup"])
 
     def _read(self, line: socket.socket) -> Mapping[str, Any]:
         line.settimeout(_STARTS_WITHIN_S)

@@ -13,15 +13,15 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ddptrain.data.download import Limits, download, sha256_of
-from ddptrain.data.source import ArraySplit, ImageSource, Opened
+from ddptrain.data.download import DownloadLimits, download, sha256_of
+from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
 from ddptrain.errors import UserError
 
 ARCHIVE = "cifar-10-binary.tar.gz"
 URL = f"https://www.cs.toronto.edu/~kriz/{ARCHIVE}"
 SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-LIMITS = Limits(largest=256 * 2**20)
+LIMITS = DownloadLimits(largest=256 * 2**20)
 """The archive has 170,052,171 bytes."""
 
 _RECORD = 1 + 3 * 32 * 32
@@ -64,11 +64,11 @@ class Cifar10(ImageSource):
                 " Delete it and start again, or put the right one there."
             )
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> ImageSet:
         batches = _read(root / ARCHIVE)
         train = [batches[name] for name in _TRAIN]
         images, labels = (torch.cat(part) for part in zip(*train, strict=True))
-        return Opened(
+        return ImageSet(
             train=ArraySplit(images, labels),
             valid=ArraySplit(*batches[_VALID]),
             classes=CLASSES,

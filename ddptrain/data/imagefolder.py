@@ -12,7 +12,7 @@ from torch import Tensor
 from ddptrain.data.disk import size_and_time
 from ddptrain.data.packed import open_packed, pack, packed_folder
 from ddptrain.data.pictures import ENDINGS, decoders, fitted
-from ddptrain.data.source import ImageSource, Opened, Split
+from ddptrain.data.source import ImageSet, ImageSource, Split
 from ddptrain.errors import UserError
 
 _VALID_NAMES = ("val", "valid", "validation", "test")
@@ -68,7 +68,7 @@ class ImageFolder(ImageSource):
             parts = {"train": listed.train, "valid": listed.valid}
             pack(self._packed(root, self._cache, listed), parts, about)
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> ImageSet:
         listed = self._listed(root)
         if self._cache is None:
             return listed
@@ -76,13 +76,13 @@ class ImageFolder(ImageSource):
         train, valid = open_packed(folder, "train", listed.train), open_packed(folder, "valid", listed.valid)
         return replace(listed, train=train, valid=valid)
 
-    def _packed(self, root: Path, cache: Path, listed: Opened) -> Path:
+    def _packed(self, root: Path, cache: Path, listed: ImageSet) -> Path:
         """The pixels' folder, by all that they follow from: files told by names, sizes and times, for reading
         them would take as long as to decode them."""
         files = [_facts(part, root) for part in (listed.train, listed.valid)]
         return packed_folder(cache, f"{self.name}-{self._size}", [self._size, decoders(), files])
 
-    def _listed(self, root: Path) -> Opened:
+    def _listed(self, root: Path) -> ImageSet:
         train_root = root / "train"
         valid_root = next((root / name for name in _VALID_NAMES if (root / name).is_dir()), None)
         if train_root.is_dir() and valid_root is not None:
@@ -106,7 +106,7 @@ class ImageFolder(ImageSource):
                 f"data.root={root}: no image is left for validation. Give each class ten files or more,"
                 " or put some under val/<class>/."
             )
-        return Opened(
+        return ImageSet(
             train=self._split(train, classes),
             valid=self._split(valid, classes),
             classes=classes,

@@ -40,7 +40,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _TO_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-class _Block(NamedTuple):
+class _PixelBlock(NamedTuple):
     part: str
     ids: range
     bytes_each: int
@@ -165,7 +165,7 @@ def _write(folder: Path, parts: Mapping[str, Split], size: int, about: Mapping[s
     log.info("packed     %s pictures in %.0f s: %s (%s)", f"{count:,}", seconds, folder, _readable_size(size))
 
 
-def _packed(aside: Path, parts: Mapping[str, Split], block: _Block) -> str:
+def _packed(aside: Path, parts: Mapping[str, Split], block: _PixelBlock) -> str:
     """Decode a block and write it to its place; its SHA-256."""
     pixels = parts[block.part].images(torch.arange(block.ids.start, block.ids.stop)).numpy().data
     with (aside / block.part).open("r+b") as file:
@@ -201,19 +201,19 @@ def _bytes_of(split: Split) -> int:
     return len(split) * math.prod(split.shape)
 
 
-def _digest(folder: Path, block: _Block) -> str:
+def _digest(folder: Path, block: _PixelBlock) -> str:
     with (folder / block.part).open("rb") as file:
         file.seek(block.ids.start * block.bytes_each)
         return hashlib.sha256(file.read(len(block.ids) * block.bytes_each)).hexdigest()
 
 
-def _blocks(parts: Mapping[str, Split]) -> list[_Block]:
+def _blocks(parts: Mapping[str, Split]) -> list[_PixelBlock]:
     found = []
     for part, split in parts.items():
         bytes_each = math.prod(split.shape)
         stride, count = max(1, _BLOCK // bytes_each), len(split)
         found += [
-            _Block(part, range(start, min(start + stride, count)), bytes_each)
+            _PixelBlock(part, range(start, min(start + stride, count)), bytes_each)
             for start in range(0, count, stride)
         ]
     return found
@@ -228,7 +228,7 @@ def _on_all_cores(work: Callable[[Item], Result], items: Iterable[Item]) -> Iter
         pool.shutdown(cancel_futures=True)  # after a broken picture, none of the others
 
 
-def _with_progress(blocks: list[_Block], digests: Iterable[str]) -> Iterator[str]:
+def _with_progress(blocks: list[_PixelBlock], digests: Iterable[str]) -> Iterator[str]:
     """The same, with a line in the log now and then."""
     count, done, last = sum(len(block.ids) for block in blocks), 0, time.monotonic()
     for block, digest in zip(blocks, digests, strict=True):

@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from ddptrain.api.rng import mixed
-from ddptrain.data.source import ArraySplit, ImageSource, Opened, Split
+from ddptrain.data.source import ArraySplit, ImageSet, ImageSource, Split
 from ddptrain.errors import check_least
 
 SIDE = 32
@@ -40,8 +40,8 @@ class Shapes(ImageSource):
     def fetch(self, root: Path) -> None:
         """Nothing to fetch."""
 
-    def open(self, root: Path) -> Opened:
-        return Opened(
+    def open(self, root: Path) -> ImageSet:
+        return ImageSet(
             train=self._drawn(self.train, part=0),
             valid=self._drawn(self.valid, part=1),
             classes=list(DISTANCES),

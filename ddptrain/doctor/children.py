@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddptrain.doctor.facts import Cuda, Driver, Failure, Link, Proof, Torch, TorchCuda, TorchVision
+from ddptrain.doctor.facts import Cuda, Driver, Link, ProbeFailure, Proof, Torch, TorchCuda, TorchVision
 from ddptrain.doctor.replay import restored
 
 _KINDS: Mapping[str, Any] = {
@@ -69,12 +69,12 @@ def ask(question: str, step: str, first_s: float, *words: str, then_s: float | N
         except (TimeoutError, subprocess.TimeoutExpired):
             child.kill()
             waited = patience_s if found else first_s
-            found["failures"] = (Failure(step, f"{step}: no answer in {waited:g} s", hung=True),)
+            found["failures"] = (ProbeFailure(step, f"{step}: no answer in {waited:g} s", hung=True),)
             return found
         if code != 0:
             errors.seek(0)
             reason = _reason(code, errors.read().decode(errors="replace"))
-            found["failures"] = (Failure(step, f"{step}: {reason}"),)
+            found["failures"] = (ProbeFailure(step, f"{step}: {reason}"),)
         return found
 
 

@@ -42,7 +42,7 @@ class System:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProcessLimits:
     """What this process may use."""
 
     machine_cores: int = 1
@@ -67,14 +67,14 @@ class Port:
 
 
 @dataclass(frozen=True)
-class Process:
+class GpuProcess:
     pid: int
     name: str  # '' where it is out of sight: another container's, or another user's
     bytes: int
 
 
 @dataclass(frozen=True)
-class Gpu:
+class DriverGpu:
     """One GPU as its driver describes it, in the driver's order. What the driver does not tell is as here."""
 
     index: int
@@ -87,7 +87,7 @@ class Gpu:
     mode: str = "default"  # Compute mode: default, exclusive, prohibited
     mig: bool = False
     slices: tuple[str, ...] = ()  # UUIDs of its MIG slices
-    processes: tuple[Process, ...] = ()
+    processes: tuple[GpuProcess, ...] = ()
     slowed: tuple[str, ...] = ()  # heat, power: what holds its clock down now
     pcie_width: int | None = None
     pcie_most: int | None = None
@@ -100,7 +100,7 @@ class Driver:
     version: str = ""
     error: str = ""
     code: int = 0  # NVML's error number
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[DriverGpu, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Failure:
+class ProbeFailure:
     """A question that was not answered."""
 
     probe: str
@@ -194,7 +194,7 @@ class Facts:
     asked: Asked = Asked()
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     system: System | None = None
-    limits: Limits | None = None
+    limits: ProcessLimits | None = None
     port: Port | None = None
     driver: Driver | None = None
     cuda: Cuda | None = None
@@ -203,7 +203,7 @@ class Facts:
     torchvision: TorchVision | None = None
     proofs: tuple[Proof, ...] = ()
     links: tuple[Link, ...] = ()
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[ProbeFailure, ...] = ()
 
     @property
     def gpu_count(self) -> int:
@@ -211,7 +211,7 @@ class Facts:
         return self.torch_cuda.count if self.torch_cuda else 0
 
     @property
-    def driver_gpus(self) -> tuple[Gpu, ...]:
+    def driver_gpus(self) -> tuple[DriverGpu, ...]:
         return self.driver.gpus if self.driver else ()
 
     @property

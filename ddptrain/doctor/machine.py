@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ddptrain.distributed.cpu import quota, text_of
-from ddptrain.doctor.facts import Limits, Port, System
+from ddptrain.doctor.facts import Port, ProcessLimits, System
 
 _VARIABLES = re.compile(
     r"CUDA_.*|NVIDIA_.*|NCCL_.*|GLOO_.*|TORCH_.*|PYTORCH_.*|OMP_.*|MKL_NUM_THREADS|KMP_AFFINITY|LD_LIBRARY_PATH|ATEN_.*"
@@ -67,7 +67,7 @@ def system(root: Path = Path("/")) -> System:
     )
 
 
-def limits(root: Path = Path("/")) -> Limits:
+def limits(root: Path = Path("/")) -> ProcessLimits:
     import resource
 
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -76,7 +76,7 @@ def limits(root: Path = Path("/")) -> Limits:
         resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
     )
     cores = os.cpu_count() or 1
-    return Limits(
+    return ProcessLimits(
         machine_cores=cores,
         affinity=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
         quota=quota(root),

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from ddptrain.doctor.facts import Facts, Gpu, Link, TorchGpu
+from ddptrain.doctor.facts import DriverGpu, Facts, Link, TorchGpu
 from ddptrain.doctor.findings import Finding, gib, listed, ok, problem, warning
 from ddptrain.doctor.rules_cuda import CUDA_12
 from ddptrain.doctor.rules_presence import LOOK
@@ -218,7 +218,7 @@ def gpu_found(facts: Facts) -> Iterator[Finding]:
             yield ok("gpu", f"cuda:{gpu.index} {gpu.name}, {_sm(gpu)}, {gib(gpu.memory)}; {stack}")
 
 
-def shown(facts: Facts) -> list[Gpu]:
+def shown(facts: Facts) -> list[DriverGpu]:
     """The driver's GPUs that CUDA_VISIBLE_DEVICES leaves: CUDA numbers them anew, so by UUID; and of them the
     one that was asked for."""
     gpus = facts.driver_gpus
@@ -231,7 +231,7 @@ def shown(facts: Facts) -> list[Gpu]:
     return [gpu for gpu in gpus if gpu.uuid.removeprefix("GPU-") in uuids or gpu.mig]
 
 
-def _who(gpu: Gpu) -> str:
+def _who(gpu: DriverGpu) -> str:
     told = [f"pid {p.pid} ({p.name or 'name unknown'}, {gib(p.bytes)})" for p in gpu.processes]
     return (
         listed(told) if told else "a process that can't be seen from here (another container, or a dead one)"

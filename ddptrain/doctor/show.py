@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.doctor.facts import Cluster, Facts, Gpu, System, Torch, TorchGpu
+from ddptrain.doctor.facts import Cluster, DriverGpu, Facts, System, Torch, TorchGpu
 from ddptrain.doctor.findings import LEVELS, Finding, counted, gib, problems
 from ddptrain.doctor.replay import plain
 
@@ -47,7 +47,7 @@ def header(facts: Facts) -> str:
     """A machine in one line."""
     system, torch, limits = facts.system, facts.torch, facts.limits
     named = [gpu for gpu in facts.driver_gpus if gpu.name]
-    seen: Sequence[Gpu | TorchGpu] = named or (facts.torch_cuda.gpus if facts.torch_cuda else ())
+    seen: Sequence[DriverGpu | TorchGpu] = named or (facts.torch_cuda.gpus if facts.torch_cuda else ())
     gpus = [f"{gpu.name} {gib(gpu.memory)}" for gpu in seen]
     version = facts.driver_version
     parts = [

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddptrain.observe.clock import clock
-from ddptrain.report.run_files import Point, RunFiles, as_mapping, number, plain
+from ddptrain.report.run_files import CurvePoint, RunFiles, as_mapping, number, plain
 
 NOTHING = "–"  # noqa: RUF001
 PARTS = (
@@ -18,7 +18,7 @@ _LOWER = ("loss", "perplexity", "error", "bits_per", "distance")
 _HIGHER = ("accuracy", "top", "map", "ap", "ar", "precision", "recall", "f1", "exact", "match", "bleu", "iou")
 
 
-class Difference(NamedTuple):
+class SettingDifference(NamedTuple):
     """One setting in all runs; None in those that have none of that name. A row of a table, too."""
 
     key: str
@@ -32,8 +32,8 @@ class Difference(NamedTuple):
 class Score(NamedTuple):
     """A metric of one run."""
 
-    last: Point | None
-    best: Point | None
+    last: CurvePoint | None
+    best: CurvePoint | None
     """None where the metric has no known direction."""
 
 
@@ -62,10 +62,10 @@ class Metric:
         return [i for i, value in enumerate(values) if value == best]
 
 
-def compared(settings: Sequence[Mapping[str, str]]) -> list[Difference]:
+def compared(settings: Sequence[Mapping[str, str]]) -> list[SettingDifference]:
     """Every setting in all runs, those that differ first."""
     keys = dict.fromkeys(key for each in settings for key in each)
-    found = [Difference(key, tuple(each.get(key) for each in settings)) for key in keys]
+    found = [SettingDifference(key, tuple(each.get(key) for each in settings)) for key in keys]
     return sorted(found, key=lambda difference: not difference.differs)
 
 
@@ -204,7 +204,7 @@ def written(value: Any, most: int = 80) -> str:
     return f"{finite:,.0f}" if abs(finite) >= 10_000 else f"{finite:.5g}"
 
 
-def value_of(point: Point | None) -> str:
+def value_of(point: CurvePoint | None) -> str:
     return NOTHING if point is None else "not finite" if point.value is None else written(point.value)
 
 
@@ -219,7 +219,7 @@ def direction(name: str, runs: Sequence[RunFiles]) -> bool | None:
     return True if name.lower().startswith(_HIGHER) else None
 
 
-def _score(points: Sequence[Point], higher: bool | None) -> Score:
+def _score(points: Sequence[CurvePoint], higher: bool | None) -> Score:
     finite = [point for point in points if point.value is not None]
     best = None
     if finite and higher is not None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from ddptrain.report.run_files import Point, RunFiles
+from ddptrain.report.run_files import CurvePoint, RunFiles
 
 _MOST_POINTS = 1000  # Of a series
 _MOST_IN_ALL = 12_000  # Of all runs' series of one name and split
@@ -19,7 +19,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 42
 class Series(NamedTuple):
     run: int
     split: str
-    points: list[Point]
+    points: list[CurvePoint]
 
 
 class Panel(NamedTuple):
@@ -48,7 +48,7 @@ def panels(runs: Sequence[RunFiles]) -> list[Panel]:
     return found
 
 
-def thinned(points: Sequence[Point], most: int) -> list[Point]:
+def thinned(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
     """About so many of the points, in their order: of each of ``most / 2`` stretches the lowest and the
     highest, so that no spike is lost, and the first value of it that is not finite; and both ends."""
     if len(points) <= most:
@@ -66,7 +66,7 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
     return [points[i] for i in sorted(kept)]
 
 
-def _drawable(points: Sequence[Point]) -> list[Point]:
+def _drawable(points: Sequence[CurvePoint]) -> list[CurvePoint]:
     """Within numbers whose differences are numbers, too."""
     return [
         point if point.value is None else point._replace(value=max(-_LARGEST, min(_LARGEST, point.value)))

@@ -26,7 +26,7 @@ _BRIEFLY.maxlevel = 3
 _BRIEFLY.maxstring = _BRIEFLY.maxother = 200
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """One logged value."""
 
     step: float
@@ -48,9 +48,9 @@ class RunFiles:
     environment: dict[str, str] = field(default_factory=dict)
     command: str = ""
     summary: Mapping[str, Any] = field(default_factory=dict)
-    curves: dict[tuple[str, str], list[Point]] = field(default_factory=dict)
+    curves: dict[tuple[str, str], list[CurvePoint]] = field(default_factory=dict)
     """By name and split, by rising step."""
-    details: dict[str, Point] = field(default_factory=dict)
+    details: dict[str, CurvePoint] = field(default_factory=dict)
     """The last value of each name with a slash: of one class, say."""
     is_going_on: bool = False
     notes: list[str] = field(default_factory=list)
@@ -169,7 +169,7 @@ def _yaml(text: str) -> Any:
 def _read_metrics(run: RunFiles) -> None:
     """The curves, and the last of what belongs to single classes. A step told twice counts as told last."""
     path = run.folder / "metrics.jsonl"
-    found: dict[tuple[str, str], dict[float, Point]] = {}
+    found: dict[tuple[str, str], dict[float, CurvePoint]] = {}
     damaged = 0
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for i, text in enumerate(lines, 1):
@@ -182,7 +182,7 @@ def _read_metrics(run: RunFiles) -> None:
         for name, value in line.items():
             if name in _PLACE or not _is_logged(value):
                 continue
-            point = Point(step, epoch, number(value))
+            point = CurvePoint(step, epoch, number(value))
             if "/" in name:
                 run.details[plain(name)] = point
             else:
@@ -211,4 +211,4 @@ def _take_final_metrics(run: RunFiles) -> None:
     step = run.number("step") or 0.0
     for name, value in run.section("metrics").items():
         if "/" not in str(name) and _is_logged(value):
-            run.curves[plain(name), "valid"] = [Point(step, None, number(value))]
+            run.curves[plain(name), "valid"] = [CurvePoint(step, None, number(value))]

@@ -22,8 +22,8 @@ from ddptrain.doctor.facts import (
     Cluster,
     Driver,
     Facts,
-    Limits,
     Link,
+    ProcessLimits,
     System,
     Torch,
     TorchCuda,
@@ -83,7 +83,7 @@ def test_somebody_elses_facts_are_judged_without_a_question(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facts = Facts(
-        Asked("cuda"), torch=Torch("2.15.0+cpu"), system=System(kind="Windows"), limits=Limits(8, 8)
+        Asked("cuda"), torch=Torch("2.15.0+cpu"), system=System(kind="Windows"), limits=ProcessLimits(8, 8)
     )
     file = tmp_path / "doctor.json"
     file.write_text(json_of(facts, []))
@@ -202,7 +202,7 @@ def node(name: str, python: str = "3.11.7", version: str = "2.15.0", driver: str
     return Facts(
         Asked("cpu"), system=System(name, python=python, ddptrain="0.1.0"), torch=built,
                driver=Driver(driver),
-        limits=Limits(4, 4, shm_total=2**34, shm_free=2**34), torchvision=TorchVision("0.29"),
+        limits=ProcessLimits(4, 4, shm_total=2**34, shm_free=2**34), torchvision=TorchVision("0.29"),
     )  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def test_what_differs_between_nodes_is_told(id: str) -> None:
 
 
 def test_what_all_nodes_share_is_told_once() -> None:
-    small = Limits(4, 4, shm_total=2**26, shm_free=2**26)
+    small = ProcessLimits(4, 4, shm_total=2**26, shm_free=2**26)
     nodes = [dataclasses.replace(node(name), limits=small) for name in "abc"]
     found = examine_cluster(Cluster((*nodes, node("d")), (0.0,) * 4))
     assert [(finding.id, finding.node) for finding in found if finding.level == "problem"] == [

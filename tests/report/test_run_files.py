@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ddptrain.report.comparison import compared, labels, metrics, ranking, time_split
 from ddptrain.report.page import page
-from ddptrain.report.run_files import Point, RunFiles, flat, is_run, number, plain, read_run
+from ddptrain.report.run_files import CurvePoint, RunFiles, flat, is_run, number, plain, read_run
 
 MakeRun = Callable[..., Path]
 
@@ -33,7 +33,7 @@ def test_a_run_as_it_is(make_run: MakeRun) -> None:
     assert run.command == "python -m ddptrain recipe=toy optim.lr=0.3"
     assert set(run.curves) == {("loss", "train"), ("lr", "train"), ("accuracy", "valid"), ("loss", "valid")}
     assert len(run.curves["loss", "train"]) == 20
-    assert run.details == {"AP/owl": Point(200, 2.5, 0.25)}
+    assert run.details == {"AP/owl": CurvePoint(200, 2.5, 0.25)}
     assert (run.state, run.step, run.notes) == ("done", 200, [])
 
 
@@ -124,8 +124,8 @@ def test_metrics_stand_in_the_summary_where_there_are_no_lines(make_run: MakeRun
     (folder / "metrics.jsonl").unlink()
     curves = read_run(folder, "a").curves
     assert curves == {
-        ("accuracy", "valid"): [Point(200, None, 0.75)],
-        ("loss", "valid"): [Point(200, None, None)],
+        ("accuracy", "valid"): [CurvePoint(200, None, 0.75)],
+        ("loss", "valid"): [CurvePoint(200, None, None)],
     }
 
 
@@ -192,8 +192,8 @@ def test_the_best_run_by_each_metric(make_run: MakeRun) -> None:
 def test_a_metric_of_one_run_only_has_no_winner(make_run: MakeRun) -> None:
     one, other = read_run(make_run("a"), "a"), read_run(make_run("b"), "b")
     other.curves = {
-        ("perplexity", "valid"): [Point(1, None, 3.0)],
-        ("oddity", "valid"): [Point(1, None, None)],
+        ("perplexity", "valid"): [CurvePoint(1, None, 3.0)],
+        ("oddity", "valid"): [CurvePoint(1, None, None)],
     }
     found = {metric.title: metric for metric in metrics([one, other])}
     assert set(found) == {"accuracy", "loss", "perplexity", "oddity", "loss (train)"}

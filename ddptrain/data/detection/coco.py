@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, final
 
 from ddptrain.data.detection import files
-from ddptrain.data.detection.files import FileScenes, OnError, Picture, Problems, Row
-from ddptrain.data.detection.source import DetectionSource, Opened
+from ddptrain.data.detection.files import FileScenes, ImageFile, OnError, Problems, Row
+from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.errors import UserError
 
 _VALID_NAMES = ("val", "valid", "validation", "test")
@@ -40,7 +40,7 @@ class CocoFiles(DetectionSource):
         self._valid_file = Path(valid_path) if valid_path else None
         self._on_error = on_error
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> DetectionSet:
         problems = Problems(self._file, self._on_error)
         train = _read(self._file, problems)
         valid_file = self._valid_file or _sibling(self._file)
@@ -196,7 +196,7 @@ def _by_image(
 
 def _labelled(
     instances: _Instances, images: Sequence[dict[str, Any]], problems: Problems
-) -> Iterator[tuple[Picture, str, list[Row]]]:
+) -> Iterator[tuple[ImageFile, str, list[Row]]]:
     index = {number: i for i, number in enumerate(instances.categories)}
     for image in images:
         try:
@@ -214,7 +214,7 @@ def _labelled(
         yield picture, image["file_name"], rows
 
 
-def _row(entry: dict[str, Any], picture: Picture, index: dict[int, int]) -> Row:
+def _row(entry: dict[str, Any], picture: ImageFile, index: dict[int, int]) -> Row:
     category, bbox, crowd = entry["category_id"], entry["bbox"], entry.get("iscrowd", 0)
     if not isinstance(category, int) or category not in index:
         raise UserError(f"category_id {json.dumps(category)}: no category has this id")

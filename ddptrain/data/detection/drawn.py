@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from ddptrain.api.rng import mixed
-from ddptrain.data.detection.source import ArrayScenes, DetectionSource, Objects, Opened
+from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects
 from ddptrain.data.shapes import DISTANCES, signed_distance
 from ddptrain.errors import check_least
 
@@ -46,8 +46,8 @@ class DrawnScenes(DetectionSource):
         check_least("data.source", 1, train=self.train, valid=self.valid)
         check_least("data.source", 64, side=self.side)
 
-    def open(self, root: Path) -> Opened:
-        return Opened(
+    def open(self, root: Path) -> DetectionSet:
+        return DetectionSet(
             train=self._drawn(self.train, part=0),
             valid=self._drawn(self.valid, part=1),
             classes=tuple(DISTANCES),

@@ -11,7 +11,7 @@ from typing import BinaryIO, Literal, TypeVar, final
 import torch
 from torch import Tensor
 
-from ddptrain.data.detection.source import Objects, Opened, PackedObjects, Scenes
+from ddptrain.data.detection.source import DetectionSet, Objects, PackedObjects, Scenes
 from ddptrain.data.pictures import decoded, opened
 from ddptrain.errors import UserError
 
@@ -29,7 +29,7 @@ _TURNING = (b"Raw profile type exif", b"XML:com.adobe.xmp")
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class ImageFile:
     """An image file as its header describes it.
 
     height, width: in pixels, as it is seen. turned: its EXIF tag swaps the two sides.
@@ -48,7 +48,7 @@ class FileScenes(Scenes):
     labelled: each picture with its name and its objects. files: where the pictures lie.
     """
 
-    def __init__(self, labelled: Iterable[tuple[Picture, str, Sequence[Row]]]) -> None:
+    def __init__(self, labelled: Iterable[tuple[ImageFile, str, Sequence[Row]]]) -> None:
         self.files: list[str] = []
         self.names: list[str] = []
         sizes, starts = array("q"), array("q", [0])
@@ -102,7 +102,7 @@ class Problems:
     def add(self, line: str) -> None:
         self._lines.append(line)
 
-    def opened(self, train: FileScenes, valid: FileScenes, classes: Sequence[str]) -> Opened:
+    def opened(self, train: FileScenes, valid: FileScenes, classes: Sequence[str]) -> DetectionSet:
         """The set, where the problems allow it. Raises UserError with all of them, or the first 20."""
         count = len(self._lines)
         shown = "\n".join(f"  {line}" for line in self._lines[:_SHOWN])
@@ -118,7 +118,7 @@ class Problems:
             if not len(scenes):
                 why = f"Left out:\n{shown}" if count else "Without a part for validation it is every tenth."
                 raise UserError(f"{self._source}: no picture is left for {part}. {why}")
-        return Opened(train, valid, classes, skipped=tuple(self._lines))
+        return DetectionSet(train, valid, classes, skipped=tuple(self._lines))
 
 
 def checked_path(path: str | None, expected: str) -> Path:
@@ -143,7 +143,7 @@ def held_out(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
     return [item for i, item in enumerate(items) if i % 10 != 9], list(items[9::10])
 
 
-def probe(file: Path) -> Picture:
+def probe(file: Path) -> ImageFile:
     """The picture's size without decoding it, unless only that tells whether the file is whole.
 
     Raises UserError naming the file where it is missing, broken or cut short.
@@ -156,7 +156,7 @@ def probe(file: Path) -> Picture:
         # PNG's own getexif() would decode the picture, for a tag may follow the pixels: see _png_is_plain
         turned = Image.Image.getexif(picture).get(_ORIENTATION, 1) in (5, 6, 7, 8)
         width, height = picture.size[::-1] if turned else picture.size
-    return Picture(file, height, width, turned)
+    return ImageFile(file, height, width, turned)
 
 
 def checked_names(file: Path, names: Sequence[str]) -> list[str]:
@@ -169,7 +169,7 @@ def checked_names(file: Path, names: Sequence[str]) -> list[str]:
     return list(names)
 
 
-def check_size(picture: Picture, width: object, height: object) -> None:
+def check_size(picture: ImageFile, width: object, height: object) -> None:
     """Raises UserError where the labels speak of another size than the picture's."""
     seen = (picture.width, picture.height)
     if (width, height) == seen:
@@ -182,7 +182,7 @@ def check_size(picture: Picture, width: object, height: object) -> None:
     raise UserError(f"{picture.file}: is {seen[0]}x{seen[1]} pixels; its labels say {width}x{height}.")
 
 
-def clipped(what: str, box: Box, picture: Picture, slack: tuple[float, float], rule: str) -> Box:
+def clipped(what: str, box: Box, picture: ImageFile, slack: tuple[float, float], rule: str) -> Box:
     """The box, cut at the picture's edges where it leaves them by rounding alone.
 
     what: the box as it is written. slack: pixels across and down that count as rounding. Raises UserError

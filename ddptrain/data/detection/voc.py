@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from xml.etree import ElementTree
 
 from ddptrain.data.detection import files
-from ddptrain.data.detection.files import FileScenes, OnError, Picture, Problems, Row
-from ddptrain.data.detection.source import DetectionSource, Opened
+from ddptrain.data.detection.files import FileScenes, ImageFile, OnError, Problems, Row
+from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class VocFiles(DetectionSource):
                     f" Put it there yourself, as {root / self._below}."
                 ) from error
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> DetectionSet:
         train, valid = self._found(root, "train"), self._found(root, "val")
         problems = Problems(root / self._below, self.on_error)
         return problems.opened(
@@ -77,7 +77,7 @@ class VocFiles(DetectionSource):
             ) from error
 
 
-def _labelled(found: "VOCDetection", problems: Problems) -> Iterator[tuple[Picture, str, list[Row]]]:
+def _labelled(found: "VOCDetection", problems: Problems) -> Iterator[tuple[ImageFile, str, list[Row]]]:
     for image, annotation in zip(found.images, found.annotations, strict=True):
         try:
             picture = files.probe(Path(image))
@@ -94,7 +94,7 @@ def _labelled(found: "VOCDetection", problems: Problems) -> Iterator[tuple[Pictu
         yield picture, f"JPEGImages/{picture.file.name}", rows
 
 
-def _objects(found: "VOCDetection", annotation: str, picture: Picture) -> list[Any]:
+def _objects(found: "VOCDetection", annotation: str, picture: ImageFile) -> list[Any]:
     try:
         tree = found.parse_voc_xml(ElementTree.parse(annotation).getroot())
     except OSError as error:
@@ -117,7 +117,7 @@ def _whole(text: Any) -> Any:
     return int(text) if isinstance(text, str) and text.isdecimal() else text
 
 
-def _row(entry: Any, picture: Picture) -> Row:
+def _row(entry: Any, picture: ImageFile) -> Row:
     name = entry.get("name") if isinstance(entry, dict) else None
     if name not in CLASSES:
         raise UserError(f"name {name}: must be one of VOC's 20 classes ({', '.join(CLASSES)})")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, final
 
 from ddptrain.data.detection import files
-from ddptrain.data.detection.files import FileScenes, OnError, Picture, Problems, Row
-from ddptrain.data.detection.source import DetectionSource, Opened
+from ddptrain.data.detection.files import FileScenes, ImageFile, OnError, Problems, Row
+from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.pictures import ENDINGS
 from ddptrain.errors import UserError
 
@@ -40,7 +40,7 @@ class YoloFiles(DetectionSource):
         self._file = files.checked_path(path, "the data.yaml of a set in YOLO's layout")
         self._on_error = on_error
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> DetectionSet:
         layout = _read_layout(self._file)
         problems = Problems(self._file, self._on_error)
         train = _listed(layout, "train", layout.train, problems)
@@ -170,7 +170,7 @@ def _label_file(image: Path) -> Path:
 
 def _labelled(
     images: Sequence[Path], layout: _Layout, problems: Problems
-) -> Iterator[tuple[Picture, str, list[Row]]]:
+) -> Iterator[tuple[ImageFile, str, list[Row]]]:
     owners: dict[Path, Path] = {}
     for image in images:
         label = _label_file(image)
@@ -198,7 +198,7 @@ def _labelled(
         yield picture, name.as_posix(), rows
 
 
-def _row(fields: list[str], picture: Picture, layout: _Layout) -> Row:
+def _row(fields: list[str], picture: ImageFile, layout: _Layout) -> Row:
     if len(fields) != 5 and (len(fields) < 7 or len(fields) % 2 == 0):
         raise UserError(
             f"{len(fields)} columns: must be 5 (class cx cy w h), or for a polygon an odd number from 7"
@@ -227,7 +227,7 @@ def _number(field: str) -> float:
     return value
 
 
-def _in_pixels(values: list[float], picture: Picture) -> files.Box:
+def _in_pixels(values: list[float], picture: ImageFile) -> files.Box:
     if len(values) == 4:
         cx, cy, w, h = values
         x1, y1, x2, y2 = cx - w / 2, cy - h / 2, cx + w / 2, cy + h / 2
