@@ -128,14 +128,12 @@ class ImageData(Data):
         middle, spread = (torch.tensor(list(of)).to(self._world.device) for of in (mean, std))
         return Normalise(middle, spread, self.channels_last)
 
-    def _bytes(self) -> int:
+    def _fits(self) -> bool:
         height, width, channels = self.shape
         margin = 2 * self.augment.crop
         padded = self.train_size * (height + margin) * (width + margin) * channels
-        return padded + len(self._set.valid) * height * width * channels
-
-    def _fits(self) -> bool:
+        size = padded + self.valid_size * height * width * channels
         if self._world.device.type == "cuda":
             total = torch.cuda.get_device_properties(self._world.device).total_memory
-            return self._bytes() * self._world.sharers <= _RESIDENT_SHARE_OF_GPU * total
-        return self._bytes() <= _RESIDENT_ON_CPU
+            return size * self._world.sharers <= _RESIDENT_SHARE_OF_GPU * total
+        return size <= _RESIDENT_ON_CPU

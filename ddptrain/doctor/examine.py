@@ -16,36 +16,19 @@ _STAGES: tuple[tuple[Rule, ...], ...] = (
     (rules_cuda.starts,),
     (rules_cuda.asked_for, rules_gpu.kernels),
     (rules_gpu.cudnn, rules_gpu.memory),
+    (
+        *(rules_gpu.gpu_found, rules_presence.nvml_quiet, rules_gpu.silent, rules_gpu.mig, rules_gpu.ranks),
+        *(rules_gpu.speed, rules_gpu.nccl),
+    ),
 )
 """Each follows from those before it: where one has a problem, the later ones would only repeat it. The rules
-of one stage are independent."""
-_OF_A_WORKING_GPU: tuple[Rule, ...] = (
-    rules_gpu.gpu_found,
-    rules_presence.nvml_quiet,
-    rules_gpu.silent,
-    rules_gpu.mig,
-    rules_gpu.ranks,
-    rules_gpu.speed,
-    rules_gpu.nccl,
-)
+of one stage are independent. The last one is for GPUs that work."""
 _OF_THE_HOST: tuple[Rule, ...] = (
-    rules_host.torch_imports,
-    rules_host.torchvision,
-    rules_host.cpu,
-    rules_host.cores,
-    rules_host.shared_memory,
-    rules_host.open_files,
-    rules_host.locked_memory,
-    rules_host.port,
-    rules_host.settings,
-    rules_host.unanswered,
+    *(rules_host.torch_imports, rules_host.torchvision, rules_host.cpu, rules_host.cores),
+    *(rules_host.shared_memory, rules_host.open_files, rules_host.locked_memory, rules_host.port),
+    *(rules_host.settings, rules_host.unanswered),
 )
-RULES = (
-    rules_presence.no_cuda_here,
-    *(rule for stage in _STAGES for rule in stage),
-    *_OF_A_WORKING_GPU,
-    *_OF_THE_HOST,
-)
+RULES = (rules_presence.no_cuda_here, *(rule for stage in _STAGES for rule in stage), *_OF_THE_HOST)
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -65,8 +48,8 @@ def gpu_findings(facts: Facts) -> list[Finding]:
     for stage in _STAGES:
         found += _all(stage, facts)
         if problems(found):
-            return found
-    return [*found, *_all(_OF_A_WORKING_GPU, facts)]
+            break
+    return found
 
 
 def proof_findings(facts: Facts, on_gpu: bool) -> list[Finding]:

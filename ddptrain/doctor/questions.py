@@ -8,7 +8,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ddptrain.doctor import proof
 from ddptrain.doctor.children import begin, tell
 from ddptrain.doctor.torch_facts import as_built, ask_gpus
 
@@ -22,6 +21,8 @@ def ask_torch(asked: str) -> None:
 
     asked: auto, cpu, cuda, cuda:<index>.
     """
+    from ddptrain.doctor import proof
+
     tell("torch", dataclasses.asdict(as_built()))
     count = 0
     if asked != "cpu":

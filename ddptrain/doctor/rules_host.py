@@ -11,19 +11,15 @@ _DOCKER = 64 * 2**20  # Bytes of /dev/shm that Docker and Kubernetes give
 _FILES, _FILES_A_WORKER = 512, 64
 """Descriptors: a process's own, and two batches of up to 30 tensors from each worker."""
 _SLOW = {
-    "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated by the driver",
-    "NCCL_P2P_DISABLE": "GPUs of one machine talk by way of the host",
-    "NCCL_SHM_DISABLE": "GPUs of one machine may talk over the network",
-    "NCCL_IB_DISABLE": "nodes talk over sockets, not InfiniBand",
-    "TORCH_DISTRIBUTED_DEBUG": "every collective is checked (DETAIL)",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "copies and kernels queue up behind each other (1)",
+    "CUDA_LAUNCH_BLOCKING": (None, "the host waits for every kernel"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "every tensor is allocated by the driver"),
+    "NCCL_P2P_DISABLE": (None, "GPUs of one machine talk by way of the host"),
+    "NCCL_SHM_DISABLE": (None, "GPUs of one machine may talk over the network"),
+    "NCCL_IB_DISABLE": (None, "nodes talk over sockets, not InfiniBand"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked (DETAIL)"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "copies and kernels queue up behind each other (1)"),
 }
-_SLOW_VALUES = {
-    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
-    "CUDA_DEVICE_MAX_CONNECTIONS": ("1",),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1",),
-}
+"""Variables that slow a run down: the value that does (None: any but '' and 0), and how."""
 
 
 def torch_imports(facts: Facts) -> Iterator[Finding]:
@@ -204,29 +200,23 @@ def settings(facts: Facts) -> Iterator[Finding]:
     """Variables that slow a run down, mostly left over from a hunt for an error."""
     if facts.asked.device == "cpu":
         return
-    found = {
-        name: value
-        for name, value in facts.environment.items()
-        if name in _SLOW and (value in _SLOW_VALUES[name] if name in _SLOW_VALUES else value not in ("", "0"))
-    }
+    found = []
+    for name, value in facts.environment.items():
+        slow_value, _ = _SLOW.get(name, ("", ""))
+        if value not in ("", "0") and slow_value in (None, value):
+            found.append(name)
     if found:
-        told = listed([f"{name}={value}" for name, value in found.items()])
-        cause = f"{listed([f'{name}: {_SLOW[name]}' for name in found])}."
-        yield warning("slow-settings", told, cause, f"unset {' '.join(found)}, unless they are needed here.")
+        seen = listed([f"{name}={facts.environment[name]}" for name in found])
+        cause = f"{listed([f'{name}: {_SLOW[name][1]}' for name in found])}."
+        yield warning("slow-settings", seen, cause, f"unset {' '.join(found)}, unless they are needed here.")
 
 
 def unanswered(facts: Facts) -> Iterator[Finding]:
-    """Questions that others do not speak of."""
-    told = [
-        "torch",
-        "nvml",
-        "cuda",
-        "all-reduce",
-        "proof",
-        *["torchvision"] * (facts.torchvision is not None),
-    ]
+    """Questions that no other rule reports."""
+    elsewhere = {"torch", "nvml", "cuda", "all-reduce", "proof"}
+    elsewhere |= {"torchvision"} if facts.torchvision else set()
     for failure in facts.failures:
-        if failure.probe not in told:
+        if failure.probe not in elsewhere:
             yield warning(
                 "no-answer", f"{failure.probe}: {failure.why}",
                 f"doctor could not find out about {failure.probe}, and goes on without.",

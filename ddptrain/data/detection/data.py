@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -84,7 +85,6 @@ class DetectionData(Data):
         spare = 0 if world.device.type == "cpu" else spare_cores(world)
         self._workers = spare if self._asked_workers == "auto" else self._asked_workers
         self._device, self.seed = world.device, seed
-        self._identity = self._hash()
 
     @property
     def outputs(self) -> Sequence[str]:
@@ -102,10 +102,6 @@ class DetectionData(Data):
     @property
     def valid_size(self) -> int:
         return len(self._set.valid)
-
-    @property
-    def identity(self) -> str:
-        return self._identity
 
     @property
     def loading(self) -> Loading:
@@ -159,7 +155,8 @@ class DetectionData(Data):
             f" {self._workers} workers{skipped}"
         )
 
-    def _hash(self) -> str:
+    @cached_property
+    def identity(self) -> str:
         seen = hashlib.sha256(repr((self.side, tuple(self.classes))).encode())
         for part in (self._set.train, self._set.valid):
             for i, name in enumerate(part.names):
