@@ -77,9 +77,13 @@ class ImageFolder(ImageSource):
         return replace(listed, train=train, valid=valid)
 
     def _packed(self, root: Path, cache: Path, listed: ImageSet) -> Path:
-        """The pixels' folder, by all that they follow from: files told by names, sizes and times, for reading
-        them would take as long as to decode them."""
-        files = [_facts(part, root) for part in (listed.train, listed.valid)]
+        """The pixels' folder, by all that they follow from: files are known by names, sizes and times,
+        because reading them would take as long as decoding them."""
+        files = [
+            [(os.path.relpath(file, root), *size_and_time(Path(file))) for file in part.files]
+            for part in (listed.train, listed.valid)
+            if isinstance(part, FolderSplit)
+        ]
         return packed_folder(cache, f"{self.name}-{self._size}", [self._size, decoders(), files])
 
     def _listed(self, root: Path) -> ImageSet:
@@ -117,12 +121,6 @@ class ImageFolder(ImageSource):
     def _split(self, files: dict[str, list[Path]], classes: list[str]) -> FolderSplit:
         listed = [(file, label) for label, name in enumerate(classes) for file in files.get(name, [])]
         return FolderSplit([file for file, _ in listed], [label for _, label in listed], self._size)
-
-
-def _facts(part: Split, root: Path) -> list[tuple[str, int, int]]:
-    """Of each file its name from the root on, its bytes and when it was changed (ns)."""
-    assert isinstance(part, FolderSplit)
-    return [(os.path.relpath(file, root), *size_and_time(Path(file))) for file in part.files]
 
 
 def _listed(root: Path) -> dict[str, list[Path]]:

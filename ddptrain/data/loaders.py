@@ -126,7 +126,10 @@ class ResidentLoader:
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Labelled]:
         """Runs of consecutive validation samples, as they are."""
-        return on_device(self._as_they_are(chunks), self._pipeline.device)
+        places = [slice(chunk.start, chunk.stop) for chunk in chunks]
+        normalise = self._pipeline.normalise
+        batches = ((normalise(self._valid[place]), self._valid_labels[place]) for place in places)
+        return on_device(batches, self._pipeline.device)
 
     def _augmented(self, sampler: Sampler, steps: range) -> Iterator[Labelled]:
         pipeline = self._pipeline
@@ -136,11 +139,6 @@ class ResidentLoader:
             for (ids, _), moves in zip(batches, self._moves(batches), strict=True):
                 images = pipeline.augment.gather(self._train, ids, moves, pipeline.fill)
                 yield pipeline.normalise(images), self._train_labels[ids]
-
-    def _as_they_are(self, chunks: Sequence[range]) -> Iterator[Labelled]:
-        for chunk in chunks:
-            chosen = slice(chunk.start, chunk.stop)
-            yield self._pipeline.normalise(self._valid[chosen]), self._valid_labels[chosen]
 
     def _moves(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Moves]:
         """For each of some batches of (ids, epochs)."""

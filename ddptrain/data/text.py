@@ -97,8 +97,13 @@ class TextData(Data):
         )  # the first token has nothing to follow from
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Windows]:
-        if self.in_streams:
-            self._check_streams(sampler.batch_size)
+        size = len(self._tokens.train)
+        if self.in_streams and size < sampler.batch_size * self.window:
+            raise UserError(
+                f"train.batch_size={sampler.batch_size}: makes as many streams of the text, whose {size:,}"
+                f" tokens are less than a window of {self.window} for each. Take"
+                f" {size // self.window} or fewer."
+            )
         starts = self._stream_starts if self.in_streams else self._shuffled_starts
         return self._moved(Windows(self._read(first), rows) for first, rows in starts(sampler, steps))
 
@@ -143,14 +148,6 @@ class TextData(Data):
             raise UserError(
                 f"data.source: {valid} tokens are held out (every 20th file, or a file's last 20th), too few"
                 " to score. Take a longer text."
-            )
-
-    def _check_streams(self, count: int) -> None:
-        size = len(self._tokens.train)
-        if size < count * self.window:
-            raise UserError(
-                f"train.batch_size={count}: makes as many streams of the text, whose {size:,} tokens are less"
-                f" than a window of {self.window} for each. Take {size // self.window} or fewer."
             )
 
     def _stream_starts(self, sampler: Sampler, steps: range) -> Iterator[tuple[Tensor, slice]]:

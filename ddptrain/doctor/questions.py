@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ddptrain.distributed.cpu import text_of
 from ddptrain.doctor.children import begin, tell
 from ddptrain.doctor.torch_facts import as_built, ask_gpus
 
@@ -81,10 +82,7 @@ def ask_cuda() -> None:
 
 def _loaded_file(name: str) -> str:
     """Where the loader found libcuda."""
-    try:
-        maps = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return name
+    maps = text_of(Path("/proc/self/maps")).splitlines()
     return next((line.split(maxsplit=5)[5] for line in maps if "/libcuda.so" in line), name)
 
 
@@ -140,24 +138,19 @@ def _processes(nvml: Any, handle: Any) -> list[dict[str, Any]]:
     """Those that compute on it, but for doctor's own children."""
     running = _or(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses, handle)
     return [
-        {"pid": process.pid, "name": _name(process.pid), "bytes": int(process.usedGpuMemory or 0)}
+        {
+            "pid": process.pid,
+            "name": text_of(Path(f"/proc/{process.pid}/comm")).strip(),
+            "bytes": int(process.usedGpuMemory or 0),
+        }
         for process in running
         if _parent(process.pid) != os.getppid()
     ]
 
 
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:  # another container's
-        return ""
-
-
 def _parent(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
+    stat = text_of(Path(f"/proc/{pid}/stat"))
+    return int(stat.rpartition(")")[2].split()[1]) if stat else None
 
 
 def _or(nvml: Any, otherwise: Any, question: Any, *about: Any) -> Any:

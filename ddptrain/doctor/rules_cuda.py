@@ -100,7 +100,8 @@ def visible(facts: Facts) -> Iterator[Finding]:
     strange = next((e for e in entries if not re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", e)), None)
     beyond = next((e for e in entries if e.isdigit() and gpus and int(e) >= len(gpus)), None)
     by_name = [e for e in entries if e[:4] in ("GPU-", "MIG-") and gpus and all(known)]
-    lost = next((e for e in by_name if not _names_one(e, known)), None)
+    # CUDA takes the beginning of a UUID, if it is the beginning of one only
+    lost = next((e for e in by_name if sum(uuid.startswith(e) for uuid in known) != 1), None)
     if entries[0] in ("", "-1"):
         cause = f"{seen} hides every GPU."
         yield problem("cvd-hides-all", seen, cause, "unset CUDA_VISIBLE_DEVICES")
@@ -180,11 +181,6 @@ def _driver(facts: Facts) -> str:
 def _major(version: str) -> int | None:
     found = re.match(r"\d+", version)
     return int(found[0]) if found else None
-
-
-def _names_one(entry: str, uuids: list[str]) -> bool:
-    """CUDA takes the beginning of a UUID, if it is the beginning of one only."""
-    return sum(uuid.startswith(entry) for uuid in uuids) == 1
 
 
 def _index(device: str) -> int | None:

@@ -30,7 +30,13 @@ def curves(runs: Sequence[RunFiles], drawn: Sequence[Panel]) -> str:
     splits = "Thin lines: training. Bold ones: validation." if several else splits
     thinned = _THINNED if any(panel.is_thinned for panel in drawn) else ""
     steps = span(drawn)
-    figures = "".join(_figure(panel, i, runs, steps) for i, panel in enumerate(drawn))
+    log = '<button class="log switch script-only" type="button" aria-pressed="false">log</button>'
+    names = [run.name for run in runs]
+    figures = "".join(
+        f'<figure id="panel-{i}"><div class="panel-head"><h3>{escape(panel.name)}</h3>{log}</div>'
+        f"{as_svg(panel, names, steps)}</figure>"
+        for i, panel in enumerate(drawn)
+    )
     return (
         '<div class="controls script-only" role="group" aria-label="What the curves show">'
         f'{switches}</div><p class="soft">{splits}{thinned}</p><div class="panels">{figures}</div>'
@@ -47,14 +53,6 @@ def _legend(runs: Sequence[RunFiles]) -> str:
     )
 
 
-def _figure(panel: Panel, i: int, runs: Sequence[RunFiles], steps: Sequence[float]) -> str:
-    log = '<button class="log switch script-only" type="button" aria-pressed="false">log</button>'
-    return (
-        f'<figure id="panel-{i}"><div class="panel-head"><h3>{escape(panel.name)}</h3>{log}</div>'
-        f"{as_svg(panel, [run.name for run in runs], steps)}</figure>"
-    )
-
-
 def where_time_went(runs: Sequence[RunFiles]) -> str:
     """A bar for each run, of its own whole time, and the numbers."""
     splits = [time_split(run) for run in runs]
@@ -67,7 +65,10 @@ def where_time_went(runs: Sequence[RunFiles]) -> str:
     for run, name, split in zip(runs, named(runs), splits, strict=True):
         whole = sum(split.values())
         bars.append(f"<div>{name}</div>" * several + _bar(run, split, parts))
-        cells = [_share(split.get(part), whole) for part in parts]
+        cells = [
+            f"{split[part] / whole:.0%}, {written(split[part])} s" if part in split and whole > 0 else None
+            for part in parts
+        ]
         rows.append((name, [*cells, clock(whole) if split else None]))
     legend = "".join(
         f'<span><span class="key k{_colour(i)}"></span>{escape(_word(part))}</span>'
@@ -91,10 +92,6 @@ def _bar(run: RunFiles, split: dict[str, float], parts: Sequence[str]) -> str:
     label = escape(f"{run.name}: {told or 'not measured'}")
     view = 'viewBox="0 0 1000 20" preserveAspectRatio="none" role="img"'
     return f'<svg {view} aria-label="{label}">{"".join(pieces)}</svg>'
-
-
-def _share(seconds: float | None, whole: float) -> str | None:
-    return None if seconds is None or whole <= 0 else f"{seconds / whole:.0%}, {written(seconds)} s"
 
 
 def _colour(part: int) -> int:

@@ -9,6 +9,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from ddptrain.observe.lock import LOCK, is_locked
 
 _MARKS = ("command.txt", "metrics.jsonl", "summary.json")  # A folder with one of these is a run's
 _PLACE = ("step", "epoch", "samples", "split")
+_parse_yaml = partial(yaml.load, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 _MOST_KEYS = 2000  # Of a config: YAML's aliases make a short text endless
 _MOST_CHARACTERS = 200_000
 _BRIEFLY = reprlib.Repr()
@@ -87,7 +89,7 @@ def read_run(folder: Path, name: str) -> RunFiles:
     run = RunFiles(folder, plain(name))
     run.is_going_on = (folder / LOCK).is_file() and is_locked(folder)
     run.config_text = _text(run, "config.yaml")
-    config = _parsed(run, "config.yaml", run.config_text, _yaml)
+    config = _parsed(run, "config.yaml", run.config_text, _parse_yaml)
     run.config = flat({key: value for key, value in config.items() if key not in ("run", "sweep")})
     run.environment = flat(_parsed(run, "environment.json", _text(run, "environment.json"), json.loads))
     run.command = _text(run, "command.txt").strip()
@@ -160,10 +162,6 @@ def _parsed(run: RunFiles, name: str, text: str, parse: Callable[[str], Any]) ->
         run.notes.append(f"{name} can't be read: it is damaged")
         return {}
     return tree
-
-
-def _yaml(text: str) -> Any:
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _read_metrics(run: RunFiles) -> None:

@@ -75,7 +75,9 @@ class DetectionData(Data):
         self.classes = tuple(opened.classes)
         for line in opened.skipped[:_LISTED]:
             log.warning("left out   %s", line)
-        self.side = _usual_side(opened.train.sizes) if self._asked_side == "auto" else self._asked_side
+        # the smallest multiple of 32 that holds the median of the longer sides
+        usual = -(-int(opened.train.sizes.amax(1).median()) // _COARSEST) * _COARSEST
+        self.side = min(usual, _LARGEST_AUTO) if self._asked_side == "auto" else self._asked_side
         self._bytes = sum(decoded_bytes(part, self.side) for part in (opened.train, opened.valid))
         resident = self._bytes * world.local_size <= _RESIDENT if self._resident == "auto" else self._resident
         self._in_memory = resident
@@ -169,9 +171,3 @@ class DetectionData(Data):
     def _loaded(self, samples: Samples, keys: Any) -> Iterator[Batch]:
         for batch in read_by_workers(samples, keys, self._workers, self._device):
             yield coloured(batch, self._channels_last)
-
-
-def _usual_side(sizes: Tensor) -> int:
-    """The smallest multiple of 32 that holds the median of the longer sides, 640 at most."""
-    median = int(sizes.amax(1).median())
-    return min(-(-median // _COARSEST) * _COARSEST, _LARGEST_AUTO)
