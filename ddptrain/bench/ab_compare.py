@@ -100,32 +100,32 @@ Candidates = Callable[[Mapping[str, Any]], Sequence[str]]
 """What to try, by what a training says of its setup."""
 
 
-def compared(bench: Bench, candidates: Candidates) -> Compared:
+def compare_candidates(bench: Bench, candidates: Candidates) -> Compared:
     """The training as it is against itself, against each candidate, and against those that help together."""
     itself = bench.compare("")
     noise = max(itself.ratio, 1 / itself.ratio) - 1
     least, most = min(itself.ratios), max(itself.ratios)
-    say(f"noise       against itself x{itself.ratio:.3f} ({least:.3f} to {most:.3f})")
+    print_stderr(f"noise       against itself x{itself.ratio:.3f} ({least:.3f} to {most:.3f})")
     results = []
     for override in candidates(itself.lap.setup):
         began = time.monotonic()
         try:
             results.append(bench.compare(override))
         except Unfit as error:
-            say(f"{override}  can't be had: {error}")
+            print_stderr(f"{override}  can't be had: {error}")
             continue
-        say(f"{override}  x{results[-1].ratio:.3f}  ({time.monotonic() - began:.0f} s)")
+        print_stderr(f"{override}  x{results[-1].ratio:.3f}  ({time.monotonic() - began:.0f} s)")
     best = _best_set([result for result in results if _helps(result, noise)])
     if len(best) > 1:
         together = " ".join(result.override for result in best)
         try:
             results.append(bench.compare(together))
         except Unfit as error:
-            say(f"{together}  can't be had together: {error}")
+            print_stderr(f"{together}  can't be had together: {error}")
     # not before: every comparison has said more about it
     usual = bench.as_it_is
     split = told(Timing(usual.seconds, usual.steps))
-    say(f"as it is    {usual.ms_per_step:.2f} ms a step on {usual.setup['device']}: {split}")
+    print_stderr(f"as it is    {usual.ms_per_step:.2f} ms a step on {usual.setup['device']}: {split}")
     itself = replace(itself, lap=usual)
     return Compared(itself, results, [result for result in results if _helps(result, noise)])
 
@@ -153,6 +153,6 @@ def _best_set(results: Sequence[OverrideResult]) -> list[OverrideResult]:
     return list(best.values())
 
 
-def say(line: str) -> None:
+def print_stderr(line: str) -> None:
     """A line on standard error."""
     print(line, file=sys.stderr, flush=True)

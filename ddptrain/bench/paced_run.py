@@ -77,7 +77,7 @@ class PacedRun:
         """Raises UserError where the folder's name is too long for a socket."""
         folder.mkdir()
         self._ranks, self._steps = ranks, steps
-        self._said = folder / "said.txt"
+        self._output = folder / "said.txt"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.bind(str(folder / "turns"))
@@ -92,7 +92,7 @@ class PacedRun:
         launch = ["launch", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         pacing = f"{{_target_:ddptrain.bench.pacing.Pacing,address:'{folder / 'turns'}'}}"
         own = [f"log.every={steps}", f"run.dir={folder / 'run'}", f"+controllers.pacing={pacing}"]
-        self._process = start_group(["ddptrain", *launch, *words, *own], self._said)
+        self._process = start_group(["ddptrain", *launch, *words, *own], self._output)
 
     def warm_up(self) -> LapTimes:
         """The first steps, which compile, tune and allocate. Raises Unfit where they don't come."""
@@ -147,6 +147,6 @@ class PacedRun:
     def _tail(self) -> str:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(30)  # torchrun waits for its ranks
-        lines = self._said.read_text(errors="replace").splitlines()
+        lines = self._output.read_text(errors="replace").splitlines()
         own = [line for line in lines if line.startswith("ddptrain: ")]
-        return own[-1].removeprefix("ddptrain: ") if own else last_lines(self._said)
+        return own[-1].removeprefix("ddptrain: ") if own else last_lines(self._output)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.api.timing import TRAINING
-from ddptrain.bench.ab_compare import Bench, Compared, OverrideResult, compared
+from ddptrain.bench.ab_compare import Bench, Compared, OverrideResult, compare_candidates
 from ddptrain.bench.ddp import estimate, exposed_table, of_ddp, ranks_for
 from ddptrain.bench.paced_run import LapTimes, Unfit
 from ddptrain.config.instantiate import typed_arguments
@@ -103,7 +103,7 @@ def _benched(
             return tries
         return of_ddp(config, setup) if ddp else _candidates(config, setup)
 
-    found = compared(bench, candidates)
+    found = compare_candidates(bench, candidates)
     print_table(exposed_table(found) if ddp else _table(found))
     _recommend(bench, found, words)
     if ddp:

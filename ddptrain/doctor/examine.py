@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from ddptrain.doctor import rules_cuda, rules_gpu, rules_host, rules_presence
 from ddptrain.doctor.facts import Asked, Facts
-from ddptrain.doctor.findings import LEVELS, Finding, Rule, listed, ok, problem, problems
+from ddptrain.doctor.findings import LEVELS, Finding, Rule, comma_list, ok, problem, problems
 from ddptrain.doctor.probes import collect, of_the_driver, still
 from ddptrain.doctor.torch_facts import as_built, ask_gpus
 
@@ -65,7 +65,7 @@ def proof_findings(facts: Facts, on_gpu: bool) -> list[Finding]:
             found.append(_failed("the device", [failure.why]))
     for device in dict.fromkeys(proof.device for proof in done if proof.ok):
         lacks = [proof.dtype for proof in done if proof.device == device and proof.lacks]
-        without = f"; it has no {listed(list(dict.fromkeys(lacks)))}" if lacks else ""
+        without = f"; it has no {comma_list(list(dict.fromkeys(lacks)))}" if lacks else ""
         sound = [proof for proof in done if proof.device == device and proof.ok]
         told = [
             f"{dtype} ({', '.join(f'{proof.name}: {proof.said}' for proof in sound if proof.dtype == dtype)})"

@@ -28,7 +28,7 @@ def devices(asked: str, count: int) -> list[str]:
     return [name for name in gpus if asked in ("auto", "cuda", name)]
 
 
-def on(device: str) -> Iterator[Proof]:
+def prove(device: str) -> Iterator[Proof]:
     """A product, a convolution and a training step, in each type of numbers."""
     os.environ.pop("NVIDIA_TF32_OVERRIDE", None)  # would round what the bounds take for float32
     torch.manual_seed(0)  # on data that is the same each time

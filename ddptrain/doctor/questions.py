@@ -33,7 +33,7 @@ def ask_torch(asked: str) -> None:
         count = found.count
     begin("proof")
     for device in proof.devices(asked, count):
-        for proved in proof.on(device):
+        for proved in proof.prove(device):
             tell("proofs", [dataclasses.asdict(proved)])
     begin("all-reduce")
     if asked in ("auto", "cuda") and count > 1:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ddptrain.doctor.examine import examine
 from ddptrain.doctor.facts import Cluster, Facts, System, Torch
-from ddptrain.doctor.findings import LEVELS, Finding, listed, ok, problem, warning
+from ddptrain.doctor.findings import LEVELS, Finding, comma_list, ok, problem, warning
 from ddptrain.doctor.rules_gpu import links
 
 _SKEW_S = 1.0
@@ -45,7 +45,7 @@ def versions(cluster: Cluster) -> Iterator[Finding]:
             level = warning if part in ("python", "driver") else problem
             yield level(
                 f"differs-{part.lower()}",
-                listed([f"{name_of(node)} {version or 'none'}" for node, version in pairs]),
+                comma_list([f"{name_of(node)} {version or 'none'}" for node, version in pairs]),
                 f"the nodes have different versions of {part}: they may disagree on what they send or"
                 " compute.",
                 "set all nodes up from one image, or one shared virtual environment.",
@@ -54,7 +54,7 @@ def versions(cluster: Cluster) -> Iterator[Finding]:
 
 def clocks(cluster: Cluster) -> Iterator[Finding]:
     pairs = list(zip(cluster.nodes, cluster.skews, strict=True))
-    told = listed([f"{name_of(node)} {skew:+.3f} s" for node, skew in pairs[1:]])
+    told = comma_list([f"{name_of(node)} {skew:+.3f} s" for node, skew in pairs[1:]])
     if any(abs(skew) > _SKEW_S for _, skew in pairs):
         yield warning(
             "clock-skew", told,

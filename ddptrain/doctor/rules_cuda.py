@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ddptrain.doctor.facts import Facts
-from ddptrain.doctor.findings import Finding, listed, ok, problem
+from ddptrain.doctor.findings import Finding, comma_list, ok, problem
 
 DRIVER_FOR = {11: 450, 12: 525, 13: 580}
 """The oldest driver on Linux for each major CUDA (NVIDIA's table of minor-version compatibility)."""
@@ -139,7 +139,7 @@ def starts(facts: Facts) -> Iterator[Finding]:
     works = facts.gpu_count > 0  # on a slice that NVML does not name, in a container
     if empty and len(empty) == len(facts.driver_gpus) and not works:
         yield problem(
-            "mig-no-slices", f"MIG is on, without a slice: {listed([gpu.name for gpu in empty])}",
+            "mig-no-slices", f"MIG is on, without a slice: {comma_list([gpu.name for gpu in empty])}",
             "the GPU is in MIG mode and not divided yet, and CUDA only runs on slices.",
             f"sudo nvidia-smi -i {empty[0].index} -mig 0 (needs an idle GPU), or make slices: sudo"
             " nvidia-smi mig -cgi 0 -C",

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from ddptrain.doctor.facts import DriverGpu, Facts, Link, TorchGpu
-from ddptrain.doctor.findings import Finding, gib, listed, ok, problem, warning
+from ddptrain.doctor.findings import Finding, comma_list, gib, ok, problem, warning
 from ddptrain.doctor.rules_cuda import CUDA_12
 from ddptrain.doctor.rules_presence import LOOK
 
@@ -23,7 +23,7 @@ def kernels(facts: Facts) -> Iterator[Finding]:
     if not lacking:
         return
     newest = max(_capability(arch) for arch in torch.arch_list)
-    named = listed([f"{gpu.name} ({_sm(gpu)})" for gpu in lacking])
+    named = comma_list([f"{gpu.name} ({_sm(gpu)})" for gpu in lacking])
     is_new = lacking[0].capability > newest
     remedy = "pip install --upgrade torch torchvision" if is_new else CUDA_12
     without = f"; or leave it out: export CUDA_VISIBLE_DEVICES={','.join(fine)}" if fine else ""
@@ -65,7 +65,7 @@ def compute_mode(facts: Facts) -> Iterator[Finding]:
             f"sudo nvidia-smi -i {','.join(barred)} -c DEFAULT",
         )  # fmt: skip
     if taken:
-        who = listed([f"GPU {gpu.index} by {_who(gpu)}" for gpu in taken])
+        who = comma_list([f"GPU {gpu.index} by {_who(gpu)}" for gpu in taken])
         indices = ",".join(str(gpu.index) for gpu in taken)
         pids = " ".join(str(gpu.processes[0].pid) for gpu in taken)
         yield problem(
@@ -100,7 +100,7 @@ def mig(facts: Facts) -> Iterator[Finding]:
     if divided:
         told = problem if ranks > 1 else warning
         yield told(
-            "mig", f"MIG is on: {listed([f'{gpu.name} in {len(gpu.slices)} slices' for gpu in divided])}",
+            "mig", f"MIG is on: {comma_list([f'{gpu.name} in {len(gpu.slices)} slices' for gpu in divided])}",
             "CUDA gives a process one slice of a divided GPU, and NCCL can't join slices of one GPU.",
             f"train on one slice with one rank{' instead of ' + str(ranks) if ranks > 1 else ''}, or undo"
             f" it on an idle GPU: sudo nvidia-smi -i {divided[0].index} -mig 0",
@@ -125,8 +125,8 @@ def speed(facts: Facts) -> Iterator[Finding]:
     for gpu in shown(facts):
         if gpu.slowed:
             yield warning(
-                "slowed-down", f"GPU {gpu.index} {gpu.name}: {listed(gpu.slowed)}",
-                f"GPU {gpu.index} runs below its clock, because of {listed(gpu.slowed)}.",
+                "slowed-down", f"GPU {gpu.index} {gpu.name}: {comma_list(gpu.slowed)}",
+                f"GPU {gpu.index} runs below its clock, because of {comma_list(gpu.slowed)}.",
                 f"look at its fans, its air and its power cable; nvidia-smi -i {gpu.index} -q -d"
                 " PERFORMANCE,TEMPERATURE",
             )  # fmt: skip
@@ -176,7 +176,7 @@ def nccl(facts: Facts) -> Iterator[Finding]:
     yield from links(facts.links, f"NCCL {torch.nccl}")
     if found.strangers and not ended:
         yield warning(
-            "no-peer-access", f"no peer access: {listed([f'{a}-{b}' for a, b in found.strangers])}",
+            "no-peer-access", f"no peer access: {comma_list([f'{a}-{b}' for a, b in found.strangers])}",
             "these GPUs can't read each other's memory, so gradients go by way of the host.",
             "on GeForce nothing can be done; on others switch off ACS and the IOMMU in the BIOS;"
             " strategy.compression=bf16 halves what is sent.",
@@ -197,7 +197,7 @@ def links(links: tuple[Link, ...], named: str) -> Iterator[Finding]:
             " (gloo: GLOO_SOCKET_IFNAME).",
         )  # fmt: skip
     if slow:
-        told = listed([f"{'-'.join(link.members)} {link.gb_per_s:.2f} GB/s" for link in slow])
+        told = comma_list([f"{'-'.join(link.members)} {link.gb_per_s:.2f} GB/s" for link in slow])
         yield warning(
             "slow-pair", f"{told}; the fastest pair {fastest:.2f} GB/s",
             "some go by a much slower way than others, and every step waits for the slowest.",
@@ -206,7 +206,7 @@ def links(links: tuple[Link, ...], named: str) -> Iterator[Finding]:
         )  # fmt: skip
     done = [f"{'-'.join(link.members)} {link.gb_per_s:.2f} GB/s" for link in links if not link.error]
     if done:
-        yield ok("all-reduce", f"{named}, {links[0].megabytes:.0f} MB: {listed(done)}")
+        yield ok("all-reduce", f"{named}, {links[0].megabytes:.0f} MB: {comma_list(done)}")
 
 
 def gpu_found(facts: Facts) -> Iterator[Finding]:
@@ -234,7 +234,9 @@ def shown(facts: Facts) -> list[DriverGpu]:
 def _who(gpu: DriverGpu) -> str:
     told = [f"pid {p.pid} ({p.name or 'name unknown'}, {gib(p.bytes)})" for p in gpu.processes]
     return (
-        listed(told) if told else "a process that can't be seen from here (another container, or a dead one)"
+        comma_list(told)
+        if told
+        else "a process that can't be seen from here (another container, or a dead one)"
     )
 
 

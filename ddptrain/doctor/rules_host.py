@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ddptrain.doctor.facts import Facts
-from ddptrain.doctor.findings import Finding, counted, gib, listed, ok, problem, warning
+from ddptrain.doctor.findings import Finding, comma_list, counted, gib, ok, problem, warning
 
 _A_WORKER = 128 * 2**20
 """Bytes of /dev/shm: two batches of about 64 MiB, say 100 pictures of 3x224x224 in float32."""
@@ -58,9 +58,8 @@ def cpu(facts: Facts) -> Iterator[Finding]:
     if not torch or not system or not limits:
         return
     x86 = system.processor in ("x86_64", "AMD64")
-    seen = (
-        f"{counted(limits.cores, 'core')} with {listed(torch.cpu_features)}; PyTorch's kernels: {torch.cpu}"
-    )
+    features = comma_list(torch.cpu_features)
+    seen = f"{counted(limits.cores, 'core')} with {features}; PyTorch's kernels: {torch.cpu}"
     forced = facts.environment.get("ATEN_CPU_CAPABILITY")
     if x86 and forced and torch.cpu in ("DEFAULT", "NO AVX"):
         yield warning(
@@ -170,7 +169,7 @@ def locked_memory(facts: Facts) -> Iterator[Finding]:
     limits, system = facts.limits, facts.system
     if limits and system and system.infiniband and limits.locked_memory is not None:
         yield warning(
-            "locked-memory", f"{gib(limits.locked_memory)}; InfiniBand: {listed(system.infiniband)}",
+            "locked-memory", f"{gib(limits.locked_memory)}; InfiniBand: {comma_list(system.infiniband)}",
             "InfiniBand needs memory that stays in place, and this process may lock little: NCCL fails with"
             " 'Cannot allocate memory'.",
             "ulimit -l unlimited (docker: --ulimit memlock=-1; SLURM:"
@@ -206,8 +205,8 @@ def settings(facts: Facts) -> Iterator[Finding]:
         if value not in ("", "0") and slow_value in (None, value):
             found.append(name)
     if found:
-        seen = listed([f"{name}={facts.environment[name]}" for name in found])
-        cause = f"{listed([f'{name}: {_SLOW[name][1]}' for name in found])}."
+        seen = comma_list([f"{name}={facts.environment[name]}" for name in found])
+        cause = f"{comma_list([f'{name}: {_SLOW[name][1]}' for name in found])}."
         yield warning("slow-settings", seen, cause, f"unset {' '.join(found)}, unless they are needed here.")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ddptrain.doctor.facts import Facts
-from ddptrain.doctor.findings import Finding, listed, problem, warning
+from ddptrain.doctor.findings import Finding, comma_list, problem, warning
 
 _GIVE_GPUS = (
     "start the container with its GPUs: docker run --gpus all ...; podman run --device nvidia.com/gpu=all"
@@ -41,7 +41,7 @@ def wsl(facts: Facts) -> Iterator[Finding]:
         return
     if not (system.dxg and system.windows_libcuda):
         parts = {"/dev/dxg": system.dxg, "/usr/lib/wsl/lib/libcuda.so.1": system.windows_libcuda}
-        lacking = listed([part for part, is_there in parts.items() if not is_there])
+        lacking = comma_list([part for part, is_there in parts.items() if not is_there])
         yield problem(
             "wsl-no-driver", f"WSL without {lacking}",
             "inside WSL the driver of Windows serves the GPU, and Windows lends none: its NVIDIA driver is"
@@ -51,7 +51,7 @@ def wsl(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
     elif system.linux_libcuda:
         yield problem(
-            "wsl-linux-driver", listed(system.linux_libcuda),
+            "wsl-linux-driver", comma_list(system.linux_libcuda),
             "a Linux driver is installed inside WSL, and its libcuda is found in place of the one that"
             " Windows lends (/usr/lib/wsl/lib).",
             "remove it: sudo apt purge 'nvidia-driver-*' 'libnvidia-compute-*'; then wsl --shutdown in"
@@ -73,10 +73,10 @@ def device_nodes(facts: Facts) -> Iterator[Finding]:
         else:
             cause = "the driver is loaded and has found no GPU that it can run, or nobody made its node."
             remedy = f"sudo nvidia-modprobe -u -c=0; if nvidia-smi still lists none, {LOOK}."
-        yield problem("no-gpu-node", f"{listed(nodes)}; {module}", cause, remedy)
+        yield problem("no-gpu-node", f"{comma_list(nodes)}; {module}", cause, remedy)
     elif system.locked_nodes:
         yield problem(
-            "device-node-locked", f"not readable and writable: {listed(system.locked_nodes)}",
+            "device-node-locked", f"not readable and writable: {comma_list(system.locked_nodes)}",
             "this user may not open the GPU's device nodes.",
             f"ls -l {system.locked_nodes[0]} shows their group: sudo usermod -aG <group> $USER, and log in"
             " anew; under SLURM ask for a GPU (--gres=gpu:1).",
@@ -93,7 +93,7 @@ def _no_node(facts: Facts) -> Finding:
         if system.module:
             cause = f"{here}a GPU and the kernel module {system.module} are there, but nobody made the nodes."
             return problem("no-device-node", seen, cause, "sudo nvidia-modprobe -u -c=0")
-        cause = f"{here}there is a GPU ({listed(system.nvidia_devices)}), but no NVIDIA driver is loaded."
+        cause = f"{here}there is a GPU ({comma_list(system.nvidia_devices)}), but no NVIDIA driver is loaded."
         return problem("no-driver", seen, cause, _INSTALL)
     if system.container and (system.nvidia_devices or not system.pci_devices):
         cause = f"{here}this is a container ({system.container}) that was started without GPUs."
@@ -116,7 +116,7 @@ def driver_answers(facts: Facts) -> Iterator[Finding]:
     silent = _silent(facts)
     if hung:
         yield problem(
-            "driver-hangs", f"no answer from {listed(hung)}",
+            "driver-hangs", f"no answer from {comma_list(hung)}",
             "the driver hangs: a GPU of it has failed, or resets.",
             f"{LOOK}; then reboot. nvidia-smi will hang as well.",
         )  # fmt: skip

@@ -36,10 +36,10 @@ def show(asked: str, findings: Sequence[Finding]) -> None:
     for level in LEVELS:
         for finding in [finding for finding in findings if finding.level == level]:
             node = f"{finding.node}: " if finding.node else ""
-            _say(width, level, f"{finding.id}  {node}{finding.seen}", _COLOURS[level])
+            _print_paragraph(width, level, f"{finding.id}  {node}{finding.seen}", _COLOURS[level])
             if finding.cause:
-                _say(width, "  cause", finding.cause)
-                _say(width, "  remedy", finding.remedy)
+                _print_paragraph(width, "  cause", finding.cause)
+                _print_paragraph(width, "  remedy", finding.remedy)
     print(last_word(findings, asked))
 
 
@@ -121,7 +121,7 @@ def print_table(table: "Table") -> None:
         print(line.rstrip())
 
 
-def _say(width: int, label: str, text: str, colour: str = "") -> None:
+def _print_paragraph(width: int, label: str, text: str, colour: str = "") -> None:
     """A paragraph beside its label, which is coloured on a terminal only."""
     margin = f"{label:<10}"
     body = textwrap.wrap(text, width - len(margin), break_long_words=False, break_on_hyphens=False)

@@ -62,7 +62,7 @@ class Metric:
         return [i for i, value in enumerate(values) if value == best]
 
 
-def compared(settings: Sequence[Mapping[str, str]]) -> list[SettingDifference]:
+def compare_settings(settings: Sequence[Mapping[str, str]]) -> list[SettingDifference]:
     """Every setting in all runs, those that differ first."""
     keys = dict.fromkeys(key for each in settings for key in each)
     found = [SettingDifference(key, tuple(each.get(key) for each in settings)) for key in keys]
@@ -124,9 +124,9 @@ def devices(run: RunFiles) -> dict[str, dict[str, str]]:
             cells = found.setdefault(plain(label), {})
             for name, value in gauges.items():
                 if not isinstance(value, Mapping):
-                    cells[plain(name)] = written(value)
+                    cells[plain(name)] = format_value(value)
                 elif name != "now":
-                    cells |= {plain(f"{kind} ({name})"): written(each) for kind, each in value.items()}
+                    cells |= {plain(f"{kind} ({name})"): format_value(each) for kind, each in value.items()}
     return found
 
 
@@ -157,7 +157,7 @@ def _facts(run: RunFiles) -> dict[str, str]:
         "state": run.state,
         "steps": f"{run.step:,.0f}" + (f" of {steps:,.0f}" if steps is not None else ""),
         "time": NOTHING if seconds is None else clock(max(0, seconds)),
-        "samples/s": written(speed),
+        "samples/s": format_value(speed),
         "device": device if ranks == "1" else f"{ranks} x {device}",
         "peak memory": NOTHING if memory is None else f"{memory:,.0f} MiB",
         "waiting for data": f"{split['data'] / sum(split.values()):.0%}" if split.get("data") else NOTHING,
@@ -165,17 +165,17 @@ def _facts(run: RunFiles) -> dict[str, str]:
     }
 
 
-def said(runs: Sequence[RunFiles]) -> dict[str, list[str]]:
+def verdict_sentences(runs: Sequence[RunFiles]) -> dict[str, list[str]]:
     """The sentences on what limits a run, and which GPU did least, each with the runs of which it is true."""
     found: dict[str, list[str]] = {}
     for run in runs:
         for text in (run.summary.get("verdict"), _used(run)):
             if text:
-                found.setdefault(written(text, 500), []).append(run.name)
+                found.setdefault(format_value(text, 500), []).append(run.name)
     return found
 
 
-def labels(folders: Sequence[Path]) -> list[str]:
+def short_names(folders: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths that tell them apart."""
     parts = max((len(folder.parts) for folder in folders), default=0)
     for count in range(1, parts + 1):
@@ -185,16 +185,16 @@ def labels(folders: Sequence[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def telling(runs: Sequence[RunFiles], most: int = 3) -> list[str]:
+def distinguishing_settings(runs: Sequence[RunFiles], most: int = 3) -> list[str]:
     """By what settings each run differs from the others, in a few words."""
-    differing = [row for row in compared([run.config for run in runs]) if row.differs][:most]
+    differing = [row for row in compare_settings([run.config for run in runs]) if row.differs][:most]
     return [
         "  ".join(f"{row.key}={_cut(row.values[i] or NOTHING, 30)}" for row in differing)
         for i in range(len(runs))
     ]
 
 
-def written(value: Any, most: int = 80) -> str:
+def format_value(value: Any, most: int = 80) -> str:
     """A value in a table: five digits of a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return NOTHING if value is None else _cut(plain(value), most)
@@ -204,8 +204,8 @@ def written(value: Any, most: int = 80) -> str:
     return f"{finite:,.0f}" if abs(finite) >= 10_000 else f"{finite:.5g}"
 
 
-def value_of(point: CurvePoint | None) -> str:
-    return NOTHING if point is None else "not finite" if point.value is None else written(point.value)
+def format_point(point: CurvePoint | None) -> str:
+    return NOTHING if point is None else "not finite" if point.value is None else format_value(point.value)
 
 
 def direction(name: str, runs: Sequence[RunFiles]) -> bool | None:

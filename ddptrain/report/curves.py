@@ -100,7 +100,7 @@ def as_svg(panel: Panel, names: Sequence[str], steps: Sequence[float]) -> str:
     steps: from the least to the greatest of these goes the axis.
     """
     values = [point.value for s in panel.series for point in s.points if point.value is not None]
-    label = f"{panel.name} against steps, {len(panel.series)} curves: {_told(panel, names)}"
+    label = f"{panel.name} against steps, {len(panel.series)} curves: {_curve_ends(panel, names)}"
     head = f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">'
     if not values:
         return (
@@ -177,7 +177,7 @@ def _lines(series: Series, across: _Axis, up: _Axis, several: bool) -> str:
     return f'<g class="series {name}">{"".join(drawn)}</g>'
 
 
-def _told(panel: Panel, names: Sequence[str]) -> str:
+def _curve_ends(panel: Panel, names: Sequence[str]) -> str:
     """The ends of the curves, for those who can't see them."""
     ends = []
     for run, split, points in panel.series[:8]:

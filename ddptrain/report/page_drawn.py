@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from html import escape
 
 from ddptrain.observe.clock import clock
-from ddptrain.report.comparison import PARTS, telling, time_split, written
+from ddptrain.report.comparison import PARTS, distinguishing_settings, format_value, time_split
 from ddptrain.report.curves import COLOURS, Panel, as_svg, span
 from ddptrain.report.embedded import Embedded
-from ddptrain.report.markup import key, named, table, who
+from ddptrain.report.markup import colour_key, html_table, run_names, run_prefix
 from ddptrain.report.run_files import RunFiles
 
 _WORDS = {"data": "waiting for data", "copy": "copying", "all_reduce": "all-reduce", "other": "the rest"}
@@ -45,9 +45,9 @@ def curves(runs: Sequence[RunFiles], drawn: Sequence[Panel]) -> str:
 
 def _legend(runs: Sequence[RunFiles]) -> str:
     """A button for each run, which switches it off and on."""
-    words = telling(runs)
+    words = distinguishing_settings(runs)
     return "".join(
-        f'<button class="run" type="button" data-run="{i}" aria-pressed="true">{key(i, runs)}'
+        f'<button class="run" type="button" data-run="{i}" aria-pressed="true">{colour_key(i, runs)}'
         f'{escape(run.name)} <span class="soft">{escape(words[i])}</span></button>'
         for i, run in enumerate(runs)
     )
@@ -62,11 +62,13 @@ def where_time_went(runs: Sequence[RunFiles]) -> str:
         return ""
     several = len(runs) > 1
     bars, rows = [], []
-    for run, name, split in zip(runs, named(runs), splits, strict=True):
+    for run, name, split in zip(runs, run_names(runs), splits, strict=True):
         whole = sum(split.values())
         bars.append(f"<div>{name}</div>" * several + _bar(run, split, parts))
         cells = [
-            f"{split[part] / whole:.0%}, {written(split[part])} s" if part in split and whole > 0 else None
+            f"{split[part] / whole:.0%}, {format_value(split[part])} s"
+            if part in split and whole > 0
+            else None
             for part in parts
         ]
         rows.append((name, [*cells, clock(whole) if split else None]))
@@ -74,7 +76,7 @@ def where_time_went(runs: Sequence[RunFiles]) -> str:
         f'<span><span class="key k{_colour(i)}"></span>{escape(_word(part))}</span>'
         for i, part in enumerate(parts)
     )
-    numbers = table("run", [*map(_word, parts), "whole"], rows, "number")
+    numbers = html_table("run", [*map(_word, parts), "whole"], rows, "number")
     looks = "split" if several else "split alone"
     return f'<div class="legend">{legend}</div><div class="{looks}">{"".join(bars)}</div>{numbers}'
 
@@ -107,7 +109,7 @@ def pictures(runs: Sequence[RunFiles], found: Embedded) -> str:
     """Of several runs, those of one name beside each other."""
     rows = [
         "".join(
-            f"<figure>{what}<figcaption>{who(runs[i], runs)}{escape(name)}</figcaption></figure>"
+            f"<figure>{what}<figcaption>{run_prefix(runs[i], runs)}{escape(name)}</figcaption></figure>"
             for i, what in by_run.items()
         )
         for name, by_run in (*found.pictures.items(), *found.texts.items())

@@ -313,7 +313,7 @@ def test_only_variables_that_matter_are_reported() -> None:
 
 
 def test_the_cpu_computes_right_in_every_type() -> None:
-    done = list(proof.on("cpu"))
+    done = list(proof.prove("cpu"))
     assert {(one.name, one.dtype) for one in done if one.ok or one.lacks} == {
         (name, dtype)
         for name in ("matrix product", "convolution", "training step")

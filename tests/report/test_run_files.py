@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.report.comparison import compared, labels, metrics, ranking, time_split
+from ddptrain.report.comparison import compare_settings, metrics, ranking, short_names, time_split
 from ddptrain.report.page import page
 from ddptrain.report.run_files import CurvePoint, RunFiles, flat, is_run, number, plain, read_run
 
@@ -165,7 +165,7 @@ def test_a_number_is_finite_or_none(value: object) -> None:
 
 
 def test_differences_come_first() -> None:
-    rows = compared([{"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "4", "d": "5"}])
+    rows = compare_settings([{"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "4", "d": "5"}])
     assert [(row.key, row.values, row.differs) for row in rows] == [
         ("b", ("2", "4"), True),
         ("c", ("3", None), True),
@@ -176,7 +176,7 @@ def test_differences_come_first() -> None:
 
 def test_the_folder_of_a_run_is_no_difference(make_run: MakeRun) -> None:
     runs = [read_run(make_run(name), name) for name in "ab"]
-    assert [row for row in compared([run.config for run in runs]) if row.differs] == []
+    assert [row for row in compare_settings([run.config for run in runs]) if row.differs] == []
 
 
 def test_the_best_run_by_each_metric(make_run: MakeRun) -> None:
@@ -211,9 +211,9 @@ def test_time_adds_up_to_the_whole(make_run: MakeRun) -> None:
 
 
 def test_names_are_the_shortest_that_differ() -> None:
-    assert labels([Path("/r/a/1"), Path("/r/a/2")]) == ["1", "2"]
-    assert labels([Path("/r/a/1"), Path("/r/b/1"), Path("/r/b/2")]) == ["a/1", "b/1", "b/2"]
-    assert labels([Path("/r/a")]) == ["a"]
+    assert short_names([Path("/r/a/1"), Path("/r/a/2")]) == ["1", "2"]
+    assert short_names([Path("/r/a/1"), Path("/r/b/1"), Path("/r/b/2")]) == ["a/1", "b/1", "b/2"]
+    assert short_names([Path("/r/a")]) == ["a"]
 
 
 def test_twenty_runs_side_by_side(make_run: MakeRun) -> None:
