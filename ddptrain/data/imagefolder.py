@@ -63,13 +63,13 @@ class ImageFolder(ImageSource):
                     f"data.source.cache={self._cache}: lies in data.root, whose folders are classes. Name"
                     " another folder."
                 )
-            listed = self._listed(root)
+            listed = self._image_set(root)
             about = {"root": str(root.resolve()), "size": self._size}
             parts = {"train": listed.train, "valid": listed.valid}
             pack(self._packed(root, self._cache, listed), parts, about)
 
     def open(self, root: Path) -> ImageSet:
-        listed = self._listed(root)
+        listed = self._image_set(root)
         if self._cache is None:
             return listed
         folder = self._packed(root, self._cache, listed)
@@ -86,18 +86,18 @@ class ImageFolder(ImageSource):
         ]
         return packed_folder(cache, f"{self.name}-{self._size}", [self._size, decoders(), files])
 
-    def _listed(self, root: Path) -> ImageSet:
+    def _image_set(self, root: Path) -> ImageSet:
         train_root = root / "train"
         valid_root = next((root / name for name in _VALID_NAMES if (root / name).is_dir()), None)
         if train_root.is_dir() and valid_root is not None:
-            train, valid = _listed(train_root), _listed(valid_root)
+            train, valid = _files_by_class(train_root), _files_by_class(valid_root)
             unknown = sorted(valid.keys() - train.keys())
             if unknown:
                 raise UserError(
                     f"{valid_root}: class {unknown[0]!r} is not in {train_root}. Both need the same classes."
                 )
         else:
-            found = _listed(train_root if train_root.is_dir() else root)
+            found = _files_by_class(train_root if train_root.is_dir() else root)
             train = {name: [f for i, f in enumerate(files) if i % 10 != 9] for name, files in found.items()}
             valid = {name: files[9::10] for name, files in found.items()}
         classes = sorted(train)
@@ -123,7 +123,7 @@ class ImageFolder(ImageSource):
         return FolderSplit([file for file, _ in listed], [label for _, label in listed], self._size)
 
 
-def _listed(root: Path) -> dict[str, list[Path]]:
+def _files_by_class(root: Path) -> dict[str, list[Path]]:
     """The image files of each class folder, sorted, so that every machine counts them alike."""
     folders = sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
     found = {

@@ -63,7 +63,7 @@ class TextData(Data):
         check_least("data", 0, valid_context=self.valid_context)
 
     def prepare(self, world: World, seed: int) -> None:
-        self._tokens = open_tokens(once_a_node(world, self._written))
+        self._tokens = open_tokens(once_a_node(world, self._tokens_folder))
         self._device = world.device
         self._seed = seed
         self._check_size()
@@ -128,7 +128,7 @@ class TextData(Data):
             f" windows of {self.window} ({order})"
         )
 
-    def _written(self) -> Path:
+    def _tokens_folder(self) -> Path:
         """Where the tokens are, once they are. The files are looked at here alone: they may be changing."""
         corpus = self.source.corpus(leave_out=Path(self.root))
         folder = tokens_folder(Path(self.root), self.source.name, corpus, self.level)

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from ddptrain.report import comparison
-from ddptrain.report.comparison import Metric
+from ddptrain.report.comparison import Metric, format_point
 from ddptrain.report.curves import HEIGHT, WIDTH, as_data, panels
 from ddptrain.report.embedded import embed
 from ddptrain.report.markup import Html, document, folded, html_table, run_names, run_prefix, section
@@ -106,7 +106,7 @@ def _metrics(runs: Sequence[RunFiles]) -> str:
         facts = [
             (
                 title,
-                [comparison.format_point(last), comparison.format_point(best), best and f"{best.step:,.0f}"],
+                [format_point(last), format_point(best), best and f"{best.step:,.0f}"],
             )
             for title, last, best in alone
         ]
@@ -122,9 +122,9 @@ def _metrics(runs: Sequence[RunFiles]) -> str:
 
 def _last_and_best(metric: Metric, run: int) -> list[str]:
     last, best = metric.scores[run]
-    text = comparison.format_point(best)
+    text = format_point(best)
     return [
-        comparison.format_point(last),
+        format_point(last),
         Html(f'<span class="best">{text}</span>') if run in metric.winners else text,
     ]
 
@@ -156,7 +156,7 @@ def _devices(runs: Sequence[RunFiles]) -> str:
 
 def _details(runs: Sequence[RunFiles]) -> str:
     names = dict.fromkeys(name for run in runs for name in run.details)
-    rows = [(name, [comparison.format_point(run.details.get(name)) for run in runs]) for name in names]
+    rows = [(name, [format_point(run.details.get(name)) for run in runs]) for name in names]
     return (
         folded(f"last values of {len(rows)} names", html_table("name", run_names(runs), rows, "number"))
         if rows

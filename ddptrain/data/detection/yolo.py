@@ -43,9 +43,9 @@ class YoloFiles(DetectionSource):
     def open(self, root: Path) -> DetectionSet:
         layout = _read_layout(self._file)
         problems = Problems(self._file, self._on_error)
-        train = _listed(layout, "train", layout.train, problems)
+        train = _images_of_part(layout, "train", layout.train, problems)
         if layout.valid:
-            valid = _listed(layout, "val", layout.valid, problems)
+            valid = _images_of_part(layout, "val", layout.valid, problems)
         else:
             train, valid = files.held_out(train)
         return problems.opened(
@@ -116,7 +116,7 @@ def _names(file: Path, found: dict[Any, Any]) -> list[str]:
     return files.checked_names(file, [str(name) for name in names])
 
 
-def _listed(layout: _Layout, key: str, entries: Sequence[str], problems: Problems) -> list[Path]:
+def _images_of_part(layout: _Layout, key: str, entries: Sequence[str], problems: Problems) -> list[Path]:
     """The part's images, sorted, so that every machine counts them alike."""
     images: list[Path] = []
     for entry in entries:
