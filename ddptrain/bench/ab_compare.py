@@ -19,10 +19,10 @@ _GAIN = 0.97  # Ratio of the step's time below which an override is worth taking
 
 @dataclass(frozen=True, slots=True)
 class OverrideResult:
-    """What an override came to."""
+    """What was measured of an override."""
 
     override: str
-    lap: LapTimes  # What its laps came to: medians
+    lap: LapTimes  # Medians of its laps
     ratios: Sequence[float]  # Of its step's time to the baseline's, lap by lap
 
     @property
@@ -57,7 +57,7 @@ class Bench:
 
     @property
     def as_it_is(self) -> LapTimes:
-        """What all laps of the training as it is came to, in the comparisons up to now."""
+        """The median lap of the training as it is, over all comparisons so far."""
         return _typical(self._as_it_is)
 
     def compare(self, override: str) -> OverrideResult:
@@ -97,7 +97,7 @@ class Compared:
 
 
 Candidates = Callable[[Mapping[str, Any]], Sequence[str]]
-"""What to try, by what a training says of its setup."""
+"""The overrides to try, for a training's setup."""
 
 
 def compare_candidates(bench: Bench, candidates: Candidates) -> Compared:

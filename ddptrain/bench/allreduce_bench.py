@@ -1,4 +1,4 @@
-"""How long all-reduces of several sizes take between ranks: a program of its own, started under torchrun.
+"""How long all-reduces of several sizes take between ranks: a separate program, started under torchrun.
 
 python -m ddptrain.bench.allreduce_bench <device> <largest size in bytes> <file for the result>
 """

@@ -1,4 +1,4 @@
-"""Trainings that take turns, so that what else the machine does meets all of them alike. Imports no torch."""
+"""Trainings that take turns, so that other load on the machine slows all equally. Imports no torch."""
 
 import json
 import os
@@ -118,7 +118,7 @@ class PacedRun:
 
     def _go_on(self) -> LapTimes:
         for line in self._lines:
-            with suppress(OSError):  # it has ended; that is told below
+            with suppress(OSError):  # it has ended, which is noticed below
                 line.sendall(b"g")
         return self._finished_lap()
 

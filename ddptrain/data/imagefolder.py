@@ -124,7 +124,7 @@ class ImageFolder(ImageSource):
 
 
 def _files_by_class(root: Path) -> dict[str, list[Path]]:
-    """The image files of each class folder, sorted, so that every machine counts them alike."""
+    """The image files of each class folder, sorted, in the same order on every machine."""
     folders = sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
     found = {
         folder.name: sorted(f for f in folder.rglob("*") if f.suffix.lower() in ENDINGS) for folder in folders

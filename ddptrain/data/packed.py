@@ -133,7 +133,7 @@ def _refused(folder: Path, size: int, damage: str, error: OSError) -> UserError:
 
 def _write(folder: Path, parts: Mapping[str, Split], size: int, about: Mapping[str, object]) -> None:
     aside = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed; nobody else is at it
+    shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed; the lock is ours
     aside.mkdir()
     try:
         for part, split in parts.items():

@@ -31,7 +31,7 @@ class Split(ABC):
 
 @final
 class ArraySplit(Split):
-    """Images that lie in memory already: uint8 (n, H, W, C)."""
+    """Images in memory: uint8 (n, H, W, C)."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self._images = images

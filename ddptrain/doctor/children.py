@@ -1,4 +1,4 @@
-"""Programs that doctor asks in processes of their own: a driver that hangs, or a library that crashes, takes
+"""Programs that doctor asks in separate processes: a driver that hangs, or a library that crashes, takes
 the child along and not doctor."""
 
 import json

@@ -58,8 +58,10 @@ def proof_findings(facts: Facts, on_gpu: bool) -> list[Finding]:
     failed = [proof for proof in done if not proof.ok and not proof.lacks]
     found = []
     for device in dict.fromkeys(proof.device for proof in failed):
-        told = [f"{proof.name} in {proof.dtype}: {proof.said}" for proof in failed if proof.device == device]
-        found.append(_failed(device, told))
+        results = [
+            f"{proof.name} in {proof.dtype}: {proof.said}" for proof in failed if proof.device == device
+        ]
+        found.append(_failed(device, results))
     for failure in facts.failures:
         if failure.probe == "proof" and (on_gpu or not facts.gpu_count):
             found.append(_failed("the device", [failure.why]))
@@ -67,23 +69,23 @@ def proof_findings(facts: Facts, on_gpu: bool) -> list[Finding]:
         lacks = [proof.dtype for proof in done if proof.device == device and proof.lacks]
         without = f"; it has no {comma_list(list(dict.fromkeys(lacks)))}" if lacks else ""
         sound = [proof for proof in done if proof.device == device and proof.ok]
-        told = [
+        results = [
             f"{dtype} ({', '.join(f'{proof.name}: {proof.said}' for proof in sound if proof.dtype == dtype)})"
             for dtype in dict.fromkeys(proof.dtype for proof in sound)
         ]
-        found.append(ok("computes", f"{device} in {', '.join(told)}{without}"))
+        found.append(ok("computes", f"{device} in {', '.join(results)}{without}"))
     return found
 
 
-def _failed(device: str, told: list[str]) -> Finding:
-    if all(line.startswith("nms") for line in told):
+def _failed(device: str, results: list[str]) -> Finding:
+    if all(line.startswith("nms") for line in results):
         return problem(
-            "torchvision-no-cuda", told[0],
+            "torchvision-no-cuda", results[0],
             f"torchvision has no code for {device}: it is built for the CPU only.",
             "install the two together, from one index: pip install --force-reinstall torch torchvision.",
         )  # fmt: skip
     return problem(
-        "computes-wrong", "; ".join(told), f"what {device} computes is wrong, or fails.",
+        "computes-wrong", "; ".join(results), f"what {device} computes is wrong, or fails.",
         "run doctor again: the same error each time is the software (pip install --force-reinstall torch"
         " torchvision), another one each time the hardware (nvidia-smi -q -d ECC, sudo dmesg | grep -i"
         " xid; a memory test).",

@@ -15,7 +15,7 @@ _VARIABLES = re.compile(
     r"CUDA_.*|NVIDIA_.*|NCCL_.*|GLOO_.*|TORCH_.*|PYTORCH_.*|OMP_.*|MKL_NUM_THREADS|KMP_AFFINITY|LD_LIBRARY_PATH|ATEN_.*"
     r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|SLURM_GPUS.*|SLURM_JOB_GPUS"
 )
-"""Those that have to do with it; what else is set is nobody's business in a report."""
+"""Variables that concern training on GPUs; no other is reported, for it may be private."""
 _OF_TRAINING = re.compile(r"/dev/nvidia(ctl|-uvm|\d+)")
 """Device nodes that training opens; one for profiling may be root's."""
 _DISPLAY = ("0x0300", "0x0302")  # PCI classes: a display and a 3D controller

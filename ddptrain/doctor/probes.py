@@ -75,12 +75,12 @@ def collect(asked: Asked, probes: Sequence[Probe]) -> Facts:
     while open_ones:
         name = min(open_ones, key=lambda name: open_ones[name])
         try:
-            name, told = answers.get(timeout=max(0.0, began + open_ones[name] - time.monotonic()))
+            name, found = answers.get(timeout=max(0.0, began + open_ones[name] - time.monotonic()))
         except queue.Empty:
-            told = {"failures": (ProbeFailure(name, f"no answer in {open_ones[name]:g} s", hung=True),)}
+            found = {"failures": (ProbeFailure(name, f"no answer in {open_ones[name]:g} s", hung=True),)}
         if open_ones.pop(name, None) is not None:
-            failures += told.get("failures", ())
-            sections.update({key: value for key, value in told.items() if key != "failures"})
+            failures += found.get("failures", ())
+            sections.update({key: value for key, value in found.items() if key != "failures"})
     return dataclasses.replace(Facts(asked), **sections, failures=tuple(failures))
 
 

@@ -54,15 +54,15 @@ def versions(cluster: Cluster) -> Iterator[Finding]:
 
 def clocks(cluster: Cluster) -> Iterator[Finding]:
     pairs = list(zip(cluster.nodes, cluster.skews, strict=True))
-    told = comma_list([f"{name_of(node)} {skew:+.3f} s" for node, skew in pairs[1:]])
+    skews = comma_list([f"{name_of(node)} {skew:+.3f} s" for node, skew in pairs[1:]])
     if any(abs(skew) > _SKEW_S for _, skew in pairs):
         yield warning(
-            "clock-skew", told,
+            "clock-skew", skews,
             "the clocks of the nodes differ, so their logs and files can't be put in order.",
             "timedatectl set-ntp true on each node (or start chronyd).",
         )  # fmt: skip
     elif len(pairs) > 1:
-        yield ok("clock-skew", told)
+        yield ok("clock-skew", skews)
 
 
 def name_of(node: Facts) -> str:

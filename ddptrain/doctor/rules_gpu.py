@@ -85,21 +85,18 @@ def memory(facts: Facts) -> Iterator[Finding]:
         others = [str(other.index) for other in gpus if other not in taken]
         elsewhere = f"; or take another GPU: export CUDA_VISIBLE_DEVICES={','.join(others)}" if others else ""
         pids = " ".join(str(process.pid) for process in gpu.processes)
-        end = (
-            f"kill {pids}, if it is yours"
-            if pids
-            else f"sudo fuser -v /dev/nvidia{gpu.index} names who holds it"
-        )
-        told = problem if gpu.used > _FULL * gpu.memory else warning
-        yield told("memory-taken", seen, cause, f"{end}{elsewhere}.")
+        find = f"sudo fuser -v /dev/nvidia{gpu.index} names who holds it"
+        end = f"kill {pids}, if it is yours" if pids else find
+        level = problem if gpu.used > _FULL * gpu.memory else warning
+        yield level("memory-taken", seen, cause, f"{end}{elsewhere}.")
 
 
 def mig(facts: Facts) -> Iterator[Finding]:
     divided = [gpu for gpu in shown(facts) if gpu.mig]
     ranks = facts.asked.local_ranks or 1
     if divided:
-        told = problem if ranks > 1 else warning
-        yield told(
+        level = problem if ranks > 1 else warning
+        yield level(
             "mig", f"MIG is on: {comma_list([f'{gpu.name} in {len(gpu.slices)} slices' for gpu in divided])}",
             "CUDA gives a process one slice of a divided GPU, and NCCL can't join slices of one GPU.",
             f"train on one slice with one rank{' instead of ' + str(ranks) if ranks > 1 else ''}, or undo"
@@ -197,9 +194,9 @@ def links(links: tuple[Link, ...], named: str) -> Iterator[Finding]:
             " (gloo: GLOO_SOCKET_IFNAME).",
         )  # fmt: skip
     if slow:
-        told = comma_list([f"{'-'.join(link.members)} {link.gb_per_s:.2f} GB/s" for link in slow])
+        speeds = comma_list([f"{'-'.join(link.members)} {link.gb_per_s:.2f} GB/s" for link in slow])
         yield warning(
-            "slow-pair", f"{told}; the fastest pair {fastest:.2f} GB/s",
+            "slow-pair", f"{speeds}; the fastest pair {fastest:.2f} GB/s",
             "some go by a much slower way than others, and every step waits for the slowest.",
             "nvidia-smi topo -m shows the wires: start the ranks on GPUs of one group"
             " (CUDA_VISIBLE_DEVICES).",
@@ -226,18 +223,15 @@ def shown(facts: Facts) -> list[DriverGpu]:
     index = facts.asked.device.removeprefix("cuda:")
     wanted = [gpu for gpu in found if not index.isdigit() or gpu.index == int(index)]
     uuids = [gpu.uuid.removeprefix("GPU-") for gpu in wanted if gpu.uuid]
-    if len(uuids) < len(wanted) or not uuids or not any(gpu.uuid for gpu in gpus):  # they are not told
+    if len(uuids) < len(wanted) or not uuids or not any(gpu.uuid for gpu in gpus):  # UUIDs are not known
         return list(gpus)
     return [gpu for gpu in gpus if gpu.uuid.removeprefix("GPU-") in uuids or gpu.mig]
 
 
 def _who(gpu: DriverGpu) -> str:
-    told = [f"pid {p.pid} ({p.name or 'name unknown'}, {gib(p.bytes)})" for p in gpu.processes]
-    return (
-        comma_list(told)
-        if told
-        else "a process that can't be seen from here (another container, or a dead one)"
-    )
+    processes = [f"pid {p.pid} ({p.name or 'name unknown'}, {gib(p.bytes)})" for p in gpu.processes]
+    unseen = "a process that can't be seen from here (another container, or a dead one)"
+    return comma_list(processes) if processes else unseen
 
 
 def _sm(gpu: TorchGpu) -> str:

@@ -83,8 +83,10 @@ def cores(facts: Facts) -> Iterator[Finding]:
     if not limits:
         return
     omp = facts.environment.get("OMP_NUM_THREADS", "")
-    nobodys = omp == "1" and facts.asked.under_torchrun  # torchrun sets it, and training goes by the cores
-    threads = int(omp) if omp.isdigit() and not nobodys else max(1, limits.affinity // ranks)
+    set_by_torchrun = (
+        omp == "1" and facts.asked.under_torchrun
+    )  # torchrun sets it, and training goes by the cores
+    threads = int(omp) if omp.isdigit() and not set_by_torchrun else max(1, limits.affinity // ranks)
     need = ranks * max(threads, facts.workers + 1)
     quota = f", a quota of {limits.quota:g}" if limits.quota is not None else ""
     seen = (
@@ -182,9 +184,9 @@ def port(facts: Facts) -> Iterator[Finding]:
     if not found:
         return
     if found.error:
-        told = problem if facts.asked.port is not None else warning  # nobody may want torchrun's own
+        level = problem if facts.asked.port is not None else warning  # nobody may want torchrun's own
         owner = f" by {found.owner}" if found.owner else ""
-        yield told(
+        yield level(
             "port-in-use", f"port {found.number}: {found.error}{owner}",
             f"port {found.number}{'' if facts.asked.port else ', which torchrun takes by itself,'} is in"
             f" use{owner}.",

@@ -20,8 +20,8 @@ def no_cuda_here(facts: Facts) -> Iterator[Finding]:
     """Systems and builds that have no CUDA at all."""
     system, torch = facts.system, facts.torch
     if system and system.kind == "Darwin":
-        told = problem if facts.asked.device.startswith("cuda") else warning
-        yield told(
+        level = problem if facts.asked.device.startswith("cuda") else warning
+        yield level(
             "macos", "the system is macOS", "macOS has no CUDA: NVIDIA's GPUs can't be used there.",
             "say device=mps for the GPU of an Apple machine; device=auto takes it for a single rank.",
         )  # fmt: skip
@@ -154,7 +154,7 @@ def _silent(facts: Facts) -> str:
 
 
 def nvml_quiet(facts: Facts) -> Iterator[Finding]:
-    """NVML says nothing where CUDA works: what it would have told is missing."""
+    """NVML does not answer where CUDA works: what it would have reported is missing."""
     why = [failure.why for failure in facts.failures if failure.probe == "nvml" and not failure.hung]
     if error := (facts.driver.error if facts.driver else "") or _silent(facts):
         why = [error]

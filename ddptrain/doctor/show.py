@@ -22,12 +22,12 @@ _COLOURS = {"problem": "1;31", "warning": "33", "ok": "32"}
 
 def json_of(facts: Facts | Cluster, findings: Sequence[Finding]) -> str:
     """One object, which ``doctor facts=<file>`` reads again."""
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "facts": plain(facts),
         "findings": [plain(finding) for finding in findings],
         "problems": len(problems(list(findings))),
     }
-    return json.dumps(told, indent=2)
+    return json.dumps(report, indent=2)
 
 
 def show(asked: str, findings: Sequence[Finding]) -> None:

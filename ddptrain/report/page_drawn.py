@@ -90,8 +90,8 @@ def _bar(run: RunFiles, split: dict[str, float], parts: Sequence[str]) -> str:
         place = f'x="{at:.1f}" y="0" width="{wide:.1f}" height="20"'
         pieces.append(f'<rect class="f{_colour(parts.index(name))}" {place}><title>{tip}</title></rect>')
         at += wide
-    told = ", ".join(f"{_word(name)} {seconds / whole:.0%}" for name, seconds in split.items())
-    label = escape(f"{run.name}: {told or 'not measured'}")
+    shares = ", ".join(f"{_word(name)} {seconds / whole:.0%}" for name, seconds in split.items())
+    label = escape(f"{run.name}: {shares or 'not measured'}")
     view = 'viewBox="0 0 1000 20" preserveAspectRatio="none" role="img"'
     return f'<svg {view} aria-label="{label}">{"".join(pieces)}</svg>'
 

@@ -165,7 +165,7 @@ def _parsed(run: RunFiles, name: str, text: str, parse: Callable[[str], Any]) ->
 
 
 def _read_metrics(run: RunFiles) -> None:
-    """The curves, and the last of what belongs to single classes. A step told twice counts as told last."""
+    """The curves, and the last of what belongs to single classes. The last line for a step counts."""
     path = run.folder / "metrics.jsonl"
     found: dict[tuple[str, str], dict[float, CurvePoint]] = {}
     damaged = 0

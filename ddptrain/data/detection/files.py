@@ -1,4 +1,4 @@
-"""Pictures that lie in files, and what every format of labels shares: probing them, fitting boxes into
+"""Pictures in files, and what every format of labels shares: probing them, fitting boxes into
 them, and collecting what is wrong, so that one run shows all of it."""
 
 import math

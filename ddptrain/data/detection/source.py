@@ -88,7 +88,7 @@ class Scenes(ABC):
 
 @final
 class ArrayScenes(Scenes):
-    """Pictures that lie in memory already: uint8 (n, 3, H, W)."""
+    """Pictures in memory: uint8 (n, 3, H, W)."""
 
     def __init__(self, images: Tensor, objects: Sequence[Objects], names: Sequence[str]) -> None:
         self._images = images

@@ -71,7 +71,7 @@ def write_coco(opened: DetectionSet, folder: Path) -> list[str]:
 def as_coco(
     objects: Sequence[Objects], sizes: Tensor, names: Sequence[str], classes: Sequence[str]
 ) -> dict[str, Any]:
-    """What COCO's instances JSON says of pictures; these, their objects and the classes are numbered from 1.
+    """COCO's instances JSON for pictures; these, their objects and the classes are numbered from 1.
 
     objects, names: one for each picture. sizes: int64 (n, 2), height and width.
     """

@@ -117,7 +117,7 @@ def _names(file: Path, found: dict[Any, Any]) -> list[str]:
 
 
 def _images_of_part(layout: _Layout, key: str, entries: Sequence[str], problems: Problems) -> list[Path]:
-    """The part's images, sorted, so that every machine counts them alike."""
+    """The part's images, sorted, in the same order on every machine."""
     images: list[Path] = []
     for entry in entries:
         place = layout.root / entry
