@@ -7,10 +7,12 @@ Each takes a `Run` and does all of its steps, with a TensorBoard scalar every 50
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, final
 
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -35,11 +37,7 @@ from ddptrain.observe.tensorboard import TensorBoard
 from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.watchdog.watchdog import Watchdog
 
-AUTO = {
-    "_target_": "ddptrain.strategies.ddp.Ddp",
-    "alone": {"_target_": "ddptrain.strategies.single.Single"},
-}
-"""As conf/strategy/auto.yaml."""
+AUTO: dict[str, Any] = yaml.safe_load(files("ddptrain.conf").joinpath("strategy/auto.yaml").read_text())
 SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9}
 LOG_EVERY = 50
 BASE = "hand"

@@ -34,7 +34,7 @@ from ddptrain.api.world import World
 from ddptrain.data.augment import Augment
 from ddptrain.data.imagefolder import ImageFolder
 from ddptrain.data.images import ImageData
-from ddptrain.data.source import ArraySplit, ImageSource, Opened
+from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
 
 NAME = "pipelines"
 """Of the markers."""
@@ -79,9 +79,9 @@ class InMemory(ImageSource):
 
     def fetch(self, root: Path) -> None: ...
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> ImageSet:
         middle, spread = ([255 * value for value in of] for of in (MEAN, STD))
-        return Opened(self._split, self._split, ["a", "b"], middle, spread)
+        return ImageSet(self._split, self._split, ["a", "b"], middle, spread)
 
 
 def main() -> None:

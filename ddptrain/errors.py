@@ -41,6 +41,13 @@ def _unpickled(kind: type[UserError], message: str, everywhere: bool) -> UserErr
     return kind(message, everywhere=everywhere)
 
 
+def check_least(key: str, least: int, **values: int) -> None:
+    """Raises UserError where one of the values, of the keys ``<key>.<name>``, is less than ``least``."""
+    for name, value in values.items():
+        if value < least:
+            raise UserError(f"{key}.{name}={value}: must be {least} or more.")
+
+
 class Diverged(ArithmeticError):
     """The loss or a gradient is not finite; all ranks raise it at the same step. Exit code 4.
 

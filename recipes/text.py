@@ -35,11 +35,7 @@ class LanguageModelling(Task):
     higher_is_better = False
 
     def __init__(
-        self,
-        model: Callable[..., nn.Module],
-        data: TextData,
-        sample: str = "",
-        sample_tokens: int = 400,
+        self, model: Callable[..., nn.Module], data: TextData, sample: str = "", sample_tokens: int = 400
     ) -> None:
         if sample_tokens < 0:
             raise UserError(f"task.sample_tokens={sample_tokens}: must be 0 or more.")

@@ -37,9 +37,7 @@ class Translation(Task):
 
     def build(self) -> nn.Module:
         return self._model(
-            vocabulary=VOCABULARY,
-            longest_source=self._data.longest,
-            longest_target=self._data.target_length,
+            vocabulary=VOCABULARY, longest_source=self._data.longest, longest_target=self._data.target_length
         )
 
     def loss(self, model: nn.Module, batch: Pairs, at: At) -> Loss:

@@ -38,7 +38,7 @@ HOSTILE = [
     "ddptrain.recipes.image.functional.torch.hub.load",
     "ddptrain.data.cifar10.urllib.request.urlretrieve",
     "ddptrain.data.cifar10.tarfile.TarFile",
-    "ddptrain.data.files.multiprocessing.Process",
+    "ddptrain.data.workers.multiprocessing.Process",
     "torch.nn.modules.module.torch.load",
     "torch.nn.modules.module.functools.partial",
     "torch.nn.Linear.__class__",

@@ -17,12 +17,12 @@ from toy import auto
 from ddptrain.api.world import World
 from ddptrain.bench.allreduce_bench import measured, sizes_up_to
 from ddptrain.bench.ddp import of_ddp, ranks_for
-from ddptrain.bench.scaling import Link, Step, estimated, fitted, misses
+from ddptrain.bench.scaling import LinkModel, Step, estimated, fitted, misses
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
 from ddptrain.testing import run_ranks
 
-LINKS = st.builds(Link, st.floats(1e-6, 1e-2), st.floats(1e6, 1e12))
+LINKS = st.builds(LinkModel, st.floats(1e-6, 1e-2), st.floats(1e6, 1e12))
 RANKS = st.integers(2, 16)
 SHARES = st.floats(0, 1)
 
@@ -37,7 +37,7 @@ def steps(draw: st.DrawFn) -> Step:
 
 
 @given(steps(), LINKS)
-def test_one_node_is_as_measured_and_more_are_never_more_efficient(step: Step, link: Link) -> None:
+def test_one_node_is_as_measured_and_more_are_never_more_efficient(step: Step, link: LinkModel) -> None:
     found = [estimated(step, link, nodes) for nodes in (1, 2, 3, 4, 8, 16, 1000)]
     assert (found[0].lower, found[0].upper) == (1, 1)
     for fewer, more in itertools.pairwise(found):
@@ -47,15 +47,15 @@ def test_one_node_is_as_measured_and_more_are_never_more_efficient(step: Step, l
 
 
 @given(steps(), LINKS, st.integers(2, 64), st.floats(1.1, 100))
-def test_faster_links_scale_better(step: Step, link: Link, nodes: int, times: float) -> None:
+def test_faster_links_scale_better(step: Step, link: LinkModel, nodes: int, times: float) -> None:
     bound = estimated(step, link, nodes)
-    faster = estimated(step, Link(link.latency_s / times, link.bytes_per_s * times), nodes)
+    faster = estimated(step, LinkModel(link.latency_s / times, link.bytes_per_s * times), nodes)
     assert faster.lower >= bound.lower * (1 - 1e-12)
-    assert estimated(step, Link(0, float("inf")), nodes).upper == 1
+    assert estimated(step, LinkModel(0, float("inf")), nodes).upper == 1
 
 
 @given(LINKS, RANKS)
-def test_an_all_reduce_grows_with_ranks_and_bytes(link: Link, ranks: int) -> None:
+def test_an_all_reduce_grows_with_ranks_and_bytes(link: LinkModel, ranks: int) -> None:
     sizes = [0, 1, 1e3, 1e6, 1e9]
     times = [link.all_reduce_s(ranks, size) for size in sizes]
     assert times == sorted(times)
@@ -66,7 +66,7 @@ def test_an_all_reduce_grows_with_ranks_and_bytes(link: Link, ranks: int) -> Non
 @given(st.floats(1e-6, 1e-2), st.floats(1e6, 1e12), st.integers(2, 3))
 def test_the_link_behind_the_times_is_found(latency: float, rate: float, ranks: int) -> None:
     """Of two or three ranks, for which a tree is never shorter than a ring."""
-    link, sizes = Link(latency, rate), [1 << 10, 1 << 14, 1 << 20, 1 << 26]
+    link, sizes = LinkModel(latency, rate), [1 << 10, 1 << 14, 1 << 20, 1 << 26]
     times = [(size, link.all_reduce_s(ranks, size)) for size in sizes]
     found = fitted(times, ranks)
     assert max(misses(found, times, ranks)) < 1e-6

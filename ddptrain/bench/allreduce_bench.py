@@ -1,4 +1,4 @@
-"""How long all-reduces of several sizes take between ranks: a program of its own, started under torchrun.
+"""How long all-reduces of several sizes take between ranks: a separate program, started under torchrun.
 
 python -m ddptrain.bench.allreduce_bench <device> <largest size in bytes> <file for the result>
 """
@@ -16,13 +16,12 @@ from ddptrain.api.world import World
 from ddptrain.distributed.comm import backend_for, close_group, open_group
 from ddptrain.distributed.device import choose_device
 from ddptrain.distributed.world import world_from_environment
-from ddptrain.doctor.brief import why_no_cuda
+from ddptrain.doctor.examine import why_no_cuda
 from ddptrain.launcher.parent_death import leave
 
 _SMALLEST = 1 << 10
 _ROUNDS = 15
-_TOGETHER = 1 << 22
-"""Bytes that small all-reduces make up together before the clock is read."""
+_TOGETHER = 1 << 22  # Bytes that small all-reduces make up together before the clock is read
 _MOST = 30
 
 

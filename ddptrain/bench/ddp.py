@@ -3,21 +3,17 @@ how far more nodes could go."""
 
 import json
 import math
-import os
-import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.bench.ab_compare import Bench, Compared, Result, show
-from ddptrain.bench.paced_run import Lap, Unfit
-from ddptrain.bench.scaling import STRAGGLING, Link, Step, estimated, fitted, misses
+from ddptrain.bench.ab_compare import Bench, Compared, OverrideResult
+from ddptrain.bench.paced_run import LapTimes, Unfit, kill_group, last_lines, start_group
+from ddptrain.bench.scaling import STRAGGLING, LinkModel, Step, estimated, fitted, misses
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import uses_ddp
+from ddptrain.doctor.show import print_table
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,8 +24,7 @@ _COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
 _BYTES = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
 """What of a gradient's bytes travels, where the gradients are float32; powersgd's depends on their shapes."""
 _NODES = (1, 2, 4, 8, 16)
-_NOISY = 1.15
-"""A training that differs from its like by more than this factor: the estimate says so."""
+_NOISY = 1.15  # A training that differs from its like by more than this factor: the estimate says so
 _WITHIN_S = 300.0
 _LEFT_OUT = f"""\
 An upper bound: links between nodes are taken to be as fast as those measured here, with nobody else on them.
@@ -98,7 +93,7 @@ def exposed_table(found: Compared) -> "Table":
     return table
 
 
-def _ms(lap: Lap, phase: str) -> float:
+def _ms(lap: LapTimes, phase: str) -> float:
     return 1e3 * lap.seconds[phase] / lap.steps
 
 
@@ -113,7 +108,7 @@ def _buckets(cap_mb: float, size: float) -> list[float]:
     return [first, *[rest / count] * count] if count else [first]
 
 
-def estimate(bench: Bench, config: Config, itself: Result) -> None:
+def estimate(bench: Bench, config: Config, itself: OverrideResult) -> None:
     """Measure all-reduces between as many ranks, and print the link they show and what it lets more nodes do,
     for the training as it is. Raises Unfit."""
     lap = itself.lap
@@ -151,7 +146,7 @@ def estimate(bench: Bench, config: Config, itself: Result) -> None:
         ranks=bench.ranks,
         messages=messages,
     )
-    show(_scaling_table(step, link, lap.setup["steps_per_epoch"]))
+    print_table(_scaling_table(step, link, lap.setup["steps_per_epoch"]))
     if not 1 / _NOISY <= itself.ratio <= _NOISY:
         print(
             f"Noise: the training against itself is x{itself.ratio:.2f};"
@@ -160,7 +155,7 @@ def estimate(bench: Bench, config: Config, itself: Result) -> None:
     print(_LEFT_OUT, flush=True)
 
 
-def _scaling_table(step: Step, link: Link, steps_per_epoch: int) -> "Table":
+def _scaling_table(step: Step, link: LinkModel, steps_per_epoch: int) -> "Table":
     from rich import box
     from rich.table import Table
 
@@ -188,29 +183,16 @@ def _size(size: int) -> str:
 def _all_reduces(bench: Bench, device: str, largest: int) -> tuple[str, Sequence[tuple[int, float]]]:
     """The backend, and (bytes, seconds) of all-reduces between so many ranks of their own. Raises Unfit."""
     out, said = bench.folder / "reduces.json", bench.folder / "reduces.txt"
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={bench.ranks}"]
     program = ["-m", "ddptrain.bench.allreduce_bench", device, str(largest), str(out)]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={bench.ranks}"]
-    with said.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, *torchrun, *program],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process = start_group([*torchrun, *program], said)
     try:
         process.wait(_WITHIN_S)
     except subprocess.TimeoutExpired as error:
         raise Unfit(f"the all-reduces are not done within {_WITHIN_S:.0f} s") from error
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill_group(process)
     if process.returncode != 0:
-        raise Unfit(f"the all-reduces failed: {_tail(said)}", process.returncode)
+        raise Unfit(f"the all-reduces failed: {last_lines(said)}", process.returncode)
     result = json.loads(out.read_text())
     return result["backend"], [(size, seconds) for size, seconds in result["measured"]]
-
-
-def _tail(said: Path) -> str:
-    return "\n".join(said.read_text(errors="replace").splitlines()[-12:])

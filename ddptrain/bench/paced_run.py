@@ -1,4 +1,4 @@
-"""Trainings that take turns, so that what else the machine does meets all of them alike. Imports no torch."""
+"""Trainings that take turns, so that other load on the machine slows all equally. Imports no torch."""
 
 import json
 import os
@@ -16,10 +16,8 @@ from typing import Any
 
 from ddptrain.errors import UserError
 
-_STARTS_WITHIN_S = 300.0
-"""Compiling takes a minute or two."""
-_READ_AHEAD = 3
-"""Batches that a loader process has ready while nobody asks: two, and one in its hands."""
+_STARTS_WITHIN_S = 300.0  # Compiling takes a minute or two
+_READ_AHEAD = 3  # Batches that a loader process has ready while nobody asks: two, and one in its hands
 _TAIL_LINES = 12
 
 
@@ -33,7 +31,7 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Lap:
+class LapTimes:
     """Some steps of one training."""
 
     steps: int
@@ -46,8 +44,31 @@ class Lap:
         return 1e3 * sum(self.seconds.values()) / self.steps
 
 
+def start_group(module: Sequence[str], output: Path) -> "subprocess.Popen[bytes]":
+    """``python -m`` these words, in a new process group, with its output in a file."""
+    with output.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", *module],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def kill_group(process: "subprocess.Popen[bytes]") -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def last_lines(output: Path) -> str:
+    """The end of what a process printed."""
+    return "\n".join(output.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+
+
 class PacedRun:
-    """One training, in processes of its own, which stands still between its laps.
+    """One training in separate processes, which stands still between its laps.
 
     folder: for its files. steps: of the shortest lap.
     """
@@ -56,7 +77,7 @@ class PacedRun:
         """Raises UserError where the folder's name is too long for a socket."""
         folder.mkdir()
         self._ranks, self._steps = ranks, steps
-        self._said = folder / "said.txt"
+        self._output = folder / "said.txt"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.bind(str(folder / "turns"))
@@ -71,16 +92,9 @@ class PacedRun:
         launch = ["launch", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         pacing = f"{{_target_:ddptrain.bench.pacing.Pacing,address:'{folder / 'turns'}'}}"
         own = [f"log.every={steps}", f"run.dir={folder / 'run'}", f"+controllers.pacing={pacing}"]
-        with self._said.open("wb") as said:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "ddptrain", *launch, *words, *own],
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._process = start_group(["ddptrain", *launch, *words, *own], self._output)
 
-    def warm_up(self) -> Lap:
+    def warm_up(self) -> LapTimes:
         """The first steps, which compile, tune and allocate. Raises Unfit where they don't come."""
         deadline = time.monotonic() + _STARTS_WITHIN_S
         while len(self._lines) < self._ranks:
@@ -90,36 +104,34 @@ class PacedRun:
                 raise Unfit(self._tail(), self._process.returncode)
             elif time.monotonic() > deadline:
                 raise Unfit(f"does not start within {_STARTS_WITHIN_S:.0f} s")
-        lap = self._told()
+        lap = self._finished_lap()
         self._stale = -(-_READ_AHEAD * (lap.setup["workers"] or 0) // self._steps)
         return lap
 
-    def lap(self, times: int = 1) -> Lap:
+    def lap(self, times: int = 1) -> LapTimes:
         """So many times the shortest lap, after those that use up what its loaders have read ahead while it
         stood still."""
-        laps = [self._next() for _ in range(self._stale + times)][self._stale :]
+        laps = [self._go_on() for _ in range(self._stale + times)][self._stale :]
         last = laps[-1]
         seconds = {phase: sum(lap.seconds[phase] for lap in laps) for phase in last.seconds}
-        return Lap(times * self._steps, seconds, last.setup)
+        return LapTimes(times * self._steps, seconds, last.setup)
 
-    def _next(self) -> Lap:
+    def _go_on(self) -> LapTimes:
         for line in self._lines:
-            with suppress(OSError):  # it has ended; that is told below
+            with suppress(OSError):  # it has ended, which is noticed below
                 line.sendall(b"g")
-        return self._told()
+        return self._finished_lap()
 
     def end(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        kill_group(self._process)
         self._socket.close()
         for line in self._lines:
             line.close()
 
-    def _told(self) -> Lap:
+    def _finished_lap(self) -> LapTimes:
         """The first rank's lap, once all have done it."""
         laps = {said["rank"]: said for said in map(self._read, self._lines)}
-        return Lap(self._steps, laps[0]["seconds"], laps[0]["setup"])
+        return LapTimes(self._steps, laps[0]["seconds"], laps[0]["setup"])
 
     def _read(self, line: socket.socket) -> Mapping[str, Any]:
         line.settimeout(_STARTS_WITHIN_S)
@@ -135,6 +147,6 @@ class PacedRun:
     def _tail(self) -> str:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(30)  # torchrun waits for its ranks
-        lines = self._said.read_text(errors="replace").splitlines()
+        lines = self._output.read_text(errors="replace").splitlines()
         own = [line for line in lines if line.startswith("ddptrain: ")]
-        return own[-1].removeprefix("ddptrain: ") if own else "\n".join(lines[-_TAIL_LINES:])
+        return own[-1].removeprefix("ddptrain: ") if own else last_lines(self._output)

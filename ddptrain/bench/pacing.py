@@ -13,8 +13,8 @@ _GONE = "the bench that started this training is gone"
 
 @final
 class Pacing(Controller):
-    """At each log step says how it went, and trains on when it is told to; ends where nobody is left to tell
-    it. address: of the bench's socket.
+    """At each log step reports its times, and waits for the signal to go on; ends when the bench is gone.
+    address: of the bench's socket.
 
     On each rank: ranks that waited for the first in a collective would keep their GPUs busy beside another
     training's.

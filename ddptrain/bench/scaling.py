@@ -14,13 +14,11 @@ is late by about sqrt(2 ln N) of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkModel:
     """What lies between two neighbours."""
 
-    latency_s: float
-    """alpha: of a message without content."""
-    bytes_per_s: float
-    """B, that is 1 / beta."""
+    latency_s: float  # alpha: of a message without content
+    bytes_per_s: float  # B, that is 1 / beta
 
     def all_reduce_s(self, ranks: int, size: float) -> float:
         """Seconds to sum so many bytes over the ranks; 0 for one rank."""
@@ -34,15 +32,11 @@ class Step:
     """One training's step on one node, as measured."""
 
     seconds: float
-    backward_s: float
-    """Of it: the rank's own backward pass, behind which messages can hide."""
-    exposed_s: float
-    """Of it: waiting for gradients."""
-    samples: int
-    """Of all ranks."""
+    backward_s: float  # Of it: the rank's own backward pass, behind which messages can hide
+    exposed_s: float  # Of it: waiting for gradients
+    samples: int  # Of all ranks
     ranks: int
-    messages: Sequence[float]
-    """Bytes of each all-reduce of a step."""
+    messages: Sequence[float]  # Bytes of each all-reduce of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +48,10 @@ class Estimate:
     lower: float
     """Efficiency: the share of nodes times the measured rate. Nothing of what the messages grow by is hidden,
     and ranks straggle."""
-    upper: float
-    """All of it is hidden that has room behind the backward pass, and no rank is late."""
+    upper: float  # All of it is hidden that has room behind the backward pass, and no rank is late
 
 
-def fitted(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
+def fitted(measured: Sequence[tuple[int, float]], ranks: int) -> LinkModel:
     """The link that explains (bytes, seconds) of all-reduces over so many ranks by a ring's time, with the
     least sum of squared relative errors; neither alpha nor beta is negative. Two sizes or more, two ranks or
     more."""
@@ -73,15 +66,15 @@ def fitted(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
         # larger messages take no longer: all that can be said is that the largest went through
         size, seconds = max(measured)
         fixed, per_byte = p / a, seconds / size
-    return Link(fixed / (2 * (ranks - 1)), 2 * (ranks - 1) / ranks / per_byte)
+    return LinkModel(fixed / (2 * (ranks - 1)), 2 * (ranks - 1) / ranks / per_byte)
 
 
-def misses(link: Link, measured: Sequence[tuple[int, float]], ranks: int) -> list[float]:
+def misses(link: LinkModel, measured: Sequence[tuple[int, float]], ranks: int) -> list[float]:
     """By which share of what was measured the link is off, size by size."""
     return [abs(link.all_reduce_s(ranks, size) / seconds - 1) for size, seconds in measured]
 
 
-def estimated(step: Step, link: Link, nodes: int) -> Estimate:
+def estimated(step: Step, link: LinkModel, nodes: int) -> Estimate:
     """For a node count of 1 or more; at 1 both bounds are 1."""
     ranks = nodes * step.ranks
     now, then = (sum(link.all_reduce_s(n, size) for size in step.messages) for n in (step.ranks, ranks))

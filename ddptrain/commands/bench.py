@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.api.timing import TRAINING
-from ddptrain.bench.ab_compare import Bench, Compared, Result, compared, show
+from ddptrain.bench.ab_compare import Bench, Compared, OverrideResult, compare_candidates
 from ddptrain.bench.ddp import estimate, exposed_table, of_ddp, ranks_for
-from ddptrain.bench.paced_run import Lap, Unfit
+from ddptrain.bench.paced_run import LapTimes, Unfit
 from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
+from ddptrain.doctor.show import print_table
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
 
@@ -102,8 +103,8 @@ def _benched(
             return tries
         return of_ddp(config, setup) if ddp else _candidates(config, setup)
 
-    found = compared(bench, candidates)
-    show(exposed_table(found) if ddp else _table(found))
+    found = compare_candidates(bench, candidates)
+    print_table(exposed_table(found) if ddp else _table(found))
     _recommend(bench, found, words)
     if ddp:
         estimate(bench, config, found.itself)
@@ -167,11 +168,11 @@ def _table(found: Compared) -> "Table":
     return table
 
 
-def _cells(result: Result, phases: Sequence[str]) -> list[str]:
+def _cells(result: OverrideResult, phases: Sequence[str]) -> list[str]:
     compared = [result.ratio, min(result.ratios), max(result.ratios)]
     shares = [f"{_share(result.lap, phase):.0%}" for phase in phases]
     return [*(f"{ratio:.3f}" for ratio in compared), f"{result.lap.ms_per_step:.2f}", *shares]
 
 
-def _share(lap: Lap, phase: str) -> float:
+def _share(lap: LapTimes, phase: str) -> float:
     return lap.seconds[phase] / max(sum(lap.seconds.values()), 1e-9)

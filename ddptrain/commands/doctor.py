@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddptrain.config.suggest import did_you_mean
-from ddptrain.doctor.examine import examine, of_the_gpus
+from ddptrain.doctor.examine import examine, gpu_findings
 from ddptrain.doctor.facts import Asked, Cluster, Facts
 from ddptrain.doctor.findings import problems
 from ddptrain.doctor.probes import collect, probes
 from ddptrain.doctor.replay import read_facts
 from ddptrain.doctor.rules_cluster import examine_cluster, name_of
-from ddptrain.doctor.show import header, json_of, show, table
+from ddptrain.doctor.show import header, json_of, print_cluster, show
 from ddptrain.errors import ExitCode, UserError
 
 _WORDS = ("device", "workers", "port", "facts")
@@ -123,7 +123,7 @@ def _node(leaders: list[int], rank: int) -> int:
 def _fits_nccl(node: Facts) -> bool:
     """Every rank of this node has a GPU of its own that works."""
     count = node.torch_cuda.count if node.torch_cuda else 0
-    sound = not problems(list(of_the_gpus(node)))
+    sound = not problems(gpu_findings(node))
     return node.asked.device in ("auto", "cuda") and sound and count >= node.ranks
 
 
@@ -132,7 +132,7 @@ def _report(facts: Facts | Cluster, as_json: bool) -> int:
     if as_json:
         print(json_of(facts, findings))
     elif isinstance(facts, Cluster):
-        table(facts, findings)
+        print_cluster(facts, findings)
         show(facts.nodes[0].asked.device, findings)
     else:
         print(header(facts))

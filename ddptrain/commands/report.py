@@ -17,15 +17,15 @@ from ddptrain.observe.clock import clock
 from ddptrain.report.comparison import (
     NOTHING,
     Metric,
-    compared,
-    labels,
+    compare_settings,
+    format_point,
+    format_value,
     metrics,
     overview,
     ranking,
-    said,
+    short_names,
     time_split,
-    value_of,
-    written,
+    verdict_sentences,
 )
 from ddptrain.report.page import write_page
 from ddptrain.report.run_files import RunFiles, is_run, plain, read_run
@@ -58,7 +58,7 @@ def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
     chosen = list(
         dict.fromkeys(path.resolve() for each in found.values() for path in each[:_MOST_OF_A_SWEEP])
     )
-    runs = [read_run(path, name) for path, name in zip(chosen, labels(chosen), strict=True)]
+    runs = [read_run(path, name) for path, name in zip(chosen, short_names(chosen), strict=True)]
     sweeps = [folder for folder in folders if _is_sweep(folder)]
     for folder in sweeps:
         print_sweep(folder)
@@ -177,7 +177,7 @@ def _print(runs: Sequence[RunFiles]) -> None:
     for line in drawn.get().splitlines():  # rich fills its lines with blanks
         print(line.rstrip())
     notes = {f"{run.name}: {note}": [""] for run in runs for note in run.notes}
-    for text, names in (notes | said(runs)).items():
+    for text, names in (notes | verdict_sentences(runs)).items():
         print(f"{', '.join(names)}: {text}" if len(runs) > 1 and names[0] else text)
 
 
@@ -201,8 +201,11 @@ def _by_run(title: str, corner: str, names: Sequence[str], rows: Sequence[_Row],
 
 def _differences(runs: Sequence[RunFiles]) -> list[Table]:
     """What differs in config and environment."""
-    every = [*compared([run.config for run in runs]), *compared([run.environment for run in runs])]
-    rows = [(row.key, [written(value, 30) for value in row.values]) for row in every if row.differs]
+    every = [
+        *compare_settings([run.config for run in runs]),
+        *compare_settings([run.environment for run in runs]),
+    ]
+    rows = [(row.key, [format_value(value, 30) for value in row.values]) for row in every if row.differs]
     if not rows:
         return []
     title = "what differs" if len(rows) <= _FEW else f"what differs (the first {_FEW} of {len(rows)})"
@@ -215,7 +218,9 @@ def _metrics(runs: Sequence[RunFiles]) -> list[Table]:
     if not every:
         return []
     if len(runs) == 1:
-        rows = [(metric.title, [value_of(p) for p in metric.scores[0]] + [_step(metric)]) for metric in every]
+        rows = [
+            (metric.title, [format_point(p) for p in metric.scores[0]] + [_step(metric)]) for metric in every
+        ]
         return [_table("metrics", "metric", ["last", "best", "at step"], rows, numbers=True)]
     rows = [(metric.title, [_cell(metric, i) for i in order]) for metric in every]
     names = [runs[i].name for i in order]
@@ -224,7 +229,7 @@ def _metrics(runs: Sequence[RunFiles]) -> list[Table]:
 
 def _cell(metric: Metric, run: int) -> str:
     last, best = metric.scores[run]
-    both = value_of(last) if best is None else f"{value_of(last)}, {value_of(best)}"
+    both = format_point(last) if best is None else f"{format_point(last)}, {format_point(best)}"
     return f"{both}{'*' if run in metric.winners else ' '}"
 
 

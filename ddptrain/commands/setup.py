@@ -23,7 +23,7 @@ from ddptrain.distributed.comm import abandon_group, close_group, from_all_ranks
 from ddptrain.distributed.cpu import share_cores
 from ddptrain.distributed.device import choose_device
 from ddptrain.distributed.world import world_from_environment
-from ddptrain.doctor.brief import why_no_cuda
+from ddptrain.doctor.examine import why_no_cuda
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read
 from ddptrain.engine.compiled import Compilations
 from ddptrain.engine.out_of_memory import lack_of_memory

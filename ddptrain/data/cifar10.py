@@ -6,21 +6,22 @@ import http.client
 import io
 import tarfile
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor
 
-from ddptrain.data.download import Limits, download, sha256_of
-from ddptrain.data.source import ArraySplit, ImageSource, Opened
+from ddptrain.data.download import DownloadLimits, download, sha256_of
+from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
 from ddptrain.errors import UserError
 
 ARCHIVE = "cifar-10-binary.tar.gz"
 URL = f"https://www.cs.toronto.edu/~kriz/{ARCHIVE}"
 SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-LIMITS = Limits(largest=256 * 2**20)
+LIMITS = DownloadLimits(largest=256 * 2**20)
 """The archive has 170,052,171 bytes."""
 
 _RECORD = 1 + 3 * 32 * 32
@@ -28,11 +29,11 @@ _MOST_RECORDS = 10_000
 _TRAIN = [f"data_batch_{i}.bin" for i in range(1, 6)]
 _VALID = "test_batch.bin"
 _MOST_MEMBERS = 32
-_MOST_UNPACKED = 256 * 2**20
-"""Bytes; the right archive has 184,380,000 and a little."""
+_MOST_UNPACKED = 256 * 2**20  # Bytes; the right archive has 184,380,000 and a little
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class Cifar10(ImageSource):
     """50,000 + 10,000 colour images, 32x32.
 
@@ -41,34 +42,33 @@ class Cifar10(ImageSource):
 
     name = "cifar10"
 
-    def __init__(self, url: str = URL, sha256: str = SHA256) -> None:
-        self._url = url
-        self._sha256 = sha256
+    url: str = URL
+    sha256: str = SHA256
 
     def fetch(self, root: Path) -> None:
         archive = root / ARCHIVE
         if not archive.exists():
             try:
-                download(self._url, self._sha256, archive, LIMITS)
+                download(self.url, self.sha256, archive, LIMITS)
             except UserError as error:
                 raise UserError(f"data=cifar10: {error}") from error
             except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: no URL at all
                 raise UserError(
-                    f"data=cifar10: {archive} is not there and {self._url} can't be downloaded ({error})."
+                    f"data=cifar10: {archive} is not there and {self.url} can't be downloaded ({error})."
                     f" Put {ARCHIVE} into {archive.parent}/ (data.root=... names another folder), or use"
                     " data=shapes, which needs no download."
                 ) from error
-        if sha256_of(archive) != self._sha256:
+        if sha256_of(archive) != self.sha256:
             raise UserError(
-                f"{archive}: its SHA-256 is not {self._sha256}, so it is damaged or another file."
+                f"{archive}: its SHA-256 is not {self.sha256}, so it is damaged or another file."
                 " Delete it and start again, or put the right one there."
             )
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> ImageSet:
         batches = _read(root / ARCHIVE)
         train = [batches[name] for name in _TRAIN]
         images, labels = (torch.cat(part) for part in zip(*train, strict=True))
-        return Opened(
+        return ImageSet(
             train=ArraySplit(images, labels),
             valid=ArraySplit(*batches[_VALID]),
             classes=CLASSES,

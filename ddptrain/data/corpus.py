@@ -14,10 +14,8 @@ from ddptrain.errors import UserError
 HELD_OUT = 20
 """Every 20th file, or the last 20th of a single one, is held out."""
 _BLOCK = 1 << 24
-_CONTINUATION = bytes(range(0x80, 0xC0))
-"""Bytes that in UTF-8 continue a character."""
-_OF_A_RUN = ("config.yaml", "command.txt")
-"""Files by which a folder is known to be a run of ddptrain."""
+_CONTINUATION = bytes(range(0x80, 0xC0))  # Bytes that in UTF-8 continue a character
+_OF_A_RUN = ("config.yaml", "command.txt")  # Files by which a folder is known to be a run of ddptrain
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from ddptrain.api.rng import mixed
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.prefetch import to_device
-from ddptrain.errors import UserError
+from ddptrain.errors import UserError, check_least
 
 PADDING, BEGIN, END = 0, 1, 2
 CHARACTERS = "".join(map(chr, range(32, 127)))
@@ -21,8 +21,7 @@ VOCABULARY = 3 + len(CHARACTERS)
 
 _FIRST_DAY = datetime.date(1900, 1, 1).toordinal()
 _DAYS = datetime.date(2100, 1, 1).toordinal() - _FIRST_DAY
-_HELD_OUT = 10
-"""Every tenth day, by a hash, is seen in validation only."""
+_HELD_OUT = 10  # Every tenth day, by a hash, is seen in validation only
 
 _MONTHS = (
     *("January", "February", "March", "April", "May", "June"),
@@ -88,9 +87,7 @@ class DatePairs(Data):
     """Tokens to tell: ten characters and END."""
 
     def __init__(self, train: int = 20_000, valid: int = 2_000, seed: int = 0) -> None:
-        for name, value in (("train", train), ("valid", valid)):
-            if value < 1:
-                raise UserError(f"data.{name}={value}: must be 1 or more.")
+        check_least("data", 1, train=train, valid=valid)
         self._sizes = (train, valid)
         self._seed = seed
 

@@ -5,7 +5,7 @@ from typing import final
 
 import torch
 
-from ddptrain.data.source import ArraySplit, ImageSource, Opened
+from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
 from ddptrain.errors import UserError
 
 
@@ -18,7 +18,7 @@ class Digits(ImageSource):
     def fetch(self, root: Path) -> None:
         """Nothing to fetch: the set is part of scikit-learn."""
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> ImageSet:
         try:
             from sklearn.datasets import load_digits
         except ModuleNotFoundError as error:
@@ -31,7 +31,7 @@ class Digits(ImageSource):
         images = (torch.tensor(pixels).view(-1, 8, 8, 1) * (255 / 16)).round().to(torch.uint8)
         held_out = torch.arange(len(images)) % 5 == 4
         targets = torch.tensor(labels, dtype=torch.int64)
-        return Opened(
+        return ImageSet(
             train=ArraySplit(images[~held_out], targets[~held_out]),
             valid=ArraySplit(images[held_out], targets[held_out]),
             classes=[str(digit) for digit in range(10)],

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddptrain.data.file_lock import alone
-from ddptrain.data.fsync import flush_folder
+from ddptrain.data.disk import exclusive_lock, flush_folder
 from ddptrain.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -23,7 +22,7 @@ _BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DownloadLimits:
     """What a server may do before it is given up.
 
     largest: bytes of the file. window, least: seconds in which at least so many bytes must come. A minute
@@ -42,7 +41,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def download(url: str, sha256: str, target: Path, limits: Limits) -> None:
+def download(url: str, sha256: str, target: Path, limits: DownloadLimits) -> None:
     """Bring ``target`` from ``url`` unless it is there, or comes while another process downloads it.
 
     It is written aside as ``.<name>.part``, checked, flushed and renamed; a part that a killed process has
@@ -52,7 +51,7 @@ def download(url: str, sha256: str, target: Path, limits: Limits) -> None:
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise ValueError("a download starts with http:// or https://")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with alone(target.with_name(f".{target.name}.lock")):
+    with exclusive_lock(target.with_name(f".{target.name}.lock")):
         if target.exists():
             return
         part = target.with_name(f".{target.name}.part")
@@ -69,7 +68,7 @@ def download(url: str, sha256: str, target: Path, limits: Limits) -> None:
             part.unlink(missing_ok=True)
 
 
-def _write(part: Path, url: str, limits: Limits) -> tuple[int, str]:
+def _write(part: Path, url: str, limits: DownloadLimits) -> tuple[int, str]:
     """Write what comes, down to the disk; its bytes and their SHA-256."""
     part.unlink(missing_ok=True)
     digest, size = hashlib.sha256(), 0
@@ -85,7 +84,7 @@ def _write(part: Path, url: str, limits: Limits) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _blocks(url: str, limits: Limits) -> Iterator[bytes]:
+def _blocks(url: str, limits: DownloadLimits) -> Iterator[bytes]:
     """What the server sends, as it comes. Raises TimeoutError where too little comes.
 
     Read in a thread: a server that drips byte by byte, in its headers too, lets no blocking read time out.

@@ -9,9 +9,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ddptrain.data.disk import size_and_time
 from ddptrain.data.packed import open_packed, pack, packed_folder
 from ddptrain.data.pictures import ENDINGS, decoders, fitted
-from ddptrain.data.source import ImageSource, Opened, Split
+from ddptrain.data.source import ImageSet, ImageSource, Split
 from ddptrain.errors import UserError
 
 _VALID_NAMES = ("val", "valid", "validation", "test")
@@ -62,37 +63,41 @@ class ImageFolder(ImageSource):
                     f"data.source.cache={self._cache}: lies in data.root, whose folders are classes. Name"
                     " another folder."
                 )
-            listed = self._listed(root)
+            listed = self._image_set(root)
             about = {"root": str(root.resolve()), "size": self._size}
             parts = {"train": listed.train, "valid": listed.valid}
             pack(self._packed(root, self._cache, listed), parts, about)
 
-    def open(self, root: Path) -> Opened:
-        listed = self._listed(root)
+    def open(self, root: Path) -> ImageSet:
+        listed = self._image_set(root)
         if self._cache is None:
             return listed
         folder = self._packed(root, self._cache, listed)
         train, valid = open_packed(folder, "train", listed.train), open_packed(folder, "valid", listed.valid)
         return replace(listed, train=train, valid=valid)
 
-    def _packed(self, root: Path, cache: Path, listed: Opened) -> Path:
-        """The pixels' folder, by all that they follow from: files told by names, sizes and times, for reading
-        them would take as long as to decode them."""
-        files = [_facts(part, root) for part in (listed.train, listed.valid)]
+    def _packed(self, root: Path, cache: Path, listed: ImageSet) -> Path:
+        """The pixels' folder, by all that they follow from: files are known by names, sizes and times,
+        because reading them would take as long as decoding them."""
+        files = [
+            [(os.path.relpath(file, root), *size_and_time(Path(file))) for file in part.files]
+            for part in (listed.train, listed.valid)
+            if isinstance(part, FolderSplit)
+        ]
         return packed_folder(cache, f"{self.name}-{self._size}", [self._size, decoders(), files])
 
-    def _listed(self, root: Path) -> Opened:
+    def _image_set(self, root: Path) -> ImageSet:
         train_root = root / "train"
         valid_root = next((root / name for name in _VALID_NAMES if (root / name).is_dir()), None)
         if train_root.is_dir() and valid_root is not None:
-            train, valid = _listed(train_root), _listed(valid_root)
+            train, valid = _files_by_class(train_root), _files_by_class(valid_root)
             unknown = sorted(valid.keys() - train.keys())
             if unknown:
                 raise UserError(
                     f"{valid_root}: class {unknown[0]!r} is not in {train_root}. Both need the same classes."
                 )
         else:
-            found = _listed(train_root if train_root.is_dir() else root)
+            found = _files_by_class(train_root if train_root.is_dir() else root)
             train = {name: [f for i, f in enumerate(files) if i % 10 != 9] for name, files in found.items()}
             valid = {name: files[9::10] for name, files in found.items()}
         classes = sorted(train)
@@ -105,7 +110,7 @@ class ImageFolder(ImageSource):
                 f"data.root={root}: no image is left for validation. Give each class ten files or more,"
                 " or put some under val/<class>/."
             )
-        return Opened(
+        return ImageSet(
             train=self._split(train, classes),
             valid=self._split(valid, classes),
             classes=classes,
@@ -118,21 +123,8 @@ class ImageFolder(ImageSource):
         return FolderSplit([file for file, _ in listed], [label for _, label in listed], self._size)
 
 
-def _facts(part: Split, root: Path) -> list[tuple[str, int, int]]:
-    """Of each file its name from the root on, its bytes and when it was changed (ns)."""
-    assert isinstance(part, FolderSplit)
-    facts = []
-    for file in part.files:
-        try:
-            status = os.stat(file)
-        except OSError as error:
-            raise UserError(f"{file}: can't be read ({error.strerror}).", everywhere=False) from error
-        facts.append((os.path.relpath(file, root), status.st_size, status.st_mtime_ns))
-    return facts
-
-
-def _listed(root: Path) -> dict[str, list[Path]]:
-    """The image files of each class folder, sorted, so that every machine counts them alike."""
+def _files_by_class(root: Path) -> dict[str, list[Path]]:
+    """The image files of each class folder, sorted, in the same order on every machine."""
     folders = sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
     found = {
         folder.name: sorted(f for f in folder.rglob("*") if f.suffix.lower() in ENDINGS) for folder in folders

@@ -1,6 +1,7 @@
 """Labelled images for training, from any `ImageSource`, by either loading path."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -11,20 +12,18 @@ from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.augment import Augment, Normalise
-from ddptrain.data.files import FileLoader
-from ddptrain.data.loader import Labelled, Loader, Recipe
-from ddptrain.data.resident import ResidentLoader
+from ddptrain.data.loaders import AugmentedImages, FileLoader, ImagePipeline, Labelled, ResidentLoader
 from ddptrain.data.source import ImageSource, Split
-from ddptrain.data.workers import spare_cores
+from ddptrain.data.workers import check_workers, spare_cores
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
-_RESIDENT_ON_CPU = 2 * 2**30
-"""Bytes up to which ``resident=auto`` keeps a set in a CPU rank's memory."""
+_RESIDENT_ON_CPU = 2 * 2**30  # Bytes up to which ``resident=auto`` keeps a set in a CPU rank's memory
 _RESIDENT_SHARE_OF_GPU = 0.25
 
 
 @final
+@dataclass(eq=False)
 class ImageData(Data):
     """Batches of (float32 (n, C, H, W), int64 (n,)).
 
@@ -35,44 +34,30 @@ class ImageData(Data):
     paths give the same pixels. channels_last: memory format of the batches.
     """
 
-    def __init__(
-        self,
-        source: ImageSource,
-        augment: Augment,
-        root: str = "data",
-        workers: int | Literal["auto"] = "auto",
-        resident: bool | Literal["auto"] = "auto",
-        channels_last: bool = True,
-    ) -> None:
-        if workers != "auto" and workers < 0:
-            raise UserError(f"data.workers={workers}: must be 0 or more, or auto.")
-        self._source = source
-        self._augment = augment
-        self._root = Path(root)
-        self._workers = workers
-        self._resident = resident
-        self._channels_last = channels_last
+    source: ImageSource
+    augment: Augment
+    root: str = "data"
+    workers: int | Literal["auto"] = "auto"
+    resident: bool | Literal["auto"] = "auto"
+    channels_last: bool = True
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers)
         self._normalise: Normalise | None = None
         self._training: Split | None = None
 
     def prepare(self, world: World, seed: int) -> None:
-        once_a_node(world, lambda: self._source.fetch(self._root))
+        once_a_node(world, lambda: self.source.fetch(Path(self.root)))
         self._world = world
-        self._set = self._source.open(self._root)
+        self._set = self.source.open(Path(self.root))
         self._training = self._set.train
         self.classes, self.shape = tuple(self._set.classes), self._set.train.shape
         self._normalise = normalise = self._normaliser(self._set.mean, self._set.std)
-        self._recipe = Recipe(
-            self._set.train,
-            self._set.valid,
-            self._augment,
-            normalise,
-            normalise.mean.round().to(torch.uint8),
-            seed,
-        )
-        resident = self._fits() if self._resident == "auto" else self._resident
-        workers = spare_cores(world) if self._workers == "auto" else self._workers
-        self._loader: Loader = ResidentLoader(self._recipe) if resident else FileLoader(self._recipe, workers)
+        fill = normalise.mean.round().to(torch.uint8)
+        self._pipeline = ImagePipeline(self._set.train, self._set.valid, self.augment, normalise, fill, seed)
+        resident = self._fits() if self.resident == "auto" else self.resident
+        workers = spare_cores(world) if self.workers == "auto" else self.workers
+        self._loader = ResidentLoader(self._pipeline) if resident else FileLoader(self._pipeline, workers)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -98,8 +83,8 @@ class ImageData(Data):
         Needs the data set only where it was recalled from a checkpoint that knows neither mean nor deviation.
         """
         if self._normalise is None:
-            self._source.fetch(self._root)
-            opened = self._source.open(self._root)
+            self.source.fetch(Path(self.root))
+            opened = self.source.open(Path(self.root))
             self._normalise = self._normaliser(opened.mean, opened.std)
         return self._normalise(pictures.to(self._world.device))
 
@@ -126,33 +111,29 @@ class ImageData(Data):
 
     def preview(self) -> Tensor:
         """The first 64 training samples as epoch 0 shows them."""
-        ids = torch.arange(min(64, self.train_size))
-        height, width, _ = self.shape
-        moves = self._augment.moves(self._recipe.seed, torch.zeros_like(ids), ids, height, width)
-        fill = self._recipe.fill.cpu()
-        padded = self._augment.padded(self._set.train.images(ids), fill)
-        seen = self._augment.gather(padded, torch.arange(len(ids)), moves, fill)
-        return seen.permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
+        images = AugmentedImages(self._set.train, self._pipeline)
+        batch = images.__getitems__([(0, i, 0.0) for i in range(min(64, self.train_size))])
+        if isinstance(batch, UserError):
+            raise batch
+        return batch[0].permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
 
     def describe(self) -> str:
         height, width, channels = self.shape
         return (
-            f"{self._source.name}: {self.train_size:,} train, {self.valid_size:,} valid,"
+            f"{self.source.name}: {self.train_size:,} train, {self.valid_size:,} valid,"
             f" {len(self.classes)} classes, {height}x{width}x{channels}, {self._loader.describe()}"
         )
 
     def _normaliser(self, mean: Sequence[float], std: Sequence[float]) -> Normalise:
         middle, spread = (torch.tensor(list(of)).to(self._world.device) for of in (mean, std))
-        return Normalise(middle, spread, self._channels_last)
-
-    def _bytes(self) -> int:
-        height, width, channels = self.shape
-        margin = 2 * self._augment.crop
-        padded = self.train_size * (height + margin) * (width + margin) * channels
-        return padded + len(self._set.valid) * height * width * channels
+        return Normalise(middle, spread, self.channels_last)
 
     def _fits(self) -> bool:
+        height, width, channels = self.shape
+        margin = 2 * self.augment.crop
+        padded = self.train_size * (height + margin) * (width + margin) * channels
+        size = padded + self.valid_size * height * width * channels
         if self._world.device.type == "cuda":
             total = torch.cuda.get_device_properties(self._world.device).total_memory
-            return self._bytes() * self._world.sharers <= _RESIDENT_SHARE_OF_GPU * total
-        return self._bytes() <= _RESIDENT_ON_CPU
+            return size * self._world.sharers <= _RESIDENT_SHARE_OF_GPU * total
+        return size <= _RESIDENT_ON_CPU

@@ -20,8 +20,7 @@ from typing import NamedTuple, TypeVar, final
 import torch
 from torch import Tensor
 
-from ddptrain.data.file_lock import alone
-from ddptrain.data.fsync import flush_folder
+from ddptrain.data.disk import exclusive_lock, flush_folder, folder_by_content, map_file
 from ddptrain.data.source import Split
 from ddptrain.distributed.cpu import cores
 from ddptrain.errors import UserError
@@ -33,17 +32,15 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 """Of the files, and of the pixels: raise it when `pictures.fitted` comes to give others."""
 _ABOUT = "about.json"
-_BLOCK = 16 * 2**20
-"""Bytes of pixels, about, that are decoded, written and checked at a time."""
+_BLOCK = 16 * 2**20  # Bytes of pixels, about, that are decoded, written and checked at a time
 _CHECKED = 64
 """Blocks looked at before a run, a GiB of pixels: all of most sets, and others each time of a larger one."""
-_TOLD_EVERY = 10.0
-"""Seconds."""
+_PROGRESS_EVERY_S = 10.0  # Seconds
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _TO_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-class _Block(NamedTuple):
+class _PixelBlock(NamedTuple):
     part: str
     ids: range
     bytes_each: int
@@ -57,9 +54,7 @@ class PackedSplit(Split):
         self._file = file
         self.labels = labels
         self.shape = shape
-        # private pages: what is read is shared with the other processes, and nothing can be written back
-        size = len(labels) * math.prod(shape)
-        self._pixels = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8).view(-1, *shape)
+        self._pixels = map_file(file, len(labels) * math.prod(shape), torch.uint8).view(-1, *shape)
 
     def images(self, ids: Tensor) -> Tensor:
         return self._pixels.index_select(0, ids)
@@ -71,8 +66,7 @@ class PackedSplit(Split):
 
 def packed_folder(cache: Path, name: str, made_of: object) -> Path:
     """Where packed pictures belong: another folder for all else that they are made of, a plain value."""
-    digest = hashlib.sha256(json.dumps([FORMAT, made_of]).encode()).hexdigest()
-    return cache / f"{name}-{digest[:16]}"
+    return folder_by_content(cache, name, [FORMAT, made_of])
 
 
 def pack(folder: Path, parts: Mapping[str, Split], about: Mapping[str, object]) -> None:
@@ -84,14 +78,14 @@ def pack(folder: Path, parts: Mapping[str, Split], about: Mapping[str, object]) 
     missing or damaged is decoded on all cores, written aside, flushed and renamed, while other processes and
     nodes that see the folder wait. Raises UserError where a picture can't be read or the disk refuses.
     """
-    size = sum(len(split) * math.prod(split.shape) for split in parts.values())
+    size = sum(map(_bytes_of, parts.values()))
     damage = _damage(folder, parts)  # without a lock, for the folder may be one to read only
     if not damage:
-        log.info("packed     %s (%s)", folder, _spelled(size))
+        log.info("packed     %s (%s)", folder, _readable_size(size))
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with alone(folder.with_name(f".{folder.name}.lock")):
+        with exclusive_lock(folder.with_name(f".{folder.name}.lock")):
             damage = _damage(folder, parts)  # another process may have been at it
             if damage and folder.is_dir():
                 log.warning("packed     %s is damaged (%s); it is made anew", folder, damage)
@@ -111,7 +105,7 @@ def open_packed(folder: Path, part: str, split: Split) -> PackedSplit:
             f"{file}: can't be read ({error.strerror}). The pictures that it is made of have changed since"
             " the run began. Start again."
         ) from error
-    if length != len(split) * math.prod(split.shape):
+    if length != _bytes_of(split):
         raise UserError(f"{file}: was cut short since the run began. Start again; it is made anew.")
     return PackedSplit(file, split.labels, split.shape)
 
@@ -131,7 +125,7 @@ def _refused(folder: Path, size: int, damage: str, error: OSError) -> UserError:
             )
     remedy = "Make room, name" if error.errno in _NO_ROOM else "Name"
     return UserError(
-        f"data.source.cache={folder.parent}: {_spelled(size)} of packed pictures can't be written there"
+        f"data.source.cache={folder.parent}: {_readable_size(size)} of packed pictures can't be written there"
         f" ({error.strerror}).{found} {remedy} another folder, or do without: data.source.cache=null.",
         everywhere=False,
     )
@@ -139,23 +133,25 @@ def _refused(folder: Path, size: int, damage: str, error: OSError) -> UserError:
 
 def _write(folder: Path, parts: Mapping[str, Split], size: int, about: Mapping[str, object]) -> None:
     aside = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed; nobody else is at it
+    shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed; the lock is ours
     aside.mkdir()
     try:
         for part, split in parts.items():
             with (aside / part).open("wb") as file:
                 # a full disk shows now, and not after an hour
-                size_here = len(split) * math.prod(split.shape)
                 if hasattr(os, "posix_fallocate"):  # not on macOS
-                    os.posix_fallocate(file.fileno(), 0, size_here)
-                file.truncate(size_here)
+                    os.posix_fallocate(file.fileno(), 0, _bytes_of(split))
+                file.truncate(_bytes_of(split))
         blocks = _blocks(parts)
         began = time.monotonic()
-        digests = list(_told(blocks, _on_all_cores(lambda block: _packed(aside, parts, block), blocks)))
-        pictures = {part: len(split) for part, split in parts.items()}
-        made = datetime.now(UTC).isoformat(timespec="seconds")
-        told = {**about, "pictures": pictures, "made": made, "sha256": digests}
-        (aside / _ABOUT).write_text(json.dumps(told, indent=1))  # for people, but for the last
+        packing = _on_all_cores(lambda block: _packed(aside, parts, block), blocks)
+        facts = {
+            **about,
+            "pictures": {part: len(split) for part, split in parts.items()},
+            "made": datetime.now(UTC).isoformat(timespec="seconds"),
+            "sha256": list(_with_progress(blocks, packing)),
+        }
+        (aside / _ABOUT).write_text(json.dumps(facts, indent=1))  # all but the last for people
         for path in aside.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -166,10 +162,10 @@ def _write(folder: Path, parts: Mapping[str, Split], size: int, about: Mapping[s
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     count, seconds = sum(map(len, parts.values())), time.monotonic() - began
-    log.info("packed     %s pictures in %.0f s: %s (%s)", f"{count:,}", seconds, folder, _spelled(size))
+    log.info("packed     %s pictures in %.0f s: %s (%s)", f"{count:,}", seconds, folder, _readable_size(size))
 
 
-def _packed(aside: Path, parts: Mapping[str, Split], block: _Block) -> str:
+def _packed(aside: Path, parts: Mapping[str, Split], block: _PixelBlock) -> str:
     """Decode a block and write it to its place; its SHA-256."""
     pixels = parts[block.part].images(torch.arange(block.ids.start, block.ids.stop)).numpy().data
     with (aside / block.part).open("r+b") as file:
@@ -180,46 +176,44 @@ def _packed(aside: Path, parts: Mapping[str, Split], block: _Block) -> str:
 
 def _damage(folder: Path, parts: Mapping[str, Split]) -> str:
     """What is wrong with packed pictures; "" where nothing is found."""
-    try:
-        return _difference(folder, parts)
-    except OSError as error:
-        return f"{Path(error.filename or folder).name} can't be read: {error.strerror}"
-
-
-def _difference(folder: Path, parts: Mapping[str, Split]) -> str:
     blocks = _blocks(parts)
     try:
         digests = json.loads((folder / _ABOUT).read_text())["sha256"]
+        for part, split in parts.items():
+            length, wanted = (folder / part).stat().st_size, _bytes_of(split)
+            if length != wanted:
+                return f"{part} has {length:,} bytes instead of {wanted:,}"
+        if not isinstance(digests, list) or len(digests) != len(blocks):
+            return f"{_ABOUT} is about other files"
+        pairs = list(zip(blocks, digests, strict=True))
+        if len(pairs) > _CHECKED:
+            pairs = random.SystemRandom().sample(pairs, _CHECKED)
+        sound = _on_all_cores(lambda pair: _digest(folder, pair[0]) == pair[1], pairs)
+        wrong = [block.part for (block, _), right in zip(pairs, sound, strict=True) if not right]
+        return f"pixels in {wrong[0]} differ from what was written" if wrong else ""
+    except OSError as error:
+        return f"{Path(error.filename or folder).name} can't be read: {error.strerror}"
     except (ValueError, KeyError, TypeError):
         return f"{_ABOUT} can't be read"
-    lengths = {part: (folder / part).stat().st_size for part in parts}
-    for part, split in parts.items():
-        wanted = len(split) * math.prod(split.shape)
-        if lengths[part] != wanted:
-            return f"{part} has {lengths[part]:,} bytes instead of {wanted:,}"
-    if not isinstance(digests, list) or len(digests) != len(blocks):
-        return f"{_ABOUT} is about other files"
-    pairs = list(zip(blocks, digests, strict=True))
-    if len(pairs) > _CHECKED:
-        pairs = random.SystemRandom().sample(pairs, _CHECKED)
-    sound = _on_all_cores(lambda pair: _digest(folder, pair[0]) == pair[1], pairs)
-    wrong = [block.part for (block, _), right in zip(pairs, sound, strict=True) if not right]
-    return f"pixels in {wrong[0]} differ from what was written" if wrong else ""
 
 
-def _digest(folder: Path, block: _Block) -> str:
+def _bytes_of(split: Split) -> int:
+    return len(split) * math.prod(split.shape)
+
+
+def _digest(folder: Path, block: _PixelBlock) -> str:
     with (folder / block.part).open("rb") as file:
         file.seek(block.ids.start * block.bytes_each)
         return hashlib.sha256(file.read(len(block.ids) * block.bytes_each)).hexdigest()
 
 
-def _blocks(parts: Mapping[str, Split]) -> list[_Block]:
+def _blocks(parts: Mapping[str, Split]) -> list[_PixelBlock]:
     found = []
     for part, split in parts.items():
         bytes_each = math.prod(split.shape)
         stride, count = max(1, _BLOCK // bytes_each), len(split)
         found += [
-            _Block(part, range(start, min(start + stride, count)), bytes_each)
+            _PixelBlock(part, range(start, min(start + stride, count)), bytes_each)
             for start in range(0, count, stride)
         ]
     return found
@@ -234,16 +228,16 @@ def _on_all_cores(work: Callable[[Item], Result], items: Iterable[Item]) -> Iter
         pool.shutdown(cancel_futures=True)  # after a broken picture, none of the others
 
 
-def _told(blocks: list[_Block], digests: Iterable[str]) -> Iterator[str]:
+def _with_progress(blocks: list[_PixelBlock], digests: Iterable[str]) -> Iterator[str]:
     """The same, with a line in the log now and then."""
-    count, done, told = sum(len(block.ids) for block in blocks), 0, time.monotonic()
+    count, done, last = sum(len(block.ids) for block in blocks), 0, time.monotonic()
     for block, digest in zip(blocks, digests, strict=True):
         done += len(block.ids)
-        if time.monotonic() - told > _TOLD_EVERY:
+        if time.monotonic() - last > _PROGRESS_EVERY_S:
             log.info("packing    %s of %s pictures", f"{done:,}", f"{count:,}")
-            told = time.monotonic()
+            last = time.monotonic()
         yield digest
 
 
-def _spelled(size: int) -> str:
+def _readable_size(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

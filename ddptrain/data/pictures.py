@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
-_MODES = {1: "L", 3: "RGB"}
-"""Pillow's, by the number of channels."""
+_MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 
 
 def named_pictures(source: str) -> list[Path]:

@@ -40,8 +40,8 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """The batches on the device, in order. On a GPU one ahead, on a stream of their own: the copies of those
-    that lie in the host's memory, and whatever is done on the device to make one."""
+    """The batches on the device, in order. On a GPU one ahead, on a separate stream: copies from the
+    host's memory, and whatever is done on the device to make a batch."""
     if device.type != "cuda":
         return (to_device(batch, device) for batch in batches)
     return _one_ahead(iter(batches), device)

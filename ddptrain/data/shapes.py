@@ -7,6 +7,7 @@ drawn from signed distances (I. Quilez, https://iquilezles.org/articles/distfunc
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -14,36 +15,35 @@ import torch
 from torch import Generator, Tensor
 
 from ddptrain.api.rng import mixed
-from ddptrain.data.source import ArraySplit, ImageSource, Opened, Split
-from ddptrain.errors import UserError
+from ddptrain.data.source import ArraySplit, ImageSet, ImageSource, Split
+from ddptrain.errors import check_least
 
 SIDE = 32
-_CHUNK = 1000
-"""Samples drawn from one generator: sample i does not depend on how many are drawn."""
+_CHUNK = 1000  # Samples drawn from one generator: sample i does not depend on how many are drawn
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class Shapes(ImageSource):
     """train, valid: how many samples. seed: of the drawings; it is not the run's, so that runs with
     different seeds see the same set."""
 
     name = "shapes"
 
-    def __init__(self, train: int = 10_000, valid: int = 2_000, seed: int = 0) -> None:
-        for name, value in (("train", train), ("valid", valid)):
-            if value < 1:
-                raise UserError(f"data.source.{name}={value}: must be 1 or more.")
-        self._train = train
-        self._valid = valid
-        self._seed = seed
+    train: int = 10_000
+    valid: int = 2_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_least("data.source", 1, train=self.train, valid=self.valid)
 
     def fetch(self, root: Path) -> None:
         """Nothing to fetch."""
 
-    def open(self, root: Path) -> Opened:
-        return Opened(
-            train=self._drawn(self._train, part=0),
-            valid=self._drawn(self._valid, part=1),
+    def open(self, root: Path) -> ImageSet:
+        return ImageSet(
+            train=self._drawn(self.train, part=0),
+            valid=self._drawn(self.valid, part=1),
             classes=list(DISTANCES),
             mean=[85.8] * 3,
             std=[59.8] * 3,
@@ -51,7 +51,7 @@ class Shapes(ImageSource):
 
     def _drawn(self, count: int, part: int) -> Split:
         chunks = [
-            draw_samples(torch.Generator().manual_seed(mixed(self._seed, part, i)))
+            draw_samples(torch.Generator().manual_seed(mixed(self.seed, part, i)))
             for i in range(math.ceil(count / _CHUNK))
         ]
         images, labels = (torch.cat(pieces)[:count] for pieces in zip(*chunks, strict=True))
@@ -70,7 +70,8 @@ def draw_samples(generator: Generator) -> tuple[Tensor, Tensor]:
     for _ in range(3):
         canvas = _painted(canvas, _blob(uniform), uniform(0, 1, 1, 1, 3))
     colour = uniform(0.5, 1, 1, 1, 3)
-    canvas = _painted(canvas, _shape(labels, uniform), colour)
+    radius, centre, angle = uniform(8.0, 12.0), _points(uniform, 12, SIDE - 12), uniform(0, 2 * math.pi)
+    canvas = _painted(canvas, signed_distance(labels, radius, centre, angle, SIDE), colour)
     for _ in range(2):
         canvas = _painted(canvas, _line(uniform), uniform(0, 1, 1, 1, 3))
     noise = 0.05 * torch.randn(canvas.shape, generator=generator)
@@ -86,45 +87,43 @@ def _painted(canvas: Tensor, distance: Tensor, colour: Tensor) -> Tensor:
     return torch.lerp(canvas, colour.expand_as(canvas), cover)
 
 
-def _grid() -> tuple[Tensor, Tensor]:
-    at = torch.arange(SIDE) + 0.5
-    columns, rows = torch.meshgrid(at, at, indexing="xy")
-    return columns, rows
-
-
-def _placed(x: Tensor, y: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
-    """The pixel grid seen from a point (x, y) and turned by an angle; each (n,) -> (n, 32, 32)."""
-    columns, rows = _grid()
-    dx, dy = columns - x[:, None, None], rows - y[:, None, None]
+def placed(centre: Tensor, angle: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """The pixel grid as seen from (n, 2) centres and turned by (n,) angles; (n, side, side) each."""
+    at = torch.arange(side) + 0.5
+    dx, dy = at[None, None, :] - centre[:, 0, None, None], at[None, :, None] - centre[:, 1, None, None]
     cosine, sine = angle.cos()[:, None, None], angle.sin()[:, None, None]
     return cosine * dx + sine * dy, cosine * dy - sine * dx
 
 
-def _slope(uniform: Uniform) -> Tensor:
-    along, _ = _placed(uniform(12, 20), uniform(12, 20), uniform(0, 2 * math.pi))
-    return (along / 16)[..., None]
-
-
-def _blob(uniform: Uniform) -> Tensor:
-    u, v = _placed(uniform(0, SIDE), uniform(0, SIDE), uniform(0, math.pi))
-    return torch.hypot(u, v) - uniform(1.0, 2.5, 1, 1)
-
-
-def _line(uniform: Uniform) -> Tensor:
-    u, v = _placed(uniform(0, SIDE), uniform(0, SIDE), uniform(0, math.pi))
-    return _box(u, v, uniform(3, 12, 1, 1), uniform(0.3, 0.7, 1, 1))
-
-
-def _shape(labels: Tensor, uniform: Uniform) -> Tensor:
-    radius = uniform(8.0, 12.0)
-    x, y = uniform(12, SIDE - 12), uniform(12, SIDE - 12)
-    u, v = _placed(x, y, uniform(0, 2 * math.pi))
-    u, v = u / radius[:, None, None], v / radius[:, None, None]
+def signed_distance(labels: Tensor, radius: Tensor, centre: Tensor, angle: Tensor, side: int) -> Tensor:
+    """float32 (n, side, side): signed distance in pixels from each shape."""
+    scale = radius[:, None, None]
+    u, v = (offset / scale for offset in placed(centre, angle, side))
     distance = torch.empty_like(u)
     for label, formula in enumerate(DISTANCES.values()):
         chosen = labels == label
         distance[chosen] = formula(u[chosen], v[chosen])
-    return distance * radius[:, None, None]
+    return distance * scale
+
+
+def _slope(uniform: Uniform) -> Tensor:
+    along, _ = placed(_points(uniform, 12, 20), uniform(0, 2 * math.pi), SIDE)
+    return (along / 16)[..., None]
+
+
+def _blob(uniform: Uniform) -> Tensor:
+    u, v = placed(_points(uniform, 0, SIDE), uniform(0, math.pi), SIDE)
+    return torch.hypot(u, v) - uniform(1.0, 2.5, 1, 1)
+
+
+def _line(uniform: Uniform) -> Tensor:
+    u, v = placed(_points(uniform, 0, SIDE), uniform(0, math.pi), SIDE)
+    return _box(u, v, uniform(3, 12, 1, 1), uniform(0.3, 0.7, 1, 1))
+
+
+def _points(uniform: Uniform, low: float, high: float) -> Tensor:
+    """float32 (n, 2)"""
+    return torch.stack([uniform(low, high), uniform(low, high)], dim=1)
 
 
 def _box(u: Tensor, v: Tensor, half_u: Tensor | float, half_v: Tensor | float) -> Tensor:

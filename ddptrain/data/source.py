@@ -31,7 +31,7 @@ class Split(ABC):
 
 @final
 class ArraySplit(Split):
-    """Images that lie in memory already: uint8 (n, H, W, C)."""
+    """Images in memory: uint8 (n, H, W, C)."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self._images = images
@@ -43,7 +43,7 @@ class ArraySplit(Split):
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class ImageSet:
     """An opened set: its two parts and what is known of all of it."""
 
     train: Split
@@ -67,5 +67,5 @@ class ImageSource(ABC):
         """
 
     @abstractmethod
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> ImageSet:
         """The set as it lies under ``root``; the same on every rank."""

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, final
 
@@ -14,13 +15,11 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.corpus import TextSource
 from ddptrain.data.prefetch import on_device
-from ddptrain.data.tokens import Level, open_tokens, tokens_folder, write_tokens
-from ddptrain.data.vocabulary import Vocabulary
+from ddptrain.data.tokens import Level, Vocabulary, open_tokens, tokens_folder, write_tokens
 from ddptrain.distributed.comm import once_a_node
-from ddptrain.errors import UserError
+from ddptrain.errors import UserError, check_least
 
-_SHIFT = 0
-"""Purpose of a draw: where an epoch's first window begins."""
+_SHIFT = 0  # Purpose of a draw: where an epoch's first window begins
 
 
 class Windows(NamedTuple):
@@ -37,6 +36,7 @@ class Windows(NamedTuple):
 
 
 @final
+@dataclass(eq=False)
 class TextData(Data):
     """A corpus as token files under ``root``, cut into windows.
 
@@ -50,33 +50,20 @@ class TextData(Data):
     tokens that are read but not scored, so that no token is judged without a past.
     """
 
-    def __init__(
-        self,
-        source: TextSource,
-        level: Level = "bytes",
-        order: Literal["streams", "shuffled"] = "streams",
-        window: int = 64,
-        valid_piece: int = 4096,
-        valid_context: int = 512,
-        root: str = "data",
-    ) -> None:
-        for name, value, least in (
-            ("window", window, 1),
-            ("valid_piece", valid_piece, 1),
-            ("valid_context", valid_context, 0),
-        ):
-            if value < least:
-                raise UserError(f"data.{name}={value}: must be {least} or more.")
-        self._source = source
-        self._level: Level = level
-        self._order = order
-        self.window = window
-        self._piece = valid_piece
-        self._context = valid_context
-        self._root = Path(root)
+    source: TextSource
+    level: Level = "bytes"
+    order: Literal["streams", "shuffled"] = "streams"
+    window: int = 64
+    valid_piece: int = 4096
+    valid_context: int = 512
+    root: str = "data"
+
+    def __post_init__(self) -> None:
+        check_least("data", 1, window=self.window, valid_piece=self.valid_piece)
+        check_least("data", 0, valid_context=self.valid_context)
 
     def prepare(self, world: World, seed: int) -> None:
-        self._tokens = open_tokens(once_a_node(world, self._written))
+        self._tokens = open_tokens(once_a_node(world, self._tokens_folder))
         self._device = world.device
         self._seed = seed
         self._check_size()
@@ -87,7 +74,7 @@ class TextData(Data):
 
     @property
     def identity(self) -> str:
-        facts = f"{self._tokens.digest} {self._order} {self.window}"
+        facts = f"{self._tokens.digest} {self.order} {self.window}"
         return hashlib.sha256(facts.encode()).hexdigest()
 
     @property
@@ -97,7 +84,7 @@ class TextData(Data):
     @property
     def in_streams(self) -> bool:
         """Whether a row goes on where it ended in the step before."""
-        return self._order == "streams"
+        return self.order == "streams"
 
     @property
     def train_size(self) -> int:
@@ -105,11 +92,18 @@ class TextData(Data):
 
     @property
     def valid_size(self) -> int:
-        return -(-(len(self._tokens.valid) - 1) // self._piece)  # the first token has nothing to follow from
+        return -(
+            -(len(self._tokens.valid) - 1) // self.valid_piece
+        )  # the first token has nothing to follow from
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Windows]:
-        if self.in_streams:
-            self._check_streams(sampler.batch_size)
+        size = len(self._tokens.train)
+        if self.in_streams and size < sampler.batch_size * self.window:
+            raise UserError(
+                f"train.batch_size={sampler.batch_size}: makes as many streams of the text, whose {size:,}"
+                f" tokens are less than a window of {self.window} for each. Take"
+                f" {size // self.window} or fewer."
+            )
         starts = self._stream_starts if self.in_streams else self._shuffled_starts
         return self._moved(Windows(self._read(first), rows) for first, rows in starts(sampler, steps))
 
@@ -125,20 +119,20 @@ class TextData(Data):
         return None
 
     def describe(self) -> str:
-        kind = "byte values" if self._level == "bytes" else "characters"
+        kind = "byte values" if self.level == "bytes" else "characters"
         order = "streams" if self.in_streams else "shuffled"
         train, valid = self._tokens.documents
         return (
-            f"{self._source.name}: {len(self._tokens.train):,} tokens of {train:,} files to train,"
+            f"{self.source.name}: {len(self._tokens.train):,} tokens of {train:,} files to train,"
             f" {len(self._tokens.valid):,} of {valid:,} held out, {len(self.vocabulary)} {kind},"
             f" windows of {self.window} ({order})"
         )
 
-    def _written(self) -> Path:
+    def _tokens_folder(self) -> Path:
         """Where the tokens are, once they are. The files are looked at here alone: they may be changing."""
-        corpus = self._source.corpus(leave_out=self._root)
-        folder = tokens_folder(self._root, self._source.name, corpus, self._level)
-        write_tokens(folder, corpus, self._level)
+        corpus = self.source.corpus(leave_out=Path(self.root))
+        folder = tokens_folder(Path(self.root), self.source.name, corpus, self.level)
+        write_tokens(folder, corpus, self.level)
         return folder
 
     def _check_size(self) -> None:
@@ -154,14 +148,6 @@ class TextData(Data):
             raise UserError(
                 f"data.source: {valid} tokens are held out (every 20th file, or a file's last 20th), too few"
                 " to score. Take a longer text."
-            )
-
-    def _check_streams(self, count: int) -> None:
-        size = len(self._tokens.train)
-        if size < count * self.window:
-            raise UserError(
-                f"train.batch_size={count}: makes as many streams of the text, whose {size:,} tokens are less"
-                f" than a window of {self.window} for each. Take {size // self.window} or fewer."
             )
 
     def _stream_starts(self, sampler: Sampler, steps: range) -> Iterator[tuple[Tensor, slice]]:
@@ -187,12 +173,12 @@ class TextData(Data):
     def _pieces(self, chunk: range) -> Windows:
         """Some pieces of the held-out text with their context; what lies beyond its end is padding."""
         last = len(self._tokens.valid) - 1
-        first_scored = torch.arange(chunk.start, chunk.stop)[:, None] * self._piece + 1
-        starts = (first_scored - 1 - self._context).clamp(min=0)
-        length = min(self._context + self._piece, last)
+        first_scored = torch.arange(chunk.start, chunk.stop)[:, None] * self.valid_piece + 1
+        starts = (first_scored - 1 - self.valid_context).clamp(min=0)
+        length = min(self.valid_context + self.valid_piece, last)
         places = starts + torch.arange(length + 1)
         targets = places[:, 1:]
-        scored = (targets >= first_scored) & (targets < first_scored + self._piece) & (targets <= last)
+        scored = (targets >= first_scored) & (targets < first_scored + self.valid_piece) & (targets <= last)
         tokens = self._tokens.valid[places.clamp(max=last)]
         return Windows(self._pinned(tokens), None, self._pinned(scored))
 

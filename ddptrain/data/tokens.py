@@ -1,4 +1,4 @@
-"""A corpus as two files of tokens, made once a node and mapped into memory."""
+"""Text as whole numbers, by bytes or by characters; a corpus as two files of them, mapped into memory."""
 
 import codecs
 import hashlib
@@ -10,19 +10,73 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
 from ddptrain.data.corpus import Corpus, Document
-from ddptrain.data.vocabulary import Vocabulary
+from ddptrain.data.disk import folder_by_content, map_file, size_and_time
 from ddptrain.errors import UserError
 
 Level = Literal["bytes", "characters"]
 _FORMAT = 2
 _ABOUT = "about.json"
 _PARTS = ("train", "valid")
+
+
+@final
+class Vocabulary:
+    """The tokens of a text.
+
+    characters: the alphabet, sorted; None where a token is a byte, which needs none.
+    """
+
+    def __init__(self, characters: str | None = None) -> None:
+        self.characters = characters
+        self._index = {character: i for i, character in enumerate(characters or "")}
+
+    def __len__(self) -> int:
+        return 256 if self.characters is None else len(self.characters)
+
+    @property
+    def start(self) -> int:
+        """What a text with no beginning follows: a line's end, where there is one."""
+        return ord("\n") if self.characters is None else self._index.get("\n", 0)
+
+    def bytes_per_token(self) -> Tensor:
+        """int64 (tokens,): how many bytes of UTF-8 each token stands for."""
+        return torch.tensor(
+            [1] * 256 if self.characters is None else [len(c.encode()) for c in self.characters]
+        )
+
+    def encode(self, text: str, key: str) -> list[int]:
+        """The tokens of a text that a user typed; ``key`` names it in errors.
+
+        Raises UserError where the alphabet lacks one of its characters.
+        """
+        if self.characters is None:
+            return list(text.encode(errors="surrogateescape"))  # as the shell passed it
+        unknown = sorted(set(text) - self._index.keys())
+        if unknown:
+            raise UserError(
+                f"{key}: {', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not among the"
+                f" {len(self)} characters of the text it was trained on."
+            )
+        return [self._index[character] for character in text]
+
+    def decode(self, tokens: Iterable[int]) -> Iterator[str]:
+        """The text of tokens as they come, piece by piece; bytes that are no UTF-8 become U+FFFD."""
+        if self.characters is not None:
+            for token in tokens:
+                yield self.characters[token]
+            return
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in tokens:
+            if piece := decoder.decode(bytes([token])):
+                yield piece
+        if rest := decoder.decode(b"", final=True):
+            yield rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +99,11 @@ def tokens_folder(root: Path, name: str, corpus: Corpus, level: Level) -> Path:
 
     Told by their names, sizes and times, for reading all of a large corpus would take too long.
     """
-    facts: list[object] = [_FORMAT, level]
-    for document in (*corpus.train, *corpus.valid):
-        try:
-            status = document.path.stat()
-        except OSError as error:
-            raise UserError(f"{document.path}: can't be read ({error.strerror}).") from error
-        facts.append([str(document.path), document.start, document.stop, status.st_size, status.st_mtime_ns])
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    return root / "tokens" / f"{name}-{level}-{digest[:16]}"
+    documents = [
+        [str(document.path), document.start, document.stop, *size_and_time(document.path)]
+        for document in (*corpus.train, *corpus.valid)
+    ]
+    return folder_by_content(root / "tokens", f"{name}-{level}", [_FORMAT, level, *documents])
 
 
 def write_tokens(folder: Path, corpus: Corpus, level: Level) -> None:
@@ -105,7 +155,11 @@ def open_tokens(folder: Path) -> Tokens:
     if sizes != about["sizes"]:
         raise UserError(f"{folder}: its token files are cut short. Delete it; it is made anew.")
     vocabulary = Vocabulary(about["alphabet"])
-    train, valid = (_mapped(folder / part, _dtype(len(vocabulary))) for part in _PARTS)
+    dtype = _dtype(len(vocabulary))
+    train, valid = (
+        map_file(folder / part, size // dtype.itemsize, dtype) if size else torch.empty(0, dtype=dtype)
+        for part, size in zip(_PARTS, sizes, strict=True)
+    )
     return Tokens(train, valid, vocabulary, tuple(about["documents"]), about["sha256"])
 
 
@@ -118,14 +172,6 @@ def _write(path: Path, blocks: Iterable[bytes], digest: "hashlib._Hash") -> int:
         file.flush()
         os.fsync(file.fileno())
         return file.tell()
-
-
-def _mapped(path: Path, dtype: torch.dtype) -> Tensor:
-    size = path.stat().st_size // dtype.itemsize
-    if size == 0:
-        return torch.empty(0, dtype=dtype)
-    # private pages: what is read is shared with the other ranks, and nothing can be written back
-    return torch.from_file(str(path), shared=False, size=size, dtype=dtype)
 
 
 def _dtype(vocabulary: int) -> torch.dtype:

@@ -3,17 +3,50 @@
 import atexit
 import multiprocessing
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.prefetch import on_device
 from ddptrain.distributed.cpu import cores, workers_of
 from ddptrain.errors import UserError
 from ddptrain.launcher.parent_death import end_with_rank, start_forkserver
+
+Key = tuple[int, int, float]
+"""(epoch, sample index, share of the whole training that is done); epoch -1 asks for a picture as it is."""
+AS_IT_IS = -1
+
+
+class TrainingKeys:
+    """A batch sampler over the whole run: workers are started once, not every epoch."""
+
+    def __init__(self, sampler: Sampler, steps: range) -> None:
+        self._sampler = sampler
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        per_step = len(self._sampler.micro_sizes)
+        for i, (ids, epochs) in enumerate(self._sampler.samples(self._steps, torch.device("cpu"))):
+            progress = (self._steps.start + i // per_step) / self._steps.stop
+            yield [(epoch, id, progress) for epoch, id in zip(epochs.tolist(), ids.tolist(), strict=True)]
+
+    def __len__(self) -> int:
+        return len(self._steps) * len(self._sampler.micro_sizes)
+
+
+def validation_keys(chunks: Sequence[Iterable[int]]) -> list[list[Key]]:
+    """Samples as they are, a batch for each chunk."""
+    return [[(AS_IT_IS, i, 0.0) for i in chunk] for chunk in chunks]
+
+
+def check_workers(workers: int | Literal["auto"]) -> None:
+    """Raises UserError where it is no number of loader processes."""
+    if workers != "auto" and workers < 0:
+        raise UserError(f"data.workers={workers}: must be 0 or more, or auto.")
 
 
 def spare_cores(world: World) -> int:
@@ -26,8 +59,7 @@ def read_by_workers(
 ) -> Iterator[Any]:
     """A batch for each list of keys, by the dataset's ``__getitems__``, on the device.
 
-    A broken file comes back from there as its UserError, for an exception would reach the trainer as a
-    worker's traceback; it is raised here.
+    A UserError that it returns, for a broken file, is raised here.
     """
     # forkserver: a fork of this process would inherit the locks of its threads (gloo, loggers)
     context = multiprocessing.get_context("forkserver") if workers else None

@@ -1,1 +1,1 @@
-"""Why is my GPU not used, or slow? Imports no torch at the top of a module."""
+"""Why is my GPU not used, or slow? Only `proof` and `meet` import torch at the top."""

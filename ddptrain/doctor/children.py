@@ -1,4 +1,4 @@
-"""Programs that doctor asks in processes of their own: a driver that hangs, or a library that crashes, takes
+"""Programs that doctor asks in separate processes: a driver that hangs, or a library that crashes, takes
 the child along and not doctor."""
 
 import json
@@ -6,11 +6,12 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddptrain.doctor.facts import Cuda, Driver, Failure, Link, Proof, Torch, TorchCuda, TorchVision
+from ddptrain.doctor.facts import Cuda, Driver, Link, ProbeFailure, Proof, Torch, TorchCuda, TorchVision
 from ddptrain.doctor.replay import restored
 
 _KINDS: Mapping[str, Any] = {
@@ -22,8 +23,7 @@ _KINDS: Mapping[str, Any] = {
     "proofs": tuple[Proof, ...],
     "links": tuple[Link, ...],
 }
-_MARK = "ddptrain doctor: "
-"""Begins the lines that are for doctor; libraries may print what they like."""
+_MARK = "ddptrain doctor: "  # Begins the lines that are for doctor; libraries may print what they like
 
 
 def tell(section: str, value: Any) -> None:
@@ -36,48 +36,51 @@ def begin(step: str) -> None:
     tell("begin", step)
 
 
-def ask(module: str, step: str, first_s: float, *words: str, then_s: float | None = None) -> dict[str, Any]:
-    """Run ``main`` of a module in a child, and gather the sections that it tells.
+def ask(question: str, step: str, first_s: float, *words: str, then_s: float | None = None) -> dict[str, Any]:
+    """Run a function of `ddptrain.doctor.questions` in a child, and gather the sections that it tells.
 
     step: the name of its first step, which may take ``first_s`` seconds, and each later one ``then_s``. A
     child that hangs is killed, and not waited for: one in a driver's call may never end. Whatever it has told
     by then counts.
     """
     find = f"import sys; sys.path[:] = {sys.path!r}"  # the same modules as this process
-    start = f"{find}; from ddptrain.doctor.{module} import main; main(*sys.argv[1:])"
-    child = subprocess.Popen(
-        [sys.executable, "-c", start, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-    )
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    errors: list[str] = []
-    threading.Thread(target=_read, args=(child, lines), daemon=True).start()
-    complaints = threading.Thread(target=lambda: errors.extend(_lines(child.stderr)), daemon=True)
-    complaints.start()
-    told: dict[str, Any] = {}
-    patience_s = first_s if then_s is None else then_s
-    try:
-        for section, value in _told(lines, first_s, patience_s):
-            if section == "begin":
-                step = value
-            else:
-                now = restored(_KINDS[section], value, module)
-                told[section] = (*told.get(section, ()), *now) if isinstance(now, tuple) else now
-        code = child.wait(patience_s)
-    except (TimeoutError, subprocess.TimeoutExpired):
-        child.kill()
-        waited = patience_s if told else first_s
-        told["failures"] = (Failure(step, f"{step}: no answer in {waited:g} s", hung=True),)
-        return told
-    if code != 0:
-        complaints.join(1.0)
-        told["failures"] = (Failure(step, f"{step}: {_reason(code, errors)}"),)
-    return told
+    start = f"{find}; from ddptrain.doctor import questions; questions.{question}(*sys.argv[1:])"
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-c", start, *words],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+        )
+        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=_read, args=(child, lines), daemon=True).start()
+        found: dict[str, Any] = {}
+        patience_s = first_s if then_s is None else then_s
+        try:
+            for section, value in _sections(lines, first_s, patience_s):
+                if section == "begin":
+                    step = value
+                else:
+                    now = restored(_KINDS[section], value, question)
+                    found[section] = (*found.get(section, ()), *now) if isinstance(now, tuple) else now
+            code = child.wait(patience_s)
+        except (TimeoutError, subprocess.TimeoutExpired):
+            child.kill()
+            waited = patience_s if found else first_s
+            found["failures"] = (ProbeFailure(step, f"{step}: no answer in {waited:g} s", hung=True),)
+            return found
+        if code != 0:
+            errors.seek(0)
+            reason = _reason(code, errors.read().decode(errors="replace"))
+            found["failures"] = (ProbeFailure(step, f"{step}: {reason}"),)
+        return found
 
 
-def _told(lines: "queue.SimpleQueue[str | None]", wait_s: float, then_s: float) -> Iterator[tuple[str, Any]]:
+def _sections(
+    lines: "queue.SimpleQueue[str | None]", wait_s: float, then_s: float
+) -> Iterator[tuple[str, Any]]:
     """Raises TimeoutError where nothing comes for so long."""
     while True:
         try:
@@ -92,20 +95,14 @@ def _told(lines: "queue.SimpleQueue[str | None]", wait_s: float, then_s: float) 
             yield section, value
 
 
-def _read(child: "subprocess.Popen[bytes]", lines: "queue.SimpleQueue[str | None]") -> None:
-    for line in _lines(child.stdout):
+def _read(child: "subprocess.Popen[str]", lines: "queue.SimpleQueue[str | None]") -> None:
+    for line in child.stdout or ():
         lines.put(line)
     lines.put(None)
 
 
-def _lines(stream: Any) -> Iterator[str]:
-    for line in stream:
-        yield line.decode(errors="replace").rstrip("\n")
-
-
-def _reason(code: int, errors: list[str]) -> str:
+def _reason(code: int, errors: str) -> str:
     """How a child ended: its error's last line, or its signal."""
     if code < 0:
         return f"crashed by {signal.Signals(-code).name}"
-    said = [line for line in errors if line.strip()]
-    return said[-1].strip() if said else f"ended with exit code {code}"
+    return errors.strip().splitlines()[-1].strip() if errors.strip() else f"ended with exit code {code}"

@@ -1,10 +1,13 @@
 """From facts to findings: the rules in their order."""
 
+import dataclasses
 from collections.abc import Iterable
 
 from ddptrain.doctor import rules_cuda, rules_gpu, rules_host, rules_presence
-from ddptrain.doctor.facts import Facts
-from ddptrain.doctor.findings import LEVELS, Finding, Rule, listed, ok, problem, problems
+from ddptrain.doctor.facts import Asked, Facts
+from ddptrain.doctor.findings import LEVELS, Finding, Rule, comma_list, ok, problem, problems
+from ddptrain.doctor.probes import collect, of_the_driver, still
+from ddptrain.doctor.torch_facts import as_built, ask_gpus
 
 _STAGES: tuple[tuple[Rule, ...], ...] = (
     (rules_presence.wsl, rules_presence.device_nodes),
@@ -13,48 +16,31 @@ _STAGES: tuple[tuple[Rule, ...], ...] = (
     (rules_cuda.starts,),
     (rules_cuda.asked_for, rules_gpu.kernels),
     (rules_gpu.cudnn, rules_gpu.memory),
+    (
+        *(rules_gpu.gpu_found, rules_presence.nvml_quiet, rules_gpu.silent, rules_gpu.mig, rules_gpu.ranks),
+        *(rules_gpu.speed, rules_gpu.nccl),
+    ),
 )
 """Each follows from those before it: where one has a problem, the later ones would only repeat it. The rules
-of one stage are independent."""
-_OF_A_WORKING_GPU: tuple[Rule, ...] = (
-    rules_gpu.gpu_found,
-    rules_presence.nvml_quiet,
-    rules_gpu.silent,
-    rules_gpu.mig,
-    rules_gpu.ranks,
-    rules_gpu.speed,
-    rules_gpu.nccl,
-)
+of one stage are independent. The last one is for GPUs that work."""
 _OF_THE_HOST: tuple[Rule, ...] = (
-    rules_host.torch_imports,
-    rules_host.torchvision,
-    rules_host.cpu,
-    rules_host.cores,
-    rules_host.shared_memory,
-    rules_host.open_files,
-    rules_host.locked_memory,
-    rules_host.port,
-    rules_host.settings,
-    rules_host.unanswered,
+    *(rules_host.torch_imports, rules_host.torchvision, rules_host.cpu, rules_host.cores),
+    *(rules_host.shared_memory, rules_host.open_files, rules_host.locked_memory, rules_host.port),
+    *(rules_host.settings, rules_host.unanswered),
 )
-RULES = (
-    rules_presence.no_cuda_here,
-    *(rule for stage in _STAGES for rule in stage),
-    *_OF_A_WORKING_GPU,
-    *_OF_THE_HOST,
-)
+RULES = (rules_presence.no_cuda_here, *(rule for stage in _STAGES for rule in stage), *_OF_THE_HOST)
 
 
 def examine(facts: Facts) -> list[Finding]:
     """All findings, the problems first; one problem for one cause."""
-    gpus = list(of_the_gpus(facts)) if facts.asked.device != "cpu" else []
+    gpus = gpu_findings(facts) if facts.asked.device != "cpu" else []
     found = [*gpus, *_all(_OF_THE_HOST, facts)]
     if not any(finding.id == "torch-import" for finding in found):
-        found += proofs(facts, on_gpu=bool(gpus) and not problems(gpus) and _has_gpu(facts))
+        found += proof_findings(facts, on_gpu=bool(gpus) and not problems(gpus) and facts.gpu_count > 0)
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
-def of_the_gpus(facts: Facts) -> Iterable[Finding]:
+def gpu_findings(facts: Facts) -> list[Finding]:
     """As far as the first stage that has a problem."""
     if alien := list(rules_presence.no_cuda_here(facts)):
         return alien
@@ -62,47 +48,47 @@ def of_the_gpus(facts: Facts) -> Iterable[Finding]:
     for stage in _STAGES:
         found += _all(stage, facts)
         if problems(found):
-            return found
-    return [*found, *_all(_OF_A_WORKING_GPU, facts)]
+            break
+    return found
 
 
-def proofs(facts: Facts, on_gpu: bool) -> list[Finding]:
+def proof_findings(facts: Facts, on_gpu: bool) -> list[Finding]:
     """What was done on the device. A GPU that has a problem already is not blamed twice."""
     done = [proof for proof in facts.proofs if on_gpu or proof.device == "cpu"]
     failed = [proof for proof in done if not proof.ok and not proof.lacks]
     found = []
     for device in dict.fromkeys(proof.device for proof in failed):
-        told = [f"{proof.name} in {proof.dtype}: {proof.said}" for proof in failed if proof.device == device]
-        found.append(_failed(device, told))
+        results = [
+            f"{proof.name} in {proof.dtype}: {proof.said}" for proof in failed if proof.device == device
+        ]
+        found.append(_failed(device, results))
     for failure in facts.failures:
-        if failure.probe == "proof" and (on_gpu or not _has_gpu(facts)):
+        if failure.probe == "proof" and (on_gpu or not facts.gpu_count):
             found.append(_failed("the device", [failure.why]))
     for device in dict.fromkeys(proof.device for proof in done if proof.ok):
         lacks = [proof.dtype for proof in done if proof.device == device and proof.lacks]
-        without = f"; it has no {listed(list(dict.fromkeys(lacks)))}" if lacks else ""
+        without = f"; it has no {comma_list(list(dict.fromkeys(lacks)))}" if lacks else ""
         sound = [proof for proof in done if proof.device == device and proof.ok]
-        told = [
+        results = [
             f"{dtype} ({', '.join(f'{proof.name}: {proof.said}' for proof in sound if proof.dtype == dtype)})"
             for dtype in dict.fromkeys(proof.dtype for proof in sound)
         ]
-        found.append(ok("computes", f"{device} in {', '.join(told)}{without}"))
+        found.append(ok("computes", f"{device} in {', '.join(results)}{without}"))
     return found
 
 
-def _failed(device: str, told: list[str]) -> Finding:
-    of_vision = all(line.startswith("nms") for line in told)
-    if of_vision:
+def _failed(device: str, results: list[str]) -> Finding:
+    if all(line.startswith("nms") for line in results):
         return problem(
-            "torchvision-no-cuda", told[0],
+            "torchvision-no-cuda", results[0],
             f"torchvision has no code for {device}: it is built for the CPU only.",
             "install the two together, from one index: pip install --force-reinstall torch torchvision.",
         )  # fmt: skip
-    again = "run doctor again: the same error each time is the software"
-    software = f"{again} (pip install --force-reinstall torch torchvision)"
     return problem(
-        "computes-wrong", "; ".join(told), f"what {device} computes is wrong, or fails.",
-        f"{software}, another one each time the hardware (nvidia-smi -q -d ECC, sudo dmesg | grep -i xid; a"
-        " memory test).",
+        "computes-wrong", "; ".join(results), f"what {device} computes is wrong, or fails.",
+        "run doctor again: the same error each time is the software (pip install --force-reinstall torch"
+        " torchvision), another one each time the hardware (nvidia-smi -q -d ECC, sudo dmesg | grep -i"
+        " xid; a memory test).",
     )  # fmt: skip
 
 
@@ -110,5 +96,22 @@ def _all(rules: Iterable[Rule], facts: Facts) -> list[Finding]:
     return [finding for rule in rules for finding in rule(facts)]
 
 
-def _has_gpu(facts: Facts) -> bool:
-    return facts.torch_cuda is not None and facts.torch_cuda.count > 0
+def why_no_cuda() -> str:
+    """The cause and the remedy of the first problem, as sentences: for a training, which has no time for all
+    questions.
+
+    The driver is asked only where files and variables show no problem: that takes a tenth of a second.
+    """
+    asked = Asked("cuda")
+    torch = as_built()
+    first = _first(dataclasses.replace(collect(asked, still()), torch=torch))
+    if first is None:
+        facts = collect(asked, [*still(), *of_the_driver()])
+        first = _first(dataclasses.replace(facts, torch=torch, torch_cuda=ask_gpus()))
+    if first is None:
+        return "PyTorch counts no CUDA device."
+    return f"{first.cause} {first.remedy[0].upper()}{first.remedy[1:].rstrip('.')}."
+
+
+def _first(facts: Facts) -> Finding | None:
+    return next(iter(problems(gpu_findings(facts))), None)

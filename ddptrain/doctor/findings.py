@@ -51,5 +51,5 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}{'s' * (number != 1)}"
 
 
-def listed(things: "list[str] | tuple[str, ...]") -> str:
+def comma_list(things: "list[str] | tuple[str, ...]") -> str:
     return ", ".join(things) if things else "none"

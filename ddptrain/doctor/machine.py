@@ -5,24 +5,23 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from ddptrain.distributed.cpu import quota, text_of
-from ddptrain.doctor.facts import Limits, Port, System
+from ddptrain.doctor.facts import Port, ProcessLimits, System
 
 _VARIABLES = re.compile(
     r"CUDA_.*|NVIDIA_.*|NCCL_.*|GLOO_.*|TORCH_.*|PYTORCH_.*|OMP_.*|MKL_NUM_THREADS|KMP_AFFINITY|LD_LIBRARY_PATH|ATEN_.*"
     r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|SLURM_GPUS.*|SLURM_JOB_GPUS"
 )
-"""Those that have to do with it; what else is set is nobody's business in a report."""
-_DISPLAY = ("0x0300", "0x0302")
-"""PCI classes: a display and a 3D controller."""
+"""Variables that concern training on GPUs; no other is reported, for it may be private."""
+_OF_TRAINING = re.compile(r"/dev/nvidia(ctl|-uvm|\d+)")
+"""Device nodes that training opens; one for profiling may be root's."""
+_DISPLAY = ("0x0300", "0x0302")  # PCI classes: a display and a 3D controller
 _NVIDIA = "0x10de"
-_LISTENS = "0A"
-"""A state in /proc/net/tcp."""
-_UNLIMITED = 2**60
-"""cgroup v1 and some kernels write no limit as a number beyond any machine."""
+_LISTENS = "0A"  # A state in /proc/net/tcp
+_UNLIMITED = 2**60  # cgroup v1 and some kernels write no limit as a number beyond any machine
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -38,7 +37,11 @@ def system(root: Path = Path("/")) -> System:
     nodes = sorted(f"/dev/{node.name}" for node in (root / "dev").glob("nvidia*") if not node.is_dir())
     bus = [*(root / "sys/bus/pci/devices").glob("*")]
     module = re.search(r"Kernel Module(?: for \S+)?\s+(\S+)", text_of(root / "proc/driver/nvidia/version"))
-    usual = [root / "usr/lib/x86_64-linux-gnu", root / "usr/lib64", root / "usr/lib/aarch64-linux-gnu"]
+    usual = ("usr/lib/x86_64-linux-gnu", "usr/lib64", "usr/lib/aarch64-linux-gnu")
+    # a driver's own library has its version in its name
+    libraries = [
+        file for folder in usual for file in sorted((root / folder).glob("libcuda.so.[1-9][0-9][0-9]*"))
+    ]
     return System(
         name=socket.gethostname(),
         kind=platform.system(),
@@ -50,9 +53,13 @@ def system(root: Path = Path("/")) -> System:
         wsl=wsl,
         dxg=(root / "dev/dxg").exists(),
         windows_libcuda=(root / "usr/lib/wsl/lib/libcuda.so.1").exists(),
-        linux_libcuda=tuple(_own_libcuda(usual, root)) if wsl else (),
+        linux_libcuda=tuple(f"/{file.relative_to(root)}" for file in libraries) if wsl else (),
         device_nodes=tuple(nodes),
-        locked_nodes=tuple(node for node in nodes if _matters(node) and not _usable(root / node[1:])),
+        locked_nodes=tuple(
+            node
+            for node in nodes
+            if _OF_TRAINING.fullmatch(node) and not os.access(root / node[1:], os.R_OK | os.W_OK)
+        ),
         pci_devices=len(bus),
         nvidia_devices=tuple(sorted(device.name for device in bus if _is_gpu(device))),
         module=module[1] if module else "",
@@ -60,7 +67,7 @@ def system(root: Path = Path("/")) -> System:
     )
 
 
-def limits(root: Path = Path("/")) -> Limits:
+def limits(root: Path = Path("/")) -> ProcessLimits:
     import resource
 
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -69,7 +76,7 @@ def limits(root: Path = Path("/")) -> Limits:
         resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
     )
     cores = os.cpu_count() or 1
-    return Limits(
+    return ProcessLimits(
         machine_cores=cores,
         affinity=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
         quota=quota(root),
@@ -117,22 +124,6 @@ def _container(root: Path) -> str:
     return next((kind for kind in ("docker", "kubepods", "containerd", "lxc") if kind in groups), "")
 
 
-def _own_libcuda(folders: list[Path], root: Path) -> Iterator[str]:
-    """A driver's own library has its version in its name."""
-    for folder in folders:
-        for file in sorted(folder.glob("libcuda.so.[1-9][0-9][0-9]*")):
-            yield f"/{file.relative_to(root)}"
-
-
 def _is_gpu(device: Path) -> bool:
     made_by, kind = text_of(device / "vendor").strip(), text_of(device / "class").strip()
     return made_by == _NVIDIA and kind.startswith(_DISPLAY)
-
-
-def _matters(node: str) -> bool:
-    """Training opens these; a node for profiling may be root's."""
-    return re.fullmatch(r"/dev/nvidia(ctl|-uvm|\d+)", node) is not None
-
-
-def _usable(node: Path) -> bool:
-    return os.access(node, os.R_OK | os.W_OK)

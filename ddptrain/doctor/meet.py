@@ -1,4 +1,4 @@
-"""Several nodes together: their clocks, and the wires between them. Inside a gloo group of all ranks."""
+"""Several nodes together: their clocks, and the links between them, in a gloo group of all ranks."""
 
 import datetime
 import queue
@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from ddptrain.doctor.facts import Link
 from ddptrain.doctor.proof import bandwidth
@@ -22,9 +25,6 @@ def clock_skews(rank: int, leaders: Sequence[int]) -> tuple[float, ...]:
 
     Of some round trips the quickest counts: the other's clock was read about in its middle.
     """
-    import torch
-    import torch.distributed as dist
-
     box, skews = torch.zeros(1, dtype=torch.float64), [0.0]
     for other in leaders[1:]:
         trips = []
@@ -65,9 +65,6 @@ def links(rank: int, groups: Sequence[Sequence[int]], names: Sequence[str], gpu:
 
 def _reduced(rank: int, group: list[int], gpu: int | None, size: int) -> float:
     """GB/s of each member and direction. Raises RuntimeError where the sum is wrong."""
-    import torch
-    import torch.distributed as dist
-
     if gpu is not None:
         torch.cuda.set_device(gpu)
     patience = datetime.timedelta(seconds=_PATIENCE_S)

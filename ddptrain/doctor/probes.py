@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddptrain.doctor import children, machine
-from ddptrain.doctor.facts import Asked, Facts, Failure
+from ddptrain.doctor.facts import Asked, Facts, ProbeFailure
 
 TORCHRUN_PORT = 29500
 """Where plain torchrun with several nodes meets by itself."""
@@ -71,16 +71,16 @@ def collect(asked: Asked, probes: Sequence[Probe]) -> Facts:
         threading.Thread(target=_answer, args=(probe, answers), name=probe.name, daemon=True).start()
     open_ones = {probe.name: probe.seconds for probe in probes}
     sections: dict[str, Any] = {}
-    failures: list[Failure] = []
+    failures: list[ProbeFailure] = []
     while open_ones:
         name = min(open_ones, key=lambda name: open_ones[name])
         try:
-            name, told = answers.get(timeout=max(0.0, began + open_ones[name] - time.monotonic()))
+            name, found = answers.get(timeout=max(0.0, began + open_ones[name] - time.monotonic()))
         except queue.Empty:
-            told = {"failures": (Failure(name, f"no answer in {open_ones[name]:g} s", hung=True),)}
+            found = {"failures": (ProbeFailure(name, f"no answer in {open_ones[name]:g} s", hung=True),)}
         if open_ones.pop(name, None) is not None:
-            failures += told.get("failures", ())
-            sections.update({key: value for key, value in told.items() if key != "failures"})
+            failures += found.get("failures", ())
+            sections.update({key: value for key, value in found.items() if key != "failures"})
     return dataclasses.replace(Facts(asked), **sections, failures=tuple(failures))
 
 
@@ -88,4 +88,6 @@ def _answer(probe: Probe, answers: "queue.SimpleQueue[tuple[str, Mapping[str, An
     try:
         answers.put((probe.name, probe.ask()))
     except Exception as error:  # whatever it is: doctor goes on, and says so
-        answers.put((probe.name, {"failures": (Failure(probe.name, f"{type(error).__name__}: {error}"),)}))
+        answers.put(
+            (probe.name, {"failures": (ProbeFailure(probe.name, f"{type(error).__name__}: {error}"),)})
+        )

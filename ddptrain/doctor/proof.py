@@ -1,18 +1,20 @@
-"""Does a device compute, and compute right? Shown by doing it. Each function imports torch."""
+"""Does a device compute, and compute right? Shown by doing it. Imports torch."""
 
+import itertools
 import os
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.cuda import nccl
+from torch.nn.functional import conv2d
 
 from ddptrain.doctor.facts import Link, Proof
 
-if TYPE_CHECKING:
-    import torch
-
 _ROWS, _INNER = 256, 512
-_SUMS = 4
-"""Times the bound of a sum by rounding: tensor cores cut where others round."""
+_SUMS = 4  # Times the bound of a sum by rounding: tensor cores cut where others round
 _TRANSFORMS = 16
 """Roundings of a typical sum to the type: a convolution by Winograd's way adds before it multiplies."""
 _LINK_BYTES = 64 * 2**20
@@ -26,10 +28,8 @@ def devices(asked: str, count: int) -> list[str]:
     return [name for name in gpus if asked in ("auto", "cuda", name)]
 
 
-def on(device: str) -> Iterator[Proof]:
+def prove(device: str) -> Iterator[Proof]:
     """A product, a convolution and a training step, in each type of numbers."""
-    import torch
-
     os.environ.pop("NVIDIA_TF32_OVERRIDE", None)  # would round what the bounds take for float32
     torch.manual_seed(0)  # on data that is the same each time
     where = torch.device(device)
@@ -48,9 +48,7 @@ def on(device: str) -> Iterator[Proof]:
         yield _nms(where)
 
 
-def _in_type(device: "torch.device", name: str, dtype: "torch.dtype") -> Iterator[Proof]:
-    import torch
-
+def _in_type(device: torch.device, name: str, dtype: torch.dtype) -> Iterator[Proof]:
     for what, work in (("matrix product", _product), ("convolution", _convolution), ("training step", _step)):
         try:
             ok, said = work(device, dtype)
@@ -60,17 +58,12 @@ def _in_type(device: "torch.device", name: str, dtype: "torch.dtype") -> Iterato
             yield Proof(what, str(device), name, False, str(error).splitlines()[0], lacks)
 
 
-def _product(device: "torch.device", dtype: "torch.dtype") -> tuple[bool, str]:
-    import torch
-
+def _product(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
     left, right = torch.randn(_ROWS, _INNER), torch.randn(_INNER, _ROWS)
     return _compare(lambda a, b: a @ b, left, right, (_INNER, 0), device, dtype)
 
 
-def _convolution(device: "torch.device", dtype: "torch.dtype") -> tuple[bool, str]:
-    import torch
-    from torch.nn.functional import conv2d
-
+def _convolution(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
     pictures, kernels = torch.randn(4, 32, 16, 16), torch.randn(32, 32, 3, 3)
     return _compare(
         lambda a, b: conv2d(a, b, padding=1), pictures, kernels, (32 * 9, _TRANSFORMS), device, dtype
@@ -79,11 +72,11 @@ def _convolution(device: "torch.device", dtype: "torch.dtype") -> tuple[bool, st
 
 def _compare(
     work: Any,
-    left: "torch.Tensor",
-    right: "torch.Tensor",
+    left: Tensor,
+    right: Tensor,
     roundings: tuple[int, int],
-    device: "torch.device",
-    dtype: "torch.dtype",
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> tuple[bool, str]:
     """Sums of products on the device against float64 on the CPU, from the same rounded numbers.
 
@@ -93,8 +86,6 @@ def _compare(
 
     roundings: n, k.
     """
-    import torch
-
     a, b = left.to(dtype), right.to(dtype)
     found = work(a.to(device), b.to(device))
     if found.device.type != device.type or found.dtype != dtype:
@@ -107,18 +98,15 @@ def _compare(
     return share <= 1.0, f"error {share:.2g} of its bound"
 
 
-def _step(device: "torch.device", dtype: "torch.dtype") -> tuple[bool, str]:
+def _step(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
     """Steps of a small network, under autocast where ``dtype`` is not float32: where are its numbers, and
     does the loss fall?"""
-    import torch
-    from torch import nn
-
     torch.manual_seed(1)
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 10)
     )
     net = net.to(device)
-    seen: list[torch.Tensor] = []
+    seen: list[Tensor] = []
     for layer in net:
         layer.register_forward_hook(lambda _, __, output: seen.append(output))
     pictures, labels = torch.randn(16, 3, 16, 16).to(device), torch.arange(16).remainder(10).to(device)
@@ -145,10 +133,8 @@ def _step(device: "torch.device", dtype: "torch.dtype") -> tuple[bool, str]:
     return losses[1] < losses[0], f"loss {losses[0]:.3f} to {losses[1]:.3f}, all numbers on the device"
 
 
-def _nms(device: "torch.device") -> Proof:
+def _nms(device: torch.device) -> Proof:
     """torchvision's own operators have code for the device or not, whatever PyTorch has."""
-    import torch
-
     try:
         from torchvision.ops import nms
 
@@ -165,8 +151,6 @@ def _nms(device: "torch.device") -> Proof:
 
 def between_gpus(count: int) -> Iterator[Link]:
     """A real all-reduce by NCCL over each pair of GPUs here, then over all, from this one process."""
-    import itertools
-
     groups = [*itertools.combinations(range(count), 2), *([tuple(range(count))] if count > 2 else [])]
     for group in groups:
         members = tuple(f"cuda:{index}" for index in group)
@@ -178,9 +162,6 @@ def between_gpus(count: int) -> Iterator[Link]:
 
 def _all_reduced(group: tuple[int, ...], rounds: int = 5) -> float:
     """GB/s of each GPU and direction. Raises RuntimeError where the sum is wrong."""
-    import torch
-    from torch.cuda import nccl
-
     tensors = [
         torch.full((_LINK_BYTES // 4,), 1.0 + place, device=f"cuda:{gpu}") for place, gpu in enumerate(group)
     ]
@@ -202,7 +183,5 @@ def bandwidth(size: int, members: int, seconds: float) -> float:
 
 
 def _wait(group: tuple[int, ...]) -> None:
-    import torch
-
     for gpu in group:
         torch.cuda.synchronize(gpu)

@@ -57,17 +57,14 @@ def read_facts(path: Path) -> Facts | Cluster:
 
 def _dataclass(kind: Any, values: dict[str, Any], where: str) -> Any:
     types = get_type_hints(kind)
-    needed = [f.name for f in dataclasses.fields(kind) if _is_needed(f)]
+    missing = dataclasses.MISSING
+    needed = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is missing]
     for name in [*(n for n in values if n not in types), *(n for n in needed if n not in values)]:
         raise UserError(
             f"{where}.{name}: {'is missing' if name in types else 'is no fact that this version knows'}."
             " Replay a file with the version of ddptrain that wrote it (facts.system.ddptrain)."
         )
     return kind(**{name: restored(types[name], value, f"{where}.{name}") for name, value in values.items()})
-
-
-def _is_needed(field: "dataclasses.Field[Any]") -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _expected(kind: type[Fact], value: Any, where: str) -> Fact:

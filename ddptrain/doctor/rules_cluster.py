@@ -1,11 +1,11 @@
 """Nodes against each other."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from ddptrain.doctor.examine import examine
-from ddptrain.doctor.facts import Cluster, Facts
-from ddptrain.doctor.findings import LEVELS, Finding, listed, ok, problem, warning
+from ddptrain.doctor.facts import Cluster, Facts, System, Torch
+from ddptrain.doctor.findings import LEVELS, Finding, comma_list, ok, problem, warning
 from ddptrain.doctor.rules_gpu import links
 
 _SKEW_S = 1.0
@@ -28,49 +28,41 @@ def examine_cluster(cluster: Cluster) -> list[Finding]:
 
 def versions(cluster: Cluster) -> Iterator[Finding]:
     """Training refuses some of these differences itself; all should be the same."""
-    nodes = cluster.nodes
-    torches = [node.torch.version if node.torch else "" for node in nodes]
-    yield from _differ(
-        nodes, "ddptrain", [node.system.ddptrain if node.system else "" for node in nodes], problem
-    )
-    yield from _differ(nodes, "torch", torches, problem)
-    if len(set(torches)) == 1:  # these come with torch
-        yield from _differ(
-            nodes, "CUDA", [str(node.torch.cuda) if node.torch else "" for node in nodes], problem
-        )
-        yield from _differ(nodes, "NCCL", [node.torch.nccl if node.torch else "" for node in nodes], problem)
-    yield from _differ(
-        nodes, "python", [node.system.python if node.system else "" for node in nodes], warning
-    )
-    yield from _differ(
-        nodes, "driver", [node.driver.version if node.driver else "" for node in nodes], warning
-    )
-
-
-def _differ(
-    nodes: Sequence[Facts], what: str, told: Sequence[str], level: Callable[[str, str, str, str], Finding]
-) -> Iterator[Finding]:
-    if len(set(told)) > 1:
-        pairs = zip(nodes, told, strict=True)
-        yield level(
-            f"differs-{what.lower()}",
-            listed([f"{name_of(node)} {version or 'none'}" for node, version in pairs]),
-            f"the nodes have different versions of {what}: they may disagree on what they send or compute.",
-            "set all nodes up from one image, or one shared virtual environment.",
-        )
+    systems = [node.system or System() for node in cluster.nodes]
+    torches = [node.torch or Torch("") for node in cluster.nodes]
+    by_part = {
+        "ddptrain": [system.ddptrain for system in systems],
+        "torch": [torch.version for torch in torches],
+        "CUDA": [str(torch.cuda) for torch in torches],
+        "NCCL": [torch.nccl for torch in torches],
+        "python": [system.python for system in systems],
+        "driver": [node.driver_version for node in cluster.nodes],
+    }
+    for part, found in by_part.items():
+        comes_with_torch = part in ("CUDA", "NCCL") and len(set(by_part["torch"])) > 1
+        if len(set(found)) > 1 and not comes_with_torch:
+            pairs = zip(cluster.nodes, found, strict=True)
+            level = warning if part in ("python", "driver") else problem
+            yield level(
+                f"differs-{part.lower()}",
+                comma_list([f"{name_of(node)} {version or 'none'}" for node, version in pairs]),
+                f"the nodes have different versions of {part}: they may disagree on what they send or"
+                " compute.",
+                "set all nodes up from one image, or one shared virtual environment.",
+            )
 
 
 def clocks(cluster: Cluster) -> Iterator[Finding]:
     pairs = list(zip(cluster.nodes, cluster.skews, strict=True))
-    told = listed([f"{name_of(node)} {skew:+.3f} s" for node, skew in pairs[1:]])
+    skews = comma_list([f"{name_of(node)} {skew:+.3f} s" for node, skew in pairs[1:]])
     if any(abs(skew) > _SKEW_S for _, skew in pairs):
         yield warning(
-            "clock-skew", told,
+            "clock-skew", skews,
             "the clocks of the nodes differ, so their logs and files can't be put in order.",
             "timedatectl set-ntp true on each node (or start chronyd).",
         )  # fmt: skip
     elif len(pairs) > 1:
-        yield ok("clock-skew", told)
+        yield ok("clock-skew", skews)
 
 
 def name_of(node: Facts) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ddptrain.doctor.facts import Facts
-from ddptrain.doctor.findings import Finding, listed, ok, problem
+from ddptrain.doctor.findings import Finding, comma_list, ok, problem
 
 DRIVER_FOR = {11: 450, 12: 525, 13: 580}
 """The oldest driver on Linux for each major CUDA (NVIDIA's table of minor-version compatibility)."""
@@ -53,6 +53,11 @@ _CODES = {
     ),
 }  # fmt: skip
 
+_OTHER_CODE = (
+    "CUDA does not start on this driver.",
+    "nvidia-smi must work; reboot, and if that is no help reinstall it.",
+)
+
 
 def build(facts: Facts) -> Iterator[Finding]:
     torch, driver = facts.torch, _driver(facts)
@@ -69,7 +74,7 @@ def build(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
         return
     needs = DRIVER_FOR.get(_major(torch.cuda) or 0)
-    works = facts.torch_cuda and facts.torch_cuda.count > 0  # by a 'compat' libcuda, on GPUs of data centres
+    works = facts.gpu_count > 0  # by a 'compat' libcuda, on GPUs of data centres
     if needs is None or has is None or has >= needs or works:
         return
     how = _IN_WINDOWS if facts.system and facts.system.wsl else _HOW
@@ -88,14 +93,15 @@ def visible(facts: Facts) -> Iterator[Finding]:
         return
     seen = f"CUDA_VISIBLE_DEVICES={asked!r}"
     entries = [entry.strip() for entry in asked.strip().rstrip(",").split(",")]
-    gpus = facts.driver.gpus if facts.driver else ()
+    gpus = facts.driver_gpus
     # '' for what the driver does not tell: then no name can be said to be wrong
     known = [name for gpu in gpus for name in (gpu.uuid, *(gpu.slices or ("",) * gpu.mig))]
     unset = "unset CUDA_VISIBLE_DEVICES, or set it to what nvidia-smi -L lists"
     strange = next((e for e in entries if not re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", e)), None)
     beyond = next((e for e in entries if e.isdigit() and gpus and int(e) >= len(gpus)), None)
     by_name = [e for e in entries if e[:4] in ("GPU-", "MIG-") and gpus and all(known)]
-    lost = next((e for e in by_name if not _names_one(e, known)), None)
+    # CUDA takes the beginning of a UUID, if it is the beginning of one only
+    lost = next((e for e in by_name if sum(uuid.startswith(e) for uuid in known) != 1), None)
     if entries[0] in ("", "-1"):
         cause = f"{seen} hides every GPU."
         yield problem("cvd-hides-all", seen, cause, "unset CUDA_VISIBLE_DEVICES")
@@ -129,25 +135,19 @@ def starts(facts: Facts) -> Iterator[Finding]:
     """cuInit, and what PyTorch makes of it."""
     cuda, found = facts.cuda, facts.torch_cuda
     crashed = [failure.why for failure in facts.failures if failure.probe == "cuda" and not failure.hung]
-    empty = [gpu for gpu in facts.driver.gpus if gpu.mig and not gpu.slices] if facts.driver else []
-    works = found is not None and found.count > 0  # on a slice that NVML does not name, in a container
-    if facts.driver and empty and len(empty) == len(facts.driver.gpus) and not works:
+    empty = [gpu for gpu in facts.driver_gpus if gpu.mig and not gpu.slices]
+    works = facts.gpu_count > 0  # on a slice that NVML does not name, in a container
+    if empty and len(empty) == len(facts.driver_gpus) and not works:
         yield problem(
-            "mig-no-slices", f"MIG is on, without a slice: {listed([gpu.name for gpu in empty])}",
+            "mig-no-slices", f"MIG is on, without a slice: {comma_list([gpu.name for gpu in empty])}",
             "the GPU is in MIG mode and not divided yet, and CUDA only runs on slices.",
             f"sudo nvidia-smi -i {empty[0].index} -mig 0 (needs an idle GPU), or make slices: sudo"
             " nvidia-smi mig -cgi 0 -C",
         )  # fmt: skip
     elif cuda and cuda.code:
-        cause, remedy = _CODES.get(
-            cuda.code,
-            (
-                "CUDA does not start on this driver.",
-                "nvidia-smi must work; reboot, and if that is no help reinstall it.",
-            ),
-        )
+        cause, remedy = _CODES.get(cuda.code, _OTHER_CODE)
         yield problem(f"cuda-{cuda.code}", f"cuInit: {cuda.code} {cuda.error}; {cuda.library}", cause, remedy)
-    elif crashed and not (found and found.count):
+    elif crashed and not facts.gpu_count:
         yield problem(
             "cuda-crashes", crashed[0], "a process that starts CUDA on this machine comes to its end.",
             "take other CUDA folders out of LD_LIBRARY_PATH (unset LD_LIBRARY_PATH); then reinstall the"
@@ -175,17 +175,12 @@ def asked_for(facts: Facts) -> Iterator[Finding]:
 
 def _driver(facts: Facts) -> str:
     """Its version, by NVML or by its kernel module."""
-    return (facts.driver.version if facts.driver else "") or (facts.system.module if facts.system else "")
+    return facts.driver_version or (facts.system.module if facts.system else "")
 
 
 def _major(version: str) -> int | None:
     found = re.match(r"\d+", version)
     return int(found[0]) if found else None
-
-
-def _names_one(entry: str, uuids: list[str]) -> bool:
-    """CUDA takes the beginning of a UUID, if it is the beginning of one only."""
-    return sum(uuid.startswith(entry) for uuid in uuids) == 1
 
 
 def _index(device: str) -> int | None:

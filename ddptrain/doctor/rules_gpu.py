@@ -3,15 +3,13 @@
 import re
 from collections.abc import Iterator
 
-from ddptrain.doctor.facts import Facts, Gpu, Link
-from ddptrain.doctor.findings import Finding, gib, listed, ok, problem, warning
+from ddptrain.doctor.facts import DriverGpu, Facts, Link, TorchGpu
+from ddptrain.doctor.findings import Finding, comma_list, gib, ok, problem, warning
 from ddptrain.doctor.rules_cuda import CUDA_12
 from ddptrain.doctor.rules_presence import LOOK
 
-_FULL, _HALF = 0.9, 0.2
-"""Of a GPU's memory, taken by others: nothing fits any more; less fits."""
-_SLOW_PAIR = 0.25
-"""Of the fastest pair's speed: another kind of wire."""
+_FULL, _HALF = 0.9, 0.2  # Of a GPU's memory, taken by others: nothing fits any more; less fits
+_SLOW_PAIR = 0.25  # Of the fastest pair's speed: another kind of wire
 _NCCL = "NCCL_DEBUG=INFO python -m ddptrain doctor shows where it stops"
 
 
@@ -25,7 +23,7 @@ def kernels(facts: Facts) -> Iterator[Finding]:
     if not lacking:
         return
     newest = max(_capability(arch) for arch in torch.arch_list)
-    named = listed([f"{gpu.name} (sm_{gpu.capability[0]}{gpu.capability[1]})" for gpu in lacking])
+    named = comma_list([f"{gpu.name} ({_sm(gpu)})" for gpu in lacking])
     is_new = lacking[0].capability > newest
     remedy = "pip install --upgrade torch torchvision" if is_new else CUDA_12
     without = f"; or leave it out: export CUDA_VISIBLE_DEVICES={','.join(fine)}" if fine else ""
@@ -67,11 +65,9 @@ def compute_mode(facts: Facts) -> Iterator[Finding]:
             f"sudo nvidia-smi -i {','.join(barred)} -c DEFAULT",
         )  # fmt: skip
     if taken:
-        who = listed([f"GPU {gpu.index} by {_who(gpu)}" for gpu in taken])
-        indices, pids = (
-            ",".join(str(gpu.index) for gpu in taken),
-            " ".join(str(g.processes[0].pid) for g in taken),
-        )
+        who = comma_list([f"GPU {gpu.index} by {_who(gpu)}" for gpu in taken])
+        indices = ",".join(str(gpu.index) for gpu in taken)
+        pids = " ".join(str(gpu.processes[0].pid) for gpu in taken)
         yield problem(
             "compute-exclusive", f"compute mode EXCLUSIVE_PROCESS: {who}",
             f"the GPU takes one process only (compute mode EXCLUSIVE_PROCESS), and it is taken: {who}.",
@@ -89,22 +85,19 @@ def memory(facts: Facts) -> Iterator[Finding]:
         others = [str(other.index) for other in gpus if other not in taken]
         elsewhere = f"; or take another GPU: export CUDA_VISIBLE_DEVICES={','.join(others)}" if others else ""
         pids = " ".join(str(process.pid) for process in gpu.processes)
-        end = (
-            f"kill {pids}, if it is yours"
-            if pids
-            else f"sudo fuser -v /dev/nvidia{gpu.index} names who holds it"
-        )
-        told = problem if gpu.used > _FULL * gpu.memory else warning
-        yield told("memory-taken", seen, cause, f"{end}{elsewhere}.")
+        find = f"sudo fuser -v /dev/nvidia{gpu.index} names who holds it"
+        end = f"kill {pids}, if it is yours" if pids else find
+        level = problem if gpu.used > _FULL * gpu.memory else warning
+        yield level("memory-taken", seen, cause, f"{end}{elsewhere}.")
 
 
 def mig(facts: Facts) -> Iterator[Finding]:
     divided = [gpu for gpu in shown(facts) if gpu.mig]
     ranks = facts.asked.local_ranks or 1
     if divided:
-        told = problem if ranks > 1 else warning
-        yield told(
-            "mig", f"MIG is on: {listed([f'{gpu.name} in {len(gpu.slices)} slices' for gpu in divided])}",
+        level = problem if ranks > 1 else warning
+        yield level(
+            "mig", f"MIG is on: {comma_list([f'{gpu.name} in {len(gpu.slices)} slices' for gpu in divided])}",
             "CUDA gives a process one slice of a divided GPU, and NCCL can't join slices of one GPU.",
             f"train on one slice with one rank{' instead of ' + str(ranks) if ranks > 1 else ''}, or undo"
             f" it on an idle GPU: sudo nvidia-smi -i {divided[0].index} -mig 0",
@@ -113,7 +106,7 @@ def mig(facts: Facts) -> Iterator[Finding]:
 
 def silent(facts: Facts) -> Iterator[Finding]:
     """One of several that the driver does not reach."""
-    gpus = facts.driver.gpus if facts.driver else ()
+    gpus = facts.driver_gpus
     for gpu in gpus:
         if gpu.error and not all(other.error for other in gpus):
             yield warning(
@@ -129,8 +122,8 @@ def speed(facts: Facts) -> Iterator[Finding]:
     for gpu in shown(facts):
         if gpu.slowed:
             yield warning(
-                "slowed-down", f"GPU {gpu.index} {gpu.name}: {listed(gpu.slowed)}",
-                f"GPU {gpu.index} runs below its clock, because of {listed(gpu.slowed)}.",
+                "slowed-down", f"GPU {gpu.index} {gpu.name}: {comma_list(gpu.slowed)}",
+                f"GPU {gpu.index} runs below its clock, because of {comma_list(gpu.slowed)}.",
                 f"look at its fans, its air and its power cable; nvidia-smi -i {gpu.index} -q -d"
                 " PERFORMANCE,TEMPERATURE",
             )  # fmt: skip
@@ -144,7 +137,7 @@ def speed(facts: Facts) -> Iterator[Finding]:
 
 
 def ranks(facts: Facts) -> Iterator[Finding]:
-    count = facts.torch_cuda.count if facts.torch_cuda else 0
+    count = facts.gpu_count
     asked = facts.asked.local_ranks or 1
     if 0 < count < asked:
         yield warning(
@@ -180,7 +173,7 @@ def nccl(facts: Facts) -> Iterator[Finding]:
     yield from links(facts.links, f"NCCL {torch.nccl}")
     if found.strangers and not ended:
         yield warning(
-            "no-peer-access", f"no peer access: {listed([f'{a}-{b}' for a, b in found.strangers])}",
+            "no-peer-access", f"no peer access: {comma_list([f'{a}-{b}' for a, b in found.strangers])}",
             "these GPUs can't read each other's memory, so gradients go by way of the host.",
             "on GeForce nothing can be done; on others switch off ACS and the IOMMU in the BIOS;"
             " strategy.compression=bf16 halves what is sent.",
@@ -201,46 +194,48 @@ def links(links: tuple[Link, ...], named: str) -> Iterator[Finding]:
             " (gloo: GLOO_SOCKET_IFNAME).",
         )  # fmt: skip
     if slow:
-        told = listed([f"{'-'.join(link.members)} {link.gb_per_s:.2f} GB/s" for link in slow])
+        speeds = comma_list([f"{'-'.join(link.members)} {link.gb_per_s:.2f} GB/s" for link in slow])
         yield warning(
-            "slow-pair", f"{told}; the fastest pair {fastest:.2f} GB/s",
+            "slow-pair", f"{speeds}; the fastest pair {fastest:.2f} GB/s",
             "some go by a much slower way than others, and every step waits for the slowest.",
             "nvidia-smi topo -m shows the wires: start the ranks on GPUs of one group"
             " (CUDA_VISIBLE_DEVICES).",
         )  # fmt: skip
     done = [f"{'-'.join(link.members)} {link.gb_per_s:.2f} GB/s" for link in links if not link.error]
     if done:
-        yield ok("all-reduce", f"{named}, {links[0].megabytes:.0f} MB: {listed(done)}")
+        yield ok("all-reduce", f"{named}, {links[0].megabytes:.0f} MB: {comma_list(done)}")
 
 
 def gpu_found(facts: Facts) -> Iterator[Finding]:
     torch, found = facts.torch, facts.torch_cuda
     if torch and found:
-        version = (facts.driver.version if facts.driver else "") or "unknown"
-        stack = f"driver {version}, CUDA {torch.cuda}, cuDNN {found.cudnn}, NCCL {torch.nccl}"
+        driver = facts.driver_version or "unknown"
+        stack = f"driver {driver}, CUDA {torch.cuda}, cuDNN {found.cudnn}, NCCL {torch.nccl}"
         for gpu in found.gpus:
-            capability = f"sm_{gpu.capability[0]}{gpu.capability[1]}"
-            yield ok("gpu", f"cuda:{gpu.index} {gpu.name}, {capability}, {gib(gpu.memory)}; {stack}")
+            yield ok("gpu", f"cuda:{gpu.index} {gpu.name}, {_sm(gpu)}, {gib(gpu.memory)}; {stack}")
 
 
-def shown(facts: Facts) -> list[Gpu]:
+def shown(facts: Facts) -> list[DriverGpu]:
     """The driver's GPUs that CUDA_VISIBLE_DEVICES leaves: CUDA numbers them anew, so by UUID; and of them the
     one that was asked for."""
-    gpus = facts.driver.gpus if facts.driver else ()
+    gpus = facts.driver_gpus
     found = facts.torch_cuda.gpus if facts.torch_cuda else ()
     index = facts.asked.device.removeprefix("cuda:")
     wanted = [gpu for gpu in found if not index.isdigit() or gpu.index == int(index)]
     uuids = [gpu.uuid.removeprefix("GPU-") for gpu in wanted if gpu.uuid]
-    if len(uuids) < len(wanted) or not uuids or not any(gpu.uuid for gpu in gpus):  # they are not told
+    if len(uuids) < len(wanted) or not uuids or not any(gpu.uuid for gpu in gpus):  # UUIDs are not known
         return list(gpus)
     return [gpu for gpu in gpus if gpu.uuid.removeprefix("GPU-") in uuids or gpu.mig]
 
 
-def _who(gpu: Gpu) -> str:
-    told = [f"pid {p.pid} ({p.name or 'name unknown'}, {gib(p.bytes)})" for p in gpu.processes]
-    return (
-        listed(told) if told else "a process that can't be seen from here (another container, or a dead one)"
-    )
+def _who(gpu: DriverGpu) -> str:
+    processes = [f"pid {p.pid} ({p.name or 'name unknown'}, {gib(p.bytes)})" for p in gpu.processes]
+    unseen = "a process that can't be seen from here (another container, or a dead one)"
+    return comma_list(processes) if processes else unseen
+
+
+def _sm(gpu: TorchGpu) -> str:
+    return f"sm_{gpu.capability[0]}{gpu.capability[1]}"
 
 
 def _capability(arch: str) -> tuple[int, int]:

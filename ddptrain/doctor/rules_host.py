@@ -3,28 +3,23 @@
 from collections.abc import Iterator
 
 from ddptrain.doctor.facts import Facts
-from ddptrain.doctor.findings import Finding, counted, gib, listed, ok, problem, warning
+from ddptrain.doctor.findings import Finding, comma_list, counted, gib, ok, problem, warning
 
 _A_WORKER = 128 * 2**20
 """Bytes of /dev/shm: two batches of about 64 MiB, say 100 pictures of 3x224x224 in float32."""
-_DOCKER = 64 * 2**20
-"""Bytes of /dev/shm that Docker and Kubernetes give."""
+_DOCKER = 64 * 2**20  # Bytes of /dev/shm that Docker and Kubernetes give
 _FILES, _FILES_A_WORKER = 512, 64
 """Descriptors: a process's own, and two batches of up to 30 tensors from each worker."""
 _SLOW = {
-    "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated by the driver",
-    "NCCL_P2P_DISABLE": "GPUs of one machine talk by way of the host",
-    "NCCL_SHM_DISABLE": "GPUs of one machine may talk over the network",
-    "NCCL_IB_DISABLE": "nodes talk over sockets, not InfiniBand",
-    "TORCH_DISTRIBUTED_DEBUG": "every collective is checked (DETAIL)",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "copies and kernels queue up behind each other (1)",
+    "CUDA_LAUNCH_BLOCKING": (None, "the host waits for every kernel"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "every tensor is allocated by the driver"),
+    "NCCL_P2P_DISABLE": (None, "GPUs of one machine talk by way of the host"),
+    "NCCL_SHM_DISABLE": (None, "GPUs of one machine may talk over the network"),
+    "NCCL_IB_DISABLE": (None, "nodes talk over sockets, not InfiniBand"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked (DETAIL)"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "copies and kernels queue up behind each other (1)"),
 }
-_SLOW_VALUES = {
-    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
-    "CUDA_DEVICE_MAX_CONNECTIONS": ("1",),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1",),
-}
+"""Variables that slow a run down: the value that does (None: any but '' and 0), and how."""
 
 
 def torch_imports(facts: Facts) -> Iterator[Finding]:
@@ -63,9 +58,8 @@ def cpu(facts: Facts) -> Iterator[Finding]:
     if not torch or not system or not limits:
         return
     x86 = system.processor in ("x86_64", "AMD64")
-    seen = (
-        f"{counted(limits.cores, 'core')} with {listed(torch.cpu_features)}; PyTorch's kernels: {torch.cpu}"
-    )
+    features = comma_list(torch.cpu_features)
+    seen = f"{counted(limits.cores, 'core')} with {features}; PyTorch's kernels: {torch.cpu}"
     forced = facts.environment.get("ATEN_CPU_CAPABILITY")
     if x86 and forced and torch.cpu in ("DEFAULT", "NO AVX"):
         yield warning(
@@ -89,8 +83,10 @@ def cores(facts: Facts) -> Iterator[Finding]:
     if not limits:
         return
     omp = facts.environment.get("OMP_NUM_THREADS", "")
-    nobodys = omp == "1" and facts.asked.under_torchrun  # torchrun sets it, and training goes by the cores
-    threads = int(omp) if omp.isdigit() and not nobodys else max(1, limits.affinity // ranks)
+    set_by_torchrun = (
+        omp == "1" and facts.asked.under_torchrun
+    )  # torchrun sets it, and training goes by the cores
+    threads = int(omp) if omp.isdigit() and not set_by_torchrun else max(1, limits.affinity // ranks)
     need = ranks * max(threads, facts.workers + 1)
     quota = f", a quota of {limits.quota:g}" if limits.quota is not None else ""
     seen = (
@@ -175,7 +171,7 @@ def locked_memory(facts: Facts) -> Iterator[Finding]:
     limits, system = facts.limits, facts.system
     if limits and system and system.infiniband and limits.locked_memory is not None:
         yield warning(
-            "locked-memory", f"{gib(limits.locked_memory)}; InfiniBand: {listed(system.infiniband)}",
+            "locked-memory", f"{gib(limits.locked_memory)}; InfiniBand: {comma_list(system.infiniband)}",
             "InfiniBand needs memory that stays in place, and this process may lock little: NCCL fails with"
             " 'Cannot allocate memory'.",
             "ulimit -l unlimited (docker: --ulimit memlock=-1; SLURM:"
@@ -188,9 +184,9 @@ def port(facts: Facts) -> Iterator[Finding]:
     if not found:
         return
     if found.error:
-        told = problem if facts.asked.port is not None else warning  # nobody may want torchrun's own
+        level = problem if facts.asked.port is not None else warning  # nobody may want torchrun's own
         owner = f" by {found.owner}" if found.owner else ""
-        yield told(
+        yield level(
             "port-in-use", f"port {found.number}: {found.error}{owner}",
             f"port {found.number}{'' if facts.asked.port else ', which torchrun takes by itself,'} is in"
             f" use{owner}.",
@@ -205,29 +201,23 @@ def settings(facts: Facts) -> Iterator[Finding]:
     """Variables that slow a run down, mostly left over from a hunt for an error."""
     if facts.asked.device == "cpu":
         return
-    found = {
-        name: value
-        for name, value in facts.environment.items()
-        if name in _SLOW and (value in _SLOW_VALUES[name] if name in _SLOW_VALUES else value not in ("", "0"))
-    }
+    found = []
+    for name, value in facts.environment.items():
+        slow_value, _ = _SLOW.get(name, ("", ""))
+        if value not in ("", "0") and slow_value in (None, value):
+            found.append(name)
     if found:
-        told = listed([f"{name}={value}" for name, value in found.items()])
-        cause = f"{listed([f'{name}: {_SLOW[name]}' for name in found])}."
-        yield warning("slow-settings", told, cause, f"unset {' '.join(found)}, unless they are needed here.")
+        seen = comma_list([f"{name}={facts.environment[name]}" for name in found])
+        cause = f"{comma_list([f'{name}: {_SLOW[name][1]}' for name in found])}."
+        yield warning("slow-settings", seen, cause, f"unset {' '.join(found)}, unless they are needed here.")
 
 
 def unanswered(facts: Facts) -> Iterator[Finding]:
-    """Questions that others do not speak of."""
-    told = [
-        "torch",
-        "nvml",
-        "cuda",
-        "all-reduce",
-        "proof",
-        *["torchvision"] * (facts.torchvision is not None),
-    ]
+    """Questions that no other rule reports."""
+    elsewhere = {"torch", "nvml", "cuda", "all-reduce", "proof"}
+    elsewhere |= {"torchvision"} if facts.torchvision else set()
     for failure in facts.failures:
-        if failure.probe not in told:
+        if failure.probe not in elsewhere:
             yield warning(
                 "no-answer", f"{failure.probe}: {failure.why}",
                 f"doctor could not find out about {failure.probe}, and goes on without.",

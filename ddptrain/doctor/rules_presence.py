@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ddptrain.doctor.facts import Facts
-from ddptrain.doctor.findings import Finding, listed, problem, warning
+from ddptrain.doctor.findings import Finding, comma_list, problem, warning
 
 _GIVE_GPUS = (
     "start the container with its GPUs: docker run --gpus all ...; podman run --device nvidia.com/gpu=all"
@@ -20,8 +20,8 @@ def no_cuda_here(facts: Facts) -> Iterator[Finding]:
     """Systems and builds that have no CUDA at all."""
     system, torch = facts.system, facts.torch
     if system and system.kind == "Darwin":
-        told = problem if facts.asked.device.startswith("cuda") else warning
-        yield told(
+        level = problem if facts.asked.device.startswith("cuda") else warning
+        yield level(
             "macos", "the system is macOS", "macOS has no CUDA: NVIDIA's GPUs can't be used there.",
             "say device=mps for the GPU of an Apple machine; device=auto takes it for a single rank.",
         )  # fmt: skip
@@ -40,12 +40,8 @@ def wsl(facts: Facts) -> Iterator[Finding]:
     if not system or not system.wsl:
         return
     if not (system.dxg and system.windows_libcuda):
-        lacking = listed(
-            [
-                *["/dev/dxg"] * (not system.dxg),
-                *["/usr/lib/wsl/lib/libcuda.so.1"] * (not system.windows_libcuda),
-            ]
-        )
+        parts = {"/dev/dxg": system.dxg, "/usr/lib/wsl/lib/libcuda.so.1": system.windows_libcuda}
+        lacking = comma_list([part for part, is_there in parts.items() if not is_there])
         yield problem(
             "wsl-no-driver", f"WSL without {lacking}",
             "inside WSL the driver of Windows serves the GPU, and Windows lends none: its NVIDIA driver is"
@@ -55,7 +51,7 @@ def wsl(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
     elif system.linux_libcuda:
         yield problem(
-            "wsl-linux-driver", listed(system.linux_libcuda),
+            "wsl-linux-driver", comma_list(system.linux_libcuda),
             "a Linux driver is installed inside WSL, and its libcuda is found in place of the one that"
             " Windows lends (/usr/lib/wsl/lib).",
             "remove it: sudo apt purge 'nvidia-driver-*' 'libnvidia-compute-*'; then wsl --shutdown in"
@@ -65,8 +61,8 @@ def wsl(facts: Facts) -> Iterator[Finding]:
 
 def device_nodes(facts: Facts) -> Iterator[Finding]:
     """The files by which a process reaches a GPU, where it does not: some machines have other ones."""
-    system, found = facts.system, facts.torch_cuda
-    if not system or system.wsl or system.kind != "Linux" or (found and found.count):
+    system = facts.system
+    if not system or system.wsl or system.kind != "Linux" or facts.gpu_count:
         return
     nodes, module = system.device_nodes, f"kernel module {system.module or 'not loaded'}"
     if "/dev/nvidiactl" not in nodes:
@@ -77,10 +73,10 @@ def device_nodes(facts: Facts) -> Iterator[Finding]:
         else:
             cause = "the driver is loaded and has found no GPU that it can run, or nobody made its node."
             remedy = f"sudo nvidia-modprobe -u -c=0; if nvidia-smi still lists none, {LOOK}."
-        yield problem("no-gpu-node", f"{listed(nodes)}; {module}", cause, remedy)
+        yield problem("no-gpu-node", f"{comma_list(nodes)}; {module}", cause, remedy)
     elif system.locked_nodes:
         yield problem(
-            "device-node-locked", f"not readable and writable: {listed(system.locked_nodes)}",
+            "device-node-locked", f"not readable and writable: {comma_list(system.locked_nodes)}",
             "this user may not open the GPU's device nodes.",
             f"ls -l {system.locked_nodes[0]} shows their group: sudo usermod -aG <group> $USER, and log in"
             " anew; under SLURM ask for a GPU (--gres=gpu:1).",
@@ -97,7 +93,7 @@ def _no_node(facts: Facts) -> Finding:
         if system.module:
             cause = f"{here}a GPU and the kernel module {system.module} are there, but nobody made the nodes."
             return problem("no-device-node", seen, cause, "sudo nvidia-modprobe -u -c=0")
-        cause = f"{here}there is a GPU ({listed(system.nvidia_devices)}), but no NVIDIA driver is loaded."
+        cause = f"{here}there is a GPU ({comma_list(system.nvidia_devices)}), but no NVIDIA driver is loaded."
         return problem("no-driver", seen, cause, _INSTALL)
     if system.container and (system.nvidia_devices or not system.pci_devices):
         cause = f"{here}this is a container ({system.container}) that was started without GPUs."
@@ -116,17 +112,17 @@ def driver_answers(facts: Facts) -> Iterator[Finding]:
     hung = [failure.probe for failure in facts.failures if failure.hung and failure.probe in ("nvml", "cuda")]
     driver, cuda = facts.driver, facts.cuda
     code = driver.code if driver else 0
+    module = facts.system.module if facts.system else ""
     silent = _silent(facts)
-    works = facts.torch_cuda is not None and facts.torch_cuda.count > 0
     if hung:
         yield problem(
-            "driver-hangs", f"no answer from {listed(hung)}",
+            "driver-hangs", f"no answer from {comma_list(hung)}",
             "the driver hangs: a GPU of it has failed, or resets.",
             f"{LOOK}; then reboot. nvidia-smi will hang as well.",
         )  # fmt: skip
     elif driver and code == 18:
         yield problem(
-            "nvml-mismatch", f"NVML: {driver.error}; kernel module {_module(facts)}",
+            "nvml-mismatch", f"NVML: {driver.error}; kernel module {module or 'unknown'}",
             "the driver was updated, and the kernel still runs the module of the old one.",
             "reboot; or, with nothing on the GPU: sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia &&"
             " sudo modprobe nvidia. In a container it is the host that needs this.",
@@ -138,7 +134,7 @@ def driver_answers(facts: Facts) -> Iterator[Finding]:
             "sudo modprobe nvidia; where that fails after a kernel update: sudo dkms autoinstall, or"
             " reinstall the driver (Secure Boot refuses a module that is not signed: mokutil --sb-state).",
         )  # fmt: skip
-    elif driver and (code == 15 or (silent and not works)):
+    elif driver and (code == 15 or (silent and not facts.gpu_count)):
         yield problem(
             "gpu-lost", f"NVML: {driver.error or silent}", "a GPU has fallen off the bus.",
             f"{LOOK} (Xid 79); reboot, and if it comes again look at its power and its seat.",
@@ -153,16 +149,12 @@ def driver_answers(facts: Facts) -> Iterator[Finding]:
 
 def _silent(facts: Facts) -> str:
     """What NVML says where it counts GPUs and reaches none; ''."""
-    errors = [gpu.error for gpu in facts.driver.gpus] if facts.driver else []
+    errors = [gpu.error for gpu in facts.driver_gpus]
     return errors[0] if errors and all(errors) else ""
 
 
-def _module(facts: Facts) -> str:
-    return (facts.system.module if facts.system else "") or "unknown"
-
-
 def nvml_quiet(facts: Facts) -> Iterator[Finding]:
-    """NVML says nothing where CUDA works: what it would have told is missing."""
+    """NVML does not answer where CUDA works: what it would have reported is missing."""
     why = [failure.why for failure in facts.failures if failure.probe == "nvml" and not failure.hung]
     if error := (facts.driver.error if facts.driver else "") or _silent(facts):
         why = [error]

@@ -6,27 +6,28 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ddptrain.doctor.facts import Cluster, Facts, Gpu, TorchGpu
+from ddptrain.doctor.facts import Cluster, DriverGpu, Facts, System, Torch, TorchGpu
 from ddptrain.doctor.findings import LEVELS, Finding, counted, gib, problems
 from ddptrain.doctor.replay import plain
 
-PLAIN_WIDTH = 160
-"""Columns where there is no terminal: a file, a pipe."""
-_READABLE = 110
-"""Columns of text, on a wider terminal too."""
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_PLAIN_WIDTH = 160  # Columns where there is no terminal: a file, a pipe
+_READABLE = 110  # Columns of text, on a wider terminal too
 _COLOURS = {"problem": "1;31", "warning": "33", "ok": "32"}
 
 
 def json_of(facts: Facts | Cluster, findings: Sequence[Finding]) -> str:
     """One object, which ``doctor facts=<file>`` reads again."""
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "facts": plain(facts),
         "findings": [plain(finding) for finding in findings],
         "problems": len(problems(list(findings))),
     }
-    return json.dumps(told, indent=2)
+    return json.dumps(report, indent=2)
 
 
 def show(asked: str, findings: Sequence[Finding]) -> None:
@@ -35,20 +36,20 @@ def show(asked: str, findings: Sequence[Finding]) -> None:
     for level in LEVELS:
         for finding in [finding for finding in findings if finding.level == level]:
             node = f"{finding.node}: " if finding.node else ""
-            _say(width, level, f"{finding.id}  {node}{finding.seen}", _COLOURS[level])
+            _print_paragraph(width, level, f"{finding.id}  {node}{finding.seen}", _COLOURS[level])
             if finding.cause:
-                _say(width, "  cause", finding.cause)
-                _say(width, "  remedy", finding.remedy)
+                _print_paragraph(width, "  cause", finding.cause)
+                _print_paragraph(width, "  remedy", finding.remedy)
     print(last_word(findings, asked))
 
 
 def header(facts: Facts) -> str:
     """A machine in one line."""
     system, torch, limits = facts.system, facts.torch, facts.limits
-    named = [gpu for gpu in facts.driver.gpus if gpu.name] if facts.driver else []
-    seen: Sequence[Gpu | TorchGpu] = named or (facts.torch_cuda.gpus if facts.torch_cuda else ())
+    named = [gpu for gpu in facts.driver_gpus if gpu.name]
+    seen: Sequence[DriverGpu | TorchGpu] = named or (facts.torch_cuda.gpus if facts.torch_cuda else ())
     gpus = [f"{gpu.name} {gib(gpu.memory)}" for gpu in seen]
-    version = facts.driver.version if facts.driver else ""
+    version = facts.driver_version
     parts = [
         f"ddptrain {system.ddptrain} doctor" if system else "ddptrain doctor",
         system.name if system else "",
@@ -77,53 +78,50 @@ def multiplied(names: Sequence[str]) -> str:
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
-def table(cluster: Cluster, findings: Sequence[Finding]) -> None:
+def print_cluster(cluster: Cluster, findings: Sequence[Finding]) -> None:
     """A row a node, as wide as the terminal."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     found = Table(box=box.SIMPLE)
     for name in (
-        "node",
-        "python",
-        "torch",
-        "CUDA",
-        "NCCL",
-        "driver",
-        "GPUs",
-        "cores",
-        "/dev/shm",
-        "clock",
+        *("node", "python", "torch", "CUDA", "NCCL", "driver", "GPUs", "cores", "/dev/shm", "clock"),
         "problems",
     ):
         found.add_column(name, overflow="fold")
     for node, skew in zip(cluster.nodes, cluster.skews, strict=True):
-        system, torch, limits, driver = node.system, node.torch, node.limits, node.driver
-        name = system.name if system else "?"
-        own = [name, f"all {len(cluster.nodes)} nodes"]
-        wrong = [f.id for f in problems(list(findings)) if f.node in own or name in f.node.split(", ")]
+        system, torch = node.system or System("?", python="?"), node.torch or Torch("?")
+        limits = node.limits
+        own = [system.name, f"all {len(cluster.nodes)} nodes"]
+        wrong = [f.id for f in problems(list(findings)) if f.node in own or system.name in f.node.split(", ")]
         found.add_row(
-            name,
-            system.python if system else "?",
-            torch.version if torch else "?",
-            (torch.cuda if torch else None) or "none",
-            (torch.nccl if torch else "") or "none",
-            (driver.version if driver else "") or "none",
-            multiplied([gpu.name for gpu in driver.gpus] if driver else []) or "none",
+            system.name,
+            system.python,
+            torch.version,
+            torch.cuda or "none",
+            torch.nccl or "none",
+            node.driver_version or "none",
+            multiplied([gpu.name for gpu in node.driver_gpus]) or "none",
             str(limits.cores) if limits else "?",
             gib(limits.shm_total) if limits and limits.shm_total is not None else "none",
             f"{skew:+.3f} s",
             ", ".join(dict.fromkeys(wrong)) or "none",
         )
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    print_table(found)
+
+
+def print_table(table: "Table") -> None:
+    """On standard output; as wide as a terminal, or 160 columns in a file or a pipe."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     with console.capture() as drawn:
-        console.print(found, highlight=False)
+        console.print(table, highlight=False)
     for line in drawn.get().splitlines():  # rich fills its lines with blanks
         print(line.rstrip())
 
 
-def _say(width: int, label: str, text: str, colour: str = "") -> None:
+def _print_paragraph(width: int, label: str, text: str, colour: str = "") -> None:
     """A paragraph beside its label, which is coloured on a terminal only."""
     margin = f"{label:<10}"
     body = textwrap.wrap(text, width - len(margin), break_long_words=False, break_on_hyphens=False)

@@ -1,7 +1,9 @@
 """The facts that only PyTorch knows. Each call imports it."""
 
 import itertools
+from pathlib import Path
 
+from ddptrain.distributed.cpu import text_of
 from ddptrain.doctor.facts import Torch, TorchCuda, TorchGpu
 
 _FEATURES = {
@@ -79,12 +81,7 @@ def _nccl() -> str:
 
 
 def _cpu_features() -> tuple[str, ...]:
-    from pathlib import Path
-
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ()
+    lines = text_of(Path("/proc/cpuinfo")).splitlines()
     flags = next(
         (line.partition(":")[2].split() for line in lines if line.lower().startswith(("flags", "features"))),
         [],

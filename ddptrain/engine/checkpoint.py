@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ddptrain.data.fsync import flush_folder
+from ddptrain.data.disk import flush_folder
 from ddptrain.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -42,6 +42,6 @@ def _remedy(error: BaseException, config: Config, world: World, place: str) -> s
             return f"Put fewer samples through the model at once: {fewer}; {batch}."
         if config.precision in ("fp32", "tf32"):
             return "What the forward pass keeps is about half as much with precision=bf16."
-    elif within("data/resident"):
+    elif within("data/loaders"):
         return "Leave the data in files, and have them read by workers: data.resident=false."
     return "No batch size makes the model smaller: take a smaller one, or a device with more memory."

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddptrain.observe.clock import clock
-from ddptrain.report.run_files import Point, RunFiles, number, plain
+from ddptrain.report.run_files import CurvePoint, RunFiles, as_mapping, number, plain
 
 NOTHING = "–"  # noqa: RUF001
 PARTS = (
@@ -18,7 +18,7 @@ _LOWER = ("loss", "perplexity", "error", "bits_per", "distance")
 _HIGHER = ("accuracy", "top", "map", "ap", "ar", "precision", "recall", "f1", "exact", "match", "bleu", "iou")
 
 
-class Difference(NamedTuple):
+class SettingDifference(NamedTuple):
     """One setting in all runs; None in those that have none of that name. A row of a table, too."""
 
     key: str
@@ -32,8 +32,8 @@ class Difference(NamedTuple):
 class Score(NamedTuple):
     """A metric of one run."""
 
-    last: Point | None
-    best: Point | None
+    last: CurvePoint | None
+    best: CurvePoint | None
     """None where the metric has no known direction."""
 
 
@@ -62,10 +62,10 @@ class Metric:
         return [i for i, value in enumerate(values) if value == best]
 
 
-def compared(settings: Sequence[Mapping[str, str]]) -> list[Difference]:
+def compare_settings(settings: Sequence[Mapping[str, str]]) -> list[SettingDifference]:
     """Every setting in all runs, those that differ first."""
     keys = dict.fromkeys(key for each in settings for key in each)
-    found = [Difference(key, tuple(each.get(key) for each in settings)) for key in keys]
+    found = [SettingDifference(key, tuple(each.get(key) for each in settings)) for key in keys]
     return sorted(found, key=lambda difference: not difference.differs)
 
 
@@ -75,14 +75,18 @@ def metrics(runs: Sequence[RunFiles]) -> list[Metric]:
     every = dict.fromkeys(key for run in runs for key in run.curves)
     names = [key for key in every if key[1] == "valid"] + [key for key in every if key == ("loss", "train")]
     ranked = sorted(names, key=lambda key: key != (counts, "valid"))
-    return [_metric(name, split, runs) for name, split in ranked]
+    found = []
+    for name, split in ranked:
+        higher = direction(name, runs)
+        scores = tuple(_score(run.curves.get((name, split), []), higher) for run in runs)
+        found.append(Metric(name, split, higher, scores))
+    return found
 
 
 def main_metric(runs: Sequence[RunFiles]) -> str:
     """The metric by which the runs pick their best weights; '' where none of them has got that far."""
     for run in runs:
-        best = run.summary.get("best")
-        for name in best if isinstance(best, Mapping) else ():
+        for name in run.section("best"):
             if name != "step":
                 return plain(name)
     return ""
@@ -105,10 +109,7 @@ def ranking(runs: Sequence[RunFiles]) -> list[int]:
 
 def time_split(run: RunFiles) -> dict[str, float]:
     """Seconds by part, and what is left of the whole; empty where the run does not tell."""
-    given = run.summary.get("time")
-    parts = (
-        {plain(name): number(value) for name, value in given.items()} if isinstance(given, Mapping) else {}
-    )
+    parts = {plain(name): number(value) for name, value in run.section("time").items()}
     known = {name: value for name, value in parts.items() if value is not None and value >= 0}
     ordered = {name: known[name] for name in (*PARTS, *known) if name in known}
     left = (run.number("seconds") or 0.0) - sum(ordered.values())
@@ -117,28 +118,26 @@ def time_split(run: RunFiles) -> dict[str, float]:
 
 def devices(run: RunFiles) -> dict[str, dict[str, str]]:
     """What is known of each of the run's GPUs and hosts, by its label: means and peaks of the whole run."""
-    given = run.summary.get("devices")
     found: dict[str, dict[str, str]] = {}
-    for label, told in given.items() if isinstance(given, Mapping) else ():
-        if isinstance(told, Mapping) and label not in ("least_used", "most_used"):
+    for label, gauges in run.section("devices").items():
+        if isinstance(gauges, Mapping) and label not in ("least_used", "most_used"):
             cells = found.setdefault(plain(label), {})
-            for name, value in told.items():
-                inner = value.items() if isinstance(value, Mapping) and name != "now" else ()
-                cells |= {plain(f"{kind} ({name})"): written(each) for kind, each in inner}
-                cells |= {} if isinstance(value, Mapping) else {plain(name): written(value)}
+            for name, value in gauges.items():
+                if not isinstance(value, Mapping):
+                    cells[plain(name)] = format_value(value)
+                elif name != "now":
+                    cells |= {plain(f"{kind} ({name})"): format_value(each) for kind, each in value.items()}
     return found
 
 
 def _used(run: RunFiles) -> str:
     """Which GPU was used least and which most, where there are several."""
-    given = run.summary.get("devices")
-    told = given if isinstance(given, Mapping) else {}
     words = []
     for key in ("least_used", "most_used"):
-        which = told.get(key)
-        share = number(which.get("utilisation")) if isinstance(which, Mapping) else None
-        if isinstance(which, Mapping) and share is not None:
-            words.append(f"the GPU of rank {which.get('rank')} ({share:.0f} %)")
+        gpu = as_mapping(run.section("devices").get(key))
+        share = number(gpu.get("utilisation"))
+        if share is not None:
+            words.append(f"the GPU of rank {gpu.get('rank')} ({share:.0f} %)")
     return f"least used: {words[0]}, most used: {words[1]}" if len(set(words)) == 2 else ""
 
 
@@ -158,7 +157,7 @@ def _facts(run: RunFiles) -> dict[str, str]:
         "state": run.state,
         "steps": f"{run.step:,.0f}" + (f" of {steps:,.0f}" if steps is not None else ""),
         "time": NOTHING if seconds is None else clock(max(0, seconds)),
-        "samples/s": written(speed),
+        "samples/s": format_value(speed),
         "device": device if ranks == "1" else f"{ranks} x {device}",
         "peak memory": NOTHING if memory is None else f"{memory:,.0f} MiB",
         "waiting for data": f"{split['data'] / sum(split.values()):.0%}" if split.get("data") else NOTHING,
@@ -166,17 +165,17 @@ def _facts(run: RunFiles) -> dict[str, str]:
     }
 
 
-def said(runs: Sequence[RunFiles]) -> dict[str, list[str]]:
+def verdict_sentences(runs: Sequence[RunFiles]) -> dict[str, list[str]]:
     """The sentences on what limits a run, and which GPU did least, each with the runs of which it is true."""
     found: dict[str, list[str]] = {}
     for run in runs:
         for text in (run.summary.get("verdict"), _used(run)):
             if text:
-                found.setdefault(written(text, 500), []).append(run.name)
+                found.setdefault(format_value(text, 500), []).append(run.name)
     return found
 
 
-def labels(folders: Sequence[Path]) -> list[str]:
+def short_names(folders: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths that tell them apart."""
     parts = max((len(folder.parts) for folder in folders), default=0)
     for count in range(1, parts + 1):
@@ -186,16 +185,16 @@ def labels(folders: Sequence[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def telling(runs: Sequence[RunFiles], most: int = 3) -> list[str]:
+def distinguishing_settings(runs: Sequence[RunFiles], most: int = 3) -> list[str]:
     """By what settings each run differs from the others, in a few words."""
-    differing = [row for row in compared([run.config for run in runs]) if row.differs][:most]
+    differing = [row for row in compare_settings([run.config for run in runs]) if row.differs][:most]
     return [
         "  ".join(f"{row.key}={_cut(row.values[i] or NOTHING, 30)}" for row in differing)
         for i in range(len(runs))
     ]
 
 
-def written(value: Any, most: int = 80) -> str:
+def format_value(value: Any, most: int = 80) -> str:
     """A value in a table: five digits of a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return NOTHING if value is None else _cut(plain(value), most)
@@ -205,29 +204,22 @@ def written(value: Any, most: int = 80) -> str:
     return f"{finite:,.0f}" if abs(finite) >= 10_000 else f"{finite:.5g}"
 
 
-def value_of(point: Point | None) -> str:
-    return NOTHING if point is None else "not finite" if point.value is None else written(point.value)
+def format_point(point: CurvePoint | None) -> str:
+    return NOTHING if point is None else "not finite" if point.value is None else format_value(point.value)
 
 
 def direction(name: str, runs: Sequence[RunFiles]) -> bool | None:
     """Whether higher is better; None where that is not known."""
     for run in runs:
-        best, higher = run.summary.get("best"), run.summary.get("higher_is_better")
-        if isinstance(best, Mapping) and name in best and isinstance(higher, bool):
+        higher = run.summary.get("higher_is_better")
+        if name in run.section("best") and isinstance(higher, bool):
             return higher
     if any(word in name.lower() for word in _LOWER):
         return False
     return True if name.lower().startswith(_HIGHER) else None
 
 
-def _metric(name: str, split: str, runs: Sequence[RunFiles]) -> Metric:
-    higher = direction(name, runs)
-    return Metric(
-        name, split, higher, tuple(_score(run.curves.get((name, split), []), higher) for run in runs)
-    )
-
-
-def _score(points: Sequence[Point], higher: bool | None) -> Score:
+def _score(points: Sequence[CurvePoint], higher: bool | None) -> Score:
     finite = [point for point in points if point.value is not None]
     best = None
     if finite and higher is not None:

@@ -5,14 +5,11 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from ddptrain.report.run_files import Point, RunFiles
+from ddptrain.report.run_files import CurvePoint, RunFiles
 
-_MOST_POINTS = 1000
-"""Of a series."""
-_MOST_IN_ALL = 12_000
-"""Of all runs' series of one name and split."""
-_FEW = 30
-"""Points up to which each has a mark."""
+_MOST_POINTS = 1000  # Of a series
+_MOST_IN_ALL = 12_000  # Of all runs' series of one name and split
+_FEW = 30  # Points up to which each has a mark
 _LARGEST = 1e300
 COLOURS = 10
 WIDTH, HEIGHT = 460, 260
@@ -22,7 +19,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 42
 class Series(NamedTuple):
     run: int
     split: str
-    points: list[Point]
+    points: list[CurvePoint]
 
 
 class Panel(NamedTuple):
@@ -51,7 +48,7 @@ def panels(runs: Sequence[RunFiles]) -> list[Panel]:
     return found
 
 
-def thinned(points: Sequence[Point], most: int) -> list[Point]:
+def thinned(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
     """About so many of the points, in their order: of each of ``most / 2`` stretches the lowest and the
     highest, so that no spike is lost, and the first value of it that is not finite; and both ends."""
     if len(points) <= most:
@@ -69,7 +66,7 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
     return [points[i] for i in sorted(kept)]
 
 
-def _drawable(points: Sequence[Point]) -> list[Point]:
+def _drawable(points: Sequence[CurvePoint]) -> list[CurvePoint]:
     """Within numbers whose differences are numbers, too."""
     return [
         point if point.value is None else point._replace(value=max(-_LARGEST, min(_LARGEST, point.value)))
@@ -103,7 +100,7 @@ def as_svg(panel: Panel, names: Sequence[str], steps: Sequence[float]) -> str:
     steps: from the least to the greatest of these goes the axis.
     """
     values = [point.value for s in panel.series for point in s.points if point.value is not None]
-    label = f"{panel.name} against steps, {len(panel.series)} curves: {_told(panel, names)}"
+    label = f"{panel.name} against steps, {len(panel.series)} curves: {_curve_ends(panel, names)}"
     head = f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">'
     if not values:
         return (
@@ -180,7 +177,7 @@ def _lines(series: Series, across: _Axis, up: _Axis, several: bool) -> str:
     return f'<g class="series {name}">{"".join(drawn)}</g>'
 
 
-def _told(panel: Panel, names: Sequence[str]) -> str:
+def _curve_ends(panel: Panel, names: Sequence[str]) -> str:
     """The ends of the curves, for those who can't see them."""
     ends = []
     for run, split, points in panel.series[:8]:

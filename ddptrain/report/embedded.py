@@ -11,12 +11,10 @@ from pathlib import Path
 
 from ddptrain.report.run_files import RunFiles, plain
 
-_AS_IT_IS = 200_000
-"""Bytes up to which a PNG is taken as it is."""
+_AS_IT_IS = 200_000  # Bytes up to which a PNG is taken as it is
 _MOST_BYTES = 30_000_000
 _MOST_CHARACTERS = 20_000
-_DRAWN_HERE = "curves.png"
-"""The page has these curves, and one can switch them."""
+_DRAWN_HERE = "curves.png"  # The page has these curves, and one can switch them
 
 
 @dataclass(slots=True)

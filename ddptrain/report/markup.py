@@ -57,7 +57,7 @@ Row = tuple[str, Sequence[str | None]]
 """Its name and its cells."""
 
 
-def table(corner: str, columns: Sequence[str], rows: Sequence[Row], looks: str = "") -> str:
+def html_table(corner: str, columns: Sequence[str], rows: Sequence[Row], looks: str = "") -> str:
     """``looks``: ``number`` for cells of numbers, ``fact`` for short ones, ``differs`` to mark them."""
     kind = f' class="{looks}"' if looks else ""
     side = kind if looks == "number" else ""
@@ -77,17 +77,17 @@ def folded(summary: str, body: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>{body}</details>"
 
 
-def key(run: int, runs: Sequence[RunFiles]) -> Html:
+def colour_key(run: int, runs: Sequence[RunFiles]) -> Html:
     """The colour of a run's curves, where there are several."""
     return Html(f'<span class="key k{run % COLOURS}"></span>' if len(runs) > 1 else "")
 
 
-def named(runs: Sequence[RunFiles]) -> list[Html]:
+def run_names(runs: Sequence[RunFiles]) -> list[Html]:
     """The runs' names, each with its colour."""
-    return [Html(key(i, runs) + escape(run.name)) for i, run in enumerate(runs)]
+    return [Html(colour_key(i, runs) + escape(run.name)) for i, run in enumerate(runs)]
 
 
-def who(run: RunFiles, runs: Sequence[RunFiles]) -> str:
+def run_prefix(run: RunFiles, runs: Sequence[RunFiles]) -> str:
     """Of which of several runs something is said."""
     return f"<strong>{escape(run.name)}</strong>: " if len(runs) > 1 else ""
 

@@ -4,31 +4,20 @@ What it shows may be a stranger's: `markup` escapes every text, and lets no scri
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from ddptrain.report.comparison import (
-    Difference,
-    Metric,
-    compared,
-    devices,
-    metrics,
-    overview,
-    ranking,
-    said,
-    value_of,
-)
+from ddptrain.report import comparison
+from ddptrain.report.comparison import Metric, format_point
 from ddptrain.report.curves import HEIGHT, WIDTH, as_data, panels
 from ddptrain.report.embedded import embed
-from ddptrain.report.markup import Html, Row, document, folded, named, section, table, who
+from ddptrain.report.markup import Html, document, folded, html_table, run_names, run_prefix, section
 from ddptrain.report.page_drawn import curves, pictures, where_time_went
 from ddptrain.report.run_files import RunFiles, plain
 
-_FEW = 3
-"""Runs up to which each has its place on the page for what one seldom reads."""
-_PICTURES = 8_000_000
-"""Characters of pictures in one page."""
+_FEW = 3  # Runs up to which each has its place on the page for what one seldom reads
+_PICTURES = 8_000_000  # Characters of pictures in one page
 
 
 def write_page(runs: Sequence[RunFiles], title: str, notes: Sequence[str], path: Path) -> None:
@@ -52,7 +41,7 @@ def page(runs: Sequence[RunFiles], title: str, notes: Sequence[str]) -> str:
         section("Pictures and texts", pictures(runs, embedded)),
         section("Evaluation in detail", _details(runs)),
         section("Configuration", _configuration(runs)),
-        section("Environment", _environment(runs)),
+        section("Environment", _same(runs, [run.environment for run in runs])),
         section("Repeat it", _commands(runs)),
     ]
     data = {
@@ -66,32 +55,34 @@ def page(runs: Sequence[RunFiles], title: str, notes: Sequence[str]) -> str:
 
 def _head(runs: Sequence[RunFiles], title: str, notes: Sequence[str]) -> str:
     lines = [f'<p class="note">{escape(note)}</p>' for note in notes]
-    lines += [f'<p class="note">{who(run, runs)}{escape(note)}</p>' for run in runs for note in run.notes]
-    for text, names in said(runs).items():
+    lines += [
+        f'<p class="note">{run_prefix(run, runs)}{escape(note)}</p>' for run in runs for note in run.notes
+    ]
+    for text, names in comparison.verdict_sentences(runs).items():
         of = f"<strong>{escape(', '.join(names))}</strong>: " if len(runs) > 1 else ""
         lines.append(f'<p class="verdict">{of}{escape(text)}</p>')
-    titles, facts = overview(runs)
-    first = table("run", titles, list(zip(named(runs), facts, strict=True)), "fact")
+    titles, facts = comparison.overview(runs)
+    first = html_table("run", titles, list(zip(run_names(runs), facts, strict=True)), "fact")
     return f"<header><h1>{escape(title)}</h1></header>{''.join(lines)}{first}"
 
 
 def _differing(runs: Sequence[RunFiles]) -> str:
-    rows = [row for row in compared([run.config for run in runs]) if row.differs]
-    around = [row for row in compared([run.environment for run in runs]) if row.differs]
+    rows = [row for row in comparison.compare_settings([run.config for run in runs]) if row.differs]
+    around = [row for row in comparison.compare_settings([run.environment for run in runs]) if row.differs]
     rows += [row._replace(key=f"{row.key} (environment)") for row in around]
     if not rows:
         return '<p class="soft">Nothing: the same configuration, in the same environment.</p>'
-    names = named(runs)
+    names = run_names(runs)
     if len(runs) <= len(rows):
-        return table("setting", names, rows, "differs")
+        return html_table("setting", names, rows, "differs")
     turned = [(name, [row.values[i] for row in rows]) for i, name in enumerate(names)]
-    return table("run", [row.key for row in rows], turned, "differs")
+    return html_table("run", [row.key for row in rows], turned, "differs")
 
 
-def _same(runs: Sequence[RunFiles], rows: Sequence[Difference]) -> str:
-    same = [(row.key, row.values[:1]) for row in rows if not row.differs]
+def _same(runs: Sequence[RunFiles], settings: Sequence[Mapping[str, str]]) -> str:
+    same = [(row.key, row.values[:1]) for row in comparison.compare_settings(settings) if not row.differs]
     title = f"the same in all runs ({len(same)})" if len(runs) > 1 else f"all {len(same)} settings"
-    return folded(title, table("setting", ["value"], same)) if same else ""
+    return folded(title, html_table("setting", ["value"], same)) if same else ""
 
 
 def _configuration(runs: Sequence[RunFiles]) -> str:
@@ -103,34 +94,39 @@ def _configuration(runs: Sequence[RunFiles]) -> str:
     whole = (
         "".join(files) if len(files) <= _FEW else folded(f"config.yaml of {len(files)} runs", "".join(files))
     )
-    return _same(runs, compared([run.config for run in runs])) + whole
-
-
-def _environment(runs: Sequence[RunFiles]) -> str:
-    return _same(runs, compared([run.environment for run in runs]))
+    return _same(runs, [run.config for run in runs]) + whole
 
 
 def _metrics(runs: Sequence[RunFiles]) -> str:
-    found = metrics(runs)
+    found = comparison.metrics(runs)
     if not found:
         return '<p class="soft">There are none yet.</p>'
     if len(runs) == 1:
-        return table("metric", ["last", "best", "at step"], [_alone(metric) for metric in found], "number")
+        alone = [(metric.title, *metric.scores[0]) for metric in found]
+        facts = [
+            (
+                title,
+                [format_point(last), format_point(best), best and f"{best.step:,.0f}"],
+            )
+            for title, last, best in alone
+        ]
+        return html_table("metric", ["last", "best", "at step"], facts, "number")
     columns = [title for metric in found for title in (metric.title, "best")]
-    names = named(runs)
-    rows = [(names[i], [cell for metric in found for cell in _cells(metric, i)]) for i in ranking(runs)]
-    return table("run", columns, rows, "number") + _directions(found)
+    names = run_names(runs)
+    rows = [
+        (names[i], [cell for metric in found for cell in _last_and_best(metric, i)])
+        for i in comparison.ranking(runs)
+    ]
+    return html_table("run", columns, rows, "number") + _directions(found)
 
 
-def _alone(metric: Metric) -> Row:
-    last, best = metric.scores[0]
-    return metric.title, [value_of(last), value_of(best), None if best is None else f"{best.step:,.0f}"]
-
-
-def _cells(metric: Metric, run: int) -> list[str]:
+def _last_and_best(metric: Metric, run: int) -> list[str]:
     last, best = metric.scores[run]
-    text = value_of(best)
-    return [value_of(last), Html(f'<span class="best">{text}</span>') if run in metric.winners else text]
+    text = format_point(best)
+    return [
+        format_point(last),
+        Html(f'<span class="best">{text}</span>') if run in metric.winners else text,
+    ]
 
 
 def _directions(found: Sequence[Metric]) -> str:
@@ -145,14 +141,14 @@ def _directions(found: Sequence[Metric]) -> str:
 
 
 def _devices(runs: Sequence[RunFiles]) -> str:
-    found = [(run, name, facts) for run in runs for name, facts in devices(run).items()]
+    found = [(run, name, facts) for run in runs for name, facts in comparison.devices(run).items()]
     columns = list(dict.fromkeys(column for _, _, facts in found for column in facts))
     several = len(runs) > 1
     rows = [
         (f"{run.name}: {name}" if several else name, [facts.get(column) for column in columns])
         for run, name, facts in found
     ]
-    every = table("device", columns, rows, "number") if rows else ""
+    every = html_table("device", columns, rows, "number") if rows else ""
     return (
         every if len(runs) <= _FEW or not rows else folded(f"{len(rows)} devices of {len(runs)} runs", every)
     )
@@ -160,9 +156,9 @@ def _devices(runs: Sequence[RunFiles]) -> str:
 
 def _details(runs: Sequence[RunFiles]) -> str:
     names = dict.fromkeys(name for run in runs for name in run.details)
-    rows = [(name, [value_of(run.details.get(name)) for run in runs]) for name in names]
+    rows = [(name, [format_point(run.details.get(name)) for run in runs]) for name in names]
     return (
-        folded(f"last values of {len(rows)} names", table("name", named(runs), rows, "number"))
+        folded(f"last values of {len(rows)} names", html_table("name", run_names(runs), rows, "number"))
         if rows
         else ""
     )
@@ -170,7 +166,7 @@ def _details(runs: Sequence[RunFiles]) -> str:
 
 def _commands(runs: Sequence[RunFiles]) -> str:
     blocks = []
-    for name, run in zip(named(runs), runs, strict=True):
+    for name, run in zip(run_names(runs), runs, strict=True):
         if run.command:
             text = f'<pre tabindex="0" aria-label="command">{escape(run.command)}</pre>'
             copy = '<button class="copy script-only" type="button">copy</button>'

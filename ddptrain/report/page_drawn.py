@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from html import escape
 
 from ddptrain.observe.clock import clock
-from ddptrain.report.comparison import PARTS, telling, time_split, written
+from ddptrain.report.comparison import PARTS, distinguishing_settings, format_value, time_split
 from ddptrain.report.curves import COLOURS, Panel, as_svg, span
 from ddptrain.report.embedded import Embedded
-from ddptrain.report.markup import key, named, table, who
+from ddptrain.report.markup import colour_key, html_table, run_names, run_prefix
 from ddptrain.report.run_files import RunFiles
 
 _WORDS = {"data": "waiting for data", "copy": "copying", "all_reduce": "all-reduce", "other": "the rest"}
@@ -30,7 +30,13 @@ def curves(runs: Sequence[RunFiles], drawn: Sequence[Panel]) -> str:
     splits = "Thin lines: training. Bold ones: validation." if several else splits
     thinned = _THINNED if any(panel.is_thinned for panel in drawn) else ""
     steps = span(drawn)
-    figures = "".join(_figure(panel, i, runs, steps) for i, panel in enumerate(drawn))
+    log = '<button class="log switch script-only" type="button" aria-pressed="false">log</button>'
+    names = [run.name for run in runs]
+    figures = "".join(
+        f'<figure id="panel-{i}"><div class="panel-head"><h3>{escape(panel.name)}</h3>{log}</div>'
+        f"{as_svg(panel, names, steps)}</figure>"
+        for i, panel in enumerate(drawn)
+    )
     return (
         '<div class="controls script-only" role="group" aria-label="What the curves show">'
         f'{switches}</div><p class="soft">{splits}{thinned}</p><div class="panels">{figures}</div>'
@@ -39,19 +45,11 @@ def curves(runs: Sequence[RunFiles], drawn: Sequence[Panel]) -> str:
 
 def _legend(runs: Sequence[RunFiles]) -> str:
     """A button for each run, which switches it off and on."""
-    words = telling(runs)
+    words = distinguishing_settings(runs)
     return "".join(
-        f'<button class="run" type="button" data-run="{i}" aria-pressed="true">{key(i, runs)}'
+        f'<button class="run" type="button" data-run="{i}" aria-pressed="true">{colour_key(i, runs)}'
         f'{escape(run.name)} <span class="soft">{escape(words[i])}</span></button>'
         for i, run in enumerate(runs)
-    )
-
-
-def _figure(panel: Panel, i: int, runs: Sequence[RunFiles], steps: Sequence[float]) -> str:
-    log = '<button class="log switch script-only" type="button" aria-pressed="false">log</button>'
-    return (
-        f'<figure id="panel-{i}"><div class="panel-head"><h3>{escape(panel.name)}</h3>{log}</div>'
-        f"{as_svg(panel, [run.name for run in runs], steps)}</figure>"
     )
 
 
@@ -64,16 +62,21 @@ def where_time_went(runs: Sequence[RunFiles]) -> str:
         return ""
     several = len(runs) > 1
     bars, rows = [], []
-    for run, name, split in zip(runs, named(runs), splits, strict=True):
+    for run, name, split in zip(runs, run_names(runs), splits, strict=True):
         whole = sum(split.values())
         bars.append(f"<div>{name}</div>" * several + _bar(run, split, parts))
-        cells = [_share(split.get(part), whole) for part in parts]
+        cells = [
+            f"{split[part] / whole:.0%}, {format_value(split[part])} s"
+            if part in split and whole > 0
+            else None
+            for part in parts
+        ]
         rows.append((name, [*cells, clock(whole) if split else None]))
     legend = "".join(
         f'<span><span class="key k{_colour(i)}"></span>{escape(_word(part))}</span>'
         for i, part in enumerate(parts)
     )
-    numbers = table("run", [*map(_word, parts), "whole"], rows, "number")
+    numbers = html_table("run", [*map(_word, parts), "whole"], rows, "number")
     looks = "split" if several else "split alone"
     return f'<div class="legend">{legend}</div><div class="{looks}">{"".join(bars)}</div>{numbers}'
 
@@ -87,14 +90,10 @@ def _bar(run: RunFiles, split: dict[str, float], parts: Sequence[str]) -> str:
         place = f'x="{at:.1f}" y="0" width="{wide:.1f}" height="20"'
         pieces.append(f'<rect class="f{_colour(parts.index(name))}" {place}><title>{tip}</title></rect>')
         at += wide
-    told = ", ".join(f"{_word(name)} {seconds / whole:.0%}" for name, seconds in split.items())
-    label = escape(f"{run.name}: {told or 'not measured'}")
+    shares = ", ".join(f"{_word(name)} {seconds / whole:.0%}" for name, seconds in split.items())
+    label = escape(f"{run.name}: {shares or 'not measured'}")
     view = 'viewBox="0 0 1000 20" preserveAspectRatio="none" role="img"'
     return f'<svg {view} aria-label="{label}">{"".join(pieces)}</svg>'
-
-
-def _share(seconds: float | None, whole: float) -> str | None:
-    return None if seconds is None or whole <= 0 else f"{seconds / whole:.0%}, {written(seconds)} s"
 
 
 def _colour(part: int) -> int:
@@ -110,7 +109,7 @@ def pictures(runs: Sequence[RunFiles], found: Embedded) -> str:
     """Of several runs, those of one name beside each other."""
     rows = [
         "".join(
-            f"<figure>{what}<figcaption>{who(runs[i], runs)}{escape(name)}</figcaption></figure>"
+            f"<figure>{what}<figcaption>{run_prefix(runs[i], runs)}{escape(name)}</figcaption></figure>"
             for i, what in by_run.items()
         )
         for name, by_run in (*found.pictures.items(), *found.texts.items())

@@ -9,6 +9,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +17,10 @@ import yaml
 
 from ddptrain.observe.lock import LOCK, is_locked
 
-_MARKS = ("command.txt", "metrics.jsonl", "summary.json")
-"""A folder with one of these is a run's."""
+_MARKS = ("command.txt", "metrics.jsonl", "summary.json")  # A folder with one of these is a run's
 _PLACE = ("step", "epoch", "samples", "split")
-_MOST_KEYS = 2000
-"""Of a config: YAML's aliases make a short text endless."""
+_parse_yaml = partial(yaml.load, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+_MOST_KEYS = 2000  # Of a config: YAML's aliases make a short text endless
 _MOST_CHARACTERS = 200_000
 _BRIEFLY = reprlib.Repr()
 _BRIEFLY.maxlist = _BRIEFLY.maxdict = _BRIEFLY.maxtuple = 20
@@ -28,7 +28,7 @@ _BRIEFLY.maxlevel = 3
 _BRIEFLY.maxstring = _BRIEFLY.maxother = 200
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """One logged value."""
 
     step: float
@@ -50,9 +50,9 @@ class RunFiles:
     environment: dict[str, str] = field(default_factory=dict)
     command: str = ""
     summary: Mapping[str, Any] = field(default_factory=dict)
-    curves: dict[tuple[str, str], list[Point]] = field(default_factory=dict)
+    curves: dict[tuple[str, str], list[CurvePoint]] = field(default_factory=dict)
     """By name and split, by rising step."""
-    details: dict[str, Point] = field(default_factory=dict)
+    details: dict[str, CurvePoint] = field(default_factory=dict)
     """The last value of each name with a slash: of one class, say."""
     is_going_on: bool = False
     notes: list[str] = field(default_factory=list)
@@ -75,6 +75,10 @@ class RunFiles:
         """A number of summary.json, if it is there and finite."""
         return number(self.summary.get(name))
 
+    def section(self, name: str) -> Mapping[str, Any]:
+        """An object of summary.json; empty if it is not there."""
+        return as_mapping(self.summary.get(name))
+
 
 def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _MARKS)
@@ -85,7 +89,7 @@ def read_run(folder: Path, name: str) -> RunFiles:
     run = RunFiles(folder, plain(name))
     run.is_going_on = (folder / LOCK).is_file() and is_locked(folder)
     run.config_text = _text(run, "config.yaml")
-    config = _parsed(run, "config.yaml", run.config_text, _yaml)
+    config = _parsed(run, "config.yaml", run.config_text, _parse_yaml)
     run.config = flat({key: value for key, value in config.items() if key not in ("run", "sweep")})
     run.environment = flat(_parsed(run, "environment.json", _text(run, "environment.json"), json.loads))
     run.command = _text(run, "command.txt").strip()
@@ -97,7 +101,7 @@ def read_run(folder: Path, name: str) -> RunFiles:
 def flat(tree: Mapping[Any, Any]) -> dict[str, str]:
     """Nested settings as texts by dotted key."""
     found: dict[str, str] = {}
-    left: list[tuple[str, Any]] = [(str(key), value) for key, value in reversed(list(tree.items()))]
+    left = [(str(key), value) for key, value in reversed(list(tree.items()))]
     while left and len(found) < _MOST_KEYS and len(left) < _MOST_KEYS:
         name, value = left.pop()
         if isinstance(value, Mapping) and value and name.count(".") < 20:
@@ -116,6 +120,11 @@ def number(value: object) -> float | None:
     except OverflowError:
         return None
     return converted if math.isfinite(converted) else None
+
+
+def as_mapping(value: object) -> Mapping[str, Any]:
+    """The value, or an empty mapping for anything else."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def plain(value: object) -> str:
@@ -155,27 +164,23 @@ def _parsed(run: RunFiles, name: str, text: str, parse: Callable[[str], Any]) ->
     return tree
 
 
-def _yaml(text: str) -> Any:
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-
-
 def _read_metrics(run: RunFiles) -> None:
-    """The curves, and the last of what belongs to single classes. A step told twice counts as told last."""
+    """The curves, and the last of what belongs to single classes. The last line for a step counts."""
     path = run.folder / "metrics.jsonl"
-    found: dict[tuple[str, str], dict[float, Point]] = {}
+    found: dict[tuple[str, str], dict[float, CurvePoint]] = {}
     damaged = 0
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    for left, text in zip(range(len(lines) - 1, -1, -1), lines, strict=True):
-        line = _line(text)
-        step = None if line is None else number(line.get("step"))
-        if line is None or step is None:
-            damaged += left > 0 and bool(text.strip())  # the last may be half written
+    for i, text in enumerate(lines, 1):
+        line = _json_object(text)
+        step = number(line.get("step"))
+        if step is None:
+            damaged += i < len(lines) and bool(text.strip())  # the last may be half written
             continue
         split, epoch = plain(line.get("split", "")), number(line.get("epoch"))
         for name, value in line.items():
             if name in _PLACE or not _is_logged(value):
                 continue
-            point = Point(step, epoch, number(value))
+            point = CurvePoint(step, epoch, number(value))
             if "/" in name:
                 run.details[plain(name)] = point
             else:
@@ -187,12 +192,12 @@ def _read_metrics(run: RunFiles) -> None:
         _take_final_metrics(run)
 
 
-def _line(text: bytes) -> dict[str, Any] | None:
+def _json_object(text: bytes) -> Mapping[str, Any]:
+    """Empty where the text is damaged."""
     try:
-        line = json.loads(text)
+        return as_mapping(json.loads(text))
     except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) else None
+        return {}
 
 
 def _is_logged(value: object) -> bool:
@@ -201,7 +206,7 @@ def _is_logged(value: object) -> bool:
 
 def _take_final_metrics(run: RunFiles) -> None:
     """From summary.json, where metrics.jsonl has none."""
-    metrics, step = run.summary.get("metrics"), run.number("step") or 0.0
-    for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
+    step = run.number("step") or 0.0
+    for name, value in run.section("metrics").items():
         if "/" not in str(name) and _is_logged(value):
-            run.curves[plain(name), "valid"] = [Point(step, None, number(value))]
+            run.curves[plain(name), "valid"] = [CurvePoint(step, None, number(value))]

@@ -17,7 +17,7 @@ from ddptrain.data.detection.batch import Batch, coloured, stacked
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes, draw_scenes
 from ddptrain.data.detection.letterbox import GREY, letterbox
-from ddptrain.data.detection.source import ArrayScenes, DetectionSource, Objects, Opened, Scenes
+from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects, Scenes
 from ddptrain.data.shapes import DISTANCES
 
 PLAIN = dict.fromkeys(Augment.__dataclass_fields__, 0.0)
@@ -246,7 +246,7 @@ class Oblong(DetectionSource):
     def __init__(self, height: int, width: int) -> None:
         self._size, self.name = (height, width), "test"
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> DetectionSet:
         generator = torch.Generator().manual_seed(1)
         parts = []
         for n in (10, 4):
@@ -258,7 +258,7 @@ class Oblong(DetectionSource):
                 labels, crowd = torch.arange(k % 4) % 2, torch.arange(k % 4) == k - 3
                 objects.append(Objects(torch.cat([corner, corner + size + 1], dim=1), labels, crowd))
             parts.append(ArrayScenes(images, objects, [str(i) for i in range(n)]))
-        return Opened(parts[0], parts[1], ("a", "b"))
+        return DetectionSet(parts[0], parts[1], ("a", "b"))
 
 
 def loaded(

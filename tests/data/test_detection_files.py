@@ -17,7 +17,7 @@ from PIL import Image
 from ddptrain.data.detection.anyfiles import LabelledFiles
 from ddptrain.data.detection.coco import CocoFiles
 from ddptrain.data.detection.files import FileScenes, probe
-from ddptrain.data.detection.source import ArrayScenes, Objects, Opened, Scenes
+from ddptrain.data.detection.source import ArrayScenes, DetectionSet, Objects, Scenes
 from ddptrain.data.detection.voc import CLASSES, VocFiles
 from ddptrain.data.detection.write import write_coco, write_yolo
 from ddptrain.data.detection.yolo import YoloFiles
@@ -59,7 +59,7 @@ def rows(draw: st.DrawFn) -> tuple[list[float], int, bool]:
 @given(st.lists(st.lists(rows(), max_size=4), min_size=2, max_size=4))
 def test_what_is_written_comes_back(drawn: list[list[tuple[list[float], int, bool]]]) -> None:
     objects = [objects_of(one) for one in drawn]
-    written = Opened(scenes_of(objects[1:], 0), scenes_of(objects[:1], 1), ["a cat", "no", "küche: 1"])
+    written = DetectionSet(scenes_of(objects[1:], 0), scenes_of(objects[:1], 1), ["a cat", "no", "küche: 1"])
     with tempfile.TemporaryDirectory() as folder:
         yolo, coco = Path(folder, "images", "yolo"), Path(folder, "coco")
         write_yolo(written, yolo)
@@ -87,7 +87,7 @@ def test_boxes_on_wide_pictures_come_back(write: object, tmp_path: Path) -> None
     objects = [objects_of([([1234.567, 0, 9876.543, 2], 0, False)])]
     scenes = ArrayScenes(torch.zeros(1, 3, 2, 10_000, dtype=torch.uint8), objects, ["wide"])
     assert callable(write)
-    write(Opened(scenes, scenes, ["x"]), tmp_path / "out")
+    write(DetectionSet(scenes, scenes, ["x"]), tmp_path / "out")
     (file,) = [*tmp_path.rglob("data.yaml"), *tmp_path.rglob("instances_train.json")]
     read = LabelledFiles(str(file)).open(NOWHERE)
     torch.testing.assert_close(read.train.objects[0].boxes, objects[0].boxes, atol=1e-3, rtol=0)
@@ -96,7 +96,7 @@ def test_boxes_on_wide_pictures_come_back(write: object, tmp_path: Path) -> None
 def test_writing_tells_what_yolo_cannot_express(tmp_path: Path) -> None:
     box = [1.0, 1.0, 9.0, 9.0]
     scenes = scenes_of([objects_of([(box, 0, True), (box, 0, False), (box, 0, True)])], 0)
-    lines = write_yolo(Opened(scenes, scenes, ["x"]), tmp_path / "out")
+    lines = write_yolo(DetectionSet(scenes, scenes, ["x"]), tmp_path / "out")
     assert any("4 crowd regions" in line for line in lines)
     assert any("1 pictures with 1 boxes" in line for line in lines)
 
@@ -104,7 +104,7 @@ def test_writing_tells_what_yolo_cannot_express(tmp_path: Path) -> None:
 def test_written_names_are_safe_and_their_own(tmp_path: Path) -> None:
     names = ["../../x y/1.png", "../../x y/1.jpg", "X_Y_1.bmp", "", "e" * 300, "a/b.c.png", "-.-"]
     scenes = scenes_of([objects_of([]) for _ in names], 0, names)
-    write_yolo(Opened(scenes, scenes, ["x"]), tmp_path / "out")
+    write_yolo(DetectionSet(scenes, scenes, ["x"]), tmp_path / "out")
     files = sorted(file.stem for file in (tmp_path / "out" / "images" / "train").iterdir())
     assert len({file.lower() for file in files}) == len(names)
     assert {"x_y_1", "a_b.c"} <= set(files)

@@ -11,12 +11,12 @@ import pytest
 from served import served, small_archive
 
 from ddptrain.data.cifar10 import ARCHIVE, Cifar10
-from ddptrain.data.download import Limits, download
+from ddptrain.data.download import DownloadLimits, download
 from ddptrain.errors import UserError
 
 CONTENT = b"0123456789" * 10_000
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-QUICK = Limits(largest=2**20, window=0.4, least=1000)
+QUICK = DownloadLimits(largest=2**20, window=0.4, least=1000)
 
 
 def test_what_comes_is_written_once_under_its_name(tmp_path: Path) -> None:

@@ -13,11 +13,9 @@ from torchvision.transforms import v2
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.augment import Augment, Moves, Normalise
-from ddptrain.data.files import FileLoader
 from ddptrain.data.images import ImageData
-from ddptrain.data.loader import Recipe
+from ddptrain.data.loaders import FileLoader, ImagePipeline, ResidentLoader
 from ddptrain.data.prefetch import on_device, tensors_of
-from ddptrain.data.resident import ResidentLoader
 from ddptrain.data.shapes import Shapes
 from ddptrain.data.source import Split
 from ddptrain.errors import UserError
@@ -184,7 +182,7 @@ def test_a_large_set_becomes_resident_block_by_block() -> None:
     train, valid = Large(70), Large(3)
     normalise = Normalise(torch.zeros(1), torch.ones(1), channels_last=True)
     fill = torch.tensor([9], dtype=torch.uint8)
-    recipe = Recipe(train, valid, Augment(crop=1), normalise, fill, seed=9)
+    recipe = ImagePipeline(train, valid, Augment(crop=1), normalise, fill, seed=9)
     resident = ResidentLoader(recipe)
     assert (train.most, valid.most) == (64, 3)
     sampler = Sampler(70, 35, seed=9)

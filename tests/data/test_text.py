@@ -16,8 +16,7 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.corpus import Corpus, Document, StandardLibrary, TextFiles
 from ddptrain.data.text import TextData
-from ddptrain.data.tokens import open_tokens, tokens_folder, write_tokens
-from ddptrain.data.vocabulary import Vocabulary
+from ddptrain.data.tokens import Vocabulary, open_tokens, tokens_folder, write_tokens
 from ddptrain.errors import UserError
 from ddptrain.testing import run_ranks
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddptrain.doctor import children, machine, proof
-from ddptrain.doctor.facts import Asked, Cuda, Failure, Gpu, Limits, Process
+from ddptrain.doctor.facts import Asked, Cuda, DriverGpu, GpuProcess, ProbeFailure, ProcessLimits
 from ddptrain.doctor.probes import Probe, collect
 
 # -- every question by itself ------------------------------------------------------------------------
@@ -22,7 +22,7 @@ def test_what_raises_or_hangs_becomes_a_fact_and_the_rest_is_there() -> None:
     def raises() -> dict[str, object]:
         raise PermissionError("locked")
 
-    limits = Limits(8, 4)
+    limits = ProcessLimits(8, 4)
     probes = [
         Probe("system", raises),
         Probe("nvml", lambda: time.sleep(20) or {}, 0.2),
@@ -34,8 +34,8 @@ def test_what_raises_or_hangs_becomes_a_fact_and_the_rest_is_there() -> None:
     assert facts.limits == limits
     assert facts.asked.device == "cuda"
     assert set(facts.failures) == {
-        Failure("system", "PermissionError: locked"),
-        Failure("nvml", "no answer in 0.2 s", hung=True),
+        ProbeFailure("system", "PermissionError: locked"),
+        ProbeFailure("nvml", "no answer in 0.2 s", hung=True),
     }
 
 
@@ -95,7 +95,7 @@ def test_the_driver_is_asked_for_its_gpus(nvml: Callable[[str], None]) -> None:
     assert (gpu.mode, gpu.mig, gpu.slices) == ("exclusive", True, ("GPU-slice0", "GPU-slice1"))
     assert (gpu.slowed, gpu.pcie_width, gpu.pcie_most) == (("heat",), 8, None)
     name = Path(f"/proc/{os.getppid()}/comm").read_text().strip()
-    assert gpu.processes == (Process(os.getppid(), name, 1 << 30), Process(4194304, "", 1 << 30))
+    assert gpu.processes == (GpuProcess(os.getppid(), name, 1 << 30), GpuProcess(4194304, "", 1 << 30))
 
 
 QUESTIONS = (
@@ -132,7 +132,7 @@ def nvmlDeviceGetHandleByIndex(index):
     return index
 """)
     first, second = children.ask("ask_nvml", "nvml", 20)["driver"].gpus
-    assert first == Gpu(0, error="Driver/library version mismatch")
+    assert first == DriverGpu(0, error="Driver/library version mismatch")
     assert (second.index, second.uuid, second.error) == (1, "GPU-1", "")
 
 
@@ -156,7 +156,7 @@ def test_a_child_that_hangs_or_dies_is_a_fact(
 ) -> None:
     nvml(init)
     patience = 1.5 if hung else 60
-    assert children.ask("ask_nvml", "nvml", patience) == {"failures": (Failure("nvml", said, hung),)}
+    assert children.ask("ask_nvml", "nvml", patience) == {"failures": (ProbeFailure("nvml", said, hung),)}
 
 
 LIBCUDA = """
@@ -313,7 +313,7 @@ def test_only_variables_that_matter_are_reported() -> None:
 
 
 def test_the_cpu_computes_right_in_every_type() -> None:
-    done = list(proof.on("cpu"))
+    done = list(proof.prove("cpu"))
     assert {(one.name, one.dtype) for one in done if one.ok or one.lacks} == {
         (name, dtype)
         for name in ("matrix product", "convolution", "training step")

@@ -12,13 +12,13 @@ from ddptrain.doctor.facts import (
     Asked,
     Cuda,
     Driver,
+    DriverGpu,
     Facts,
-    Failure,
-    Gpu,
-    Limits,
+    GpuProcess,
     Link,
     Port,
-    Process,
+    ProbeFailure,
+    ProcessLimits,
     Proof,
     System,
     Torch,
@@ -33,7 +33,7 @@ from ddptrain.doctor.show import header
 GIB = 2**30
 NODES = ("/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl")
 GPUS = tuple(
-    Gpu(i, f"GPU-{i}a", "NVIDIA H100", (9, 0), 80 * GIB, GIB // 2, pcie_width=16, pcie_most=16)
+    DriverGpu(i, f"GPU-{i}a", "NVIDIA H100", (9, 0), 80 * GIB, GIB // 2, pcie_width=16, pcie_most=16)
     for i in range(2)
 )
 SEEN = tuple(TorchGpu(i, "NVIDIA H100", (9, 0), 80 * GIB, f"{i}a") for i in range(2))
@@ -45,7 +45,7 @@ SOUND = Facts(
         "node1", kernel="6.1", processor="x86_64", python="3.11.7", ddptrain="0.1.0", device_nodes=NODES,
         pci_devices=40, nvidia_devices=("0000:17:00.0", "0000:65:00.0"), module="580.95.05",
     ),
-    limits=Limits(32, 32, None, 64 * GIB, 64 * GIB, 65536, 8 * 2**20),
+    limits=ProcessLimits(32, 32, None, 64 * GIB, 64 * GIB, 65536, 8 * 2**20),
     port=Port(29500),
     driver=Driver("580.95.05", gpus=GPUS),
     cuda=Cuda("/usr/lib/libcuda.so.580.95.05", 0, "", 13000, 2),
@@ -172,23 +172,23 @@ CASES = {
                links=()),
         "gpu-lost", PROBLEM, "fallen off the bus", "dmesg"),
     "every GPU lost": Case(
-        broken(driver={"gpus": (Gpu(0, error="GPU is lost"), Gpu(1, error="GPU is lost"))},
+        broken(driver={"gpus": (DriverGpu(0, error="GPU is lost"), DriverGpu(1, error="GPU is lost"))},
                cuda={"code": 999}, torch_cuda=NO_CUDA, proofs=(), links=()),
         "gpu-lost", PROBLEM, "fallen off the bus", "dmesg"),
     "one lost GPU of two": Case(
-        broken(environment={}, driver={"gpus": (GPUS[0], Gpu(1, error="GPU is lost"))}),
+        broken(environment={}, driver={"gpus": (GPUS[0], DriverGpu(1, error="GPU is lost"))}),
         "gpu-silent", WARNING, "does not reach GPU 1", "dmesg"),
     "driver that hangs": Case(
         broken(driver=None, cuda=None, torch_cuda=None, proofs=(), links=(),
-               failures=(Failure("nvml", "no answer in 10 s", True), Failure("cuda", "no answer in 10 s",
-                      True))),
+               failures=(ProbeFailure("nvml", "no answer in 10 s", True),
+                         ProbeFailure("cuda", "no answer in 10 s", True))),
         "driver-hangs", PROBLEM, "the driver hangs", "reboot"),
     "container without libcuda": Case(
         broken(cuda=Cuda(error="libcuda.so.1: cannot open"), torch_cuda=NO_CUDA, proofs=(), links=()),
         "no-libcuda", PROBLEM, "libcuda.so.1 is not to be found",
         "NVIDIA_DRIVER_CAPABILITIES=compute,utility"),
     "no pynvml": Case(
-        broken(driver=None, failures=(Failure("nvml", "No module named 'pynvml'"),)),
+        broken(driver=None, failures=(ProbeFailure("nvml", "No module named 'pynvml'"),)),
         "nvml-quiet", WARNING, "NVML does not answer", "pip install nvidia-ml-py"),
     "macOS": Case(
         broken(asked=Asked("cuda"), system={"kind": "Darwin", "device_nodes": ()}, **NOTHING),
@@ -258,7 +258,7 @@ CASES = {
     "46": Case(start_code(46), "cuda-46", PROBLEM, "CUDA does not start on this driver", "reboot"),
     "CUDA crashes": Case(
         broken(cuda=None, torch_cuda=None, proofs=(), links=(),
-               failures=(Failure("cuda", "cuda: crashed by SIGSEGV"),)),
+               failures=(ProbeFailure("cuda", "cuda: crashed by SIGSEGV"),)),
         "cuda-crashes", PROBLEM, "a process that starts CUDA on this machine comes to its end", "reinstall"),
     "old driver, NVML silent": Case(
         broken(driver=None, system={"module": "550.1"}, torch_cuda=NO_CUDA, proofs=(), links=()),
@@ -299,13 +299,13 @@ CASES = {
         "sudo nvidia-smi -i 0,1 -c DEFAULT"),
     "exclusive and taken": Case(
         broken(driver={"gpus": (dataclasses.replace(GPUS[0], mode="exclusive",
-                                                    processes=(Process(77, "python", GIB),)), GPUS[1])},
+                                                    processes=(GpuProcess(77, "python", GIB),)), GPUS[1])},
                proofs=(Proof("matrix product", "cuda:0", "fp32", False, "busy or unavailable"),)),
         "compute-exclusive", PROBLEM,
         "EXCLUSIVE_PROCESS), and it is taken: GPU 0 by pid 77 (python, 1.0 GiB)", "kill 77"),
     "full GPU": Case(
-        broken(driver={"gpus": (dataclasses.replace(GPUS[0], used=78 * GIB,
-                                                    processes=(Process(99, "jupyter", 77 * GIB),)), GPUS[1])},
+        broken(driver={"gpus": (dataclasses.replace(
+                   GPUS[0], used=78 * GIB, processes=(GpuProcess(99, "jupyter", 77 * GIB),)), GPUS[1])},
                proofs=(Proof("matrix product", "cuda:0", "fp32", False, "CUDA out of memory"),)),
         "memory-taken", PROBLEM, "78.0 GiB of GPU 0's 80.0 GiB are taken by pid 99 (jupyter, 77.0 GiB)",
         "kill 99, if it is yours; or take another GPU: export CUDA_VISIBLE_DEVICES=1"),
@@ -341,10 +341,10 @@ CASES = {
                "NCCL Error 2: unhandled system error"),)),
         "all-reduce-fails", PROBLEM, "the all-reduce over cuda:0-cuda:1 failed", "NCCL_DEBUG=INFO"),
     "NCCL hangs": Case(
-        broken(links=(), failures=(Failure("all-reduce", "all-reduce: no answer in 90 s", True),)),
+        broken(links=(), failures=(ProbeFailure("all-reduce", "all-reduce: no answer in 90 s", True),)),
         "all-reduce-hangs", PROBLEM, "did not end", "NCCL_P2P_DISABLE=1"),
     "NCCL crashes": Case(
-        broken(links=(), failures=(Failure("all-reduce", "all-reduce: crashed by SIGSEGV"),)),
+        broken(links=(), failures=(ProbeFailure("all-reduce", "all-reduce: crashed by SIGSEGV"),)),
         "all-reduce-fails", PROBLEM, "the all-reduce over all GPUs failed", "NCCL_DEBUG=INFO"),
     "no peer access": Case(
         broken(torch_cuda={"strangers": ((0, 1),)}),
@@ -357,11 +357,11 @@ CASES = {
         broken(proofs=(Proof("convolution", "cuda:1", "bf16", False, "error 900 of its bound"),)),
         "computes-wrong", PROBLEM, "what cuda:1 computes is wrong", "ECC"),
     "proof that dies": Case(
-        broken(proofs=(), failures=(Failure("proof", "proof: crashed by SIGSEGV"),)),
+        broken(proofs=(), failures=(ProbeFailure("proof", "proof: crashed by SIGSEGV"),)),
         "computes-wrong", PROBLEM, "computes is wrong, or fails", "doctor again"),
     "CPU that dies": Case(
         broken(asked=Asked("cpu"), driver=None, cuda=None, torch_cuda=None, proofs=(),
-               failures=(Failure("proof", "proof: crashed by SIGILL"),)),
+               failures=(ProbeFailure("proof", "proof: crashed by SIGILL"),)),
         "computes-wrong", PROBLEM, "computes is wrong, or fails", "doctor again"),
     "torchvision without CUDA": Case(
         broken(proofs=(*SOUND.proofs, Proof("nms", "cuda:0", "fp32", False,
@@ -377,7 +377,7 @@ CASES = {
         "torchvision-missing", PROBLEM, "not installed", "pip install torchvision"),
     "torch not importable": Case(
         broken(torch=None, torch_cuda=None, torchvision=None, proofs=(), links=(),
-               failures=(Failure("torch", "torch: ImportError: libcudnn.so.9"),)),
+               failures=(ProbeFailure("torch", "torch: ImportError: libcudnn.so.9"),)),
         "torch-import", PROBLEM, "PyTorch can't be imported", "LD_LIBRARY_PATH"),
     "CPU without AVX2": Case(
         broken(torch={"cpu": "DEFAULT", "cpu_features": ()}),
@@ -423,7 +423,7 @@ CASES = {
         "slow-settings", WARNING, "CUDA_LAUNCH_BLOCKING: the host waits for every kernel",
         "unset CUDA_LAUNCH_BLOCKING"),
     "a probe that failed": Case(
-        broken(failures=(Failure("limits", "OSError: no /proc"),)),
+        broken(failures=(ProbeFailure("limits", "OSError: no /proc"),)),
         "no-answer", WARNING, "could not find out about limits", "--json"),
 }  # fmt: skip
 
@@ -498,7 +498,7 @@ def test_two_independent_causes_are_both_told() -> None:
 
 def test_gpus_that_compute_are_there_whatever_else_is_not_seen() -> None:
     """Some machines have other device nodes, and NVML may be refused to a container."""
-    refused = {"gpus": tuple(Gpu(i, error="Insufficient Permissions") for i in range(2))}
+    refused = {"gpus": tuple(DriverGpu(i, error="Insufficient Permissions") for i in range(2))}
     facts = broken(environment={}, system={"device_nodes": ()}, driver=refused)
     assert [finding.id for finding in bad(examine(facts))] == ["nvml-quiet"]
     assert "2 x NVIDIA H100 80.0 GiB" in header(facts)

@@ -16,21 +16,21 @@ from shell import RANK_VARIABLES, ddptrain, refusal
 
 from ddptrain.api.world import World
 from ddptrain.cli.main import main
-from ddptrain.doctor import brief, meet
+from ddptrain.doctor import examine, meet
 from ddptrain.doctor.facts import (
     Asked,
     Cluster,
     Driver,
     Facts,
-    Limits,
     Link,
+    ProcessLimits,
     System,
     Torch,
     TorchCuda,
     TorchVision,
 )
 from ddptrain.doctor.rules_cluster import examine_cluster
-from ddptrain.doctor.show import json_of, table
+from ddptrain.doctor.show import json_of, print_cluster
 from ddptrain.testing import run_ranks
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
@@ -83,7 +83,7 @@ def test_somebody_elses_facts_are_judged_without_a_question(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facts = Facts(
-        Asked("cuda"), torch=Torch("2.15.0+cpu"), system=System(kind="Windows"), limits=Limits(8, 8)
+        Asked("cuda"), torch=Torch("2.15.0+cpu"), system=System(kind="Windows"), limits=ProcessLimits(8, 8)
     )
     file = tmp_path / "doctor.json"
     file.write_text(json_of(facts, []))
@@ -144,25 +144,25 @@ def test_training_that_asks_for_cuda_gets_the_diagnosis(tmp_path: Path) -> None:
 def test_training_asks_the_driver_only_where_files_show_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = System(device_nodes=("/dev/nvidiactl", "/dev/nvidia0"))
     old = Driver("470.1")
-    monkeypatch.setattr(brief, "as_built", lambda: Torch("2.15.0+cu132", "13.2"))
-    monkeypatch.setattr(brief, "ask_gpus", lambda: TorchCuda(0, "too old"))
-    monkeypatch.setattr(brief, "of_the_driver", lambda: ["driver"])
-    monkeypatch.setattr(brief, "still", list)
+    monkeypatch.setattr(examine, "as_built", lambda: Torch("2.15.0+cu132", "13.2"))
+    monkeypatch.setattr(examine, "ask_gpus", lambda: TorchCuda(0, "too old"))
+    monkeypatch.setattr(examine, "of_the_driver", lambda: ["driver"])
+    monkeypatch.setattr(examine, "still", list)
     asked: list[Any] = []
 
     def answer(_: Asked, probes: list[Any]) -> Facts:
         asked.append(probes)
         return Facts(Asked("cuda"), system=nodes, driver=old if probes else None)
 
-    monkeypatch.setattr(brief, "collect", answer)
-    assert brief.why_no_cuda() == (
+    monkeypatch.setattr(examine, "collect", answer)
+    assert examine.why_no_cuda() == (
         "CUDA 13.2, which this PyTorch brings, needs a driver of version 580 or later. Update the driver to"
         " 580"
         " or later (sudo ubuntu-drivers install, or sudo dnf update; for a container on its host), and"
         " reboot."
     )
     nodes = dataclasses.replace(nodes, device_nodes=())
-    assert "no GPU in this machine" in brief.why_no_cuda()
+    assert "no GPU in this machine" in examine.why_no_cuda()
     assert asked == [[], ["driver"], []]
 
 
@@ -202,7 +202,7 @@ def node(name: str, python: str = "3.11.7", version: str = "2.15.0", driver: str
     return Facts(
         Asked("cpu"), system=System(name, python=python, ddptrain="0.1.0"), torch=built,
                driver=Driver(driver),
-        limits=Limits(4, 4, shm_total=2**34, shm_free=2**34), torchvision=TorchVision("0.29"),
+        limits=ProcessLimits(4, 4, shm_total=2**34, shm_free=2**34), torchvision=TorchVision("0.29"),
     )  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def test_what_differs_between_nodes_is_told(id: str) -> None:
 
 
 def test_what_all_nodes_share_is_told_once() -> None:
-    small = Limits(4, 4, shm_total=2**26, shm_free=2**26)
+    small = ProcessLimits(4, 4, shm_total=2**26, shm_free=2**26)
     nodes = [dataclasses.replace(node(name), limits=small) for name in "abc"]
     found = examine_cluster(Cluster((*nodes, node("d")), (0.0,) * 4))
     assert [(finding.id, finding.node) for finding in found if finding.level == "problem"] == [
@@ -247,7 +247,7 @@ def test_what_all_nodes_share_is_told_once() -> None:
 
 def test_the_table_has_a_row_for_each_node(capsys: pytest.CaptureFixture[str]) -> None:
     cluster = Cluster((node("alpha"), node("beta", version="2.14.0")), (0.0, 1.5))
-    table(cluster, examine_cluster(cluster))
+    print_cluster(cluster, examine_cluster(cluster))
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "2.1" in line]
     assert [row[0] for row in rows] == ["alpha", "beta"]
     assert rows[1][2] == "2.14.0"

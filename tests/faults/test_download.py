@@ -13,14 +13,14 @@ from served import LABELS, Served, served, small_archive
 from ddptrain.api.world import World
 from ddptrain.data import cifar10
 from ddptrain.data.cifar10 import ARCHIVE
-from ddptrain.data.download import Limits
+from ddptrain.data.download import DownloadLimits
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.testing import RankFailed, run_ranks
 
 pytestmark = pytest.mark.faults
 TIMES = 20
 CONTENT = small_archive(padding=200_000)
-QUICK = Limits(largest=2**20, window=0.5, least=1000)
+QUICK = DownloadLimits(largest=2**20, window=0.5, least=1000)
 
 
 def train_labels(root: Path, server: Served, world: World) -> list[int]:

@@ -202,6 +202,6 @@ def test_two_ranks_share_a_gpu_over_gloo(tmp_path: Path) -> None:
 
 
 def test_the_doctor_finds_that_it_computes_right() -> None:
-    done = list(proof.on("cuda:0"))
+    done = list(proof.prove("cuda:0"))
     assert [one for one in done if not one.ok and not one.lacks] == []
     assert Proof("nms", "cuda:0", "fp32", True, "torchvision's own operator") in done

@@ -21,7 +21,7 @@ from ddptrain.data.augment import Augment
 from ddptrain.data.digits import Digits
 from ddptrain.data.images import ImageData
 from ddptrain.data.shapes import Shapes
-from ddptrain.data.source import ArraySplit, ImageSource, Opened
+from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
 from ddptrain.engine.checkpoint import Checkpointer, unpack
 from ddptrain.engine.optimizer import build_optimizer
 from ddptrain.engine.plan import Plan
@@ -48,7 +48,7 @@ class LargerDigits(ImageSource):
 
     def fetch(self, root: Path) -> None: ...
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> ImageSet:
         small = Digits().open(root)
         parts = [
             ArraySplit(
@@ -57,11 +57,11 @@ class LargerDigits(ImageSource):
             )
             for part in (small.train, small.valid)
         ]
-        return Opened(parts[0], parts[1], small.classes, small.mean, small.std)
+        return ImageSet(parts[0], parts[1], small.classes, small.mean, small.std)
 
 
 @cache
-def drawn() -> Opened:
+def drawn() -> ImageSet:
     return Shapes(train=1000, valid=23).open(Path())
 
 
@@ -76,7 +76,7 @@ class FewShapes(ImageSource):
 
     def fetch(self, root: Path) -> None: ...
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> ImageSet:
         train, ids = drawn().train, torch.arange(self._train)
         return replace(drawn(), train=ArraySplit(train.images(ids), train.labels[ids]))
 

@@ -18,7 +18,7 @@ from ddptrain.api.recipe import Rows
 from ddptrain.api.world import World
 from ddptrain.data.detection.augment import Augment
 from ddptrain.data.detection.data import DetectionData
-from ddptrain.data.detection.source import ArrayScenes, DetectionSource, Objects, Opened
+from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects
 from ddptrain.recipes.yolo.assign import TaskAligned
 from ddptrain.recipes.yolo.detection import Detection
 from ddptrain.recipes.yolo.model import Raw, Yolo, anchors
@@ -164,9 +164,9 @@ class TwoPictures(DetectionSource):
         [([30.0, 5.0, 50.0, 20.0], 1, True), ([0.0, 0.0, 30.0, 11.0], 2, False)],
     )
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> DetectionSet:
         scenes = scenes_of(self.rows)
-        return Opened(scenes, scenes, CLASSES)
+        return DetectionSet(scenes, scenes, CLASSES)
 
 
 class Knows(nn.Module):

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.report.curves import as_data, as_svg, panels, span, thinned, ticks
-from ddptrain.report.run_files import Point, RunFiles
+from ddptrain.report.run_files import CurvePoint, RunFiles
 
 VALUES = st.lists(st.none() | st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=400)
 
 
-def points_of(values: list[float | None]) -> list[Point]:
-    return [Point(i, i / 10, value) for i, value in enumerate(values)]
+def points_of(values: list[float | None]) -> list[CurvePoint]:
+    return [CurvePoint(i, i / 10, value) for i, value in enumerate(values)]
 
 
 def run_with(name: str, values: list[float | None], split: str = "train") -> RunFiles:

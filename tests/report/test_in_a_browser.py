@@ -29,7 +29,7 @@ def tab(browser: Browser) -> Iterator[Tab]:
         assert len(tab.requests) == 1, "the page is one file"
 
 
-def written(home: Path, *folders: Path) -> str:
+def format_value(home: Path, *folders: Path) -> str:
     """The address of a page on these runs."""
     write_page([read_run(folder, folder.name) for folder in folders], "runs", [], home / "page.html")
     return (home / "page.html").as_uri()
@@ -46,7 +46,7 @@ def panel(tab: Tab, name: str) -> str:
 
 
 def test_curves_are_drawn(tab: Tab, make_run: MakeRun, tmp_path: Path) -> None:
-    tab.open(written(tmp_path, make_run("a"), make_run("b", lr=0.3, seed=1), make_run("c", seed=2)))
+    tab.open(format_value(tmp_path, make_run("a"), make_run("b", lr=0.3, seed=1), make_run("c", seed=2)))
     assert tab.evaluate("[...document.querySelectorAll('figure h3')].map((h) => h.textContent)") == [
         "loss",
         "accuracy",
@@ -59,7 +59,7 @@ def test_curves_are_drawn(tab: Tab, make_run: MakeRun, tmp_path: Path) -> None:
 
 
 def test_the_script_draws_what_stands_there_without_it(tab: Tab, make_run: MakeRun, tmp_path: Path) -> None:
-    address = written(tmp_path, make_run("a"), make_run("b", lr=0.003, seed=1))
+    address = format_value(tmp_path, make_run("a"), make_run("b", lr=0.003, seed=1))
     tab.call("Emulation.setScriptExecutionDisabled", value=True)
     tab.open(address)
     drawn = tab.evaluate("document.querySelector('.plot').getBoundingClientRect().height > 100 && " + LINES)
@@ -74,7 +74,7 @@ def test_the_script_draws_what_stands_there_without_it(tab: Tab, make_run: MakeR
 
 
 def test_a_run_is_switched_off_and_on(tab: Tab, make_run: MakeRun, tmp_path: Path) -> None:
-    tab.open(written(tmp_path, make_run("a"), make_run("b", lr=0.3, seed=1)))
+    tab.open(format_value(tmp_path, make_run("a"), make_run("b", lr=0.3, seed=1)))
     before = tab.evaluate(LINES)
     click(tab, "button.run[data-run='1']")
     assert len(tab.evaluate(LINES)) == len(before) // 2
@@ -91,7 +91,7 @@ def test_a_run_is_switched_off_and_on(tab: Tab, make_run: MakeRun, tmp_path: Pat
 
 
 def test_axes(tab: Tab, make_run: MakeRun, tmp_path: Path) -> None:
-    tab.open(written(tmp_path, make_run("a")))
+    tab.open(format_value(tmp_path, make_run("a")))
     loss = panel(tab, "loss")
     ticks = f"[...document.querySelectorAll('{loss} text')].map((text) => text.textContent)"
     before = tab.evaluate(ticks)
@@ -109,7 +109,7 @@ def test_axes(tab: Tab, make_run: MakeRun, tmp_path: Path) -> None:
 
 
 def test_values_are_read_where_the_pointer_is(tab: Tab, make_run: MakeRun, tmp_path: Path) -> None:
-    tab.open(written(tmp_path, make_run("a"), make_run("<i>b", seed=1)))
+    tab.open(format_value(tmp_path, make_run("a"), make_run("<i>b", seed=1)))
     middle = "(({x, y, width, height}) => [x + width / 2, y + height / 2])"
     x, y = tab.evaluate(f"{middle}(document.querySelector('.plot').getBoundingClientRect())")
     tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
@@ -125,7 +125,7 @@ def test_values_are_read_where_the_pointer_is(tab: Tab, make_run: MakeRun, tmp_p
 
 
 def test_the_command_is_copied(tab: Tab, make_run: MakeRun, tmp_path: Path) -> None:
-    tab.open(written(tmp_path, make_run("a")))
+    tab.open(format_value(tmp_path, make_run("a")))
     tab.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     tab.evaluate("window.focus()")
     click(tab, "button.copy")
@@ -135,7 +135,9 @@ def test_the_command_is_copied(tab: Tab, make_run: MakeRun, tmp_path: Path) -> N
 
 
 def test_ten_thousand_lines_open_at_once(tab: Tab, make_run: MakeRun, tmp_path: Path) -> None:
-    seconds = tab.open(written(tmp_path, make_run("a", lines=10_000), make_run("b", lines=10_000, seed=1)))
+    seconds = tab.open(
+        format_value(tmp_path, make_run("a", lines=10_000), make_run("b", lines=10_000, seed=1))
+    )
     assert seconds < 2
     assert max(len(line.split()) for line in tab.evaluate(LINES)) > 900
     began = tab.evaluate("performance.now()")
@@ -151,7 +153,7 @@ def test_a_strangers_text_does_nothing(tab: Tab, make_run: MakeRun, tmp_path: Pa
     other = make_run("b")
     line = {"step": 1, "epoch": 1, "split": "train", evil.replace("/", "|"): 2.0}
     (other / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    tab.open(written(tmp_path, folder, other))
+    tab.open(format_value(tmp_path, folder, other))
     click(tab, "button.run")
     assert tab.evaluate("document.title") == "runs"
     assert tab.evaluate("document.querySelectorAll('img, script').length") == 2
@@ -160,7 +162,7 @@ def test_a_strangers_text_does_nothing(tab: Tab, make_run: MakeRun, tmp_path: Pa
 
 def test_whatever_else_came_in_would_not_run(browser: Browser, make_run: MakeRun, tmp_path: Path) -> None:
     """The policy is the second line, behind the escaping."""
-    address = written(tmp_path, make_run("a"))
+    address = format_value(tmp_path, make_run("a"))
     page = tmp_path / "page.html"
     evil = "document.title='evil'"
     worse = f"<script>{evil}</script><img src='http://127.0.0.1:9/x.png' onerror=\"{evil}\"></body>"
@@ -179,7 +181,7 @@ def test_how_it_looks(
 ) -> None:
     folders = [make_run(f"run {i}", lr=0.1 * (i + 1), lines=200, seed=i) for i in range(count)]
     tab.resize(width, 900, dark)
-    tab.open(written(tmp_path, *folders))
+    tab.open(format_value(tmp_path, *folders))
     assert tab.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
     picture = tmp_path / "page.png"
     tab.screenshot(picture, whole=True)

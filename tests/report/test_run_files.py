@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.report.comparison import compared, labels, metrics, ranking, time_split
+from ddptrain.report.comparison import compare_settings, metrics, ranking, short_names, time_split
 from ddptrain.report.page import page
-from ddptrain.report.run_files import Point, RunFiles, flat, is_run, number, plain, read_run
+from ddptrain.report.run_files import CurvePoint, RunFiles, flat, is_run, number, plain, read_run
 
 MakeRun = Callable[..., Path]
 
@@ -33,7 +33,7 @@ def test_a_run_as_it_is(make_run: MakeRun) -> None:
     assert run.command == "python -m ddptrain recipe=toy optim.lr=0.3"
     assert set(run.curves) == {("loss", "train"), ("lr", "train"), ("accuracy", "valid"), ("loss", "valid")}
     assert len(run.curves["loss", "train"]) == 20
-    assert run.details == {"AP/owl": Point(200, 2.5, 0.25)}
+    assert run.details == {"AP/owl": CurvePoint(200, 2.5, 0.25)}
     assert (run.state, run.step, run.notes) == ("done", 200, [])
 
 
@@ -124,8 +124,8 @@ def test_metrics_stand_in_the_summary_where_there_are_no_lines(make_run: MakeRun
     (folder / "metrics.jsonl").unlink()
     curves = read_run(folder, "a").curves
     assert curves == {
-        ("accuracy", "valid"): [Point(200, None, 0.75)],
-        ("loss", "valid"): [Point(200, None, None)],
+        ("accuracy", "valid"): [CurvePoint(200, None, 0.75)],
+        ("loss", "valid"): [CurvePoint(200, None, None)],
     }
 
 
@@ -165,7 +165,7 @@ def test_a_number_is_finite_or_none(value: object) -> None:
 
 
 def test_differences_come_first() -> None:
-    rows = compared([{"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "4", "d": "5"}])
+    rows = compare_settings([{"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "4", "d": "5"}])
     assert [(row.key, row.values, row.differs) for row in rows] == [
         ("b", ("2", "4"), True),
         ("c", ("3", None), True),
@@ -176,7 +176,7 @@ def test_differences_come_first() -> None:
 
 def test_the_folder_of_a_run_is_no_difference(make_run: MakeRun) -> None:
     runs = [read_run(make_run(name), name) for name in "ab"]
-    assert [row for row in compared([run.config for run in runs]) if row.differs] == []
+    assert [row for row in compare_settings([run.config for run in runs]) if row.differs] == []
 
 
 def test_the_best_run_by_each_metric(make_run: MakeRun) -> None:
@@ -192,8 +192,8 @@ def test_the_best_run_by_each_metric(make_run: MakeRun) -> None:
 def test_a_metric_of_one_run_only_has_no_winner(make_run: MakeRun) -> None:
     one, other = read_run(make_run("a"), "a"), read_run(make_run("b"), "b")
     other.curves = {
-        ("perplexity", "valid"): [Point(1, None, 3.0)],
-        ("oddity", "valid"): [Point(1, None, None)],
+        ("perplexity", "valid"): [CurvePoint(1, None, 3.0)],
+        ("oddity", "valid"): [CurvePoint(1, None, None)],
     }
     found = {metric.title: metric for metric in metrics([one, other])}
     assert set(found) == {"accuracy", "loss", "perplexity", "oddity", "loss (train)"}
@@ -211,9 +211,9 @@ def test_time_adds_up_to_the_whole(make_run: MakeRun) -> None:
 
 
 def test_names_are_the_shortest_that_differ() -> None:
-    assert labels([Path("/r/a/1"), Path("/r/a/2")]) == ["1", "2"]
-    assert labels([Path("/r/a/1"), Path("/r/b/1"), Path("/r/b/2")]) == ["a/1", "b/1", "b/2"]
-    assert labels([Path("/r/a")]) == ["a"]
+    assert short_names([Path("/r/a/1"), Path("/r/a/2")]) == ["1", "2"]
+    assert short_names([Path("/r/a/1"), Path("/r/b/1"), Path("/r/b/2")]) == ["a/1", "b/1", "b/2"]
+    assert short_names([Path("/r/a")]) == ["a"]
 
 
 def test_twenty_runs_side_by_side(make_run: MakeRun) -> None:

@@ -5,7 +5,7 @@ from typing import final
 
 from ddptrain.data.detection.coco import CocoFiles
 from ddptrain.data.detection.files import OnError, checked_path
-from ddptrain.data.detection.source import DetectionSource, Opened
+from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.detection.yolo import YoloFiles
 from ddptrain.errors import UserError
 
@@ -32,5 +32,5 @@ class LabelledFiles(DetectionSource):
         else:
             raise UserError(f"data.source.path={path}: must name {_EXPECTED}.")
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> DetectionSet:
         return self._source.open(root)

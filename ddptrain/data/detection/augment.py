@@ -23,8 +23,7 @@ _PURPOSES = (
 )
 _RGB_TO_YIQ = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 _YIQ_TO_RGB = torch.linalg.inv(_RGB_TO_YIQ)
-_LEAST_SIDE = 2.0
-"""Pixels below which what is left of a cut-off box is dropped."""
+_LEAST_SIDE = 2.0  # Pixels below which what is left of a cut-off box is dropped
 
 
 class Seen(NamedTuple):

@@ -6,28 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from ddptrain.data.detection.files import (
-    FileScenes,
-    OnError,
-    Picture,
-    Problems,
-    Row,
-    check_size,
-    checked_names,
-    checked_path,
-    clipped,
-    held_out,
-    probe,
-    read_text,
-)
-from ddptrain.data.detection.source import DetectionSource, Opened
+from ddptrain.data.detection import files
+from ddptrain.data.detection.files import FileScenes, ImageFile, OnError, Problems, Row
+from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.errors import UserError
 
 _VALID_NAMES = ("val", "valid", "validation", "test")
 _RULE = "its edges must lie within it (1 pixel beyond counts as rounding and is cut off)"
 _ROUNDING = (1.0, 1.0)
-_TRIED = 20
-"""Images looked for to find their folder: some may be missing."""
+_TRIED = 20  # Images looked for to find their folder: some may be missing
 
 
 @final
@@ -49,17 +36,17 @@ class CocoFiles(DetectionSource):
     def __init__(
         self, path: str | None = None, valid_path: str | None = None, on_error: OnError = "stop"
     ) -> None:
-        self._file = checked_path(path, "the JSON of a set's instances, in COCO's format")
+        self._file = files.checked_path(path, "the JSON of a set's instances, in COCO's format")
         self._valid_file = Path(valid_path) if valid_path else None
         self._on_error = on_error
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> DetectionSet:
         problems = Problems(self._file, self._on_error)
         train = _read(self._file, problems)
         valid_file = self._valid_file or _sibling(self._file)
         if valid_file is None:
             by_name = sorted(train.images, key=lambda image: str(image.get("file_name")))
-            train_images, valid_images = held_out(by_name)
+            train_images, valid_images = files.held_out(by_name)
             valid = train
         else:
             valid = _read(valid_file, problems)
@@ -101,7 +88,7 @@ def _sibling(file: Path) -> Path | None:
 
 def _read(file: Path, problems: Problems) -> _Instances:
     try:
-        found = json.loads(read_text(file), object_hook=_without_masks)
+        found = json.loads(files.read_text(file), object_hook=_without_masks)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{file}, line {error.lineno}, column {error.colno}: is not JSON ({error.msg})."
@@ -143,7 +130,7 @@ def _categories(file: Path, entries: Sequence[dict[str, Any]]) -> dict[int, str]
         names[number] = name
     if not names:
         raise UserError(f"{file}: categories: must list one or more.")
-    checked_names(file, list(names.values()))
+    files.checked_names(file, list(names.values()))
     return dict(sorted(names.items()))
 
 
@@ -209,12 +196,12 @@ def _by_image(
 
 def _labelled(
     instances: _Instances, images: Sequence[dict[str, Any]], problems: Problems
-) -> Iterator[tuple[Picture, str, list[Row]]]:
+) -> Iterator[tuple[ImageFile, str, list[Row]]]:
     index = {number: i for i, number in enumerate(instances.categories)}
     for image in images:
         try:
-            picture = probe(instances.folder / image["file_name"])
-            check_size(picture, image["width"], image["height"])
+            picture = files.probe(instances.folder / image["file_name"])
+            files.check_size(picture, image["width"], image["height"])
         except UserError as error:
             problems.add(f"{instances.file}, image {image['id']}: {error}")
             continue
@@ -227,7 +214,7 @@ def _labelled(
         yield picture, image["file_name"], rows
 
 
-def _row(entry: dict[str, Any], picture: Picture, index: dict[int, int]) -> Row:
+def _row(entry: dict[str, Any], picture: ImageFile, index: dict[int, int]) -> Row:
     category, bbox, crowd = entry["category_id"], entry["bbox"], entry.get("iscrowd", 0)
     if not isinstance(category, int) or category not in index:
         raise UserError(f"category_id {json.dumps(category)}: no category has this id")
@@ -238,7 +225,8 @@ def _row(entry: dict[str, Any], picture: Picture, index: dict[int, int]) -> Row:
         raise UserError(f"bbox {json.dumps(bbox)}: must be four numbers, x, y, width and height")
     try:
         x, y, width, height = map(float, bbox)
-        box = clipped((x, y, x + width, y + height), picture.height, picture.width, _ROUNDING, _RULE)
-    except (UserError, OverflowError) as error:
+    except OverflowError as error:
         raise UserError(f"bbox {json.dumps(bbox)}: {error}") from error
+    box = (x, y, x + width, y + height)
+    box = files.clipped(f"bbox {json.dumps(bbox)}", box, picture, _ROUNDING, _RULE)
     return box, index[category], bool(crowd)

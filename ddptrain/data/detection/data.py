@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -14,21 +15,18 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.detection.augment import Augment
 from ddptrain.data.detection.batch import Batch, coloured
-from ddptrain.data.detection.pictures import pooled_bytes
-from ddptrain.data.detection.samples import AS_IT_IS, Keys, Samples
+from ddptrain.data.detection.samples import Samples, decoded_bytes
 from ddptrain.data.detection.source import DetectionSource, Scenes
 from ddptrain.data.detection.write import write_coco, write_yolo
-from ddptrain.data.workers import read_by_workers, spare_cores
+from ddptrain.data.workers import TrainingKeys, check_workers, read_by_workers, spare_cores, validation_keys
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_COARSEST = 32
-"""Pixels of the coarsest stride; a picture's side is a multiple of it."""
+_COARSEST = 32  # Pixels of the coarsest stride; a picture's side is a multiple of it
 _LARGEST_AUTO = 640
-_RESIDENT = 2 * 2**30
-"""Bytes up to which ``resident=auto`` keeps the decoded pictures in a node's memory."""
+_RESIDENT = 2 * 2**30  # Bytes up to which ``resident=auto`` keeps the decoded pictures in a node's memory
 _LARGEST = 4096
 _LISTED = 20
 
@@ -55,8 +53,7 @@ class DetectionData(Data):
         workers: int | Literal["auto"] = "auto",
         channels_last: bool = True,
     ) -> None:
-        if workers != "auto" and workers < 0:
-            raise UserError(f"data.workers={workers}: must be 0 or more, or auto.")
+        check_workers(workers)
         if side != "auto" and (not _COARSEST <= side <= _LARGEST or side % _COARSEST):
             raise UserError(
                 f"data.side={side}: must be a multiple of {_COARSEST} pixels, at most {_LARGEST}, or auto."
@@ -78,8 +75,10 @@ class DetectionData(Data):
         self.classes = tuple(opened.classes)
         for line in opened.skipped[:_LISTED]:
             log.warning("left out   %s", line)
-        self.side = _usual_side(opened.train.sizes) if self._asked_side == "auto" else self._asked_side
-        self._bytes = sum(pooled_bytes(part, self.side) for part in (opened.train, opened.valid))
+        # the smallest multiple of 32 that holds the median of the longer sides
+        usual = -(-int(opened.train.sizes.amax(1).median()) // _COARSEST) * _COARSEST
+        self.side = min(usual, _LARGEST_AUTO) if self._asked_side == "auto" else self._asked_side
+        self._bytes = sum(decoded_bytes(part, self.side) for part in (opened.train, opened.valid))
         resident = self._bytes * world.local_size <= _RESIDENT if self._resident == "auto" else self._resident
         self._in_memory = resident
         self._train, self._valid = (
@@ -88,7 +87,6 @@ class DetectionData(Data):
         spare = 0 if world.device.type == "cpu" else spare_cores(world)
         self._workers = spare if self._asked_workers == "auto" else self._asked_workers
         self._device, self.seed = world.device, seed
-        self._identity = self._hash()
 
     @property
     def outputs(self) -> Sequence[str]:
@@ -106,10 +104,6 @@ class DetectionData(Data):
     @property
     def valid_size(self) -> int:
         return len(self._set.valid)
-
-    @property
-    def identity(self) -> str:
-        return self._identity
 
     @property
     def loading(self) -> Loading:
@@ -130,15 +124,15 @@ class DetectionData(Data):
         yield from writer(self._source.open(self._root), folder)
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
-        return self._loaded(self._train, Keys(sampler, steps))
+        return self._loaded(self._train, TrainingKeys(sampler, steps))
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Batch]:
-        return self._loaded(self._valid, [[(AS_IT_IS, i, 0.0) for i in chunk] for chunk in chunks])
+        return self._loaded(self._valid, validation_keys(chunks))
 
     def batches_of(self, scenes: Scenes) -> Iterator[Batch]:
         """Any pictures, one at a time, as the validation's are seen."""
         samples = Samples(scenes, self.side, self._augment, seed=0, resident=False)
-        return self._loaded(samples, [[(AS_IT_IS, i, 0.0)] for i in range(len(scenes))])
+        return self._loaded(samples, validation_keys([[i] for i in range(len(scenes))]))
 
     def preview(self) -> Tensor:
         """The first 16 training samples as epoch 0 shows them, with their boxes."""
@@ -163,7 +157,8 @@ class DetectionData(Data):
             f" {self._workers} workers{skipped}"
         )
 
-    def _hash(self) -> str:
+    @cached_property
+    def identity(self) -> str:
         seen = hashlib.sha256(repr((self.side, tuple(self.classes))).encode())
         for part in (self._set.train, self._set.valid):
             for i, name in enumerate(part.names):
@@ -176,9 +171,3 @@ class DetectionData(Data):
     def _loaded(self, samples: Samples, keys: Any) -> Iterator[Batch]:
         for batch in read_by_workers(samples, keys, self._workers, self._device):
             yield coloured(batch, self._channels_last)
-
-
-def _usual_side(sizes: Tensor) -> int:
-    """The smallest multiple of 32 that holds the median of the longer sides, 640 at most."""
-    median = int(sizes.amax(1).median())
-    return min(-(-median // _COARSEST) * _COARSEST, _LARGEST_AUTO)

@@ -15,50 +15,47 @@ import torch
 from torch import Generator, Tensor
 
 from ddptrain.api.rng import mixed
-from ddptrain.data.detection.source import ArrayScenes, DetectionSource, Objects, Opened
-from ddptrain.data.shapes import DISTANCES
-from ddptrain.errors import UserError
+from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects
+from ddptrain.data.shapes import DISTANCES, signed_distance
+from ddptrain.errors import check_least
 
 MOST = 12
 """Shapes in a scene."""
-_CHUNK = 200
-"""Scenes drawn from one generator: scene i does not depend on how many are drawn."""
-_TRIES = 20
-"""Shapes offered to a scene; one that would hide too much of an earlier one is not painted."""
-_PATCH = 64
-"""Side of the square in which a shape is drawn; no shape is larger."""
+_CHUNK = 200  # Scenes drawn from one generator: scene i does not depend on how many are drawn
+_TRIES = 20  # Shapes offered to a scene; one that would hide too much of an earlier one is not painted
+_PATCH = 64  # Side of the square in which a shape is drawn; no shape is larger
 _RADIUS = (7.0, 28.0)
-_SEEN = 0.5
-"""Least share of a shape that neither others nor the edge may hide."""
+_SEEN = 0.5  # Least share of a shape that neither others nor the edge may hide
 _NOBODY = -1
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class DrawnScenes(DetectionSource):
     """train, valid: how many scenes. side: of a scene in pixels. seed: of the drawings; it is not the run's,
     so that runs with different seeds see the same set."""
 
     name = "shapes_detection"
 
-    def __init__(self, train: int = 2000, valid: int = 400, side: int = 128, seed: int = 0) -> None:
-        for key, value, least in (("train", train, 1), ("valid", valid, 1), ("side", side, 64)):
-            if value < least:
-                raise UserError(f"data.source.{key}={value}: must be {least} or more.")
-        self._train = train
-        self._valid = valid
-        self._side = side
-        self._seed = seed
+    train: int = 2000
+    valid: int = 400
+    side: int = 128
+    seed: int = 0
 
-    def open(self, root: Path) -> Opened:
-        return Opened(
-            train=self._drawn(self._train, part=0),
-            valid=self._drawn(self._valid, part=1),
+    def __post_init__(self) -> None:
+        check_least("data.source", 1, train=self.train, valid=self.valid)
+        check_least("data.source", 64, side=self.side)
+
+    def open(self, root: Path) -> DetectionSet:
+        return DetectionSet(
+            train=self._drawn(self.train, part=0),
+            valid=self._drawn(self.valid, part=1),
             classes=tuple(DISTANCES),
         )
 
     def _drawn(self, count: int, part: int) -> ArrayScenes:
         chunks = [
-            draw_scenes(torch.Generator().manual_seed(mixed(self._seed, part, i)), self._side)
+            draw_scenes(torch.Generator().manual_seed(mixed(self.seed, part, i)), self.side)
             for i in range(math.ceil(count / _CHUNK))
         ]
         images = torch.cat([images for images, _ in chunks])[:count]
@@ -94,12 +91,11 @@ def draw_scenes(generator: Generator, side: int) -> tuple[Tensor, list[Objects]]
         count[done] += 1
     images = ((canvas.pixels() + noise).clamp(0, 1) * 255).round().to(torch.uint8)
     boxes = _boxes_of(canvas.owners())
-    found = [_objects(boxes[i, :n], painted[i, :n]) for i, n in enumerate(count.tolist())]
+    found = [
+        Objects(boxes[i, :n].clone(), painted[i, :n].clone(), torch.zeros(n, dtype=torch.bool))
+        for i, n in enumerate(count.tolist())
+    ]
     return images, found
-
-
-def _objects(boxes: Tensor, labels: Tensor) -> Objects:
-    return Objects(boxes.clone(), labels.clone(), torch.zeros(len(labels), dtype=torch.bool))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +135,7 @@ class _Canvas:
         pixels = torch.arange(_PATCH)
         x, y = (corner[:, i, None] + pixels for i in (0, 1))
         at = (rows[:, None, None] * tall**2 + y[:, :, None] * tall + x[:, None, :]).flatten(1)
-        distance = _distance(labels, radius, angle, centre + _PATCH - corner).flatten(1)
+        distance = signed_distance(labels, radius, centre + _PATCH - corner, angle, _PATCH).flatten(1)
         inside_x, inside_y = ((v >= _PATCH) & (v < _PATCH + self.side) for v in (x, y))
         within = (inside_y[:, :, None] & inside_x[:, None, :]).flatten(1)
         mask = (distance < 0) & within
@@ -170,19 +166,6 @@ class _Canvas:
         tall, inner = self.side + 2 * _PATCH, slice(_PATCH, _PATCH + self.side)
         canvas: Tensor = of.unflatten(0, (-1, tall, tall))
         return canvas[:, inner, inner]
-
-
-def _distance(labels: Tensor, radius: Tensor, angle: Tensor, centre: Tensor) -> Tensor:
-    """float32 (k, 64, 64): signed distance in pixels from each shape; centre: (k, 2) in its patch."""
-    at = torch.arange(_PATCH) + 0.5
-    dx, dy = at[None, None, :] - centre[:, 0, None, None], at[None, :, None] - centre[:, 1, None, None]
-    cosine, sine, scale = angle.cos()[:, None, None], angle.sin()[:, None, None], radius[:, None, None]
-    u, v = (cosine * dx + sine * dy) / scale, (cosine * dy - sine * dx) / scale
-    distance = torch.empty_like(u)
-    for label, formula in enumerate(DISTANCES.values()):
-        chosen = labels == label
-        distance[chosen] = formula(u[chosen], v[chosen])
-    return distance * scale
 
 
 def _background(base: Tensor, uniform: Callable[..., Tensor], side: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pictures that lie in files, and what every format of labels shares: probing them, fitting boxes into
+"""Pictures in files, and what every format of labels shares: probing them, fitting boxes into
 them, and collecting what is wrong, so that one run shows all of it."""
 
 import math
@@ -11,7 +11,7 @@ from typing import BinaryIO, Literal, TypeVar, final
 import torch
 from torch import Tensor
 
-from ddptrain.data.detection.source import Objects, Opened, PackedObjects, Scenes
+from ddptrain.data.detection.source import DetectionSet, Objects, PackedObjects, Scenes
 from ddptrain.data.pictures import decoded, opened
 from ddptrain.errors import UserError
 
@@ -23,14 +23,13 @@ Row = tuple[Box, int, bool]
 """Box, label, crowd."""
 
 _SHOWN = 20
-_LEAST_SIDE = 0.01
-"""Pixels. What is thinner may have no area left once it is float32."""
+_LEAST_SIDE = 0.01  # Pixels. What is thinner may have no area left once it is float32.
 _ORIENTATION = 0x0112
 _TURNING = (b"Raw profile type exif", b"XML:com.adobe.xmp")
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class ImageFile:
     """An image file as its header describes it.
 
     height, width: in pixels, as it is seen. turned: its EXIF tag swaps the two sides.
@@ -49,7 +48,7 @@ class FileScenes(Scenes):
     labelled: each picture with its name and its objects. files: where the pictures lie.
     """
 
-    def __init__(self, labelled: Iterable[tuple[Picture, str, Sequence[Row]]]) -> None:
+    def __init__(self, labelled: Iterable[tuple[ImageFile, str, Sequence[Row]]]) -> None:
         self.files: list[str] = []
         self.names: list[str] = []
         sizes, starts = array("q"), array("q", [0])
@@ -103,29 +102,23 @@ class Problems:
     def add(self, line: str) -> None:
         self._lines.append(line)
 
-    def opened(self, train: FileScenes, valid: FileScenes, classes: Sequence[str]) -> Opened:
+    def opened(self, train: FileScenes, valid: FileScenes, classes: Sequence[str]) -> DetectionSet:
         """The set, where the problems allow it. Raises UserError with all of them, or the first 20."""
         count = len(self._lines)
-        told = "\n".join(f"  {line}" for line in self._lines[:_SHOWN])
+        shown = "\n".join(f"  {line}" for line in self._lines[:_SHOWN])
         if count > _SHOWN:
-            told += f"\n  and {count - _SHOWN} more"
-        heading = f"{self._source}: {count} problem{'s' if count > 1 else ''} in this set:\n{told}\n"
+            shown += f"\n  and {count - _SHOWN} more"
         if count and self._on_error == "stop":
             raise UserError(
-                f"{heading}Mend {'them' if count > 1 else 'it'}, or go on without:"
-                " data.source.on_error=skip leaves out such boxes and pictures."
+                f"{self._source}: {count} problem{'s' if count > 1 else ''} in this set:\n{shown}\n"
+                f"Mend {'them' if count > 1 else 'it'}, or go on without: data.source.on_error=skip leaves"
+                " out such boxes and pictures."
             )
         for part, scenes in (("training", train), ("validation", valid)):
             if not len(scenes):
-                raise UserError(
-                    f"{self._source}: no picture is left for {part}."
-                    + (
-                        f" Left out:\n{told}"
-                        if count
-                        else " Without a part for validation it is every tenth."
-                    )
-                )
-        return Opened(train, valid, classes, skipped=tuple(self._lines))
+                why = f"Left out:\n{shown}" if count else "Without a part for validation it is every tenth."
+                raise UserError(f"{self._source}: no picture is left for {part}. {why}")
+        return DetectionSet(train, valid, classes, skipped=tuple(self._lines))
 
 
 def checked_path(path: str | None, expected: str) -> Path:
@@ -150,7 +143,7 @@ def held_out(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
     return [item for i, item in enumerate(items) if i % 10 != 9], list(items[9::10])
 
 
-def probe(file: Path) -> Picture:
+def probe(file: Path) -> ImageFile:
     """The picture's size without decoding it, unless only that tells whether the file is whole.
 
     Raises UserError naming the file where it is missing, broken or cut short.
@@ -163,7 +156,7 @@ def probe(file: Path) -> Picture:
         # PNG's own getexif() would decode the picture, for a tag may follow the pixels: see _png_is_plain
         turned = Image.Image.getexif(picture).get(_ORIENTATION, 1) in (5, 6, 7, 8)
         width, height = picture.size[::-1] if turned else picture.size
-    return Picture(file, height, width, turned)
+    return ImageFile(file, height, width, turned)
 
 
 def checked_names(file: Path, names: Sequence[str]) -> list[str]:
@@ -176,7 +169,7 @@ def checked_names(file: Path, names: Sequence[str]) -> list[str]:
     return list(names)
 
 
-def check_size(picture: Picture, width: object, height: object) -> None:
+def check_size(picture: ImageFile, width: object, height: object) -> None:
     """Raises UserError where the labels speak of another size than the picture's."""
     seen = (picture.width, picture.height)
     if (width, height) == seen:
@@ -189,23 +182,24 @@ def check_size(picture: Picture, width: object, height: object) -> None:
     raise UserError(f"{picture.file}: is {seen[0]}x{seen[1]} pixels; its labels say {width}x{height}.")
 
 
-def clipped(box: Box, height: int, width: int, slack: tuple[float, float], rule: str) -> Box:
+def clipped(what: str, box: Box, picture: ImageFile, slack: tuple[float, float], rule: str) -> Box:
     """The box, cut at the picture's edges where it leaves them by rounding alone.
 
-    slack: pixels across and down that count as rounding. Raises UserError: what is wrong with the box, and
-    for one that leaves the picture, the format's own ``rule``.
+    what: the box as it is written. slack: pixels across and down that count as rounding. Raises UserError
+    that says what is wrong with the box; for one that leaves the picture, with the format's own ``rule``.
     """
     x1, y1, x2, y2 = box
+    height, width = picture.height, picture.width
     if not all(map(math.isfinite, box)):
-        raise UserError("must be finite numbers")
+        raise UserError(f"{what}: must be finite numbers")
     if x2 - x1 < _LEAST_SIDE or y2 - y1 < _LEAST_SIDE:
-        raise UserError("has no area; width and height must be more than 0")
+        raise UserError(f"{what}: has no area; width and height must be more than 0")
     over_x, over_y = max(-x1, x2 - width), max(-y1, y2 - height)
     if over_x > slack[0] or over_y > slack[1]:
-        raise UserError(f"leaves the picture of {width}x{height} pixels; {rule}")
+        raise UserError(f"{what}: leaves the picture of {width}x{height} pixels; {rule}")
     x1, y1, x2, y2 = max(x1, 0.0), max(y1, 0.0), min(x2, float(width)), min(y2, float(height))
     if x2 - x1 < _LEAST_SIDE or y2 - y1 < _LEAST_SIDE:
-        raise UserError("has no area within the picture")
+        raise UserError(f"{what}: has no area within the picture")
     return x1, y1, x2, y2
 
 

@@ -1,22 +1,53 @@
 """The samples of a part of a set: which pictures make one, and what is done to them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddptrain.api.sampler import Sampler
 from ddptrain.data.detection.augment import Augment, Draws, Seen
 from ddptrain.data.detection.batch import Batch, stacked
-from ddptrain.data.detection.letterbox import GREY, Letterbox, letterbox
-from ddptrain.data.detection.pictures import DecodedPictures, ResidentPictures
+from ddptrain.data.detection.letterbox import GREY, Letterbox, fitted, letterbox
 from ddptrain.data.detection.source import Objects, PackedObjects, Scenes
+from ddptrain.data.workers import AS_IT_IS, Key
 from ddptrain.errors import UserError
 
-Key = tuple[int, int, float]
-"""(epoch, sample index, progress); epoch -1 asks for the picture as it is."""
-AS_IT_IS = -1
+
+class ScaledPictures:
+    """Pictures scaled so that their longer side is ``side``; uint8 (3, h, w).
+
+    resident: decode all of them once, into one piece of memory, which loader processes share. Else each is
+    decoded whenever it is asked for.
+    """
+
+    def __init__(self, scenes: Scenes, side: int, resident: bool) -> None:
+        self._sizes = fitted(scenes.sizes, side)
+        lengths = 3 * self._sizes.prod(1)
+        self._ends = lengths.cumsum(0)
+        self._pictures: Scenes | Tensor = scenes
+        if resident:
+            decoded = torch.empty(decoded_bytes(scenes, side), dtype=torch.uint8)
+            for i, place in enumerate(decoded.split(lengths.tolist())):
+                place.copy_(self[i].flatten())
+            self._pictures = decoded
+
+    def __getitem__(self, i: int) -> Tensor:
+        from torchvision.transforms.v2 import functional
+
+        height, width = self._sizes[i].tolist()
+        if isinstance(self._pictures, Tensor):
+            end = int(self._ends[i])
+            return self._pictures[end - 3 * height * width : end].view(3, height, width)
+        picture = self._pictures.image(i)
+        same = picture.shape[1:] == (height, width)
+        return picture if same else functional.resize(picture, [height, width])
+
+
+def decoded_bytes(scenes: Scenes, side: int) -> int:
+    """The memory that resident `ScaledPictures` take."""
+    return int(3 * fitted(scenes.sizes, side).prod(1).sum())
 
 
 class Samples(Dataset[Any]):
@@ -24,7 +55,7 @@ class Samples(Dataset[Any]):
 
     def __init__(self, scenes: Scenes, side: int, augment: Augment, seed: int, resident: bool) -> None:
         self._placed = letterbox(scenes.sizes, side)
-        self._pictures = (ResidentPictures if resident else DecodedPictures)(scenes, side)
+        self._pictures = ScaledPictures(scenes, side, resident)
         self._objects = _to_learn(scenes.objects, self._placed)
         self._side = side
         self._augment = augment
@@ -73,22 +104,3 @@ def _to_learn(objects: Sequence[Objects], placed: Letterbox) -> PackedObjects:
         boxes, labels = scaled.of(i).there(on_it.boxes[single]), on_it.labels[single]
         kept.append(Objects(boxes, labels, on_it.crowd[single]))
     return PackedObjects.of(kept)
-
-
-class Keys:
-    """A batch sampler over the whole run, so that workers are started once, not every epoch."""
-
-    def __init__(self, sampler: Sampler, steps: range) -> None:
-        self._sampler = sampler
-        self._steps = steps
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        per_step = len(self._sampler.micro_sizes)
-        for i, (ids, epochs) in enumerate(self._sampler.samples(self._steps, torch.device("cpu"))):
-            progress = (self._steps.start + i // per_step) / self._steps.stop
-            yield [
-                (epoch, sample, progress) for epoch, sample in zip(epochs.tolist(), ids.tolist(), strict=True)
-            ]
-
-    def __len__(self) -> int:
-        return len(self._steps) * len(self._sampler.micro_sizes)

@@ -88,7 +88,7 @@ class Scenes(ABC):
 
 @final
 class ArrayScenes(Scenes):
-    """Pictures that lie in memory already: uint8 (n, 3, H, W)."""
+    """Pictures in memory: uint8 (n, 3, H, W)."""
 
     def __init__(self, images: Tensor, objects: Sequence[Objects], names: Sequence[str]) -> None:
         self._images = images
@@ -101,7 +101,7 @@ class ArrayScenes(Scenes):
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class DetectionSet:
     """An opened set: its two parts and its classes."""
 
     train: Scenes
@@ -124,7 +124,7 @@ class DetectionSource(ABC):
         return  # most sets lie where they are said to
 
     @abstractmethod
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> DetectionSet:
         """The set, checked; the same on every rank. ``root``: the folder of sets without a path of their own.
 
         Raises UserError that lists every problem found: file, line or id, value, rule.

@@ -1,21 +1,14 @@
 """Pascal VOC (Everingham et al. 2010), found and read by torchvision."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 from xml.etree import ElementTree
 
-from ddptrain.data.detection.files import (
-    FileScenes,
-    OnError,
-    Picture,
-    Problems,
-    Row,
-    check_size,
-    clipped,
-    probe,
-)
-from ddptrain.data.detection.source import DetectionSource, Opened
+from ddptrain.data.detection import files
+from ddptrain.data.detection.files import FileScenes, ImageFile, OnError, Problems, Row
+from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,6 +25,7 @@ _RULE = "corners count from 1 to its width and height (1 pixel beyond counts as 
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class VocFiles(DetectionSource):
     """Pascal VOC as its archives unpack: ``root/VOCdevkit/VOC<year>`` (2011: ``root/TrainVal/VOCdevkit/...``)
     with Annotations, ImageSets/Main/{train,val}.txt and JPEGImages. Objects marked as difficult become
@@ -43,32 +37,29 @@ class VocFiles(DetectionSource):
 
     name = "voc"
 
-    def __init__(
-        self,
-        year: Literal[2007, 2008, 2009, 2010, 2011, 2012] = 2012,
-        download: bool = False,
-        on_error: OnError = "stop",
-    ) -> None:
-        self._year = year
-        self._download = download
-        self._on_error = on_error
-        self._below = ("TrainVal/" if year == 2011 else "") + f"VOCdevkit/VOC{year}"
+    year: Literal[2007, 2008, 2009, 2010, 2011, 2012] = 2012
+    download: bool = False
+    on_error: OnError = "stop"
+
+    @property
+    def _below(self) -> str:
+        return ("TrainVal/" if self.year == 2011 else "") + f"VOCdevkit/VOC{self.year}"
 
     def fetch(self, root: Path) -> None:
         from torchvision.datasets import VOCDetection
 
-        if self._download and not (root / self._below).is_dir():
+        if self.download and not (root / self._below).is_dir():
             try:
-                VOCDetection(root, str(self._year), "train", download=True)
+                VOCDetection(root, str(self.year), "train", download=True)
             except (OSError, RuntimeError) as error:
                 raise UserError(
-                    f"data.source.download=true: VOC{self._year} can't be brought to {root} ({error})."
+                    f"data.source.download=true: VOC{self.year} can't be brought to {root} ({error})."
                     f" Put it there yourself, as {root / self._below}."
                 ) from error
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> DetectionSet:
         train, valid = self._found(root, "train"), self._found(root, "val")
-        problems = Problems(root / self._below, self._on_error)
+        problems = Problems(root / self._below, self.on_error)
         return problems.opened(
             FileScenes(_labelled(train, problems)), FileScenes(_labelled(valid, problems)), CLASSES
         )
@@ -77,19 +68,19 @@ class VocFiles(DetectionSource):
         from torchvision.datasets import VOCDetection
 
         try:
-            return VOCDetection(root, str(self._year), image_set)
+            return VOCDetection(root, str(self.year), image_set)
         except (RuntimeError, FileNotFoundError) as error:
             wanted = root / self._below / "ImageSets" / "Main" / f"{image_set}.txt"
             raise UserError(
-                f"data.root={root}: holds no VOC{self._year}: {wanted} is missing. Unpack its archive into"
+                f"data.root={root}: holds no VOC{self.year}: {wanted} is missing. Unpack its archive into"
                 f" {root} (data.root=... names another folder), or set data.source.download=true."
             ) from error
 
 
-def _labelled(found: "VOCDetection", problems: Problems) -> Iterator[tuple[Picture, str, list[Row]]]:
+def _labelled(found: "VOCDetection", problems: Problems) -> Iterator[tuple[ImageFile, str, list[Row]]]:
     for image, annotation in zip(found.images, found.annotations, strict=True):
         try:
-            picture = probe(Path(image))
+            picture = files.probe(Path(image))
             objects = _objects(found, annotation, picture)
         except UserError as error:
             problems.add(str(error))
@@ -103,7 +94,7 @@ def _labelled(found: "VOCDetection", problems: Problems) -> Iterator[tuple[Pictu
         yield picture, f"JPEGImages/{picture.file.name}", rows
 
 
-def _objects(found: "VOCDetection", annotation: str, picture: Picture) -> list[Any]:
+def _objects(found: "VOCDetection", annotation: str, picture: ImageFile) -> list[Any]:
     try:
         tree = found.parse_voc_xml(ElementTree.parse(annotation).getroot())
     except OSError as error:
@@ -117,7 +108,7 @@ def _objects(found: "VOCDetection", annotation: str, picture: Picture) -> list[A
         raise UserError(f"{annotation}: must hold one <annotation>.")
     size = content.get("size")
     if isinstance(size, dict):
-        check_size(picture, *(_whole(size.get(side)) for side in ("width", "height")))
+        files.check_size(picture, *(_whole(size.get(side)) for side in ("width", "height")))
     objects: list[Any] = content["object"]
     return objects
 
@@ -126,7 +117,7 @@ def _whole(text: Any) -> Any:
     return int(text) if isinstance(text, str) and text.isdecimal() else text
 
 
-def _row(entry: Any, picture: Picture) -> Row:
+def _row(entry: Any, picture: ImageFile) -> Row:
     name = entry.get("name") if isinstance(entry, dict) else None
     if name not in CLASSES:
         raise UserError(f"name {name}: must be one of VOC's 20 classes ({', '.join(CLASSES)})")
@@ -135,13 +126,10 @@ def _row(entry: Any, picture: Picture) -> Row:
         raise UserError(f"difficult {difficult}: must be 0 or 1")
     corners = entry.get("bndbox")
     written = [corners.get(corner) if isinstance(corners, dict) else None for corner in _CORNERS]
-    told = f"bndbox {' '.join(map(str, written))}"
+    bndbox = f"bndbox {' '.join(map(str, written))}"
     try:
         x1, y1, x2, y2 = (float(value) for value in written if isinstance(value, str))
     except ValueError as error:
-        raise UserError(f"{told}: must be four numbers, {', '.join(_CORNERS)}") from error
-    try:
-        box = clipped((x1 - 1, y1 - 1, x2, y2), picture.height, picture.width, _ROUNDING, _RULE)
-    except UserError as error:
-        raise UserError(f"{told}: {error}") from error
+        raise UserError(f"{bndbox}: must be four numbers, {', '.join(_CORNERS)}") from error
+    box = files.clipped(bndbox, (x1 - 1, y1 - 1, x2, y2), picture, _ROUNDING, _RULE)
     return box, CLASSES.index(name), difficult == "1"

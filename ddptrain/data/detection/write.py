@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from ddptrain.data.detection.files import FileScenes
-from ddptrain.data.detection.source import Objects, Opened, Scenes
+from ddptrain.data.detection.source import DetectionSet, Objects, Scenes
 from ddptrain.data.pictures import ENDINGS, claim
 
 _LONGEST_NAME = 100
 
 
-def write_yolo(opened: Opened, folder: Path) -> list[str]:
+def write_yolo(opened: DetectionSet, folder: Path) -> list[str]:
     """Write the set for `YoloFiles`: ``folder`` gets data.yaml, images/{train,val} and labels/{train,val}.
 
     Image files are copied as they are, other pictures become PNGs. Returns lines that say what was written.
@@ -48,7 +48,7 @@ def write_yolo(opened: Opened, folder: Path) -> list[str]:
     return [*lines, f"{file}: {len(opened.classes)} classes"]
 
 
-def write_coco(opened: Opened, folder: Path) -> list[str]:
+def write_coco(opened: DetectionSet, folder: Path) -> list[str]:
     """Write the set for `CocoFiles`: ``folder`` gets train, val and annotations/instances_{train,val}.json.
 
     Image files are copied as they are, other pictures become PNGs. Returns lines that say what was written.
@@ -71,7 +71,7 @@ def write_coco(opened: Opened, folder: Path) -> list[str]:
 def as_coco(
     objects: Sequence[Objects], sizes: Tensor, names: Sequence[str], classes: Sequence[str]
 ) -> dict[str, Any]:
-    """What COCO's instances JSON says of pictures; these, their objects and the classes are numbered from 1.
+    """COCO's instances JSON for pictures; these, their objects and the classes are numbered from 1.
 
     objects, names: one for each picture. sizes: int64 (n, 2), height and width.
     """

@@ -6,28 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from ddptrain.data.detection.files import (
-    Box,
-    FileScenes,
-    OnError,
-    Picture,
-    Problems,
-    Row,
-    checked_names,
-    checked_path,
-    clipped,
-    held_out,
-    probe,
-    read_text,
-)
-from ddptrain.data.detection.source import DetectionSource, Opened
+from ddptrain.data.detection import files
+from ddptrain.data.detection.files import FileScenes, ImageFile, OnError, Problems, Row
+from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.pictures import ENDINGS
 from ddptrain.errors import UserError
 
 _ROUNDING = 1e-3
 _RULE = f"its edges must lie within 0..1 ({_ROUNDING:g} beyond counts as rounding and is cut off)"
-_NO_LABELS = ("classes.txt",)
-"""What labelImg and Label Studio put beside the labels."""
+_NO_LABELS = ("classes.txt",)  # What labelImg and Label Studio put beside the labels
 
 
 @final
@@ -50,17 +37,17 @@ class YoloFiles(DetectionSource):
     name = "yolo"
 
     def __init__(self, path: str | None = None, on_error: OnError = "stop") -> None:
-        self._file = checked_path(path, "the data.yaml of a set in YOLO's layout")
+        self._file = files.checked_path(path, "the data.yaml of a set in YOLO's layout")
         self._on_error = on_error
 
-    def open(self, root: Path) -> Opened:
+    def open(self, root: Path) -> DetectionSet:
         layout = _read_layout(self._file)
         problems = Problems(self._file, self._on_error)
-        train = _listed(layout, "train", layout.train, problems)
+        train = _images_of_part(layout, "train", layout.train, problems)
         if layout.valid:
-            valid = _listed(layout, "val", layout.valid, problems)
+            valid = _images_of_part(layout, "val", layout.valid, problems)
         else:
-            train, valid = held_out(train)
+            train, valid = files.held_out(train)
         return problems.opened(
             FileScenes(_labelled(train, layout, problems)),
             FileScenes(_labelled(valid, layout, problems)),
@@ -83,7 +70,7 @@ def _read_layout(file: Path) -> _Layout:
     import yaml
 
     try:
-        found = yaml.safe_load(read_text(file))
+        found = yaml.safe_load(files.read_text(file))
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -126,19 +113,19 @@ def _names(file: Path, found: dict[Any, Any]) -> list[str]:
             raise UserError(f"{file}: names: YAML reads class {i} as {name}; put its name in quotes.")
     if count is not None and count != len(names):
         raise UserError(f"{file}: nc: {count}: names lists {len(names)}; make them agree, or remove nc.")
-    return checked_names(file, [str(name) for name in names])
+    return files.checked_names(file, [str(name) for name in names])
 
 
-def _listed(layout: _Layout, key: str, entries: Sequence[str], problems: Problems) -> list[Path]:
-    """The part's images, sorted, so that every machine counts them alike."""
+def _images_of_part(layout: _Layout, key: str, entries: Sequence[str], problems: Problems) -> list[Path]:
+    """The part's images, sorted, in the same order on every machine."""
     images: list[Path] = []
     for entry in entries:
         place = layout.root / entry
         if not place.exists() and entry.startswith("../"):  # as Roboflow writes it; Ultralytics does this
             place = layout.root / entry.removeprefix("../")
         if place.is_dir():
-            files = (file for file in place.rglob("*") if not file.name.startswith("."))
-            found = sorted(file for file in files if file.suffix.lower() in ENDINGS)
+            found_files = (file for file in place.rglob("*") if not file.name.startswith("."))
+            found = sorted(file for file in found_files if file.suffix.lower() in ENDINGS)
             _report_orphans(place, found, problems)
             images += found
         elif place.suffix == ".txt" and place.is_file():
@@ -157,7 +144,7 @@ def _listed(layout: _Layout, key: str, entries: Sequence[str], problems: Problem
 
 def _read_list(file: Path, problems: Problems) -> list[Path]:
     images = []
-    for number, line in enumerate(read_text(file).splitlines(), 1):
+    for number, line in enumerate(files.read_text(file).splitlines(), 1):
         image = file.parent / line.strip()
         if image.is_file():
             images.append(image)
@@ -183,7 +170,7 @@ def _label_file(image: Path) -> Path:
 
 def _labelled(
     images: Sequence[Path], layout: _Layout, problems: Problems
-) -> Iterator[tuple[Picture, str, list[Row]]]:
+) -> Iterator[tuple[ImageFile, str, list[Row]]]:
     owners: dict[Path, Path] = {}
     for image in images:
         label = _label_file(image)
@@ -196,7 +183,7 @@ def _labelled(
             problems.add(f"{image}: has no labels, {label}. An empty file says that nothing is on it.")
             continue
         try:
-            picture, lines = probe(image), read_text(label).splitlines()
+            picture, lines = files.probe(image), files.read_text(label).splitlines()
         except UserError as error:
             problems.add(str(error))
             continue
@@ -211,7 +198,7 @@ def _labelled(
         yield picture, name.as_posix(), rows
 
 
-def _row(fields: list[str], picture: Picture, layout: _Layout) -> Row:
+def _row(fields: list[str], picture: ImageFile, layout: _Layout) -> Row:
     if len(fields) != 5 and (len(fields) < 7 or len(fields) % 2 == 0):
         raise UserError(
             f"{len(fields)} columns: must be 5 (class cx cy w h), or for a polygon an odd number from 7"
@@ -225,11 +212,8 @@ def _row(fields: list[str], picture: Picture, layout: _Layout) -> Row:
             f" ({layout.file.name} names {count} class{'es' if count > 1 else ''})"
         )
     slack = (_ROUNDING * picture.width, _ROUNDING * picture.height)
-    try:
-        box = clipped(_in_pixels(values[1:], picture), picture.height, picture.width, slack, _RULE)
-    except UserError as error:
-        told = f"box {' '.join(fields[1:])}" if len(fields) == 5 else f"polygon {' '.join(fields[1:7])} ..."
-        raise UserError(f"{told}: {error}") from error
+    written = f"box {' '.join(fields[1:])}" if len(fields) == 5 else f"polygon {' '.join(fields[1:7])} ..."
+    box = files.clipped(written, _in_pixels(values[1:], picture), picture, slack, _RULE)
     return box, int(values[0]), False
 
 
@@ -243,7 +227,7 @@ def _number(field: str) -> float:
     return value
 
 
-def _in_pixels(values: list[float], picture: Picture) -> Box:
+def _in_pixels(values: list[float], picture: ImageFile) -> files.Box:
     if len(values) == 4:
         cx, cy, w, h = values
         x1, y1, x2, y2 = cx - w / 2, cy - h / 2, cx + w / 2, cy + h / 2
