@@ -8,17 +8,8 @@ from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
 
 VERBS = (
-    "train",
-    "evaluate",
-    "predict",
-    "export",
-    "write",
-    "checkpoint",
-    "launch",
-    "prove",
-    "report",
-    "doctor",
-    "bench",
+    *("train", "evaluate", "predict", "export", "write", "checkpoint"),
+    *("launch", "prove", "report", "doctor", "bench"),
 )
 GROUPS = ("recipe", "model", "data", "optim", "sched", "strategy", "observers", "controllers")
 _SWITCHES = (
@@ -28,11 +19,11 @@ _SWITCHES = (
 _INFO = ("--info", "-i")
 _INFO_OF = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _OF_DOCTOR = ("--json", "--cluster")
-_CONFIG_DIR = ("--config-dir", "-cd")
+CONFIG_DIR = ("--config-dir", "-cd")
 EXPLAIN = "--explain"
 _COMPOSES = ("train", "launch", "write", "prove", "bench")
 _TAKE_A_VALUE = (
-    *_CONFIG_DIR,
+    *CONFIG_DIR,
     *("--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p"),
     *("--experimental-rerun", EXPLAIN),
 )
@@ -104,7 +95,7 @@ def parse(words: Sequence[str]) -> Arguments:
                 torchrun.append(f"{name}={value}")
                 continue
             options.append(f"{name}={value}")
-            config_dirs += [Path(value)] if name in _CONFIG_DIR else []
+            config_dirs += [Path(value)] if name in CONFIG_DIR else []
         elif name in _INFO and not equals and rest and rest[0] in _INFO_OF:
             options.append(f"{name}={rest.pop(0)}")
         elif name in (*switches, *_INFO):

@@ -1,6 +1,11 @@
 """What a verb prints when it is asked for help; apart from the verbs, whose import takes seconds."""
 
-LAUNCH = """\
+_CHECKPOINT_WORDS = """\
+  run=<folder>          the run, whose saved config is used; any of its keys may be overridden
+  checkpoint=<which>    last (the default), best, step-<n>, or a checkpoint's folder"""
+
+TEXTS = {
+    "launch": """\
 python -m ddptrain launch [torchrun's options] recipe=<name> [overrides]
 
 torchrun, with the config checked before a rank starts, restarts that work, and exit codes that a scheduler
@@ -25,9 +30,8 @@ Exit codes:
     4  the loss left the finite numbers: not restarted
    75  stopped on request, with a checkpoint: not restarted; start the same command again
    76  a rank hung and was named, after all restarts
-  128 + n  a rank was killed by signal n (137: SIGKILL, 143: SIGTERM), after all restarts"""
-
-REPORT = """\
+  128 + n  a rank was killed by signal n (137: SIGKILL, 143: SIGTERM), after all restarts""",
+    "report": """\
 python -m ddptrain report <run's folder> [<another> ...] [out=<file.html>]
 python -m ddptrain report <sweep's folder> [out=<file.html>]
 
@@ -43,8 +47,8 @@ pictures, texts, devices and the whole config, and the command that repeats each
 
   python -m ddptrain report runs/cnn_digits/2026-11-21_02-14-19-70d7f5
   python -m ddptrain report runs/a runs/b out=compared.html
-  python -m ddptrain report sweeps/cnn_digits"""
-DOCTOR = """\
+  python -m ddptrain report sweeps/cnn_digits""",
+    "doctor": """\
 python -m ddptrain doctor [device=auto|cuda|cuda:<i>|cpu] [workers=<n>] [port=<n>] [--json] [--cluster]
 python -m ddptrain doctor facts=<file> [--json]
 
@@ -73,9 +77,8 @@ Levels:
 Exit codes:
     0  no problem
     1  a problem; with --cluster on every rank, whichever node has it
-    2  the words are wrong"""
-
-BENCH = """\
+    2  the words are wrong""",
+    "bench": """\
 python -m ddptrain bench recipe=<name> [overrides] [ranks=<n>] [steps=<n>] [rounds=<n>] [try='<a>;<b>']
                          [ddp=true]
 
@@ -97,13 +100,8 @@ laps), and the split of its time; its first row is the training as it is against
 than that differs by is not called faster. Below it stands the fastest command, to copy.
 Nothing is saved or evaluated meanwhile, and what is trained is thrown away.
 
-With ddp=true the table has what of the all-reduce is exposed: not hidden behind the backward pass."""
-
-_CHECKPOINT_WORDS = """\
-  run=<folder>          the run, whose saved config is used; any of its keys may be overridden
-  checkpoint=<which>    last (the default), best, step-<n>, or a checkpoint's folder"""
-
-EVALUATE = f"""\
+With ddp=true the table has what of the all-reduce is exposed: not hidden behind the backward pass.""",
+    "evaluate": f"""\
 python -m ddptrain evaluate run=<folder> [checkpoint=<which>] [overrides]
 
 The metrics of a finished or running run, on any number of ranks (torchrun), as one JSON object on standard
@@ -111,9 +109,8 @@ output.
 
 {_CHECKPOINT_WORDS}
 
-  python -m ddptrain evaluate run=runs/mine checkpoint=best data=imagefolder data.root=other"""
-
-PREDICT = f"""\
+  python -m ddptrain evaluate run=runs/mine checkpoint=best data=imagefolder data.root=other""",
+    "predict": f"""\
 python -m ddptrain predict run=<folder> [checkpoint=<which>] [the task's own words]
 
 What a trained model answers. It needs the checkpoint alone where that knows enough of the data (images,
@@ -126,9 +123,8 @@ detection).
   text        [prompt='...'] [tokens=...] [temperature=...] [top_k=...] [seed=...]
   translation text='...' [beam=...]
 
-  python -m ddptrain predict run=runs/cnn checkpoint=best source=photos out=seen device=cpu"""
-
-EXPORT = f"""\
+  python -m ddptrain predict run=runs/cnn checkpoint=best source=photos out=seen device=cpu""",
+    "export": f"""\
 python -m ddptrain export run=<folder> [checkpoint=<which>] format=onnx|pt2 [out=<file>] [its own words]
 
 A file that runs without ddptrain, checked against the model on the same batch before it is called done.
@@ -136,38 +132,23 @@ A file that runs without ddptrain, checked against the model on the same batch b
 {_CHECKPOINT_WORDS}
   batch=<n>             images: a model for that many at once; by default any number
 
-  python -m ddptrain export run=runs/cnn checkpoint=best format=onnx out=model.onnx"""
-
-CHECKPOINT = """\
+  python -m ddptrain export run=runs/cnn checkpoint=best format=onnx out=model.onnx""",
+    "checkpoint": """\
 python -m ddptrain checkpoint verify|show|convert run=<folder> [checkpoint=<which>] [out=<file>]
 
   verify    are all of the run's checkpoints what was written?
   show      one's facts, sizes, norms, and a table of its tensors
-  convert   plain weights to out=<file.pt|file.safetensors>, which load without ddptrain"""
-
-PROVE = """\
+  convert   plain weights to out=<file.pt|file.safetensors>, which load without ddptrain""",
+    "prove": """\
 python -m ddptrain prove resume|world|eval recipe=<name> [overrides] [ranks=<n>] [out=<new folder>]
 
 Whether a recipe keeps the engine's promises, by whole trainings that are compared bit for bit.
 
   resume    killed at random moments and started again, it ends with the same bits (kills=<n>)
   world     any number of ranks trains the same
-  eval      any number of ranks finds the same metrics"""
-
-WRITE = """\
+  eval      any number of ranks finds the same metrics""",
+    "write": """\
 python -m ddptrain write recipe=<name> [overrides] layout=<one of the data's> out=<new folder>
 
-Write a recipe's data set to disk: of detection as layout=yolo or coco."""
-
-TEXTS = {
-    "launch": LAUNCH,
-    "report": REPORT,
-    "doctor": DOCTOR,
-    "bench": BENCH,
-    "evaluate": EVALUATE,
-    "predict": PREDICT,
-    "export": EXPORT,
-    "checkpoint": CHECKPOINT,
-    "prove": PROVE,
-    "write": WRITE,
+Write a recipe's data set to disk: of detection as layout=yolo or coco.""",
 }

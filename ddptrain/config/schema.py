@@ -20,6 +20,13 @@ class Rule:
     at_most: float | None = None
     below: float | None = None
 
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Those that are set, by their names in words: ``at least``."""
+        names = ("at_least", "above", "at_most", "below")
+        found = {name.replace("_", " "): getattr(self, name) for name in names}
+        return {name: bound for name, bound in found.items() if bound is not None}
+
 
 def rule(default: Any, **bounds: Any) -> Any:
     """A dataclass field with a default and a `Rule`."""
