@@ -72,6 +72,8 @@ class OutOfStep(RuntimeError):
     started again, the run goes on from its last checkpoint."""
 
 
+DOCTOR_HINT = "python -m ddptrain doctor says more"
+"""For messages about devices."""
 KNOWN_ENDS = (UserError, Diverged, Stopped, RankLost, OutOfStep)
 """What ends a run with a message of its own: everything else is a bug, and has a traceback."""
 KnownEnd = UserError | Diverged | Stopped | RankLost | OutOfStep

@@ -99,17 +99,17 @@ def _train(arguments: Arguments) -> int:
 def _sweep(arguments: Arguments) -> int:
     from ddptrain.cli import hydra_sweep
     from ddptrain.sweep.ledger import Job
-    from ddptrain.sweep.run import Point, Sweep
+    from ddptrain.sweep.run import SweepPoint, SweepRunner
 
     check_sweep(arguments)
     places = [word for word in arguments.overrides if word.startswith("hydra.searchpath=")]
-    sweep = Sweep()
+    sweep = SweepRunner()
 
     def run(jobs: list[tuple[Tree, list[str]]]) -> list[Job]:
         points = []
         for tree, words in jobs:
             own = [word for word in words if not word.lstrip("+").startswith("sweep.")]
-            points.append(Point(_complete(tree, arguments), (*_folders(arguments), *places, *own)))
+            points.append(SweepPoint(_complete(tree, arguments), (*_folders(arguments), *places, *own)))
         return sweep.run(points)
 
     def job(tree: Tree, overrides: list[str]) -> None:  # under a launcher that is not ours

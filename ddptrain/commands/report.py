@@ -1,13 +1,10 @@
 """The verb ``report``: runs in a table and on a page."""
 
-import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -29,12 +26,11 @@ from ddptrain.report.comparison import (
 )
 from ddptrain.report.page import write_page
 from ddptrain.report.run_files import RunFiles, is_run, plain, read_run
-from ddptrain.sweep.ledger import LEDGER, Job, read_ledger
+from ddptrain.sweep.ledger import LEDGER, read_ledger
 from ddptrain.sweep.run import report as print_sweep
+from ddptrain.text import print_tables
 
 _Row = tuple[str, Sequence[str]]
-_PLAIN_WIDTH = 160
-"""Columns where there is no terminal."""
 _MOST_OF_A_SWEEP = 24
 _FEW = 12
 """Differences that the terminal shows."""
@@ -97,7 +93,8 @@ def _is_sweep(folder: Path) -> bool:
 def _runs_in(folder: Path) -> list[Path]:
     """The run that the folder is, or those of the sweep that it is. Raises UserError where it is neither."""
     if _is_sweep(folder):
-        paths = (folder / job.folder for job in sorted(read_ledger(folder, live=False), key=_place))
+        jobs = sorted(read_ledger(folder, live=False), key=lambda job: job.place)
+        paths = (folder / job.folder for job in jobs)
         return [path for path in paths if is_run(path)]
     if is_run(folder):
         return [folder]
@@ -114,11 +111,6 @@ def _runs_in(folder: Path) -> list[Path]:
     raise UserError(
         f"report {folder}: holds no run (config.yaml, metrics.jsonl), and no sweep ({LEDGER}).{hint}"
     )
-
-
-def _place(job: Job) -> float:
-    """The best first, those without a value last."""
-    return math.inf if job.score is None or math.isnan(job.score) else -job.score
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -162,20 +154,12 @@ def _write(runs: Sequence[RunFiles], title: str, notes: Sequence[str], page: Pat
 
 
 def _print(runs: Sequence[RunFiles]) -> None:
-    """On standard output, as wide as the terminal."""
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    with console.capture() as drawn:
-        titles, facts = overview(runs)
-        first = list(zip([run.name for run in runs], facts, strict=True))
-        for table in [
-            _table("", "run", titles, first, numbers=False),
-            *_differences(runs),
-            *_metrics(runs),
-            *_times(runs),
-        ]:
-            console.print(table)
-    for line in drawn.get().splitlines():  # rich fills its lines with blanks
-        print(line.rstrip())
+    """On standard output."""
+    titles, facts = overview(runs)
+    first = _table(
+        "", "run", titles, list(zip([run.name for run in runs], facts, strict=True)), numbers=False
+    )
+    print_tables(first, *_differences(runs), *_metrics(runs), *_times(runs))
     notes = {f"{run.name}: {note}": [""] for run in runs for note in run.notes}
     for text, names in (notes | said(runs)).items():
         print(f"{', '.join(names)}: {text}" if len(runs) > 1 and names[0] else text)
@@ -243,12 +227,5 @@ def _times(runs: Sequence[RunFiles]) -> list[Table]:
         whole = sum(split.values())
         cells = [f"{split[part] / whole:.0%}" if part in split and whole > 0 else NOTHING for part in parts]
         rows.append((run.name, [*cells, clock(whole) if split else NOTHING]))
-    return [
-        _table(
-            "where the time went",
-            "run",
-            [*(part.replace("_", "-") for part in parts), "whole"],
-            rows,
-            numbers=True,
-        )
-    ]
+    titles = [*(part.replace("_", "-") for part in parts), "whole"]
+    return [_table("where the time went", "run", titles, rows, numbers=True)]

@@ -8,9 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ddptrain.api.world import World
-from ddptrain.errors import UserError
-
-MORE = "python -m ddptrain doctor says more"
+from ddptrain.errors import DOCTOR_HINT, UserError
 
 
 class Placement(NamedTuple):
@@ -42,7 +40,7 @@ def choose_device(asked: str, world: World, why_no_cuda: Callable[[], str]) -> P
     if not torch.cuda.is_available():
         raise UserError(
             f"device={asked}: {why_no_cuda()} Training on the CPU instead would be a silent"
-            f" slowdown, so this stops here. Mend that, or say device=cpu (or device=auto). {MORE}."
+            f" slowdown, so this stops here. Mend that, or say device=cpu (or device=auto). {DOCTOR_HINT}."
         )
     count = torch.cuda.device_count()
     if device.index is None:
@@ -75,7 +73,7 @@ def compared(world: World, gpus: Sequence[str]) -> World:
     if len(with_one) < len(gpus):
         raise UserError(
             f"device: rank {with_one[0]} has a GPU and rank {gpus.index('')} has none, and all would wait for"
-            f" that one. Mend its node, or say device=cpu. {MORE}."
+            f" that one. Mend its node, or say device=cpu. {DOCTOR_HINT}."
         )
     # NCCL joins no slices of a GPU either, and CUDA's name of one tells that it is one
     shared = len(set(gpus)) < len(gpus) or (len(gpus) > 1 and any(" MIG " in gpu for gpu in gpus))
@@ -99,4 +97,4 @@ def _automatic(world: World, why_no_cuda: Callable[[], str]) -> Placement:
         )
     if torch.backends.mps.is_available() and world.size == 1:
         return Placement(torch.device("mps", 0), "auto: Metal")
-    return Placement(torch.device("cpu"), f"auto: NO GPU IS USED, {why_no_cuda()} {MORE}.")
+    return Placement(torch.device("cpu"), f"auto: NO GPU IS USED, {why_no_cuda()} {DOCTOR_HINT}.")

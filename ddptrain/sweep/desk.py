@@ -38,7 +38,8 @@ class Desk:
         with call:
             call.settimeout(_SAY_S)
             try:
-                question = json.loads(read_line(call))
+                with call.makefile("rb") as lines:
+                    question = json.loads(lines.readline(_MOST_BYTES))
                 call.sendall(json.dumps({"goes_on": answer(question)}).encode() + b"\n")
             except (OSError, ValueError):  # its job was killed while it asked
                 return
@@ -46,14 +47,3 @@ class Desk:
     def close(self) -> None:
         self._socket.close()
         self._folder.cleanup()
-
-
-def read_line(call: socket.socket) -> bytes:
-    """Up to the end of the line, or of the connection."""
-    read = b""
-    while not read.endswith(b"\n") and len(read) < _MOST_BYTES:
-        part = call.recv(_MOST_BYTES)
-        if not part:
-            break
-        read += part
-    return read

@@ -73,6 +73,11 @@ class Job:
             return None
         return self.value if self.higher_is_better else -self.value
 
+    @property
+    def place(self) -> float:
+        """For sorting: the best first, those without a score last."""
+        return math.inf if self.score is None or math.isnan(self.score) else -self.score
+
     def heed(self, event: Mapping[str, Any]) -> None:
         """Take in a line of the ledger."""
         match event["event"]:

@@ -7,7 +7,6 @@ from typing import final
 
 from ddptrain.api.controller import Controller
 from ddptrain.api.observer import Evaluated
-from ddptrain.sweep.desk import read_line
 
 _PATIENCE_S = 60.0
 """For an answer: the sweep looks up ten times a second."""
@@ -41,7 +40,8 @@ class Pruning(Controller):
             try:
                 call.connect(self._address)
                 call.sendall(json.dumps(question).encode() + b"\n")
-                reply = read_line(call)
+                with call.makefile("rb") as lines:
+                    reply = lines.readline()
             except OSError as error:
                 raise RuntimeError(f"the sweep that started this job does not answer ({error})") from error
         if not reply:

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from sweeps import events, points, start, statuses, swept_words
 
 from ddptrain.sweep.ledger import Evaluation, Job
-from ddptrain.sweep.prune import Asha, Median, Pruning
+from ddptrain.sweep.prune import Asha, Median, PruningRule
 
 EPOCHS = 9
 
 
-def simulated(rule: Pruning, finals: list[float], slots: int, dice: random.Random) -> tuple[list[Job], float]:
+def simulated(
+    rule: PruningRule, finals: list[float], slots: int, dice: random.Random
+) -> tuple[list[Job], float]:
     """The jobs after a sweep of one evaluation an epoch, in which they advance in any order, and the share
     of the grid's epochs that were trained. A job's metric only rises, and never crosses another's."""
     jobs = [Job(number, str(number), ()) for number in range(len(finals))]
