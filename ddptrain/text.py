@@ -13,6 +13,12 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}{'s' * (number != 1)}"
 
 
+def first_few(names: Sequence[str], most: int) -> str:
+    """``a, b and 3 more``; '' without any."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """A line for each row, its words below those of the others."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -29,8 +29,7 @@ from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
-from ddptrain.launcher.gc_pause import gc_paused
-from ddptrain.launcher.parent_death import end_with_agent
+from ddptrain.launcher.process import end_with_agent, gc_paused
 
 _WAIT_FOR_FIRST_RANK_S = 30.0
 """Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""

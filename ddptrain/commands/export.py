@@ -4,6 +4,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,9 +22,17 @@ log = logging.getLogger("ddptrain")
 
 _TOLERANCE = 1e-3
 """Largest difference from eager, as `Deployed.difference` counts it."""
-OWN_WORDS = ("format", "out")
+_OWN_WORDS = ("format", "out")
 
 Runner = Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """The words of the verb itself."""
+
+    format: Literal["onnx", "pt2"]
+    out: str = ""
 
 
 def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str]) -> None:
@@ -33,16 +42,16 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
     """
     if not world_from_environment().is_first:
         return
-    own, words = ({n: w for n, w in asked.items() if (n in OWN_WORDS) == mine} for mine in (True, False))
-    chosen = typed_arguments(_own, own, "export")
+    own, words = ({n: w for n, w in asked.items() if (n in _OWN_WORDS) == mine} for mine in (True, False))
+    chosen = _Own(**typed_arguments(_Own, own, "export"))
     config.device, config.channels_last = "cpu", False
     task, data = make_task(config)
     if type(task).deploy is Task.deploy:
         raise UserError(f"export: {type(task).__name__} offers none.")
     arguments = typed_arguments(task.deploy, words, "export")
-    write = {"pt2": _write_pt2, "onnx": _write_onnx}[chosen["format"]]
-    name = f"model.{chosen['format']}"
-    target = Path(chosen.get("out", folder / name))
+    write = {"pt2": _write_pt2, "onnx": _write_onnx}[chosen.format]
+    name = f"model.{chosen.format}"
+    target = Path(chosen.out) if chosen.out else folder / name
     if target.is_dir():
         raise UserError(f"out={target}: is a folder; name a file in it: out={target / name}")
     unchecked = target.with_stem(f"{target.stem}.unchecked")
@@ -72,10 +81,6 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
         )
     else:
         log.info("checked    against eager on several examples: largest relative difference %.1e", difference)
-
-
-def _own(model: object, format: Literal["onnx", "pt2"], out: str = "") -> None:
-    """What the verb itself takes, for `typed_arguments`."""
 
 
 def _traced(deployed: Deployed) -> torch.export.ExportedProgram:

@@ -31,6 +31,7 @@ from ddptrain.engine.state import fit_model
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
 from ddptrain.observe.console import open_log
 from ddptrain.observe.summary import Summary
+from ddptrain.text import first_few
 from ddptrain.watchdog.lost_peer import address_of_peer, from_a_lost_rank
 from ddptrain.watchdog.watchdog import Watchdog
 
@@ -185,17 +186,12 @@ def check_outputs(data: Data, saved: Saved) -> None:
     """Refuse a checkpoint whose model's outputs stand for something else than this data's."""
     theirs, own = saved.manifest.get("outputs"), list(data.outputs)
     if theirs != own:
-        gone, new = _first_names({*(theirs or [])} - {*own}), _first_names({*own} - {*(theirs or [])})
+        pairs = ((set(theirs or []), set(own)), (set(own), set(theirs or [])))
+        gone, new = (first_few([*map(repr, sorted(a - b))], 5) or "none" for a, b in pairs)
         raise UserError(
             f"{saved.path}: its model's outputs stand for other classes or characters than this data's, or in"
             f" another order: {gone} only there, {new} only here. Use the data it was trained with."
         )
-
-
-def _first_names(names: set[str]) -> str:
-    shown = sorted(names)[:5]
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{', '.join(map(repr, shown))}{more}" if shown else "none"
 
 
 def named_checkpoint(folder: Path, name: str) -> Saved:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddptrain.text import counted
+
 if TYPE_CHECKING:
     from ddptrain.api.world import World
 
@@ -49,15 +51,14 @@ def workers_of(cores: int, ranks: int, on_cpu: bool) -> int:
     return max(0, min(8, share // 2 if on_cpu else share - 1))
 
 
-def said_of_cores(world: "World", workers: int) -> str:
+def cores_in_words(world: "World", workers: int) -> str:
     """How a node's cores are shared out, for the log."""
     import torch
 
-    threads, ranks = torch.get_num_threads(), world.local_size
-    used = f"{threads} thread{'s' * (threads > 1)}"
-    used += f" and {workers} worker{'s' * (workers > 1)}" if workers else ""
-    each = f"{ranks} ranks of {used}" if ranks > 1 else used
-    return f"{each}, on {cores()} core{'s' * (cores() > 1)}"
+    used = counted(torch.get_num_threads(), "thread")
+    used += f" and {counted(workers, 'worker')}" if workers else ""
+    each = f"{world.local_size} ranks of {used}" if world.local_size > 1 else used
+    return f"{each}, on {counted(cores(), 'core')}"
 
 
 def quota(root: Path = Path("/")) -> float | None:

@@ -24,17 +24,11 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from ddptrain.config.schema import Config
-from ddptrain.launcher.gc_pause import gc_paused
-from ddptrain.launcher.parent_death import adopting, end_with, end_with_parent
+from ddptrain.launcher.process import STOP_SIGNALS, adopting, end_with, end_with_parent, gc_paused
 
 Main = Callable[[Sequence[str]], int]
 """Runs a command line and gives its exit code."""
 
-_FOR_THE_RANKS = (
-    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
-    *(signal.SIGUSR1, signal.SIGUSR2),
-)
-"""Signals by which a job is stopped, which may go to the launcher's whole process group."""
 _IN_ANY_TRAINING = (
     "ddptrain.commands.train",
     "torch.fx.experimental.symbolic_shapes",  # by backward()
@@ -169,7 +163,7 @@ class _Rank:
 def _serve(orders: Connection, launcher: int, main: Main, modules: Sequence[str]) -> NoReturn:
     """The prefork's own process, to its end."""
     end_with_parent(str(launcher))
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _FOR_THE_RANKS}
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     _name_process("ddptrain-fork")
     with gc_paused():
         for module in modules:

@@ -40,7 +40,7 @@ class TrialFailed(Exception):
         self.code = code
 
 
-class Verdict(NamedTuple):
+class ProofResult(NamedTuple):
     """The outcome of a proof."""
 
     holds: bool

@@ -15,7 +15,7 @@ from typing import Any
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import is_ddp
 from ddptrain.errors import ExitCode
-from ddptrain.launcher.parent_death import AGENT
+from ddptrain.launcher.process import AGENT
 from ddptrain.sweep.ledger import Job
 from ddptrain.sweep.slots import Slots
 

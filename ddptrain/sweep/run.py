@@ -43,7 +43,8 @@ class SweepRunner:
         if not points:
             raise UserError("--multirun: these values make no job; one of the lists is empty.")
         settings = _settings(points)
-        folder = Path(settings.dir or _default_folder(points))
+        recipes = "+".join(sorted({point.config.recipe for point in points}))
+        folder = Path(settings.dir or Path("sweeps", recipes))
         slots = share_out(points[0].config)
         rule = pruning_rule(settings)
         if settings.dry_run:
@@ -103,10 +104,6 @@ def _settings(points: Sequence[SweepPoint]) -> Sweep:
         if point.config.device != first.device:
             raise UserError("device: all jobs of a sweep share the machine's; give it one value.")
     return first.sweep
-
-
-def _default_folder(points: Sequence[SweepPoint]) -> Path:
-    return Path("sweeps") / "+".join(sorted({point.config.recipe for point in points}))
 
 
 def _planned(points: Sequence[SweepPoint], folder: Path) -> list[Job]:

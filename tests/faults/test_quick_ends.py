@@ -18,7 +18,7 @@ RUNS, AT_ONCE = 45, 3
 
 
 def test_a_run_that_is_pruned_at_once_never_aborts(tmp_path: Path) -> None:
-    """Before ranks left without Python's own shutdown, 5 of 45 died of SIGABRT: see `parent_death.leave`."""
+    """Before ranks left without Python's own shutdown, 5 of 45 died of SIGABRT: see `process.leave`."""
     desk, over = Desk(), threading.Event()
 
     def answer() -> None:
