@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "doctor": {"distributed", "errors", "text"},
     "sweep": {"api", "config", "distributed", "doctor", "errors", "launcher", "observe", "text"},
     "bench": {"api", "config", "distributed", "doctor", "errors", "launcher", "strategies", "text"},
-    "prove": {"api", "config", "engine", "errors"},
+    "prove": {"api", "config", "engine", "errors", "text"},
     "commands": {
         "api", "bench", "config", "distributed", "doctor", "engine", "errors", "launcher", "observe", "prove",
         "report", "strategies", "sweep", "text", "torch_private", "watchdog",

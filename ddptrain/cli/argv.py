@@ -59,6 +59,10 @@ class Arguments:
     def sweeps(self) -> bool:
         return bool({"-m", "--multirun"} & set(self.options))
 
+    @property
+    def asks_help(self) -> bool:
+        return bool({"-h", "--help"} & set(self.options))
+
 
 def parse(words: Sequence[str]) -> Arguments:
     """Sort a command line's words, wherever they stand.
@@ -106,10 +110,6 @@ def parse(words: Sequence[str]) -> Arguments:
             hint = did_you_mean(name, (*switches, *_INFO, *_TAKE_A_VALUE, *of_torchrun))
             raise UserError(f"{word}: there is no such option.{hint}")
     return Arguments(verb, tuple(overrides), tuple(options), tuple(config_dirs), tuple(torchrun))
-
-
-def asks_help(arguments: Arguments) -> bool:
-    return bool({"-h", "--help"} & set(arguments.options))
 
 
 def check_sweep(arguments: Arguments) -> None:

@@ -46,9 +46,7 @@ def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -
 
     Raises the first of what the jobs raised.
     """
-    overrides = _left_of_searchpath(arguments.overrides, arguments.config_dirs)
-    for override in parsed(overrides):
-        _check_override(override)
+    overrides = [override.input_line or "" for override in _checked_overrides(arguments, arguments.overrides)]
     names = [option.partition("=")[0] for option in arguments.options]
     for name in names:
         if name in _NOT_TAKEN:
@@ -57,7 +55,7 @@ def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -
             )
     for option in arguments.options:
         if option.startswith(f"{EXPLAIN}="):
-            with _speaking_plainly(overrides):
+            with _hydra_errors_as_user_errors(overrides):
                 print(explained(option.partition("=")[2], overrides))
             return
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us whole instead of being printed
@@ -77,7 +75,7 @@ def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -
                 raise
             failures.append(error)  # carried past Hydra, which would report it in its own way
 
-    with _speaking_plainly(overrides):
+    with _hydra_errors_as_user_errors(overrides):
         hydra.main(config_path=f"pkg://{CONF}", config_name="config", version_base="1.3")(task)()
     if failures:
         raise failures[0]
@@ -94,17 +92,16 @@ def tree_of(composed: DictConfig, choices: Mapping[str, Any]) -> Tree:
 def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tree:
     """A run's saved config with overrides applied: a group's choice replaces its whole section."""
     saved = read_config(path)
-    asked = parsed(_left_of_searchpath(overrides, arguments.config_dirs))
+    asked = _checked_overrides(arguments, overrides)
     _update_old(saved)
     for override in sorted(asked, key=lambda override: override.key_or_group not in GROUPS):
-        _check_override(override)
         if override.is_sweep_override() or override.key_or_group == "recipe":
             raise UserError(
                 f"{override.input_line}: {arguments.verb} takes one value a key, and the run's own recipe."
             )
         if override.key_or_group in GROUPS:
             choice = [override.input_line or ""]
-            with _speaking_plainly(choice):
+            with _hydra_errors_as_user_errors(choice):
                 saved[override.key_or_group] = _composed(choice)[override.key_or_group]
             continue
         known = flat_keys(_plain(saved))
@@ -136,17 +133,20 @@ def recipes(arguments: Arguments) -> list[str]:
     return sorted({path.stem for folder in folders for path in (folder / "recipe").glob("*.yaml")})
 
 
-def _left_of_searchpath(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
-    """Look for YAMLs where this command line says; the overrides without ``hydra.searchpath``."""
+def _checked_overrides(arguments: Arguments, words: Sequence[str]) -> list[Override]:
+    """The overrides of these words without ``hydra.searchpath``, by which this sets where YAMLs are found."""
     places: list[str] = []
-    named = [word for word in overrides if word.startswith("hydra.searchpath=")]
+    named = [word for word in words if word.startswith("hydra.searchpath=")]
     for word in named:
         value = parsed([word])[0].value()
         if not isinstance(value, list) or not all(isinstance(place, str) for place in value):
             raise UserError(f"{word}: takes a list of folders: 'hydra.searchpath=[...]'.")
         places += value
-    look_in(config_dirs, places)
-    return [word for word in overrides if word not in named]
+    look_in(arguments.config_dirs, places)
+    overrides = parsed([word for word in words if word not in named])
+    for override in overrides:
+        _check_override(override)
+    return overrides
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
@@ -182,8 +182,8 @@ def check_places(tree: Tree, words: Sequence[str]) -> None:
             raise UserError(
                 f"controllers.{name}: {target} is for sweeps and benches, which name it themselves."
             )
-    said = any(word.lstrip("+").partition("=")[0] in ("run", "run.dir") for word in words)
-    if isinstance(folder, str) and not said and not is_below(folder):
+    is_asked_for = any(word.lstrip("+").partition("=")[0] in ("run", "run.dir") for word in words)
+    if isinstance(folder, str) and not is_asked_for and not is_below(folder):
         raise UserError(
             f"run.dir={folder}: a recipe may only name a folder below the current one. If you want this one,"
             f" say so on the command line: run.dir={folder}"
@@ -229,7 +229,7 @@ def _check_override(override: Override) -> None:
 
 
 @contextmanager
-def _speaking_plainly(overrides: Sequence[str]) -> Iterator[None]:
+def _hydra_errors_as_user_errors(overrides: Sequence[str]) -> Iterator[None]:
     """Turn what Hydra and OmegaConf raise while composing into a UserError."""
     try:
         yield

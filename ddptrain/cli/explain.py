@@ -166,10 +166,10 @@ def _layer(default: ResultDefault, loaded: ConfigResult) -> _Layer:
 
 def _choice(group: str, overrides: Overrides, layers: Sequence[_Layer]) -> _Setting:
     """Which YAML of a group was chosen, and by what."""
-    choice, said = overrides.known_choices.get(group), overrides.override_metadata.get(group)
-    if said is not None and said.external_override:
+    choice, chosen = overrides.known_choices.get(group), overrides.override_metadata.get(group)
+    if chosen is not None and chosen.external_override:
         return _Setting(_WORDS, f"{group}={choice}" if group == "recipe" else str(choice))
-    by = _ROOT if said is None else said.containing_config_path
+    by = _ROOT if chosen is None else chosen.containing_config_path
     where = next((layer.where for layer in layers if layer.name == by), str(by))
     return _Setting(where, _as_word(choice))
 
@@ -203,7 +203,7 @@ def _as_word(value: Any) -> str:
 
 
 def _documentation(key: str) -> str:
-    """What the schema says of a key, and its rule."""
+    """A key's description in the schema, and its rule."""
     *sections, name = key.split(".")
     owner: Any = Config
     for section in sections:
@@ -215,14 +215,14 @@ def _documentation(key: str) -> str:
     if field is None:
         return ""
     rule = field.metadata.get("rule", Rule())
-    said = [f"{name} {bound:g}" for name, bound in rule.bounds.items()]
-    said = [f"one of {', '.join(rule.choices)}"] if rule.choices else said
-    return " ".join([*_written(owner, name), *([f"Must be {', '.join(said)}."] if said else [])])
+    rules = [f"{name} {bound:g}" for name, bound in rule.bounds.items()]
+    rules = [f"one of {', '.join(rule.choices)}"] if rule.choices else rules
+    return " ".join([*_written(owner, name), *([f"Must be {', '.join(rules)}."] if rules else [])])
 
 
 @cache
 def _written(owner: type, name: str) -> list[str]:
-    """The words below a field in the source."""
+    """The words of the docstring below a field in the source."""
     body = ast.parse(inspect.getsource(owner)).body[0].body  # type: ignore[attr-defined]
     for field, below in pairwise(body):
         if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) == name:

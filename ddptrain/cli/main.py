@@ -11,16 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ddptrain.cli.argv import (
-    GROUPS,
-    Arguments,
-    action_of,
-    asks_help,
-    check_sweep,
-    divided,
-    expect_no_sweep,
-    parse,
-)
+from ddptrain.cli.argv import GROUPS, Arguments, action_of, check_sweep, divided, expect_no_sweep, parse
 from ddptrain.cli.compose import Tree, recipes, run_composed
 from ddptrain.cli.help import TEXTS
 from ddptrain.cli.run_verbs import checkpoint, is_no_key, on_saved_run, recorded
@@ -41,7 +32,7 @@ def main(words: Sequence[str]) -> int:
     end_with_agent()
     try:
         arguments = parse(words)
-        if asks_help(arguments) and arguments.verb in TEXTS:
+        if arguments.asks_help and arguments.verb in TEXTS:
             print(TEXTS[arguments.verb])
             return ExitCode.DONE
         open_user_code(arguments.config_dirs)
@@ -92,24 +83,20 @@ def _train(arguments: Arguments) -> int:
         recorded(lambda: train.run(config, [*_folders(arguments), *overrides]))
         return ExitCode.DONE
 
-    return _composed(arguments, job)
+    return _run_with_config(arguments, job)
 
 
 def _sweep(arguments: Arguments) -> int:
     from ddptrain.cli import hydra_sweep
-    from ddptrain.sweep.ledger import Job
     from ddptrain.sweep.run import SweepPoint, SweepRunner
 
     check_sweep(arguments)
     places = [word for word in arguments.overrides if word.startswith("hydra.searchpath=")]
     sweep = SweepRunner()
 
-    def run(jobs: list[tuple[Tree, list[str]]]) -> list[Job]:
-        points = []
-        for tree, words in jobs:
-            own = [word for word in words if not word.lstrip("+").startswith("sweep.")]
-            points.append(SweepPoint(_complete(tree, arguments), (*_folders(arguments), *places, *own)))
-        return sweep.run(points)
+    def point(tree: Tree, words: Sequence[str]) -> SweepPoint:
+        own = [word for word in words if not word.lstrip("+").startswith("sweep.")]
+        return SweepPoint(_complete(tree, arguments), (*_folders(arguments), *places, *own))
 
     def job(tree: Tree, overrides: list[str]) -> None:  # under a launcher that is not ours
         open_user_code(arguments.config_dirs)  # in a process of its making
@@ -119,7 +106,7 @@ def _sweep(arguments: Arguments) -> int:
         train.run(config, [*_folders(arguments), *overrides])
 
     try:
-        with hydra_sweep.launching(run):
+        with hydra_sweep.launching(lambda jobs: sweep.run([point(*job) for job in jobs])):
             run_composed(arguments, job)
     finally:
         code = sweep.close()
@@ -159,7 +146,7 @@ def _bench(arguments: Arguments) -> int:
 
         return bench.run(config, [*asked.options, *asked.overrides], own)
 
-    return _composed(asked, job)
+    return _run_with_config(asked, job)
 
 
 def _folders(arguments: Arguments) -> list[str]:
@@ -227,10 +214,12 @@ def _prove(arguments: Arguments) -> int:
 
         return prove.run(config, proof, own, [*asked.options, *asked.overrides, *more])
 
-    return _composed(asked, job, more)
+    return _run_with_config(asked, job, more)
 
 
-def _composed(arguments: Arguments, job: Callable[[Config, list[str]], int], more: Sequence[str] = ()) -> int:
+def _run_with_config(
+    arguments: Arguments, job: Callable[[Config, list[str]], int], more: Sequence[str] = ()
+) -> int:
     """Call ``job`` with the config and the overrides of the command line, and return its exit code; or do
     what an option like ``--cfg`` asks. more: further overrides."""
     codes = []
@@ -276,14 +265,11 @@ def _print_once(error: Exception, everywhere: bool) -> None:
 
 
 def _welcome(arguments: Arguments) -> str:
-    names = [f"  {name}" for name in recipes(arguments)]
-    given = "" if arguments.sweeps else " ".join(arguments.overrides)
-    return "\n".join(
-        [
-            "say what to train: recipe=<name>. There are:",
-            *names,
-            "For example:",
-            f"  python -m ddptrain recipe=cnn_cifar10 data=shapes {given}".rstrip(),
-            "  torchrun --standalone --nproc-per-node=2 -m ddptrain recipe=mobilenet_cifar10 data=shapes",
-        ]
-    )
+    names = "\n".join(f"  {name}" for name in recipes(arguments))
+    given = "" if arguments.sweeps else "".join(f" {word}" for word in arguments.overrides)
+    return f"""\
+say what to train: recipe=<name>. There are:
+{names}
+For example:
+  python -m ddptrain recipe=cnn_cifar10 data=shapes{given}
+  torchrun --standalone --nproc-per-node=2 -m ddptrain recipe=mobilenet_cifar10 data=shapes"""

@@ -46,7 +46,7 @@ def checkpoint(arguments: Arguments) -> int:
 
 
 def recorded(work: Callable[[], None]) -> None:
-    """Let torchrun record a crash, so that it shows its traceback. An end with its own message is none."""
+    """Let torchrun record a crash, so that it shows its traceback. Known ends are no crash."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     expected: list[KnownEnd] = []

@@ -26,7 +26,7 @@ _OWN = (
     *(f"train.steps={_ENDLESS}", f"train.eval_every={_ENDLESS}", f"checkpoint.every={_ENDLESS}"),
     *("observers=[]", "hang_timeout=null", "train.verify_every=null", "train.time_limit=null"),
 )
-"""What every training here is told: to do nothing but steps, for ever."""
+"""Overrides of every training here: nothing but steps, without end."""
 _NAMED_HERE = (
     *("run.", "log.every", "observers", "checkpoint.every"),
     *("train.steps", "train.epochs", "train.eval_every"),

@@ -63,7 +63,7 @@ def verify(of: RunFolder, checkpoint: str = "") -> None:
         every = [folder / checkpoint if (folder / checkpoint).is_dir() else Path(checkpoint)]
     damaged = 0
     for path in every:
-        step, said = "?", "ok"
+        step, problem = "?", ""
         size = sum(file.stat().st_size for file in path.glob("*"))
         try:
             saved = read(path)
@@ -71,9 +71,9 @@ def verify(of: RunFolder, checkpoint: str = "") -> None:
         except UserError as error:
             if not path.exists() and not checkpoint:
                 continue  # a running job has just dropped it
-            said = str(error).removeprefix(f"{path}: ")
+            problem = str(error).removeprefix(f"{path}: ")
             damaged += 1
-        print(f"{path.name:<12}  step {step:<8}  {size:>15,} bytes  {said}", flush=True)
+        print(f"{path.name:<12}  step {step:<8}  {size:>15,} bytes  {problem or 'ok'}", flush=True)
     if damaged:
         raise UserError(
             f"run={of.folder}: {damaged} of {len(every)} checkpoints can't be used. A run goes on from its"
@@ -113,8 +113,8 @@ def convert(
 ) -> None:
     """Write a checkpoint's weights to the file ``out``, to be loaded without ddptrain.
 
-    ``.pt``: a dict of tensors (``torch.load``); ``.safetensors``. weights: those that evaluation uses, where
-    nothing is said.
+    ``.pt``: a dict of tensors (``torch.load``); ``.safetensors``. weights: by default those that
+    evaluation uses.
     """
     target = Path(out)
     as_bytes = {".pt": _as_pt, ".safetensors": _as_safetensors}.get(target.suffix)

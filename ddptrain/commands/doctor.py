@@ -25,12 +25,8 @@ def run(asked: Mapping[str, str], as_json: bool, cluster: bool) -> int:
     """Ask, judge, print. Returns 1 where there is a problem, else 0; raises UserError for wrong words."""
     words = _checked(asked, cluster)
     if "facts" in asked:
-        facts = read_facts(Path(asked["facts"]))
-    elif cluster:
-        return _of_the_cluster(words, as_json)
-    else:
-        facts = collect(words, probes(words))
-    return _report(facts, as_json)
+        return _report(read_facts(Path(asked["facts"])), as_json)
+    return _examine_cluster(words, as_json) if cluster else _report(collect(words, probes(words)), as_json)
 
 
 def _checked(asked: Mapping[str, str], cluster: bool) -> Asked:
@@ -68,7 +64,7 @@ def _number(name: str, asked: Mapping[str, str], least: int, most: int) -> int |
     return int(text)
 
 
-def _of_the_cluster(asked: Asked, as_json: bool) -> int:
+def _examine_cluster(asked: Asked, as_json: bool) -> int:
     """As one rank of all: each node's first asks its machine, and rank 0 judges and prints."""
     from ddptrain.distributed import comm
     from ddptrain.distributed.world import world_from_environment
@@ -97,7 +93,7 @@ def _of_the_cluster(asked: Asked, as_json: bool) -> int:
     cluster = Cluster(tuple(nodes), skews, tuple(done))
     broken = any(link.error for link in done)  # known to rank 0, which is in every group
     code, broken = comm.from_first_rank(world, (_report(cluster, as_json) if world.is_first else 0, broken))
-    if not broken:  # else the goodbye would wait for what hangs
+    if not broken:  # else closing would wait for a rank that hangs
         comm.close_group()
     return code
 

@@ -29,7 +29,7 @@ def run(config: Config, options: Sequence[str], words: Sequence[str], prefork: P
     """Start the ranks of this node and wait for their end; returns the exit code.
 
     ``options`` are torchrun's, ``words`` the command line of the ranks, which the prefork forks, if there is
-    one and no option has each start as a program of its own. Raises UserError for what a rank
+    one and no option needs a separate program for each. Raises UserError for what a rank
     would refuse before it opens its data, and for options that torchrun refuses.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -68,7 +68,7 @@ def run(config: Config, options: Sequence[str], words: Sequence[str], prefork: P
 
 
 def _parsed(options: Sequence[str], words: Sequence[str], device: str) -> tuple[Namespace, str]:
-    """torchrun's arguments, and why there are as many ranks where nobody has said how many."""
+    """torchrun's arguments, and the reason for the number of ranks where none was given."""
     parser = torchrun.get_args_parser()
     parser.exit_on_error = False
     if "PET_NPROC_PER_NODE" not in os.environ:

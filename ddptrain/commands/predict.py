@@ -45,9 +45,9 @@ def _write(pieces: Iterable[str]) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     try:
         for piece in pieces:
-            known = piece.encode(encoding, errors="replace").decode(encoding)
-            print(known, end="", flush=True)
+            print(piece.encode(encoding, errors="replace").decode(encoding), end="", flush=True)
         print(flush=True)
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # else the interpreter's last flush fails too
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else the interpreter's last flush fails too

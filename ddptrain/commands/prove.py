@@ -57,12 +57,12 @@ def run(config: Config, proof: str, asked: Mapping[str, str], words: Sequence[st
     folder = _new_folder(named)
     keep = True
     try:
-        verdict = prove(Case(config, words, folder, cores(), partial(_model, config)), **arguments)
-        keep = not verdict.holds or named is not None
+        result = prove(Case(config, words, folder, cores(), partial(_model, config)), **arguments)
+        keep = not result.holds or named is not None
         terminal = Console()
-        Console(width=terminal.width if terminal.is_terminal else _WIDTH).print(verdict.table)
-        print(f"prove {proof}: {verdict.said}", flush=True)
-        return ExitCode.DONE if verdict.holds else 1
+        Console(width=terminal.width if terminal.is_terminal else _WIDTH).print(result.table)
+        print(f"prove {proof}: {result.summary}", flush=True)
+        return ExitCode.DONE if result.holds else 1
     except TrialFailed as error:
         print(f"prove {proof}: FAILED: {error}", flush=True)
         return ExitCode.USER_ERROR if error.code == ExitCode.USER_ERROR else 1
@@ -110,9 +110,9 @@ def prove_resume(case: Case, ranks: int = 2, kills: int = 3, moments: int | None
     if not found and not line:
         same = f"{len(ours)} values of its state, and metrics.jsonl"
         return ProofResult(True, f"HOLDS: killed {kills} times, it ends with the same bits: {same}.", table)
-    said = [f"{len(found)} of {len(ours)} values of its state differ, first {found[0]}"] if found else []
-    said += [f"metrics.jsonl differs first at {line} (undisturbed and killed)"] if line else []
-    return ProofResult(False, f"BROKEN: {'; '.join(said)}; {_repeats(trials, ranks, ours)}.", table)
+    problems = [f"{len(found)} of {len(ours)} values of its state differ, first {found[0]}"] if found else []
+    problems += [f"metrics.jsonl differs first at {line} (undisturbed and killed)"] if line else []
+    return ProofResult(False, f"BROKEN: {'; '.join(problems)}; {_repeats(trials, ranks, ours)}.", table)
 
 
 def _train_with_kills(

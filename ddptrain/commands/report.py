@@ -37,12 +37,13 @@ _FEW = 12
 
 
 def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
-    """Print what became of these runs or sweeps and write a page on them.
+    """Print a table of these runs or sweeps and write a page on them.
 
     asked: ``out``, the page's file. Raises UserError for a folder that is neither, and where the page can't
     be written.
     """
-    folders = [path for path in folders if not _is_page(path)]
+    # an earlier page is named by runs/<recipe>/* too
+    folders = [path for path in folders if not (path.suffix == ".html" and path.is_file())]
     _check(folders, asked)
     folders = [folder.parent if folder.name == LEDGER else folder for folder in folders]
     found = {folder: _runs_in(folder) for folder in folders}
@@ -51,9 +52,8 @@ def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
         for folder, inside in found.items()
         if len(inside) > _MOST_OF_A_SWEEP
     ]
-    chosen = list(
-        dict.fromkeys(path.resolve() for each in found.values() for path in each[:_MOST_OF_A_SWEEP])
-    )
+    paths = (path.resolve() for inside in found.values() for path in inside[:_MOST_OF_A_SWEEP])
+    chosen = list(dict.fromkeys(paths))
     runs = [read_run(path, name) for path, name in zip(chosen, labels(chosen), strict=True)]
     sweeps = [folder for folder in folders if _is_sweep(folder)]
     for folder in sweeps:
@@ -79,11 +79,6 @@ def _check(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
         raise UserError(
             f"report: name a run's folder, several, or a sweep's: report runs/<recipe>/<time>-<id>.{hint}"
         )
-
-
-def _is_page(path: Path) -> bool:
-    """An earlier page, which ``report runs/<recipe>/*`` names too."""
-    return path.suffix == ".html" and path.is_file()
 
 
 def _is_sweep(folder: Path) -> bool:
@@ -156,9 +151,8 @@ def _write(runs: Sequence[RunFiles], title: str, notes: Sequence[str], page: Pat
 def _print(runs: Sequence[RunFiles]) -> None:
     """On standard output."""
     titles, facts = overview(runs)
-    first = _table(
-        "", "run", titles, list(zip([run.name for run in runs], facts, strict=True)), numbers=False
-    )
+    rows = [(run.name, cells) for run, cells in zip(runs, facts, strict=True)]
+    first = _table("", "run", titles, rows, numbers=False)
     print_tables(first, *_differences(runs), *_metrics(runs), *_times(runs))
     notes = {f"{run.name}: {note}": [""] for run in runs for note in run.notes}
     for text, names in (notes | said(runs)).items():
@@ -199,7 +193,11 @@ def _metrics(runs: Sequence[RunFiles]) -> list[Table]:
     if not every:
         return []
     if len(runs) == 1:
-        rows = [(metric.title, [value_of(p) for p in metric.scores[0]] + [_step(metric)]) for metric in every]
+        rows = []
+        for metric in every:
+            last, best = metric.scores[0]
+            step = NOTHING if best is None else f"{best.step:,.0f}"
+            rows.append((metric.title, [value_of(last), value_of(best), step]))
         return [_table("metrics", "metric", ["last", "best", "at step"], rows, numbers=True)]
     rows = [(metric.title, [_cell(metric, i) for i in order]) for metric in every]
     names = [runs[i].name for i in order]
@@ -210,11 +208,6 @@ def _cell(metric: Metric, run: int) -> str:
     last, best = metric.scores[run]
     both = value_of(last) if best is None else f"{value_of(last)}, {value_of(best)}"
     return f"{both}{'*' if run in metric.winners else ' '}"
-
-
-def _step(metric: Metric) -> str:
-    best = metric.scores[0].best
-    return NOTHING if best is None else f"{best.step:,.0f}"
 
 
 def _times(runs: Sequence[RunFiles]) -> list[Table]:

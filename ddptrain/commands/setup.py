@@ -53,7 +53,7 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
     try:
         device, reason = choose_device(config.device, world, why_no_cuda)
     except UserError as error:
-        error.everywhere = not world.is_first_on_node  # nodes differ, and each one's first rank speaks
+        error.everywhere = not world.is_first_on_node  # nodes differ: the first rank of each prints it
         raise
     world = world.on(device)
     open_log(None, world.is_first)
@@ -81,14 +81,14 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
             raise
         except BaseException as error:
             lack = lack_of_memory(error, config, world, watchdog.place)
-            _part(lack or error, world, watchdog)
+            _leave_after_error(lack or error, world, watchdog)
             if lack is not None:
                 raise lack from None
             raise
         close_group()
 
 
-def _part(error: BaseException, world: World, watchdog: Watchdog) -> None:
+def _leave_after_error(error: BaseException, world: World, watchdog: Watchdog) -> None:
     """Leave the others after an error. Raises RankLost instead where it only follows from another rank's."""
     agreed = isinstance(error, Diverged | OutOfStep) or (isinstance(error, UserError) and error.everywhere)
     if world.size > 1 and not agreed:
@@ -99,13 +99,13 @@ def _part(error: BaseException, world: World, watchdog: Watchdog) -> None:
                 raise RankLost(failure.said, failure.code) from None
             address = address_of_peer(error) if world.size > world.local_size else ""
             where = f" at {address}" if address else ""
-            said = f"rank {world.rank}: another rank{where} is gone: its connection was closed."
-            raise RankLost(gone or said, ExitCode.CRASH) from None
+            closed = f"rank {world.rank}: another rank{where} is gone: its connection was closed."
+            raise RankLost(gone or closed, ExitCode.CRASH) from None
         watchdog.failed(ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.CRASH)
         abandon_group()
         if isinstance(error, UserError) and (first := watchdog.failure_elsewhere(wait=1.0)):
             raise RankLost(first.said, first.code) from None  # that rank's message is enough
-        time.sleep(1.0)  # the others read the news before this rank, which may keep the store, is gone
+        time.sleep(1.0)  # the others read of the failure first: this rank may hold the store
         return
     abandon_group()
 

@@ -18,16 +18,7 @@ from ddptrain import __version__
 from ddptrain.api.observer import Run
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
-from ddptrain.commands.setup import (
-    check_doors,
-    check_outputs,
-    joined_world,
-    make_controllers,
-    make_model,
-    make_observers,
-    make_task,
-    prepare,
-)
+from ddptrain.commands import setup
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import is_dp
 from ddptrain.distributed.comm import on_all_ranks, on_first_rank
@@ -62,11 +53,11 @@ def run(config: Config, arguments: Sequence[str]) -> None:
     Raises UserError for what the user can mend, Diverged where the loss left the finite numbers.
     """
     spare_dynamo()
-    task, data = make_task(config)
-    check_doors(config)
-    observers, controllers = make_observers(config), make_controllers(config)
+    task, data = setup.make_task(config)
+    setup.check_doors(config)
+    observers, controllers = setup.make_observers(config), setup.make_controllers(config)
     build_optimizer(config.optim, [nn.Parameter(torch.zeros(1))])  # refuses its own values, before all else
-    with joined_world(config) as (world, reason, watchdog):
+    with setup.joined_world(config) as (world, reason, watchdog):
         watchdog.stop_on_signals(config.checkpoint.grace, config.train.time_limit)
         check_same_command(world, config)
         folder = on_first_rank(world, lambda: _opened_folder(config))
@@ -124,7 +115,7 @@ def _step(config: Config, task: Task, data: Data, world: World, watchdog: Watchd
     log.info("precision  %s", precision.name)
     ranks, nodes = counted(world.size, "rank"), counted(-(-world.size // world.local_size), "node")
     log.info("strategy   %s, %s on %s", strategy.describe(), ranks, nodes)
-    prepare(data, world, config.seed)
+    setup.prepare(data, world, config.seed)
     plan = plan_run(config, data.train_size, data.identity, strategy.shards)
     log.info("batch      %s", _batch_in_words(plan, world))
     on_all_ranks(world, lambda: check_graphs(config.compile, world, len(plan.sampler(world).pieces)))
@@ -133,7 +124,7 @@ def _step(config: Config, task: Task, data: Data, world: World, watchdog: Watchd
     workers = data.loading.workers or 0
     share_cores(world, strict, workers)
     log.info("cores      %s", cores_in_words(world, workers))
-    model = strategy.prepare(make_model(config, task, world.device))
+    model = strategy.prepare(setup.make_model(config, task, world.device))
     log.info("model      %s", _model_in_words(model, config))
     check_same_model(world, model)
     _note_layers_that_see_one_part(model, plan, world)
@@ -189,7 +180,7 @@ def _resume(config: Config, step: TrainStep, data: Data, checkpointer: Checkpoin
     where = str(saved.path)
     kept = unpack(saved.payload, where)
     step.plan.check_continues(saved.manifest, where)
-    check_outputs(data, saved)
+    setup.check_outputs(data, saved)
     state.load_state_dict(kept, where)
     if world.is_first:
         checkpointer.set_aside_after(state.step)
@@ -243,4 +234,4 @@ def _note_layers_that_see_one_part(model: nn.Module, plan: Plan, world: World) -
             parts,
         )
     if any(isinstance(m, _DropoutNd) and m.p > 0 for m in layers):
-        log.info("note       dropout draws a mask of its own on each rank and for each micro-batch")
+        log.info("note       dropout draws another mask on each rank and for each micro-batch")

@@ -199,7 +199,7 @@ def _downloads(node: Node, name: str, key: str) -> list[str]:
 
 
 def _misplaced(node: Node, hint: Any, key: str) -> list[str]:
-    """A nested node must make what its argument is annotated with; told before it is built."""
+    """A nested node must make what its argument is annotated with; checked before it is built."""
     wanted = [kind for kind in _alternatives(hint) if kind is not type(None)]
     is_class = (inspect.isclass(kind) and kind is not Any for kind in wanted)
     if not all(is_class) or any(typing.Protocol in kind.__mro__ for kind in wanted):

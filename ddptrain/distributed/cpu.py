@@ -1,7 +1,6 @@
 """How many cores a job may use, and how many threads a rank computes with. Imports torch only to set them."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,20 +73,17 @@ def quota(root: Path = Path("/")) -> float | None:
             # inside a container the path is the host's, and its own group is mounted at the top
             folders = [mount / path.strip("/"), *(mount / path.strip("/")).parents]
             for folder in [folder for folder in folders if folder == mount or mount in folder.parents]:
-                found += [*_quota_2(folder), *_quota_1(folder)]
+                found += _quota_of_group(folder)
     return min(found, default=None)
 
 
-def _quota_2(folder: Path) -> Iterator[float]:
-    words = text_of(folder / "cpu.max").split()
-    if len(words) == 2 and words[0] != "max":
-        yield int(words[0]) / int(words[1])
-
-
-def _quota_1(folder: Path) -> Iterator[float]:
-    most, period = text_of(folder / "cpu.cfs_quota_us").strip(), text_of(folder / "cpu.cfs_period_us").strip()
-    if most.isdigit() and period.isdigit() and int(period):  # -1: none
-        yield int(most) / int(period)
+def _quota_of_group(folder: Path) -> list[float]:
+    """One number, or none."""
+    version_1 = text_of(folder / "cpu.cfs_quota_us") + " " + text_of(folder / "cpu.cfs_period_us")
+    words = (text_of(folder / "cpu.max") or version_1).split()
+    if len(words) != 2 or not all(map(str.isdigit, words)) or not int(words[1]):  # max, -1: no limit
+        return []
+    return [int(words[0]) / int(words[1])]
 
 
 def text_of(path: Path) -> str:

@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -179,9 +179,8 @@ class _Agent(LocalElasticAgent):
     def _drop_half_written(self) -> None:
         for path in getattr(self._pcontext, "error_files", {}).values():
             try:
-                json.loads(Path(path).read_text())
-            except FileNotFoundError:
-                continue
+                with suppress(FileNotFoundError):
+                    json.loads(Path(path).read_text())
             except ValueError:
                 os.unlink(path)
 
@@ -196,12 +195,12 @@ def cause_of(codes: Mapping[int, int], failures: Mapping[int, ProcessFailure]) -
 
     codes: of those that ended by themselves.
     """
-    # a rank that does not answer is killed by the one that tells of it, and may be gone before that one
+    # a rank that does not answer is killed by the one that reports it, and may end before that one
     hung = {rank: failure.exitcode for rank, failure in failures.items() if failure.exitcode == ExitCode.HUNG}
     codes = {**codes, **hung}
-    rank = min(codes, key=lambda rank: (_weight(codes[rank]), rank))
+    rank = min(codes, key=lambda rank: (_severity(codes[rank]), rank))
     crashed = [rank for rank, failure in failures.items() if isinstance(failure.message, dict)]
-    if _weight(codes[rank]) < _weight(ExitCode.CRASH) or not crashed:
+    if _severity(codes[rank]) < _severity(ExitCode.CRASH) or not crashed:
         return Cause(rank, codes[rank])
     # a rank that wrote an exception down has crashed, whatever signal it then died of
     rank = min(crashed, key=lambda rank: os.stat(failures[rank].error_file).st_mtime)
@@ -209,7 +208,7 @@ def cause_of(codes: Mapping[int, int], failures: Mapping[int, ProcessFailure]) -
     return Cause(rank, ExitCode.CRASH, message.get("message", "").strip().partition("\n")[0])
 
 
-def _weight(code: int) -> int:
+def _severity(code: int) -> int:
     if code in (*NOT_MENDED, ExitCode.HUNG):
         return 0
     if code in (-signal.SIGTERM, -signal.SIGABRT):

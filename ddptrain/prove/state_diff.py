@@ -84,7 +84,8 @@ def first_line_apart(ours: Path, theirs: Path, tolerance: float = 0.0) -> str:
 
     tolerance: the share of a number that is no difference; 0: byte for byte.
     """
-    for a, b in zip_longest(_lines(ours), _lines(theirs)):
+    lines = ((run / "metrics.jsonl").read_text().splitlines() for run in (ours, theirs))
+    for a, b in zip_longest(*lines):
         if a == b:
             continue
         if a is None or b is None:
@@ -136,14 +137,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _gap(a: Any, b: Any) -> float:
-    numbers = (int, float, Tensor)
-    if not isinstance(a, numbers) or not isinstance(b, numbers):
+    if not isinstance(a, int | float | Tensor) or not isinstance(b, int | float | Tensor):
         return math.inf
     one, other = torch.as_tensor(a).double(), torch.as_tensor(b).double()
     if one.shape != other.shape or not one.numel():
         return math.inf
     return float((one - other).abs().max())
-
-
-def _lines(run: Path) -> list[str]:
-    return (run / "metrics.jsonl").read_text().splitlines()

@@ -31,8 +31,8 @@ def prove_world(case: Case, ranks: int = 4) -> ProofResult:
     if case.config.elastic == "strict":
         table = Table("ranks", "largest difference", title="world, elastic=strict")
         broken = _differing_bits(case.trials(ranks), ranks, table)
-        said = f"BROKEN: {broken}" if broken else f"HOLDS: on 1 to {ranks} ranks all bits are equal."
-        return ProofResult(not broken, said, table)
+        summary = f"BROKEN: {broken}" if broken else f"HOLDS: on 1 to {ranks} ranks all bits are equal."
+        return ProofResult(not broken, summary, table)
     precision = case.config.precision if case.says("precision") else "fp32"
     is_fine = precision == "fp32" and case.config.strategy.get("compression", "none") == "none"
     tolerance = _ROUNDING if is_fine else _COARSE_ROUNDING
@@ -51,11 +51,11 @@ def prove_world(case: Case, ranks: int = 4) -> ProofResult:
     layers = _seeing_their_part(model, case.config)
     if not layers:
         return ProofResult(False, f"BROKEN: {_where(trials, model, case.config, beyond, tolerance)}", table)
-    said = f"weights differ, as they have to, by {' and '.join(layers)}"
+    differ = f"weights differ, as they have to, by {' and '.join(layers)}"
     broken = _differing_bits(case.trials(ranks, "elastic=strict"), ranks, table)
     if broken:
-        return ProofResult(False, f"BROKEN: {said}, but elastic=strict does not mend it: {broken}", table)
-    return ProofResult(True, f"EXPECTED: {said}; with elastic=strict all bits are equal.", table)
+        return ProofResult(False, f"BROKEN: {differ}, but elastic=strict does not mend it: {broken}", table)
+    return ProofResult(True, f"EXPECTED: {differ}; with elastic=strict all bits are equal.", table)
 
 
 def _trained(trials: Trials, ranks: int, name: str = "on", *more: str) -> State:

@@ -1,4 +1,4 @@
-"""What the person who sweeps sees: a table of all jobs, live on a terminal, else a line at each change."""
+"""What a sweep shows: a table of all jobs, live on a terminal, else a line at each change."""
 
 import shlex
 import sys

@@ -12,16 +12,16 @@ from typing import Any
 from ddptrain.config.schema import Config
 from ddptrain.errors import ExitCode, Stopped
 from ddptrain.sweep.board import Board
-from ddptrain.sweep.desk import Desk
 from ddptrain.sweep.ledger import Job, Ledger
 from ddptrain.sweep.process import JobProcess, command
-from ddptrain.sweep.prune import PruningRule
+from ddptrain.sweep.pruning_rules import PruningRule
+from ddptrain.sweep.pruning_server import PruningServer
 from ddptrain.sweep.slots import Slots
 
 _TICK_S = 0.1
 _AFTER_GRACE_S = 10.0
 """For what follows a save: closing down, and launch's own end."""
-_ECHO_S = 1.0
+_REPEATED_SIGNAL_S = 1.0
 """A signal that comes again within this time is the same request, from a scheduler that signals all."""
 _MENDABLE = (ExitCode.CRASH, ExitCode.HUNG)
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -55,17 +55,17 @@ class Pool:
         mine = [job for job in self._ledger.jobs if job.number in jobs]
         self._waiting.extend(job for job in mine if job.status == "stopped")
         self._waiting.extend(job for job in mine if job.status in ("new", "failed", "timeout"))
-        self._desk = Desk()
+        self._server = PruningServer()
         try:
             with self._signals_handled(), self._board.showing():
                 while self._start() or self._running:
-                    self._desk.wait(_TICK_S, self._answer)
+                    self._server.serve(_TICK_S, self._answer)
                     self._look_after()
                     self._board.refresh(self._ledger.jobs)
         finally:
             for process in self._running.values():  # only where something of ours has failed
                 process.kill()
-            self._desk.close()
+            self._server.close()
         if self._stop is not None:
             self._board.say(f"sweep stopped by {self._stop.name}; start the same line again and it goes on")
         if self._stop == signal.SIGINT:
@@ -84,7 +84,7 @@ class Pool:
             taken = [self._free.pop(0) for _ in range(self._slots.per_job)]
             folder = self._ledger.folder
             words = command(job, folder, self._slots, self._configs[job.number])
-            words.append(self._desk.controller(job.number))
+            words.append(self._server.controller(job.number))
             self._attempts[job.number] += 1
             gpus = taken if self._slots.are_gpus else []
             self._ledger.write(job, "started", gpus=gpus, on_cpu=self._slots.on_cpu)
@@ -96,16 +96,16 @@ class Pool:
     def _next(self) -> Job | None:
         if self._waiting:
             return self._waiting.popleft()
-        revivable = self._rule.revivable(self._rivals, idle=not self._running)
-        job = next((job for job in revivable if job.number in self._configs), None)
-        if job is not None:
-            self._ledger.write(job, "promoted", share=job.evaluations[-1].share if job.evaluations else 0.0)
-        return job
+        for job in self._rule.revivable(self._rivals, idle=not self._running):
+            if job.number in self._configs:
+                share = job.evaluations[-1].share if job.evaluations else 0.0
+                self._ledger.write(job, "promoted", share=share)
+                return job
+        return None
 
     def _answer(self, question: Mapping[str, Any]) -> bool:
         """Whether the job that asks goes on."""
-        process = self._running.get(question["job"])
-        if process is None:
+        if (process := self._running.get(question["job"])) is None:
             return False
         job = process.job
         facts = {name: question[name] for name in ("step", "steps", "metric", "value", "higher_is_better")}
@@ -122,8 +122,7 @@ class Pool:
                 process.stop("stopped", grace)
             elif process.seconds > (config.sweep.timeout or math.inf):
                 process.stop("timeout", grace)
-            code = process.ended()
-            if code is None:
+            if (code := process.ended()) is None:
                 continue
             pruned = bool(job.evaluations) and job.passed < job.evaluations[-1].share
             status, why, figures = process.outcome(code, pruned)
@@ -141,7 +140,7 @@ class Pool:
         """The first asks all jobs to save and stop; another one kills them."""
 
         def handle(number: int, _: FrameType | None) -> None:
-            if time.monotonic() - self._stopped_at > _ECHO_S:
+            if time.monotonic() - self._stopped_at > _REPEATED_SIGNAL_S:
                 for process in self._running.values():
                     process.kill()
             if self._stop is None:

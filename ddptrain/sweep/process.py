@@ -1,4 +1,4 @@
-"""A job of a sweep as a process of its own."""
+"""A job of a sweep as a process."""
 
 import contextlib
 import json
@@ -108,7 +108,7 @@ class JobProcess:
         return "failed", self._last_words(code) if code else "it ended without a summary", {}
 
     def _last_words(self, code: int) -> str:
-        """What a failed attempt said last: its own message, which rank a signal ended, or the exception."""
+        """The last message of a failed attempt: its own, which rank a signal ended, or the exception."""
         if self._by_signal:
             memory = " (out of memory?)" if self._by_signal == signal.SIGKILL else ""
             return f"killed by {signal.Signals(self._by_signal).name}{memory}"

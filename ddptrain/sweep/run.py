@@ -13,7 +13,7 @@ from ddptrain.sweep.board import Board, print_table
 from ddptrain.sweep.ledger import LEDGER, Job, Ledger, key_of, read_ledger
 from ddptrain.sweep.pool import Pool, unfinished
 from ddptrain.sweep.process import command
-from ddptrain.sweep.prune import PruningRule, pruning_rule
+from ddptrain.sweep.pruning_rules import PruningRule, pruning_rule
 from ddptrain.sweep.slots import Slots, share_out
 from ddptrain.text import counted
 

@@ -96,8 +96,8 @@ def _devices(asked: Any, device: str) -> tuple[list[str], bool, str]:
 def _gpus() -> tuple[list[str], str]:
     """GPUs as CUDA_VISIBLE_DEVICES takes them, and why these, or why none.
 
-    The driver is asked, and where its NVML tells of none (a container without the driver's utilities) CUDA
-    itself: or every job would take the first GPU. In processes of their own, for a driver may hang.
+    Asks the driver, and where its NVML reports none (a container without the driver's utilities) CUDA itself:
+    else every job would take the first GPU. In separate processes, because a driver may hang.
     """
     driver: Driver = ask("ask_nvml", "nvml", _DRIVER_S).get("driver", Driver())
     cuda = Cuda()
@@ -110,10 +110,10 @@ def _gpus() -> tuple[list[str], str]:
         names, why = [str(index) for index in range(cuda.count)], "as CUDA counts them, NVML tells of none"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names and visible is not None:
-        entries = [entry.strip() for entry in visible.split(",")]
+        entries = map(str.strip, visible.split(","))
         names, why = [entry for entry in entries if entry and entry[0] != "-"], "CUDA_VISIBLE_DEVICES"
     if not names:
         hidden = "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible!r}"
-        said = f"NVML: {driver.error or 'no error'}; CUDA: {cuda.error or 'no error'}{hidden}"
-        why = f"this machine shows no GPU ({said})"
+        errors = f"NVML: {driver.error or 'no error'}; CUDA: {cuda.error or 'no error'}{hidden}"
+        why = f"this machine shows no GPU ({errors})"
     return names, why

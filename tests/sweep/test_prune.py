@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sweeps import events, points, start, statuses, swept_words
 
 from ddptrain.sweep.ledger import Evaluation, Job
-from ddptrain.sweep.prune import Asha, Median, PruningRule
+from ddptrain.sweep.pruning_rules import Asha, Median, PruningRule
 
 EPOCHS = 9
 
@@ -30,7 +30,7 @@ def simulated(
                 break
             [job], waiting = able, waiting[1:]
             if job.evaluations:
-                job.heed({"event": "promoted", "share": job.evaluations[-1].share})
+                job.apply({"event": "promoted", "share": job.evaluations[-1].share})
             job.status, running[job.number] = "running", at[job.number]
         if not running:
             return jobs, epochs / (EPOCHS * len(jobs))
@@ -40,7 +40,7 @@ def simulated(
         share = at[job.number] / EPOCHS
         job.evaluations.append(Evaluation(share, finals[job.number] * share))
         goes_on = rule.goes_on(job, jobs, waiting=bool(waiting))
-        job.heed({"event": "verdict", "share": share, "goes_on": goes_on})
+        job.apply({"event": "verdict", "share": share, "goes_on": goes_on})
         if share == 1 or not goes_on:
             job.status = "done" if share == 1 else "pruned"
             del running[job.number]
