@@ -47,20 +47,20 @@ def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -
     Raises the first of what the jobs raised.
     """
     overrides = [override.input_line or "" for override in _checked_overrides(arguments, arguments.overrides)]
-    names = [option.partition("=")[0] for option in arguments.options]
-    for name in names:
+    options = [option.partition("=") for option in arguments.options]
+    for name, _, _ in options:
         if name in _NOT_TAKEN:
             raise UserError(
                 f"{name}: is not taken. Put a recipe into a folder and name that: --config-dir=..."
             )
-    for option in arguments.options:
-        if option.startswith(f"{EXPLAIN}="):
+    for name, _, key in options:
+        if name == EXPLAIN:
             with _hydra_errors_as_user_errors(overrides):
-                print(explained(option.partition("=")[2], overrides))
+                print(explained(key, overrides))
             return
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us whole instead of being printed
-    own = [option for option, name in zip(arguments.options, names, strict=True) if name not in CONFIG_DIR]
-    sys.argv = [sys.argv[0], *own, *overrides]
+    of_hydra = ["".join(parts) for parts in options if parts[0] not in CONFIG_DIR]
+    sys.argv = [sys.argv[0], *of_hydra, *overrides]
 
     failures: list[Exception] = []
 
@@ -71,7 +71,7 @@ def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -
             check_places(tree, words)
             job(tree, words)
         except Exception as error:
-            if arguments.sweeps:  # in another process, perhaps: it is the launcher's to tell
+            if arguments.sweeps:  # perhaps in another process: the launcher reports it
                 raise
             failures.append(error)  # carried past Hydra, which would report it in its own way
 

@@ -35,8 +35,8 @@ Exit codes:
 python -m ddptrain report <run's folder> [<another> ...] [out=<file.html>]
 python -m ddptrain report <sweep's folder> [out=<file.html>]
 
-What came of a run, of several side by side, or of a sweep: a table here, and a page on it that is one file
-and loads nothing, to keep or to send on. A run that still goes on, or was killed, is shown as far as it got.
+The results of a run, of several side by side, or of a sweep: a table here, and a page that is one file and
+loads nothing, to keep or to send. A run that still goes on, or was killed, is shown as far as it got.
 
   out=<file.html>   where the page goes; by default report.html in the run's or the sweep's folder, and for
                     several runs in the nearest folder that holds them all
@@ -53,14 +53,14 @@ python -m ddptrain doctor [device=auto|cuda|cuda:<i>|cpu] [workers=<n>] [port=<n
 python -m ddptrain doctor facts=<file> [--json]
 
 Why is my GPU not used, or slow? Looks at the machine, its driver and this PyTorch, computes on the device and
-checks the result, and says of each thing that is wrong its cause and its remedy.
+checks the result, and names the cause and the remedy of each problem.
 
   device=auto|cuda|cuda:<i>|cpu   what training will be asked for (auto). With cpu the GPUs are left out
   workers=<n>                     loader processes of each rank, for /dev/shm and cores (as training takes)
   port=<n>                        where torchrun's ranks shall meet (29500)
   facts=<file>                    judge what doctor --json printed, here or on another machine; ask nothing
   --json                          one JSON object: facts, findings, and how many of them are problems
-  --cluster                       under torchrun: all nodes, their versions and clocks, and the wires between
+  --cluster                       under torchrun: all nodes, their versions and clocks, and the links between
 
 Levels:
   problem   the device can't be used, or a run will fail. One for each cause: what only follows is left out
@@ -82,8 +82,8 @@ Exit codes:
 python -m ddptrain bench recipe=<name> [overrides] [ranks=<n>] [steps=<n>] [rounds=<n>] [try='<a>;<b>']
                          [ddp=true]
 
-Where the time of a step goes on this machine, and which overrides make it shorter: each is a training of its
-own and takes turns with the training as it is, so that the ratios hold on a busy machine too.
+Where the time of a step goes on this machine, and which overrides make it shorter: each is a separate
+training, in turns with the training as it is, so that the ratios hold on a busy machine too.
 
   ranks=<n>    ranks of each training (1)
   steps=<n>    of the shortest lap (10); a lap lasts a second at least

@@ -11,6 +11,7 @@ from rich.text import Text
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
 from ddptrain.observe.clock import clock
+from ddptrain.observe.lock import is_locked
 from ddptrain.report.comparison import (
     NOTHING,
     Metric,
@@ -26,8 +27,8 @@ from ddptrain.report.comparison import (
 )
 from ddptrain.report.page import write_page
 from ddptrain.report.run_files import RunFiles, is_run, plain, read_run
+from ddptrain.sweep.board import print_table
 from ddptrain.sweep.ledger import LEDGER, read_ledger
-from ddptrain.sweep.run import report as print_sweep
 from ddptrain.text import print_tables
 
 _Row = tuple[str, Sequence[str]]
@@ -57,12 +58,19 @@ def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
     runs = [read_run(path, name) for path, name in zip(chosen, labels(chosen), strict=True)]
     sweeps = [folder for folder in folders if _is_sweep(folder)]
     for folder in sweeps:
-        print_sweep(folder)
+        if not (jobs := read_ledger(folder, is_locked(folder))):
+            raise UserError(f"report {folder}: holds no sweep ({LEDGER}).")
+        print_table(jobs)
     if len(sweeps) < len(folders):
         _print(runs)
     if runs:
         page = _page_for(folders, runs, asked.get("out"))
-        _write(runs, _title(folders, runs), notes, page)
+        try:
+            page.parent.mkdir(parents=True, exist_ok=True)
+            write_page(runs, _title(folders, runs), notes, page)
+        except OSError as error:
+            problem = f"{page} can't be written ({error.strerror})"
+            raise UserError(f"report: {problem}. Name another file: out=<file.html>") from error
         print(f"page  {page}")
 
 
@@ -136,16 +144,6 @@ def _page_for(folders: Sequence[Path], runs: Sequence[RunFiles], out: str | None
         return folders[0] / "report.html"
     common = Path(os.path.commonpath([run.folder.parent for run in runs]))
     return (Path() if common == Path(common.anchor) else common) / "report.html"
-
-
-def _write(runs: Sequence[RunFiles], title: str, notes: Sequence[str], page: Path) -> None:
-    try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        write_page(runs, title, notes, page)
-    except OSError as error:
-        raise UserError(
-            f"report: {page} can't be written ({error.strerror}). Name another file: out=<file.html>"
-        ) from error
 
 
 def _print(runs: Sequence[RunFiles]) -> None:

@@ -10,7 +10,7 @@ from ddptrain.config.schema import Config, Sweep
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.lock import is_locked
 from ddptrain.sweep.board import Board, print_table
-from ddptrain.sweep.ledger import LEDGER, Job, Ledger, key_of, read_ledger
+from ddptrain.sweep.ledger import Job, Ledger, key_of, read_ledger
 from ddptrain.sweep.pool import Pool, unfinished
 from ddptrain.sweep.process import command
 from ddptrain.sweep.pruning_rules import PruningRule, pruning_rule
@@ -82,17 +82,6 @@ class SweepRunner:
         if statuses & {"failed", "timeout"}:
             return ExitCode.CRASH
         return ExitCode.DONE if statuses <= {"done", "pruned"} else ExitCode.STOPPED
-
-
-def report(folder: Path) -> None:
-    """Print a sweep's table. Raises UserError where the folder holds none."""
-    folder = folder.parent if folder.name == LEDGER else folder
-    jobs = read_ledger(folder, is_locked(folder))
-    if not jobs:
-        inside = sorted(path.parent for path in folder.glob(f"*/{LEDGER}"))
-        hint = f" Did you mean report {inside[0]}?" if inside else ""
-        raise UserError(f"report {folder}: holds no sweep ({LEDGER}).{hint}")
-    print_table(jobs)
 
 
 def _settings(points: Sequence[SweepPoint]) -> Sweep:
