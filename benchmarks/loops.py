@@ -24,7 +24,7 @@ from ddptrain.api.recipe import At, Loss, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.commands.setup import make_model
-from ddptrain.config.schema import Checkpoint, Config, Log, Sched, Train
+from ddptrain.config.schema import Checkpoint, Config, LogSection, Sched, Train
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.plan import plan_run
@@ -179,7 +179,7 @@ def with_ddptrain(run: Run) -> None:
         sched=Sched(name="constant"),
         train=Train(batch_size=run.batch, steps=run.steps, eval_every=run.steps),
         checkpoint=Checkpoint(every=run.steps),
-        log=Log(every=LOG_EVERY),
+        log=LogSection(every=LOG_EVERY),
         seed=SEED,
         precision=run.precision,
         compile=run.compile,

@@ -3,7 +3,7 @@
 import sys
 
 from ddptrain.cli.main import main
-from ddptrain.launcher.parent_death import end_with
+from ddptrain.launcher.process import end_with
 
 if __name__ == "__main__":
     end_with(main, sys.argv[1:])

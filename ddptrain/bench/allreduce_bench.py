@@ -17,7 +17,7 @@ from ddptrain.distributed.comm import backend_for, close_group, open_group
 from ddptrain.distributed.device import choose_device
 from ddptrain.distributed.world import world_from_environment
 from ddptrain.doctor.examine import why_no_cuda
-from ddptrain.launcher.parent_death import leave
+from ddptrain.launcher.process import leave
 
 _SMALLEST = 1 << 10
 _ROUNDS = 15

@@ -13,8 +13,8 @@ from ddptrain.bench.paced_run import LapTimes, Unfit, kill_group, last_lines, st
 from ddptrain.bench.scaling import STRAGGLING, LinkModel, Step, estimated, fitted, misses
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import uses_ddp
-from ddptrain.doctor.show import print_table
 from ddptrain.errors import UserError
+from ddptrain.text import print_tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -146,7 +146,7 @@ def estimate(bench: Bench, config: Config, itself: OverrideResult) -> None:
         ranks=bench.ranks,
         messages=messages,
     )
-    print_table(_scaling_table(step, link, lap.setup["steps_per_epoch"]))
+    print_tables(_scaling_table(step, link, lap.setup["steps_per_epoch"]))
     if not 1 / _NOISY <= itself.ratio <= _NOISY:
         print(
             f"Noise: the training against itself is x{itself.ratio:.2f};"

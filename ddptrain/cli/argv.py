@@ -8,17 +8,8 @@ from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
 
 VERBS = (
-    "train",
-    "evaluate",
-    "predict",
-    "export",
-    "write",
-    "checkpoint",
-    "launch",
-    "prove",
-    "report",
-    "doctor",
-    "bench",
+    *("train", "evaluate", "predict", "export", "write", "checkpoint"),
+    *("launch", "prove", "report", "doctor", "bench"),
 )
 GROUPS = ("recipe", "model", "data", "optim", "sched", "strategy", "observers", "controllers")
 _SWITCHES = (
@@ -28,11 +19,11 @@ _SWITCHES = (
 _INFO = ("--info", "-i")
 _INFO_OF = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _OF_DOCTOR = ("--json", "--cluster")
-_CONFIG_DIR = ("--config-dir", "-cd")
+CONFIG_DIR = ("--config-dir", "-cd")
 EXPLAIN = "--explain"
 _COMPOSES = ("train", "launch", "write", "prove", "bench")
 _TAKE_A_VALUE = (
-    *_CONFIG_DIR,
+    *CONFIG_DIR,
     *("--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p"),
     *("--experimental-rerun", EXPLAIN),
 )
@@ -67,6 +58,10 @@ class Arguments:
     @property
     def sweeps(self) -> bool:
         return bool({"-m", "--multirun"} & set(self.options))
+
+    @property
+    def asks_help(self) -> bool:
+        return bool({"-h", "--help"} & set(self.options))
 
 
 def parse(words: Sequence[str]) -> Arguments:
@@ -104,7 +99,7 @@ def parse(words: Sequence[str]) -> Arguments:
                 torchrun.append(f"{name}={value}")
                 continue
             options.append(f"{name}={value}")
-            config_dirs += [Path(value)] if name in _CONFIG_DIR else []
+            config_dirs += [Path(value)] if name in CONFIG_DIR else []
         elif name in _INFO and not equals and rest and rest[0] in _INFO_OF:
             options.append(f"{name}={rest.pop(0)}")
         elif name in (*switches, *_INFO):
@@ -115,10 +110,6 @@ def parse(words: Sequence[str]) -> Arguments:
             hint = did_you_mean(name, (*switches, *_INFO, *_TAKE_A_VALUE, *of_torchrun))
             raise UserError(f"{word}: there is no such option.{hint}")
     return Arguments(verb, tuple(overrides), tuple(options), tuple(config_dirs), tuple(torchrun))
-
-
-def asks_help(arguments: Arguments) -> bool:
-    return bool({"-h", "--help"} & set(arguments.options))
 
 
 def check_sweep(arguments: Arguments) -> None:

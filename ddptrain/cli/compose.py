@@ -22,21 +22,14 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddptrain.cli.argv import EXPLAIN, GROUPS, Arguments
-from ddptrain.cli.explain import explained, no_such_key
-from ddptrain.cli.search_path import CONF, look_in
-from ddptrain.cli.search_path import ENTRY_POINTS as ENTRY_POINTS
+from ddptrain.cli.argv import CONFIG_DIR, EXPLAIN, GROUPS, Arguments
+from ddptrain.cli.explain import explained, no_such_key, plain_tree
+from ddptrain.cli.search_path import CONF, ENTRY_POINTS, look_in
 from ddptrain.config.check import type_message
-from ddptrain.config.limits import (
-    few_interpolations,
-    is_below,
-    is_plain_name,
-    read_config,
-)
+from ddptrain.config.limits import few_interpolations, is_below, is_plain_name, read_config
 from ddptrain.config.suggest import did_you_mean, flat_keys
 from ddptrain.errors import UserError
 
-_CONFIG_DIR = ("--config-dir", "-cd")
 Tree = dict[str, Any]
 HYDRA_KEYS = ("hydra.searchpath", "hydra/launcher", "hydra/sweeper", "hydra.launcher.*", "hydra.sweeper.*")
 """Of Hydra's own keys these may be given, and on the command line alone: the others start code (callbacks,
@@ -53,23 +46,21 @@ def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -
 
     Raises the first of what the jobs raised.
     """
-    overrides = _left_of_searchpath(arguments.overrides, arguments.config_dirs)
-    for override in parsed(overrides):
-        _check_override(override)
-    names = [option.partition("=")[0] for option in arguments.options]
-    for name in names:
+    overrides = [override.input_line or "" for override in _checked_overrides(arguments, arguments.overrides)]
+    options = [option.partition("=") for option in arguments.options]
+    for name, _, _ in options:
         if name in _NOT_TAKEN:
             raise UserError(
                 f"{name}: is not taken. Put a recipe into a folder and name that: --config-dir=..."
             )
-    for option in arguments.options:
-        if option.startswith(f"{EXPLAIN}="):
-            with _speaking_plainly(overrides):
-                print(explained(option.partition("=")[2], overrides))
+    for name, _, key in options:
+        if name == EXPLAIN:
+            with _hydra_errors_as_user_errors(overrides):
+                print(explained(key, overrides))
             return
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us whole instead of being printed
-    own = [option for option, name in zip(arguments.options, names, strict=True) if name not in _CONFIG_DIR]
-    sys.argv = [sys.argv[0], *own, *overrides]
+    of_hydra = ["".join(parts) for parts in options if parts[0] not in CONFIG_DIR]
+    sys.argv = [sys.argv[0], *of_hydra, *overrides]
 
     failures: list[Exception] = []
 
@@ -80,11 +71,11 @@ def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -
             check_places(tree, words)
             job(tree, words)
         except Exception as error:
-            if arguments.sweeps:  # in another process, perhaps: it is the launcher's to tell
+            if arguments.sweeps:  # perhaps in another process: the launcher reports it
                 raise
             failures.append(error)  # carried past Hydra, which would report it in its own way
 
-    with _speaking_plainly(overrides):
+    with _hydra_errors_as_user_errors(overrides):
         hydra.main(config_path=f"pkg://{CONF}", config_name="config", version_base="1.3")(task)()
     if failures:
         raise failures[0]
@@ -101,20 +92,17 @@ def tree_of(composed: DictConfig, choices: Mapping[str, Any]) -> Tree:
 def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tree:
     """A run's saved config with overrides applied: a group's choice replaces its whole section."""
     saved = read_config(path)
-    asked = parsed(_left_of_searchpath(overrides, arguments.config_dirs))
-    saved = _of_today(saved)
-    groups_first = sorted(asked, key=lambda override: override.key_or_group not in GROUPS)
-    for override in groups_first:
-        _check_override(override)
+    asked = _checked_overrides(arguments, overrides)
+    _update_old(saved)
+    for override in sorted(asked, key=lambda override: override.key_or_group not in GROUPS):
         if override.is_sweep_override() or override.key_or_group == "recipe":
             raise UserError(
                 f"{override.input_line}: {arguments.verb} takes one value a key, and the run's own recipe."
             )
         if override.key_or_group in GROUPS:
             choice = [override.input_line or ""]
-            with _speaking_plainly(choice):
-                composed = _composed(choice)
-            saved[override.key_or_group] = composed[override.key_or_group]
+            with _hydra_errors_as_user_errors(choice):
+                saved[override.key_or_group] = _composed(choice)[override.key_or_group]
             continue
         known = flat_keys(_plain(saved))
         if override.key_or_group not in known and not override.is_add():
@@ -125,14 +113,13 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
     return tree
 
 
-def _of_today(saved: DictConfig) -> DictConfig:
-    """A config that was saved when a strategy had a name and TensorBoard a switch, as it is written now. What
-    the verbs that read a saved run do depends on neither."""
+def _update_old(saved: DictConfig) -> None:
+    """Bring a config up to date that was saved when a strategy had a name and TensorBoard a switch. What the
+    verbs on a saved run do depends on neither."""
     if OmegaConf.is_missing(saved, "strategy") or "_target_" not in (saved.get("strategy") or {}):
         saved.strategy = _composed([])["strategy"]
         if saved.get("log"):
             saved.log.pop("tensorboard", None)
-    return saved
 
 
 def recipes(arguments: Arguments) -> list[str]:
@@ -146,20 +133,20 @@ def recipes(arguments: Arguments) -> list[str]:
     return sorted({path.stem for folder in folders for path in (folder / "recipe").glob("*.yaml")})
 
 
-def _left_of_searchpath(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
-    """Look for YAMLs where this command line says; the overrides without ``hydra.searchpath``."""
+def _checked_overrides(arguments: Arguments, words: Sequence[str]) -> list[Override]:
+    """The overrides of these words without ``hydra.searchpath``, by which this sets where YAMLs are found."""
     places: list[str] = []
-    left = []
-    for word in overrides:
-        if not word.startswith("hydra.searchpath="):
-            left.append(word)
-            continue
+    named = [word for word in words if word.startswith("hydra.searchpath=")]
+    for word in named:
         value = parsed([word])[0].value()
         if not isinstance(value, list) or not all(isinstance(place, str) for place in value):
             raise UserError(f"{word}: takes a list of folders: 'hydra.searchpath=[...]'.")
         places += value
-    look_in(config_dirs, places)
-    return left
+    look_in(arguments.config_dirs, places)
+    overrides = parsed([word for word in words if word not in named])
+    for override in overrides:
+        _check_override(override)
+    return overrides
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
@@ -195,8 +182,8 @@ def check_places(tree: Tree, words: Sequence[str]) -> None:
             raise UserError(
                 f"controllers.{name}: {target} is for sweeps and benches, which name it themselves."
             )
-    said = any(word.lstrip("+").partition("=")[0] in ("run", "run.dir") for word in words)
-    if isinstance(folder, str) and not said and not is_below(folder):
+    is_asked_for = any(word.lstrip("+").partition("=")[0] in ("run", "run.dir") for word in words)
+    if isinstance(folder, str) and not is_asked_for and not is_below(folder):
         raise UserError(
             f"run.dir={folder}: a recipe may only name a folder below the current one. If you want this one,"
             f" say so on the command line: run.dir={folder}"
@@ -242,7 +229,7 @@ def _check_override(override: Override) -> None:
 
 
 @contextmanager
-def _speaking_plainly(overrides: Sequence[str]) -> Iterator[None]:
+def _hydra_errors_as_user_errors(overrides: Sequence[str]) -> Iterator[None]:
     """Turn what Hydra and OmegaConf raise while composing into a UserError."""
     try:
         yield
@@ -277,17 +264,13 @@ def _unknown_choice(error: MissingConfigException) -> str:
     return f"{group}={choice}: there is no such choice.{hint} There are {', '.join(options)}."
 
 
-_KEY = re.compile(r"Could not override '([^']+)'")
-_MERGED = re.compile(r"Error merging override (.+)")
-
-
 def _bad_override(error: ConfigCompositionException, overrides: Sequence[str]) -> str:
     cause = error.__cause__ or error.__context__
     if not isinstance(cause, OmegaConfBaseException):
         return _one_line(error)
-    if merged := _MERGED.search(str(error)):
+    if merged := re.search(r"Error merging override (.+)", str(error)):
         return type_message(cause, merged[1])
-    missing = _KEY.search(str(error))
+    missing = re.search(r"Could not override '([^']+)'", str(error))
     if missing is None or "not in" not in str(cause):
         return _message(cause)
     return no_such_key(missing[1], _known_keys(overrides))
@@ -300,9 +283,7 @@ def _known_keys(overrides: Sequence[str]) -> list[str]:
         composed = _composed(choices)
     except HydraException:  # a choice that is wrong too
         composed = _composed([])
-    tree = OmegaConf.to_container(composed, resolve=False)
-    assert isinstance(tree, dict)
-    return flat_keys({str(name): value for name, value in tree.items()})
+    return flat_keys(plain_tree(composed, resolve=False))
 
 
 def _one_line(error: Exception) -> str:

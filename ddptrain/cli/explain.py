@@ -7,7 +7,7 @@ import ast
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
@@ -30,6 +30,7 @@ from ddptrain.config.limits import few_interpolations
 from ddptrain.config.schema import Config, Rule
 from ddptrain.config.suggest import did_you_mean, flat_keys
 from ddptrain.errors import UserError
+from ddptrain.text import in_columns
 
 _ROOT = "config"
 _SCHEMA = "_schema_"
@@ -74,27 +75,24 @@ def explained(key: str, overrides: Sequence[str]) -> str:
     with open_dict(composed):
         del composed["hydra"]
         composed["recipe"] = defaults.overrides.known_choices.get("recipe") or "???"
-    raw, final = _plain(composed, resolve=False), _plain(composed, resolve=True)
+    raw, final = plain_tree(composed, resolve=False), plain_tree(composed, resolve=True)
     value = _at(final, key)
     if value is _ABSENT:
         raise UserError(no_such_key(key, flat_keys(raw)))
     choices = {group: _choice(group, defaults.overrides, layers) for group in GROUPS}
     history = _History(layers, defaults.config_overrides, choices)
-    if isinstance(value, Mapping) and value:
-        heading = (
-            [_Setting(f"{key} = {choices[key].what}", f"({choices[key].where})")] if key in choices else []
-        )
-        inner = [
-            (leaf, _told(_at(final, leaf)), history.nearest(leaf)[-1].where) for leaf in _leaves(key, value)
-        ]
-        return "\n".join([*(" ".join(line) for line in heading), *_in_columns(inner)])
-    unresolved = _at(raw, key)
-    is_plain = unresolved is _ABSENT or unresolved == value
-    shown = _told(value) if is_plain else f"{_told(value)}  ({unresolved})"
-    about = _documentation(key)
-    return "\n".join(
-        [f"{key} = {shown}", *([f"  {about}"] if about else []), *_in_columns(history.nearest(key))]
-    )
+    rows: list[tuple[str, ...]]
+    if _is_section(value):
+        lines = [f"{key} = {choices[key].what} ({choices[key].where})"] if key in choices else []
+        leaves = [leaf for leaf in flat_keys(value, f"{key}.") if not _is_section(_at(final, leaf))]
+        rows = [(leaf, _as_word(_at(final, leaf)), history.nearest(leaf)[-1].where) for leaf in leaves]
+    else:
+        unresolved, about = _at(raw, key), _documentation(key)
+        is_plain = unresolved is _ABSENT or unresolved == value
+        shown = _as_word(value) if is_plain else f"{_as_word(value)}  ({unresolved})"
+        lines = [f"{key} = {shown}", *([f"  {about}"] if about else [])]
+        rows = [*history.nearest(key)]
+    return "\n".join([*lines, *(f"  {row}" for row in in_columns(rows))])
 
 
 def no_such_key(key: str, known: Sequence[str]) -> str:
@@ -111,24 +109,20 @@ def _choices_with(key: str) -> str:
         return ""
     found = []
     for path in sorted((Path(str(files(CONF))) / group).glob("*.yaml")):
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        assert isinstance(tree, dict)
-        if inner in flat_keys({str(name): value for name, value in tree.items()}):
+        tree = OmegaConf.load(path)
+        assert isinstance(tree, DictConfig)
+        if inner in flat_keys(plain_tree(tree, resolve=False)):
             found.append(f"{group}={path.stem}")
-    return (
-        f" {' and '.join(found)} {'has' if len(found) == 1 else 'have'} it; choose that too." if found else ""
-    )
+    has = "has" if len(found) == 1 else "have"
+    return f" {' and '.join(found)} {has} it; choose that too." if found else ""
 
 
-class _History:
+class _History(NamedTuple):
     """What has set which key: files, then words."""
 
-    def __init__(
-        self, layers: Sequence[_Layer], words: Sequence[Override], choices: Mapping[str, _Setting]
-    ) -> None:
-        self._layers = layers
-        self._words = words
-        self._choices = choices
+    layers: Sequence[_Layer]
+    words: Sequence[Override]
+    choices: Mapping[str, _Setting]
 
     def nearest(self, key: str) -> list[_Setting]:
         """Of a key inside of what an interpolation has brought: what has set the interpolation."""
@@ -140,13 +134,13 @@ class _History:
 
     def of(self, key: str) -> list[_Setting]:
         found = [
-            _Setting(layer.where, _told(value))
-            for layer in self._layers
-            if (value := _at(layer.tree, key)) is not _ABSENT and not (isinstance(value, Mapping) and value)
+            _Setting(layer.where, _as_word(value))
+            for layer in self.layers
+            if (value := _at(layer.tree, key)) is not _ABSENT and not _is_section(value)
         ]
         if key == "recipe":
-            found.append(self._choices[key])
-        for word in self._words:
+            found.append(self.choices[key])
+        for word in self.words:
             path, _, inside = key.removeprefix(word.key_or_group).partition(".")
             given = word.value()
             below = isinstance(given, Mapping) and _at(given, inside) is not _ABSENT
@@ -158,7 +152,7 @@ class _History:
 def _layer(default: ResultDefault, loaded: ConfigResult) -> _Layer:
     name = default.config_path or ""
     assert isinstance(loaded.config, DictConfig)
-    tree = _plain(loaded.config, resolve=False)
+    tree = plain_tree(loaded.config, resolve=False)
     if name == _SCHEMA:
         return _Layer(name, "default", tree)
     scheme, _, place = loaded.path.partition("://")
@@ -172,15 +166,16 @@ def _layer(default: ResultDefault, loaded: ConfigResult) -> _Layer:
 
 def _choice(group: str, overrides: Overrides, layers: Sequence[_Layer]) -> _Setting:
     """Which YAML of a group was chosen, and by what."""
-    choice, said = overrides.known_choices.get(group), overrides.override_metadata.get(group)
-    if said is not None and said.external_override:
+    choice, chosen = overrides.known_choices.get(group), overrides.override_metadata.get(group)
+    if chosen is not None and chosen.external_override:
         return _Setting(_WORDS, f"{group}={choice}" if group == "recipe" else str(choice))
-    by = _ROOT if said is None else said.containing_config_path
+    by = _ROOT if chosen is None else chosen.containing_config_path
     where = next((layer.where for layer in layers if layer.name == by), str(by))
-    return _Setting(where, _told(choice))
+    return _Setting(where, _as_word(choice))
 
 
-def _plain(config: DictConfig, resolve: bool) -> dict[str, Any]:
+def plain_tree(config: DictConfig, resolve: bool) -> dict[str, Any]:
+    """Of a composed config, without Hydra's own section."""
     with few_interpolations():
         tree = OmegaConf.to_container(config, resolve=resolve)
     assert isinstance(tree, dict)
@@ -196,31 +191,19 @@ def _at(tree: Mapping[str, Any], key: str) -> Any:
     return inner
 
 
-def _leaves(key: str, value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _leaves(f"{key}.{name}", inner)
-    else:
-        yield key
+def _is_section(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value)
 
 
-def _told(value: Any) -> str:
+def _as_word(value: Any) -> str:
     """As one would write it on the command line."""
     if value == "???":
         return "(has to be given)"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
 def _documentation(key: str) -> str:
-    """What the schema says of a key, and its rule."""
+    """A key's description in the schema, and its rule."""
     *sections, name = key.split(".")
     owner: Any = Config
     for section in sections:
@@ -232,15 +215,14 @@ def _documentation(key: str) -> str:
     if field is None:
         return ""
     rule = field.metadata.get("rule", Rule())
-    bounds = {"at least": rule.at_least, "above": rule.above, "at most": rule.at_most, "below": rule.below}
-    said = [f"{name} {bound:g}" for name, bound in bounds.items() if bound is not None]
-    said = [f"one of {', '.join(rule.choices)}"] if rule.choices else said
-    return " ".join([*_written(owner, name), *([f"Must be {', '.join(said)}."] if said else [])])
+    rules = [f"{name} {bound:g}" for name, bound in rule.bounds.items()]
+    rules = [f"one of {', '.join(rule.choices)}"] if rule.choices else rules
+    return " ".join([*_written(owner, name), *([f"Must be {', '.join(rules)}."] if rules else [])])
 
 
 @cache
 def _written(owner: type, name: str) -> list[str]:
-    """The words below a field in the source."""
+    """The words of the docstring below a field in the source."""
     body = ast.parse(inspect.getsource(owner)).body[0].body  # type: ignore[attr-defined]
     for field, below in pairwise(body):
         if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) == name:

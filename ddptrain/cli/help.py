@@ -1,6 +1,11 @@
 """What a verb prints when it is asked for help; apart from the verbs, whose import takes seconds."""
 
-LAUNCH = """\
+_CHECKPOINT_WORDS = """\
+  run=<folder>          the run, whose saved config is used; any of its keys may be overridden
+  checkpoint=<which>    last (the default), best, step-<n>, or a checkpoint's folder"""
+
+TEXTS = {
+    "launch": """\
 python -m ddptrain launch [torchrun's options] recipe=<name> [overrides]
 
 torchrun, with the config checked before a rank starts, restarts that work, and exit codes that a scheduler
@@ -25,14 +30,13 @@ Exit codes:
     4  the loss left the finite numbers: not restarted
    75  stopped on request, with a checkpoint: not restarted; start the same command again
    76  a rank hung and was named, after all restarts
-  128 + n  a rank was killed by signal n (137: SIGKILL, 143: SIGTERM), after all restarts"""
-
-REPORT = """\
+  128 + n  a rank was killed by signal n (137: SIGKILL, 143: SIGTERM), after all restarts""",
+    "report": """\
 python -m ddptrain report <run's folder> [<another> ...] [out=<file.html>]
 python -m ddptrain report <sweep's folder> [out=<file.html>]
 
-What came of a run, of several side by side, or of a sweep: a table here, and a page on it that is one file
-and loads nothing, to keep or to send on. A run that still goes on, or was killed, is shown as far as it got.
+The results of a run, of several side by side, or of a sweep: a table here, and a page that is one file and
+loads nothing, to keep or to send. A run that still goes on, or was killed, is shown as far as it got.
 
   out=<file.html>   where the page goes; by default report.html in the run's or the sweep's folder, and for
                     several runs in the nearest folder that holds them all
@@ -43,20 +47,20 @@ pictures, texts, devices and the whole config, and the command that repeats each
 
   python -m ddptrain report runs/cnn_digits/2026-11-21_02-14-19-70d7f5
   python -m ddptrain report runs/a runs/b out=compared.html
-  python -m ddptrain report sweeps/cnn_digits"""
-DOCTOR = """\
+  python -m ddptrain report sweeps/cnn_digits""",
+    "doctor": """\
 python -m ddptrain doctor [device=auto|cuda|cuda:<i>|cpu] [workers=<n>] [port=<n>] [--json] [--cluster]
 python -m ddptrain doctor facts=<file> [--json]
 
 Why is my GPU not used, or slow? Looks at the machine, its driver and this PyTorch, computes on the device and
-checks the result, and says of each thing that is wrong its cause and its remedy.
+checks the result, and names the cause and the remedy of each problem.
 
   device=auto|cuda|cuda:<i>|cpu   what training will be asked for (auto). With cpu the GPUs are left out
   workers=<n>                     loader processes of each rank, for /dev/shm and cores (as training takes)
   port=<n>                        where torchrun's ranks shall meet (29500)
   facts=<file>                    judge what doctor --json printed, here or on another machine; ask nothing
   --json                          one JSON object: facts, findings, and how many of them are problems
-  --cluster                       under torchrun: all nodes, their versions and clocks, and the wires between
+  --cluster                       under torchrun: all nodes, their versions and clocks, and the links between
 
 Levels:
   problem   the device can't be used, or a run will fail. One for each cause: what only follows is left out
@@ -73,14 +77,13 @@ Levels:
 Exit codes:
     0  no problem
     1  a problem; with --cluster on every rank, whichever node has it
-    2  the words are wrong"""
-
-BENCH = """\
+    2  the words are wrong""",
+    "bench": """\
 python -m ddptrain bench recipe=<name> [overrides] [ranks=<n>] [steps=<n>] [rounds=<n>] [try='<a>;<b>']
                          [ddp=true]
 
-Where the time of a step goes on this machine, and which overrides make it shorter: each is a training of its
-own and takes turns with the training as it is, so that the ratios hold on a busy machine too.
+Where the time of a step goes on this machine, and which overrides make it shorter: each is a separate
+training, in turns with the training as it is, so that the ratios hold on a busy machine too.
 
   ranks=<n>    ranks of each training (1)
   steps=<n>    of the shortest lap (10); a lap lasts a second at least
@@ -97,13 +100,8 @@ laps), and the split of its time; its first row is the training as it is against
 than that differs by is not called faster. Below it stands the fastest command, to copy.
 Nothing is saved or evaluated meanwhile, and what is trained is thrown away.
 
-With ddp=true the table has what of the all-reduce is exposed: not hidden behind the backward pass."""
-
-_CHECKPOINT_WORDS = """\
-  run=<folder>          the run, whose saved config is used; any of its keys may be overridden
-  checkpoint=<which>    last (the default), best, step-<n>, or a checkpoint's folder"""
-
-EVALUATE = f"""\
+With ddp=true the table has what of the all-reduce is exposed: not hidden behind the backward pass.""",
+    "evaluate": f"""\
 python -m ddptrain evaluate run=<folder> [checkpoint=<which>] [overrides]
 
 The metrics of a finished or running run, on any number of ranks (torchrun), as one JSON object on standard
@@ -111,9 +109,8 @@ output.
 
 {_CHECKPOINT_WORDS}
 
-  python -m ddptrain evaluate run=runs/mine checkpoint=best data=imagefolder data.root=other"""
-
-PREDICT = f"""\
+  python -m ddptrain evaluate run=runs/mine checkpoint=best data=imagefolder data.root=other""",
+    "predict": f"""\
 python -m ddptrain predict run=<folder> [checkpoint=<which>] [the task's own words]
 
 What a trained model answers. It needs the checkpoint alone where that knows enough of the data (images,
@@ -126,9 +123,8 @@ detection).
   text        [prompt='...'] [tokens=...] [temperature=...] [top_k=...] [seed=...]
   translation text='...' [beam=...]
 
-  python -m ddptrain predict run=runs/cnn checkpoint=best source=photos out=seen device=cpu"""
-
-EXPORT = f"""\
+  python -m ddptrain predict run=runs/cnn checkpoint=best source=photos out=seen device=cpu""",
+    "export": f"""\
 python -m ddptrain export run=<folder> [checkpoint=<which>] format=onnx|pt2 [out=<file>] [its own words]
 
 A file that runs without ddptrain, checked against the model on the same batch before it is called done.
@@ -136,38 +132,23 @@ A file that runs without ddptrain, checked against the model on the same batch b
 {_CHECKPOINT_WORDS}
   batch=<n>             images: a model for that many at once; by default any number
 
-  python -m ddptrain export run=runs/cnn checkpoint=best format=onnx out=model.onnx"""
-
-CHECKPOINT = """\
+  python -m ddptrain export run=runs/cnn checkpoint=best format=onnx out=model.onnx""",
+    "checkpoint": """\
 python -m ddptrain checkpoint verify|show|convert run=<folder> [checkpoint=<which>] [out=<file>]
 
   verify    are all of the run's checkpoints what was written?
   show      one's facts, sizes, norms, and a table of its tensors
-  convert   plain weights to out=<file.pt|file.safetensors>, which load without ddptrain"""
-
-PROVE = """\
+  convert   plain weights to out=<file.pt|file.safetensors>, which load without ddptrain""",
+    "prove": """\
 python -m ddptrain prove resume|world|eval recipe=<name> [overrides] [ranks=<n>] [out=<new folder>]
 
 Whether a recipe keeps the engine's promises, by whole trainings that are compared bit for bit.
 
   resume    killed at random moments and started again, it ends with the same bits (kills=<n>)
   world     any number of ranks trains the same
-  eval      any number of ranks finds the same metrics"""
-
-WRITE = """\
+  eval      any number of ranks finds the same metrics""",
+    "write": """\
 python -m ddptrain write recipe=<name> [overrides] layout=<one of the data's> out=<new folder>
 
-Write a recipe's data set to disk: of detection as layout=yolo or coco."""
-
-TEXTS = {
-    "launch": LAUNCH,
-    "report": REPORT,
-    "doctor": DOCTOR,
-    "bench": BENCH,
-    "evaluate": EVALUATE,
-    "predict": PREDICT,
-    "export": EXPORT,
-    "checkpoint": CHECKPOINT,
-    "prove": PROVE,
-    "write": WRITE,
+Write a recipe's data set to disk: of detection as layout=yolo or coco.""",
 }

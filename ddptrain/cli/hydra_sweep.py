@@ -3,11 +3,11 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -18,7 +18,7 @@ from ddptrain.errors import ExitCode, RankLost
 from ddptrain.sweep.ledger import Job
 
 Sweep = Callable[[list[tuple[Tree, list[str]]]], Sequence[Job]]
-"""Runs jobs, given as trees and the overrides that make them; returns what became of each."""
+"""Runs jobs, given as trees and the overrides that make them; returns these with their outcomes."""
 _sweeps: list[Sweep] = []
 """Hydra makes the launcher itself, and hands it nothing of ours."""
 
@@ -36,37 +36,18 @@ def launching(sweep: Sweep) -> Iterator[None]:
 def launch(
     loader: ConfigLoader, master: DictConfig, job_overrides: Sequence[Sequence[str]]
 ) -> list[JobReturn]:
-    """Run a batch of jobs; what a sweeper optimises is the best value of the task's metric."""
-    compose = _Composer(loader, master)
-    return [_returned(job) for job in _sweeps[-1]([compose(words) for words in job_overrides])]
+    """Run a batch of jobs; what a sweeper optimises is the best value of the task's metric.
 
+    Composes as Hydra's own `load_sweep_config` does, but each choice of groups only once: the values are put
+    in afterwards in any case, and 100 jobs cost a second and not five.
+    """
 
-class _Composer:
-    """Composes as Hydra's own `load_sweep_config` does, but each choice of groups only once: the values are
-    put in afterwards in any case, and 100 jobs cost a second and not five."""
-
-    def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
-        self._loader = loader
-        self._of_hydra = list(master.hydra.overrides.hydra)
-        self._name = master.hydra.job.config_name
-        self._composed: dict[tuple[str, ...], tuple[DictConfig, dict[str, Any]]] = {}
-
-    def __call__(self, words: Sequence[str]) -> tuple[Tree, list[str]]:
-        overrides = parsed(words)
-        choices = tuple(str(override.input_line) for override in overrides if _is_choice(override))
-        if choices not in self._composed:
-            self._composed[choices] = self._compose(choices)
-        base, chosen = self._composed[choices]
-        composed = copy.deepcopy(base)
-        values = [override for override in overrides if not _is_choice(override)]
-        ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-        tree = tree_of(composed, chosen)
-        check_places(tree, words)
-        return tree, list(words)
-
-    def _compose(self, choices: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:
-        composed = self._loader.load_configuration(
-            self._name, overrides=[*self._of_hydra, *choices], run_mode=RunMode.RUN
+    @cache
+    def compose(choices: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
+        composed = loader.load_configuration(
+            master.hydra.job.config_name,
+            overrides=[*master.hydra.overrides.hydra, *choices],
+            run_mode=RunMode.RUN,
         )
         chosen = dict(composed.hydra.runtime.choices)
         with open_dict(composed):
@@ -74,9 +55,18 @@ class _Composer:
         OmegaConf.set_struct(composed, True)
         return composed, chosen
 
-
-def _is_choice(override: Override) -> bool:
-    return override.key_or_group in GROUPS
+    jobs = []
+    for words in job_overrides:
+        overrides = parsed(words)
+        choices = [override for override in overrides if override.key_or_group in GROUPS]
+        base, chosen = compose(tuple(str(override.input_line) for override in choices))
+        composed = copy.deepcopy(base)
+        values = [override for override in overrides if override.key_or_group not in GROUPS]
+        ConfigLoaderImpl._apply_overrides_to_config(values, composed)
+        tree = tree_of(composed, chosen)
+        check_places(tree, words)
+        jobs.append((tree, list(words)))
+    return [_returned(job) for job in _sweeps[-1](jobs)]
 
 
 def _returned(job: Job) -> JobReturn:

@@ -8,30 +8,19 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ddptrain.cli import help, run_verbs
-from ddptrain.cli.argv import (
-    GROUPS,
-    Arguments,
-    action_of,
-    asks_help,
-    check_sweep,
-    divided,
-    expect_no_sweep,
-    parse,
-)
+from ddptrain.cli.argv import GROUPS, Arguments, action_of, check_sweep, divided, expect_no_sweep, parse
 from ddptrain.cli.compose import Tree, recipes, run_composed
-from ddptrain.cli.run_verbs import is_no_key
-from ddptrain.cli.user_code import open_user_code
+from ddptrain.cli.help import TEXTS
+from ddptrain.cli.run_verbs import checkpoint, is_no_key, on_saved_run, recorded
+from ddptrain.cli.search_path import open_user_code
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
-from ddptrain.launcher.gc_pause import gc_paused
-from ddptrain.launcher.parent_death import end_with_agent
-from ddptrain.launcher.record import recorded
+from ddptrain.launcher.process import end_with_agent, gc_paused
 
 _WAIT_FOR_FIRST_RANK_S = 30.0
 """Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""
@@ -43,17 +32,15 @@ def main(words: Sequence[str]) -> int:
     end_with_agent()
     try:
         arguments = parse(words)
-        if asks_help(arguments) and arguments.verb in help.TEXTS:
-            print(help.TEXTS[arguments.verb])
+        if arguments.asks_help and arguments.verb in TEXTS:
+            print(TEXTS[arguments.verb])
             return ExitCode.DONE
         open_user_code(arguments.config_dirs)
         verbs = {
             "train": _train,
-            "evaluate": run_verbs.evaluate,
-            "predict": run_verbs.predict,
-            "export": run_verbs.export,
+            **dict.fromkeys(("evaluate", "predict", "export"), on_saved_run),
             "write": _write,
-            "checkpoint": run_verbs.checkpoint,
+            "checkpoint": checkpoint,
             "launch": _launch,
             "prove": _prove,
             "report": _report,
@@ -64,12 +51,9 @@ def main(words: Sequence[str]) -> int:
     except UserError as error:
         _print_once(error, error.everywhere)
         return ExitCode.USER_ERROR
-    except Diverged as error:
+    except (Diverged, OutOfStep) as error:
         _print_once(error, everywhere=True)
-        return ExitCode.DIVERGED
-    except OutOfStep as error:
-        _print_once(error, everywhere=True)
-        return ExitCode.CRASH
+        return ExitCode.DIVERGED if isinstance(error, Diverged) else ExitCode.CRASH
     except RankLost as error:
         if str(error):
             print(f"ddptrain: {error}", file=sys.stderr, flush=True)
@@ -92,32 +76,27 @@ def _train(arguments: Arguments) -> int:
         return _sweep(arguments)
     expect_no_sweep(arguments)
 
-    def job(tree: Tree, overrides: list[str]) -> None:
-        config = _complete(tree, arguments)
+    def job(config: Config, overrides: list[str]) -> int:
         with gc_paused():
             from ddptrain.commands import train
 
         recorded(lambda: train.run(config, [*_folders(arguments), *overrides]))
+        return ExitCode.DONE
 
-    run_composed(arguments, job)
-    return ExitCode.DONE
+    return _run_with_config(arguments, job)
 
 
 def _sweep(arguments: Arguments) -> int:
     from ddptrain.cli import hydra_sweep
-    from ddptrain.sweep.ledger import Job
-    from ddptrain.sweep.run import Point, Sweep
+    from ddptrain.sweep.run import SweepPoint, SweepRunner
 
     check_sweep(arguments)
     places = [word for word in arguments.overrides if word.startswith("hydra.searchpath=")]
-    sweep = Sweep()
+    sweep = SweepRunner()
 
-    def run(jobs: list[tuple[Tree, list[str]]]) -> list[Job]:
-        points = []
-        for tree, words in jobs:
-            own = [word for word in words if not word.lstrip("+").startswith("sweep.")]
-            points.append(Point(_complete(tree, arguments), (*_folders(arguments), *places, *own)))
-        return sweep.run(points)
+    def point(tree: Tree, words: Sequence[str]) -> SweepPoint:
+        own = [word for word in words if not word.lstrip("+").startswith("sweep.")]
+        return SweepPoint(_complete(tree, arguments), (*_folders(arguments), *places, *own))
 
     def job(tree: Tree, overrides: list[str]) -> None:  # under a launcher that is not ours
         open_user_code(arguments.config_dirs)  # in a process of its making
@@ -127,7 +106,7 @@ def _sweep(arguments: Arguments) -> int:
         train.run(config, [*_folders(arguments), *overrides])
 
     try:
-        with hydra_sweep.launching(run):
+        with hydra_sweep.launching(lambda jobs: sweep.run([point(*job) for job in jobs])):
             run_composed(arguments, job)
     finally:
         code = sweep.close()
@@ -154,23 +133,20 @@ def _doctor(arguments: Arguments) -> int:
 
 
 def _bench(arguments: Arguments) -> int:
-    """What is no key of a config is for the bench: how many steps, what to try."""
+    """The words that are no keys of a config are for the bench: how many steps, what to try."""
     if arguments.sweeps or "RANK" in os.environ:
         raise UserError(
             "bench: starts the trainings that it compares, and their ranks, itself. Start it without"
             " --multirun and torchrun: python -m ddptrain bench recipe=<name> ranks=2"
         )
     own, asked = _without_own(arguments, arguments.overrides)
-    codes = []
 
-    def job(tree: Tree, _: list[str]) -> None:
-        config = _complete(tree, asked)
+    def job(config: Config, _: list[str]) -> int:
         from ddptrain.commands import bench
 
-        codes.append(bench.run(config, [*asked.options, *asked.overrides], own))
+        return bench.run(config, [*asked.options, *asked.overrides], own)
 
-    run_composed(asked, job)
-    return codes[0] if codes else ExitCode.DONE
+    return _run_with_config(asked, job)
 
 
 def _folders(arguments: Arguments) -> list[str]:
@@ -221,7 +197,7 @@ def _launch(arguments: Arguments) -> int:
 
 
 def _prove(arguments: Arguments) -> int:
-    """What is no key of a config is for the proof: how many ranks."""
+    """The words that are no keys of a config are for the proof: how many ranks."""
     proof, words = action_of(arguments, _PROOFS, "recipe=<name>")
     if arguments.sweeps or "RANK" in os.environ:
         raise UserError(
@@ -231,16 +207,27 @@ def _prove(arguments: Arguments) -> int:
     from ddptrain.prove.process import short
 
     own, asked = _without_own(arguments, words)
-    given = dataclasses.replace(asked, overrides=(*asked.overrides, *short(asked.overrides)))
-    codes = []
+    more = short(asked.overrides)
 
-    def job(tree: Tree, _: list[str]) -> None:
-        config = _complete(tree, asked)
+    def job(config: Config, _: list[str]) -> int:
         from ddptrain.commands import prove
 
-        codes.append(prove.run(config, proof, own, [*given.options, *given.overrides]))
+        return prove.run(config, proof, own, [*asked.options, *asked.overrides, *more])
 
-    run_composed(given, job)
+    return _run_with_config(asked, job, more)
+
+
+def _run_with_config(
+    arguments: Arguments, job: Callable[[Config, list[str]], int], more: Sequence[str] = ()
+) -> int:
+    """Call ``job`` with the config and the overrides of the command line, and return its exit code; or do
+    what an option like ``--cfg`` asks. more: further overrides."""
+    codes = []
+
+    def run(tree: Tree, overrides: list[str]) -> None:
+        codes.append(job(_complete(tree, arguments), overrides))
+
+    run_composed(dataclasses.replace(arguments, overrides=(*arguments.overrides, *more)), run)
     return codes[0] if codes else ExitCode.DONE
 
 
@@ -278,14 +265,11 @@ def _print_once(error: Exception, everywhere: bool) -> None:
 
 
 def _welcome(arguments: Arguments) -> str:
-    names = [f"  {name}" for name in recipes(arguments)]
-    given = "" if arguments.sweeps else " ".join(arguments.overrides)
-    return "\n".join(
-        [
-            "say what to train: recipe=<name>. There are:",
-            *names,
-            "For example:",
-            f"  python -m ddptrain recipe=cnn_cifar10 data=shapes {given}".rstrip(),
-            "  torchrun --standalone --nproc-per-node=2 -m ddptrain recipe=mobilenet_cifar10 data=shapes",
-        ]
-    )
+    names = "\n".join(f"  {name}" for name in recipes(arguments))
+    given = "" if arguments.sweeps else "".join(f" {word}" for word in arguments.overrides)
+    return f"""\
+say what to train: recipe=<name>. There are:
+{names}
+For example:
+  python -m ddptrain recipe=cnn_cifar10 data=shapes{given}
+  torchrun --standalone --nproc-per-node=2 -m ddptrain recipe=mobilenet_cifar10 data=shapes"""

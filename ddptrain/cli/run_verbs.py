@@ -1,42 +1,33 @@
 """The verbs on a run's folder: its saved config, and the words that are no overrides of it."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ddptrain.cli.argv import Arguments, action_of, divided
 from ddptrain.cli.compose import saved_tree
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
-from ddptrain.errors import ExitCode, UserError
-from ddptrain.launcher.record import recorded
+from ddptrain.errors import KNOWN_ENDS, ExitCode, KnownEnd, UserError
 
 _OF_A_RUN = ("run", "checkpoint")
 _CHECKPOINT_ACTIONS = ("verify", "show", "convert")
 
 
-def evaluate(arguments: Arguments) -> int:
-    own, overrides = divided(arguments.overrides, lambda name: name in _OF_A_RUN)
-    config, folder = _saved_config(arguments, own, overrides)
-    from ddptrain.commands import evaluate
+def on_saved_run(arguments: Arguments) -> int:
+    """The verbs ``evaluate``, ``predict`` and ``export``: on the run that ``run=`` names, with its saved
+    config under the overrides. The other words are for the run's task: a prompt, a picture."""
+    evaluates = arguments.verb == "evaluate"  # of a task it asks nothing
+    is_own = (lambda name: name in _OF_A_RUN) if evaluates else is_no_key
+    own, overrides = divided(arguments.overrides, is_own)
+    folder = _run_folder(arguments.verb, own)
+    config = checked(saved_tree(folder / "config.yaml", arguments, overrides))
+    checkpoint = own.pop("checkpoint", "") or "last"
+    del own["run"]
+    from ddptrain.commands import evaluate, export, predict
 
-    recorded(lambda: evaluate.run(config, folder, own.get("checkpoint") or "last"))
-    return ExitCode.DONE
-
-
-def predict(arguments: Arguments) -> int:
-    config, folder, checkpoint, own = _asked_of_a_run(arguments)
-    from ddptrain.commands import predict
-
-    recorded(lambda: predict.run(config, folder, checkpoint, own))
-    return ExitCode.DONE
-
-
-def export(arguments: Arguments) -> int:
-    config, folder, checkpoint, own = _asked_of_a_run(arguments)
-    from ddptrain.commands import export
-
-    recorded(lambda: export.run(config, folder, checkpoint, own))
+    command = {"evaluate": evaluate, "predict": predict, "export": export}[arguments.verb]
+    recorded(lambda: command.run(config, folder, checkpoint, *([] if evaluates else [own])))
     return ExitCode.DONE
 
 
@@ -46,35 +37,35 @@ def checkpoint(arguments: Arguments) -> int:
     if rest:
         raise UserError(f"{rest[0]}: checkpoint {action} takes words of the form name=value only.")
     folder = _run_folder(f"checkpoint {action}", own)
-    recipe = saved_tree(folder / "config.yaml", arguments, []).get("recipe")
-    own.pop("run")
+    recipe = str(saved_tree(folder / "config.yaml", arguments, []).get("recipe"))
+    del own["run"]
     from ddptrain.commands import checkpoint
 
-    recorded(lambda: checkpoint.run(action, checkpoint.Run(folder, str(recipe)), own))
+    recorded(lambda: checkpoint.run(action, checkpoint.RunFolder(folder, recipe), own))
     return ExitCode.DONE
 
 
-def _asked_of_a_run(arguments: Arguments) -> tuple[Config, Path, str, dict[str, str]]:
-    """The config of a run, its folder, the checkpoint, and the words for its task: a prompt, a picture."""
-    own, overrides = divided(arguments.overrides, is_no_key)
-    config, folder = _saved_config(arguments, own, overrides)
-    checkpoint = own.pop("checkpoint", "") or "last"
-    own.pop("run")
-    return config, folder, checkpoint, own
+def recorded(work: Callable[[], None]) -> None:
+    """Let torchrun record a crash, so that it shows its traceback. Known ends are no crash."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    expected: list[KnownEnd] = []
+
+    def caught() -> None:
+        try:
+            work()
+        except KNOWN_ENDS as error:
+            expected.append(error)
+
+    record(caught)()
+    if expected:
+        raise expected[0]
 
 
 def is_no_key(name: str) -> bool:
     """Whether a word is the verb's own, not an override of the config."""
     of_config = {field.name for field in dataclasses.fields(Config)} - {"seed", *_OF_A_RUN}
     return name.isidentifier() and name not in of_config
-
-
-def _saved_config(
-    arguments: Arguments, own: Mapping[str, str], overrides: Sequence[str]
-) -> tuple[Config, Path]:
-    """The config of the run that ``run=`` names, with the overrides, and its folder."""
-    folder = _run_folder(arguments.verb, own)
-    return checked(saved_tree(folder / "config.yaml", arguments, overrides)), folder
 
 
 def _run_folder(verb: str, own: Mapping[str, str]) -> Path:

@@ -1,6 +1,8 @@
-"""Where Hydra finds YAMLs: ours, those of installed packages, and folders, which may be a stranger's."""
+"""Where YAMLs are found (ours, those of installed packages, and folders, which may be a stranger's), and the
+user's code that these may name."""
 
 import re
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +14,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
+from ddptrain.config.instantiate import open_package
 from ddptrain.config.limits import guard_resolvers, named_defaults, read_config
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
@@ -19,9 +22,27 @@ from ddptrain.errors import UserError
 CONF = "ddptrain.conf"
 """Where our YAMLs are."""
 ENTRY_POINTS = "ddptrain.conf"
+_LIBRARIES = frozenset({"ddptrain", "torch", "torchvision", *sys.stdlib_module_names})
+"""Never a user's own code, even where the current folder is a checkout of one of them."""
 _PACKAGE = re.compile(r"pkg://\w+([./]\w+)*")
 _named: list[tuple[str, str]] = []
 """What this command line names: who asked, and a folder:// or pkg://."""
+
+
+def open_user_code(config_dirs: Sequence[Path]) -> None:
+    """Let configs name code that the user put beside them: modules in the folder of --config-dir or
+    the current folder, and installed packages that carry recipes."""
+    for entry in metadata.entry_points(group=ENTRY_POINTS):
+        open_package(entry.value.partition(".")[0])
+    for folder in config_dirs:
+        if not folder.is_dir():
+            raise UserError(f"--config-dir={folder}: there is no such folder.")
+        sys.path.insert(0, str(folder.resolve()))
+    for folder in (Path.cwd(), *config_dirs):
+        for path in folder.iterdir() if folder.is_dir() else []:
+            is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
+            if is_module and path.stem.isidentifier() and path.stem not in _LIBRARIES:
+                open_package(path.stem)
 
 
 def look_in(folders: Sequence[Path], places: Sequence[str]) -> None:
@@ -29,14 +50,13 @@ def look_in(folders: Sequence[Path], places: Sequence[str]) -> None:
     places (of ``hydra.searchpath``: folders, and packages as pkg://name), with harmless resolvers only."""
     guard_resolvers()
     ConfigStore.instance().store(name="_schema_", node=Config)
-    Plugins.instance().register(_Sources)
-    Plugins.instance().register(_Folder)
-    # after Hydra's scan, which executes anew what is imported before, and finds these in a wheel, but not in
-    # an editable install
+    plugins = Plugins.instance()
+    # imported after Hydra's scan, which executes again what was imported before; it finds these in a wheel,
+    # but not in an editable install
     from hydra_plugins.ddptrain_sweep.pool import GpuPool, Grid
 
-    Plugins.instance().register(GpuPool)
-    Plugins.instance().register(Grid)
+    for plugin in (_Sources, _Folder, GpuPool, Grid):
+        plugins.register(plugin)
     _named[:] = [("--config-dir", f"folder://{folder.resolve()}") for folder in folders]
     for place in places:
         folder = Path(place.removeprefix("file://"))

@@ -1,11 +1,11 @@
 """The verb ``bench``: where a recipe's step goes on this machine, and which overrides make it faster."""
 
-import inspect
 import shlex
 import shutil
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,9 @@ from ddptrain.bench.ddp import estimate, exposed_table, of_ddp, ranks_for
 from ddptrain.bench.paced_run import LapTimes, Unfit
 from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
-from ddptrain.doctor.show import print_table
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
+from ddptrain.text import print_tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,44 +27,62 @@ _OWN = (
     *(f"train.steps={_ENDLESS}", f"train.eval_every={_ENDLESS}", f"checkpoint.every={_ENDLESS}"),
     *("observers=[]", "hang_timeout=null", "train.verify_every=null", "train.time_limit=null"),
 )
-"""What every training here is told: to do nothing but steps, for ever."""
+"""Overrides of every training here: nothing but steps, without end."""
 _NAMED_HERE = (
-    "run.",
-    "log.every",
-    "observers",
-    "train.steps",
-    "train.epochs",
-    "train.eval_every",
-    "checkpoint.every",
+    *("run.", "log.every", "observers", "checkpoint.every"),
+    *("train.steps", "train.epochs", "train.eval_every"),
 )
+_OTHER_NUMBERS = {
+    "precision=": "another precision computes",
+    "strategy.compression=": "compressed gradients are",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The words of the verb itself."""
+
+    steps: int = 10
+    rounds: int = 6
+    ranks: int = 1
+    tries: str = ""
+    ddp: bool = False
 
 
 def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
     """Measure the training that ``words`` (options and overrides, checked by the caller) describe, alone and
     in turns with itself under other overrides.
 
-    asked: the verb's own words, see `_asked`. Raises UserError for what the user can mend.
+    asked: the verb's own words, see `_Asked`. Raises UserError for what the user can mend.
     """
-    own = typed_arguments(_asked, {("tries" if n == "try" else n): v for n, v in asked.items()}, "bench")
-    tries = None if "tries" not in own else [word.strip() for word in own["tries"].split(";") if word.strip()]
+    typed = typed_arguments(_Asked, {("tries" if n == "try" else n): v for n, v in asked.items()}, "bench")
+    own = _Asked(**typed)
+    tries = None if "tries" not in typed else [word.strip() for word in own.tries.split(";") if word.strip()]
     for word in [*words, *(word for override in tries or () for word in _words(override))]:
         if word.lstrip("+").startswith(_NAMED_HERE):
             raise UserError(f"{word}: bench decides that itself; leave it out.")
-    defaults = inspect.signature(_asked).parameters
-    words_of_its_own = ("steps", "rounds", "ranks", "ddp")
-    steps, rounds, ranks, ddp = (own.get(n, defaults[n].default) for n in words_of_its_own)
-    for name, value, least in (("steps", steps, 1), ("rounds", rounds, 3), ("ranks", ranks, 1)):
+    for name, value, least in (("steps", own.steps, 1), ("rounds", own.rounds, 3), ("ranks", own.ranks, 1)):
         if value < least:
             raise UserError(f"{name}={value}: must be {least} or more.")
-    if ddp:
-        ranks = ranks_for(config, own.get("ranks"))
+    ranks = ranks_for(config, typed.get("ranks")) if own.ddp else own.ranks
     open_log(None, first=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: its trainings end with it
         signal.signal(number, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="ddptrain-bench-"))
-    bench = Bench([*words, *_OWN], ranks, steps, rounds, folder)
+    bench = Bench([*words, *_OWN], ranks, own.steps, own.rounds, folder)
+
+    def candidates(setup: Mapping[str, Any]) -> Sequence[str]:
+        if tries is not None:
+            return tries
+        return of_ddp(config, setup) if own.ddp else _candidates(config, setup)
+
     try:
-        return _benched(bench, config, words, tries, ddp)
+        found = compare_candidates(bench, candidates)
+        print_tables(exposed_table(found) if own.ddp else _table(found))
+        _recommend(bench, found, words)
+        if own.ddp:
+            estimate(bench, config, found.itself)
+        return ExitCode.CRASH if tries and not found.results else ExitCode.DONE
     except Unfit as error:
         print(f"bench: FAILED: {error}", flush=True)
         return ExitCode.USER_ERROR if error.code == ExitCode.USER_ERROR else ExitCode.CRASH
@@ -87,45 +105,16 @@ def _words(override: str) -> list[str]:
     return words
 
 
-def _asked(
-    model: object, steps: int = 10, rounds: int = 6, ranks: int = 1, tries: str = "", ddp: bool = False
-) -> None:
-    """What the verb itself takes, for `typed_arguments`."""
-
-
-def _benched(
-    bench: Bench, config: Config, words: Sequence[str], tries: Sequence[str] | None, ddp: bool
-) -> int:
-    """Compare, and say what came of it."""
-
-    def candidates(setup: Mapping[str, Any]) -> Sequence[str]:
-        if tries is not None:
-            return tries
-        return of_ddp(config, setup) if ddp else _candidates(config, setup)
-
-    found = compare_candidates(bench, candidates)
-    print_table(exposed_table(found) if ddp else _table(found))
-    _recommend(bench, found, words)
-    if ddp:
-        estimate(bench, config, found.itself)
-    return ExitCode.CRASH if tries and not found.results else ExitCode.DONE
-
-
 def _recommend(bench: Bench, found: Compared, words: Sequence[str]) -> None:
     """The fastest command, to copy."""
     launch = [] if bench.ranks == 1 else ["launch", f"--nproc-per-node={bench.ranks}"]
-    fastest = found.fastest
-    said = (
-        "nothing tried is faster than it is:"
-        if fastest is None
-        else f"{1 / fastest.ratio:.2f} times as fast:"
-    )
-    more = [] if fastest is None else shlex.split(fastest.override)
-    print(f"{said} python -m ddptrain {shlex.join([*launch, *words, *more])}", flush=True)
-    if any(word.startswith("precision=") for word in more):
-        print("(another precision computes other numbers: compare the metrics too)", flush=True)
-    if any(word.startswith("strategy.compression=") for word in more):
-        print("(compressed gradients are other numbers: compare the metrics too)", flush=True)
+    heading, more = "nothing tried is faster than it is:", list[str]()
+    if fastest := found.fastest:
+        heading, more = f"{1 / fastest.ratio:.2f} times as fast:", shlex.split(fastest.override)
+    print(f"{heading} python -m ddptrain {shlex.join([*launch, *words, *more])}", flush=True)
+    for key, what in _OTHER_NUMBERS.items():
+        if any(word.startswith(key) for word in more):
+            print(f"({what} other numbers: compare the metrics too)", flush=True)
 
 
 def _candidates(config: Config, setup: Mapping[str, Any]) -> list[str]:

@@ -8,9 +8,8 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,19 +21,19 @@ from ddptrain.distributed.world import world_from_environment
 from ddptrain.engine.checkpoint import STATE, Checkpointer, read, unpack
 from ddptrain.errors import UserError
 from ddptrain.observe.console import open_log
+from ddptrain.text import in_columns
 
 Weights = dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class RunFolder(NamedTuple):
     """The run whose checkpoints are asked for."""
 
     folder: Path
     recipe: str
 
 
-def run(action: str, of: Run, asked: Mapping[str, str]) -> None:
+def run(action: str, of: RunFolder, asked: Mapping[str, str]) -> None:
     """Do ``verify``, ``show`` or ``convert``.
 
     asked: the parameters of that function, as typed on the command line. Under torchrun only the first rank
@@ -48,7 +47,7 @@ def run(action: str, of: Run, asked: Mapping[str, str]) -> None:
     work(of, **typed_arguments(work, asked, f"checkpoint {action}"))
 
 
-def verify(of: Run, checkpoint: str = "") -> None:
+def verify(of: RunFolder, checkpoint: str = "") -> None:
     """One line for each checkpoint of the run, or for the one named: is it what was written?
 
     Raises UserError where one is not.
@@ -64,7 +63,7 @@ def verify(of: Run, checkpoint: str = "") -> None:
         every = [folder / checkpoint if (folder / checkpoint).is_dir() else Path(checkpoint)]
     damaged = 0
     for path in every:
-        step, said = "?", "ok"
+        step, problem = "?", ""
         size = sum(file.stat().st_size for file in path.glob("*"))
         try:
             saved = read(path)
@@ -72,9 +71,9 @@ def verify(of: Run, checkpoint: str = "") -> None:
         except UserError as error:
             if not path.exists() and not checkpoint:
                 continue  # a running job has just dropped it
-            said = str(error).removeprefix(f"{path}: ")
+            problem = str(error).removeprefix(f"{path}: ")
             damaged += 1
-        print(f"{path.name:<12}  step {step:<8}  {size:>15,} bytes  {said}", flush=True)
+        print(f"{path.name:<12}  step {step:<8}  {size:>15,} bytes  {problem or 'ok'}", flush=True)
     if damaged:
         raise UserError(
             f"run={of.folder}: {damaged} of {len(every)} checkpoints can't be used. A run goes on from its"
@@ -82,43 +81,40 @@ def verify(of: Run, checkpoint: str = "") -> None:
         )
 
 
-def show(of: Run, checkpoint: str = "last") -> None:
+def show(of: RunFolder, checkpoint: str = "last") -> None:
     """What a checkpoint holds: its facts, sizes and norms, and a table of its tensors."""
     saved = named_checkpoint(of.folder, checkpoint)
     state = unpack(saved.payload, str(saved.path))
     model, averaged = state["model"], _averaged(state)
-    facts = {name: value for name, value in saved.manifest.items() if isinstance(value, int | float | str)}
     metrics = saved.manifest.get("metrics", {})
-    told = {
+    facts = {
         "checkpoint": saved.path,
         "config": of.folder / "config.yaml",
         "recipe": of.recipe,
-        **facts,
+        **{name: value for name, value in saved.manifest.items() if isinstance(value, int | float | str)},
         "outputs": len(saved.manifest.get("outputs", [])),
         "metrics": "  ".join(f"{name} {value:.6g}" for name, value in metrics.items()),
         "best": f"{state.get('best')} at step {state.get('best_step')}",
         STATE: f"{len(saved.payload):,} bytes, SHA-256 {saved.manifest['files'][STATE]['sha256']}",
-        "weights": _summed_up(model),
-        "averaged": _summed_up(averaged) if averaged else "none",
+        "weights": _size_and_norm(model),
+        "averaged": _size_and_norm(averaged) if averaged else "none",
         "optimizer": _optimizer(state),
     }
     rows = [("tensor", "shape", "dtype", "2-norm", "averaged" if averaged else "")]
     for name, tensor in model.items():
         shape, dtype = "x".join(map(str, tensor.shape)) or "-", str(tensor.dtype).removeprefix("torch.")
         rows.append((name, shape, dtype, _norm([tensor]), _norm([averaged[name]]) if averaged else ""))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{name:<12}  {value}" for name, value in told.items()]
-    lines += ["", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
-    print("\n".join(lines))
+    lines = [f"{name:<12}  {value}" for name, value in facts.items()]
+    print("\n".join([*lines, "", *in_columns(rows)]))
 
 
 def convert(
-    of: Run, out: str, checkpoint: str = "last", weights: Literal["averaged", "model"] | None = None
+    of: RunFolder, out: str, checkpoint: str = "last", weights: Literal["averaged", "model"] | None = None
 ) -> None:
     """Write a checkpoint's weights to the file ``out``, to be loaded without ddptrain.
 
-    ``.pt``: a dict of tensors (``torch.load``); ``.safetensors``. weights: those that evaluation uses, where
-    nothing is said.
+    ``.pt``: a dict of tensors (``torch.load``); ``.safetensors``. weights: by default those that
+    evaluation uses.
     """
     target = Path(out)
     as_bytes = {".pt": _as_pt, ".safetensors": _as_safetensors}.get(target.suffix)
@@ -184,9 +180,9 @@ def _optimizer(state: Mapping[str, Any]) -> str:
     return f"{state.get('optimizer_class', '?')}, trains {trained} tensors{norms}"
 
 
-def _summed_up(weights: Weights) -> str:
-    once = {(tensor.data_ptr(), tensor.shape): tensor for tensor in weights.values()}  # some may be tied
-    distinct = once.values()
+def _size_and_norm(weights: Weights) -> str:
+    # some may be tied
+    distinct = {(tensor.data_ptr(), tensor.shape): tensor for tensor in weights.values()}.values()
     floats = [tensor for tensor in distinct if tensor.is_floating_point() or tensor.is_complex()]
     numbers = sum(tensor.numel() for tensor in distinct)
     return f"{numbers:,} numbers in {len(weights)} tensors, buffers included, 2-norm {_norm(floats)}"

@@ -2,6 +2,7 @@
 
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +25,8 @@ def run(asked: Mapping[str, str], as_json: bool, cluster: bool) -> int:
     """Ask, judge, print. Returns 1 where there is a problem, else 0; raises UserError for wrong words."""
     words = _checked(asked, cluster)
     if "facts" in asked:
-        facts = read_facts(Path(asked["facts"]))
-    elif cluster:
-        return _of_the_cluster(words, as_json)
-    else:
-        facts = collect(words, probes(words))
-    return _report(facts, as_json)
+        return _report(read_facts(Path(asked["facts"])), as_json)
+    return _examine_cluster(words, as_json) if cluster else _report(collect(words, probes(words)), as_json)
 
 
 def _checked(asked: Mapping[str, str], cluster: bool) -> Asked:
@@ -54,12 +51,8 @@ def _checked(asked: Mapping[str, str], cluster: bool) -> Asked:
             " --rdzv-endpoint=<first node>:29500 -m ddptrain doctor --cluster (on one node: torchrun"
             " --standalone --nproc-per-node=2 -m ddptrain doctor --cluster)."
         )
-    return Asked(
-        device=device,
-        workers=_number("workers", asked, 0, 1024),
-        port=_number("port", asked, 1, 65535),
-        under_torchrun=cluster,
-    )
+    workers, port = _number("workers", asked, 0, 1024), _number("port", asked, 1, 65535)
+    return Asked(device=device, workers=workers, port=port, under_torchrun=cluster)
 
 
 def _number(name: str, asked: Mapping[str, str], least: int, most: int) -> int | None:
@@ -71,7 +64,7 @@ def _number(name: str, asked: Mapping[str, str], least: int, most: int) -> int |
     return int(text)
 
 
-def _of_the_cluster(asked: Asked, as_json: bool) -> int:
+def _examine_cluster(asked: Asked, as_json: bool) -> int:
     """As one rank of all: each node's first asks its machine, and rank 0 judges and prints."""
     from ddptrain.distributed import comm
     from ddptrain.distributed.world import world_from_environment
@@ -91,21 +84,21 @@ def _of_the_cluster(asked: Asked, as_json: bool) -> int:
         ) from error
     everyone = comm.from_all_ranks(world, own)
     leaders = [rank for rank, facts in enumerate(everyone) if facts is not None]
-    nodes = _told_apart([facts for facts in everyone if facts is not None])
+    nodes = _numbered([facts for facts in everyone if facts is not None])
     skews = clock_skews(world.rank, leaders)
     pairs = [[0, other] for other in leaders[1:]]
     groups = [*pairs, *[list(range(world.size))] * (world.size > 1 and pairs != [[0, 1]])]
-    names = [f"{name_of(nodes[_node(leaders, rank)])}:{rank}" for rank in range(world.size)]
+    names = [f"{name_of(nodes[bisect_right(leaders, rank) - 1])}:{rank}" for rank in range(world.size)]
     done = links(world.rank, groups, names, world.local_rank if all(map(_fits_nccl, nodes)) else None)
     cluster = Cluster(tuple(nodes), skews, tuple(done))
     broken = any(link.error for link in done)  # known to rank 0, which is in every group
     code, broken = comm.from_first_rank(world, (_report(cluster, as_json) if world.is_first else 0, broken))
-    if not broken:  # else the goodbye would wait for what hangs
+    if not broken:  # else closing would wait for a rank that hangs
         comm.close_group()
     return code
 
 
-def _told_apart(nodes: list[Facts]) -> list[Facts]:
+def _numbered(nodes: list[Facts]) -> list[Facts]:
     """Two nodes of one name (a test on one machine, containers) get numbers."""
     names = [name_of(node) for node in nodes]
     return [
@@ -114,10 +107,6 @@ def _told_apart(nodes: list[Facts]) -> list[Facts]:
         else node
         for place, (node, name) in enumerate(zip(nodes, names, strict=True))
     ]
-
-
-def _node(leaders: list[int], rank: int) -> int:
-    return sum(leader <= rank for leader in leaders) - 1
 
 
 def _fits_nccl(node: Facts) -> bool:

@@ -4,6 +4,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -11,26 +12,27 @@ import torch
 from torch import Tensor
 
 from ddptrain.api.recipe import Deployed, Task
-from ddptrain.commands.setup import (
-    joined_world,
-    make_task,
-    named_checkpoint,
-    prepare_or_load_metadata,
-    trained_model,
-)
+from ddptrain.commands.setup import joined_world, make_task, named_checkpoint, trained_model
 from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
 from ddptrain.distributed.world import world_from_environment
-from ddptrain.engine.checkpoint import unpack
 from ddptrain.errors import UserError
 
 log = logging.getLogger("ddptrain")
 
 _TOLERANCE = 1e-3
 """Largest difference from eager, as `Deployed.difference` counts it."""
-OWN_WORDS = ("format", "out")
+_OWN_WORDS = ("format", "out")
 
 Runner = Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """The words of the verb itself."""
+
+    format: Literal["onnx", "pt2"]
+    out: str = ""
 
 
 def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str]) -> None:
@@ -40,18 +42,18 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
     """
     if not world_from_environment().is_first:
         return
-    own = typed_arguments(_own, {name: word for name, word in asked.items() if name in OWN_WORDS}, "export")
+    own, words = ({n: w for n, w in asked.items() if (n in _OWN_WORDS) == mine} for mine in (True, False))
+    chosen = _Own(**typed_arguments(_Own, own, "export"))
     config.device, config.channels_last = "cpu", False
     task, data = make_task(config)
     if type(task).deploy is Task.deploy:
         raise UserError(f"export: {type(task).__name__} offers none.")
-    rest = {name: word for name, word in asked.items() if name not in OWN_WORDS}
-    arguments = typed_arguments(task.deploy, rest, "export")
-    write = {"pt2": _write_pt2, "onnx": _write_onnx}[own["format"]]
-    target = Path(own.get("out", folder / f"model.{own['format']}"))
+    arguments = typed_arguments(task.deploy, words, "export")
+    write = {"pt2": _write_pt2, "onnx": _write_onnx}[chosen.format]
+    name = f"model.{chosen.format}"
+    target = Path(chosen.out) if chosen.out else folder / name
     if target.is_dir():
-        file = target / f"model.{own['format']}"
-        raise UserError(f"out={target}: is a folder; name a file in it: out={file}")
+        raise UserError(f"out={target}: is a folder; name a file in it: out={target / name}")
     unchecked = target.with_stem(f"{target.stem}.unchecked")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -61,9 +63,7 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
     try:
         with joined_world(config, alone=True) as (world, _, _):
             saved = named_checkpoint(folder, checkpoint)
-            prepare_or_load_metadata(data, world, config.seed, saved)
-            where = str(saved.path)
-            model = trained_model(config, task, world.device, unpack(saved.payload, where), where).eval()
+            model = trained_model(config, task, data, world, saved).eval()
             deployed = task.deploy(model, **arguments)
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries among each other
@@ -71,7 +71,7 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
         unchecked.replace(target)
     finally:
         unchecked.unlink(missing_ok=True)
-    log.info("exported   %s to %s (%.1f MiB)", where, target, target.stat().st_size / 2**20)
+    log.info("exported   %s to %s (%.1f MiB)", saved.path, target, target.stat().st_size / 2**20)
     for name, value in zip(deployed.input_names, deployed.inputs, strict=True):
         sizes = ["any" if deployed.any_batch else str(len(value)), *map(str, value.shape[1:])]
         log.info("input      %s, float32 (%s)", name, ", ".join(sizes))
@@ -81,10 +81,6 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
         )
     else:
         log.info("checked    against eager on several examples: largest relative difference %.1e", difference)
-
-
-def _own(model: object, format: Literal["onnx", "pt2"], out: str = "") -> None:
-    """What the verb itself takes, for `typed_arguments`."""
 
 
 def _traced(deployed: Deployed) -> torch.export.ExportedProgram:
@@ -103,7 +99,7 @@ def _traced(deployed: Deployed) -> torch.export.ExportedProgram:
 def _write_pt2(deployed: Deployed, target: Path) -> Runner:
     torch.export.save(_traced(deployed), target)
     loaded = torch.export.load(target).module()
-    return lambda inputs: _listed(loaded(*inputs))
+    return lambda inputs: _as_list(loaded(*inputs))
 
 
 def _write_onnx(deployed: Deployed, target: Path) -> Runner:
@@ -139,7 +135,7 @@ def _checked(deployed: Deployed, runner: Runner, target: Path) -> float | None:
         examples.append(tuple(value[:1] for value in deployed.inputs))
         examples.append(tuple(torch.cat([value, value, value[:1]]) for value in deployed.inputs))
     for inputs in examples:
-        expected, given = _listed(deployed.module(*inputs)), runner(inputs)
+        expected, given = _as_list(deployed.module(*inputs)), runner(inputs)
         for name, ours, theirs in zip(deployed.output_names, expected, given, strict=True):
             difference = deployed.difference(ours, theirs) if ours.shape == theirs.shape else math.inf
             if difference is None:
@@ -150,5 +146,5 @@ def _checked(deployed: Deployed, runner: Runner, target: Path) -> float | None:
     return largest
 
 
-def _listed(outputs: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+def _as_list(outputs: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return [outputs] if isinstance(outputs, Tensor) else outputs

@@ -19,8 +19,9 @@ from ddptrain.config.schema import Config
 from ddptrain.engine.optimizer import build_optimizer
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.launcher.agent import run_ranks, say
-from ddptrain.launcher.parent_death import AGENT
 from ddptrain.launcher.prefork import Prefork
+from ddptrain.launcher.process import AGENT
+from ddptrain.text import counted
 from ddptrain.torch_private import spare_dynamo
 
 
@@ -28,7 +29,7 @@ def run(config: Config, options: Sequence[str], words: Sequence[str], prefork: P
     """Start the ranks of this node and wait for their end; returns the exit code.
 
     ``options`` are torchrun's, ``words`` the command line of the ranks, which the prefork forks, if there is
-    one and no option has each start as a program of its own. Raises UserError for what a rank
+    one and no option needs a separate program for each. Raises UserError for what a rank
     would refuse before it opens its data, and for options that torchrun refuses.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -38,11 +39,8 @@ def run(config: Config, options: Sequence[str], words: Sequence[str], prefork: P
     args, why = _parsed(options, words, config.device)
     _meet(args)
     agent, command, rank_words = _launch_config(args)
-    if (
-        config.run.resume == "never"
-        and agent.max_nodes > 1
-        and (agent.max_restarts or agent.min_nodes < agent.max_nodes)
-    ):
+    may_restart = agent.max_restarts or agent.min_nodes < agent.max_nodes
+    if config.run.resume == "never" and agent.max_nodes > 1 and may_restart:
         raise UserError(
             "run.resume=never: a node that joins or begins again can't know that the run has begun, and would"
             " put it aside. On several nodes that may restart, name a new run.dir instead."
@@ -57,8 +55,8 @@ def run(config: Config, options: Sequence[str], words: Sequence[str], prefork: P
     if command == sys.executable:  # PYTHON_EXEC may be a script, and then the ranks' parent
         os.environ[AGENT] = str(os.getpid())
     here = "" if agent.max_nodes == 1 else " on this node"
-    ranks = f"{agent.nproc_per_node} rank{'s' * (agent.nproc_per_node > 1)}{here}{why}"
-    say(f"{ranks}, max restarts {agent.max_restarts}, run id {agent.run_id}")
+    ranks = counted(agent.nproc_per_node, "rank")
+    say(f"{ranks}{here}{why}, max restarts {agent.max_restarts}, run id {agent.run_id}")
     if prefork is not None and agent.numa_options is not None:  # numactl starts programs
         prefork.close()
         prefork = None
@@ -70,7 +68,7 @@ def run(config: Config, options: Sequence[str], words: Sequence[str], prefork: P
 
 
 def _parsed(options: Sequence[str], words: Sequence[str], device: str) -> tuple[Namespace, str]:
-    """torchrun's arguments, and why there are as many ranks where nobody has said how many."""
+    """torchrun's arguments, and the reason for the number of ranks where none was given."""
     parser = torchrun.get_args_parser()
     parser.exit_on_error = False
     if "PET_NPROC_PER_NODE" not in os.environ:

@@ -9,17 +9,10 @@ from pathlib import Path
 import torch
 
 from ddptrain.api.recipe import Task
-from ddptrain.commands.setup import (
-    joined_world,
-    make_task,
-    named_checkpoint,
-    prepare_or_load_metadata,
-    trained_model,
-)
+from ddptrain.commands.setup import joined_world, make_task, named_checkpoint, trained_model
 from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
 from ddptrain.distributed.world import world_from_environment
-from ddptrain.engine.checkpoint import unpack
 from ddptrain.engine.precision import choose_precision
 from ddptrain.errors import UserError
 
@@ -40,11 +33,9 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
     arguments = typed_arguments(task.predict, asked, "predict")
     with joined_world(config, alone=True) as (world, reason, _):
         saved = named_checkpoint(folder, checkpoint)
-        prepare_or_load_metadata(data, world, config.seed, saved)
-        where = str(saved.path)
         precision = choose_precision(config.precision, world.device)
-        log.info("predicting by %s on %s (%s), %s", where, world.device, reason, precision.name)
-        model = trained_model(config, task, world.device, unpack(saved.payload, where), where).eval()
+        log.info("predicting by %s on %s (%s), %s", saved.path, world.device, reason, precision.name)
+        model = trained_model(config, task, data, world, saved).eval()
         with torch.inference_mode(), precision.autocast():
             _write(task.predict(model, **arguments))
 
@@ -54,9 +45,9 @@ def _write(pieces: Iterable[str]) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     try:
         for piece in pieces:
-            known = piece.encode(encoding, errors="replace").decode(encoding)
-            print(known, end="", flush=True)
+            print(piece.encode(encoding, errors="replace").decode(encoding), end="", flush=True)
         print(flush=True)
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # else the interpreter's last flush fails too
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else the interpreter's last flush fails too

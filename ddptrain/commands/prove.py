@@ -5,12 +5,12 @@ By whole trainings, started as a user starts them and compared by what they leav
 
 import json
 import logging
-import random
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from random import Random, SystemRandom
 
 from rich.console import Console
 from rich.table import Table
@@ -23,10 +23,11 @@ from ddptrain.config.schema import Config
 from ddptrain.distributed.cpu import cores
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
-from ddptrain.prove.kill_schedule import Kill, Moment, carry_out, marks, moments_of, next_kill, saved_step
-from ddptrain.prove.process import Case, TrialFailed, Trials, Verdict
+from ddptrain.prove.kill_schedule import Moment, carry_out, marks, moments_of, next_kill, saved_step
+from ddptrain.prove.process import Case, ProofResult, TrialFailed, Trials
 from ddptrain.prove.state_diff import State, differences, first_line_apart, last_state, relative
 from ddptrain.prove.world import prove_world
+from ddptrain.text import first_few
 
 log = logging.getLogger("ddptrain")
 
@@ -49,23 +50,24 @@ def run(config: Config, proof: str, asked: Mapping[str, str], words: Sequence[st
             raise UserError(f"{key}: prove names the folders itself, inside of out=<folder>; leave it out.")
     open_log(None, first=True)
     prove = {"resume": prove_resume, "world": prove_world, "eval": prove_eval}[proof]
-    own = {name: word for name, word in asked.items() if name != "out"}
+    own = dict(asked)
+    named = own.pop("out", None)
     arguments = typed_arguments(prove, own, f"prove {proof}")
     make_task(config)  # refuses what is wrong in its nodes
-    folder = _new_folder(asked.get("out"))
+    folder = _new_folder(named)
     keep = True
     try:
-        verdict = prove(Case(config, words, folder, cores(), partial(_model, config)), **arguments)
-        keep = not verdict.holds or "out" in asked
+        result = prove(Case(config, words, folder, cores(), partial(_model, config)), **arguments)
+        keep = not result.holds or named is not None
         terminal = Console()
-        Console(width=terminal.width if terminal.is_terminal else _WIDTH).print(verdict.table)
-        print(f"prove {proof}: {verdict.said}", flush=True)
-        return ExitCode.DONE if verdict.holds else 1
+        Console(width=terminal.width if terminal.is_terminal else _WIDTH).print(result.table)
+        print(f"prove {proof}: {result.summary}", flush=True)
+        return ExitCode.DONE if result.holds else 1
     except TrialFailed as error:
         print(f"prove {proof}: FAILED: {error}", flush=True)
         return ExitCode.USER_ERROR if error.code == ExitCode.USER_ERROR else 1
     except (UserError, KeyboardInterrupt):
-        keep = "out" in asked
+        keep = named is not None
         raise
     finally:
         if keep:
@@ -80,7 +82,7 @@ def _model(config: Config) -> nn.Module:
     return make_model(config, task, World().device)
 
 
-def prove_resume(case: Case, ranks: int = 2, kills: int = 3, moments: int | None = None) -> Verdict:
+def prove_resume(case: Case, ranks: int = 2, kills: int = 3, moments: int | None = None) -> ProofResult:
     """Killed at random moments and started again, a run ends with the bits of one that nobody disturbed.
 
     moments: the seed of the moments.
@@ -89,54 +91,45 @@ def prove_resume(case: Case, ranks: int = 2, kills: int = 3, moments: int | None
         raise UserError(f"prove resume: ranks={ranks} kills={kills}: both must be 1 or more.")
     if ranks > 1 and not Path("/proc").is_dir():
         raise UserError(f"ranks={ranks}: ranks to kill are found in /proc, which is Linux's. Use ranks=1.")
-    seed = random.SystemRandom().randrange(10**6) if moments is None else moments
+    seed = SystemRandom().randrange(10**6) if moments is None else moments
     log.info("moments    follow from moments=%d", seed)
-    draw, trials, whole = random.Random(seed), case.trials(ranks), case.folder / "undisturbed"
+    draw, trials, whole = Random(seed), case.trials(ranks), case.folder / "undisturbed"
     with trials.training(whole.name, ranks) as running:
         timeline = moments_of(running, whole)
-    ours, done, found, line = last_state(whole), list[Kill](), [], ""
+    ours = last_state(whole)
     table = Table("kill", "of", "when", "it went on from", title=f"resume, ranks={ranks} moments={seed}")
     for number in range(1, _RUNS_A_KILL * kills + 1):
-        name = f"killed-{number}"
-        done += _killed(trials, name, ranks, timeline, draw, kills - len(done), table)
-        found = differences(ours, last_state(case.folder / name))
-        line = first_line_apart(whole, case.folder / name)
-        if found or line or len(done) == kills:
+        run = case.folder / f"killed-{number}"
+        _train_with_kills(trials, run, ranks, timeline, draw, kills, table)
+        found, line = differences(ours, last_state(run)), first_line_apart(whole, run)
+        if found or line or table.row_count == kills:
             break
     else:
-        raise UserError(f"prove resume: only {len(done)} of {kills} kills came in time. Raise train.steps.")
+        came = f"only {table.row_count} of {kills} kills came in time"
+        raise UserError(f"prove resume: {came}. Raise train.steps.")
     if not found and not line:
         same = f"{len(ours)} values of its state, and metrics.jsonl"
-        return Verdict(True, f"HOLDS: killed {kills} times, it ends with the same bits: {same}.", table)
-    said = [f"{len(found)} of {len(ours)} values of its state differ, first {found[0]}"] if found else []
-    said += [f"metrics.jsonl differs first at {line} (undisturbed and killed)"] if line else []
-    return Verdict(False, f"BROKEN: {'; '.join(said)}; {_repeats(trials, ranks, ours)}.", table)
+        return ProofResult(True, f"HOLDS: killed {kills} times, it ends with the same bits: {same}.", table)
+    problems = [f"{len(found)} of {len(ours)} values of its state differ, first {found[0]}"] if found else []
+    problems += [f"metrics.jsonl differs first at {line} (undisturbed and killed)"] if line else []
+    return ProofResult(False, f"BROKEN: {'; '.join(problems)}; {_repeats(trials, ranks, ours)}.", table)
 
 
-def _killed(
-    trials: Trials,
-    name: str,
-    ranks: int,
-    timeline: Sequence[Moment],
-    draw: random.Random,
-    most: int,
-    table: Table,
-) -> list[Kill]:
-    """A run that is killed at most so many times and then goes to its end."""
-    run, done = trials.folder / name, list[Kill]()
-    while len(done) < most and (kill := next_kill(draw, timeline, run, ranks, most - len(done))):
-        with trials.training(name, ranks) as running:
+def _train_with_kills(
+    trials: Trials, run: Path, ranks: int, timeline: Sequence[Moment], draw: Random, kills: int, table: Table
+) -> None:
+    """Start a run, kill it until the table has ``kills`` rows, and let it go to its end."""
+    while (still := kills - table.row_count) and (kill := next_kill(draw, timeline, run, ranks, still)):
+        with trials.training(run.name, ranks) as running:
             if not carry_out(kill, running, run):
-                return done
+                return
         if timeline[-1].mark in marks(run) and saved_step(run) == timeline[-1].step:
             break  # all was on the disk: there is nothing to go on with
-        done.append(kill)
         who = f"rank {kill.victims[0]}" if len(kill.victims) == 1 else "all ranks"
         saved = f"step {saved_step(run)}" if saved_step(run) else "the beginning"
         table.add_row(str(table.row_count + 1), who, str(kill), saved)
         log.info("killed     %s %s; goes on from %s", who, kill, saved)
-    trials.trained(name, ranks)
-    return done
+    trials.trained(run.name, ranks)
 
 
 def _repeats(trials: Trials, ranks: int, ours: State) -> str:
@@ -149,7 +142,7 @@ def _repeats(trials: Trials, ranks: int, ours: State) -> str:
     return f"two undisturbed runs differ too: something is random that does not follow from the seed{hint}"
 
 
-def prove_eval(case: Case, ranks: int = 4) -> Verdict:
+def prove_eval(case: Case, ranks: int = 4) -> ProofResult:
     """``evaluate`` prints the same bytes on any number of ranks, and its batches do not matter."""
     if ranks < 2:
         raise UserError(f"prove eval: ranks={ranks}: must be 2 or more.")
@@ -174,10 +167,10 @@ def prove_eval(case: Case, ranks: int = 4) -> Verdict:
         table.add_row(f"in batches of {size}, not {own}", apart or "equal to rounding")
         broken += [f"in batches of {size} {apart}: an average of averages?"] if apart else []
     if broken:
-        return Verdict(False, f"BROKEN: {'; '.join(broken)}", table)
-    metrics = [(name, value) for name, value in json.loads(first).items() if isinstance(value, float)]
-    told = "  ".join(f"{name} {value:.6g}" for name, value in metrics if "/" not in name)
-    return Verdict(True, f"HOLDS: evaluate prints the same bytes on 1 to {ranks} ranks: {told}", table)
+        return ProofResult(False, f"BROKEN: {'; '.join(broken)}", table)
+    metrics = {name: value for name, value in json.loads(first).items() if isinstance(value, float)}
+    shown = "  ".join(f"{name} {value:.6g}" for name, value in metrics.items() if "/" not in name)
+    return ProofResult(True, f"HOLDS: evaluate prints the same bytes on 1 to {ranks} ranks: {shown}", table)
 
 
 def _uneven_batch(config: Config) -> int | None:
@@ -195,12 +188,9 @@ def _metrics_apart(one: str, other: str, tolerance: float = 0.0) -> str:
     ours, theirs = json.loads(one), json.loads(other)
     pairs = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}}
     apart = {name: relative(*pair) for name, pair in pairs.items() if pair[0] != pair[1]}
-    differ = {name: share for name, share in apart.items() if share > tolerance}
-    if not differ:
-        return ""
-    worst = max(differ, key=lambda name: differ[name])
-    count = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
-    return f"{worst} is {theirs.get(worst)}, not {ours.get(worst)}{count}"
+    differ = sorted((name for name in apart if apart[name] > tolerance), key=lambda name: -apart[name])
+    words = [f"{name} is {theirs.get(name)}, not {ours.get(name)}" for name in differ]
+    return first_few(words, 1)
 
 
 def _new_folder(named: str | None) -> Path:

@@ -1,19 +1,17 @@
 """The verb ``report``: runs in a table and on a page."""
 
-import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
 from ddptrain.observe.clock import clock
+from ddptrain.observe.lock import is_locked
 from ddptrain.report.comparison import (
     NOTHING,
     Metric,
@@ -29,24 +27,24 @@ from ddptrain.report.comparison import (
 )
 from ddptrain.report.page import write_page
 from ddptrain.report.run_files import RunFiles, is_run, plain, read_run
-from ddptrain.sweep.ledger import LEDGER, Job, read_ledger
-from ddptrain.sweep.run import report as print_sweep
+from ddptrain.sweep.board import print_table
+from ddptrain.sweep.ledger import LEDGER, read_ledger
+from ddptrain.text import print_tables
 
 _Row = tuple[str, Sequence[str]]
-_PLAIN_WIDTH = 160
-"""Columns where there is no terminal."""
 _MOST_OF_A_SWEEP = 24
 _FEW = 12
 """Differences that the terminal shows."""
 
 
 def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
-    """Print what became of these runs or sweeps and write a page on them.
+    """Print a table of these runs or sweeps and write a page on them.
 
     asked: ``out``, the page's file. Raises UserError for a folder that is neither, and where the page can't
     be written.
     """
-    folders = [path for path in folders if not _is_page(path)]
+    # an earlier page is named by runs/<recipe>/* too
+    folders = [path for path in folders if not (path.suffix == ".html" and path.is_file())]
     _check(folders, asked)
     folders = [folder.parent if folder.name == LEDGER else folder for folder in folders]
     found = {folder: _runs_in(folder) for folder in folders}
@@ -55,18 +53,24 @@ def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
         for folder, inside in found.items()
         if len(inside) > _MOST_OF_A_SWEEP
     ]
-    chosen = list(
-        dict.fromkeys(path.resolve() for each in found.values() for path in each[:_MOST_OF_A_SWEEP])
-    )
+    paths = (path.resolve() for inside in found.values() for path in inside[:_MOST_OF_A_SWEEP])
+    chosen = list(dict.fromkeys(paths))
     runs = [read_run(path, name) for path, name in zip(chosen, short_names(chosen), strict=True)]
     sweeps = [folder for folder in folders if _is_sweep(folder)]
     for folder in sweeps:
-        print_sweep(folder)
+        if not (jobs := read_ledger(folder, is_locked(folder))):
+            raise UserError(f"report {folder}: holds no sweep ({LEDGER}).")
+        print_table(jobs)
     if len(sweeps) < len(folders):
         _print(runs)
     if runs:
         page = _page_for(folders, runs, asked.get("out"))
-        _write(runs, _title(folders, runs), notes, page)
+        try:
+            page.parent.mkdir(parents=True, exist_ok=True)
+            write_page(runs, _title(folders, runs), notes, page)
+        except OSError as error:
+            problem = f"{page} can't be written ({error.strerror})"
+            raise UserError(f"report: {problem}. Name another file: out=<file.html>") from error
         print(f"page  {page}")
 
 
@@ -85,11 +89,6 @@ def _check(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
         )
 
 
-def _is_page(path: Path) -> bool:
-    """An earlier page, which ``report runs/<recipe>/*`` names too."""
-    return path.suffix == ".html" and path.is_file()
-
-
 def _is_sweep(folder: Path) -> bool:
     return (folder / LEDGER).is_file()
 
@@ -97,7 +96,8 @@ def _is_sweep(folder: Path) -> bool:
 def _runs_in(folder: Path) -> list[Path]:
     """The run that the folder is, or those of the sweep that it is. Raises UserError where it is neither."""
     if _is_sweep(folder):
-        paths = (folder / job.folder for job in sorted(read_ledger(folder, live=False), key=_place))
+        jobs = sorted(read_ledger(folder, live=False), key=lambda job: job.place)
+        paths = (folder / job.folder for job in jobs)
         return [path for path in paths if is_run(path)]
     if is_run(folder):
         return [folder]
@@ -114,11 +114,6 @@ def _runs_in(folder: Path) -> list[Path]:
     raise UserError(
         f"report {folder}: holds no run (config.yaml, metrics.jsonl), and no sweep ({LEDGER}).{hint}"
     )
-
-
-def _place(job: Job) -> float:
-    """The best first, those without a value last."""
-    return math.inf if job.score is None or math.isnan(job.score) else -job.score
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -151,31 +146,12 @@ def _page_for(folders: Sequence[Path], runs: Sequence[RunFiles], out: str | None
     return (Path() if common == Path(common.anchor) else common) / "report.html"
 
 
-def _write(runs: Sequence[RunFiles], title: str, notes: Sequence[str], page: Path) -> None:
-    try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        write_page(runs, title, notes, page)
-    except OSError as error:
-        raise UserError(
-            f"report: {page} can't be written ({error.strerror}). Name another file: out=<file.html>"
-        ) from error
-
-
 def _print(runs: Sequence[RunFiles]) -> None:
-    """On standard output, as wide as the terminal."""
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    with console.capture() as drawn:
-        titles, facts = overview(runs)
-        first = list(zip([run.name for run in runs], facts, strict=True))
-        for table in [
-            _table("", "run", titles, first, numbers=False),
-            *_differences(runs),
-            *_metrics(runs),
-            *_times(runs),
-        ]:
-            console.print(table)
-    for line in drawn.get().splitlines():  # rich fills its lines with blanks
-        print(line.rstrip())
+    """On standard output."""
+    titles, facts = overview(runs)
+    rows = [(run.name, cells) for run, cells in zip(runs, facts, strict=True)]
+    first = _table("", "run", titles, rows, numbers=False)
+    print_tables(first, *_differences(runs), *_metrics(runs), *_times(runs))
     notes = {f"{run.name}: {note}": [""] for run in runs for note in run.notes}
     for text, names in (notes | verdict_sentences(runs)).items():
         print(f"{', '.join(names)}: {text}" if len(runs) > 1 and names[0] else text)
@@ -218,9 +194,11 @@ def _metrics(runs: Sequence[RunFiles]) -> list[Table]:
     if not every:
         return []
     if len(runs) == 1:
-        rows = [
-            (metric.title, [format_point(p) for p in metric.scores[0]] + [_step(metric)]) for metric in every
-        ]
+        rows = []
+        for metric in every:
+            last, best = metric.scores[0]
+            step = NOTHING if best is None else f"{best.step:,.0f}"
+            rows.append((metric.title, [format_point(last), format_point(best), step]))
         return [_table("metrics", "metric", ["last", "best", "at step"], rows, numbers=True)]
     rows = [(metric.title, [_cell(metric, i) for i in order]) for metric in every]
     names = [runs[i].name for i in order]
@@ -233,11 +211,6 @@ def _cell(metric: Metric, run: int) -> str:
     return f"{both}{'*' if run in metric.winners else ' '}"
 
 
-def _step(metric: Metric) -> str:
-    best = metric.scores[0].best
-    return NOTHING if best is None else f"{best.step:,.0f}"
-
-
 def _times(runs: Sequence[RunFiles]) -> list[Table]:
     splits = [time_split(run) for run in runs]
     parts = list(dict.fromkeys(name for split in splits for name in split))
@@ -248,12 +221,5 @@ def _times(runs: Sequence[RunFiles]) -> list[Table]:
         whole = sum(split.values())
         cells = [f"{split[part] / whole:.0%}" if part in split and whole > 0 else NOTHING for part in parts]
         rows.append((run.name, [*cells, clock(whole) if split else NOTHING]))
-    return [
-        _table(
-            "where the time went",
-            "run",
-            [*(part.replace("_", "-") for part in parts), "whole"],
-            rows,
-            numbers=True,
-        )
-    ]
+    titles = [*(part.replace("_", "-") for part in parts), "whole"]
+    return [_table("where the time went", "run", titles, rows, numbers=True)]

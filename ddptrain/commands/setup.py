@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,29 +24,19 @@ from ddptrain.distributed.cpu import share_cores
 from ddptrain.distributed.device import choose_device
 from ddptrain.distributed.world import world_from_environment
 from ddptrain.doctor.examine import why_no_cuda
-from ddptrain.engine.checkpoint import Checkpointer, Saved, read
+from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
 from ddptrain.engine.compiled import Compilations
 from ddptrain.engine.out_of_memory import lack_of_memory
 from ddptrain.engine.state import fit_model
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
 from ddptrain.observe.console import open_log
 from ddptrain.observe.summary import Summary
+from ddptrain.text import first_few
 from ddptrain.watchdog.lost_peer import address_of_peer, from_a_lost_rank
 from ddptrain.watchdog.watchdog import Watchdog
 
 log = logging.getLogger("ddptrain")
-Made = TypeVar("Made", Observer, Controller)
-
-
-def _check_nodes(config: Config) -> None:
-    """Check every ``_target_`` node against its target's signature, all problems at once."""
-    problems = check_node(config.task, "task", offered=("model", "data"))
-    if config.model is not None:
-        problems += check_node(config.model, "model", offered=None)
-    problems += check_node(config.data, "data")
-    problems += check_node(config.optim, "optim", offered=("params",))
-    if problems:
-        raise UserError("\n".join(problems))
+Made = TypeVar("Made", Task, Data, Observer, Controller)
 
 
 @contextmanager
@@ -63,7 +53,7 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
     try:
         device, reason = choose_device(config.device, world, why_no_cuda)
     except UserError as error:
-        error.everywhere = not world.is_first_on_node  # nodes differ, and each one's first rank speaks
+        error.everywhere = not world.is_first_on_node  # nodes differ: the first rank of each prints it
         raise
     world = world.on(device)
     open_log(None, world.is_first)
@@ -91,14 +81,14 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
             raise
         except BaseException as error:
             lack = lack_of_memory(error, config, world, watchdog.place)
-            _part(lack or error, world, watchdog)
+            _leave_after_error(lack or error, world, watchdog)
             if lack is not None:
                 raise lack from None
             raise
         close_group()
 
 
-def _part(error: BaseException, world: World, watchdog: Watchdog) -> None:
+def _leave_after_error(error: BaseException, world: World, watchdog: Watchdog) -> None:
     """Leave the others after an error. Raises RankLost instead where it only follows from another rank's."""
     agreed = isinstance(error, Diverged | OutOfStep) or (isinstance(error, UserError) and error.everywhere)
     if world.size > 1 and not agreed:
@@ -109,27 +99,27 @@ def _part(error: BaseException, world: World, watchdog: Watchdog) -> None:
                 raise RankLost(failure.said, failure.code) from None
             address = address_of_peer(error) if world.size > world.local_size else ""
             where = f" at {address}" if address else ""
-            said = f"rank {world.rank}: another rank{where} is gone: its connection was closed."
-            raise RankLost(gone or said, ExitCode.CRASH) from None
+            closed = f"rank {world.rank}: another rank{where} is gone: its connection was closed."
+            raise RankLost(gone or closed, ExitCode.CRASH) from None
         watchdog.failed(ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.CRASH)
         abandon_group()
         if isinstance(error, UserError) and (first := watchdog.failure_elsewhere(wait=1.0)):
             raise RankLost(first.said, first.code) from None  # that rank's message is enough
-        time.sleep(1.0)  # the others read the news before this rank, which may keep the store, is gone
+        time.sleep(1.0)  # the others read of the failure first: this rank may hold the store
         return
     abandon_group()
 
 
 def make_task(config: Config) -> tuple[Task, Data]:
     """The recipe's two halves, from their config nodes, once all nodes are known to be right."""
-    _check_nodes(config)
-    data = build(config.data, "data")
-    if not isinstance(data, Data):
-        raise UserError(f"data._target_={config.data['_target_']}: must be a ddptrain.api.Data.")
+    problems = check_node(config.task, "task", offered=("model", "data"))
+    if config.model is not None:
+        problems += check_node(config.model, "model", offered=None)
+    problems += check_node(config.data, "data")
+    _refuse([*problems, *check_node(config.optim, "optim", offered=("params",))])
+    data = _made(Data, config.data, "data")  # type: ignore[type-abstract]
     model = None if config.model is None else partial(build, config.model, "model")
-    task = build(config.task, "task", model=model, data=data)
-    if not isinstance(task, Task):
-        raise UserError(f"task._target_={config.task['_target_']}: must be a ddptrain.api.Task.")
+    task = _made(Task, config.task, "task", model=model, data=data)  # type: ignore[type-abstract]
     return task, data
 
 
@@ -141,9 +131,13 @@ def check_doors(config: Config) -> None:
     for group in ("observers", "controllers"):
         for name, node in getattr(config, group).items():
             problems += check_node(node, f"{group}.{name}")
-    problems = list(dict.fromkeys(problems))
+    _refuse(problems)
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    """Raise UserError with each problem once, if there are any."""
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError("\n".join(dict.fromkeys(problems)))
 
 
 def make_observers(config: Config) -> list[Observer]:
@@ -159,8 +153,8 @@ def make_controllers(config: Config) -> dict[str, Controller]:
     }
 
 
-def _made(kind: type[Made], node: Any, key: str) -> Made:
-    made = build(node, key)
+def _made(kind: type[Made], node: Any, key: str, **offered: Any) -> Made:
+    made = build(node, key, **offered)
     if not isinstance(made, kind):
         raise UserError(f"{key}._target_={node['_target_']}: must be a ddptrain.api.{kind.__name__}.")
     return made
@@ -188,32 +182,16 @@ def prepare(data: Data, world: World, seed: int) -> None:
             )
 
 
-def prepare_or_load_metadata(data: Data, world: World, seed: int, saved: Saved) -> None:
-    """For verbs that ask a trained model: what a checkpoint knows of the data is enough where it is all that
-    the data would tell."""
-    metadata = saved.manifest.get("recall")
-    if metadata:
-        data.load_metadata(metadata, world)
-    else:
-        prepare(data, world, seed)
-        check_outputs(data, saved)
-
-
 def check_outputs(data: Data, saved: Saved) -> None:
     """Refuse a checkpoint whose model's outputs stand for something else than this data's."""
     theirs, own = saved.manifest.get("outputs"), list(data.outputs)
     if theirs != own:
-        gone, new = (_listed(set(a or []) - set(b or [])) for a, b in ((theirs, own), (own, theirs)))
+        pairs = ((set(theirs or []), set(own)), (set(own), set(theirs or [])))
+        gone, new = (first_few([*map(repr, sorted(a - b))], 5) or "none" for a, b in pairs)
         raise UserError(
             f"{saved.path}: its model's outputs stand for other classes or characters than this data's, or in"
             f" another order: {gone} only there, {new} only here. Use the data it was trained with."
         )
-
-
-def _listed(names: set[str]) -> str:
-    shown = sorted(names)[:5]
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{', '.join(map(repr, shown))}{more}" if shown else "none"
 
 
 def named_checkpoint(folder: Path, name: str) -> Saved:
@@ -228,9 +206,20 @@ def named_checkpoint(folder: Path, name: str) -> Saved:
 
 
 def trained_model(
-    config: Config, task: Task, device: torch.device, state: Mapping[str, Any], where: str
+    config: Config, task: Task, data: Data, world: World, saved: Saved, needs_data: bool = False
 ) -> nn.Module:
-    """The model with a checkpoint's weights, the averaged ones where there are some."""
-    model = make_model(config, task, device)
-    fit_model(model, state["average"].get("weights") or state["model"], where)
+    """The model with a checkpoint's weights, the averaged ones where there are some.
+
+    What the checkpoint knows of the data is enough where it is all that the data would tell. needs_data: the
+    caller needs the data itself.
+    """
+    state = unpack(saved.payload, str(saved.path))
+    metadata = saved.manifest.get("recall")
+    if metadata and not needs_data:
+        data.load_metadata(metadata, world)
+    else:
+        prepare(data, world, config.seed)
+        check_outputs(data, saved)
+    model = make_model(config, task, world.device)
+    fit_model(model, state["average"].get("weights") or state["model"], str(saved.path))
     return model

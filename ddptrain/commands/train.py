@@ -18,20 +18,11 @@ from ddptrain import __version__
 from ddptrain.api.observer import Run
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
-from ddptrain.commands.setup import (
-    check_doors,
-    check_outputs,
-    joined_world,
-    make_controllers,
-    make_model,
-    make_observers,
-    make_task,
-    prepare,
-)
+from ddptrain.commands import setup
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import is_dp
 from ddptrain.distributed.comm import on_all_ranks, on_first_rank
-from ddptrain.distributed.cpu import said_of_cores, share_cores
+from ddptrain.distributed.cpu import cores_in_words, share_cores
 from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
 from ddptrain.engine.compiled import check_graphs, compile_loss
 from ddptrain.engine.consistency import check_same_command, check_same_model
@@ -49,6 +40,7 @@ from ddptrain.observe.monitor import Monitor, extremes
 from ddptrain.observe.profile import profiled
 from ddptrain.observe.rundir import describe_run, discard_unused, name_run, open_run
 from ddptrain.strategies.make_strategy import make_strategy
+from ddptrain.text import counted
 from ddptrain.torch_private import spare_dynamo
 from ddptrain.watchdog.watchdog import Watchdog
 
@@ -61,11 +53,11 @@ def run(config: Config, arguments: Sequence[str]) -> None:
     Raises UserError for what the user can mend, Diverged where the loss left the finite numbers.
     """
     spare_dynamo()
-    task, data = make_task(config)
-    check_doors(config)
-    observers, controllers = make_observers(config), make_controllers(config)
+    task, data = setup.make_task(config)
+    setup.check_doors(config)
+    observers, controllers = setup.make_observers(config), setup.make_controllers(config)
     build_optimizer(config.optim, [nn.Parameter(torch.zeros(1))])  # refuses its own values, before all else
-    with joined_world(config) as (world, reason, watchdog):
+    with setup.joined_world(config) as (world, reason, watchdog):
         watchdog.stop_on_signals(config.checkpoint.grace, config.train.time_limit)
         check_same_command(world, config)
         folder = on_first_rank(world, lambda: _opened_folder(config))
@@ -77,7 +69,8 @@ def run(config: Config, arguments: Sequence[str]) -> None:
             monitor = Monitor(world, gauges)
             step = _step(config, task, data, world, watchdog)
             step.state.controllers.update(controllers)
-            checkpointer = _checkpointer(config, folder)
+            keep, background = config.checkpoint.keep, config.checkpoint.background
+            checkpointer = Checkpointer(folder / "checkpoints", keep, background)
             _resume(config, step, data, checkpointer)
             done, steps = step.state.step, step.plan.steps
             log.info("plan       steps %d to %d, %.4g epochs", done, steps, step.plan.epoch(steps))
@@ -108,10 +101,9 @@ def run(config: Config, arguments: Sequence[str]) -> None:
             raise
         if used := extremes(monitor.summary()):
             log.info("devices    %s", used)
-        plots = [f"{folder}/plots"] if "plots" in config.observers else []
-        board = [f"tensorboard --logdir {folder.parent}"] if "tensorboard" in config.observers else []
-        if plots or board:
-            log.info("look       %s", ", or ".join([*plots, *board]))
+        views = {"plots": f"{folder}/plots", "tensorboard": f"tensorboard --logdir {folder.parent}"}
+        if shown := [view for name, view in views.items() if name in config.observers]:
+            log.info("look       %s", ", or ".join(shown))
 
 
 def _step(config: Config, task: Task, data: Data, world: World, watchdog: Watchdog) -> TrainStep:
@@ -121,27 +113,24 @@ def _step(config: Config, task: Task, data: Data, world: World, watchdog: Watchd
     strategy = on_all_ranks(world, lambda: make_strategy(config.strategy, world, compiled, strict))
     precision = on_all_ranks(world, lambda: choose_precision(config.precision, world.device))
     log.info("precision  %s", precision.name)
-    log.info("strategy   %s, %s", strategy.describe(), _ranks(world))
-    prepare(data, world, config.seed)
+    ranks, nodes = counted(world.size, "rank"), counted(-(-world.size // world.local_size), "node")
+    log.info("strategy   %s, %s on %s", strategy.describe(), ranks, nodes)
+    setup.prepare(data, world, config.seed)
     plan = plan_run(config, data.train_size, data.identity, strategy.shards)
-    log.info("batch      %s", _batch(plan, world))
+    log.info("batch      %s", _batch_in_words(plan, world))
     on_all_ranks(world, lambda: check_graphs(config.compile, world, len(plan.sampler(world).pieces)))
     data.train_batches(plan.sampler(world), range(0))  # refuses a batch that it can't give
     log.info("data       %s", data.describe())
     workers = data.loading.workers or 0
     share_cores(world, strict, workers)
-    log.info("cores      %s", said_of_cores(world, workers))
-    model = strategy.prepare(make_model(config, task, world.device))
-    log.info("model      %s", _model(model, config))
+    log.info("cores      %s", cores_in_words(world, workers))
+    model = strategy.prepare(setup.make_model(config, task, world.device))
+    log.info("model      %s", _model_in_words(model, config))
     check_same_model(world, model)
-    _note_what_depends_on_the_split(model, plan, world)
+    _note_layers_that_see_one_part(model, plan, world)
     if config.compile == "step":
         compile_loss(task)
     return make_step(config, task, model, strategy, precision, plan, watchdog)
-
-
-def _checkpointer(config: Config, folder: Path) -> Checkpointer:
-    return Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.background)
 
 
 def _opened_folder(config: Config) -> Path:
@@ -191,7 +180,7 @@ def _resume(config: Config, step: TrainStep, data: Data, checkpointer: Checkpoin
     where = str(saved.path)
     kept = unpack(saved.payload, where)
     step.plan.check_continues(saved.manifest, where)
-    check_outputs(data, saved)
+    setup.check_outputs(data, saved)
     state.load_state_dict(kept, where)
     if world.is_first:
         checkpointer.set_aside_after(state.step)
@@ -217,18 +206,13 @@ def _run(config: Config, folder: Path, data: Data, step: TrainStep, monitor: Mon
     )
 
 
-def _ranks(world: World) -> str:
-    nodes = -(-world.size // world.local_size)
-    return f"{world.size} rank{'s' * (world.size > 1)} on {nodes} node{'s' * (nodes > 1)}"
-
-
-def _batch(plan: Plan, world: World) -> str:
+def _batch_in_words(plan: Plan, world: World) -> str:
     sizes = plan.sampler(world).micro_sizes
     split = f"{plan.batch_size} global, {sum(sizes)} on this rank"
     return f"{split} in {len(sizes)} micro-batches of {max(sizes)}" if len(sizes) > 1 else split
 
 
-def _model(model: nn.Module, config: Config) -> str:
+def _model_in_words(model: nn.Module, config: Config) -> str:
     count = sum(p.numel() for p in model.parameters())
     traits = [f"{count:,} parameters"]
     traits += ["channels_last"] if config.channels_last else []
@@ -237,8 +221,8 @@ def _model(model: nn.Module, config: Config) -> str:
     return f"{type(model).__name__}, {', '.join(traits)}"
 
 
-def _note_what_depends_on_the_split(model: nn.Module, plan: Plan, world: World) -> None:
-    """Say where the number of ranks or micro-batches does change the training."""
+def _note_layers_that_see_one_part(model: nn.Module, plan: Plan, world: World) -> None:
+    """Log which layers make the training depend on the number of ranks or micro-batches."""
     parts = world.size * len(plan.sampler(world).micro_sizes)
     if parts == 1 or plan.shards is not None:  # shards are the same on any number of ranks
         return
@@ -250,4 +234,4 @@ def _note_what_depends_on_the_split(model: nn.Module, plan: Plan, world: World) 
             parts,
         )
     if any(isinstance(m, _DropoutNd) and m.p > 0 for m in layers):
-        log.info("note       dropout draws a mask of its own on each rank and for each micro-batch")
+        log.info("note       dropout draws another mask on each rank and for each micro-batch")

@@ -7,8 +7,8 @@ checked against the target's signature by `ddptrain.config.instantiate.check_nod
 
 import dataclasses
 import math
+import operator
 import re
-from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
@@ -65,13 +65,11 @@ def type_message(error: OmegaConfBaseException, override: str = "") -> str:
 
 def _unknown_keys(tree: dict[str, Any], section: Any, prefix: str) -> list[str]:
     fields = {field.name: field for field in dataclasses.fields(section)}
+    where = f" in {prefix[:-1]}" if prefix else ""
     problems = []
     for name, value in tree.items():
         if name not in fields:
-            hint = did_you_mean(name, fields)
-            problems.append(
-                f"{prefix}{name}: there is no such key{f' in {prefix[:-1]}' if prefix else ''}.{hint}"
-            )
+            problems.append(f"{prefix}{name}: there is no such key{where}.{did_you_mean(name, fields)}")
         elif dataclasses.is_dataclass(fields[name].type) and isinstance(value, dict):
             problems += _unknown_keys(value, fields[name].type, f"{prefix}{name}.")
     return problems
@@ -98,16 +96,9 @@ def _broken(rule: Rule, value: Any) -> list[str]:
         if value in rule.choices:
             return []
         return [f"must be one of {', '.join(rule.choices)}.{did_you_mean(str(value), rule.choices)}"]
-    bounds: tuple[tuple[float | None, str, Callable[[float], bool]], ...] = (
-        (rule.at_least, "at least", lambda bound: value >= bound),
-        (rule.above, "above", lambda bound: value > bound),
-        (rule.at_most, "at most", lambda bound: value <= bound),
-        (rule.below, "below", lambda bound: value < bound),
-    )
+    holds = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
     return [
-        f"must be {name} {bound:g}."
-        for bound, name, holds in bounds
-        if bound is not None and not holds(bound)
+        f"must be {name} {bound:g}." for name, bound in rule.bounds.items() if not holds[name](value, bound)
     ]
 
 

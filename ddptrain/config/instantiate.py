@@ -33,9 +33,8 @@ def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list
         target = resolve(node, key)
     except UserError as error:
         return [str(error)]
-    signature, hints = inspect.signature(target), hints_of(target)
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    names = [n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    parameters, open_ended = _parameters(target)
+    hints = hints_of(target)
     problems = []
     for name, value in node.items():
         if name == "_target_":
@@ -43,19 +42,18 @@ def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list
         problems += _hidden_nodes(value, f"{key}.{name}") + _downloads(node, name, key)
         if not isinstance(name, str):
             problems.append(f"{key}.{name}: is no name of an argument.")
-        elif name.startswith("_") and name not in names:
+        elif name.startswith("_") and name not in parameters:
             problems.append(f"{key}.{name}: only _target_ has a meaning here; remove it.")
-        elif name not in names and not open_ended:
-            hint = did_you_mean(f"{key}.{name}", [f"{key}.{known}" for known in names])
+        elif name not in parameters and not open_ended:
+            hint = did_you_mean(f"{key}.{name}", [f"{key}.{known}" for known in parameters])
             problems.append(f"{key}.{name}: {node['_target_']} takes no such argument.{hint}")
         elif _is_node(value):
             nested = check_node(value, f"{key}.{name}")
             problems += nested or _misplaced(value, hints.get(name), f"{key}.{name}")
         elif not _fits(value, hints.get(name, Any)):
             problems.append(f"{key}.{name}={value}: must be {_spell(hints[name])}.")
-    for name in names if offered is not None else []:
-        needed = signature.parameters[name].default is inspect.Parameter.empty
-        if needed and name not in node and name not in (offered or ()):
+    for name, default in parameters.items() if offered is not None else []:
+        if default is inspect.Parameter.empty and name not in node and name not in (offered or ()):
             problems.append(f"{key}.{name}: {node['_target_']} needs it; set {key}.{name}=...")
     return problems
 
@@ -66,12 +64,12 @@ def build(node: Node, key: str, **offered: Any) -> Any:
     Raises UserError where the target is not allowed or refuses an argument's value.
     """
     target = resolve(node, key)
-    parameters = inspect.signature(target).parameters
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    parameters, open_ended = _parameters(target)
     hints = hints_of(target)
     for name, value in node.items():
-        wrong = _hidden_nodes(value, f"{key}.{name}") + _downloads(node, name, key)
-        wrong += _misplaced(value, hints.get(name), f"{key}.{name}") if _is_node(value) else []
+        where = f"{key}.{name}"
+        wrong = _hidden_nodes(value, where) + _downloads(node, name, key)
+        wrong += _misplaced(value, hints.get(name), where) if _is_node(value) else []
         if wrong:
             raise UserError(wrong[0])
     arguments = {
@@ -96,6 +94,14 @@ def build(node: Node, key: str, **offered: Any) -> Any:
         raise
 
 
+def _parameters(target: Callable[..., Any]) -> tuple[dict[str, Any], bool]:
+    """The defaults of a target's named parameters, and whether it takes any other name too."""
+    parameters = inspect.signature(target).parameters
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    named = {name: found.default for name, found in parameters.items() if found.kind not in kinds}
+    return named, any(found.kind is inspect.Parameter.VAR_KEYWORD for found in parameters.values())
+
+
 def _check_match(target: Callable[..., Any], node: Node, key: str, arguments: Node, offered: Node) -> None:
     """Refuse parts of a config that don't go together: a text model for pictures, say."""
     hints = hints_of(target)
@@ -106,9 +112,8 @@ def _check_match(target: Callable[..., Any], node: Node, key: str, arguments: No
                 f"{key}: {node['_target_']} needs {hint.__name__} as its {name}, not {type(value).__name__}."
                 f" Choose another {name}=..., or another recipe."
             )
-    for name, parameter in inspect.signature(target).parameters.items():
-        named = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        if named and parameter.default is parameter.empty and name not in arguments:
+    for name, default in _parameters(target)[0].items():
+        if default is inspect.Parameter.empty and name not in arguments:
             raise UserError(
                 f"{key}: {node['_target_']} needs {name}, which this recipe does not give; it gives"
                 f" {', '.join(offered) or 'nothing'}. Choose another {key}=..., or set {key}.{name}=..."
@@ -118,11 +123,12 @@ def _check_match(target: Callable[..., Any], node: Node, key: str, arguments: No
 def typed_arguments(function: Callable[..., Any], words: Mapping[str, str], verb: str) -> dict[str, Any]:
     """A verb's key=value words as keyword arguments of a function, typed by its annotations.
 
-    The function's first parameter, the model, is not among them. Raises UserError naming every wrong word at
-    once.
+    The first parameter of a function, the model, is not among them; a class takes all of its own. Raises
+    UserError naming every wrong word at once.
     """
     hints = hints_of(function)
-    parameters = dict(list(inspect.signature(function).parameters.items())[1:])
+    first = 0 if inspect.isclass(function) else 1
+    parameters = dict(list(inspect.signature(function).parameters.items())[first:])
     arguments: dict[str, Any] = {}
     problems = []
     for name, word in words.items():
@@ -142,14 +148,16 @@ def typed_arguments(function: Callable[..., Any], words: Mapping[str, str], verb
     return arguments
 
 
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """The parts of a union, or the one annotation."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
 def _typed(word: str, hint: Any) -> Any:
     """A word as the first type (int, float, bool, None) of its annotation that can read it, else as text."""
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        kinds = typing.get_args(hint)
-        if word == "null" and type(None) in kinds:
-            return None
-    else:
-        kinds = (hint,)
+    kinds = _alternatives(hint)
+    if word == "null" and type(None) in kinds:
+        return None
     for kind in kinds:
         if kind is bool and word in ("true", "false"):
             return word == "true"
@@ -191,10 +199,10 @@ def _downloads(node: Node, name: str, key: str) -> list[str]:
 
 
 def _misplaced(node: Node, hint: Any, key: str) -> list[str]:
-    """A nested node must make what its argument is annotated with; told before it is built."""
-    kinds = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-    wanted = [kind for kind in kinds if kind is not type(None)]
-    if not all(inspect.isclass(kind) and kind is not Any and not _is_protocol(kind) for kind in wanted):
+    """A nested node must make what its argument is annotated with; checked before it is built."""
+    wanted = [kind for kind in _alternatives(hint) if kind is not type(None)]
+    is_class = (inspect.isclass(kind) and kind is not Any for kind in wanted)
+    if not all(is_class) or any(typing.Protocol in kind.__mro__ for kind in wanted):
         return []  # a Callable, say: any object may be one
     made = made_by(resolve(node, key))
     if made is None or any(issubclass(made, kind) for kind in wanted):
@@ -202,20 +210,16 @@ def _misplaced(node: Node, hint: Any, key: str) -> list[str]:
     return [f"{key}._target_={node['_target_']}: must make {' or '.join(k.__name__ for k in wanted)}."]
 
 
-def _is_protocol(kind: type) -> bool:
-    return typing.Protocol in kind.__mro__
-
-
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a plain config value fits an annotation; what can't be judged is let through."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or isinstance(hint, typing.TypeVar):
         return True
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, arg) for arg in args)
+    if len(kinds := _alternatives(hint)) > 1:
+        return any(_fits(value, kind) for kind in kinds)
     if origin is Literal:
         return value in args
-    if hint is None or hint is type(None):
+    if hint is type(None):
         return value is None
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -223,37 +227,26 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     if hint in (bool, str):
         return isinstance(value, hint)
-    if origin is tuple:
-        if not isinstance(value, list):
-            return False
-        if len(args) == 2 and args[1] is Ellipsis:
-            return all(_fits(item, args[0]) for item in value)
-        return len(value) == len(args) and all(map(_fits, value, args))
-    if origin in (list, Sequence):
-        return isinstance(value, list) and all(_fits(item, args[0]) for item in value)
-    if origin in (dict, Mapping):
+    kind = origin or hint
+    if kind is tuple and args and args[-1] is not Ellipsis:
+        return isinstance(value, list) and len(value) == len(args) and all(map(_fits, value, args))
+    if kind in (tuple, list, Sequence):
+        return isinstance(value, list) and all(_fits(item, args[0]) for item in value if args)
+    if kind in (dict, Mapping):
         return isinstance(value, Mapping)
-    if hint in (list, tuple, dict):
-        return isinstance(value, dict if hint is dict else list)
     return not inspect.isclass(hint)  # an object needs a node of its own
 
 
 def _spell(hint: Any) -> str:
-    names = {
-        float: "a finite number",
-        int: "a whole number",
-        bool: "true or false",
-        str: "text",
-        type(None): "null",
-    }
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        plain = [arg for arg in typing.get_args(hint) if arg in names or typing.get_origin(arg)]
-        return " or ".join(_spell(arg) for arg in plain)
-    if typing.get_origin(hint) is tuple and Ellipsis not in typing.get_args(hint):
-        return f"a list of {len(typing.get_args(hint))} values: [...]"
-    if typing.get_origin(hint) in (tuple, list, Sequence):
+    names = {float: "a finite number", int: "a whole number", bool: "true or false", str: "text"}
+    names[type(None)] = "null"
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if len(kinds := _alternatives(hint)) > 1:
+        return " or ".join(_spell(kind) for kind in kinds if kind in names or typing.get_origin(kind))
+    if origin is tuple and Ellipsis not in args:
+        return f"a list of {len(args)} values: [...]"
+    if origin in (tuple, list, Sequence):
         return "a list: [...]"
-    if typing.get_origin(hint) is Literal:
-        words = typing.get_args(hint)
-        return "one of " * (len(words) > 1) + ", ".join(map(str, words))
+    if origin is Literal:
+        return "one of " * (len(args) > 1) + ", ".join(map(str, args))
     return names.get(hint) or str(getattr(hint, "__name__", hint))

@@ -64,13 +64,13 @@ def named_defaults(config: DictConfig, path: Path) -> list[str]:
 
     Raises UserError where they are no list of names, or lead out of the folders of YAMLs.
     """
-    listed = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(listed, dict)
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
     names: list[str] = []
     problem = (
         f"{path}: defaults: must be a list of names, and of groups with a name each (- override /model: cnn)."
     )
-    if not isinstance(items := listed.get("defaults", []), list):
+    if not isinstance(items := plain.get("defaults", []), list):
         raise UserError(problem)
     for item in items:
         group, choice = next(iter(item.items())) if isinstance(item, dict) and len(item) == 1 else (item, [])

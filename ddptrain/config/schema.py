@@ -20,6 +20,13 @@ class Rule:
     at_most: float | None = None
     below: float | None = None
 
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Those that are set, by their names in words: ``at least``."""
+        names = ("at_least", "above", "at_most", "below")
+        found = {name.replace("_", " "): getattr(self, name) for name in names}
+        return {name: bound for name, bound in found.items() if bound is not None}
+
 
 def rule(default: Any, **bounds: Any) -> Any:
     """A dataclass field with a default and a `Rule`."""
@@ -91,7 +98,7 @@ class Checkpoint:
 
 
 @dataclass
-class Log:
+class LogSection:
     every: int = rule(50, at_least=1)
     """Optimizer steps between log lines; the only steps that read the loss from the device."""
 
@@ -111,7 +118,7 @@ class Debug:
 
 
 @dataclass
-class Run:
+class RunSection:
     dir: str | None = None
     resume: str = "auto"
     """``auto`` continues what ``run.dir`` holds, ``never`` starts anew, or a checkpoint's folder."""
@@ -162,9 +169,9 @@ class Config:
     train: Train = field(default_factory=Train)
     ema: Ema = field(default_factory=Ema)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    log: Log = field(default_factory=Log)
+    log: LogSection = field(default_factory=LogSection)
     debug: Debug = field(default_factory=Debug)
-    run: Run = field(default_factory=Run)
+    run: RunSection = field(default_factory=RunSection)
     sweep: Sweep = field(default_factory=Sweep)
     seed: int = rule(0, at_least=0, below=2**63)
     device: str = "auto"

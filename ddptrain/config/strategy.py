@@ -1,9 +1,8 @@
 """What can be read from a config's strategy node without importing torch."""
 
-from collections.abc import Mapping
 from typing import Any
 
-Node = Mapping[str, Any]
+from ddptrain.config.targets import Node
 
 _DDP = "ddptrain.strategies.ddp.Ddp"
 _DP = "ddptrain.strategies.dp.DataParallel"

@@ -57,7 +57,7 @@ def resolve(node: Node, key: str) -> Callable[..., Any]:
         raise UserError(f"{key}._target_={name}: must be a class, not {type(found).__name__}.")
     if not _allowed(home, ALLOWED):
         raise UserError(f"{key}._target_={name}: leads to {home}, which is not allowed.")
-    if (wanted := _not_what_it_should_be(found, home)) is not None:
+    if (wanted := _kinds_wanted_instead(found, home)) is not None:
         raise UserError(f"{key}._target_={name}: not allowed; of this package only {wanted}.")
     if inspect.isabstract(found):
         raise UserError(f"{key}._target_={name}: is an abstract class; name one that derives from it.")
@@ -74,7 +74,7 @@ def made_by(target: Callable[..., Any]) -> type | None:
     return made if inspect.isclass(made) else None
 
 
-def _not_what_it_should_be(found: Any, home: str) -> str | None:
+def _kinds_wanted_instead(found: Any, home: str) -> str | None:
     """What a library's or a recipe's name may stand for, where this one does not: much of what lies beside
     modules and optimizers reads files or calls what it is given."""
     from torch import nn, optim

@@ -14,7 +14,7 @@ from ddptrain.api.world import World
 from ddptrain.data.prefetch import on_device
 from ddptrain.distributed.cpu import cores, workers_of
 from ddptrain.errors import UserError
-from ddptrain.launcher.parent_death import end_with_rank, start_forkserver
+from ddptrain.launcher.process import end_with_rank, start_forkserver
 
 Key = tuple[int, int, float]
 """(epoch, sample index, share of the whole training that is done); epoch -1 asks for a picture as it is."""

@@ -130,7 +130,7 @@ def from_first_rank(world: World, value: Result) -> Result:
     """Rank 0's value (anything that pickles) on every rank."""
     box = [value]
     if world.size > 1:
-        dist.broadcast_object_list(box, src=0, device=_object_device(world))
+        dist.broadcast_object_list(box, 0, device=world.device if backend_for(world) == "nccl" else None)
     return box[0]
 
 
@@ -170,7 +170,7 @@ def once_a_node(world: World, work: Callable[[], Result]) -> Result:
 def on_all_ranks(world: World, work: Callable[[], Result]) -> Result:
     """Do something on every rank, which gets its own result; a UserError of any of them reaches all."""
     outcome = _attempt(work)
-    _agree_on(world, None if not isinstance(outcome, UserError) else outcome)
+    _agree_on(world, outcome if isinstance(outcome, UserError) else None)
     return outcome  # type: ignore[return-value]
 
 
@@ -189,7 +189,3 @@ def _attempt(work: Callable[[], Result]) -> Result | UserError:
     except UserError as error:
         error.everywhere = True  # it is about to be
         return error
-
-
-def _object_device(world: World) -> torch.device | None:
-    return world.device if backend_for(world) == "nccl" else None

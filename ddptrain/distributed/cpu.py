@@ -1,9 +1,10 @@
 """How many cores a job may use, and how many threads a rank computes with. Imports torch only to set them."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ddptrain.text import counted
 
 if TYPE_CHECKING:
     from ddptrain.api.world import World
@@ -49,15 +50,14 @@ def workers_of(cores: int, ranks: int, on_cpu: bool) -> int:
     return max(0, min(8, share // 2 if on_cpu else share - 1))
 
 
-def said_of_cores(world: "World", workers: int) -> str:
+def cores_in_words(world: "World", workers: int) -> str:
     """How a node's cores are shared out, for the log."""
     import torch
 
-    threads, ranks = torch.get_num_threads(), world.local_size
-    used = f"{threads} thread{'s' * (threads > 1)}"
-    used += f" and {workers} worker{'s' * (workers > 1)}" if workers else ""
-    each = f"{ranks} ranks of {used}" if ranks > 1 else used
-    return f"{each}, on {cores()} core{'s' * (cores() > 1)}"
+    used = counted(torch.get_num_threads(), "thread")
+    used += f" and {counted(workers, 'worker')}" if workers else ""
+    each = f"{world.local_size} ranks of {used}" if world.local_size > 1 else used
+    return f"{each}, on {counted(cores(), 'core')}"
 
 
 def quota(root: Path = Path("/")) -> float | None:
@@ -73,20 +73,17 @@ def quota(root: Path = Path("/")) -> float | None:
             # inside a container the path is the host's, and its own group is mounted at the top
             folders = [mount / path.strip("/"), *(mount / path.strip("/")).parents]
             for folder in [folder for folder in folders if folder == mount or mount in folder.parents]:
-                found += [*_quota_2(folder), *_quota_1(folder)]
+                found += _quota_of_group(folder)
     return min(found, default=None)
 
 
-def _quota_2(folder: Path) -> Iterator[float]:
-    words = text_of(folder / "cpu.max").split()
-    if len(words) == 2 and words[0] != "max":
-        yield int(words[0]) / int(words[1])
-
-
-def _quota_1(folder: Path) -> Iterator[float]:
-    most, period = text_of(folder / "cpu.cfs_quota_us").strip(), text_of(folder / "cpu.cfs_period_us").strip()
-    if most.isdigit() and period.isdigit() and int(period):  # -1: none
-        yield int(most) / int(period)
+def _quota_of_group(folder: Path) -> list[float]:
+    """One number, or none."""
+    version_1 = text_of(folder / "cpu.cfs_quota_us") + " " + text_of(folder / "cpu.cfs_period_us")
+    words = (text_of(folder / "cpu.max") or version_1).split()
+    if len(words) != 2 or not all(map(str.isdigit, words)) or not int(words[1]):  # max, -1: no limit
+        return []
+    return [int(words[0]) / int(words[1])]
 
 
 def text_of(path: Path) -> str:

@@ -8,9 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ddptrain.api.world import World
-from ddptrain.errors import UserError
-
-MORE = "python -m ddptrain doctor says more"
+from ddptrain.errors import DOCTOR_HINT, UserError
 
 
 class Placement(NamedTuple):
@@ -25,8 +23,15 @@ def choose_device(asked: str, world: World, why_no_cuda: Callable[[], str]) -> P
     why_no_cuda: called where there is no GPU, for a message.
     Raises UserError where the device can't be had.
     """
+    on_gpus = asked.startswith(("auto", "cuda")) and torch.cuda.is_available()
+    count = torch.cuda.device_count() if on_gpus else 0
     if asked == "auto":
-        return _automatic(world, why_no_cuda)
+        if count:
+            in_turn = torch.device("cuda", world.local_rank % count)
+            return Placement(in_turn, f"auto: {torch.cuda.get_device_name(in_turn)}")
+        if torch.backends.mps.is_available() and world.size == 1:
+            return Placement(torch.device("mps", 0), "auto: Metal")
+        return Placement(torch.device("cpu"), f"auto: NO GPU IS USED, {why_no_cuda()} {DOCTOR_HINT}.")
     try:
         device = torch.device(asked)
     except RuntimeError:
@@ -39,14 +44,13 @@ def choose_device(asked: str, world: World, why_no_cuda: Callable[[], str]) -> P
         return Placement(torch.device("mps", 0), "asked for")
     if device.type != "cuda":
         raise UserError(f"device={asked}: must be auto, cpu, cuda, cuda:<index> or mps.")
-    if not torch.cuda.is_available():
+    if not count:
         raise UserError(
             f"device={asked}: {why_no_cuda()} Training on the CPU instead would be a silent"
-            f" slowdown, so this stops here. Mend that, or say device=cpu (or device=auto). {MORE}."
+            f" slowdown, so this stops here. Mend that, or say device=cpu (or device=auto). {DOCTOR_HINT}."
         )
-    count = torch.cuda.device_count()
     if device.index is None:
-        return _spread(world, "asked for")
+        return Placement(torch.device("cuda", world.local_rank % count), "asked for")
     if device.index >= count:
         names = ", ".join(f"cuda:{i}" for i in range(count))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -75,7 +79,7 @@ def compared(world: World, gpus: Sequence[str]) -> World:
     if len(with_one) < len(gpus):
         raise UserError(
             f"device: rank {with_one[0]} has a GPU and rank {gpus.index('')} has none, and all would wait for"
-            f" that one. Mend its node, or say device=cpu. {MORE}."
+            f" that one. Mend its node, or say device=cpu. {DOCTOR_HINT}."
         )
     # NCCL joins no slices of a GPU either, and CUDA's name of one tells that it is one
     shared = len(set(gpus)) < len(gpus) or (len(gpus) > 1 and any(" MIG " in gpu for gpu in gpus))
@@ -85,18 +89,3 @@ def compared(world: World, gpus: Sequence[str]) -> World:
 def summing_dtype(device: torch.device) -> torch.dtype:
     """float64 for sums that must not lose what they add up, float32 where the device has no more."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _spread(world: World, reason: str) -> Placement:
-    count = torch.cuda.device_count()
-    return Placement(torch.device("cuda", world.local_rank % count), reason)
-
-
-def _automatic(world: World, why_no_cuda: Callable[[], str]) -> Placement:
-    if torch.cuda.is_available():
-        return _spread(
-            world, f"auto: {torch.cuda.get_device_name(world.local_rank % torch.cuda.device_count())}"
-        )
-    if torch.backends.mps.is_available() and world.size == 1:
-        return Placement(torch.device("mps", 0), "auto: Metal")
-    return Placement(torch.device("cpu"), f"auto: NO GPU IS USED, {why_no_cuda()} {MORE}.")

@@ -47,9 +47,5 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
-def counted(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' * (number != 1)}"
-
-
 def comma_list(things: "list[str] | tuple[str, ...]") -> str:
     return ", ".join(things) if things else "none"

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from ddptrain.doctor.facts import Facts
-from ddptrain.doctor.findings import Finding, comma_list, counted, gib, ok, problem, warning
+from ddptrain.doctor.findings import Finding, comma_list, gib, ok, problem, warning
+from ddptrain.text import counted
 
 _A_WORKER = 128 * 2**20
 """Bytes of /dev/shm: two batches of about 64 MiB, say 100 pictures of 3x224x224 in float32."""

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.doctor.facts import Cluster, DriverGpu, Facts, System, Torch, TorchGpu
-from ddptrain.doctor.findings import LEVELS, Finding, counted, gib, problems
+from ddptrain.doctor.findings import LEVELS, Finding, gib, problems
 from ddptrain.doctor.replay import plain
+from ddptrain.text import counted, print_tables
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    pass
 
-_PLAIN_WIDTH = 160  # Columns where there is no terminal: a file, a pipe
 _READABLE = 110  # Columns of text, on a wider terminal too
 _COLOURS = {"problem": "1;31", "warning": "33", "ok": "32"}
 
@@ -107,18 +107,7 @@ def print_cluster(cluster: Cluster, findings: Sequence[Finding]) -> None:
             f"{skew:+.3f} s",
             ", ".join(dict.fromkeys(wrong)) or "none",
         )
-    print_table(found)
-
-
-def print_table(table: "Table") -> None:
-    """On standard output; as wide as a terminal, or 160 columns in a file or a pipe."""
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    with console.capture() as drawn:
-        console.print(table, highlight=False)
-    for line in drawn.get().splitlines():  # rich fills its lines with blanks
-        print(line.rstrip())
+    print_tables(found)
 
 
 def _print_paragraph(width: int, label: str, text: str, colour: str = "") -> None:

@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.distributed.launcher import api
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.launcher.prefork import Prefork
 from ddptrain.launcher.rendezvous import LAST_WORD_S, Meeting, end_if_cut_off
+from ddptrain.text import counted
 
 NOT_MENDED = (ExitCode.USER_ERROR, ExitCode.DIVERGED, ExitCode.STOPPED)
 """With these a restart would end in the same way, or against what was asked for."""
@@ -85,7 +86,7 @@ def run_ranks(
     try:
         with prefork.starting(program) if prefork is not None else nullcontext():
             api.launch_agent(config, command, words)
-        return _ended(agents[0], None)
+        return _ended(agents[0])
     except ChildFailedError:
         return _ended(agents[0], agents[0].cause)
     except SignalException as stop:
@@ -124,6 +125,11 @@ class _Agent(LocalElasticAgent):
         ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
         return {ranks[local]: code for local, code in ended.items() if code is not None}
 
+    def cause_now(self) -> Cause | None:
+        """The most telling of its ranks' ends, as they are now; None where none has failed."""
+        failed = {rank: code for rank, code in self.codes().items() if code}
+        return cause_of(failed, {}) if failed else None
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # as they are before torchrun ends the other ranks, too
         first = {rank: code for rank, code in self.codes().items() if code}
@@ -152,9 +158,8 @@ class _Agent(LocalElasticAgent):
         super()._rendezvous(worker_group)
         hosts = self._meeting.met()
         if self._meeting.elastic:
-            ranks = worker_group.workers[0].world_size
-            together = f"{ranks} rank{'s' * (ranks > 1)} in all"
-            say(f"{len(hosts)} host{'s' * (len(hosts) > 1)} ({', '.join(hosts)}) with {together}")
+            ranks = counted(worker_group.workers[0].world_size, "rank")
+            say(f"{counted(len(hosts), 'host')} ({', '.join(hosts)}) with {ranks} in all")
 
     def _change_of_hosts(self, cause: Cause) -> str:
         """Which, where one has ended the ranks; '' where they ended by themselves.
@@ -174,9 +179,8 @@ class _Agent(LocalElasticAgent):
     def _drop_half_written(self) -> None:
         for path in getattr(self._pcontext, "error_files", {}).values():
             try:
-                json.loads(Path(path).read_text())
-            except FileNotFoundError:
-                continue
+                with suppress(FileNotFoundError):
+                    json.loads(Path(path).read_text())
             except ValueError:
                 os.unlink(path)
 
@@ -191,12 +195,12 @@ def cause_of(codes: Mapping[int, int], failures: Mapping[int, ProcessFailure]) -
 
     codes: of those that ended by themselves.
     """
-    # a rank that does not answer is killed by the one that tells of it, and may be gone before that one
+    # a rank that does not answer is killed by the one that reports it, and may end before that one
     hung = {rank: failure.exitcode for rank, failure in failures.items() if failure.exitcode == ExitCode.HUNG}
     codes = {**codes, **hung}
-    rank = min(codes, key=lambda rank: (_weight(codes[rank]), rank))
+    rank = min(codes, key=lambda rank: (_severity(codes[rank]), rank))
     crashed = [rank for rank, failure in failures.items() if isinstance(failure.message, dict)]
-    if _weight(codes[rank]) < _weight(ExitCode.CRASH) or not crashed:
+    if _severity(codes[rank]) < _severity(ExitCode.CRASH) or not crashed:
         return Cause(rank, codes[rank])
     # a rank that wrote an exception down has crashed, whatever signal it then died of
     rank = min(crashed, key=lambda rank: os.stat(failures[rank].error_file).st_mtime)
@@ -204,7 +208,7 @@ def cause_of(codes: Mapping[int, int], failures: Mapping[int, ProcessFailure]) -
     return Cause(rank, ExitCode.CRASH, message.get("message", "").strip().partition("\n")[0])
 
 
-def _weight(code: int) -> int:
+def _severity(code: int) -> int:
     if code in (*NOT_MENDED, ExitCode.HUNG):
         return 0
     if code in (-signal.SIGTERM, -signal.SIGABRT):
@@ -212,9 +216,8 @@ def _weight(code: int) -> int:
     return 1 if code < 0 else 2
 
 
-def _ended(agent: _Agent, cause: Cause | None) -> Ended:
-    failed = {rank: code for rank, code in agent.codes().items() if code}
-    cause = cause or (cause_of(failed, {}) if failed else None)
+def _ended(agent: _Agent, cause: Cause | None = None) -> Ended:
+    cause = cause or agent.cause_now()
     if cause is None:
         return Ended(ExitCode.DONE)
     return Ended(cause.exit_code, str(cause), agent.restarts)
@@ -228,7 +231,7 @@ def _stopped(agent: _Agent, by: signal.Signals) -> Ended:
         return _ended(agent, Cause(saved[0], ExitCode.STOPPED))
     if not codes:
         return Ended(128 + by, f"stopped by {by.name} while no rank ran", agent.restarts)
-    return _ended(agent, None)
+    return _ended(agent)
 
 
 def _not_met(agents: list[_Agent], where: str, error: RendezvousError) -> Ended:
@@ -239,8 +242,7 @@ def _not_met(agents: list[_Agent], where: str, error: RendezvousError) -> Ended:
         why = "that job is over" if isinstance(error, RendezvousClosedError) else why
         return Ended(ExitCode.CRASH, f"the nodes did not meet at {where} ({why})")
     # torchrun has ended the ranks here: what they ended with by themselves says more
-    failed = {rank: code for rank, code in agent.codes().items() if code}
-    cause = agent.cause or (cause_of(failed, {}) if failed else None)
+    cause = agent.cause or agent.cause_now()
     if cause is None or cause.code in (-signal.SIGTERM, -signal.SIGKILL):
         cause = Cause(min(agent.codes()), ExitCode.CRASH)
     over = f"the rendezvous at {where} is gone: the job has ended there, or that host has"

@@ -3,6 +3,6 @@
 It would notice by itself, but only when it has imported all that it preloads and then taken that down.
 """
 
-from ddptrain.launcher.parent_death import end_with_parent
+from ddptrain.launcher.process import end_with_parent
 
 end_with_parent(None)

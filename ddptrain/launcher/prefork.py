@@ -15,26 +15,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from ddptrain.config.schema import Config
-from ddptrain.launcher.gc_pause import gc_paused
-from ddptrain.launcher.parent_death import adopting, end_with, end_with_parent
+from ddptrain.launcher.process import STOP_SIGNALS, adopting, end_with, end_with_parent, gc_paused
 
 Main = Callable[[Sequence[str]], int]
 """Runs a command line and gives its exit code."""
 
-_FOR_THE_RANKS = (
-    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
-    *(signal.SIGUSR1, signal.SIGUSR2),
-)
-"""Signals by which a job is stopped, which may go to the launcher's whole process group."""
 _IN_ANY_TRAINING = (
     "ddptrain.commands.train",
     "torch.fx.experimental.symbolic_shapes",  # by backward()
@@ -44,15 +37,12 @@ _LOOK_EVERY_S = 0.001
 _WAIT_EVERY_S = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """A rank to start."""
+class _Order(NamedTuple):
+    """A rank to start: its command line, and files for what it prints (None: where the launcher prints)."""
 
     words: Sequence[str]
-    """Its command line."""
     environment: Mapping[str, str]
     stdout: str | None
-    """A file for what it prints; None: where the launcher prints."""
     stderr: str | None
 
 
@@ -62,8 +52,8 @@ def prefork_for(main: Main, config: Config) -> "Prefork | None":
     if sys.platform != "linux" or "PYTHON_EXEC" in os.environ:
         return None
     parts = (config.task, config.data, config.model or {}, config.optim)
-    modules = [str(part.get("_target_", "")).rpartition(".")[0] for part in parts]
-    ours = [module for module in modules if module.startswith("ddptrain.")]  # others may touch CUDA
+    targets = [str(part.get("_target_", "")) for part in parts]
+    ours = [name.rpartition(".")[0] for name in targets if name.startswith("ddptrain.")]  # others: CUDA
     compiler = ["torch._dynamo"] if config.compile != "off" else []
     return Prefork(main, [*_IN_ANY_TRAINING, *compiler, *ours])
 
@@ -153,11 +143,10 @@ class _Rank:
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises TimeoutExpired after so many seconds."""
-        seconds = math.inf if timeout is None else timeout
-        deadline = time.monotonic() + seconds
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("rank", seconds)
+                raise subprocess.TimeoutExpired("rank", timeout or 0.0)
             time.sleep(_WAIT_EVERY_S)
         return code
 
@@ -169,11 +158,11 @@ class _Rank:
 def _serve(orders: Connection, launcher: int, main: Main, modules: Sequence[str]) -> NoReturn:
     """The prefork's own process, to its end."""
     end_with_parent(str(launcher))
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _FOR_THE_RANKS}
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     _name_process("ddptrain-fork")
     with gc_paused():
         for module in modules:
-            with suppress(Exception):  # the ranks will meet it where it can be told
+            with suppress(Exception):  # the ranks meet the error again, and can report it
                 importlib.import_module(module)
     gc.disable()  # a collection would touch, and so copy, what the ranks share
     while True:

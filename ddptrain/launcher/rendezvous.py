@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from ddptrain.errors import ExitCode
 
 LAST_WORD_S = 10.0
-"""Beyond ``hang_timeout``, before the agent ends a host that is cut off: its ranks speak first."""
+"""Beyond ``hang_timeout``, before the agent ends a host that is cut off: its ranks get to report first."""
 _GONE_S = 3.0
 """A host that restarts its ranks is on no list for a moment."""
 _TRY_S = 2.0
@@ -73,7 +73,7 @@ def end_if_cut_off(endpoint: str, patience: float, end_ranks: Callable[[], None]
     end the ranks and this process with exit code 76.
 
     The agent itself asks the rendezvous every second, and for an answer from a host that is gone it would
-    wait for a quarter of an hour, deaf to signals and to the end of its own ranks.
+    wait for a quarter of an hour, and meanwhile notice neither signals nor the end of its ranks.
     """
     host, port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
     with contextlib.suppress(OSError):  # once: without a network names take long

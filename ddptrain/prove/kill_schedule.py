@@ -3,9 +3,11 @@
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from ddptrain.prove.process import Running
@@ -24,7 +26,7 @@ class Moment:
     step: int
     seconds: float
     """From then to the next one, in a run that nobody disturbed."""
-    said: str
+    event: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Kill:
     """Ranks."""
 
     def __str__(self) -> str:
-        return f"{self.share * self.moment.seconds * 1000:.0f} ms after {self.moment.said}"
+        return f"{self.share * self.moment.seconds * 1000:.0f} ms after {self.moment.event}"
 
 
 def marks(run: Path) -> set[str]:
@@ -66,20 +68,19 @@ def moments_of(running: Running, run: Path) -> list[Moment]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     times = [*seen.values(), *list(seen.values())[-1:]]
     found = []
-    for i, mark in enumerate(seen):
-        number = int(mark.rpartition(" ")[2].rpartition("-")[2])
+    for mark, (begin, end) in zip(seen, pairwise(times), strict=True):
+        number = int(re.split("[ -]", mark)[-1])
         what = "was being saved" if mark.startswith(".") else "was saved"
         if mark.startswith("line"):
             line = lines[number - 1]
             number, what = line["step"], "was evaluated" if line["split"] == "valid" else "was logged"
-        found.append(Moment(mark, number, times[i + 1] - times[i], f"step {number} {what}"))
+        found.append(Moment(mark, number, end - begin, f"step {number} {what}"))
     return found
 
 
 def saved_step(run: Path) -> int:
     """The newest step that is on the disk as a whole; 0 without any."""
-    steps = [int(mark.removeprefix("step-")) for mark in marks(run) if mark.startswith("step-")]
-    return max(steps, default=0)
+    return max((int(mark[len("step-") :]) for mark in marks(run) if mark.startswith("step-")), default=0)
 
 
 def next_kill(

@@ -1,8 +1,9 @@
-"""Whole trainings as processes of their own: started, ended and killed. Imports no torch.
+"""Whole trainings as separate processes: started, ended and killed. Imports no torch.
 
 What ``prove`` stands on: it judges the command that a user types, not the engine's parts.
 """
 
+import itertools
 import logging
 import os
 import re
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +41,11 @@ class TrialFailed(Exception):
         self.code = code
 
 
-class Verdict(NamedTuple):
-    """The outcome of a proof."""
+class ProofResult(NamedTuple):
+    """What a proof has found."""
 
     holds: bool
-    said: str
+    summary: str
     table: Table
 
 
@@ -52,17 +53,16 @@ def short(overrides: Sequence[str]) -> list[str]:
     """The overrides that make a proof's trainings short, with saves, evaluations and log lines in turn, where
     the user's own say nothing of it."""
     given = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in overrides}
-    own: dict[str, str] = {}
+    own: dict[str, Any] = {} if any("observers" in key for key in given) else {"observers": "[console,jsonl]"}
     steps = given.get("train.steps", "" if "train.epochs" in given else str(_STEPS))
     if steps.isdecimal():  # how many steps epochs have, only the data knows: the recipe's own intervals stand
         own |= {
             "train.steps": steps,
-            "checkpoint.every": str(_prime(int(steps) // 6 + 1)),
-            "log.every": str(max(1, int(steps) // 8)),
-            "train.eval_every": str(max(1, int(steps) // 3)),
+            "checkpoint.every": _prime(int(steps) // 6 + 1),
+            "log.every": max(1, int(steps) // 8),
+            "train.eval_every": max(1, int(steps) // 3),
         }
-    quiet = [] if any("observers" in key for key in given) else ["observers=[console,jsonl]"]
-    return [*quiet, *(f"{key}={value}" for key, value in own.items() if key not in given)]
+    return [f"{key}={value}" for key, value in own.items() if key not in given]
 
 
 class Running:
@@ -73,13 +73,13 @@ class Running:
         if ranks > 1:
             launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
         self._ranks, self._output, self._printed = ranks, output, output.with_suffix(".out")
-        with output.open("wb") as said, self._printed.open("wb") as printed, _cores_for(ranks * threads):
+        with output.open("wb") as errors, self._printed.open("wb") as printed, _cores_for(ranks * threads):
             self._process = subprocess.Popen(
                 [*launcher, "ddptrain", *words],
                 env={**os.environ, "OMP_NUM_THREADS": str(threads)},
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
-                stderr=said,
+                stderr=errors,
             )
 
     @property
@@ -95,15 +95,14 @@ class Running:
         code = self._process.wait()
         if code == 0:
             return self._printed.read_text()
-        said = self._output.read_text(errors="replace")
-        of_rank = re.findall(r"exitcode +: (-?\d+)", said)  # torchrun's own is always 1
+        # torchrun's own is always 1
+        of_rank = re.findall(r"exitcode +: (-?\d+)", self._output.read_text(errors="replace"))
         code = int(of_rank[-1]) if of_rank else code
         raise TrialFailed(f"exit code {code}. {self._tail()}", code)
 
     def kill(self, victims: Sequence[int]) -> None:
         """SIGKILL, and wait for the end of the whole. Raises TrialFailed where the others go on."""
-        for pid in victims:
-            _kill(pid)
+        _kill(victims)
         try:
             self._process.wait(_ENDS_WITHIN_S)
         except subprocess.TimeoutExpired as error:
@@ -114,14 +113,13 @@ class Running:
     def end(self) -> None:
         """Leave nothing behind."""
         if not self.is_over:
-            for pid in [*self.pids().values(), self._process.pid]:
-                _kill(pid)
+            _kill([*self.pids().values(), self._process.pid])
             self._process.wait()
 
     def _tail(self) -> str:
         lines = self._output.read_text(errors="replace").splitlines()
         reports = [i for i, line in enumerate(lines) if _OF_TORCHRUN.match(line)]
-        lines = lines[: reports[0]] if reports else lines  # what the ranks themselves have said
+        lines = lines[: reports[0]] if reports else lines  # only what the ranks themselves have printed
         return "\n".join([f"The end of {self._output}:", *lines[-_TAIL_LINES:]])
 
 
@@ -180,10 +178,9 @@ class Case:
 
     def trials(self, ranks: int, *more: str) -> Trials:
         """Trainings on up to so many ranks. Raises UserError where the batch can't be divided."""
-        batch_size = self.config.train.batch_size
-        if ranks > batch_size:
+        if ranks > (size := self.config.train.batch_size):
             raise UserError(
-                f"ranks={ranks}: the global batch, train.batch_size={batch_size}, has to give each rank a"
+                f"ranks={ranks}: the global batch, train.batch_size={size}, has to give each rank a"
                 " sample. Take fewer ranks or a larger batch."
             )
         return Trials(self.folder, [*self.words, *more], max(1, self.cores // ranks))
@@ -195,10 +192,7 @@ class Case:
 
 def _prime(least: int) -> int:
     """The first prime from ``least`` on: its multiples seldom meet those of the other intervals."""
-    number = max(2, least)
-    while any(number % k == 0 for k in range(2, number)):
-        number += 1
-    return number
+    return next(n for n in itertools.count(max(2, least)) if all(n % k for k in range(2, n)))
 
 
 @contextmanager
@@ -219,16 +213,14 @@ def _pids_of_ranks(agent: int) -> dict[int, int]:
     """torchrun's children, by rank."""
     found: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):  # it has ended meanwhile, or is another user's
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             variables = (folder / "environ").read_bytes().split(b"\0") if parent == agent else []
-        except OSError:  # it has ended meanwhile, or is another user's
-            continue
-        ranks = [int(variable[5:]) for variable in variables if variable.startswith(b"RANK=")]
-        found |= dict.fromkeys(ranks, int(folder.name))
+            found |= {int(word[5:]): int(folder.name) for word in variables if word.startswith(b"RANK=")}
     return found
 
 
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -24,7 +24,7 @@ rounding (a key's bias in attention), so is any share of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class StateDifference:
     """Of two values that are not equal bit for bit."""
 
     name: str
@@ -43,11 +43,11 @@ def last_state(run: Path) -> State:
     return dict(_leaves(unpack(saved.payload, str(saved.path)), ""))
 
 
-def differences(ours: State, theirs: State) -> list[Difference]:
+def differences(ours: State, theirs: State) -> list[StateDifference]:
     """What is not the same, bit for bit, in the order of ours, which begins with the model's own."""
     names = [*ours, *(name for name in theirs if name not in ours)]
     pairs = [(name, ours.get(name), theirs.get(name)) for name in names]
-    return [Difference(name, _gap(a, b)) for name, a, b in pairs if not _same(a, b)]
+    return [StateDifference(name, _gap(a, b)) for name, a, b in pairs if not _same(a, b)]
 
 
 def weights_apart(ours: State, theirs: State) -> float:
@@ -84,7 +84,8 @@ def first_line_apart(ours: Path, theirs: Path, tolerance: float = 0.0) -> str:
 
     tolerance: the share of a number that is no difference; 0: byte for byte.
     """
-    for a, b in zip_longest(_lines(ours), _lines(theirs)):
+    lines = ((run / "metrics.jsonl").read_text().splitlines() for run in (ours, theirs))
+    for a, b in zip_longest(*lines):
         if a == b:
             continue
         if a is None or b is None:
@@ -105,13 +106,10 @@ def relative(one: object, other: object) -> float:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    parts = {}
-    if isinstance(value, Mapping):
-        parts = dict(value)
-    elif isinstance(value, list | tuple):
-        parts = dict(enumerate(value))
-    if not parts:
+    parts = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+    if not isinstance(parts, Mapping) or not parts:
         yield name, value
+        return
     for key, part in parts.items():
         yield from _leaves(part, f"{name}.{key}" if name else str(key))
 
@@ -139,14 +137,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _gap(a: Any, b: Any) -> float:
-    numbers = (int, float, Tensor)
-    if not isinstance(a, numbers) or not isinstance(b, numbers):
+    if not isinstance(a, int | float | Tensor) or not isinstance(b, int | float | Tensor):
         return math.inf
     one, other = torch.as_tensor(a).double(), torch.as_tensor(b).double()
     if one.shape != other.shape or not one.numel():
         return math.inf
     return float((one - other).abs().max())
-
-
-def _lines(run: Path) -> list[str]:
-    return (run / "metrics.jsonl").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The ledger: what a sweep has started and what came of it, one JSON object a line, only ever appended to.
+"""The ledger: what a sweep has started and how it ended, one JSON object a line, only ever appended to.
 
 A job is known by a hash of its resolved config: the same point is not run twice, whatever sweep asks for it,
 and keeps its number and folder.
@@ -73,32 +73,34 @@ class Job:
             return None
         return self.value if self.higher_is_better else -self.value
 
-    def heed(self, event: Mapping[str, Any]) -> None:
-        """Take in a line of the ledger."""
+    @property
+    def place(self) -> float:
+        """For sorting: the best first, those without a score last."""
+        return math.inf if self.score is None or math.isnan(self.score) else -self.score
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Update it by an event of the ledger."""
+        for name in ("metric", "higher_is_better", "step", "steps"):
+            if name in event:
+                setattr(self, name, event[name])
         match event["event"]:
             case "started":
                 self.status, self.gpus, self.began = "running", tuple(event["gpus"]), event["time"]
                 self.on_cpu = event["on_cpu"]
             case "evaluated":
-                self._evaluated(event)
+                self._add_evaluation(event["value"])
             case "verdict" | "promoted":
                 if event.get("goes_on", True):
                     self.passed = max(self.passed, event["share"])
             case "ended":
                 self.status, self.code, self.why = event["status"], event["code"], event["why"]
                 self.seconds += event["seconds"]
-                if "metric" in event:
-                    self.metric, self.value = event["metric"], event["value"]
-                    self.higher_is_better = event["higher_is_better"]
-                    self.step, self.steps = event["step"], event["steps"]
+                self.value = event.get("value", self.value)
 
-    def _evaluated(self, event: Mapping[str, Any]) -> None:
-        self.metric, self.higher_is_better = event["metric"], event["higher_is_better"]
-        self.step, self.steps = event["step"], event["steps"]
-        share, value = self.step / self.steps, event["value"]
-        if value is None:  # no number
-            score = math.nan
-        else:
+    def _add_evaluation(self, value: float | None) -> None:
+        """value: None where it is no number."""
+        share, score = self.step / self.steps, math.nan
+        if value is not None:
             score = value if self.higher_is_better else -value
             self.value = value if self.score is None or score > self.score else self.value
         if all(share != evaluation.share for evaluation in self.evaluations):  # else a resume repeats it
@@ -109,7 +111,7 @@ class Ledger:
     """A sweep's ledger, open for writing: by one process, for as long as it lives."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError where another sweep is at work in the folder, or it can't be read or written."""
+        """Raises UserError where another sweep runs in the folder, or it can't be read or written."""
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +145,7 @@ class Ledger:
 
     def write(self, job: Job, event: str, **facts: Any) -> None:
         """What has happened to a job; on the disk before this returns."""
-        job.heed(self._append({"event": event, "job": job.number, **facts}))
+        job.apply(self._append({"event": event, "job": job.number, **facts}))
 
     def _append(self, facts: dict[str, Any]) -> dict[str, Any]:
         line = {**facts, "time": round(time.time(), 3)}
@@ -155,7 +157,7 @@ class Ledger:
 def read_ledger(folder: Path, live: bool) -> list[Job]:
     """The jobs of a sweep, by number, without a lock. Raises UserError where a line can't be read.
 
-    live: a sweep is at work on them; else what was running was killed with its sweep, and is half done.
+    live: their sweep is running; else what was running was killed with its sweep, and is half done.
     """
     path = folder / LEDGER
     jobs: list[Job] = []
@@ -167,7 +169,7 @@ def read_ledger(folder: Path, live: bool) -> list[Job]:
                 assert event["job"] == len(jobs)
                 jobs.append(Job(event["job"], event["key"], tuple(event["words"])))
             else:
-                jobs[event["job"]].heed(event)
+                jobs[event["job"]].apply(event)
         except (ValueError, KeyError, IndexError, TypeError, AssertionError) as error:
             raise UserError(
                 f"{path}: line {number} is damaged. Put back what the file was, or sweep into another folder:"

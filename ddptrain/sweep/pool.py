@@ -10,19 +10,18 @@ from types import FrameType
 from typing import Any
 
 from ddptrain.config.schema import Config
-from ddptrain.config.strategy import is_ddp
 from ddptrain.errors import ExitCode, Stopped
 from ddptrain.sweep.board import Board
-from ddptrain.sweep.desk import Desk
 from ddptrain.sweep.ledger import Job, Ledger
-from ddptrain.sweep.process import Process, command
-from ddptrain.sweep.prune import NoPruning, Pruning
+from ddptrain.sweep.process import JobProcess, command
+from ddptrain.sweep.pruning_rules import PruningRule
+from ddptrain.sweep.pruning_server import PruningServer
 from ddptrain.sweep.slots import Slots
 
 _TICK_S = 0.1
 _AFTER_GRACE_S = 10.0
 """For what follows a save: closing down, and launch's own end."""
-_ECHO_S = 1.0
+_REPEATED_SIGNAL_S = 1.0
 """A signal that comes again within this time is the same request, from a scheduler that signals all."""
 _MENDABLE = (ExitCode.CRASH, ExitCode.HUNG)
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -31,13 +30,13 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 class Pool:
     """One process does all of it, in one thread: jobs are started, asked to stop and judged here only."""
 
-    def __init__(self, ledger: Ledger, slots: Slots, rule: Pruning, board: Board) -> None:
+    def __init__(self, ledger: Ledger, slots: Slots, rule: PruningRule, board: Board) -> None:
         self._ledger = ledger
         self._slots = slots
         self._rule = rule
         self._board = board
         self._free = list(slots.names)
-        self._running: dict[int, Process] = {}
+        self._running: dict[int, JobProcess] = {}
         self._waiting: deque[Job] = deque()
         self._configs: dict[int, Config] = {}
         self._attempts: Counter[int] = Counter()
@@ -54,20 +53,19 @@ class Pool:
         self._configs = dict(jobs)
         self._rivals = [job for job in self._ledger.jobs if job.number in rivals]
         mine = [job for job in self._ledger.jobs if job.number in jobs]
-        half_done = [job for job in mine if job.status == "stopped"]
-        others = [job for job in mine if job.status in ("new", "failed", "timeout")]
-        self._waiting.extend([*half_done, *others])
-        self._desk = Desk()
+        self._waiting.extend(job for job in mine if job.status == "stopped")
+        self._waiting.extend(job for job in mine if job.status in ("new", "failed", "timeout"))
+        self._server = PruningServer()
         try:
-            with self._heeding_signals(), self._board.showing():
+            with self._signals_handled(), self._board.showing():
                 while self._start() or self._running:
-                    self._desk.wait(_TICK_S, self._judged)
+                    self._server.serve(_TICK_S, self._answer)
                     self._look_after()
-                    self._board.look(self._ledger.jobs)
+                    self._board.refresh(self._ledger.jobs)
         finally:
             for process in self._running.values():  # only where something of ours has failed
                 process.kill()
-            self._desk.close()
+            self._server.close()
         if self._stop is not None:
             self._board.say(f"sweep stopped by {self._stop.name}; start the same line again and it goes on")
         if self._stop == signal.SIGINT:
@@ -84,32 +82,30 @@ class Pool:
                 break
             began = True
             taken = [self._free.pop(0) for _ in range(self._slots.per_job)]
-            config, folder = self._configs[job.number], self._ledger.folder
-            words = command(job, folder, self._slots, is_ddp(config.strategy))
-            words.append(self._desk.controller(job.number))
+            folder = self._ledger.folder
+            words = command(job, folder, self._slots, self._configs[job.number])
+            words.append(self._server.controller(job.number))
             self._attempts[job.number] += 1
-            self._ledger.write(
-                job, "started", gpus=taken if self._slots.are_gpus else [], on_cpu=self._slots.on_cpu
-            )
-            self._running[job.number] = Process(
-                job, words, folder / job.folder, taken, self._slots.environment(taken)
-            )
+            gpus = taken if self._slots.are_gpus else []
+            self._ledger.write(job, "started", gpus=gpus, on_cpu=self._slots.on_cpu)
+            environment = self._slots.environment(taken)
+            self._running[job.number] = JobProcess(job, words, folder / job.folder, taken, environment)
             self._board.changed(job)
         return began
 
     def _next(self) -> Job | None:
         if self._waiting:
             return self._waiting.popleft()
-        revivable = self._rule.revivable(self._rivals, idle=not self._running)
-        job = next((job for job in revivable if job.number in self._configs), None)
-        if job is not None:
-            self._ledger.write(job, "promoted", share=job.evaluations[-1].share if job.evaluations else 0.0)
-        return job
+        for job in self._rule.revivable(self._rivals, idle=not self._running):
+            if job.number in self._configs:
+                share = job.evaluations[-1].share if job.evaluations else 0.0
+                self._ledger.write(job, "promoted", share=share)
+                return job
+        return None
 
-    def _judged(self, question: Mapping[str, Any]) -> bool:
+    def _answer(self, question: Mapping[str, Any]) -> bool:
         """Whether the job that asks goes on."""
-        process = self._running.get(question["job"])
-        if process is None:
+        if (process := self._running.get(question["job"])) is None:
             return False
         job = process.job
         facts = {name: question[name] for name in ("step", "steps", "metric", "value", "higher_is_better")}
@@ -126,8 +122,7 @@ class Pool:
                 process.stop("stopped", grace)
             elif process.seconds > (config.sweep.timeout or math.inf):
                 process.stop("timeout", grace)
-            code = process.ended()
-            if code is None:
+            if (code := process.ended()) is None:
                 continue
             pruned = bool(job.evaluations) and job.passed < job.evaluations[-1].share
             status, why, figures = process.outcome(code, pruned)
@@ -141,18 +136,19 @@ class Pool:
             self._board.changed(job)
 
     @contextmanager
-    def _heeding_signals(self) -> Iterator[None]:
+    def _signals_handled(self) -> Iterator[None]:
         """The first asks all jobs to save and stop; another one kills them."""
 
-        def heed(number: int, _: FrameType | None) -> None:
-            if time.monotonic() - self._stopped_at > _ECHO_S:
+        def handle(number: int, _: FrameType | None) -> None:
+            if time.monotonic() - self._stopped_at > _REPEATED_SIGNAL_S:
                 for process in self._running.values():
                     process.kill()
             if self._stop is None:
                 self._stop, self._stopped_at = signal.Signals(number), time.monotonic()
 
-        heeded = [number for number in _STOPS if number != signal.SIGHUP or not _by_nohup()]
-        before = {number: signal.signal(number, heed) for number in heeded}
+        by_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        handled = [number for number in _STOPS if number != signal.SIGHUP or not by_nohup]
+        before = {number: signal.signal(number, handle) for number in handled}
         try:
             yield
         finally:
@@ -160,11 +156,7 @@ class Pool:
                 signal.signal(number, handler)
 
 
-def _by_nohup() -> bool:
-    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-
-
-def unfinished(jobs: Sequence[Job], rule: Pruning) -> list[Job]:
+def unfinished(jobs: Sequence[Job], rule: PruningRule) -> list[Job]:
     """Jobs that a sweep would start, or may."""
-    over = ("done",) if isinstance(rule, NoPruning) else ("done", "pruned")
+    over = ("done",) if type(rule) is PruningRule else ("done", "pruned")
     return [job for job in jobs if job.status not in over]

@@ -1,4 +1,4 @@
-"""A job of a sweep as a process of its own."""
+"""A job of a sweep as a process."""
 
 import contextlib
 import json
@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ddptrain.config.schema import Config
+from ddptrain.config.strategy import is_ddp
 from ddptrain.errors import ExitCode
-from ddptrain.launcher.parent_death import AGENT
+from ddptrain.launcher.process import AGENT
 from ddptrain.sweep.ledger import Job
 from ddptrain.sweep.slots import Slots
 
@@ -23,18 +25,17 @@ _LAST_BYTES = 4096
 _AGENT_SAYS = "ddptrain launch: "
 
 
-def command(job: Job, folder: Path, slots: Slots, own_group: bool) -> list[str]:
+def command(job: Job, folder: Path, slots: Slots, config: Config) -> list[str]:
     """The line that runs a job: ``launch`` for several ranks, for one a plain process, which is up sooner. A
     job that is given a GPU asks for it: should it be lost meanwhile, device=auto would train on the CPU.
-
-    own_group: one rank has a process group too (strategy=ddp).
     """
-    launch = ["launch", f"--nproc-per-node={slots.per_job}"] if slots.per_job > 1 or own_group else []
+    launches = slots.per_job > 1 or is_ddp(config.strategy)  # there one rank has a process group too
+    launch = ["launch", f"--nproc-per-node={slots.per_job}"] if launches else []
     own = [*([] if slots.on_cpu else ["device=cuda"]), f"run.dir={_quoted(folder / job.folder)}"]
     return [sys.executable, "-m", "ddptrain", *launch, *job.words, *own]
 
 
-class Process:
+class JobProcess:
     """One attempt at a job; started by the main thread only, for it ends with the thread that started it."""
 
     def __init__(
@@ -55,11 +56,13 @@ class Process:
         self._folder = folder
         folder.mkdir(exist_ok=True)
         self.began = time.monotonic()
+        # without what a scheduler says to torchrun: a job is on this node alone
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
         with (folder / OUTPUT).open("ab") as output:
             self._from = output.tell()
             self._process = subprocess.Popen(
                 words,
-                env={**_inherited(), **environment, AGENT: str(os.getpid())},
+                env={**inherited, **environment, AGENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -91,7 +94,9 @@ class Process:
 
     def outcome(self, code: int, pruned: bool) -> tuple[str, str, dict[str, Any]]:
         """Its status, why, and, of one that is done, the figures it left."""
-        summary = self._summary()
+        summary: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            summary = json.loads((self._folder / "summary.json").read_text())
         if code == 0 and summary.get("outcome") == "done":
             return "done", "", _figures(summary)
         if pruned and code == ExitCode.STOPPED:
@@ -102,15 +107,8 @@ class Process:
             return "stopped", "", {}
         return "failed", self._last_words(code) if code else "it ended without a summary", {}
 
-    def _summary(self) -> dict[str, Any]:
-        try:
-            summary: dict[str, Any] = json.loads((self._folder / "summary.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return summary
-
     def _last_words(self, code: int) -> str:
-        """What a failed attempt said last: its own message, which rank a signal ended, or the exception."""
+        """The last message of a failed attempt: its own, which rank a signal ended, or the exception."""
         if self._by_signal:
             memory = " (out of memory?)" if self._by_signal == signal.SIGKILL else ""
             return f"killed by {signal.Signals(self._by_signal).name}{memory}"
@@ -128,23 +126,13 @@ class Process:
             os.killpg(self._process.pid, number)
 
 
-def _inherited() -> dict[str, str]:
-    """The environment, without what a scheduler says to torchrun: a job is on this node alone."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-
-
 def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
     best = summary.get("best", {})
     metric = next((name for name in best if name != "step"), None)
     if metric is None:
         return {}
-    return {
-        "metric": metric,
-        "value": best[metric],
-        "higher_is_better": summary["higher_is_better"],
-        "step": summary["step"],
-        "steps": summary["steps"],
-    }
+    facts = {name: summary[name] for name in ("higher_is_better", "step", "steps")}
+    return {"metric": metric, "value": best[metric], **facts}
 
 
 def _quoted(path: Path) -> str:

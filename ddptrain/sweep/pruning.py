@@ -1,4 +1,4 @@
-"""A job's end of the line to its sweep."""
+"""The controller by which a job asks its sweep whether to go on."""
 
 import json
 import math
@@ -7,9 +7,8 @@ from typing import final
 
 from ddptrain.api.controller import Controller
 from ddptrain.api.observer import Evaluated
-from ddptrain.sweep.desk import read_line
 
-_PATIENCE_S = 60.0
+_ANSWER_TIMEOUT_S = 60.0
 """For an answer: the sweep looks up ten times a second."""
 
 
@@ -37,11 +36,12 @@ class Pruning(Controller):
             "higher_is_better": event.higher_is_better,
         }
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as call:
-            call.settimeout(_PATIENCE_S)
+            call.settimeout(_ANSWER_TIMEOUT_S)
             try:
                 call.connect(self._address)
                 call.sendall(json.dumps(question).encode() + b"\n")
-                reply = read_line(call)
+                with call.makefile("rb") as lines:
+                    reply = lines.readline()
             except OSError as error:
                 raise RuntimeError(f"the sweep that started this job does not answer ({error})") from error
         if not reply:

@@ -6,21 +6,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ddptrain.config.schema import Config
-from ddptrain.config.schema import Sweep as Settings
-from ddptrain.config.strategy import is_ddp
+from ddptrain.config.schema import Config, Sweep
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.lock import is_locked
-from ddptrain.sweep.board import Board, counted, print_table
-from ddptrain.sweep.ledger import LEDGER, Job, Ledger, key_of, read_ledger
+from ddptrain.sweep.board import Board, print_table
+from ddptrain.sweep.ledger import Job, Ledger, key_of, read_ledger
 from ddptrain.sweep.pool import Pool, unfinished
 from ddptrain.sweep.process import command
-from ddptrain.sweep.prune import Pruning, pruning
+from ddptrain.sweep.pruning_rules import PruningRule, pruning_rule
 from ddptrain.sweep.slots import Slots, share_out
+from ddptrain.text import counted
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepPoint:
     """One job that a sweep asks for."""
 
     config: Config
@@ -28,14 +27,14 @@ class Point:
     """The command line that makes this config."""
 
 
-class Sweep:
-    """One sweep: a sweeper may come up with its points batch by batch."""
+class SweepRunner:
+    """Runs one sweep: a sweeper may come up with its points batch by batch."""
 
     def __init__(self) -> None:
         self._ledger: Ledger | None = None
         self._asked: dict[int, Config] = {}
 
-    def run(self, points: Sequence[Point]) -> list[Job]:
+    def run(self, points: Sequence[SweepPoint]) -> list[Job]:
         """Run what is not done yet of these points; returns each one's job. Or, under ``sweep.dry_run``, say
         what would be run.
 
@@ -44,12 +43,13 @@ class Sweep:
         if not points:
             raise UserError("--multirun: these values make no job; one of the lists is empty.")
         settings = _settings(points)
-        folder = Path(settings.dir or _default_folder(points))
+        recipes = "+".join(sorted({point.config.recipe for point in points}))
+        folder = Path(settings.dir or Path("sweeps", recipes))
         slots = share_out(points[0].config)
-        rule = pruning(settings)
+        rule = pruning_rule(settings)
         if settings.dry_run:
             jobs = _planned(points, folder)
-            plan = {job.number: (job, point) for job, point in zip(jobs, points, strict=True)}
+            plan = {job.number: (job, point.config) for job, point in zip(jobs, points, strict=True)}
             _print_plan(list(plan.values()), folder, slots, rule)
             return jobs
         self._ledger = ledger = self._ledger or Ledger(folder)
@@ -59,17 +59,19 @@ class Sweep:
         distinct = [job for job in ledger.jobs if job.number in batch]
         board = Board(distinct)
         done = len(distinct) - len(unfinished(distinct, rule))
-        board.say(f"sweep {folder}: {counted(len(distinct))}, {done} of them done before")
+        board.say(f"sweep {folder}: {counted(len(distinct), 'job')}, {done} of them done before")
         board.say(slots.describe())
         Pool(ledger, slots, rule, board).run(batch, self._asked)
         late = [job for job in distinct if job.evaluations and job.evaluations[0].share >= 1]
         if settings.prune != "none" and late:
-            board.say(f"note  {counted(len(late))} first evaluated at the end: set train.eval_every to prune")
+            board.say(
+                f"note  {counted(len(late), 'job')} first evaluated at the end: set train.eval_every to prune"
+            )
         return jobs
 
     def close(self) -> ExitCode:
-        """Show what became of all points, and say it in one number: a crash where one has failed, stopped
-        where one is only half done."""
+        """Print the outcomes of all points. Returns the exit code: a crash where one has failed,
+        stopped where one is only half done."""
         if self._ledger is None or not self._asked:
             return ExitCode.DONE
         folder = self._ledger.folder
@@ -82,18 +84,7 @@ class Sweep:
         return ExitCode.DONE if statuses <= {"done", "pruned"} else ExitCode.STOPPED
 
 
-def report(folder: Path) -> None:
-    """Print a sweep's table. Raises UserError where the folder holds none."""
-    folder = folder.parent if folder.name == LEDGER else folder
-    jobs = read_ledger(folder, is_locked(folder))
-    if not jobs:
-        inside = sorted(path.parent for path in folder.glob(f"*/{LEDGER}"))
-        hint = f" Did you mean report {inside[0]}?" if inside else ""
-        raise UserError(f"report {folder}: holds no sweep ({LEDGER}).{hint}")
-    print_table(jobs)
-
-
-def _settings(points: Sequence[Point]) -> Settings:
+def _settings(points: Sequence[SweepPoint]) -> Sweep:
     first = points[0].config
     for point in points:
         for name, value in asdict(point.config.sweep).items():
@@ -104,23 +95,16 @@ def _settings(points: Sequence[Point]) -> Settings:
     return first.sweep
 
 
-def _default_folder(points: Sequence[Point]) -> Path:
-    recipes = sorted({point.config.recipe for point in points})
-    return Path("sweeps") / "+".join(recipes)
-
-
-def _planned(points: Sequence[Point], folder: Path) -> list[Job]:
+def _planned(points: Sequence[SweepPoint], folder: Path) -> list[Job]:
     """The jobs as the ledger would have them; nothing is written."""
     known = {job.key: job for job in read_ledger(folder, is_locked(folder))}
-    for point in points:
-        key = key_of(point.config)
-        known.setdefault(key, Job(len(known), key, point.words))
-    return [known[key_of(point.config)] for point in points]
+    keys = [key_of(point.config) for point in points]
+    return [known.setdefault(key, Job(len(known), key, p.words)) for key, p in zip(keys, points, strict=True)]
 
 
-def _print_plan(plan: Sequence[tuple[Job, Point]], folder: Path, slots: Slots, rule: Pruning) -> None:
+def _print_plan(plan: Sequence[tuple[Job, Config]], folder: Path, slots: Slots, rule: PruningRule) -> None:
     left = unfinished([job for job, _ in plan], rule)
-    print(f"sweep {folder}: {counted(len(plan))}, {len(left)} to run; {slots.describe()}")
-    for job, point in plan:
-        line = shlex.join(command(job, folder, slots, is_ddp(point.config.strategy))[1:])
+    print(f"sweep {folder}: {counted(len(plan), 'job')}, {len(left)} to run; {slots.describe()}")
+    for job, config in plan:
+        line = shlex.join(command(job, folder, slots, config)[1:])
         print(f"{job.folder}  {job.status:8} python {line}")

@@ -9,10 +9,10 @@ from ddptrain.config.schema import Config
 from ddptrain.distributed.cpu import CORES, cores
 from ddptrain.doctor.children import ask
 from ddptrain.doctor.facts import Cuda, Driver
-from ddptrain.errors import UserError
+from ddptrain.errors import DOCTOR_HINT, UserError
+from ddptrain.text import counted
 
 _DRIVER_S = 45.0
-_MORE = "python -m ddptrain doctor says more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,10 @@ class Slots:
         return {**shared, "CUDA_VISIBLE_DEVICES": ",".join(taken)} if self.are_gpus else shared
 
     def describe(self) -> str:
-        count = len(self.names)
         named = f"{'slots' if self.on_cpu else 'GPUs'} {', '.join(self.names)}"
-        kind = named if self.are_gpus else f"{count} CPU slot{'s' * (count > 1)}"
-        ranks = f"{self.per_job} rank{'s' * (self.per_job > 1)}"
-        at_once = f"{self.parallel} job{'s' * (self.parallel > 1)} at once"
-        cores = f"{self.cores} core{'s' * (self.cores > 1)}"
-        return f"{kind} ({self.why}): {at_once}, each {ranks} and {cores}"
+        kind = named if self.are_gpus else counted(len(self.names), "CPU slot")
+        each = f"each {counted(self.per_job, 'rank')} and {counted(self.cores, 'core')}"
+        return f"{kind} ({self.why}): {counted(self.parallel, 'job')} at once, {each}"
 
 
 def share_out(config: Config) -> Slots:
@@ -85,11 +82,11 @@ def _devices(asked: Any, device: str) -> tuple[list[str], bool, str]:
     if asked != "auto":
         if device != "cpu" and not found:
             raise UserError(
-                f"sweep.gpus={asked}: {why}. Say device=cpu to pack CPU jobs on these slots. {_MORE}."
+                f"sweep.gpus={asked}: {why}. Say device=cpu to pack CPU jobs on these slots. {DOCTOR_HINT}."
             )
         return [str(name) for name in asked], True, "sweep.gpus"
     if device == "cuda" and not found:
-        raise UserError(f"device=cuda: {why}. Mend that, or say device=cpu. {_MORE}.")
+        raise UserError(f"device=cuda: {why}. Mend that, or say device=cpu. {DOCTOR_HINT}.")
     if found:
         return found, True, why
     why = why if device == "cpu" else f"NO GPU IS USED, {why}"
@@ -99,8 +96,8 @@ def _devices(asked: Any, device: str) -> tuple[list[str], bool, str]:
 def _gpus() -> tuple[list[str], str]:
     """GPUs as CUDA_VISIBLE_DEVICES takes them, and why these, or why none.
 
-    The driver is asked, and where its NVML tells of none (a container without the driver's utilities) CUDA
-    itself: or every job would take the first GPU. In processes of their own, for a driver may hang.
+    Asks the driver, and where its NVML reports none (a container without the driver's utilities) CUDA itself:
+    else every job would take the first GPU. In separate processes, because a driver may hang.
     """
     driver: Driver = ask("ask_nvml", "nvml", _DRIVER_S).get("driver", Driver())
     cuda = Cuda()
@@ -113,10 +110,10 @@ def _gpus() -> tuple[list[str], str]:
         names, why = [str(index) for index in range(cuda.count)], "as CUDA counts them, NVML tells of none"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names and visible is not None:
-        entries = [entry.strip() for entry in visible.split(",")]
+        entries = map(str.strip, visible.split(","))
         names, why = [entry for entry in entries if entry and entry[0] != "-"], "CUDA_VISIBLE_DEVICES"
     if not names:
         hidden = "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible!r}"
-        said = f"NVML: {driver.error or 'no error'}; CUDA: {cuda.error or 'no error'}{hidden}"
-        why = f"this machine shows no GPU ({said})"
+        errors = f"NVML: {driver.error or 'no error'}; CUDA: {cuda.error or 'no error'}{hidden}"
+        why = f"this machine shows no GPU ({errors})"
     return names, why

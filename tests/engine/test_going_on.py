@@ -8,7 +8,7 @@ from rates import Rates
 from toy import SGD, Fit
 
 from ddptrain.api.world import World
-from ddptrain.config.schema import Config, Run, Sched
+from ddptrain.config.schema import Config, RunSection, Sched
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
 from ddptrain.observe.rundir import name_run
@@ -58,7 +58,7 @@ def test_another_place_in_the_data_is_refused(change: str, key: str) -> None:
 
 def test_a_run_folder_belongs_to_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = Config(recipe="toy", task={}, data={}, optim={}, run=Run())
+    config = Config(recipe="toy", task={}, data={}, optim={}, run=RunSection())
     folders = []
     for job in ("my-experiment-1", "my-experiment-2", "a_b", "a.b"):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)

@@ -20,7 +20,7 @@ from ddptrain.api.recipe import Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.timing import PHASES, TRAINING, Timing, format_shares
 from ddptrain.api.world import World
-from ddptrain.config.schema import Checkpoint, Config, Log, Train
+from ddptrain.config.schema import Checkpoint, Config, LogSection, Train
 from ddptrain.distributed.cpu import cores
 from ddptrain.engine.flops import counter, known_peak
 from ddptrain.engine.phases import Phases
@@ -333,7 +333,7 @@ def test_timing_costs_less_than_a_hundredth_of_two_milliseconds() -> None:
     [
         ("copy", {}, "waiting for copies to the GPU 60% of the run: smaller batches, for example uint8"),
         ("optimizer", {}, "the optimizer 60% of the run: train.batch_size=256 halves how often"),
-        ("logging", {"log": Log(every=1)}, "log lines 60% of the run: log.every=10"),
+        ("logging", {"log": LogSection(every=1)}, "log lines 60% of the run: log.every=10"),
         ("evaluating", {}, "evaluating 60% of the run: train.eval_every=128"),
         (
             "evaluating",

@@ -11,25 +11,25 @@ from shell import ddptrain
 from sweeps import SWEPT
 
 from ddptrain.errors import ExitCode
-from ddptrain.sweep.desk import Desk
+from ddptrain.sweep.pruning_server import PruningServer
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 RUNS, AT_ONCE = 45, 3
 
 
 def test_a_run_that_is_pruned_at_once_never_aborts(tmp_path: Path) -> None:
-    """Before ranks left without Python's own shutdown, 5 of 45 died of SIGABRT: see `parent_death.leave`."""
-    desk, over = Desk(), threading.Event()
+    """Before ranks left without Python's own shutdown, 5 of 45 died of SIGABRT: see `process.leave`."""
+    server, over = PruningServer(), threading.Event()
 
     def answer() -> None:
         while not over.is_set():
-            desk.wait(0.1, lambda question: False)
+            server.serve(0.1, lambda question: False)
 
     def one(run: int) -> int:
         folder = tmp_path / str(run)
         folder.mkdir()
         words = f"launch --nproc-per-node=2 --config-dir={SWEPT} recipe=swept device=cpu run.dir=run"
-        return ddptrain(folder, f"{words} {desk.controller(run)}", OMP_NUM_THREADS="1").code
+        return ddptrain(folder, f"{words} {server.controller(run)}", OMP_NUM_THREADS="1").code
 
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(mine)})
@@ -42,5 +42,5 @@ def test_a_run_that_is_pruned_at_once_never_aborts(tmp_path: Path) -> None:
         os.sched_setaffinity(0, mine)
         over.set()
         answering.join()
-        desk.close()
+        server.close()
     assert codes == {ExitCode.STOPPED: RUNS}

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from sweeps import events, points, start, statuses, swept_words
 
 from ddptrain.sweep.ledger import Evaluation, Job
-from ddptrain.sweep.prune import Asha, Median, Pruning
+from ddptrain.sweep.pruning_rules import Asha, Median, PruningRule
 
 EPOCHS = 9
 
 
-def simulated(rule: Pruning, finals: list[float], slots: int, dice: random.Random) -> tuple[list[Job], float]:
+def simulated(
+    rule: PruningRule, finals: list[float], slots: int, dice: random.Random
+) -> tuple[list[Job], float]:
     """The jobs after a sweep of one evaluation an epoch, in which they advance in any order, and the share
     of the grid's epochs that were trained. A job's metric only rises, and never crosses another's."""
     jobs = [Job(number, str(number), ()) for number in range(len(finals))]
@@ -28,7 +30,7 @@ def simulated(rule: Pruning, finals: list[float], slots: int, dice: random.Rando
                 break
             [job], waiting = able, waiting[1:]
             if job.evaluations:
-                job.heed({"event": "promoted", "share": job.evaluations[-1].share})
+                job.apply({"event": "promoted", "share": job.evaluations[-1].share})
             job.status, running[job.number] = "running", at[job.number]
         if not running:
             return jobs, epochs / (EPOCHS * len(jobs))
@@ -38,7 +40,7 @@ def simulated(rule: Pruning, finals: list[float], slots: int, dice: random.Rando
         share = at[job.number] / EPOCHS
         job.evaluations.append(Evaluation(share, finals[job.number] * share))
         goes_on = rule.goes_on(job, jobs, waiting=bool(waiting))
-        job.heed({"event": "verdict", "share": share, "goes_on": goes_on})
+        job.apply({"event": "verdict", "share": share, "goes_on": goes_on})
         if share == 1 or not goes_on:
             job.status = "done" if share == 1 else "pruned"
             del running[job.number]

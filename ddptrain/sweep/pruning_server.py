@@ -1,4 +1,4 @@
-"""The sweep's end of a line to its jobs: a job says how it does, and hears whether to go on."""
+"""The server in a sweep's process that its jobs ask, after each evaluation, whether to go on."""
 
 import json
 import select
@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-_SAY_S = 1.0
-"""For a question, once a job has called."""
+_QUESTION_TIMEOUT_S = 1.0
+"""For a question to arrive, once a job has connected."""
 _MOST_BYTES = 4096
 
 
-class Desk:
-    """The sweep's end: a socket that jobs call at after each evaluation."""
+class PruningServer:
+    """A Unix socket. `ddptrain.sweep.pruning.Pruning` is the client."""
 
     def __init__(self) -> None:
         # not in the sweep's folder: a socket's path has at most 107 bytes
@@ -25,20 +25,21 @@ class Desk:
         self._socket.listen(128)
 
     def controller(self, number: int) -> str:
-        """The override by which the job of this number finds it."""
+        """The override that makes the job of this number a client."""
         target = "_target_:ddptrain.sweep.pruning.Pruning"
         return f"+controllers.pruning={{{target},address:'{self._path}',job:{number}}}"
 
-    def wait(self, seconds: float, answer: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Answer who calls within so many seconds; returns after the first, or when the time is over."""
+    def serve(self, seconds: float, answer: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Answer one question, if it comes within so many seconds."""
         ready, _, _ = select.select([self._socket], [], [], seconds)
         if not ready:
             return
         call, _ = self._socket.accept()
         with call:
-            call.settimeout(_SAY_S)
+            call.settimeout(_QUESTION_TIMEOUT_S)
             try:
-                question = json.loads(read_line(call))
+                with call.makefile("rb") as lines:
+                    question = json.loads(lines.readline(_MOST_BYTES))
                 call.sendall(json.dumps({"goes_on": answer(question)}).encode() + b"\n")
             except (OSError, ValueError):  # its job was killed while it asked
                 return
@@ -46,14 +47,3 @@ class Desk:
     def close(self) -> None:
         self._socket.close()
         self._folder.cleanup()
-
-
-def read_line(call: socket.socket) -> bytes:
-    """Up to the end of the line, or of the connection."""
-    read = b""
-    while not read.endswith(b"\n") and len(read) < _MOST_BYTES:
-        part = call.recv(_MOST_BYTES)
-        if not part:
-            break
-        read += part
-    return read

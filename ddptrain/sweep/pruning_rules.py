@@ -1,7 +1,6 @@
 """Which jobs of a sweep go on: pure rules over the evaluations in its ledger, applied by one process."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from statistics import median
 from typing import final
@@ -13,34 +12,25 @@ _ENOUGH = 3
 """Other jobs that a median is taken of, at least."""
 
 
-class Pruning(ABC):
-    """Values count the higher the better; one that is no number is worse than all."""
+class PruningRule:
+    """By itself it prunes nothing. Values count the higher the better; one that is no number is worse than
+    all."""
 
-    @abstractmethod
     def goes_on(self, job: Job, jobs: Sequence[Job], waiting: bool) -> bool:
         """Whether a job goes on after its last evaluation.
 
         jobs: all of the sweep. waiting: some have not been started yet.
         """
-
-    @abstractmethod
-    def revivable(self, jobs: Sequence[Job], idle: bool) -> list[Job]:
-        """Pruned jobs to go on with, the first one first, now that nothing waits to be started; idle: nothing
-        runs either."""
-
-
-@final
-class NoPruning(Pruning):
-    def goes_on(self, job: Job, jobs: Sequence[Job], waiting: bool) -> bool:
         return True
 
     def revivable(self, jobs: Sequence[Job], idle: bool) -> list[Job]:
-        """What an earlier sweep has pruned is then trained to its end."""
+        """Pruned jobs to go on with, the first one first, now that nothing waits to be started; idle: nothing
+        runs either. Without pruning: all that an earlier sweep has pruned."""
         return [job for job in jobs if job.status == "pruned"]
 
 
 @final
-class Asha(Pruning):
+class Asha(PruningRule):
     """Asynchronous successive halving (Li et al. 2020, arXiv:1810.05934, algorithm 2).
 
     A job pauses at each rung, with a checkpoint, and goes on from there once it is among the best
@@ -94,7 +84,7 @@ class Asha(Pruning):
 
 
 @final
-class Median(Pruning):
+class Median(PruningRule):
     """The median stopping rule (Golovin et al. 2017, Google Vizier, section 3.2.2): a job ends where its best
     value so far is below the median of the others' means up to the same share of the run."""
 
@@ -106,11 +96,7 @@ class Median(Pruning):
         share = job.evaluations[-1].share
         if share < self._first or share >= 1:
             return True
-        means = [
-            mean
-            for other in jobs
-            if other is not job and (mean := _mean_up_to(share, other.evaluations)) is not None
-        ]
+        means = [mean for other in jobs if other is not job for mean in _mean_up_to(share, other.evaluations)]
         if len(means) < _ENOUGH:
             return True
         return max(_known(evaluation.value) for evaluation in job.evaluations) >= median(means)
@@ -119,20 +105,22 @@ class Median(Pruning):
         return []
 
 
-def pruning(asked: Sweep) -> Pruning:
-    if asked.prune == "asha":
-        return Asha(asked.eta, asked.rungs)
-    if asked.prune == "median":
-        return Median(float(asked.eta) ** -asked.rungs)
-    return NoPruning()
+def pruning_rule(asked: Sweep) -> PruningRule:
+    match asked.prune:
+        case "asha":
+            return Asha(asked.eta, asked.rungs)
+        case "median":
+            return Median(float(asked.eta) ** -asked.rungs)
+        case _:
+            return PruningRule()
 
 
-def _mean_up_to(share: float, evaluations: Sequence[Evaluation]) -> float | None:
-    """None for a job that has not got there."""
+def _mean_up_to(share: float, evaluations: Sequence[Evaluation]) -> list[float]:
+    """One mean, or none for a job that has not got there."""
     if not any(evaluation.share >= share for evaluation in evaluations):
-        return None
+        return []
     values = [_known(evaluation.value) for evaluation in evaluations if evaluation.share <= share]
-    return sum(values) / len(values) if values else None
+    return [sum(values) / len(values)] if values else []
 
 
 def _known(value: float) -> float:

@@ -1,0 +1,37 @@
+"""Words and tables for people."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+PLAIN_WIDTH = 160
+"""Columns of a table where there is no terminal: a file, a pipe."""
+
+
+def counted(number: int, thing: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {thing}{'s' * (number != 1)}"
+
+
+def first_few(names: Sequence[str], most: int) -> str:
+    """``a, b and 3 more``; '' without any."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, its words below those of the others."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def print_tables(*tables: Any) -> None:
+    """Tables of rich's on standard output, as wide as the terminal."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    with console.capture() as drawn:
+        for table in tables:
+            console.print(table, highlight=False)
+    for line in drawn.get().splitlines():  # rich fills its lines with blanks
+        print(line.rstrip())
