@@ -26,7 +26,7 @@ from ddptrain.api.observer import Run
 from ddptrain.api.recipe import At, Batch, Data, Loss, Report, Task
 from ddptrain.api.world import World
 from ddptrain.cli.argv import parse
-from ddptrain.cli.compose import run_composed
+from ddptrain.cli.compose import composed_tree
 from ddptrain.commands.setup import make_model
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
@@ -167,9 +167,9 @@ def chunk_config(recipe: str, steps: int, *changes: str) -> Config:
 
 def composed(words: Sequence[str]) -> Config:
     """The config that a command line asks for."""
-    found: list[Config] = []
-    run_composed(parse(words), lambda tree, overrides: found.append(checked(tree)))
-    return found[0]
+    found = composed_tree(parse(words))
+    assert found is not None
+    return checked(found[0])
 
 
 def take_turns(

@@ -84,4 +84,3 @@ DOCTOR_HINT = "python -m ddptrain doctor says more"
 """For messages about devices."""
 KNOWN_ENDS = (UserError, Diverged, Stopped, RankLost, OutOfStep)
 """Exceptions that end a run with a message; all others are bugs, and have a traceback."""
-KnownEnd = UserError | Diverged | Stopped | RankLost | OutOfStep

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -51,3 +53,34 @@ def test_an_engine_and_a_step_have_few_attributes_and_none_is_born_later() -> No
         assert made
         assert len(made) <= most
         assert set().union(*assigned.values()) <= made
+
+
+STACK = """
+import sys, traceback
+import torch
+
+def step(self, closure=None):
+    for frame in traceback.extract_stack():
+        if "/ddptrain/" in frame.filename and frame.name != "<module>":
+            print("STACK", frame.filename.rpartition("/ddptrain/")[2], frame.name)
+    sys.exit(0)
+
+torch.optim.AdamW.step = step
+from ddptrain.cli.main import main
+from ddptrain.launcher.process import end_with
+end_with(main, sys.argv[1:])
+"""
+
+
+def test_the_way_from_the_shell_to_the_optimizer(tmp_path: Path) -> None:
+    words = ["recipe=cnn_digits", "device=cpu", "train.steps=1"]
+    done = subprocess.run(
+        [sys.executable, "-c", STACK, *words], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    calls = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("STACK")]
+    assert 3 < len(calls) <= 8
+    assert len({file for file, _ in calls}) <= 6
+    page = (ROOT / "docs/architecture.md").read_text().partition("`optimizer.step()`: ")[2]
+    for file, name in calls:
+        assert f"`{file}`" in page
+        assert f"{name}`" in page

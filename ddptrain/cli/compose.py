@@ -39,10 +39,17 @@ _NOT_TAKEN = ("--config-name", "-cn", "--config-path", "-cp", "--experimental-re
 """Options of Hydra that put another config in the place of ours, or unpickle a file."""
 
 
-def run_composed(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> None:
-    """Compose what the command line says and call ``job`` with the tree and the overrides of this job
-    (``--multirun`` under a launcher that is not ours calls it several times, in processes of its choice);
-    or do what an option like ``--cfg``, ``--explain`` or ``--help`` asks.
+def composed_tree(arguments: Arguments) -> tuple[Tree, list[str]] | None:
+    """The config tree of a command line, and its overrides; None where an option like ``--cfg`` or ``--help``
+    has been answered instead."""
+    jobs: list[tuple[Tree, list[str]]] = []
+    run_jobs(arguments, lambda tree, overrides: jobs.append((tree, overrides)))
+    return jobs[0] if jobs else None
+
+
+def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> None:
+    """Call ``job`` with the tree and the overrides of each job (``--multirun`` under a launcher that is not
+    ours: in processes of its choice); or do what an option like ``--cfg`` asks.
 
     Raises the first of what the jobs raised.
     """

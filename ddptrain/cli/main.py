@@ -8,11 +8,11 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddptrain.cli.argv import GROUPS, Arguments, action_of, check_sweep, divided, expect_no_sweep, parse
-from ddptrain.cli.compose import Tree, recipes, run_composed
+from ddptrain.cli.compose import Tree, composed_tree, recipes, run_jobs
 from ddptrain.cli.help import TEXTS
 from ddptrain.cli.run_verbs import checkpoint, is_no_key, on_saved_run, recorded
 from ddptrain.cli.search_path import open_user_code
@@ -76,14 +76,15 @@ def _train(arguments: Arguments) -> int:
         return _sweep(arguments)
     expect_no_sweep(arguments)
 
-    def job(config: Config, overrides: list[str]) -> int:
-        with gc_paused():
-            from ddptrain.commands import train
-
-        recorded(lambda: train.run(config, [*_folders(arguments), *overrides]))
+    if (composed := _composed(arguments)) is None:
         return ExitCode.DONE
+    config, overrides = composed
+    with gc_paused():
+        from ddptrain.commands import train
 
-    return _run_with_config(arguments, job)
+    with recorded():
+        train.run(config, [*_folders(arguments), *overrides])
+    return ExitCode.DONE
 
 
 def _sweep(arguments: Arguments) -> int:
@@ -107,7 +108,7 @@ def _sweep(arguments: Arguments) -> int:
 
     try:
         with hydra_sweep.launching(lambda jobs: sweep.run([point(*job) for job in jobs])):
-            run_composed(arguments, job)
+            run_jobs(arguments, job)
     finally:
         code = sweep.close()
     return code
@@ -141,12 +142,11 @@ def _bench(arguments: Arguments) -> int:
         )
     own, asked = _without_own(arguments, arguments.overrides)
 
-    def job(config: Config, _: list[str]) -> int:
-        from ddptrain.commands import bench
+    if (composed := _composed(asked)) is None:
+        return ExitCode.DONE
+    from ddptrain.commands import bench
 
-        return bench.run(config, [*asked.options, *asked.overrides], own)
-
-    return _run_with_config(asked, job)
+    return bench.run(composed[0], [*asked.options, *asked.overrides], own)
 
 
 def _folders(arguments: Arguments) -> list[str]:
@@ -163,15 +163,16 @@ def _write(arguments: Arguments) -> int:
         raise UserError("write: name a new folder: write recipe=<name> out=<folder>")
     out = Path(own.pop("out"))
 
-    def job(tree: Tree, overrides: list[str]) -> None:
-        if tree.get("recipe") in (None, "???"):
-            raise UserError("write: say whose data: write recipe=<name> out=<folder>")
-        config = checked(tree)
-        from ddptrain.commands import write
+    composed = composed_tree(dataclasses.replace(arguments, overrides=tuple(overrides)))
+    if composed is None:
+        return ExitCode.DONE
+    if composed[0].get("recipe") in (None, "???"):
+        raise UserError("write: say whose data: write recipe=<name> out=<folder>")
+    config = checked(composed[0])
+    from ddptrain.commands import write
 
-        recorded(lambda: write.run(config, out, own))
-
-    run_composed(dataclasses.replace(arguments, overrides=tuple(overrides)), job)
+    with recorded():
+        write.run(config, out, own)
     return ExitCode.DONE
 
 
@@ -181,19 +182,18 @@ def _launch(arguments: Arguments) -> int:
     expect_no_sweep(arguments)
     if arguments.sweeps:
         raise UserError("launch: starts one job; a sweep starts its own: python -m ddptrain --multirun ...")
-    configs: list[Config] = []
-    run_composed(arguments, lambda tree, _: configs.append(_complete(tree, arguments)))
-    if not configs:  # an option like --cfg has been answered
+    if (composed := _composed(arguments)) is None:
         return ExitCode.DONE
+    config, _ = composed
     if not os.environ.get("OMP_NUM_THREADS"):  # as torchrun does, but before what reads it is imported:
         os.environ["OMP_NUM_THREADS"] = "1"  # the ranks take their threads when they know how many they are
     with gc_paused():
         from ddptrain.launcher.prefork import prefork_for
 
-        prefork = prefork_for(main, configs[0])  # now, so that it imports its part while this does the rest
+        prefork = prefork_for(main, config)  # now, so that it imports its part while this does the rest
         from ddptrain.commands import launch
 
-    return launch.run(configs[0], arguments.torchrun, [*arguments.options, *arguments.overrides], prefork)
+    return launch.run(config, arguments.torchrun, [*arguments.options, *arguments.overrides], prefork)
 
 
 def _prove(arguments: Arguments) -> int:
@@ -207,28 +207,19 @@ def _prove(arguments: Arguments) -> int:
     from ddptrain.prove.process import short
 
     own, asked = _without_own(arguments, words)
-    more = short(asked.overrides)
+    asked = dataclasses.replace(asked, overrides=(*asked.overrides, *short(asked.overrides)))
+    if (composed := _composed(asked)) is None:
+        return ExitCode.DONE
+    from ddptrain.commands import prove
 
-    def job(config: Config, _: list[str]) -> int:
-        from ddptrain.commands import prove
-
-        return prove.run(config, proof, own, [*asked.options, *asked.overrides, *more])
-
-    return _run_with_config(asked, job, more)
+    return prove.run(composed[0], proof, own, [*asked.options, *asked.overrides])
 
 
-def _run_with_config(
-    arguments: Arguments, job: Callable[[Config, list[str]], int], more: Sequence[str] = ()
-) -> int:
-    """Call ``job`` with the config and the overrides of the command line, and return its exit code; or do
-    what an option like ``--cfg`` asks. more: further overrides."""
-    codes = []
-
-    def run(tree: Tree, overrides: list[str]) -> None:
-        codes.append(job(_complete(tree, arguments), overrides))
-
-    run_composed(dataclasses.replace(arguments, overrides=(*arguments.overrides, *more)), run)
-    return codes[0] if codes else ExitCode.DONE
+def _composed(arguments: Arguments) -> tuple[Config, list[str]] | None:
+    """The checked config of a command line, and its overrides; None where an option like ``--cfg`` has been
+    answered instead."""
+    composed = composed_tree(arguments)
+    return composed and (_complete(composed[0], arguments), composed[1])
 
 
 def _without_own(arguments: Arguments, words: Sequence[str]) -> tuple[dict[str, str], Arguments]:

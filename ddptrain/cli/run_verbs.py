@@ -1,14 +1,15 @@
 """The verbs on a run's folder: its saved config, and the words that are no overrides of it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from ddptrain.cli.argv import Arguments, action_of, divided
 from ddptrain.cli.compose import saved_tree
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
-from ddptrain.errors import KNOWN_ENDS, ExitCode, KnownEnd, UserError
+from ddptrain.errors import KNOWN_ENDS, ExitCode, UserError
 
 _OF_A_RUN = ("run", "checkpoint")
 _CHECKPOINT_ACTIONS = ("verify", "show", "convert")
@@ -27,7 +28,8 @@ def on_saved_run(arguments: Arguments) -> int:
     from ddptrain.commands import evaluate, export, predict
 
     command = {"evaluate": evaluate, "predict": predict, "export": export}[arguments.verb]
-    recorded(lambda: command.run(config, folder, checkpoint, *([] if evaluates else [own])))
+    with recorded():
+        command.run(config, folder, checkpoint, *([] if evaluates else [own]))
     return ExitCode.DONE
 
 
@@ -41,25 +43,25 @@ def checkpoint(arguments: Arguments) -> int:
     del own["run"]
     from ddptrain.commands import checkpoint
 
-    recorded(lambda: checkpoint.run(action, checkpoint.RunFolder(folder, recipe), own))
+    with recorded():
+        checkpoint.run(action, checkpoint.RunFolder(folder, recipe), own)
     return ExitCode.DONE
 
 
-def recorded(work: Callable[[], None]) -> None:
-    """Let torchrun record a crash, so that it shows its traceback. Known ends are no crash."""
-    from torch.distributed.elastic.multiprocessing.errors import record
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Inside, a crash is recorded for torchrun, which then shows its traceback. Known ends are no crash."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    expected: list[KnownEnd] = []
-
-    def caught() -> None:
-        try:
-            work()
-        except KNOWN_ENDS as error:
-            expected.append(error)
-
-    record(caught)()
-    if expected:
-        raise expected[0]
+    handler = get_error_handler()
+    handler.initialize()
+    try:
+        yield
+    except KNOWN_ENDS:
+        raise
+    except Exception as error:
+        handler.record_exception(error)
+        raise
 
 
 def is_no_key(name: str) -> bool:

@@ -9,7 +9,7 @@ from texts import write_text
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
 from ddptrain.cli.argv import parse
-from ddptrain.cli.compose import run_composed
+from ddptrain.cli.compose import composed_tree
 from ddptrain.commands.setup import make_task
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
@@ -30,12 +30,11 @@ def made(recipe: str, folder: Path, *changes: str) -> tuple[Config, Task, Data]:
         data = ["data.train=64", "data.valid=8"]
     else:
         data = ["data=shapes", *few]
-    found: list[Config] = []
     before = sys.argv
-    run_composed(
-        parse([f"recipe={recipe}", *data, *changes]), lambda tree, overrides: found.append(checked(tree))
-    )
+    found = composed_tree(parse([f"recipe={recipe}", *data, *changes]))
     sys.argv = before
-    task, opened = make_task(found[0])
+    assert found is not None
+    config = checked(found[0])
+    task, opened = make_task(config)
     opened.prepare(World(), seed=0)
-    return found[0], task, opened
+    return config, task, opened
