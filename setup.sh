@@ -14,6 +14,7 @@ cd "$(dirname "$0")"
 VENV=${VENV:-.venv}
 PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
 WHAT=${1:-setup}
+MARKED="long and not faults and not soak and not cluster and not browser" # suites that are asked for by name
 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     echo "setup.sh: $PYTHON is older than Python 3.11; name another one: PYTHON=... sh setup.sh" >&2
@@ -52,7 +53,9 @@ test)
     ;;
 test-all)
     shift
-    exec "$VENV/bin/python" -m pytest "$@"
+    if [ $# -gt 0 ]; then exec "$VENV/bin/python" -m pytest "$@"; fi
+    "$VENV/bin/python" -m pytest -n auto --maxprocesses=8 --dist=loadfile -m "not alone and not $MARKED"
+    exec "$VENV/bin/python" -m pytest -m "alone and not $MARKED"
     ;;
 check)
     "$VENV/bin/ruff" check .

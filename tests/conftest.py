@@ -13,7 +13,7 @@ GPU = [Path(__file__).parent / folder for folder in ("gpu", "fake_gpu")]
 
 PROMISES = [
     *("doors", "engine", "parity", "strategies", "watchdog", "ranks/test_world_size.py"),
-    *("ranks/test_collectives.py", "test_runs.py", "test_docs.py", "test_layers.py", "test_reading_cost.py"),
+    *("ranks/test_collectives.py", "commands/test_runs.py", "structure"),
 ]
 """What `sh setup.sh test` runs, in at most five minutes on two cores."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MODULES = sorted([*ROOT.glob("ddptrain/**/*.py"), *ROOT.glob("recipes/**/*.py")])
 
 MAY_IMPORT = {

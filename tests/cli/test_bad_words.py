@@ -1,5 +1,5 @@
 """Wrong words of every kind and for every verb: one message that names them, exit code 2, before torch is
-imported wherever they can be known by then. Through real command lines, a few: tests/test_bad_input.py.
+imported wherever they can be known by then. Through real command lines, a few: tests/cli/test_bad_input.py.
 """
 
 import json

@@ -1,5 +1,5 @@
 """A stranger's checkpoints and labelled pictures: nothing is executed, nothing is written outside the folder
-given. Archives: tests/test_hostile_archives.py."""
+given. Archives: tests/cli/test_hostile_archives.py."""
 
 import hashlib
 import io

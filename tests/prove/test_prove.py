@@ -16,7 +16,7 @@ from ddptrain.prove.kill_schedule import Moment, marks, next_kill
 from ddptrain.prove.process import short
 from ddptrain.prove.state_diff import differences, first_line_apart, gradients_apart
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 WORDS = ["--config-dir=mine", "recipe=my_recipe", "device=cpu"]
 
 

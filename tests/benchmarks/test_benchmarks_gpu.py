@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, str(ROOT / "tests" / "fake_gpu")]
 
 

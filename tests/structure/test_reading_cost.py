@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "ddptrain/engine"
 STEP = [ENGINE / f"{name}.py" for name in ("step", "health", "loss_scale", "phases", "seeding")]
 

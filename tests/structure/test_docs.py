@@ -9,7 +9,7 @@ import yaml
 
 from ddptrain.config.schema import Config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def keys(section: Any, prefix: str = "") -> list[str]:

@@ -17,7 +17,7 @@ from shell import ddptrain, early_refusal, refusal
 
 from ddptrain.engine.checkpoint import FORMAT, sealed
 
-CHECKOUT = Path(__file__).parents[1]
+CHECKOUT = Path(__file__).parents[2]
 TYPED = "recipe=cnn_digits device=cpu"
 SMALL = "recipe=cnn_digits device=cpu model.width=8 train.steps=2 observers=[console,jsonl,plots]"
 

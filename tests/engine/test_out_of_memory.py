@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import toy
 from torch import nn
 
 import ddptrain
@@ -14,7 +15,6 @@ from ddptrain.config.schema import Config, Train
 from ddptrain.engine.out_of_memory import lack_of_memory
 from ddptrain.engine.plan import Plan
 from ddptrain.watchdog.watchdog import Watchdog
-from tests.support import toy
 
 TORCHS = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.25 GiB of which"

@@ -1,6 +1,6 @@
 """A stranger's config: nothing it says is executed, read from the environment, or written where it likes.
 
-Its YAML: tests/test_hostile_yaml.py. Checkpoints and archives: tests/test_hostile_files.py.
+Its YAML: tests/cli/test_hostile_yaml.py. Checkpoints and archives: tests/cli/test_hostile_files.py.
 """
 
 from pathlib import Path
