@@ -39,7 +39,7 @@ _OTHER_NUMBERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Options:
     """The words of the verb itself."""
 
     steps: int = 10
@@ -53,10 +53,10 @@ def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
     """Measure the training that ``words`` (options and overrides, checked by the caller) describe, alone and
     in turns with itself under other overrides.
 
-    asked: the verb's own words, see `_Asked`. Raises UserError for what the user can mend.
+    asked: the verb's own words, see `_Options`. Raises UserError for what the user can mend.
     """
-    typed = typed_arguments(_Asked, {("tries" if n == "try" else n): v for n, v in asked.items()}, "bench")
-    own = _Asked(**typed)
+    typed = typed_arguments(_Options, {("tries" if n == "try" else n): v for n, v in asked.items()}, "bench")
+    own = _Options(**typed)
     tries = None if "tries" not in typed else [word.strip() for word in own.tries.split(";") if word.strip()]
     for word in [*words, *(word for override in tries or () for word in _words(override))]:
         if word.lstrip("+").startswith(_NAMED_HERE):

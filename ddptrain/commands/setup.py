@@ -24,7 +24,7 @@ from ddptrain.distributed.cpu import share_cores
 from ddptrain.distributed.device import choose_device
 from ddptrain.distributed.world import world_from_environment
 from ddptrain.doctor.examine import why_no_cuda
-from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
+from ddptrain.engine.checkpoint import Checkpointer, LoadedCheckpoint, read, unpack
 from ddptrain.engine.compiled import Compilations
 from ddptrain.engine.out_of_memory import lack_of_memory
 from ddptrain.engine.state import fit_model
@@ -182,7 +182,7 @@ def prepare(data: Data, world: World, seed: int) -> None:
             )
 
 
-def check_outputs(data: Data, saved: Saved) -> None:
+def check_outputs(data: Data, saved: LoadedCheckpoint) -> None:
     """Refuse a checkpoint whose model's outputs stand for something else than this data's."""
     theirs, own = saved.manifest.get("outputs"), list(data.outputs)
     if theirs != own:
@@ -194,7 +194,7 @@ def check_outputs(data: Data, saved: Saved) -> None:
         )
 
 
-def named_checkpoint(folder: Path, name: str) -> Saved:
+def named_checkpoint(folder: Path, name: str) -> LoadedCheckpoint:
     """A checkpoint of the run in ``folder``: ``last``, ``best``, ``step-<n>``, or any by its folder."""
     own = folder / "checkpoints" / name
     if name != "last":
@@ -206,7 +206,7 @@ def named_checkpoint(folder: Path, name: str) -> Saved:
 
 
 def trained_model(
-    config: Config, task: Task, data: Data, world: World, saved: Saved, needs_data: bool = False
+    config: Config, task: Task, data: Data, world: World, saved: LoadedCheckpoint, needs_data: bool = False
 ) -> nn.Module:
     """The model with a checkpoint's weights, the averaged ones where there are some.
 

@@ -23,7 +23,7 @@ from ddptrain.config.schema import Config
 from ddptrain.config.strategy import is_dp
 from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.distributed.cpu import cores_in_words, share_cores
-from ddptrain.engine.checkpoint import Checkpointer, Saved, read, unpack
+from ddptrain.engine.checkpoint import Checkpointer, LoadedCheckpoint, read, unpack
 from ddptrain.engine.compiled import check_graphs, compile_loss
 from ddptrain.engine.consistency import check_same_command, check_same_model
 from ddptrain.engine.loop import Engine
@@ -167,7 +167,7 @@ def _resume(config: Config, step: TrainStep, data: Data, checkpointer: Checkpoin
     bytes that rank 0 has read and verified."""
     world, state = step.strategy.world, step.state
 
-    def found() -> Saved | None:
+    def found() -> LoadedCheckpoint | None:
         checkpointer.recover()
         saved = checkpointer.newest()
         if saved is None and config.run.resume not in ("auto", "never"):

@@ -36,7 +36,7 @@ _ASIDE = ".damaged"
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class LoadedCheckpoint:
     """A checkpoint that has been read and verified."""
 
     path: Path
@@ -103,7 +103,7 @@ class Checkpointer:
             if int(path.name.removeprefix("step-")) > step:
                 path.rename(path.with_name(f".{path.name}.{os.getpid()}{_ASIDE}"))
 
-    def newest(self) -> Saved | None:
+    def newest(self) -> LoadedCheckpoint | None:
         """The newest valid checkpoint; damaged ones are skipped with a warning.
 
         Raises UserError if all are damaged: starting again would lose the run.
@@ -164,7 +164,7 @@ def sealed(content: Mapping[str, Any]) -> bytes:
     return json.dumps({**content, _SEAL: digest}, indent=2).encode()
 
 
-def read(path: Path) -> Saved:
+def read(path: Path) -> LoadedCheckpoint:
     """Read and verify one checkpoint folder.
 
     Raises UserError where it is missing or not one that this ddptrain reads, DamagedError where it is not
@@ -196,7 +196,7 @@ def read(path: Path) -> Saved:
     if hashlib.sha256(payload).hexdigest() != digest:
         raise DamagedError(f"{path}: {STATE} does not match its SHA-256; the checkpoint is damaged.")
     _check_step(path, manifest.get("step"), MANIFEST)
-    return Saved(path, payload, manifest)
+    return LoadedCheckpoint(path, payload, manifest)
 
 
 def _unsealed(path: Path, written: bytes) -> dict[str, Any]:
