@@ -24,6 +24,9 @@ from ddptrain.engine.optimizer import build_optimizer, build_schedule, fast_forw
 from ddptrain.engine.precision import Precision
 from ddptrain.errors import UserError
 
+_NEED_STATE = ("amsgrad", "centered", "momentum")
+"""Settings of torch's optimizers for which they keep more state."""
+
 
 @dataclass(slots=True)
 class TrainState:
@@ -138,6 +141,13 @@ class TrainState:
                 f"train.weight_decay_on: {where} was saved with another one. Use the same, or start a new"
                 " run."
             )
+        for own, saved in zip(self.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
+            for name in _NEED_STATE:
+                if own.get(name) and name in saved and not saved[name]:
+                    raise UserError(
+                        f"optim.{name}={own[name]}: {where} was saved with {saved[name]}, so without the"
+                        " state that it needs. Use the same, or start a new run."
+                    )
         settings = [
             {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
         ]

@@ -45,6 +45,27 @@ def test_another_optimizer_or_precision_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "name", "before", "after"),
+    [
+        ("Adam", "amsgrad", False, True),
+        ("AdamW", "amsgrad", False, True),
+        ("RMSprop", "centered", False, True),
+        ("RMSprop", "momentum", 0.0, 0.9),
+        ("SGD", "momentum", 0.0, 0.9),
+    ],
+)
+def test_settings_that_need_more_state_are_refused(
+    tmp_path: Path, optimizer: str, name: str, before: Any, after: Any
+) -> None:
+    def optim(value: Any) -> dict[str, Any]:
+        return {"_target_": f"torch.optim.{optimizer}", "lr": 0.01, name: value}
+
+    Fit(plan(3), optim=optim(before)).run(World(), tmp_path)
+    with pytest.raises(UserError, match=rf"^optim\.{name}={after}: .* was saved with {before}, so without"):
+        Fit(plan(6), optim=optim(after)).run(World(), tmp_path)
+
+
+@pytest.mark.parametrize(
     ("change", "key"),
     [("seed", "seed"), ("batch_size", r"train\.batch_size"), ("train_size", "data")],
 )

@@ -1,7 +1,7 @@
 """Small models that are legal in PyTorch, each with something that trips a trainer."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -394,43 +394,49 @@ class Parametrized(Head):
 
 @dataclass(frozen=True)
 class Animal:
-    """make: the model. refused: where it can't be trained at all, in the message."""
+    """One of the zoo."""
 
     make: Callable[[], nn.Module]
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    """What it needs of ddp."""
     refused: str = ""
-    tolerance: float = 1e-5
+    """In the message, where it can't be trained at all."""
+    refused_by_ddp: str = ""
+    parameters_only: bool = False
+    """Its buffers follow from who computed what."""
 
 
+ANY = {"find_unused_parameters": True}
 ZOO: dict[str, Animal] = {
     "plain": Animal(Head),
-    "tied": Animal(Tied),
-    "shared": Animal(Shared),
-    "unused": Animal(Unused),
-    "unused last": Animal(UnusedLast),
-    "sometimes unused": Animal(SometimesUnused),
-    "used by data": Animal(UsedByData),
-    "frozen": Animal(Frozen),
-    "lazy": Animal(Lazy),
-    "complex": Animal(Complex),
-    "sparse": Animal(Sparse),
-    "cached attribute": Animal(CachedAttribute),
-    "cached buffer": Animal(CachedBuffer),
-    "replaced buffer": Animal(ReplacedBuffer),
+    "tied weights": Animal(Tied),
+    "module used twice": Animal(Shared),
+    "unused layer": Animal(Unused, ANY),
+    "unused last layer": Animal(UnusedLast, ANY),
+    "layer used in some steps": Animal(SometimesUnused, ANY),
+    "layer used for some data": Animal(UsedByData, ANY),
+    "frozen layer": Animal(Frozen),
+    "lazy layer": Animal(Lazy, refused="layer.weight is lazy"),
+    "complex parameter": Animal(Complex),
+    "sparse gradients": Animal(Sparse, refused_by_ddp="table of the model has sparse=True"),
+    "tensor cached in forward": Animal(CachedAttribute),
+    "buffer cached in forward": Animal(CachedBuffer),
+    "buffer replaced in forward": Animal(ReplacedBuffer),
     "extra state": Animal(ExtraState),
     "integer buffers": Animal(IntegerBuffers),
-    "zero elements": Animal(ZeroElements),
-    "scalars": Animal(Scalars),
-    "own group": Animal(OwnGroup),
-    "custom function": Animal(CustomFunction),
-    "in place": Animal(InPlace),
-    "changing shapes": Animal(ChangingShapes),
-    "mixed dtypes": Animal(Mixed),
-    "transposed": Animal(Transposed),
-    "lists": Animal(Lists),
-    "odd names": Animal(OddNames),
-    "recurrent": Animal(Recurrent),
-    "checkpointed": Animal(Checkpointed),
-    "orthogonal": Animal(lambda: Parametrized(parametrizations.orthogonal)),
+    "parameter without elements": Animal(ZeroElements),
+    "0-d parameters": Animal(Scalars),
+    "process group of its own": Animal(OwnGroup, parameters_only=True),
+    "custom autograd function": Animal(CustomFunction),
+    "in-place operations": Animal(InPlace),
+    "shapes that change": Animal(ChangingShapes),
+    "two dtypes": Animal(Mixed),
+    "parameter not contiguous": Animal(Transposed),
+    "parameter lists and dicts": Animal(Lists),
+    "names a wrapper uses": Animal(OddNames),
+    "LSTM": Animal(Recurrent),
+    "activation checkpointing": Animal(Checkpointed),
+    "orthogonal parametrization": Animal(lambda: Parametrized(parametrizations.orthogonal)),
     "weight norm": Animal(lambda: Parametrized(parametrizations.weight_norm)),
-    "spectral norm": Animal(lambda: Parametrized(parametrizations.spectral_norm)),
+    "spectral norm": Animal(lambda: Parametrized(parametrizations.spectral_norm), parameters_only=True),
 }
