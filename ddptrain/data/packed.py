@@ -24,6 +24,7 @@ from ddptrain.data.disk import exclusive_lock, flush_folder, folder_by_content, 
 from ddptrain.data.source import Split
 from ddptrain.distributed.cpu import cores
 from ddptrain.errors import UserError
+from ddptrain.parse import parse_json
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -178,7 +179,7 @@ def _damage(folder: Path, parts: Mapping[str, Split]) -> str:
     """What is wrong with packed pictures; "" where nothing is found."""
     blocks = _blocks(parts)
     try:
-        digests = json.loads((folder / _ABOUT).read_text())["sha256"]
+        digests = parse_json((folder / _ABOUT).read_text())["sha256"]
         for part, split in parts.items():
             length, wanted = (folder / part).stat().st_size, _bytes_of(split)
             if length != wanted:

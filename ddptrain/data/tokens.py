@@ -18,6 +18,7 @@ from torch import Tensor
 from ddptrain.data.corpus import Corpus, Document
 from ddptrain.data.disk import folder_by_content, map_file, size_and_time
 from ddptrain.errors import UserError
+from ddptrain.parse import parse_json
 
 Level = Literal["bytes", "characters"]
 _FORMAT = 2
@@ -148,19 +149,22 @@ def write_tokens(folder: Path, corpus: Corpus, level: Level) -> None:
 def open_tokens(folder: Path) -> Tokens:
     """Map the token files into memory. Raises UserError where they are damaged."""
     try:
-        about = json.loads((folder / _ABOUT).read_text())
+        about = parse_json((folder / _ABOUT).read_text())
+        written, alphabet, documents, digest = (
+            about[n] for n in ("sizes", "alphabet", "documents", "sha256")
+        )
         sizes = [(folder / part).stat().st_size for part in _PARTS]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: its token files can't be read ({error}). Delete it.") from error
-    if sizes != about["sizes"]:
+    if sizes != written:
         raise UserError(f"{folder}: its token files are cut short. Delete it; it is made anew.")
-    vocabulary = Vocabulary(about["alphabet"])
+    vocabulary = Vocabulary(alphabet)
     dtype = _dtype(len(vocabulary))
     train, valid = (
         map_file(folder / part, size // dtype.itemsize, dtype) if size else torch.empty(0, dtype=dtype)
         for part, size in zip(_PARTS, sizes, strict=True)
     )
-    return Tokens(train, valid, vocabulary, tuple(about["documents"]), about["sha256"])
+    return Tokens(train, valid, vocabulary, documents, digest)
 
 
 def _write(path: Path, blocks: Iterable[bytes], digest: "hashlib._Hash") -> int:

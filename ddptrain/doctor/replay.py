@@ -8,6 +8,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ddptrain.doctor.facts import Cluster, Facts
 from ddptrain.errors import UserError
+from ddptrain.parse import parse_json
 
 Fact = TypeVar("Fact")
 
@@ -44,7 +45,7 @@ def restored(kind: Any, value: Any, where: str) -> Any:
 def read_facts(path: Path) -> Facts | Cluster:
     """What ``doctor --json`` printed: all of it, or its facts only."""
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(
             f"facts={path}: must be what python -m ddptrain doctor --json printed: {error}."

@@ -9,17 +9,14 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from ddptrain.observe.lock import LOCK, is_locked
+from ddptrain.parse import parse_json, parse_yaml
 
 _MARKS = ("command.txt", "metrics.jsonl", "summary.json")  # A folder with one of these is a run's
 _PLACE = ("step", "epoch", "samples", "split")
-_parse_yaml = partial(yaml.load, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 _MOST_KEYS = 2000  # Of a config: YAML's aliases make a short text endless
 _MOST_CHARACTERS = 200_000
 _BRIEFLY = reprlib.Repr()
@@ -89,11 +86,11 @@ def read_run(folder: Path, name: str) -> RunFiles:
     run = RunFiles(folder, plain(name))
     run.is_going_on = (folder / LOCK).is_file() and is_locked(folder)
     run.config_text = _text(run, "config.yaml")
-    config = _parsed(run, "config.yaml", run.config_text, _parse_yaml)
+    config = _parsed(run, "config.yaml", run.config_text, parse_yaml)
     run.config = flat({key: value for key, value in config.items() if key not in ("run", "sweep")})
-    run.environment = flat(_parsed(run, "environment.json", _text(run, "environment.json"), json.loads))
+    run.environment = flat(_parsed(run, "environment.json", _text(run, "environment.json"), parse_json))
     run.command = _text(run, "command.txt").strip()
-    run.summary = _parsed(run, "summary.json", _text(run, "summary.json"), json.loads)
+    run.summary = _parsed(run, "summary.json", _text(run, "summary.json"), parse_json)
     _read_metrics(run)
     return run
 
@@ -156,7 +153,7 @@ def _parsed(run: RunFiles, name: str, text: str, parse: Callable[[str], Any]) ->
         return {}
     try:
         tree = parse(text)
-    except (ValueError, RecursionError, yaml.YAMLError):
+    except ValueError:
         tree = None
     if not isinstance(tree, Mapping):
         run.notes.append(f"{name} can't be read: it is damaged")
@@ -195,8 +192,8 @@ def _read_metrics(run: RunFiles) -> None:
 def _json_object(text: bytes) -> Mapping[str, Any]:
     """Empty where the text is damaged."""
     try:
-        return as_mapping(json.loads(text))
-    except (ValueError, RecursionError):
+        return as_mapping(parse_json(text))
+    except ValueError:
         return {}
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
 from ddptrain.observe.lock import lock_folder, unwritable
+from ddptrain.parse import parse_json
 
 LEDGER = "ledger.jsonl"
 _NOT_HASHED = ("sweep", "run")
@@ -164,13 +165,13 @@ def read_ledger(folder: Path, live: bool) -> list[Job]:
     lines = path.read_text(errors="replace").split("\n") if path.exists() else []
     for number, text in enumerate(lines[:-1], start=1):  # after the last \n is nothing, or a line cut short
         try:
-            event = json.loads(text)
+            event = parse_json(text)
             if event["event"] == "job":
                 assert event["job"] == len(jobs)
                 jobs.append(Job(event["job"], event["key"], tuple(event["words"])))
             else:
                 jobs[event["job"]].apply(event)
-        except (ValueError, KeyError, IndexError, TypeError, AssertionError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError) as error:
             raise UserError(
                 f"{path}: line {number} is damaged. Put back what the file was, or sweep into another folder:"
                 " sweep.dir=..."

@@ -1,7 +1,6 @@
 """A job of a sweep as a process."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from ddptrain.config.schema import Config
 from ddptrain.config.strategy import is_ddp
 from ddptrain.errors import ExitCode
 from ddptrain.launcher.process import AGENT
+from ddptrain.parse import parse_json
 from ddptrain.sweep.ledger import Job
 from ddptrain.sweep.slots import Slots
 
@@ -96,7 +96,8 @@ class JobProcess:
         """Its status, why, and, of one that is done, the figures it left."""
         summary: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
-            summary = json.loads((self._folder / "summary.json").read_text())
+            read = parse_json((self._folder / "summary.json").read_text())
+            summary = read if isinstance(read, dict) else {}
         if code == 0 and summary.get("outcome") == "done":
             return "done", "", _figures(summary)
         if pruned and code == ExitCode.STOPPED:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ddptrain.parse import parse_json
+
 _QUESTION_TIMEOUT_S = 1.0
 """For a question to arrive, once a job has connected."""
 _MOST_BYTES = 4096
@@ -39,9 +41,9 @@ class PruningServer:
             call.settimeout(_QUESTION_TIMEOUT_S)
             try:
                 with call.makefile("rb") as lines:
-                    question = json.loads(lines.readline(_MOST_BYTES))
+                    question = parse_json(lines.readline(_MOST_BYTES))
                 call.sendall(json.dumps({"goes_on": answer(question)}).encode() + b"\n")
-            except (OSError, ValueError):  # its job was killed while it asked
+            except (OSError, ValueError, KeyError, TypeError):  # its job was killed while it asked
                 return
 
     def close(self) -> None:

@@ -138,7 +138,7 @@ def test_a_set_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("train: [images\nnames: [a]", ", line 2, column "),
+        ("train: [images\nnames: [a]", "(line 2, column "),
         ("- a", "must hold the keys train"),
         ("names: [cat, dog]", "the key train is missing"),
         ("train: 3\nnames: [cat]", "train: 3: must be a folder"),

@@ -10,6 +10,7 @@ from ddptrain.data.detection import files
 from ddptrain.data.detection.files import FileScenes, ImageFile, OnError, Problems, Row
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.errors import UserError
+from ddptrain.parse import parse_json
 
 _VALID_NAMES = ("val", "valid", "validation", "test")
 _RULE = "its edges must lie within it (1 pixel beyond counts as rounding and is cut off)"
@@ -88,11 +89,13 @@ def _sibling(file: Path) -> Path | None:
 
 def _read(file: Path, problems: Problems) -> _Instances:
     try:
-        found = json.loads(files.read_text(file), object_hook=_without_masks)
+        found = parse_json(files.read_text(file), object_hook=_without_masks)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{file}, line {error.lineno}, column {error.colno}: is not JSON ({error.msg})."
         ) from error
+    except ValueError as error:  # a number of thousands of digits, brackets thousands deep
+        raise UserError(f"{file}: is no JSON that can be read ({error}).") from error
     images = _usable_images(file, _entries(file, found, "images"), problems)
     if not images:
         raise UserError(f"{file}: images: lists no image with an id and a file_name.")

@@ -11,6 +11,7 @@ from ddptrain.data.detection.files import FileScenes, ImageFile, OnError, Proble
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.pictures import ENDINGS
 from ddptrain.errors import UserError
+from ddptrain.parse import parse_yaml
 
 _ROUNDING = 1e-3
 _RULE = f"its edges must lie within 0..1 ({_ROUNDING:g} beyond counts as rounding and is cut off)"
@@ -67,14 +68,10 @@ class _Layout:
 
 
 def _read_layout(file: Path) -> _Layout:
-    import yaml
-
     try:
-        found = yaml.safe_load(files.read_text(file))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"{file}{place}: is not YAML ({getattr(error, 'problem', error)}).") from error
+        found = parse_yaml(files.read_text(file))
+    except ValueError as error:
+        raise UserError(f"{file}: is not YAML ({error}).") from error
     if not isinstance(found, dict):
         raise UserError(f"{file}: must hold the keys train, names and, where there is one, val.")
     if "kpt_shape" in found:
