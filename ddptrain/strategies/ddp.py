@@ -85,7 +85,7 @@ class Ddp(Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         on_gpu, cap = self.world.device.type == "cuda", self._bucket_cap_mb
         bucket = FlagBucket(model, in_graph=self._find_unused)
-        self._flags = Flags(bucket.flags, exact=self._compression in ("none", "powersgd"))
+        self._flags = Flags(bucket.rank_flags, exact=self._compression in ("none", "powersgd"))
         with torch_private.wrapping():
             wrapped = DistributedDataParallel(
                 bucket,

@@ -25,17 +25,17 @@ class FlagBucket(nn.Module):
 
     def __init__(self, model: nn.Module, divisor: int = 1, in_graph: bool = False) -> None:
         super().__init__()
-        self.model = model
         self._divisor = divisor
         self._in_graph = in_graph
         self._row: Tensor | None = None
         trained = [p for p in model.parameters() if p.requires_grad]
-        self.flags = nn.Parameter(trained[-1].detach().new_zeros(2))
+        self.rank_flags = nn.Parameter(trained[-1].detach().new_zeros(2))
+        self.model = model
 
     def hidden(self) -> Self:
         """To be called after DDP has registered the parameters: from now on ``parameters()`` does not include
         the flags, for tasks that add a penalty over parameters."""
-        self.__dict__["flags"] = self._parameters.pop("flags")
+        self.__dict__["rank_flags"] = self._parameters.pop("rank_flags")
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ class FlagBucket(nn.Module):
     def send(self, row: Tensor) -> tuple[Tensor, Tensor] | None:
         """row: (2,), this rank's flags. Returns what `Strategy.send_flags` does."""
         if not self._in_graph:
-            return self.flags, row
+            return self.rank_flags, row
         self._row = row
         return None
 
@@ -70,12 +70,12 @@ class FlagBucket(nn.Module):
         The flags' gradient comes first in a pass, and autograd runs callbacks in the order in which they were
         queued: this one before DDP's, which waits for other ranks.
         """
-        self.flags.register_hook(lambda _: at_end_of_backward(lambda: mark("backward")))
+        self.rank_flags.register_hook(lambda _: at_end_of_backward(lambda: mark("backward")))
 
     def take(self) -> Tensor:
         """(2,): the mean of all ranks' flags; clears the parameter's gradient."""
-        assert self.flags.grad is not None
-        summed, self.flags.grad = self.flags.grad, None
+        assert self.rank_flags.grad is not None
+        summed, self.rank_flags.grad = self.rank_flags.grad, None
         return summed / self._divisor if self._divisor > 1 else summed
 
     def _attached(self, outputs: Any) -> Any:
@@ -83,7 +83,7 @@ class FlagBucket(nn.Module):
         leaves, form = tree_flatten(outputs)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaves[i] = _Attach.apply(leaf, self.flags, self)
+                leaves[i] = _Attach.apply(leaf, self.rank_flags, self)
                 return tree_unflatten(leaves, form)
         return outputs
 

@@ -48,7 +48,7 @@ class Strict(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         wrapped = FlagBucket(model, divisor=self._count)
-        self._flags = Flags(wrapped.flags)
+        self._flags = Flags(wrapped.rank_flags)
         self._parameters = [p for p in wrapped.parameters() if p.requires_grad]
         self._saved_buffers = saved_buffers(wrapped)
         return wrapped.hidden()

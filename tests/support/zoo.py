@@ -338,7 +338,7 @@ class Lists(Head):
     def __init__(self) -> None:
         super().__init__()
         self.some = nn.ParameterList([torch.randn(WIDTH) for _ in range(3)])
-        self.named = nn.ParameterDict({"a.b": torch.ones(WIDTH)})
+        self.named = nn.ParameterDict({"a": torch.ones(WIDTH)})
 
     def middle(self, x: Tensor) -> Tensor:
         for scale in [*self.some, *self.named.values()]:
