@@ -23,8 +23,8 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
     with joined_world(config) as (world, reason, watchdog):
         saved = on_first_rank(world, lambda: named_checkpoint(folder, checkpoint))
         precision = choose_precision(config.precision, world.device)
-        log.info("evaluating %s on %s (%s), %s", saved.path, world.device, reason, precision.name)
         model = trained_model(config, task, data, world, saved, needs_data=True)
+        log.info("evaluating %s on %s (%s), %s", saved.path, world.device, reason, precision.name)
         log.info("data       %s", data.describe())
         report = evaluate(task, model, data, world, precision, config.train.eval_batch_size, watchdog)
         if world.is_first:

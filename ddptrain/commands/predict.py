@@ -34,8 +34,8 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
     with joined_world(config, alone=True) as (world, reason, _):
         saved = named_checkpoint(folder, checkpoint)
         precision = choose_precision(config.precision, world.device)
-        log.info("predicting by %s on %s (%s), %s", saved.path, world.device, reason, precision.name)
         model = trained_model(config, task, data, world, saved).eval()
+        log.info("predicting by %s on %s (%s), %s", saved.path, world.device, reason, precision.name)
         with torch.inference_mode(), precision.autocast():
             _write(task.predict(model, **arguments))
 
