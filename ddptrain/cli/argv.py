@@ -1,5 +1,7 @@
 """A command line's words: the verb, Hydra's overrides, and its options."""
 
+import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,11 @@ OF_TORCHRUN = {
 line is understood before torch is imported. Each may be spelled with _ for its inner -, too."""
 _LAUNCH_KNOWS = ("help", "module", "no_python", "run_path", "training_script", "print_completion")
 """torchrun's options that are not for ``launch``: it always starts ddptrain."""
+
+
+_NAMES_FILE = re.compile(r"(^|[.-])(dir|resume|root|path|run|out|checkpoint|facts)$")
+"""Words whose value names a file or a folder, as those without a value do."""
+_LONGEST_NAME = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,8 @@ def parse(words: Sequence[str]) -> Arguments:
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
+        if not equals or _NAMES_FILE.search(name):
+            _check_length(word, value if equals else word)
         if not word.startswith("-"):
             overrides.append(word)
         elif of_torchrun.get(name) is False:
@@ -93,6 +102,7 @@ def parse(words: Sequence[str]) -> Arguments:
             if not equals and not rest:
                 raise UserError(f"{word}: needs a value: {word}=...")
             value = value if equals else rest.pop(0)
+            _check_length(f"{name}={value}", value)
             if name == EXPLAIN and verb not in _COMPOSES:
                 raise UserError(f"{name}: is for {', '.join(_COMPOSES)}; {verb} composes no config.")
             if name in of_torchrun:
@@ -110,6 +120,16 @@ def parse(words: Sequence[str]) -> Arguments:
             hint = did_you_mean(name, (*switches, *_INFO, *_TAKE_A_VALUE, *of_torchrun))
             raise UserError(f"{word}: there is no such option.{hint}")
     return Arguments(verb, tuple(overrides), tuple(options), tuple(config_dirs), tuple(torchrun))
+
+
+def _check_length(word: str, value: str) -> None:
+    """Raise UserError for a path that no file system takes."""
+    longest = max(len(os.fsencode(part)) for part in value.split("/"))
+    if longest > _LONGEST_NAME:
+        raise UserError(
+            f"{word[:60]}...: holds a name of {longest} bytes, and file systems take at most {_LONGEST_NAME}."
+            " Choose a shorter one."
+        )
 
 
 def check_sweep(arguments: Arguments) -> None:

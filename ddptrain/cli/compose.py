@@ -202,13 +202,16 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
     parser = OverridesParser.create()
     found = []
     for override in overrides:
+        short = override if len(override) < 200 else f"{override[:60]}..."
         try:
             found += parser.parse_overrides([override])
         except HydraException as error:
             raise UserError(
-                f"{override}: is no override; write key=value, and quote what holds commas, brackets"
+                f"{short}: is no override; write key=value, and quote what holds commas, brackets"
                 " or blanks: 'key=\"a, b\"'."
             ) from error
+        except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+            raise UserError(f"{short}: can't be read ({error}).") from error
     return found
 
 

@@ -140,6 +140,11 @@ def _opened_folder(config: Config) -> Path:
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if config.run.resume == "never" and not restarted and (folder / "checkpoints").is_dir():
         old = folder.resolve()
+        if Path.cwd().is_relative_to(old):
+            raise UserError(
+                f"run.resume=never: run.dir={folder} is the current folder or above it, so the run in it can't"
+                " be renamed to make place. Start from another folder, or name another run.dir."
+            )
         lock_folder(folder)  # no running job's folder is renamed away under it
         try:
             old.rename(old.with_name(f"{old.name}.{time.strftime('%Y-%m-%d_%H-%M-%S')}"))
