@@ -142,7 +142,7 @@ def _opened_folder(config: Config) -> Path:
         old = folder.resolve()
         if Path.cwd().is_relative_to(old):
             raise UserError(
-                f"run.resume=never: run.dir={folder} is the current folder or above it, so the run in it can't"
+                f"run.resume=never: run.dir={folder} is the current folder or above it, so it can't"
                 " be renamed to make place. Start from another folder, or name another run.dir."
             )
         lock_folder(folder)  # no running job's folder is renamed away under it
