@@ -31,6 +31,7 @@ check) EXTRA="[dev]" ;;
 esac
 
 if [ ! -x "$VENV/bin/python" ]; then
+    echo "setup.sh: installing PyTorch and the rest into $VENV; this takes some minutes" >&2
     "$PYTHON" -m venv "$VENV" 2>/dev/null || "$PYTHON" -m venv --without-pip --clear "$VENV"
 fi
 if "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then

@@ -1,4 +1,4 @@
-"""Every table of docs/performance.md and README.md, and the picture, measured anew, one after the other.
+"""Every table of docs/performance.md and docs/text.md, and the picture, measured anew, one after the other.
 
 python benchmarks/everything.py                      # in some two hours, 45 minutes of them for text.py
 python benchmarks/everything.py throughput startup   # some
@@ -17,7 +17,7 @@ FILES = {
     "pipelines": PERFORMANCE,
     "lstm": PERFORMANCE,
     "detection": PERFORMANCE,
-    "text": ROOT / "README.md",
+    "text": ROOT / "docs/text.md",
 }
 
 

@@ -1,7 +1,7 @@
 """Bits per byte that the text recipes need for held-out files, beside xz on the same bytes, on the CPU.
 
     python benchmarks/text.py                        # a Markdown table on stdout, in some 45 minutes
-    python benchmarks/text.py --write README.md      # and between that file's text markers
+    python benchmarks/text.py --write docs/text.md    # and between that file's text markers
     python benchmarks/text.py --minutes 5 --recipes lstm_text,gru_text
 
 Each recipe is trained from its first line to its last file within the same time: a short run tells how

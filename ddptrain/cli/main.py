@@ -5,6 +5,7 @@ message come at once.
 """
 
 import dataclasses
+import io
 import os
 import sys
 import time
@@ -30,6 +31,8 @@ _PROOFS = ("resume", "world", "eval")
 def main(words: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
     end_with_agent()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: a name may hold what the terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         arguments = parse(words)
         if arguments.asks_help and arguments.verb in TEXTS:
