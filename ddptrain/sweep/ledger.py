@@ -87,7 +87,7 @@ class Job:
         match event["event"]:
             case "started":
                 self.status, self.gpus, self.began = "running", tuple(event["gpus"]), event["time"]
-                self.on_cpu = event["on_cpu"]
+                self.on_cpu, self.why = event["on_cpu"], ""
             case "evaluated":
                 self._add_evaluation(event["value"])
             case "verdict" | "promoted":

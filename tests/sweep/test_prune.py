@@ -154,3 +154,13 @@ def test_the_pruned_go_on_where_nothing_is_pruned_any_more(tmp_path: Path) -> No
     assert start(tmp_path, words).wait() == 0
     assert set(statuses(tmp_path).values()) == {"done"}
     assert "resumed    " in (tmp_path / "sweep/002/output.txt").read_text()
+
+
+def test_a_job_that_runs_again_has_no_error_of_its_last_attempt() -> None:
+    job = Job(0, "key", ())
+    started = {"event": "started", "time": 1.0, "gpus": [], "on_cpu": True}
+    job.apply(started)
+    job.apply({"event": "ended", "status": "failed", "code": 2, "why": "no data", "seconds": 1.0})
+    assert (job.status, job.why) == ("failed", "no data")
+    job.apply(started)
+    assert (job.status, job.why) == ("running", "")
