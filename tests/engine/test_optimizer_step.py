@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
+from ddptrain.engine.optimizer import build_optimizer
 from ddptrain.engine.step import OptimizerStep
 
 ZERO = torch.zeros(())
@@ -101,3 +102,38 @@ def test_a_schedule_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
     updated(scheduled)
     schedules[0].step()
     assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]
+
+
+FILLED = {
+    "contiguous": lambda: torch.randn(4, 6),
+    "transposed": lambda: torch.randn(4, 6).t(),
+    "channels last": lambda: torch.randn(3, 4, 2, 2).to(memory_format=torch.channels_last),
+    "one": lambda: torch.randn(1, 1),
+    "none": lambda: torch.randn(0, 3),
+    "0-d": lambda: torch.randn(()),
+}
+WITH_GAPS = {
+    "every second row": lambda: torch.randn(8, 6)[::2],
+    "transposed, every second": lambda: torch.randn(6, 8).t()[::2],
+    "first columns": lambda: torch.randn(4, 6)[:, :3],
+    "expanded": lambda: torch.randn(6).expand(4, 6),
+}
+
+
+@pytest.mark.parametrize("kind", FILLED | WITH_GAPS)
+def test_a_fused_optimizer_is_taken_where_it_is_right(kind: str) -> None:
+    """Against torch's own, not fused."""
+    made = (FILLED | WITH_GAPS)[kind]().requires_grad_(False)
+    ours, theirs = nn.Parameter(made), nn.Parameter(made.clone(memory_format=torch.contiguous_format))
+    node = {"_target_": "torch.optim.AdamW", "lr": 0.1}
+    optimizers = build_optimizer(node, [ours]), AdamW([theirs], lr=0.1, fused=False)
+    assert bool(optimizers[0].defaults["fused"]) == (kind in FILLED)
+    if kind == "expanded":  # one number in many places: no optimizer can update it
+        return
+    factors = torch.arange(made.numel()).view(made.shape) + 1.0
+    for _ in range(3):
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = None
+            ((parameter * factors).square()).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs)

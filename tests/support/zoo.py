@@ -322,7 +322,7 @@ class Mixed(Head):
 
 
 class Transposed(Head):
-    """A parameter that is not contiguous."""
+    """A parameter with gaps in its memory."""
 
     def __init__(self) -> None:
         super().__init__()
