@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.api.rng import mixed
+from ddptrain.api.world import shards_of
 from ddptrain.errors import UserError
 
 
@@ -77,8 +78,7 @@ class Sampler:
     @property
     def own_shards(self) -> range:
         """The indices of this rank's shards."""
-        count = self.shards or self.world_size
-        return range(self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size)
+        return shards_of(self.rank, self.world_size, self.shards or self.world_size)
 
     @property
     def share(self) -> tuple[int, int]:

@@ -5,6 +5,11 @@ from dataclasses import dataclass, replace
 import torch
 
 
+def shards_of(rank: int, world_size: int, count: int) -> range:
+    """A rank's indices of ``count`` parts: consecutive, nearly equally many per rank."""
+    return range(rank * count // world_size, (rank + 1) * count // world_size)
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """One rank's place among all. Passed as an argument; tests make their own."""
@@ -34,8 +39,8 @@ class World:
         return range(first, first + self.local_size)
 
     def shards(self, count: int) -> range:
-        """This rank's indices of ``count`` parts: consecutive, nearly equally many per rank."""
-        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+        """`shards_of` this rank."""
+        return shards_of(self.rank, self.size, count)
 
     def on(self, device: torch.device) -> "World":
         return replace(self, device=device)

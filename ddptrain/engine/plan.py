@@ -8,7 +8,7 @@ from typing import Any
 from ddptrain.api.recipe import At
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.config.schema import Config
+from ddptrain.config.schema import Config, LogSection, Train
 from ddptrain.errors import UserError
 
 
@@ -25,8 +25,8 @@ class Plan:
     """Samples of a step over all ranks."""
     micro_batch: int | None = None
     """Most samples in one forward pass of a rank."""
-    eval_batch_size: int = 256
-    log_every: int = 50
+    eval_batch_size: int = Train.eval_batch_size
+    log_every: int = LogSection.every
     eval_every: int | None = None
     """None: at the end of each epoch; so for saving."""
     save_every: int | None = None
@@ -38,7 +38,7 @@ class Plan:
     """Parts of each global batch under elastic=strict; None: one a rank."""
     skips_nonfinite: bool = False
     """Whether a step with a number that is not finite is skipped, or ends the run."""
-    nonfinite_limit: int = 20
+    nonfinite_limit: int = Train.nonfinite_limit
     """Most steps skipped in a row."""
     verify_every: int | None = None
     """Steps between comparisons of the ranks' weights."""

@@ -11,7 +11,6 @@ rank's share.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import final
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddptrain.api.strategy import Flags, Strategy
-from ddptrain.api.world import World
+from ddptrain.api.world import World, shards_of
 from ddptrain.distributed.comm import broadcast_buffers, saved_buffers
 from ddptrain.distributed.foreach import copy_all
 from ddptrain.errors import UserError
@@ -38,7 +37,7 @@ class Strict(Strategy):
         if shards < 1:
             raise UserError(f"strategy.shards={shards}: must be at least 1.")
         self.shards = shards
-        self._counts = [len(replace(world, rank=rank).shards(shards)) for rank in range(world.size)]
+        self._counts = [len(shards_of(rank, world.size, shards)) for rank in range(world.size)]
         self._parameters: list[nn.Parameter] = []
         self._rows: list[list[Tensor]] = []
         """The gradients of this rank's shards so far, by shard and parameter."""
