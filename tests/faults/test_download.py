@@ -93,7 +93,7 @@ print(source.open(Path(sys.argv[3])).train.labels.tolist(), flush=True)
 
 
 def job(root: Path, server: Served) -> subprocess.Popen[str]:
-    words = [server.url, server.source._sha256, str(root)]
+    words = [server.url, server.source.sha256, str(root)]
     return subprocess.Popen([sys.executable, "-c", DOWNLOAD, *words], stdout=subprocess.PIPE, text=True)
 
 
