@@ -15,7 +15,7 @@ def world_from_environment(environment: Mapping[str, str] = os.environ) -> World
     Raises UserError where the variables are incomplete or contradict each other.
     """
     given = [name for name in _NAMES if name in environment]
-    if "RANK" not in given and "WORLD_SIZE" not in given:
+    if "RANK" not in given and environment.get("WORLD_SIZE", "1") == "1":
         return World()
     missing = [name for name in _NAMES if name not in given]
     if missing:
