@@ -5,12 +5,12 @@ parameter of two numbers, whose "gradient" is the rank's flags: it is summed wit
 bucket.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ddptrain.torch_private import at_end_of_backward
 
@@ -79,12 +79,21 @@ class FlagBucket(nn.Module):
         return summed / self._divisor if self._divisor > 1 else summed
 
     def _attached(self, outputs: Any) -> Any:
-        """The same outputs, the first with a gradient by way of the flags."""
-        leaves, form = tree_flatten(outputs)
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaves[i] = _Attach.apply(leaf, self.rank_flags, self)
-                return tree_unflatten(leaves, form)
+        """The same outputs; the first tensor with a graph also reaches the flags. Looks into tuples, lists and
+        dicts."""
+        if isinstance(outputs, Tensor):
+            return _Attach.apply(outputs, self.rank_flags, self) if outputs.requires_grad else outputs
+        if isinstance(outputs, dict):
+            for name, value in outputs.items():
+                if (attached := self._attached(value)) is not value:
+                    changed = copy.copy(outputs)
+                    changed[name] = attached
+                    return changed
+        elif isinstance(outputs, tuple | list):
+            for i, value in enumerate(outputs):
+                if (attached := self._attached(value)) is not value:
+                    parts = [*outputs[:i], attached, *outputs[i + 1 :]]
+                    return type(outputs)(*parts) if hasattr(outputs, "_fields") else type(outputs)(parts)
         return outputs
 
 

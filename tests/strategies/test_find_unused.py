@@ -1,0 +1,64 @@
+"""Parameters without a gradient on two ranks, in models whose outputs are more than a tensor."""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toy import CLASSES, FEATURES, Classify, Fit, auto, weights
+
+from ddptrain.api.recipe import At, Loss
+from ddptrain.api.world import World
+from ddptrain.engine.plan import Plan
+from ddptrain.testing import run_ranks
+
+
+class Pair(NamedTuple):
+    mask: Tensor
+    logits: Tensor
+
+
+SHAPES: dict[str, Any] = {
+    "tensor": (lambda mask, logits: logits, lambda out: out),
+    "tuple": (lambda mask, logits: (mask, logits), lambda out: out[1]),
+    "list": (lambda mask, logits: [mask, [logits]], lambda out: out[1][0]),
+    "named tuple": (Pair, lambda out: out.logits),
+    "dict": (
+        lambda mask, logits: {"mask": mask, "deep": {"logits": logits}},
+        lambda out: out["deep"]["logits"],
+    ),
+    "ordered dict": (lambda mask, logits: OrderedDict(mask=mask, logits=logits), lambda out: out["logits"]),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_outputs_carry_the_flags(shape: str, tmp_path: Path) -> None:
+    wrap, unwrap = SHAPES[shape]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = nn.Linear(FEATURES, CLASSES)
+            self.spare = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, x: Tensor) -> Any:
+            return wrap(x[:, 0] > 0, self.used(x))
+
+    class Unwrapping(Classify):
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+            logits = unwrap(model(batch[0]))
+            return Loss(nn.functional.cross_entropy(logits, batch[1], reduction="sum"), len(batch[1]))
+
+        def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Any:
+            return super().evaluate(lambda x: unwrap(model(x)), batch)  # type: ignore[arg-type]
+
+    def rank(world: World) -> Tensor:
+        plan = Plan(steps=5, train_size=60, batch_size=12, micro_batch=3)
+        fit = Fit(plan, make_model=Model, task=Unwrapping, strategy=auto(find_unused_parameters=True))
+        return weights(fit.run(world, tmp_path / f"{world.size}-{world.rank}")[0])
+
+    [alone] = run_ranks(rank, 1)
+    for found in run_ranks(rank, 2):
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
