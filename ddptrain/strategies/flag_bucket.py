@@ -79,7 +79,7 @@ class FlagBucket(nn.Module):
         return summed / self._divisor if self._divisor > 1 else summed
 
     def _attached(self, outputs: Any) -> Any:
-        """The same outputs (tuples, lists and dicts of tensors); the first one with a graph reaches the flags."""
+        """The same outputs (tuples, lists, dicts of tensors); the first with a graph reaches the flags."""
         if isinstance(outputs, Tensor):
             return _Attach.apply(outputs, self.rank_flags, self) if outputs.requires_grad else outputs
         if isinstance(outputs, dict):
