@@ -1,7 +1,8 @@
-"""Words and tables for people."""
+"""Texts: JSON and YAML that anybody may have written, words and tables for people."""
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 PLAIN_WIDTH = 160
@@ -35,3 +36,25 @@ def print_tables(*tables: Any) -> None:
             console.print(table, highlight=False)
     for line in drawn.get().splitlines():  # rich fills its lines with blanks
         print(line.rstrip())
+
+
+def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """``json.loads``. Raises ValueError, also for what is nested too deeply."""
+    try:
+        return json.loads(text, object_hook=object_hook)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_yaml(text: str) -> Any:
+    """Plain values only. Raises ValueError, with the place where there is one."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)  # not CSafeLoader, which crashes the process where nesting is deep
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ValueError(f"{place}{getattr(error, 'problem', None) or error}") from error

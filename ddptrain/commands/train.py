@@ -40,7 +40,7 @@ from ddptrain.observe.monitor import Monitor, extremes
 from ddptrain.observe.profile import profiled
 from ddptrain.observe.rundir import describe_run, discard_unused, name_run, open_run
 from ddptrain.strategies.make_strategy import make_strategy
-from ddptrain.text import counted
+from ddptrain.text import counted, parse_json
 from ddptrain.torch_private import spare_dynamo
 from ddptrain.watchdog.watchdog import Watchdog
 
@@ -161,7 +161,7 @@ def _opened_folder(config: Config) -> Path:
 def _is_summarised(folder: Path, steps: int) -> bool:
     """Whether a run has got beyond its last checkpoint: evaluated and summarised after its last step."""
     try:
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = parse_json((folder / "summary.json").read_text())
     except (OSError, ValueError):
         return False
     return bool(summary.get("outcome") == "done" and summary.get("step", 0) >= steps)

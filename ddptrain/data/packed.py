@@ -24,7 +24,7 @@ from ddptrain.data.disk import exclusive_lock, flush_folder, folder_by_content, 
 from ddptrain.data.source import Split
 from ddptrain.distributed.cpu import cores
 from ddptrain.errors import UserError
-from ddptrain.parse import parse_json
+from ddptrain.text import parse_json
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

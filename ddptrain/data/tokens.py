@@ -18,7 +18,7 @@ from torch import Tensor
 from ddptrain.data.corpus import Corpus, Document
 from ddptrain.data.disk import folder_by_content, map_file, size_and_time
 from ddptrain.errors import UserError
-from ddptrain.parse import parse_json
+from ddptrain.text import parse_json
 
 Level = Literal["bytes", "characters"]
 _FORMAT = 2

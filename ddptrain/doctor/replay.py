@@ -8,7 +8,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ddptrain.doctor.facts import Cluster, Facts
 from ddptrain.errors import UserError
-from ddptrain.parse import parse_json
+from ddptrain.text import parse_json
 
 Fact = TypeVar("Fact")
 

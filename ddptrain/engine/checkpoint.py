@@ -24,6 +24,7 @@ import torch
 
 from ddptrain.data.disk import flush_folder
 from ddptrain.errors import UserError
+from ddptrain.text import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -203,8 +204,8 @@ def _unsealed(path: Path, written: bytes) -> dict[str, Any]:
     """The manifest in these bytes, which must equal what `sealed` writes: JSON has several spellings of a
     value (1e-05, 1E-05), and a flipped bit may turn one into another."""
     try:
-        manifest = json.loads(written)
-    except (ValueError, RecursionError) as error:
+        manifest = parse_json(written)
+    except ValueError as error:
         raise DamagedError(
             f"{path}: its {MANIFEST} can't be read ({error}); the checkpoint is damaged."
         ) from error

@@ -15,6 +15,7 @@ from ddptrain.api.recipe import Loss
 from ddptrain.api.strategy import Strategy
 from ddptrain.distributed.foreach import by_dtype
 from ddptrain.errors import UserError
+from ddptrain.text import first_few
 from ddptrain.torch_private import check_finite
 
 
@@ -85,9 +86,8 @@ class Health:
             return
         missing = [n for n, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
         if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise UserError(
-                f"model: {', '.join(missing[:3])}{more} got no gradient in step {step + 1} on rank"
+                f"model: {first_few(missing, 3)} got no gradient in step {step + 1} on rank"
                 f" {self._strategy.world.rank}, and ddp waits for one. Set"
                 " strategy.find_unused_parameters=true, or requires_grad_(False) for what is never used.",
                 everywhere=False,

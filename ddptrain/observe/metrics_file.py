@@ -1,8 +1,9 @@
 """Reads metrics.jsonl. Imports no torch."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from ddptrain.text import parse_json
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -12,7 +13,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     for text in path.read_text().splitlines():
         try:
-            lines.append(json.loads(text))
+            lines.append(parse_json(text))
         except ValueError:
             break
     return lines

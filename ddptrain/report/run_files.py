@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddptrain.observe.lock import LOCK, is_locked
-from ddptrain.parse import parse_json, parse_yaml
+from ddptrain.text import parse_json, parse_yaml
 
 _MARKS = ("command.txt", "metrics.jsonl", "summary.json")  # A folder with one of these is a run's
 _PLACE = ("step", "epoch", "samples", "split")

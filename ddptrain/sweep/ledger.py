@@ -17,7 +17,7 @@ from typing import Any
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
 from ddptrain.observe.lock import lock_folder, unwritable
-from ddptrain.parse import parse_json
+from ddptrain.text import parse_json
 
 LEDGER = "ledger.jsonl"
 _NOT_HASHED = ("sweep", "run")

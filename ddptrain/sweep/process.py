@@ -15,9 +15,9 @@ from ddptrain.config.schema import Config
 from ddptrain.config.strategy import is_ddp
 from ddptrain.errors import ExitCode
 from ddptrain.launcher.process import AGENT
-from ddptrain.parse import parse_json
 from ddptrain.sweep.ledger import Job
 from ddptrain.sweep.slots import Slots
+from ddptrain.text import parse_json
 
 OUTPUT = "output.txt"
 """In the job's folder: what it prints, attempt after attempt."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddptrain.parse import parse_json
+from ddptrain.text import parse_json
 
 _QUESTION_TIMEOUT_S = 1.0
 """For a question to arrive, once a job has connected."""

@@ -11,7 +11,7 @@ from ddptrain.data.detection.files import FileScenes, ImageFile, OnError, Proble
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.pictures import ENDINGS
 from ddptrain.errors import UserError
-from ddptrain.parse import parse_yaml
+from ddptrain.text import parse_yaml
 
 _ROUNDING = 1e-3
 _RULE = f"its edges must lie within 0..1 ({_ROUNDING:g} beyond counts as rounding and is cut off)"
