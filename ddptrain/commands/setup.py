@@ -180,6 +180,12 @@ def prepare(data: Data, world: World, seed: int) -> None:
                 f" {seen[0][2]:,}, or other ones, or in another order. Every node needs the same files (and"
                 " for the standard library the same Python)."
             )
+    for name, size in (("training", data.train_size), ("validation", data.valid_size)):
+        if size < 1:
+            raise UserError(
+                f"data: the {name} set is empty, and a run needs both: it trains on the one, and is measured"
+                " on the other. Give it at least one sample."
+            )
 
 
 def check_outputs(data: Data, saved: LoadedCheckpoint) -> None:

@@ -15,6 +15,7 @@ from ddptrain.config.schema import Config
 from ddptrain.config.strategy import is_ddp
 from ddptrain.errors import ExitCode
 from ddptrain.launcher.process import AGENT
+from ddptrain.observe.lock import unwritable
 from ddptrain.sweep.ledger import Job
 from ddptrain.sweep.slots import Slots
 from ddptrain.text import parse_json
@@ -54,20 +55,23 @@ class JobProcess:
         self._kill_at: float | None = None
         self._by_signal = 0
         self._folder = folder
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+            self._output = (folder / OUTPUT).open("a+b")  # read at the end, should the folder be gone or not
+        except OSError as error:
+            raise unwritable(folder, error, "sweep.dir") from error
         self.began = time.monotonic()
         # without what a scheduler says to torchrun: a job is on this node alone
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-        with (folder / OUTPUT).open("ab") as output:
-            self._from = output.tell()
-            self._process = subprocess.Popen(
-                words,
-                env={**inherited, **environment, AGENT: str(os.getpid())},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C at the terminal reaches it through the sweep alone
-            )
+        self._from = self._output.tell()
+        self._process = subprocess.Popen(
+            words,
+            env={**inherited, **environment, AGENT: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C at the terminal reaches it through the sweep alone
+        )
 
     @property
     def seconds(self) -> float:
@@ -93,7 +97,11 @@ class JobProcess:
         self._signal(signal.SIGKILL)  # its ranks have the kernel end them with it
 
     def outcome(self, code: int, pruned: bool) -> tuple[str, str, dict[str, Any]]:
-        """Its status, why, and, of one that is done, the figures it left."""
+        """Once it has ended: its status, why, and, of one that is done, the figures it left."""
+        with self._output as output:
+            end = output.seek(0, os.SEEK_END)
+            output.seek(max(self._from, end - _LAST_BYTES))
+            lines = output.read().decode(errors="replace").splitlines()
         summary: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             read = parse_json((self._folder / "summary.json").read_text())
@@ -106,17 +114,13 @@ class JobProcess:
             return self.stopped_for, "", {}
         if code == ExitCode.STOPPED:
             return "stopped", "", {}
-        return "failed", self._last_words(code) if code else "it ended without a summary", {}
+        return "failed", self._last_words(code, lines) if code else "it ended without a summary", {}
 
-    def _last_words(self, code: int) -> str:
+    def _last_words(self, code: int, lines: Sequence[str]) -> str:
         """The last message of a failed attempt: its own, which rank a signal ended, or the exception."""
         if self._by_signal:
             memory = " (out of memory?)" if self._by_signal == signal.SIGKILL else ""
             return f"killed by {signal.Signals(self._by_signal).name}{memory}"
-        with (self._folder / OUTPUT).open("rb") as output:
-            end = output.seek(0, os.SEEK_END)
-            output.seek(max(self._from, end - _LAST_BYTES))
-            lines = output.read().decode(errors="replace").splitlines()
         own = [line.removeprefix("ddptrain: ") for line in lines if line.startswith("ddptrain: ")]
         agent = [line.removeprefix(_AGENT_SAYS) for line in lines if line.startswith(_AGENT_SAYS)]
         others = [line.strip() for line in lines if line.strip() and not line.startswith(_AGENT_SAYS)]

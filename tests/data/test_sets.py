@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from toy import Vectors
 
 from ddptrain.api.world import World
+from ddptrain.commands.setup import prepare
 from ddptrain.data.cifar10 import ARCHIVE, Cifar10
 from ddptrain.data.digits import Digits
 from ddptrain.data.imagefolder import ImageFolder
@@ -201,3 +203,9 @@ def test_a_class_of_val_that_train_lacks_is_named(tmp_path: Path) -> None:
     picture(tmp_path / "val" / "z" / "0.png", (0, 0, 0))
     with pytest.raises(UserError, match="'z'"):
         ImageFolder().open(tmp_path)
+
+
+@pytest.mark.parametrize(("train", "valid", "named"), [(100, 0, "validation"), (0, 100, "training")])
+def test_an_empty_set_is_refused_whoever_wrote_the_data(train: int, valid: int, named: str) -> None:
+    with pytest.raises(UserError, match=f"^data: the {named} set is empty"):
+        prepare(Vectors(train, valid), World(), seed=0)

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,14 @@ def tracked() -> list[Path]:
     return [Path(name) for name in listed.split("\0") if name]
 
 
+def checked_out(folder: Path) -> Path:
+    """A new folder's ``ddptrain``, with the tracked files."""
+    for name in tracked():
+        (folder / "ddptrain" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(CHECKOUT / name, folder / "ddptrain" / name, follow_symlinks=False)
+    return folder / "ddptrain"
+
+
 def metrics(home: Path) -> dict[str, float]:
     """The final metrics of the one run below a folder."""
     (summary,) = home.glob("runs/*/*/summary.json")
@@ -46,10 +55,7 @@ def metrics(home: Path) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the tracked files: old build folders can't add to it."""
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in tracked():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(CHECKOUT / name, source / name)
+    source, built = checked_out(tmp_path_factory.mktemp("source")), tmp_path_factory.mktemp("wheel")
     make = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", built]
     done(source, [sys.executable, *make, source])
     (path,) = built.glob("ddptrain-*.whl")
@@ -79,7 +85,7 @@ def test_the_wheel_holds_the_tracked_files_and_nothing_else(wheel: Path) -> None
     expected = {
         f"{homes[name.parts[0]]}/{name.relative_to(name.parts[0]).as_posix()}"
         for name in tracked()
-        if name.parts[0] in homes
+        if name.parts[0] in homes and not (CHECKOUT / name).is_symlink()
     }
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected
@@ -108,6 +114,20 @@ def test_the_installed_wheel_sweeps_from_an_empty_folder(installed: Path, tmp_pa
     table = done(tmp_path, sweep, PYTHONPATH=str(installed))
     assert "2 jobs: 2 done" in table
     assert {path.parent.name for path in tmp_path.glob("sweeps/cnn_digits/*/summary.json")} == {"000", "001"}
+
+
+def test_an_editable_installation_is_found_from_the_folder_above_its_checkout(tmp_path: Path) -> None:
+    checkout, environment = checked_out(tmp_path), tmp_path / "venv"
+    venv.create(environment, symlinks=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "base.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    python = environment / "bin" / "python"
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    done(checkout, [python, "-m", "pip", "install", *options, "-e", "."])
+    for folder in (tmp_path, checkout):
+        where = "import ddptrain, ddptrain.recipes; print(ddptrain.__file__)"
+        assert done(folder, [python, "-c", where]) == f"{checkout}/ddptrain/__init__.py\n"
+        assert "recipe=<name>" in done(folder, [python, "-m", "ddptrain", "--help"])
 
 
 # -- a recipe of the user's own, one Python file and one YAML --------------------------------------

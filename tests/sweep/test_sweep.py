@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,6 +124,20 @@ def test_a_stop_reaches_every_job_and_the_sweep_goes_on(
     assert again.wait() == 0, again.text
     assert statuses(tmp_path) == {0: "done", 1: "done"}
     assert all("resumed    " in text for text in outputs(tmp_path))
+
+
+def test_a_job_whose_folder_vanished_still_has_its_last_words(tmp_path: Path) -> None:
+    """Those of the file that it went on writing to."""
+    words = swept_words("task.point=0,1", "task.failing=[0]", "task.pace=0.05", "sweep.gpus=[0]")
+    job = start(tmp_path, words)
+    while job.process.poll() is None and not any("epoch 1.00" in text for text in outputs(tmp_path)):
+        time.sleep(0.05)
+    shutil.rmtree(tmp_path / "sweep/000")
+    assert job.wait(120) == 1, job.text
+    assert "Traceback" not in job.text
+    assert statuses(tmp_path) == {0: "failed", 1: "done"}
+    (ended,) = [event for event in events(tmp_path, "ended") if event["job"] == 0]
+    assert ended["why"] == "ZeroDivisionError: this point was told to fail"
 
 
 def outputs(cwd: Path) -> list[str]:
