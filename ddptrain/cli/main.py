@@ -20,6 +20,7 @@ from ddptrain.cli.search_path import open_user_code
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
 from ddptrain.config.suggest import did_you_mean
+from ddptrain.distributed.cpu import spin_briefly
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
 from ddptrain.launcher.process import end_with_agent, gc_paused
 
@@ -31,6 +32,7 @@ _PROOFS = ("resume", "world", "eval")
 def main(words: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
     end_with_agent()
+    spin_briefly()
     if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: a name may hold what the terminal lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
