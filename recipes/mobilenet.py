@@ -1,10 +1,9 @@
-"""MobileNetV3-small (Howard et al., Searching for MobileNetV3, arXiv 1905.02244), from torchvision."""
+"""MobileNetV3-small (Howard et al., arXiv 1905.02244) for small pictures, from torchvision's."""
 
-from pickle import UnpicklingError
-from typing import Any, cast
+from typing import cast
 
 from torch import nn
-from torchvision.models import get_model_weights, mobilenet_v3_large, mobilenet_v3_small
+from torchvision.models import mobilenet_v3_small
 
 from ddptrain.api import UserError
 
@@ -28,41 +27,9 @@ def mobilenet_v3_small_32(num_classes: int, in_channels: int, dropout: float = 0
     return cast(nn.Module, model)
 
 
-def mobilenet_v3(
-    num_classes: int, in_channels: int, size: str = "small", weights: str | None = None, dropout: float = 0.2
-) -> nn.Module:
-    """torchvision's stock MobileNetV3: logits (n, num_classes) for (n, 3, H, W), H and W about 224.
-
-    size: small or large. weights: ``DEFAULT`` starts from torchvision's ImageNet weights (downloaded
-    to torch's hub folder), with a new last layer; null starts from scratch.
-    """
-    _three(in_channels)
-    makers: dict[str, Any] = {"small": mobilenet_v3_small, "large": mobilenet_v3_large}
-    if size not in makers:
-        raise UserError(f"model.size={size}: must be small or large.")
-    if weights is None:
-        return cast(nn.Module, makers[size](num_classes=num_classes, dropout=dropout))
-    model = makers[size](dropout=dropout)
-    try:
-        chosen = get_model_weights(makers[size])[weights]
-        # torchvision's own way loads without weights_only, and so runs what the file says
-        model.load_state_dict(chosen.get_state_dict(progress=False, check_hash=True, weights_only=True))
-    except KeyError as error:
-        raise UserError(f"model.weights={weights}: torchvision has no such weights; try DEFAULT.") from error
-    except (OSError, RuntimeError, UnpicklingError) as error:  # not there; another hash; no weights
-        raise UserError(
-            f"model.weights={weights}: can't be had ({error}). Use model.weights=null to start"
-            " from scratch, or put the file into torch's hub folder (TORCH_HOME)."
-        ) from error
-    last = model.classifier[-1]
-    assert isinstance(last, nn.Linear)
-    model.classifier[-1] = nn.Linear(last.in_features, num_classes)
-    return cast(nn.Module, model)
-
-
 def _three(in_channels: int) -> None:
     if in_channels != 3:
         raise UserError(
             f"model: MobileNetV3 takes colour images, but the data has {in_channels} channel(s)."
-            " Use model=cnn, or data with three channels."
+            " Use model=torchvision model.name=mobilenet_v3_small, which takes any, or model=cnn."
         )

@@ -20,9 +20,8 @@ from ddptrain.cli.search_path import open_user_code
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
 from ddptrain.config.suggest import did_you_mean
-from ddptrain.distributed.cpu import spin_briefly
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
-from ddptrain.launcher.process import end_with_agent, gc_paused
+from ddptrain.launcher.process import end_with_agent, gc_paused, spin_briefly
 
 _WAIT_FOR_FIRST_RANK_S = 30.0
 """Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""

@@ -10,13 +10,12 @@ from argparse import ArgumentError, Namespace
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 from torch.distributed import run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
 from ddptrain.commands.setup import make_task
 from ddptrain.config.schema import Config
-from ddptrain.engine.optimizer import build_optimizer
+from ddptrain.engine.optimizer import check_optimizer
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.launcher.agent import run_ranks, say
 from ddptrain.launcher.prefork import Prefork
@@ -47,7 +46,7 @@ def run(config: Config, options: Sequence[str], words: Sequence[str], prefork: P
         )
     spare_dynamo()
     make_task(config)
-    build_optimizer(config.optim, [nn.Parameter(torch.zeros(1))])
+    check_optimizer(config.optim)
     if agent.max_nodes > 1:
         # or torchrun keeps one store over restarts, with the addresses of dead ranks; on one node
         # `open_group` steps round them, and the store's port is then never free for others to take
@@ -108,7 +107,9 @@ def _meet(args: Namespace) -> None:
         raise UserError("--rdzv-id: give the job a name, the same on all nodes: --rdzv-id=$SLURM_JOB_ID")
     if args.standalone or (most == 1 and static and not args.rdzv_endpoint):
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
-        args.local_addr = args.local_addr or "localhost"  # the host's own name may be one that nobody resolves
+        args.local_addr = (
+            args.local_addr or "localhost"
+        )  # the host's own name may be one that nobody resolves
     if args.rdzv_id == "none":
         args.rdzv_id = uuid.uuid4().hex[:10]
     if args.master_port is None:

@@ -26,6 +26,7 @@ from ddptrain.distributed.world import world_from_environment
 from ddptrain.doctor.examine import why_no_cuda
 from ddptrain.engine.checkpoint import Checkpointer, LoadedCheckpoint, read, unpack
 from ddptrain.engine.compiled import Compilations
+from ddptrain.engine.optimizer import arguments_of
 from ddptrain.engine.out_of_memory import lack_of_memory
 from ddptrain.engine.state import fit_model
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
@@ -116,7 +117,7 @@ def make_task(config: Config) -> tuple[Task, Data]:
     if config.model is not None:
         problems += check_node(config.model, "model", offered=None)
     problems += check_node(config.data, "data")
-    _refuse([*problems, *check_node(config.optim, "optim", offered=("params",))])
+    _refuse([*problems, *check_node(arguments_of(config.optim), "optim", offered=("params",))])
     data = _made(Data, config.data, "data")  # type: ignore[type-abstract]
     model = None if config.model is None else partial(build, config.model, "model")
     task = _made(Task, config.task, "task", model=model, data=data)  # type: ignore[type-abstract]
@@ -163,7 +164,7 @@ def _made(kind: type[Made], node: Any, key: str, **offered: Any) -> Made:
 def make_model(config: Config, task: Task, device: torch.device) -> nn.Module:
     """The seeded model on its device, in its memory format; not yet compiled or wrapped."""
     torch.manual_seed(config.seed)
-    model = task.build().to(device)
+    model = task.build().train().to(device)
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
     return model

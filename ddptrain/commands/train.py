@@ -9,7 +9,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -26,8 +25,10 @@ from ddptrain.distributed.cpu import cores_in_words, share_cores
 from ddptrain.engine.checkpoint import Checkpointer, LoadedCheckpoint, read, unpack
 from ddptrain.engine.compiled import check_graphs, compile_loss
 from ddptrain.engine.consistency import check_same_command, check_same_model
+from ddptrain.engine.initial_weights import load_initial_weights
 from ddptrain.engine.loop import Engine
-from ddptrain.engine.optimizer import build_optimizer
+from ddptrain.engine.optimizer import check_optimizer
+from ddptrain.engine.parameter_groups import freeze
 from ddptrain.engine.plan import Plan, plan_run
 from ddptrain.engine.precision import choose_precision
 from ddptrain.engine.step import TrainStep, make_step
@@ -40,7 +41,7 @@ from ddptrain.observe.monitor import Monitor, extremes
 from ddptrain.observe.profile import profiled
 from ddptrain.observe.rundir import describe_run, discard_unused, name_run, open_run
 from ddptrain.strategies.make_strategy import make_strategy
-from ddptrain.text import counted, parse_json
+from ddptrain.text import counted, first_few, parse_json
 from ddptrain.torch_private import spare_dynamo
 from ddptrain.watchdog.watchdog import Watchdog
 
@@ -56,7 +57,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
     task, data = setup.make_task(config)
     setup.check_doors(config)
     observers, controllers = setup.make_observers(config), setup.make_controllers(config)
-    build_optimizer(config.optim, [nn.Parameter(torch.zeros(1))])  # refuses its own values, before all else
+    check_optimizer(config.optim)
     with setup.joined_world(config) as (world, reason, watchdog):
         watchdog.stop_on_signals(config.checkpoint.grace, config.train.time_limit)
         check_same_command(world, config)
@@ -67,11 +68,13 @@ def run(config: Config, arguments: Sequence[str]) -> None:
         try:
             gauges, problems = own_gauges(world, spread=is_dp(config.strategy))
             monitor = Monitor(world, gauges)
-            step = _step(config, task, data, world, watchdog)
-            step.state.controllers.update(controllers)
             keep, background = config.checkpoint.keep, config.checkpoint.background
             checkpointer = Checkpointer(folder / "checkpoints", keep, background)
-            _resume(config, step, data, checkpointer)
+            saved = _saved(config, checkpointer, world)
+            step = _step(config, task, data, world, watchdog, new=saved is None)
+            step.state.controllers.update(controllers)
+            if saved is not None:
+                _resume(saved, step, data, checkpointer)
             done, steps = step.state.step, step.plan.steps
             log.info("plan       steps %d to %d, %.4g epochs", done, steps, step.plan.epoch(steps))
             if done > steps or (done == steps and _is_summarised(folder, steps)):
@@ -106,8 +109,8 @@ def run(config: Config, arguments: Sequence[str]) -> None:
             log.info("look       %s", ", or ".join(shown))
 
 
-def _step(config: Config, task: Task, data: Data, world: World, watchdog: Watchdog) -> TrainStep:
-    """The train step with all that it is made of, at step 0."""
+def _step(config: Config, task: Task, data: Data, world: World, watchdog: Watchdog, new: bool) -> TrainStep:
+    """The train step with all that it is made of, at step 0. new: no checkpoint will be put into it."""
     compiled, strict = config.compile != "off", config.elastic == "strict"
     # each rank by itself: nodes may have other GPUs, and what one can't do ends all
     strategy = on_all_ranks(world, lambda: make_strategy(config.strategy, world, compiled, strict))
@@ -124,13 +127,22 @@ def _step(config: Config, task: Task, data: Data, world: World, watchdog: Watchd
     workers = data.loading.workers or 0
     share_cores(world, strict, workers)
     log.info("cores      %s", cores_in_words(world, workers))
-    model = strategy.prepare(setup.make_model(config, task, world.device))
+    model = setup.make_model(config, task, world.device)
+    if new:
+        load_initial_weights(config, model, world)
+    if frozen := freeze(model, config.optim, config.freeze):
+        log.info("frozen     %s: %s", counted(len(frozen), "tensor"), first_few(frozen, 4))
+    model = strategy.prepare(model)
     log.info("model      %s", _model_in_words(model, config))
     check_same_model(world, model)
     _note_layers_that_see_one_part(model, plan, world)
     if config.compile == "step":
         compile_loss(task)
-    return make_step(config, task, model, strategy, precision, plan, watchdog)
+    step = make_step(config, task, model, strategy, precision, plan, watchdog)
+    if len(step.state.groups) > 1:
+        for group in step.state.groups:
+            log.info("group      %s", group)
+    return step
 
 
 def _opened_folder(config: Config) -> Path:
@@ -167,10 +179,9 @@ def _is_summarised(folder: Path, steps: int) -> bool:
     return bool(summary.get("outcome") == "done" and summary.get("step", 0) >= steps)
 
 
-def _resume(config: Config, step: TrainStep, data: Data, checkpointer: Checkpointer) -> None:
-    """Put the state back that the run's folder holds or run.resume names, on every rank, from the
-    bytes that rank 0 has read and verified."""
-    world, state = step.strategy.world, step.state
+def _saved(config: Config, checkpointer: Checkpointer, world: World) -> LoadedCheckpoint | None:
+    """The checkpoint that the run's folder holds or run.resume names: on every rank, as rank 0 has read and
+    verified it."""
 
     def found() -> LoadedCheckpoint | None:
         checkpointer.recover()
@@ -179,16 +190,18 @@ def _resume(config: Config, step: TrainStep, data: Data, checkpointer: Checkpoin
             saved = read(Path(config.run.resume))
         return saved
 
-    saved = on_first_rank(world, found)
-    if saved is None:
-        return
+    return on_first_rank(world, found)
+
+
+def _resume(saved: LoadedCheckpoint, step: TrainStep, data: Data, checkpointer: Checkpointer) -> None:
+    """Put the saved state back, on every rank."""
     where = str(saved.path)
     kept = unpack(saved.payload, where)
     step.plan.check_continues(saved.manifest, where)
     setup.check_outputs(data, saved)
-    state.load_state_dict(kept, where)
-    if world.is_first:
-        checkpointer.set_aside_after(state.step)
+    step.state.load_state_dict(kept, where)
+    if step.strategy.world.is_first:
+        checkpointer.set_aside_after(step.state.step)
     log.info("resumed    %s", where)
 
 

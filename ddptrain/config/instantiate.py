@@ -50,6 +50,8 @@ def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list
         elif _is_node(value):
             nested = check_node(value, f"{key}.{name}")
             problems += nested or _misplaced(value, hints.get(name), f"{key}.{name}")
+        elif isinstance(value, str) and (problem := _refused_by(hints.get(name), value)):
+            problems.append(f"{key}.{name}={value}: {problem}")
         elif not _fits(value, hints.get(name, Any)):
             problems.append(f"{key}.{name}={value}: must be {_spell(hints[name])}.")
     for name, default in parameters.items() if offered is not None else []:
@@ -92,6 +94,13 @@ def build(node: Node, key: str, **offered: Any) -> Any:
         if unknown or node["_target_"].startswith(LIBRARIES):
             raise UserError(f"{key} ({node['_target_']}): {error}") from error
         raise
+
+
+def _refused_by(hint: Any, value: str) -> str | None:
+    """What a text type of the recipe's own (a class derived from str) says is wrong, by its ``problem``."""
+    own = inspect.isclass(hint) and issubclass(hint, str) and hint is not str
+    found: str | None = hint.problem(value) if own else None
+    return found
 
 
 def _parameters(target: Callable[..., Any]) -> tuple[dict[str, Any], bool]:
@@ -194,7 +203,7 @@ def _downloads(node: Node, name: str, key: str) -> list[str]:
         return []
     return [
         f"{key}.{name}={node[name]}: torchvision would download a file and unpickle it; set it to null. Start"
-        " from a checkpoint (run.resume=...), or use model=mobilenet_v3 model.weights=DEFAULT."
+        " from weights by init.weights=torchvision:DEFAULT, or a file."
     ]
 
 
@@ -225,8 +234,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    if hint in (bool, str):
-        return isinstance(value, hint)
+    if hint in (bool, str) or (inspect.isclass(hint) and issubclass(hint, str)):
+        return isinstance(value, bool if hint is bool else str)
     kind = origin or hint
     if kind is tuple and args and args[-1] is not Ellipsis:
         return isinstance(value, list) and len(value) == len(args) and all(map(_fits, value, args))

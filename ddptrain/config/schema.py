@@ -87,6 +87,17 @@ class Ema:
 
 
 @dataclass
+class Init:
+    """Weights that a new run starts from. A run that goes on, and every other verb, needs no such file."""
+
+    weights: str | None = None
+    """A run's folder, a checkpoint's, a file (.pt, .pth, .safetensors), ``torchvision:DEFAULT``,
+    ``timm:default``, ``hub:<name>``; null: random ones, by ``seed``."""
+    skip: list[str] = field(default_factory=list)
+    """Patterns of names that are left as they are."""
+
+
+@dataclass
 class Checkpoint:
     every: int | None = rule(None, at_least=1)
     """Optimizer steps between saves; null: at the end of each epoch."""
@@ -168,6 +179,10 @@ class Config:
     sched: Sched = field(default_factory=Sched)
     train: Train = field(default_factory=Train)
     ema: Ema = field(default_factory=Ema)
+    init: Init = field(default_factory=Init)
+    freeze: list[str] = field(default_factory=list)
+    """Patterns of parameters' names (``features.*``) that are not trained. BatchNorms of which all are
+    frozen keep their statistics, too."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: LogSection = field(default_factory=LogSection)
     debug: Debug = field(default_factory=Debug)

@@ -22,17 +22,6 @@ def cores() -> int:
     return own if allowed is None else max(1, min(own, int(allowed)))
 
 
-def spin_briefly() -> None:
-    """Have OpenMP's threads sleep at a barrier instead of computing on for 3 ms, as GNU's do by default. To be
-    called before torch is imported.
-
-    Beside other busy processes that time is taken from the very thread that the others wait for.
-    benchmarks/busy.py measures it.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "0")
-
-
 def share_cores(world: "World", strict: bool, workers: int = 0) -> None:
     """Give each rank of a node its part of the cores, unless OMP_NUM_THREADS says otherwise.
 

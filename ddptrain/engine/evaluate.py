@@ -39,7 +39,7 @@ def evaluate(
     model: the bare module, the same on every rank; DDP's wrapper would communicate in its forward.
     Raises Interrupted where ``watchdog`` was asked to stop.
     """
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     size = data.valid_size
     chunks = [range(i, min(i + batch_size, size)) for i in range(0, size, batch_size)]
@@ -53,7 +53,8 @@ def evaluate(
             found = task.evaluate(model, batch)
         for name, value in found.items():
             sums.add(slot, name, value)
-    model.train(was_training)
+    for module, training in modes:  # model.train() would wake the BatchNorms of frozen layers
+        module.training = training
     totals = sums.totals(interrupted=watchdog.stop is not None)
     watchdog.mark("reporting", patience=LONG_S)
     return on_first_rank(world, lambda: check_report(task, task.report(totals)))
@@ -115,9 +116,10 @@ class _Totals:
 @torch.no_grad()  # not inference_mode: what a model caches here could not be used in training
 def figures_of(task: Task, model: nn.Module, precision: Precision) -> Mapping[str, Figure]:
     """The task's figures of the model. No collectives: only rank 0 calls it."""
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     with precision.autocast():
         figures = task.figures(model)
-    model.train(was_training)
+    for module, training in modes:  # model.train() would wake the BatchNorms of frozen layers
+        module.training = training
     return figures

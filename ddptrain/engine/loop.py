@@ -113,7 +113,6 @@ class Engine:
         """The remaining batches, after the checks and warm-up passes on the first one; observers are
         started."""
         state, plan, step, device = self._state, self._plan, self._step, self._world.device
-        state.wrapped.train()
         steps = range(state.step, plan.steps)
         batches, flops = self._data.train_batches(step.sampler, steps), 0.0
         if steps:
@@ -142,7 +141,10 @@ class Engine:
         values = state.meter.read()
         if step.grad_norm is not None:
             values["grad_norm"] = float(step.grad_norm)
-        values["lr"] = float(step.lr)
+        scales = [group.get("lr_scale", 1.0) for group in state.optimizer.param_groups]
+        values["lr"] = float(step.rates[0] / scales[0])
+        if len(set(scales)) > 1:
+            values |= {f"lr/x{scale:.4g}": rate for scale, rate in zip(scales, step.rates, strict=True)}
         if state.step > state.applied:
             values["left_out"] = float(state.step - state.applied)
         event = Log(state.step, *self._position(), values, self._stopwatch.lap("log"))
@@ -253,6 +255,7 @@ class Engine:
             "samples": samples,
             "world_size": self._world.size,
             **self._plan.position_facts,
+            "groups": list(self._state.groups),
             "outputs": list(self._data.outputs),
             "recall": dict(self._data.metadata()),
             "metrics": dict(self._progress.last.metrics),

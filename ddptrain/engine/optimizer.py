@@ -1,8 +1,9 @@
 """The optimizer and the learning-rate schedule, both torch's own."""
 
 import inspect
+import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
+    LambdaLR,
     LinearLR,
     LRScheduler,
     MultiStepLR,
@@ -20,36 +22,43 @@ from torch.optim.lr_scheduler import (
 
 from ddptrain.config.instantiate import build
 from ddptrain.config.schema import Sched
+from ddptrain.engine.parameter_groups import KEYS, ParameterGroup, check_groups, parameter_groups
 from ddptrain.errors import UserError
 
 _WARMUP_START = 0.01
 """First rate of the warm-up, as a share of the peak."""
 
 
-def build_optimizer(
-    node: Mapping[str, Any],
-    parameters: Iterable[nn.Parameter],
-    weight_decay_on: str = "all",
-    sparse: bool = False,
-) -> Optimizer:
-    """The optimizer of a config node, over these parameters.
+def check_optimizer(node: Mapping[str, Any]) -> None:
+    """Raise UserError where the optim node's own values are wrong, whatever the model is."""
+    if problems := check_groups(node):
+        raise UserError("\n".join(problems))
+    build_optimizer(arguments_of(node), nn.Linear(1, 1))
 
-    weight_decay_on: ``all``, or ``matrices``: parameters of two dimensions or more, not biases and norms.
+
+def arguments_of(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The optim node without what says which parameters get which settings."""
+    return {name: value for name, value in node.items() if name not in KEYS}
+
+
+def build_optimizer(
+    node: Mapping[str, Any], model: nn.Module, weight_decay_on: str = "all", sparse: bool = False
+) -> Optimizer:
+    """The optimizer of a config node, over the model's trained parameters, in the groups of
+    `parameter_groups`.
+
     sparse: some gradients are sparse.
     Fused where torch supports it: one kernel per step instead of one for each parameter, on CPUs too.
     """
-    trained = [p for p in parameters if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise UserError("model: no parameter requires a gradient, so there is nothing to train.")
     chosen = node.get("fused") is None and node.get("foreach") is None
-    groups: list[Any] = trained
-    if weight_decay_on == "matrices":
-        vectors = [p for p in trained if p.ndim < 2]
-        groups = [{"params": [p for p in trained if p.ndim >= 2]}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [_as_torch(group, node) for group in parameter_groups(model, node, weight_decay_on)]
     # with dampening the first step differs from the others and must not find a buffer
     fused = chosen and not node.get("dampening") and not sparse
     fused = fused and all(p.is_floating_point() and _is_dense(p) for p in trained)
-    built = build(node, "optim", params=groups, **({"fused": True} if fused else {}))
+    built = build(arguments_of(node), "optim", params=groups, **({"fused": True} if fused else {}))
     if not isinstance(built, Optimizer):
         raise UserError(f"optim._target_={node['_target_']}: must be a torch.optim.Optimizer.")
     optimizer: Optimizer = built
@@ -62,6 +71,15 @@ def build_optimizer(
     if isinstance(optimizer, SGD) and fused:
         _zero_momentum(optimizer)
     return optimizer
+
+
+def _as_torch(group: ParameterGroup, node: Mapping[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {"params": list(group.parameters)}
+    if group.lr_scale != 1:
+        made |= {"lr": node["lr"] * group.lr_scale, "lr_scale": group.lr_scale}
+    if group.weight_decay is not None:
+        made["weight_decay"] = group.weight_decay
+    return made
 
 
 def _is_dense(parameter: nn.Parameter) -> bool:
@@ -87,19 +105,25 @@ def build_schedule(sched: Sched, optimizer: Optimizer, steps: int) -> LRSchedule
     """The learning rate of each of ``steps`` optimizer steps: a linear warm-up, then ``sched.name``."""
     warmup = round(sched.warmup * steps)
     rest = max(1, steps - warmup)
-    peak = optimizer.param_groups[0]["lr"]
+    peaks = [group["lr"] for group in optimizer.param_groups]
     if sched.name == "onecycle":  # has its own warm-up, and varies the momentum inversely
         return OneCycleLR(
             optimizer,
-            max_lr=peak,
+            max_lr=peaks,
             total_steps=steps + 1,  # one more: the last step is followed by a schedule step too
             pct_start=sched.warmup or 0.3,
             final_div_factor=1 / (25 * sched.final) if sched.final else 1e4,
             cycle_momentum=_has_momentum(optimizer),
         )
     main: LRScheduler
-    if sched.name == "cosine":
-        main = CosineAnnealingLR(optimizer, T_max=rest, eta_min=sched.final * peak)
+    if sched.name == "cosine" and len(set(peaks)) > 1:  # CosineAnnealingLR has one eta_min for all
+
+        def cosine(step: int) -> float:
+            return sched.final + (1 - sched.final) * (1 + math.cos(math.pi * min(step, rest) / rest)) / 2
+
+        main = LambdaLR(optimizer, cosine)
+    elif sched.name == "cosine":
+        main = CosineAnnealingLR(optimizer, T_max=rest, eta_min=sched.final * peaks[0])
     elif sched.name == "linear":
         main = LinearLR(optimizer, start_factor=1.0, end_factor=sched.final, total_iters=rest)
     elif sched.name == "step":

@@ -1,7 +1,7 @@
 """The state of a run at one step: what a checkpoint holds, how it is made and restored."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,10 @@ from ddptrain.engine.compiled import compile_model
 from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
 from ddptrain.engine.meter import Meter
 from ddptrain.engine.optimizer import build_optimizer, build_schedule, fast_forward
+from ddptrain.engine.parameter_groups import parameter_groups
 from ddptrain.engine.precision import Precision
 from ddptrain.errors import UserError
+from ddptrain.text import first_few
 
 _NEED_STATE = ("amsgrad", "centered", "momentum")
 """Settings of torch's optimizers for which they keep more state."""
@@ -59,6 +61,8 @@ class TrainState:
     """The task's `rank_state` for all rows of the global batch; current at a save."""
     controllers: dict[str, Controller] = field(default_factory=dict)
     """By their names in the config."""
+    groups: tuple[str, ...] = ()
+    """The optimizer's groups in words: what is trained, at which share of the rate."""
     unsent: dict[str, Tensor] = field(default_factory=dict)
     """On rank 0, current at a save: what each rank has not sent yet of its gradients, stacked by rank."""
 
@@ -98,6 +102,7 @@ class TrainState:
         return {
             "model": self.strategy.model_state(self.model),
             "optimizer": self.strategy.optimizer_state(self.model, self.optimizer),
+            "groups": list(self.groups),
             "optimizer_class": type(self.optimizer).__name__,
             "scaler": self.scaler.state_dict(),
             "average": self.average.state_dict(),
@@ -112,6 +117,17 @@ class TrainState:
             "unsent": self.unsent,
             "controllers": {name: dict(one.state_dict()) for name, one in self.controllers.items()},
         }
+
+    def _check_groups(self, saved: Sequence[str], where: str) -> None:
+        """Raise UserError if a checkpoint's optimizer has other groups than this one."""
+        if len(saved) != len(self.groups) or set(saved) != set(self.groups):
+            there = first_few([name for name in saved if name not in self.groups], 3)
+            here = first_few([name for name in self.groups if name not in saved], 3)
+            raise UserError(
+                f"freeze, optim.groups, optim.layer_decay or train.weight_decay_on: {where} was saved with"
+                f" another one, so that its optimizer has other groups of parameters ({there or 'none'} only"
+                f" there, {here or 'none'} only here). Use the same, or start a new run."
+            )
 
     def load_state_dict(self, state: Mapping[str, Any], where: str) -> None:
         """Restore a saved state. ``where`` names it in errors.
@@ -136,11 +152,7 @@ class TrainState:
                 f"precision: {where} was saved {kept} fp16's gradient scaler; use the same precision, or"
                 " start a new run."
             )
-        if len(state["optimizer"]["param_groups"]) != len(self.optimizer.param_groups):
-            raise UserError(
-                f"train.weight_decay_on: {where} was saved with another one. Use the same, or start a new"
-                " run."
-            )
+        self._check_groups(state.get("groups", self.groups), where)  # absent from earlier checkpoints
         for own, saved in zip(self.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
             for name in _NEED_STATE:
                 if own.get(name) and name in saved and not saved[name]:
@@ -179,7 +191,8 @@ def make_state(
         compile_model(model, config.compile)
     wrapped = strategy.wrap(model)
     sparse = sparse_layers(model)
-    optimizer = build_optimizer(config.optim, model.parameters(), config.train.weight_decay_on, bool(sparse))
+    decays_on = config.train.weight_decay_on
+    optimizer = build_optimizer(config.optim, model, decays_on, bool(sparse))
     check_sparse(sparse, optimizer, strategy)
     average: Average = NoAverage(model)
     if config.ema.decay is not None:
@@ -193,6 +206,7 @@ def make_state(
         average=average,
         meter=Meter(strategy.world, strategy.shards, finite_only=config.train.nonfinite == "skip"),
         strategy=strategy,
+        groups=tuple(map(str, parameter_groups(model, config.optim, decays_on))),
     )
 
 

@@ -68,8 +68,8 @@ class TrainStep:
         """Some rank wants to stop."""
         self.grad_norm: Tensor | None = None
         """0-d, of the last step, before clipping."""
-        self.lr = 0.0
-        """Of the last step."""
+        self.rates: list[float] = []
+        """Of the optimizer's groups, in the last step."""
         self._seed = StepSeed(plan.seed, strategy.world, strategy.further_gpus)
         self._loss_scale = LossScale(strategy.world, self.sampler, strategy.averages_over)
         self._health = Health(state.model, state.wrapped, strategy)
@@ -99,7 +99,7 @@ class TrainStep:
             nonfinite = self._health.check(at.step)
             if self.plan.clip_norm is not None:
                 self.grad_norm = self.strategy.clip(state.model, self.plan.clip_norm)
-            self.lr = state.optimizer.param_groups[0]["lr"]
+            self.rates = [group["lr"] for group in state.optimizer.param_groups]
             self._optimizer(nonfinite)
             if self._undo is not None:
                 self._undo.put_back(nonfinite)

@@ -45,7 +45,8 @@ class Console(Observer):
         self._task = self._progress.add_task("training", total=event.steps, completed=event.step, status="")
 
     def log(self, event: Log) -> None:
-        values = "  ".join(f"{name} {_short(value)}" for name, value in event.values.items())
+        shown = {name: value for name, value in event.values.items() if not name.startswith("lr/")}
+        values = "  ".join(f"{name} {_short(value)}" for name, value in shown.items())
         speed = event.timing.samples_per_s
         left = (self._steps - event.step) * (event.samples / event.step) / max(speed, 1e-9)
         line = (

@@ -34,7 +34,7 @@ REFUSED = {
     f"{BRIEF} model.dropout=2": "dropout",
     f"{BRIEF} model._target_=ddptrain.recipes.cnn.SmallCNN": "Did you mean SmallCnn",
     f"{BRIEF} model=recurrent": "model",
-    f"{BRIEF.replace('model.width=8', '')} model=mobilenet_v3": "MobileNetV3 takes colour images",
+    f"{BRIEF.replace('model.width=8', '')} model=mobilenet_v3_small_32": "MobileNetV3 takes colour images",
     f"{BRIEF} task.label_smoothing=x": "task.label_smoothing=x: must be a finite number",
     f"{BRIEF} task._target_=ddptrain.data.digits.Digits": "Digits takes no such argument",
     f"{BRIEF} ~task.label_smoothing task._target_=ddptrain.data.digits.Digits": "Digits: must be a",

@@ -145,7 +145,7 @@ def test_an_argument_of_the_wrong_type_is_named(target: str, arguments: dict[str
     [
         ("torch.nn.Dropout", {"p": 0}),
         ("torch.optim.AdamW", {"lr": 1, "betas": [0.9, 0.95], "fused": None}),
-        ("ddptrain.recipes.mobilenet.mobilenet_v3", {"weights": None, "size": "large"}),
+        ("ddptrain.recipes.classifiers.torchvision_classifier", {"name": "mobilenet_v3_large"}),
         ("torchvision.models.resnet18", {"num_classes": 10}),
     ],
 )

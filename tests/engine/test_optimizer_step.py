@@ -126,7 +126,7 @@ def test_a_fused_optimizer_is_taken_where_it_is_right(kind: str) -> None:
     made = (FILLED | WITH_GAPS)[kind]().requires_grad_(False)
     ours, theirs = nn.Parameter(made), nn.Parameter(made.clone(memory_format=torch.contiguous_format))
     node = {"_target_": "torch.optim.AdamW", "lr": 0.1}
-    optimizers = build_optimizer(node, [ours]), AdamW([theirs], lr=0.1, fused=False)
+    optimizers = build_optimizer(node, nn.ParameterList([ours])), AdamW([theirs], lr=0.1, fused=False)
     assert bool(optimizers[0].defaults["fused"]) == (kind in FILLED)
     if kind == "expanded":  # one number in many places: no optimizer can update it
         return

@@ -56,7 +56,7 @@ def test_onecycle_peaks_after_its_warmup_and_ends_low() -> None:
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adam", "RMSprop"])
 def test_optimizers_are_fused_where_torch_can(name: str) -> None:
-    optimizer = build_optimizer({"_target_": f"torch.optim.{name}", "lr": 0.1}, plain().parameters())
+    optimizer = build_optimizer({"_target_": f"torch.optim.{name}", "lr": 0.1}, plain())
     assert bool(optimizer.param_groups[0].get("fused")) == (name != "RMSprop")
 
 
@@ -123,7 +123,7 @@ def test_weight_decay_on_matrices_leaves_vectors_alone() -> None:
         torch.nn.init.ones_(model[1].bias)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         node = {"_target_": "torch.optim.SGD", "lr": 1.0, "weight_decay": 0.1}
-        optimizer = build_optimizer(node, model.parameters(), decay_on)
+        optimizer = build_optimizer(node, model, decay_on)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()

@@ -176,10 +176,7 @@ def test_all_groups_follow_the_schedule(schedule: str) -> None:
 def test_weight_decay_can_be_kept_off_the_biases() -> None:
     node = {"_target_": "ddptrain.recipes.muon.MuonWithSgd", **SETTINGS}
     decays = {
-        on: {
-            g["kind"]: g["weight_decay"]
-            for g in build_optimizer(node, network().parameters(), on).param_groups
-        }
+        on: {g["kind"]: g["weight_decay"] for g in build_optimizer(node, network(), on).param_groups}
         for on in ("all", "matrices")
     }
     assert decays["all"]["head"] == decays["matrices"]["head"] == pytest.approx(0.01 / 3)

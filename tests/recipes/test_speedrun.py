@@ -137,7 +137,7 @@ def test_what_is_frozen_is_not_trained() -> None:
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     norms = {f"groups.{group}.norm{i}.weight" for group in range(3) for i in (1, 2)}
     assert frozen == {"whiten.weight", *norms}
-    optimizer = build_optimizer(MUON, model.parameters())
+    optimizer = build_optimizer(MUON, model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model(pictures()).square().sum().backward()
     optimizer.step()

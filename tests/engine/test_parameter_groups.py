@@ -1,0 +1,121 @@
+"""Frozen parameters, groups with rates of their own, and rates that fall towards the input."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchvision import models
+
+from ddptrain.config.schema import Sched
+from ddptrain.engine.optimizer import build_optimizer, build_schedule, check_optimizer
+from ddptrain.engine.parameter_groups import freeze, layer_depths, parameter_groups
+from ddptrain.errors import UserError
+
+SGD = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+
+
+def small() -> nn.Sequential:
+    """0: convolution, 1: BatchNorm, 2: flatten, 3: classifier."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "first", "last"),
+    [
+        ("resnet18", 8, "conv1.weight", "layer4.1.conv1.weight"),
+        ("vit_b_16", 12, "class_token", "encoder.layers.encoder_layer_11.ln_1.weight"),
+        ("convnext_tiny", 18, "features.0.0.weight", "features.7.2.block.0.weight"),
+        ("mobilenet_v3_small", 11, "features.0.0.weight", None),
+    ],
+)
+def test_depths_follow_the_blocks(name: str, blocks: int, first: str, last: str | None) -> None:
+    """Blocks as in the papers: [2, 2, 2, 2]; 12; [3, 3, 9, 3]; 11 bottlenecks and a last convolution."""
+    with torch.device("meta"):
+        depths = layer_depths(models.get_model(name, weights=None))
+    extra = last is None  # a last convolution, as large as a block
+    assert depths[first] == blocks + 1 + extra == max(depths.values())
+    assert last is None or depths[last] == 1
+    head = [key for key, depth in depths.items() if depth == 0]
+    assert any(key.startswith(("fc", "heads", "classifier")) for key in head)
+    assert list(depths.values()) == sorted(depths.values(), reverse=True)
+
+
+def test_each_group_has_its_rate_at_every_step_of_a_schedule() -> None:
+    node = {**SGD, "layer_decay": 0.5, "groups": [{"params": "3.*", "lr": 10, "weight_decay": 0}]}
+    for sched in (Sched("cosine", warmup=0.2, final=0.1), Sched("onecycle"), Sched("step"), Sched("linear")):
+        one, several = (build_optimizer(options, small()) for options in (SGD, node))
+        plain, scaled = build_schedule(sched, one, 20), build_schedule(sched, several, 20)
+        for _ in range(20):
+            rate = one.param_groups[0]["lr"]
+            for group in several.param_groups:
+                assert group["lr"] == pytest.approx(rate * group["lr_scale"], rel=1e-9)
+            for optimizer, schedule in ((one, plain), (several, scaled)):
+                optimizer.step()
+                schedule.step()
+    scales = {group["lr_scale"]: group["weight_decay"] for group in several.param_groups}
+    assert scales == {10.0: 0, 0.5: 0.01, 0.25: 0.01}
+
+
+def test_the_last_pattern_that_matches_decides_for_each_setting() -> None:
+    groups = [{"params": "*", "lr": 0.5}, {"params": "*.bias", "weight_decay": 0}, {"params": "3.*", "lr": 2}]
+    model = small()
+    found = {
+        id(parameter): (group.lr_scale, group.weight_decay)
+        for group in parameter_groups(model, {**SGD, "groups": groups})
+        for parameter in group.parameters
+    }
+    named = {name: found[id(parameter)] for name, parameter in model.named_parameters()}
+    assert named["0.weight"] == (0.5, None)
+    assert named["0.bias"] == (0.5, 0)
+    assert named["3.weight"] == (2, None)
+    assert named["3.bias"] == (2, 0)
+
+
+def test_frozen_parameters_and_their_statistics_stay() -> None:
+    model = small()
+    assert freeze(model, SGD, ["0.*", "1.*"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = build_optimizer(SGD, model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3, 8, 8)).square().sum().backward()
+        optimizer.step()
+    still = {name for name, value in model.state_dict().items() if torch.equal(value, before[name])}
+    assert still == {name for name in before if not name.startswith("3.")}
+
+
+def test_a_norm_of_which_a_part_is_trained_goes_on_counting() -> None:
+    model = small()
+    freeze(model, {**SGD, "groups": [{"params": "1.bias", "freeze": True}]}, [])
+    assert model[1].training
+    assert not model[1].bias.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"layer_decay": 0}, "optim.layer_decay=0: must be"),
+        ({"layer_decay": "x"}, "optim.layer_decay=x: must be"),
+        ({"groups": {"a": 1}}, "optim.groups="),
+        ({"groups": [{"params": "*"}]}, r"optim.groups\[0\]="),
+        ({"groups": [{"lr": 1}]}, r"optim.groups\[0\]="),
+        ({"groups": [{"params": "*", "rate": 1}]}, r"optim.groups\[0\].rate=1: there is no such setting"),
+        ({"groups": [{"params": "*", "lr": -1}]}, r"optim.groups\[0\].lr=-1: must be"),
+        ({"groups": [{"params": "*", "lr": 0}]}, r"optim.groups\[0\].lr=0: use freeze"),
+        ({"groups": [{"params": "*", "freeze": 1}]}, r"optim.groups\[0\].freeze=1: must be"),
+    ],
+)
+def test_wrong_groups_are_refused_before_there_is_a_model(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=f"^{named}"):
+        check_optimizer({**SGD, **wrong})
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^freeze=layer9\.\*: matches the name of no parameter"):
+        freeze(small(), SGD, ["layer9.*"])
+    with pytest.raises(UserError, match=r"^optim\.groups, params: head\.\*: matches"):
+        build_optimizer({**SGD, "groups": [{"params": "head.*", "lr": 2}]}, small())
+    with pytest.raises(UserError, match=r"^freeze: matches every parameter"):
+        freeze(small(), SGD, ["*"])
