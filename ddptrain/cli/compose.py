@@ -37,6 +37,7 @@ logging), set the environment, or write files where they like. Launcher and swee
 _PLUGIN_KEY = re.compile(r"hydra(/(launcher|sweeper)|\.(launcher|sweeper)\.[\w.]+)")
 _NOT_TAKEN = ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun")
 """Options of Hydra that put another config in the place of ours, or unpickle a file."""
+_IMAGES = "ddptrain.data.images.ImageData"
 
 
 def composed_tree(arguments: Arguments) -> tuple[Tree, list[str]] | None:
@@ -73,8 +74,8 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
 
     def task(composed: DictConfig) -> None:
         try:
-            tree = tree_of(composed, HydraConfig.get().runtime.choices)
             words = list(HydraConfig.get().overrides.task)
+            tree = tree_of(composed, HydraConfig.get().runtime.choices, words)
             check_places(tree, words)
             job(tree, words)
         except Exception as error:
@@ -88,9 +89,10 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
         raise failures[0]
 
 
-def tree_of(composed: DictConfig, choices: Mapping[str, Any]) -> Tree:
-    """A composed config as a plain tree, with the recipe's name. ``choices``: of the groups."""
-    tree = _plain(composed)
+def tree_of(composed: DictConfig, choices: Mapping[str, Any], words: Sequence[str]) -> Tree:
+    """A composed config as a plain tree, with the recipe's name. ``choices``: of the groups. ``words``: of
+    the command line."""
+    tree = place_augment(_plain(composed), words)
     if choices.get("recipe") is not None:
         tree["recipe"] = choices["recipe"]
     return tree
@@ -115,7 +117,7 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
         if override.key_or_group not in known and not override.is_add():
             raise UserError(no_such_key(override.key_or_group, known))
         OmegaConf.update(saved, override.key_or_group, override.value(), force_add=True)
-    tree = _plain(saved)
+    tree = place_augment(_plain(saved), overrides)
     check_places(tree, ["run.dir"])  # saved as the user gave it; the folder asked is another
     return tree
 
@@ -175,6 +177,25 @@ def _plain(composed: DictConfig) -> Tree:
             if not isinstance(key, str):
                 raise UserError(f"{section!s}: {key!r} is no key; keys are text.")
     return tree  # type: ignore[return-value]
+
+
+def place_augment(tree: Tree, words: Sequence[str]) -> Tree:
+    """The tree with ``augment`` in the place of ``data.augment``, of which nothing is left: a group of its own
+    package would be merged with what data and recipe say."""
+    node, data = tree.get("augment"), tree.get("data")
+    if not isinstance(node, dict):
+        return tree
+    if not isinstance(data, dict) or data.get("_target_") != _IMAGES:
+        raise UserError(
+            f"augment: is for image classification ({_IMAGES}), and this recipe's data is"
+            f" {data.get('_target_') if isinstance(data, dict) else data}. Leave augment=... out."
+        )
+    for word in words:
+        if word.lstrip("+~").startswith("data.augment"):
+            raise UserError(
+                f"{word}: augment=... takes the place of data.augment; write {word.replace('data.', '', 1)}."
+            )
+    return {**tree, "augment": None, "data": {**data, "augment": node}}
 
 
 def check_places(tree: Tree, words: Sequence[str]) -> None:

@@ -63,7 +63,7 @@ def launch(
         composed = copy.deepcopy(base)
         values = [override for override in overrides if override.key_or_group not in GROUPS]
         ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-        tree = tree_of(composed, chosen)
+        tree = tree_of(composed, chosen, words)
         check_places(tree, words)
         jobs.append((tree, list(words)))
     return [_returned(job) for job in _sweeps[-1](jobs)]
