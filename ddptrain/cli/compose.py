@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddptrain.cli.argv import CONFIG_DIR, EXPLAIN, GROUPS, Arguments
+from ddptrain.cli.augment_group import Tree, place_augment
 from ddptrain.cli.explain import explained, no_such_key, plain_tree
 from ddptrain.cli.search_path import CONF, ENTRY_POINTS, look_in
 from ddptrain.config.check import type_message
@@ -30,14 +31,12 @@ from ddptrain.config.limits import few_interpolations, is_below, is_plain_name, 
 from ddptrain.config.suggest import did_you_mean, flat_keys
 from ddptrain.errors import UserError
 
-Tree = dict[str, Any]
 HYDRA_KEYS = ("hydra.searchpath", "hydra/launcher", "hydra/sweeper", "hydra.launcher.*", "hydra.sweeper.*")
 """Of Hydra's own keys these may be given, and on the command line alone: the others start code (callbacks,
 logging), set the environment, or write files where they like. Launcher and sweeper are installed plugins."""
 _PLUGIN_KEY = re.compile(r"hydra(/(launcher|sweeper)|\.(launcher|sweeper)\.[\w.]+)")
 _NOT_TAKEN = ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun")
 """Options of Hydra that put another config in the place of ours, or unpickle a file."""
-_IMAGES = "ddptrain.data.images.ImageData"
 
 
 def composed_tree(arguments: Arguments) -> tuple[Tree, list[str]] | None:
@@ -177,25 +176,6 @@ def _plain(composed: DictConfig) -> Tree:
             if not isinstance(key, str):
                 raise UserError(f"{section!s}: {key!r} is no key; keys are text.")
     return tree  # type: ignore[return-value]
-
-
-def place_augment(tree: Tree, words: Sequence[str]) -> Tree:
-    """The tree with ``augment`` in the place of ``data.augment``, of which nothing is left: a group of its own
-    package would be merged with what data and recipe say."""
-    node, data = tree.get("augment"), tree.get("data")
-    if not isinstance(node, dict):
-        return tree
-    if not isinstance(data, dict) or data.get("_target_") != _IMAGES:
-        raise UserError(
-            f"augment: is for image classification ({_IMAGES}), and this recipe's data is"
-            f" {data.get('_target_') if isinstance(data, dict) else data}. Leave augment=... out."
-        )
-    for word in words:
-        if word.lstrip("+~").startswith("data.augment"):
-            raise UserError(
-                f"{word}: augment=... takes the place of data.augment; write {word.replace('data.', '', 1)}."
-            )
-    return {**tree, "augment": None, "data": {**data, "augment": node}}
 
 
 def check_places(tree: Tree, words: Sequence[str]) -> None:

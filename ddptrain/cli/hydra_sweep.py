@@ -13,7 +13,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddptrain.cli.argv import GROUPS
-from ddptrain.cli.compose import Tree, check_places, parsed, tree_of
+from ddptrain.cli.augment_group import Tree
+from ddptrain.cli.compose import check_places, parsed, tree_of
 from ddptrain.errors import ExitCode, RankLost
 from ddptrain.sweep.ledger import Job
 

@@ -158,8 +158,8 @@ class Config:
     task: dict[str, Any] = MISSING
     model: dict[str, Any] | None = None
     data: dict[str, Any] = MISSING
-    augment: dict[str, Any] | None = None
-    """Image classification: a node that takes the place of ``data.augment``; null once it has."""
+    augment: dict[str, Any] = field(default_factory=dict)
+    """Image classification: a node that takes the place of ``data.augment``; empty once it has."""
     optim: dict[str, Any] = MISSING
     strategy: dict[str, Any] = MISSING
     """How the model is spread over devices: a node, as task and optim are."""
