@@ -73,8 +73,9 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
 
     def task(composed: DictConfig) -> None:
         try:
+            tree = tree_of(composed, HydraConfig.get().runtime.choices)
             words = list(HydraConfig.get().overrides.task)
-            tree = tree_of(composed, HydraConfig.get().runtime.choices, words)
+            tree = place_augment(tree, words)
             check_places(tree, words)
             job(tree, words)
         except Exception as error:
@@ -88,10 +89,9 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
         raise failures[0]
 
 
-def tree_of(composed: DictConfig, choices: Mapping[str, Any], words: Sequence[str]) -> Tree:
-    """A composed config as a plain tree, with the recipe's name. ``choices``: of the groups. ``words``: of
-    the command line."""
-    tree = place_augment(_plain(composed), words)
+def tree_of(composed: DictConfig, choices: Mapping[str, Any]) -> Tree:
+    """A composed config as a plain tree, with the recipe's name. ``choices``: of the groups."""
+    tree = _plain(composed)
     if choices.get("recipe") is not None:
         tree["recipe"] = choices["recipe"]
     return tree
