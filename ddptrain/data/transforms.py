@@ -57,9 +57,9 @@ class RandomResizedCrop:
         narrowest, widest = self.ratio
         tall, wide = height, width
         if width / height < narrowest:
-            tall = round(width / narrowest)
+            tall = max(round(width / narrowest), 1)
         elif width / height > widest:
-            wide = round(height * widest)
+            wide = max(round(height * widest), 1)
         return Box((height - tall) // 2, (width - wide) // 2, tall, wide)
 
     def apply(self, picture: Tensor, box: Box, size: tuple[int, int]) -> Tensor:

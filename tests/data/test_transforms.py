@@ -237,6 +237,31 @@ def test_all_parts_come_in_order_and_do_not_move_each_other() -> None:
         assert torch.equal(whole.apply(image, (24, 24), fill, key), by_hand)
 
 
+SHARE = st.floats(0.001, 1)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    height=st.integers(1, 60), width=st.integers(1, 60), scale=st.tuples(SHARE, SHARE), sample=st.integers(0),
+    ratio=st.tuples(st.floats(0.05, 20), st.floats(0.05, 20)),
+)  # fmt: skip
+def test_rectangles_lie_in_pictures_of_any_size(
+    height: int, width: int, scale: tuple[float, float], sample: int, ratio: tuple[float, float]
+) -> None:
+    low_high = {"scale": (min(scale), max(scale)), "ratio": (min(ratio), max(ratio))}
+    crop, erasing = RandomResizedCrop(**low_high), RandomErasing(1, **low_high)
+    for box in (crop.params(Draws(0, 0, sample, 0), height, width),
+                erasing.params(Draws(0, 0, sample, 1), height, width)):  # fmt: skip
+        if box is not None:
+            assert 0 <= box.top <= box.top + box.height <= height
+            assert 0 <= box.left <= box.left + box.width <= width
+    made = crop.apply(picture(height, width), crop.params(Draws(0, 0, sample, 0), height, width), (7, 5))
+    assert made.shape == (3, 7, 5)
+    left, top, right, bottom = Mix(0, 1).params((0, 0, sample), 9, height, width).box or (0, 0, 0, 0)
+    assert 0 <= left <= right <= width
+    assert 0 <= top <= bottom <= height
+
+
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
 def test_mixing_is_drawn_as_torchvision_draws_it(alpha: float) -> None:
     up = [Mix(alpha, 0).params((3, 1, i), COUNT, 20, 30) for i in range(COUNT)]
