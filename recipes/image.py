@@ -38,7 +38,7 @@ class ImageClassification(Task):
 
     model: called with those of ``num_classes``, ``in_channels``, ``image_size`` (height, width) and
     ``examples`` (`ImageData.examples`) that it has parameters for; they follow from the data.
-    label_smoothing: in [0, 1) (Szegedy et al., arXiv 1512.00567), in training only.
+    label_smoothing: in [0, 1) (Szegedy et al., arXiv 1512.00567), in training only; of soft targets too.
     tta: level of `ddptrain.recipes.views.Views` in evaluation and ``predict``; an export is without.
     """
 
@@ -66,7 +66,7 @@ class ImageClassification(Task):
         )
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
-        images, labels = batch
+        images, labels = batch  # int64 (n,) classes, or float32 (n, classes) shares of mixed samples
         logits = model(images)
         loss = functional.cross_entropy(
             logits, labels, reduction="sum", label_smoothing=self._label_smoothing
@@ -121,7 +121,8 @@ class ImageClassification(Task):
         self, model: nn.Module, files: Sequence[Path], best: int
     ) -> Iterator[tuple[Path, list[tuple[str, float]]]]:
         """For each file the ``best`` likeliest classes and their probabilities, in [0, 1]."""
-        pictures = torch.stack([fitted(file, self._data.shape) for file in files])
+        shape, resize = self._data.shape, self._data.resize
+        pictures = torch.stack([fitted(file, shape, resize) for file in files])
         logits: Tensor = Views(model, self._tta)(self._data.normalised(pictures))
         shares, labels = logits.float().softmax(dim=1).topk(best, dim=1)
         for file, which, how in zip(files, labels.tolist(), shares.tolist(), strict=True):

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddptrain.cli.argv import CONFIG_DIR, EXPLAIN, GROUPS, Arguments
+from ddptrain.cli.augment_group import Tree, place_augment
 from ddptrain.cli.explain import explained, no_such_key, plain_tree
 from ddptrain.cli.search_path import CONF, ENTRY_POINTS, look_in
 from ddptrain.config.check import type_message
@@ -30,7 +31,6 @@ from ddptrain.config.limits import few_interpolations, is_below, is_plain_name, 
 from ddptrain.config.suggest import did_you_mean, flat_keys
 from ddptrain.errors import UserError
 
-Tree = dict[str, Any]
 HYDRA_KEYS = ("hydra.searchpath", "hydra/launcher", "hydra/sweeper", "hydra.launcher.*", "hydra.sweeper.*")
 """Of Hydra's own keys these may be given, and on the command line alone: the others start code (callbacks,
 logging), set the environment, or write files where they like. Launcher and sweeper are installed plugins."""
@@ -75,6 +75,7 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
         try:
             tree = tree_of(composed, HydraConfig.get().runtime.choices)
             words = list(HydraConfig.get().overrides.task)
+            tree = place_augment(tree, words)
             check_places(tree, words)
             job(tree, words)
         except Exception as error:
@@ -115,7 +116,7 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
         if override.key_or_group not in known and not override.is_add():
             raise UserError(no_such_key(override.key_or_group, known))
         OmegaConf.update(saved, override.key_or_group, override.value(), force_add=True)
-    tree = _plain(saved)
+    tree = place_augment(_plain(saved), overrides)
     check_places(tree, ["run.dir"])  # saved as the user gave it; the folder asked is another
     return tree
 

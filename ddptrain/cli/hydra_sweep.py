@@ -13,7 +13,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddptrain.cli.argv import GROUPS
-from ddptrain.cli.compose import Tree, check_places, parsed, tree_of
+from ddptrain.cli.augment_group import Tree, place_augment
+from ddptrain.cli.compose import check_places, parsed, tree_of
 from ddptrain.errors import ExitCode, RankLost
 from ddptrain.sweep.ledger import Job
 
@@ -63,7 +64,7 @@ def launch(
         composed = copy.deepcopy(base)
         values = [override for override in overrides if override.key_or_group not in GROUPS]
         ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-        tree = tree_of(composed, chosen)
+        tree = place_augment(tree_of(composed, chosen), words)
         check_places(tree, words)
         jobs.append((tree, list(words)))
     return [_returned(job) for job in _sweeps[-1](jobs)]

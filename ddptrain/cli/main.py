@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddptrain.cli.argv import GROUPS, Arguments, action_of, check_sweep, divided, expect_no_sweep, parse
-from ddptrain.cli.compose import Tree, composed_tree, recipes, run_jobs
+from ddptrain.cli.augment_group import Tree
+from ddptrain.cli.compose import composed_tree, recipes, run_jobs
 from ddptrain.cli.help import TEXTS
 from ddptrain.cli.run_verbs import checkpoint, is_no_key, on_saved_run, recorded
 from ddptrain.cli.search_path import open_user_code

@@ -169,6 +169,8 @@ class Config:
     task: dict[str, Any] = MISSING
     model: dict[str, Any] | None = None
     data: dict[str, Any] = MISSING
+    augment: dict[str, Any] = field(default_factory=dict)
+    """Image classification: a node that takes the place of ``data.augment``; empty once it has."""
     optim: dict[str, Any] = MISSING
     strategy: dict[str, Any] = MISSING
     """How the model is spread over devices: a node, as task and optim are."""

@@ -18,9 +18,13 @@ _DOORS = {
     "ddptrain.api.controller.Controller",
     "ddptrain.api.strategy.Strategy",
 }
-ALLOWED = ("ddptrain.recipes.", "ddptrain.data.", "torch.nn.", "torch.optim.", "torchvision.models.", *OURS)
+ALLOWED = (
+    *("ddptrain.recipes.", "ddptrain.data.", "torch.nn.", "torch.optim.", "torchvision.models."),
+    *("torchvision.transforms.v2.", *OURS),
+)
 FUNCTIONS_ALLOWED = ("ddptrain.recipes.", "torchvision.models.")
 LIBRARIES = ("torch.", "torchvision.")
+_MODULES = ("torch.nn.", "torchvision.models.", "torchvision.transforms.v2.")
 _LONGEST = 200
 _opened: set[str] = set()
 
@@ -85,7 +89,7 @@ def _kinds_wanted_instead(found: Any, home: str) -> str | None:
         return None if kinds & _DOORS else "strategies, observers and controllers"
     if home.startswith("torch.optim."):
         return None if inspect.isclass(found) and issubclass(found, optim.Optimizer) else "optimizers"
-    if home.startswith(("torch.nn.", "torchvision.models.")) and inspect.isclass(found):
+    if home.startswith(_MODULES) and inspect.isclass(found):
         return None if issubclass(found, nn.Module) else "modules"
     if home.startswith("torchvision.models."):
         builders = importlib.import_module("torchvision.models._api").BUILTIN_MODELS

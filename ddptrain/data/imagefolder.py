@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddptrain.data.disk import size_and_time
 from ddptrain.data.packed import open_packed, pack, packed_folder
-from ddptrain.data.pictures import ENDINGS, decoders, fitted
+from ddptrain.data.pictures import ENDINGS, decoders, fitted, stored
 from ddptrain.data.source import ImageSet, ImageSource, Split
 from ddptrain.errors import UserError
 
@@ -20,15 +20,21 @@ _VALID_NAMES = ("val", "valid", "validation", "test")
 
 @final
 class FolderSplit(Split):
-    """Image files, decoded when asked for, cut and scaled to a square."""
+    """Image files, decoded when asked for, cut and scaled to a square as `fitted` does it."""
 
-    def __init__(self, files: Sequence[Path], labels: Sequence[int], size: int) -> None:
+    def __init__(
+        self, files: Sequence[Path], labels: Sequence[int], size: int, resize: int | None = None
+    ) -> None:
         self.files = [str(file) for file in files]
         self.labels = torch.tensor(labels, dtype=torch.int64)
         self.shape = (size, size, 3)
+        self._resize = resize
 
     def images(self, ids: Tensor) -> Tensor:
-        return torch.stack([fitted(Path(self.files[i]), self.shape) for i in ids.tolist()])
+        return torch.stack([fitted(Path(self.files[i]), self.shape, self._resize) for i in ids.tolist()])
+
+    def picture(self, i: int) -> Tensor:
+        return stored(Path(self.files[i]), self.shape[2])
 
 
 @final
@@ -36,22 +42,29 @@ class ImageFolder(ImageSource):
     """``root/train/<class>/*`` and ``root/val/<class>/*`` (or valid, validation, test). Without the
     second, or with just ``root/<class>/*``, every tenth file of a class (in sorted order) is held out.
 
-    size: side in pixels to which the middle square of every picture is scaled. cache: folder in which the
-    decoded, scaled pictures are kept, size * size * 3 bytes each, for the epochs and runs to come; None to
-    decode them whenever they are asked for. The pixels are the same.
+    size: side in pixels to which the middle square of every picture is scaled. resize: in evaluation, pixels
+    to which the short side is scaled, before the middle ``size`` pixels are cut out; None for ``size``, and
+    to cut first. cache: folder in which the decoded, scaled pictures are kept, size * size * 3 bytes each,
+    for the epochs and runs to come; None to decode them whenever they are asked for. The pixels are the same.
     """
 
     name = "imagefolder"
 
-    def __init__(self, size: int = 224, cache: str | None = None) -> None:
+    def __init__(self, size: int = 224, cache: str | None = None, resize: int | None = None) -> None:
         if size < 1:
             raise UserError(f"data.source.size={size}: must be 1 pixel or more.")
+        if resize is not None and resize < size:
+            raise UserError(
+                f"data.source.resize={resize}: must be data.source.size={size} or more, out of which that is"
+                " cut, or null."
+            )
         if cache is not None and not cache.strip():
             raise UserError(
                 "data.source.cache=: must name a folder; it is empty, as of a shell variable that isn't set."
                 " Use data.source.cache=null to do without."
             )
         self._size = size
+        self._resize = resize
         self._cache = None if cache is None else Path(cache)
 
     def fetch(self, root: Path) -> None:
@@ -64,7 +77,7 @@ class ImageFolder(ImageSource):
                     " another folder."
                 )
             listed = self._image_set(root)
-            about = {"root": str(root.resolve()), "size": self._size}
+            about = {"root": str(root.resolve()), "size": self._size, "resize": self._resize}
             parts = {"train": listed.train, "valid": listed.valid}
             pack(self._packed(root, self._cache, listed), parts, about)
 
@@ -84,7 +97,9 @@ class ImageFolder(ImageSource):
             for part in (listed.train, listed.valid)
             if isinstance(part, FolderSplit)
         ]
-        return packed_folder(cache, f"{self.name}-{self._size}", [self._size, decoders(), files])
+        # a folder that was packed before there was resize keeps its name
+        size = self._size if self._resize is None else [self._size, self._resize]
+        return packed_folder(cache, f"{self.name}-{self._size}", [size, decoders(), files])
 
     def _image_set(self, root: Path) -> ImageSet:
         train_root = root / "train"
@@ -112,15 +127,18 @@ class ImageFolder(ImageSource):
             )
         return ImageSet(
             train=self._split(train, classes),
-            valid=self._split(valid, classes),
+            valid=self._split(valid, classes, self._resize),
             classes=classes,
             mean=[123.7, 116.3, 103.5],  # of ImageNet, as in torchvision's weights
             std=[58.4, 57.1, 57.4],
+            resize=self._resize,
         )
 
-    def _split(self, files: dict[str, list[Path]], classes: list[str]) -> FolderSplit:
+    def _split(
+        self, files: dict[str, list[Path]], classes: list[str], resize: int | None = None
+    ) -> FolderSplit:
         listed = [(file, label) for label, name in enumerate(classes) for file in files.get(name, [])]
-        return FolderSplit([file for file, _ in listed], [label for _, label in listed], self._size)
+        return FolderSplit([file for file, _ in listed], [label for _, label in listed], self._size, resize)
 
 
 def _files_by_class(root: Path) -> dict[str, list[Path]]:

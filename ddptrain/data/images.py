@@ -6,14 +6,25 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.augment import Augment, Normalise
-from ddptrain.data.loaders import AugmentedImages, FileLoader, ImagePipeline, Labelled, ResidentLoader
+from ddptrain.data.imagefolder import FolderSplit
+from ddptrain.data.loaders import (
+    AugmentedImages,
+    FileLoader,
+    ImagePipeline,
+    Labelled,
+    ResidentLoader,
+    in_memory,
+)
+from ddptrain.data.packed import PackedSplit
 from ddptrain.data.source import ImageSource, Split
+from ddptrain.data.transformed import OwnTransform, TransformedImages
+from ddptrain.data.transforms import Transforms
 from ddptrain.data.workers import check_workers, spare_cores
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
@@ -25,17 +36,21 @@ _RESIDENT_SHARE_OF_GPU = 0.25
 @final
 @dataclass(eq=False)
 class ImageData(Data):
-    """Batches of (float32 (n, C, H, W), int64 (n,)).
+    """Batches of (float32 (n, C, H, W), int64 (n,)); soft targets, float32 (n, classes), for the second where
+    training samples are mixed.
 
-    Once prepared: classes, their names, into which a label is an index; shape, (height, width, channels).
+    Once prepared: classes, their names, into which a label is an index; shape, (height, width, channels);
+    resize, `ImageSet.resize`.
 
-    root: folder where the set lies or goes. workers: loader processes of a rank, ``auto`` by the
-    cores at hand. resident: keep the uint8 set on the device; ``auto`` if it is small enough. Both
-    paths give the same pixels. channels_last: memory format of the batches.
+    augment: how training images are varied: `Augment` on the device, for resident sets; `Transforms`, or a
+    module of one's own (`OwnTransform`), on the CPU. root: folder where the set lies or goes. workers: loader
+    processes of a rank, ``auto`` by the cores at hand. resident: keep the uint8 set on the device, or, where
+    the CPU varies the images, in its memory; ``auto`` if it is small enough. Both ways give the same pixels.
+    channels_last: memory format of the batches.
     """
 
     source: ImageSource
-    augment: Augment
+    augment: Augment | Transforms | nn.Module
     root: str = "data"
     workers: int | Literal["auto"] = "auto"
     resident: bool | Literal["auto"] = "auto"
@@ -52,12 +67,39 @@ class ImageData(Data):
         self._set = self.source.open(Path(self.root))
         self._training = self._set.train
         self.classes, self.shape = tuple(self._set.classes), self._set.train.shape
+        self.resize = self._set.resize
         self._normalise = normalise = self._normaliser(self._set.mean, self._set.std)
         fill = normalise.mean.round().to(torch.uint8)
-        self._pipeline = ImagePipeline(self._set.train, self._set.valid, self.augment, normalise, fill, seed)
-        resident = self._fits() if self.resident == "auto" else self.resident
         workers = spare_cores(world) if self.workers == "auto" else self.workers
-        self._loader = ResidentLoader(self._pipeline) if resident else FileLoader(self._pipeline, workers)
+        augment = self.augment
+        if isinstance(augment, Augment):
+            pipeline = ImagePipeline(self._set.train, self._set.valid, augment, normalise, fill, seed)
+            resident = self._fits(augment.crop) if self.resident == "auto" else self.resident
+            self._samples: AugmentedImages | TransformedImages = AugmentedImages(self._set.train, pipeline)
+            self._loader = ResidentLoader(pipeline) if resident else FileLoader(pipeline, workers)
+            return
+        transforms = augment if isinstance(augment, Transforms) else OwnTransform(augment)
+        train, valid = self._stored(transforms)
+        pipeline = ImagePipeline(train, valid, Augment(), normalise, fill, seed)
+        self._samples = TransformedImages(train, transforms, len(self.classes), fill.cpu(), seed)
+        self._loader = FileLoader(pipeline, workers, self._samples)
+
+    def _stored(self, transforms: Transforms | OwnTransform) -> tuple[Split, Split]:
+        """Both parts, in memory where they are to be."""
+        train, valid = self._set.train, self._set.valid
+        if transforms.crops and isinstance(train, PackedSplit):
+            raise UserError(
+                "data.source.cache: holds pictures that are cut and scaled already, and"
+                " data.augment.resized_crop needs them at full resolution. Set one of the two to null."
+            )
+        files = transforms.crops and isinstance(train, FolderSplit)
+        if files and self.resident is True:
+            raise UserError(
+                "data.resident=true: keeps pictures that are cut and scaled already, and"
+                " data.augment.resized_crop needs the files. Set data.resident=false."
+            )
+        resident = not files and (self._fits(0) if self.resident == "auto" else self.resident)
+        return (in_memory(train), in_memory(valid)) if resident else (train, valid)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -69,11 +111,13 @@ class ImageData(Data):
 
     def metadata(self) -> Mapping[str, Any]:
         mean, std = ([float(value) for value in of] for of in (self._set.mean, self._set.std))
-        return {"classes": list(self.classes), "shape": list(self.shape), "mean": mean, "std": std}
+        known = {"classes": list(self.classes), "shape": list(self.shape), "mean": mean, "std": std}
+        return known if self.resize is None else {**known, "resize": self.resize}
 
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
         height, width, channels = metadata["shape"]
         self.classes, self.shape = tuple(metadata["classes"]), (height, width, channels)
+        self.resize = metadata.get("resize")
         self._world = world
         self._normalise = self._normaliser(metadata["mean"], metadata["std"]) if "mean" in metadata else None
 
@@ -111,8 +155,7 @@ class ImageData(Data):
 
     def preview(self) -> Tensor:
         """The first 64 training samples as epoch 0 shows them."""
-        images = AugmentedImages(self._set.train, self._pipeline)
-        batch = images.__getitems__([(0, i, 0.0) for i in range(min(64, self.train_size))])
+        batch = self._samples.__getitems__([(0, i, 0.0) for i in range(min(64, self.train_size))])
         if isinstance(batch, UserError):
             raise batch
         return batch[0].permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
@@ -128,12 +171,12 @@ class ImageData(Data):
         middle, spread = (torch.tensor(list(of)).to(self._world.device) for of in (mean, std))
         return Normalise(middle, spread, self.channels_last)
 
-    def _fits(self) -> bool:
+    def _fits(self, crop: int) -> bool:
+        """Whether a set padded by ``crop`` is small enough for where it would lie."""
         height, width, channels = self.shape
-        margin = 2 * self.augment.crop
-        padded = self.train_size * (height + margin) * (width + margin) * channels
+        padded = self.train_size * (height + 2 * crop) * (width + 2 * crop) * channels
         size = padded + self.valid_size * height * width * channels
-        if self._world.device.type == "cuda":
+        if self._world.device.type == "cuda" and isinstance(self.augment, Augment):
             total = torch.cuda.get_device_properties(self._world.device).total_memory
             return size * self._world.sharers <= _RESIDENT_SHARE_OF_GPU * total
         return size <= _RESIDENT_ON_CPU

@@ -13,12 +13,13 @@ from ddptrain.api.recipe import Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.data.augment import Augment, Moves, Normalise
 from ddptrain.data.prefetch import on_device
-from ddptrain.data.source import Split
+from ddptrain.data.source import ArraySplit, Split
+from ddptrain.data.transformed import TransformedImages
 from ddptrain.data.workers import AS_IT_IS, Key, TrainingKeys, read_by_workers, validation_keys
 from ddptrain.errors import UserError
 
 Labelled = tuple[Tensor, Tensor]
-"""float32 (n, C, H, W) images and int64 (n,) labels, on the device."""
+"""float32 (n, C, H, W) images and int64 (n,) labels, or float32 (n, classes) soft targets, on the device."""
 
 _DRAWN_AT_ONCE = 65536
 """Samples for which augmentation is drawn in one go. A draw takes about a hundred operations, whose calls
@@ -79,10 +80,11 @@ class AugmentedImages(Dataset[Any]):
 class FileLoader:
     """DataLoader workers read and augment; the device normalises."""
 
-    def __init__(self, pipeline: ImagePipeline, workers: int) -> None:
+    def __init__(self, pipeline: ImagePipeline, workers: int, train: TransformedImages | None = None) -> None:
+        """train: what reads the training samples, where the pipeline's own `Augment` does not."""
         self._pipeline = pipeline
         self._workers = workers
-        self._train = AugmentedImages(pipeline.train, pipeline)
+        self._train = train or AugmentedImages(pipeline.train, pipeline)
         self._valid = AugmentedImages(pipeline.valid, pipeline)
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Labelled]:
@@ -100,7 +102,9 @@ class FileLoader:
     def describe(self) -> str:
         return f"read by {self._workers} worker{'' if self._workers == 1 else 's'} a rank"
 
-    def _loaded(self, images: AugmentedImages, keys: Iterable[list[Key]]) -> Iterator[Labelled]:
+    def _loaded(
+        self, images: AugmentedImages | TransformedImages, keys: Iterable[list[Key]]
+    ) -> Iterator[Labelled]:
         for pixels, labels in read_by_workers(images, keys, self._workers, self._pipeline.device):
             yield self._pipeline.normalise(pixels), labels
 
@@ -155,6 +159,14 @@ class ResidentLoader:
     def describe(self) -> str:
         size = self._train.numel() + self._valid.numel()
         return f"resident on {self._pipeline.device} ({size / 2**20:.0f} MiB)"
+
+
+def in_memory(split: Split) -> ArraySplit:
+    """A split whose pictures have been read, once."""
+    if isinstance(split, ArraySplit):
+        return split
+    fill = torch.zeros(split.shape[2], dtype=torch.uint8)
+    return ArraySplit(_padded(split, Augment(), fill), split.labels)
 
 
 def _padded(split: Split, augment: Augment, fill: Tensor) -> Tensor:

@@ -84,20 +84,37 @@ def decoded(file: Path, mode: str, side: int = 0) -> "Image.Image":
         return _in_eight_bits(ImageOps.exif_transpose(picture)).convert(mode)
 
 
-def fitted(file: Path, shape: tuple[int, int, int]) -> Tensor:
+def fitted(file: Path, shape: tuple[int, int, int], resize: int | None = None) -> Tensor:
     """uint8 ``shape`` (height, width, channels): the picture's middle, cut to that form and scaled.
 
-    A picture of that size stays as it is.
+    A picture of that size stays as it is. resize: scale the short side to so many pixels, then cut the middle
+    out, as torchvision's presets do; no smaller than height and width.
     """
     from PIL import Image, ImageOps
-    from torchvision.transforms.v2.functional import pil_to_tensor
+    from torchvision.transforms.v2 import functional
 
     height, width, channels = shape
+    if resize is not None:
+        scaled = functional.resize(stored(file, channels), [resize], antialias=True)
+        return functional.center_crop(scaled, [height, width]).permute(1, 2, 0)  # type: ignore[no-any-return]
+    whole = decoded(file, _mode(file, channels), max(height, width))
+    fit = ImageOps.fit(whole, (width, height), Image.Resampling.BILINEAR)
+    pixels: Tensor = functional.pil_to_tensor(fit)
+    return pixels.permute(1, 2, 0)
+
+
+def stored(file: Path, channels: int) -> Tensor:
+    """uint8 (channels, h, w): the whole picture at its full resolution."""
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    pixels: Tensor = pil_to_tensor(decoded(file, _mode(file, channels)))
+    return pixels.contiguous()
+
+
+def _mode(file: Path, channels: int) -> str:
     if channels not in _MODES:
         raise UserError(f"{file}: a picture has 1 channel or 3, and this model takes {channels}.")
-    whole = decoded(file, _MODES[channels], max(height, width))
-    pixels: Tensor = pil_to_tensor(ImageOps.fit(whole, (width, height), Image.Resampling.BILINEAR))
-    return pixels.permute(1, 2, 0)
+    return _MODES[channels]
 
 
 def decoders() -> list[str | None]:

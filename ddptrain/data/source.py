@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+import torch
 from torch import Tensor
 
 
@@ -24,6 +25,10 @@ class Split(ABC):
 
         Raises UserError naming the file where one can't be read.
         """
+
+    def picture(self, i: int) -> Tensor:
+        """uint8 (C, h, w), contiguous: one as it is stored, before it is cut and scaled to ``shape``."""
+        return self.images(torch.tensor([i]))[0].permute(2, 0, 1).contiguous()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -52,6 +57,8 @@ class ImageSet:
     mean: Sequence[float]
     """Of each channel, in 0..255, for normalising."""
     std: Sequence[float]
+    resize: int | None = None
+    """Pixels to which the short side is scaled before the middle is cut out, in evaluation (`fitted`)."""
 
 
 class ImageSource(ABC):

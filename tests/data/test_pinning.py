@@ -12,6 +12,7 @@ from ddptrain.data import prefetch
 KINDS = {
     "images in files": ("cnn_cifar10", "data.resident=false"),
     "images in files, not varied": ("cnn_cifar10", "data.resident=false data.augment.crop=0"),
+    "images, mixed": ("cnn_cifar10", "augment=strong"),
     "images on the device": ("cnn_cifar10", "data.resident=true"),
     "detection": ("yolo_shapes", ""),
     "detection, decoded each time": ("yolo_shapes", "data.resident=false data.augment.mosaic=0"),

@@ -1,0 +1,35 @@
+"""The config group ``augment``: another node in the place of ``data.augment``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ddptrain.errors import UserError
+
+Tree = dict[str, Any]
+_IMAGES = "ddptrain.data.images.ImageData"
+
+
+def place_augment(tree: Tree, words: Sequence[str]) -> Tree:
+    """The tree with ``augment`` in the place of ``data.augment``, of which nothing is left: Hydra would merge
+    a group in that place with what data and recipe say there. ``words``: of the command line.
+
+    Raises UserError where the data are not `ImageData`, or a word sets what is replaced.
+    """
+    node, data = tree.get("augment"), tree.get("data")
+    if not node:
+        return tree
+    if not isinstance(data, dict) or data.get("_target_") != _IMAGES:
+        raise UserError(
+            f"augment: is for image classification ({_IMAGES}), and this recipe's data is"
+            f" {data.get('_target_') if isinstance(data, dict) else data}. Leave augment=... out."
+        )
+    if "_target_" not in node:
+        raise UserError(
+            "augment: has keys and no augment._target_; choose what they are for: augment=<name>."
+        )
+    for word in words:
+        if word.lstrip("+~").startswith("data.augment"):
+            raise UserError(
+                f"{word}: augment=... takes the place of data.augment; write {word.replace('data.', '', 1)}."
+            )
+    return {**tree, "augment": {}, "data": {**data, "augment": node}}

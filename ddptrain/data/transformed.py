@@ -1,0 +1,129 @@
+"""Training samples that are varied one at a time, by `Transforms` or by a module of the user's."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ddptrain.api.rng import mixed
+from ddptrain.data.draws import SampleKey
+from ddptrain.data.mixing import Mix, mixed_pixels, soft_targets
+from ddptrain.data.source import Split
+from ddptrain.data.transforms import Transforms
+from ddptrain.data.workers import Key
+from ddptrain.errors import UserError
+
+_OWN = 7  # The purpose of a user's module; 0 to 6 are those of Transforms and Mix
+
+
+@final
+class OwnTransform:
+    """Any module that takes a picture, uint8 (C, H, W), and gives another one of that type and size.
+
+    What it draws from torch's generator follows from (seed, epoch, sample index). No other generator is
+    seeded.
+    """
+
+    crops = False
+    mix: Mix | None = None
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def apply(self, picture: Tensor, size: tuple[int, int], fill: Tensor, key: SampleKey) -> Tensor:
+        """As `Transforms.apply`. Raises UserError where the module gives something else than a picture."""
+        before = torch.get_rng_state()
+        # not torch.manual_seed, which seeds the GPUs' generators too
+        torch.default_generator.manual_seed(mixed(*key, _OWN))
+        try:
+            made = self._module(picture)
+        finally:
+            torch.set_rng_state(before)
+        if not isinstance(made, Tensor) or made.dtype != torch.uint8 or made.shape != picture.shape:
+            found = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+            raise UserError(
+                f"data.augment: {type(self._module).__name__} made {found} of uint8"
+                f" {tuple(picture.shape)}; it must give a picture of the same type and size. The engine"
+                " normalises."
+            )
+        return made
+
+
+@final
+class TransformedImages(Dataset[Any]):
+    """Training samples, made a batch at a time in a worker: uint8 (n, H, W, C), and int64 (n,) labels, or
+    soft targets, float32 (n, classes), where samples are mixed.
+
+    A partner costs as much as a sample: it is read and augmented too, as (seed, epoch, its index) say. A
+    picture of which nothing would be seen is not read. A broken file is returned as its UserError.
+    """
+
+    def __init__(
+        self, split: Split, transforms: Transforms | OwnTransform, classes: int, fill: Tensor, seed: int
+    ) -> None:
+        """fill: uint8 (C,) on the CPU, the set's mean colour."""
+        self._split = split
+        self._transforms = transforms
+        self._classes = classes
+        self._fill = fill
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._split)
+
+    def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor] | UserError:
+        with _one_thread():
+            try:
+                return self._batch(keys)
+            except UserError as error:
+                return error
+
+    def _batch(self, keys: list[Key]) -> tuple[Tensor, Tensor]:
+        labels = self._split.labels[torch.tensor([sample for _, sample, _ in keys])]
+        mix = self._transforms.mix
+        if mix is None:
+            return _stacked([self._one(epoch, sample) for epoch, sample, _ in keys]), labels
+        height, width, _ = self._split.shape
+        images, partners, shares = [], [], []
+        for epoch, sample, _ in keys:
+            mixture = mix.params((self._seed, epoch, sample), len(self), height, width)
+            if not mixture.shows_partner:
+                image = self._one(epoch, sample)
+            elif not mixture.shows_own:
+                image = self._one(epoch, mixture.partner)
+            else:
+                image = mixed_pixels(self._one(epoch, sample), self._one(epoch, mixture.partner), mixture)
+            images.append(image)
+            partners.append(mixture.partner)
+            shares.append(mixture.share)
+        others = self._split.labels[torch.tensor(partners)]
+        return _stacked(images), soft_targets(labels, others, torch.tensor(shares), self._classes)
+
+    def _one(self, epoch: int, sample: int) -> Tensor:
+        """uint8 (C, H, W): the sample as it is augmented in that epoch, not mixed."""
+        height, width, _ = self._split.shape
+        if self._transforms.crops:
+            picture = self._split.picture(sample)
+        else:
+            picture = self._split.images(torch.tensor([sample]))[0].permute(2, 0, 1).contiguous()
+        return self._transforms.apply(picture, (height, width), self._fill, (self._seed, epoch, sample))
+
+
+def _stacked(images: list[Tensor]) -> Tensor:
+    """(C, H, W) each -> (n, H, W, C), contiguous."""
+    return torch.stack([image.permute(1, 2, 0) for image in images])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A sum over a picture (contrast's mean) is rounded otherwise by another number of threads: a worker has
+    one, the trainer's own process all of its cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,300 @@
+"""Augmented and mixed batches follow from (seed, epoch, sample index), whatever reads them."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional
+from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize, to_pil_image
+
+from ddptrain.api.recipe import At
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
+from ddptrain.data.augment import Augment
+from ddptrain.data.draws import Draws
+from ddptrain.data.imagefolder import ImageFolder
+from ddptrain.data.images import ImageData
+from ddptrain.data.mixing import Mix, mixed_pixels
+from ddptrain.data.policies import RandAugment, TrivialAugmentWide
+from ddptrain.data.shapes import Shapes
+from ddptrain.data.source import ArraySplit, ImageSource
+from ddptrain.data.transformed import TransformedImages
+from ddptrain.data.transforms import ColorJitter, RandomErasing, RandomResizedCrop, Transforms
+from ddptrain.errors import UserError
+from ddptrain.recipes.image import ImageClassification
+
+SEED, BATCH, STEPS = 9, 12, range(2, 7)
+"""Five batches of 12 out of 50 samples reach over an epoch's end."""
+Batches = list[tuple[Tensor, Tensor]]
+
+
+class Noise(nn.Module):
+    """A user's own: torch's generator decides."""
+
+    def forward(self, picture: Tensor) -> Tensor:
+        noise = torch.randint(-20, 21, picture.shape)
+        return (picture.int() + noise).clamp(0, 255).to(torch.uint8)
+
+
+PLAIN = Transforms(horizontal_flip=0)
+AUGMENTS: dict[str, Transforms | nn.Module] = {
+    "resized crop": Transforms(RandomResizedCrop(), horizontal_flip=0),
+    "flips": Transforms(horizontal_flip=0.5, vertical_flip=0.5),
+    "jitter": Transforms(color_jitter=ColorJitter(0.4, 0.4, 0.4, 0.1)),
+    "trivial augment": Transforms(policy=TrivialAugmentWide()),
+    "rand augment": Transforms(policy=RandAugment(3, 12)),
+    "erasing": Transforms(erasing=RandomErasing()),
+    "mixup": Transforms(mix=Mix(1.0, 0)),
+    "cutmix": Transforms(mix=Mix(0, 1.0)),
+    "all": Transforms(
+        RandomResizedCrop(), 0.5, 0.1, ColorJitter(0.3), TrivialAugmentWide(), RandomErasing(), Mix()
+    ),
+    "one's own": Noise(),
+    "torchvision's own": v2.AugMix(),
+}
+
+
+def prepared(
+    augment: Augment | Transforms | nn.Module,
+    workers: int = 0,
+    resident: bool | Literal["auto"] = False,
+    source: ImageSource | None = None,
+    root: Path | None = None,
+) -> ImageData:
+    source = source or Shapes(train=50, valid=23)
+    data = ImageData(source, augment, root=str(root), workers=workers, resident=resident)
+    data.prepare(World(), seed=SEED)
+    return data
+
+
+def batches(data: ImageData, steps: range = STEPS, world_size: int = 1, rank: int = 0) -> Batches:
+    sampler = Sampler(data.train_size, BATCH, SEED, rank=rank, world_size=world_size)
+    return list(data.train_batches(sampler, steps))
+
+
+def assert_equal(ones: Batches, others: Batches) -> None:
+    for one, other in zip(ones, others, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", AUGMENTS)
+def test_ranks_and_where_the_steps_begin_change_no_bit(name: str) -> None:
+    data = prepared(AUGMENTS[name])
+    alone = batches(data)
+    assert_equal(alone, batches(prepared(AUGMENTS[name], resident=True)))
+    for world_size in (2, 3):
+        ranks = [batches(data, STEPS, world_size, rank) for rank in range(world_size)]
+        together = [tuple(map(torch.cat, zip(*parts, strict=True))) for parts in zip(*ranks, strict=True)]
+        assert_equal(alone, together)  # type: ignore[arg-type]
+    assert_equal(alone[2:], batches(prepared(AUGMENTS[name]), range(4, 7)))
+    epochs = [data._samples.__getitems__([(epoch, i, 0.0) for i in range(12)]) for epoch in (4, 5)]
+    assert not torch.equal(epochs[0][0], epochs[1][0])  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("name", "resident"), [("all", True), ("all", False), ("one's own", False)])
+def test_workers_change_no_bit(name: str, resident: bool) -> None:
+    assert_equal(
+        batches(prepared(AUGMENTS[name])), batches(prepared(AUGMENTS[name], workers=2, resident=resident))
+    )
+
+
+def test_the_threads_of_a_process_change_no_bit() -> None:
+    """A mean over a picture's pixels would be summed up in another order."""
+    images = torch.randint(0, 256, (3, 700, 700, 3), dtype=torch.uint8)
+    split = ArraySplit(images, torch.zeros(3, dtype=torch.int64))
+    augment = Transforms(color_jitter=ColorJitter(0.4, 0.9, 0.4, 0.1))
+    reader = TransformedImages(split, augment, 2, torch.zeros(3, dtype=torch.uint8), 0)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            batch = reader.__getitems__([(0, 0, 0.0), (0, 1, 0.0), (1, 2, 0.0)])
+            assert not isinstance(batch, UserError)
+            assert torch.get_num_threads() == count
+            found.append(batch[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+def test_validation_is_not_augmented() -> None:
+    chunks = [range(10), range(20, 23)]
+    plain = list(prepared(Augment(), resident=True).valid_batches(chunks))
+    for resident in (True, False):
+        assert_equal(plain, list(prepared(AUGMENTS["all"], resident=resident).valid_batches(chunks)))
+
+
+@pytest.mark.parametrize("mix", [Mix(1.0, 0), Mix(0, 1.0), Mix(0.2, 1.0)])
+def test_a_partner_is_augmented_as_it_is_as_a_sample_of_its_own(mix: Mix) -> None:
+    parts = {"resized_crop": RandomResizedCrop(), "erasing": RandomErasing()}
+    unmixed, mixed = prepared(Transforms(**parts)), prepared(Transforms(**parts, mix=mix))  # type: ignore[arg-type]
+    keys = [(3, i, 0.0) for i in range(50)]
+    images, labels = unmixed._samples.__getitems__(keys)  # type: ignore[misc]
+    found, targets = mixed._samples.__getitems__(keys)  # type: ignore[misc]
+    planes = images.permute(0, 3, 1, 2)
+    assert targets.dtype == torch.float32
+    assert targets.shape == (50, 10)
+    for i in range(50):
+        mixture = mix.params((SEED, 3, i), 50, 32, 32)
+        expected = mixed_pixels(planes[i], planes[mixture.partner], mixture)
+        assert torch.equal(found[i].permute(2, 0, 1), expected)
+        row = torch.zeros(10)
+        row[labels[i]] += mixture.share
+        row[labels[mixture.partner]] += 1 - mixture.share
+        torch.testing.assert_close(targets[i], row)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_the_gradient_of_soft_targets_is_that_of_a_loop_over_samples_and_classes(
+    label_smoothing: float,
+) -> None:
+    model = nn.Linear(6, 5).double()
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(7, 6, generator=generator, dtype=torch.float64)
+    targets = torch.rand(7, 5, generator=generator, dtype=torch.float64).softmax(dim=1)
+    task = ImageClassification(nn.Identity, ImageData(Shapes(), PLAIN), label_smoothing)
+    at = At(0, 0, 0.0)
+    loss = task.loss(model, (images, targets), at)
+    assert loss.count == 7
+    loss.sum.backward()
+    found = model.weight.grad.clone()  # type: ignore[union-attr]
+    model.zero_grad()
+    for image, target in zip(images, targets, strict=True):
+        logits = model(image)
+        for k in range(5):
+            share = (1 - label_smoothing) * target[k] + label_smoothing / 5
+            (-share * (logits[k] - logits.exp().sum().log())).backward(retain_graph=True)
+    torch.testing.assert_close(found, model.weight.grad)
+    # a hard label is a target with one share
+    hard = torch.tensor([0, 3, 2, 2, 4, 1, 0])
+    both = (hard, functional.one_hot(hard, 5).double())
+    whole = [task.loss(model, (images, labels), at).sum for labels in both]
+    torch.testing.assert_close(*whole)
+
+
+def test_ones_own_draws_follow_from_the_sample_and_leave_the_generator_alone() -> None:
+    data = prepared(Noise())
+    keys = [(0, 5, 0.0), (0, 5, 0.0), (1, 5, 0.0)]
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    seen = data._samples.__getitems__(keys)[0]  # type: ignore[index]
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(4)
+    assert torch.equal(seen, data._samples.__getitems__(keys)[0])  # type: ignore[index]
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[0], seen[2])
+
+
+class Halved(nn.Module):
+    def forward(self, picture: Tensor) -> Tensor:
+        return picture[:, ::2]
+
+
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        (Halved(), r"Halved made torch\.uint8 \(3, 16, 32\)"),
+        (v2.Grayscale(), r"Grayscale made torch\.uint8 \(1, 32, 32\)"),
+    ],
+)
+def test_ones_own_must_give_a_picture_of_the_same_kind(module: nn.Module, found: str) -> None:
+    with pytest.raises(UserError, match=rf"data\.augment: {found} of uint8 \(3, 32, 32\); it must give"):
+        batches(prepared(module))
+
+
+def test_preview_shows_what_epoch_0_trains_on_mixing_included() -> None:
+    data = prepared(AUGMENTS["all"])
+    assert data.preview().shape == (50, 3, 32, 32)
+    seen = data._samples.__getitems__([(0, i, 0.0) for i in range(50)])[0]  # type: ignore[index]
+    assert torch.equal(data.preview(), seen.permute(0, 3, 1, 2))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of JPEGs of 60 to 90 x 100 pixels."""
+    root = tmp_path_factory.mktemp("pictures")
+    for part, count in (("train", 8), ("val", 3)):
+        for label in range(2):
+            (root / part / f"class{label}").mkdir(parents=True)
+            for i in range(count):
+                generator = torch.Generator().manual_seed(100 * label + i)
+                coarse = torch.randint(0, 256, (3, 6, 8), generator=generator, dtype=torch.uint8)
+                to_pil_image(resize(coarse, [60 + 4 * i, 100])).save(
+                    root / part / f"class{label}" / f"{i}.jpg"
+                )
+    return root
+
+
+def test_files_are_cropped_at_full_resolution_and_scaled_once(folder: Path) -> None:
+    crop = RandomResizedCrop((0.1, 0.4))
+    data = prepared(Transforms(crop, horizontal_flip=0), source=ImageFolder(24), root=folder)
+    seen = data.preview()
+    files = sorted((folder / "train").rglob("*.jpg"))
+    for i, file in enumerate(files):
+        picture = pil_to_tensor(Image.open(file))
+        box = crop.params(Draws(SEED, 0, i, 0), *picture.shape[1:])
+        reference = v2.RandomResizedCrop(24).transform(picture, box._asdict())
+        assert torch.equal(seen[i], reference)
+    assert_equal(batches(data), batches(prepared(
+        Transforms(crop, horizontal_flip=0), workers=2, source=ImageFolder(24), root=folder)))  # fmt: skip
+
+
+def test_without_crops_files_are_what_they_were_and_may_lie_in_memory(folder: Path, tmp_path: Path) -> None:
+    plain = prepared(Augment(), source=ImageFolder(24), root=folder)
+    for cache, resident in ((None, False), (None, True), (str(tmp_path / "packed"), False)):
+        data = prepared(PLAIN, resident=resident, source=ImageFolder(24, cache), root=folder)
+        assert_equal(batches(plain), batches(data))
+        assert_equal(list(plain.valid_batches([range(6)])), list(data.valid_batches([range(6)])))
+
+
+def test_evaluation_resizes_the_short_side_and_cuts_the_middle_as_torchvision(
+    folder: Path, tmp_path: Path
+) -> None:
+    plain = prepared(PLAIN, source=ImageFolder(24, resize=28), root=folder)
+    packed = prepared(PLAIN, source=ImageFolder(24, str(tmp_path), 28), root=folder)
+    found, _ = next(plain.valid_batches([range(6)]))
+    assert torch.equal(found, next(packed.valid_batches([range(6)]))[0])
+    files = sorted((folder / "val").rglob("*.jpg"))
+    pictures = [center_crop(resize(pil_to_tensor(Image.open(file)), [28]), [24, 24]) for file in files]
+    expected = plain.normalised(torch.stack(pictures).permute(0, 2, 3, 1))
+    assert torch.equal(found, expected)
+    assert plain.metadata()["resize"] == 28
+    recalled = ImageData(ImageFolder(24), PLAIN)
+    recalled.load_metadata(plain.metadata(), World())
+    assert recalled.resize == 28
+    assert_equal(
+        batches(plain), batches(prepared(PLAIN, source=ImageFolder(24), root=folder))
+    )  # training does not follow it
+
+
+REFUSED: list[tuple[Callable[[Path, Path], Any], str]] = [
+    (lambda root, cache: prepared(AUGMENTS["all"], source=ImageFolder(24, str(cache)), root=root),
+     r"data\.source\.cache: holds pictures that are cut and scaled already"),
+    (lambda root, cache: prepared(AUGMENTS["all"], resident=True, source=ImageFolder(24), root=root),
+     r"data\.resident=true: .* Set data\.resident=false"),
+    (lambda root, cache: ImageFolder(24, resize=20),
+     r"data\.source\.resize=20: must be data\.source\.size=24"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_what_does_not_go_together_names_its_keys(
+    make: Callable[[Path, Path], Any], message: str, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        make(folder, tmp_path / "packed")
+
+
+def test_a_broken_file_is_one_message(folder: Path, tmp_path: Path) -> None:
+    root = tmp_path / "pictures"
+    shutil.copytree(folder, root)
+    (root / "train/class0/3.jpg").write_bytes(b"no picture")
+    data = prepared(AUGMENTS["all"], workers=2, source=ImageFolder(24), root=root)
+    with pytest.raises(UserError, match=r"class0/3\.jpg: can't be read as an image"):
+        batches(data)
