@@ -33,6 +33,7 @@ from ddptrain.config.schema import Config
 from ddptrain.distributed.cpu import cores
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.loop import Engine
+from ddptrain.engine.optimizer import arguments_of
 from ddptrain.engine.plan import plan_run
 from ddptrain.engine.precision import choose_precision
 from ddptrain.engine.step import make_step
@@ -259,7 +260,7 @@ def adamw(model: nn.Module, config: Config) -> tuple[torch.optim.Optimizer, Lamb
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    settings = {name: value for name, value in config.optim.items() if name != "_target_"}
+    settings = {name: value for name, value in arguments_of(config.optim).items() if name != "_target_"}
     optimizer = torch.optim.AdamW(groups, fused=True, **settings)
     steps, final = config.train.steps or 0, config.sched.final
     warmup = round(config.sched.warmup * steps)
