@@ -1,6 +1,7 @@
 """Image classification: the Task that all image recipes share."""
 
 import csv
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import final
@@ -15,6 +16,8 @@ from ddptrain.data.images import ImageData
 from ddptrain.data.pictures import claim, fitted, named_pictures
 from ddptrain.recipes.sheets import COLUMNS, ROWS, Titled, write_sheet
 from ddptrain.recipes.views import Views, check_level
+
+log = logging.getLogger("ddptrain")
 
 _BATCH = COLUMNS * ROWS
 """Pictures that `ImageClassification.predict` puts through the model, and on a sheet, at once."""
@@ -146,5 +149,12 @@ class ImageClassification(Task):
             "top5": int(sums["in_top5"]) / count,
             "loss": float(sums["loss"]) / count,
         }
+        predicted = confusion.sum(dim=0).nonzero().flatten().tolist()
+        if len(predicted) == 1 and len(self._data.classes) > 1:
+            log.warning(
+                "note       every picture is taken for %r: usual in the first steps; later a rate that is too"
+                " high or too low, or BatchNorm statistics that lag behind (model.norm_momentum=0.1)",
+                self._data.classes[predicted[0]],
+            )
         matrix = ConfusionMatrix(confusion.tolist(), self._data.classes)
         return Report(metrics, {"confusion": matrix})

@@ -7,11 +7,13 @@ message come at once.
 import dataclasses
 import io
 import os
+import select
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ddptrain import __version__
 from ddptrain.cli.argv import GROUPS, Arguments, action_of, check_sweep, divided, expect_no_sweep, parse
 from ddptrain.cli.augment_group import Tree
 from ddptrain.cli.compose import composed_tree, recipes, run_jobs
@@ -26,6 +28,8 @@ from ddptrain.launcher.process import end_with_agent, gc_paused, spin_briefly
 
 _WAIT_FOR_FIRST_RANK_S = 30.0
 """Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""
+_BY_SIGPIPE = 141
+"""What a shell says of a program that ended so."""
 _PROOFS = ("resume", "world", "eval")
 
 
@@ -37,6 +41,9 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         arguments = parse(words)
+        if "--version" in words:
+            print(f"ddptrain {__version__}")
+            return ExitCode.DONE
         if arguments.asks_help and arguments.verb in TEXTS:
             print(TEXTS[arguments.verb])
             return ExitCode.DONE
@@ -52,7 +59,9 @@ def main(words: Sequence[str]) -> int:
             "doctor": _doctor,
             "bench": _bench,
         }
-        return verbs[arguments.verb](arguments)
+        code = verbs[arguments.verb](arguments)
+        sys.stdout.flush()  # while a reader that has ended is still met here
+        return code
     except UserError as error:
         _print_once(error, error.everywhere)
         return ExitCode.USER_ERROR
@@ -65,8 +74,20 @@ def main(words: Sequence[str]) -> int:
         return error.code
     except Stopped:  # the log has said so
         return ExitCode.STOPPED
+    except BrokenPipeError:
+        if not _nobody_reads_stdout():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return _BY_SIGPIPE
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
+
+
+def _nobody_reads_stdout() -> bool:
+    """Whether a pipe's reader has ended: ``| head`` has seen enough."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _train(arguments: Arguments) -> int:

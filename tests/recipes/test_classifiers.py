@@ -20,7 +20,8 @@ from ddptrain.recipes.classifiers import (
 TORCHVISION = [
     "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet",
     "inception_v3", "maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_large", "mobilenet_v3_small",
-    "regnet_y_400mf", "resnet34", "resnext50_32x4d", "shufflenet_v2_x1_0", "squeezenet1_1", "swin_t", "vgg11_bn",
+    "regnet_y_400mf", "resnet34",
+    "resnext50_32x4d", "shufflenet_v2_x1_0", "squeezenet1_1", "swin_t", "vgg11_bn",
     "vit_b_16", "wide_resnet50_2",
 ]  # fmt: skip
 TIMM = [

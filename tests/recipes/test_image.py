@@ -1,5 +1,6 @@
 """Image classification counts every picture once, in its cell."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -31,3 +32,15 @@ def test_the_confusion_matrix_is_a_loops() -> None:
     assert sums["confusion"].tolist() == slow
     assert sums["confusion"].dtype == torch.int64
     assert int(sums["in_top5"]) == in_top5
+
+
+def test_one_answer_for_all_is_noted(caplog: pytest.LogCaptureFixture) -> None:
+    data = ImageData(Shapes(), Augment())
+    data.classes = ("cat", "dog")
+    task = ImageClassification(nn.Identity, data)
+    for matrix, noted in (([[3, 0], [5, 0]], True), ([[3, 0], [0, 5]], False)):
+        caplog.clear()
+        sums = {"loss": torch.tensor(1.0), "confusion": torch.tensor(matrix), "in_top5": torch.tensor(8)}
+        with caplog.at_level("WARNING", logger="ddptrain"):
+            task.report(sums)
+        assert ("every picture is taken for 'cat'" in caplog.text) == noted
