@@ -139,7 +139,8 @@ class ImageClassification(Task):
         height, width, channels = self._data.shape
         generator = torch.Generator().manual_seed(0)
         images = torch.randn(batch or 2, channels, height, width, generator=generator)
-        return Deployed(model, (images,), ("images",), ("logits",), any_batch=batch is None)
+        about = self._data.preparation()
+        return Deployed(model, (images,), ("images",), ("logits",), any_batch=batch is None, metadata=about)
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         confusion = sums["confusion"]

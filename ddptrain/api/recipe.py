@@ -123,6 +123,9 @@ class Deployed:
     """The relative difference of an output from the eager model's; None if there is nothing to compare."""
     any_batch: bool = False
     """Export the first dimension of every input and output as dynamic; the example's must be 2 or more."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What a program has to know to prepare the inputs and read the outputs, as JSON has it; written beside
+    the file, and into an ONNX file."""
 
 
 @dataclass(frozen=True, slots=True)

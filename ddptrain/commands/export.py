@@ -1,5 +1,6 @@
 """The verb ``export``: a checkpoint as a file that runs without ddptrain, checked before it is done."""
 
+import json
 import logging
 import math
 import warnings
@@ -22,6 +23,8 @@ log = logging.getLogger("ddptrain")
 
 _TOLERANCE = 1e-3
 """Largest difference from eager, as `Deployed.difference` counts it."""
+NAME = "ddptrain"
+"""Of the property of an ONNX file that holds the metadata."""
 _OWN_WORDS = ("format", "out")
 
 Runner = Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
@@ -69,6 +72,9 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
                 warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries among each other
                 difference = _checked(deployed, write(deployed, unchecked), unchecked)
         unchecked.replace(target)
+        if deployed.metadata:
+            about = json.dumps(deployed.metadata, indent=2, ensure_ascii=False) + "\n"
+            target.with_suffix(".json").write_text(about, encoding="utf-8")
     finally:
         unchecked.unlink(missing_ok=True)
     log.info("exported   %s to %s (%.1f MiB)", saved.path, target, target.stat().st_size / 2**20)
@@ -104,6 +110,7 @@ def _write_pt2(deployed: Deployed, target: Path) -> Runner:
 
 def _write_onnx(deployed: Deployed, target: Path) -> Runner:
     try:
+        import onnx
         import onnxruntime
         import onnxscript  # noqa: F401  torch.onnx.export needs it, and says so in a traceback
     except ImportError as error:
@@ -117,6 +124,10 @@ def _write_onnx(deployed: Deployed, target: Path) -> Runner:
         external_data=False,
         verbose=False,
     )
+    if deployed.metadata:
+        written = onnx.load(target)
+        onnx.helper.set_model_props(written, {NAME: json.dumps(deployed.metadata)})
+        onnx.save(written, target)
     session = onnxruntime.InferenceSession(str(target), providers=["CPUExecutionProvider"])
 
     def run(inputs: tuple[Tensor, ...]) -> list[Tensor]:

@@ -114,6 +114,24 @@ class ImageData(Data):
         known = {"classes": list(self.classes), "shape": list(self.shape), "mean": mean, "std": std}
         return known if self.resize is None else {**known, "resize": self.resize}
 
+    def preparation(self) -> Mapping[str, Any]:
+        """How a program makes the model's input of a picture file (docs/finetuning.md), as JSON has it.
+
+        mean, std: in 0..255, of the channels.
+        """
+        height, width, channels = self.shape
+        if self._normalise is None:
+            self._normalise = self._normaliser_of_source()
+        middle = {"rule": "middle", "draft": max(height, width)}
+        return {
+            "classes": list(self.classes),
+            "mode": "RGB" if channels == 3 else "L",
+            "size": [height, width],
+            "resize": middle if self.resize is None else {"rule": "short side", "pixels": self.resize},
+            "mean": self._normalise.mean.tolist(),
+            "std": self._normalise.std.tolist(),
+        }
+
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
         height, width, channels = metadata["shape"]
         self.classes, self.shape = tuple(metadata["classes"]), (height, width, channels)
@@ -127,9 +145,7 @@ class ImageData(Data):
         Needs the data set only where it was recalled from a checkpoint that knows neither mean nor deviation.
         """
         if self._normalise is None:
-            self.source.fetch(Path(self.root))
-            opened = self.source.open(Path(self.root))
-            self._normalise = self._normaliser(opened.mean, opened.std)
+            self._normalise = self._normaliser_of_source()
         return self._normalise(pictures.to(self._world.device))
 
     def examples(self, count: int) -> Tensor | None:
@@ -166,6 +182,11 @@ class ImageData(Data):
             f"{self.source.name}: {self.train_size:,} train, {self.valid_size:,} valid,"
             f" {len(self.classes)} classes, {height}x{width}x{channels}, {self._loader.describe()}"
         )
+
+    def _normaliser_of_source(self) -> Normalise:
+        self.source.fetch(Path(self.root))
+        opened = self.source.open(Path(self.root))
+        return self._normaliser(opened.mean, opened.std)
 
     def _normaliser(self, mean: Sequence[float], std: Sequence[float]) -> Normalise:
         middle, spread = (torch.tensor(list(of)).to(self._world.device) for of in (mean, std))

@@ -95,8 +95,10 @@ def fitted(file: Path, shape: tuple[int, int, int], resize: int | None = None) -
 
     height, width, channels = shape
     if resize is not None:
-        scaled = functional.resize(stored(file, channels), [resize], antialias=True)
-        return functional.center_crop(scaled, [height, width]).permute(1, 2, 0)  # type: ignore[no-any-return]
+        # by Pillow, as programs without torch do it: docs/finetuning.md shows one
+        scaled = functional.resize(decoded(file, _mode(file, channels)), [resize])
+        middle: Tensor = functional.pil_to_tensor(functional.center_crop(scaled, [height, width]))
+        return middle.permute(1, 2, 0)
     whole = decoded(file, _mode(file, channels), max(height, width))
     fit = ImageOps.fit(whole, (width, height), Image.Resampling.BILINEAR)
     pixels: Tensor = functional.pil_to_tensor(fit)

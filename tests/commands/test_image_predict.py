@@ -4,10 +4,13 @@ is gone by then."""
 import csv
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -284,6 +287,38 @@ def test_an_export_says_what_predict_says(digits: Path, tmp_path: Path, kind: st
         for row, share in zip(rows[some], shares, strict=True):
             assert share.argmax() == int(row["label_1"])
             assert float(share.max()) == pytest.approx(float(row["probability_1"]), rel=1e-3)
+
+
+@pytest.mark.parametrize("rule", ["middle", "short side"])
+def test_an_export_works_by_its_json_alone(rule: str, photos: Path, tmp_path: Path) -> None:
+    """The program that docs/finetuning.md shows, without torch, gives predict's classes and probabilities."""
+    home = photos
+    if rule == "short side":
+        home = tmp_path / "other"
+        shutil.copytree(photos / "moved", home / "set")
+        source = f"data=imagefolder data.root=set data.source.size={SIDE} data.source.resize=28"
+        trained(home, f"recipe=cnn_cifar10 {source}")
+        (home / "set").rename(home / "moved")
+    done = ddptrain(home, f"export run=run format=onnx out={tmp_path}/model.onnx", **ONE_THREAD)
+    assert done.code == 0, done.err
+    about = json.loads((tmp_path / "model.json").read_text())
+    assert about["resize"]["rule"] == rule
+    properties = {one.key: one.value for one in onnx.load(tmp_path / "model.onnx").metadata_props}
+    assert json.loads(properties["ddptrain"]) == about
+    page = (Path(__file__).parents[2] / "docs/finetuning.md").read_text()
+    script = page.split("```python\n")[1].split("```")[0]
+    (tmp_path / "use.py").write_text(script)
+    predict(home, f"run=run source=moved/val out={tmp_path}/seen")
+    rows = table(tmp_path / "seen")
+    files = [str(home / row["file"]) for row in rows]
+    said = subprocess.run(
+        [sys.executable, "use.py", *files], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    for line, row in zip(said, rows, strict=True):
+        of_classes = [float(word) for word in line.split()[-3:]]
+        shares = torch.tensor(of_classes).double().softmax(dim=0)
+        assert f" {row['label_1']} " in line
+        assert float(shares.max()) == pytest.approx(float(row["probability_1"]), abs=1e-4)
 
 
 class Counts(nn.Module):
