@@ -17,6 +17,7 @@ FILES = {
     "pipelines": PERFORMANCE,
     "lstm": PERFORMANCE,
     "detection": PERFORMANCE,
+    "busy": PERFORMANCE,
     "text": ROOT / "docs/text.md",
 }
 
