@@ -27,8 +27,8 @@ NAME = "busy"
 """Of the markers."""
 CASES = {
     "`lstm_text`, 1 rank of 2 threads": ("recipe=lstm_text", 1, 8),
-    "`cnn_cifar10`, 1 rank of 2 threads": ("recipe=cnn_cifar10 data=shapes", 1, 60),
-    "`cnn_cifar10`, 2 gloo ranks": ("recipe=cnn_cifar10 data=shapes", 2, 60),
+    "`cnn_cifar10`, 1 rank of 2 threads": ("recipe=cnn_cifar10 data=shapes", 1, 25),
+    "`cnn_cifar10`, 2 gloo ranks": ("recipe=cnn_cifar10 data=shapes", 2, 25),
 }
 """What is trained, on how many ranks, for how many steps."""
 GNU = 300_000

@@ -24,7 +24,8 @@ from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
-from ddptrain.launcher.process import end_with_agent, gc_paused, spin_briefly
+from ddptrain.launcher.process import end_with_agent, gc_paused
+from ddptrain.launcher.spinning import choose_spinning
 
 _WAIT_FOR_FIRST_RANK_S = 30.0
 """Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""
@@ -36,7 +37,6 @@ _PROOFS = ("resume", "world", "eval")
 def main(words: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
     end_with_agent()
-    spin_briefly()
     if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: a name may hold what the terminal lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -105,6 +105,7 @@ def _train(arguments: Arguments) -> int:
     if (composed := _composed(arguments)) is None:
         return ExitCode.DONE
     config, overrides = composed
+    choose_spinning()
     with gc_paused():
         from ddptrain.commands import train
 
@@ -213,6 +214,7 @@ def _launch(arguments: Arguments) -> int:
     config, _ = composed
     if not os.environ.get("OMP_NUM_THREADS"):  # as torchrun does, but before what reads it is imported:
         os.environ["OMP_NUM_THREADS"] = "1"  # the ranks take their threads when they know how many they are
+    choose_spinning()
     with gc_paused():
         from ddptrain.launcher.prefork import prefork_for
 

@@ -76,17 +76,6 @@ def gc_paused() -> Iterator[None]:
         gc.enable()
 
 
-def spin_briefly() -> None:
-    """Have OpenMP's threads sleep at a barrier after 0.2 ms; GNU's spin for 3 ms by default. To be called
-    before torch is imported.
-
-    Beside other busy processes a spinning thread takes its core from the very thread that it waits for.
-    Without any spinning an idle machine pays for waking its threads (benchmarks/busy.py).
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-
-
 def end_with(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> NoReturn:
     """Run a command line, and end this process with its exit code."""
     try:
