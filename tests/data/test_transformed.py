@@ -261,7 +261,7 @@ def test_evaluation_resizes_the_short_side_and_cuts_the_middle_as_torchvision(
     found, _ = next(plain.valid_batches([range(6)]))
     assert torch.equal(found, next(packed.valid_batches([range(6)]))[0])
     files = sorted((folder / "val").rglob("*.jpg"))
-    pictures = [center_crop(resize(pil_to_tensor(Image.open(file)), [28]), [24, 24]) for file in files]
+    pictures = [pil_to_tensor(center_crop(resize(Image.open(file), [28]), [24, 24])) for file in files]
     expected = plain.normalised(torch.stack(pictures).permute(0, 2, 3, 1))
     assert torch.equal(found, expected)
     assert plain.metadata()["resize"] == 28
