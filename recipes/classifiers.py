@@ -139,7 +139,8 @@ def _made(name: str, make: Callable[[], Any]) -> nn.Module:
 def _check_takes(model: nn.Module, name: str, shape: tuple[int, ...]) -> None:
     """Raise UserError where the model can't take pictures of this shape (C, H, W). Computes with shapes
     only."""
-    state = {key: value.to("meta") for key, value in model.state_dict().items()}
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = {key: value.to("meta") for key, value in held.items()}
     modes = [(module, module.training) for module in model.modules()]
     try:
         found = functional_call(model.eval(), state, (torch.empty(1, *shape, device="meta"),))
