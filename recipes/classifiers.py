@@ -141,16 +141,13 @@ def _check_takes(model: nn.Module, name: str, shape: tuple[int, ...]) -> None:
     only."""
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     state = {key: value.to("meta") for key, value in held.items()}
-    modes = [(module, module.training) for module in model.modules()]
     try:
         found = functional_call(model.eval(), state, (torch.empty(1, *shape, device="meta"),))
     except (RuntimeError, AssertionError, ValueError) as error:
         size = f"{shape[1]}x{shape[2]} pixels and {shape[0]} channel(s)"
         raise UserError(f"model.name={name}: can't take pictures of {size} ({error}).") from error
-    finally:
-        for module, training in modes:
-            module.training = training
     assert isinstance(found, Tensor)
+    model.train()
 
 
 def _replace_first_convolution(model: nn.Module, in_channels: int) -> None:

@@ -13,7 +13,7 @@ VERBS = (
     *("train", "evaluate", "predict", "export", "write", "checkpoint"),
     *("launch", "prove", "report", "doctor", "bench"),
 )
-GROUPS = (*("recipe", "model", "data", "augment", "optim", "sched", "strategy", "observers", "controllers"),)
+GROUPS = ("recipe", "model", "data", "augment", "optim", "sched", "strategy", "observers", "controllers")
 _SWITCHES = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
     *("--shell-completion", "-sc"),

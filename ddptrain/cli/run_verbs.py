@@ -10,6 +10,7 @@ from ddptrain.cli.compose import saved_tree
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
 from ddptrain.errors import KNOWN_ENDS, ExitCode, UserError
+from ddptrain.launcher.spinning import choose_spinning
 
 _OF_A_RUN = ("run", "checkpoint")
 _CHECKPOINT_ACTIONS = ("verify", "show", "convert")
@@ -25,6 +26,7 @@ def on_saved_run(arguments: Arguments) -> int:
     config = checked(saved_tree(folder / "config.yaml", arguments, overrides))
     checkpoint = own.pop("checkpoint", "") or "last"
     del own["run"]
+    choose_spinning()
     from ddptrain.commands import evaluate, export, predict
 
     command = {"evaluate": evaluate, "predict": predict, "export": export}[arguments.verb]

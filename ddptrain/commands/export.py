@@ -23,8 +23,8 @@ log = logging.getLogger("ddptrain")
 
 _TOLERANCE = 1e-3
 """Largest difference from eager, as `Deployed.difference` counts it."""
-NAME = "ddptrain"
-"""Of the property of an ONNX file that holds the metadata."""
+_PROPERTY = "ddptrain"
+"""Of an ONNX file: holds the metadata."""
 _OWN_WORDS = ("format", "out")
 
 Runner = Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
@@ -68,6 +68,8 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
             saved = named_checkpoint(folder, checkpoint)
             model = trained_model(config, task, data, world, saved).eval()
             deployed = task.deploy(model, **arguments)
+            if deployed.metadata and target == target.with_suffix(".json"):
+                raise UserError(f"out={target}: is where the metadata goes. Name another file: out={name}")
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries among each other
                 difference = _checked(deployed, write(deployed, unchecked), unchecked)
@@ -126,7 +128,7 @@ def _write_onnx(deployed: Deployed, target: Path) -> Runner:
     )
     if deployed.metadata:
         written = onnx.load(target)
-        onnx.helper.set_model_props(written, {NAME: json.dumps(deployed.metadata)})
+        onnx.helper.set_model_props(written, {_PROPERTY: json.dumps(deployed.metadata)})
         onnx.save(written, target)
     session = onnxruntime.InferenceSession(str(target), providers=["CPUExecutionProvider"])
 

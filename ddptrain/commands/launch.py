@@ -107,9 +107,8 @@ def _meet(args: Namespace) -> None:
         raise UserError("--rdzv-id: give the job a name, the same on all nodes: --rdzv-id=$SLURM_JOB_ID")
     if args.standalone or (most == 1 and static and not args.rdzv_endpoint):
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
-        args.local_addr = (
-            args.local_addr or "localhost"
-        )  # the host's own name may be one that nobody resolves
+        # the host's own name may be one that nobody resolves
+        args.local_addr = args.local_addr or "localhost"
     if args.rdzv_id == "none":
         args.rdzv_id = uuid.uuid4().hex[:10]
     if args.master_port is None:

@@ -75,6 +75,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
             step.state.controllers.update(controllers)
             if saved is not None:
                 _resume(saved, step, data, checkpointer)
+            del saved  # as large as the model with its optimizer's state
             done, steps = step.state.step, step.plan.steps
             log.info("plan       steps %d to %d, %.4g epochs", done, steps, step.plan.epoch(steps))
             if done > steps or (done == steps and _is_summarised(folder, steps)):

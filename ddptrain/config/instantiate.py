@@ -234,8 +234,10 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    if hint in (bool, str) or (inspect.isclass(hint) and issubclass(hint, str)):
-        return isinstance(value, bool if hint is bool else str)
+    if hint is bool:
+        return isinstance(value, bool)
+    if inspect.isclass(hint) and issubclass(hint, str):
+        return isinstance(value, str)
     kind = origin or hint
     if kind is tuple and args and args[-1] is not Ellipsis:
         return isinstance(value, list) and len(value) == len(args) and all(map(_fits, value, args))

@@ -6,7 +6,7 @@ one factor for a whole batch, and round otherwise on a GPU.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,10 +48,7 @@ class RandomResizedCrop:
 
     def params(self, draws: Draws, height: int, width: int) -> Box:
         """For a picture of this size. Where ten rectangles don't fit: the middle one of the nearest form."""
-        for _ in range(_TRIES):
-            area = height * width * draws.uniform(*self.scale)
-            form = math.exp(draws.uniform(*map(math.log, self.ratio)))
-            wide, tall = round(math.sqrt(area * form)), round(math.sqrt(area / form))
+        for wide, tall in _sides(draws, height * width, self.scale, self.ratio):
             if 0 < wide <= width and 0 < tall <= height:
                 return Box(draws.below(height - tall + 1), draws.below(width - wide + 1), tall, wide)
         narrowest, widest = self.ratio
@@ -138,10 +135,7 @@ class RandomErasing:
         """None where nothing is erased: not drawn, or ten rectangles did not fit."""
         if draws.uniform() >= self.p:
             return None
-        for _ in range(_TRIES):
-            area = height * width * draws.uniform(*self.scale)
-            form = math.exp(draws.uniform(*map(math.log, self.ratio)))
-            tall, wide = round(math.sqrt(area * form)), round(math.sqrt(area / form))
+        for tall, wide in _sides(draws, height * width, self.scale, self.ratio):
             if tall < height and wide < width:
                 return Box(draws.below(height - tall + 1), draws.below(width - wide + 1), tall, wide)
         return None
@@ -203,6 +197,16 @@ class Transforms:
         if self.erasing is not None:
             image = self.erasing.apply(image, self.erasing.params(Draws(*key, _ERASE), *size), fill)
         return image
+
+
+def _sides(
+    draws: Draws, whole: int, scale: Sequence[float], ratio: Sequence[float]
+) -> Iterator[tuple[int, int]]:
+    """Ten times the sides of a rectangle, in pixels: a share of the whole area, and first / second side."""
+    for _ in range(_TRIES):
+        area = whole * draws.uniform(*scale)
+        form = math.exp(draws.uniform(*map(math.log, ratio)))
+        yield round(math.sqrt(area * form)), round(math.sqrt(area / form))
 
 
 def check_share(name: str, value: float) -> None:

@@ -6,7 +6,8 @@ batch, so the sum over ranks only fills slots and the total is taken in one orde
 order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -39,22 +40,19 @@ def evaluate(
     model: the bare module, the same on every rank; DDP's wrapper would communicate in its forward.
     Raises Interrupted where ``watchdog`` was asked to stop.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     size = data.valid_size
     chunks = [range(i, min(i + batch_size, size)) for i in range(0, size, batch_size)]
     mine = range(world.rank, len(chunks), world.size)
     sums = _Totals(len(chunks), world)
-    for slot, batch in zip(mine, data.valid_batches([chunks[i] for i in mine]), strict=True):
-        if watchdog.stop:
-            break
-        watchdog.mark("evaluating a batch")
-        with precision.autocast():
-            found = task.evaluate(model, batch)
-        for name, value in found.items():
-            sums.add(slot, name, value)
-    for module, training in modes:  # model.train() would wake the BatchNorms of frozen layers
-        module.training = training
+    with _evaluating(model):
+        for slot, batch in zip(mine, data.valid_batches([chunks[i] for i in mine]), strict=True):
+            if watchdog.stop:
+                break
+            watchdog.mark("evaluating a batch")
+            with precision.autocast():
+                found = task.evaluate(model, batch)
+            for name, value in found.items():
+                sums.add(slot, name, value)
     totals = sums.totals(interrupted=watchdog.stop is not None)
     watchdog.mark("reporting", patience=LONG_S)
     return on_first_rank(world, lambda: check_report(task, task.report(totals)))
@@ -116,10 +114,18 @@ class _Totals:
 @torch.no_grad()  # not inference_mode: what a model caches here could not be used in training
 def figures_of(task: Task, model: nn.Module, precision: Precision) -> Mapping[str, Figure]:
     """The task's figures of the model. No collectives: only rank 0 calls it."""
+    with _evaluating(model), precision.autocast():
+        return task.figures(model)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode, and then each module as it was: ``model.train()`` would wake the BatchNorms of
+    frozen layers."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    with precision.autocast():
-        figures = task.figures(model)
-    for module, training in modes:  # model.train() would wake the BatchNorms of frozen layers
-        module.training = training
-    return figures
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

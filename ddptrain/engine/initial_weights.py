@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Init
-from ddptrain.distributed.comm import once_a_node
+from ddptrain.distributed.comm import on_all_ranks, once_a_node
 from ddptrain.engine.checkpoint import Checkpointer, read, unpack
 from ddptrain.errors import UserError
 from ddptrain.text import first_few
@@ -33,14 +33,15 @@ _LEAST_SHARE = 0.5
 
 
 def load_initial_weights(config: Config, model: nn.Module, world: World) -> None:
-    """Put what ``init.weights`` names into a new model, and log what fitted. A collective where it is
-    downloaded, once a node.
+    """Put what ``init.weights`` names into a new model, and log what fitted. Collectives: it is downloaded
+    once a node, and all ranks learn of one that can't read it.
 
     Raises UserError where there is no such file, or it is another model's.
     """
     if config.init.weights is None:
         return
-    found = read_weights(config.init.weights, config.model or {}, world)
+    source = config.init.weights
+    found = on_all_ranks(world, lambda: read_weights(source, config.model or {}, world))
     matched = match(model, found, config.init)
     model.load_state_dict({**model.state_dict(), **matched.loaded})
     for line in matched.lines():

@@ -54,8 +54,10 @@ def open_run(folder: Path) -> None:
 
 def discard_unused(folder: Path) -> None:
     """Remove the folder of a refused run, if it holds only log and lock."""
-    left = list(folder.iterdir()) if folder.is_dir() else None  # somebody may have removed it
-    if left is not None and {path.name for path in left} <= {"log.txt", LOCK}:
+    if not folder.is_dir():  # somebody has removed it
+        return
+    left = list(folder.iterdir())
+    if {path.name for path in left} <= {"log.txt", LOCK}:
         for path in left:
             path.unlink()
         folder.rmdir()

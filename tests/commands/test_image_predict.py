@@ -339,3 +339,11 @@ def test_a_batch_may_be_fixed(digits: Path, tmp_path: Path, refused: Refused) ->
     assert done.code == 0, done.err
     assert "input      images, float32 (3, 1, 8, 8)" in done.err
     assert refused(digits, "export run=run format=pt2 batch=0").startswith("batch=0: must be 1")
+
+
+def test_a_model_is_not_written_where_its_metadata_goes(
+    digits: Path, tmp_path: Path, refused: Refused
+) -> None:
+    said = refused(digits, f"export run=run format=pt2 out={tmp_path}/model.json")
+    assert said.startswith(f"out={tmp_path}/model.json: is where the metadata goes")
+    assert not list(tmp_path.iterdir())
