@@ -152,7 +152,7 @@ def run(case: dict[str, str], folder: Path, name: str, *more: str) -> tuple[int,
     trained = [*words(case, folder), *more, f"run.dir={folder}/{name}"]
     watch.strict = case["strategy"] not in MAY_WAIT
     watch.memory = "yolo" not in case["recipe"] or "more" in case
-    watch.new_sizes = 2 if "yolo" in case["recipe"] else 0
+    watch.new_sizes = 2 if "yolo" in case["recipe"] or "accumulation" in case.values() else 0
     told = folder / f"said-{os.environ.get('RANK', '0')}.txt"
     code, said = _said(trained, told)
     then = case.get("then")
