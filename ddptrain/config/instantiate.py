@@ -11,7 +11,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Union
 
 from ddptrain.config.suggest import did_you_mean
@@ -21,6 +21,7 @@ from ddptrain.errors import UserError
 
 _DOWNLOADS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")
 """Arguments by which torchvision fetches a file and unpickles it."""
+_LISTS = (list, tuple, Sequence, Iterable)
 
 
 def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list[str]:
@@ -47,9 +48,9 @@ def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list
         elif name not in parameters and not open_ended:
             hint = did_you_mean(f"{key}.{name}", [f"{key}.{known}" for known in parameters])
             problems.append(f"{key}.{name}: {node['_target_']} takes no such argument.{hint}")
-        elif _is_node(value):
-            nested = check_node(value, f"{key}.{name}")
-            problems += nested or _misplaced(value, hints.get(name), f"{key}.{name}")
+        elif nodes := _nodes_of(value, hints.get(name, Any), f"{key}.{name}"):
+            for nested, hint, where in nodes:
+                problems += check_node(nested, where) or _misplaced(nested, hint, where)
         elif isinstance(value, str) and (problem := _refused_by(hints.get(name), value)):
             problems.append(f"{key}.{name}={value}: {problem}")
         elif not _fits(value, hints.get(name, Any)):
@@ -71,14 +72,11 @@ def build(node: Node, key: str, **offered: Any) -> Any:
     for name, value in node.items():
         where = f"{key}.{name}"
         wrong = _hidden_nodes(value, where) + _downloads(node, name, key)
-        wrong += _misplaced(value, hints.get(name), where) if _is_node(value) else []
+        for nested, hint, place in _nodes_of(value, hints.get(name, Any), where):
+            wrong += _misplaced(nested, hint, place)
         if wrong:
             raise UserError(wrong[0])
-    arguments = {
-        name: build(value, f"{key}.{name}") if _is_node(value) else value
-        for name, value in node.items()
-        if name != "_target_"
-    }
+    arguments = {name: _built(value, f"{key}.{name}") for name, value in node.items() if name != "_target_"}
     for name, value in offered.items():
         if name in parameters or open_ended:
             arguments.setdefault(name, value)
@@ -94,6 +92,14 @@ def build(node: Node, key: str, **offered: Any) -> Any:
         if unknown or node["_target_"].startswith(LIBRARIES):
             raise UserError(f"{key} ({node['_target_']}): {error}") from error
         raise
+
+
+def _built(value: Any, key: str) -> Any:
+    if _is_node(value):
+        return build(value, key)
+    if isinstance(value, list):
+        return [_built(item, f"{key}[{i}]") for i, item in enumerate(value)]
+    return value
 
 
 def _refused_by(hint: Any, value: str) -> str | None:
@@ -182,17 +188,32 @@ def _is_node(value: Any) -> bool:
     return isinstance(value, Mapping) and "_target_" in value
 
 
-def _hidden_nodes(value: Any, key: str) -> list[str]:
-    """Nodes where nothing would be built of them: in lists, and in mappings that are no nodes."""
+def _nodes_of(value: Any, hint: Any, key: str) -> list[tuple[Node, Any, str]]:
+    """The nodes that an argument is made of: itself, or items of a list; each with its annotation and key."""
+    if _is_node(value):
+        return [(value, hint, key)]
+    of_lists = [kind for kind in _alternatives(hint) if typing.get_origin(kind) in _LISTS]
+    no_list = inspect.isclass(hint) and hint not in (Any, list)  # Any is a class since Python 3.11
+    if not isinstance(value, list) or no_list:
+        return []
+    item = typing.get_args(of_lists[0])[0] if of_lists else Any
+    return [(node, item, f"{key}[{i}]") for i, node in enumerate(value) if _is_node(node)]
+
+
+def _hidden_nodes(value: Any, key: str, depth: int = 0) -> list[str]:
+    """Nodes where nothing would be built of them: deeper than in an argument, or in a list that is one."""
+    is_list = isinstance(value, list)
     if isinstance(value, Mapping):
         inner = {} if _is_node(value) else {f"{key}.{name}": item for name, item in value.items()}
     else:
-        inner = {f"{key}[{i}]": item for i, item in enumerate(value)} if isinstance(value, list) else {}
+        inner = {f"{key}[{i}]": item for i, item in enumerate(value)} if is_list else {}
     problems = []
     for where, item in inner.items():
-        if _is_node(item):
-            problems.append(f"{where}._target_: a node can only be an argument itself; move it.")
-        problems += _hidden_nodes(item, where)
+        if _is_node(item) and not (is_list and depth == 0):
+            problems.append(
+                f"{where}._target_: a node can only be an argument itself, or in a list that is one; move it."
+            )
+        problems += _hidden_nodes(item, where, depth + 1)
     return problems
 
 

@@ -20,11 +20,13 @@ _DOORS = {
 }
 ALLOWED = (
     *("ddptrain.recipes.", "ddptrain.data.", "torch.nn.", "torch.optim.", "torchvision.models."),
-    *("torchvision.transforms.v2.", *OURS),
+    *("torchvision.transforms.v2.", "torchvision.datasets.", *OURS),
 )
 FUNCTIONS_ALLOWED = ("ddptrain.recipes.", "torchvision.models.")
 LIBRARIES = ("torch.", "torchvision.")
 _MODULES = ("torch.nn.", "torchvision.models.", "torchvision.transforms.v2.")
+_UNPICKLES = "torchvision.datasets.lsun."
+"""A list of keys that lies in the current folder; CIFAR-10's files are unpickled too, after their hashes."""
 _LONGEST = 200
 _opened: set[str] = set()
 
@@ -82,6 +84,7 @@ def _kinds_wanted_instead(found: Any, home: str) -> str | None:
     """What a library's or a recipe's name may stand for, where this one does not: much of what lies beside
     modules and optimizers reads files or calls what it is given."""
     from torch import nn, optim
+    from torch.utils.data import Dataset
 
     made = made_by(found)
     if home.startswith(OURS):
@@ -89,6 +92,9 @@ def _kinds_wanted_instead(found: Any, home: str) -> str | None:
         return None if kinds & _DOORS else "strategies, observers and controllers"
     if home.startswith("torch.optim."):
         return None if inspect.isclass(found) and issubclass(found, optim.Optimizer) else "optimizers"
+    if home.startswith("torchvision.datasets."):
+        sound = inspect.isclass(found) and issubclass(found, Dataset) and not home.startswith(_UNPICKLES)
+        return None if sound else "map-style datasets that check what they unpickle"
     if home.startswith(_MODULES) and inspect.isclass(found):
         return None if issubclass(found, nn.Module) else "modules"
     if home.startswith("torchvision.models."):

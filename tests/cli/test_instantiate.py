@@ -241,12 +241,39 @@ def test_a_nested_node_makes_what_its_argument_is_annotated_with(
         build(node, "model")
 
 
-@pytest.mark.parametrize("value", [[LINEAR], [{"a": LINEAR}], {"a": LINEAR}, {"a": [{"b": LINEAR}]}])
+def test_a_list_of_nodes_becomes_a_list_of_what_they_make() -> None:
+    node = {"_target_": "torch.nn.ModuleList", "modules": [LINEAR, LINEAR]}
+    assert check_node(node, "model") == []
+    assert [type(made).__name__ for made in build(node, "model")] == ["Linear", "Linear"]
+
+
+@pytest.mark.parametrize(
+    ("node", "problem"),
+    [
+        (
+            {"_target_": "torch.nn.ModuleList", "modules": [LINEAR, {"_target_": "os.sep"}]},
+            "model.modules[1]",
+        ),
+        ({"_target_": "torch.nn.ModuleList", "modules": [{"_target_": "os.system"}]}, "model.modules[0]"),
+        ({"_target_": "torch.nn.ModuleList", "modules": [{**LINEAR, "size": 1}]}, "model.modules[0].size"),
+        ({"_target_": "torch.nn.Linear", "in_features": [LINEAR], "out_features": 2}, "model.in_features"),
+    ],
+)
+def test_nodes_in_a_list_are_checked_as_others_are(node: dict[str, Any], problem: str) -> None:
+    (found,) = check_node(node, "model")
+    assert found.startswith(problem)
+    with pytest.raises(UserError, match=r"^model"):
+        build(node, "model")
+
+
+@pytest.mark.parametrize(
+    "value", [[{"a": LINEAR}], {"a": LINEAR}, {"a": [{"b": LINEAR}]}, {"a": [LINEAR]}, [[LINEAR]]]
+)
 def test_a_node_where_nothing_would_be_built_of_it_is_refused(value: Any) -> None:
     node = {"_target_": "torch.nn.ModuleList", "modules": value}
     (problem,) = check_node(node, "model")
     assert problem.startswith("model.modules")
-    assert problem.endswith("a node can only be an argument itself; move it.")
+    assert problem.endswith("a node can only be an argument itself, or in a list that is one; move it.")
     with pytest.raises(UserError, match="a node can only be an argument itself"):
         build(node, "model")
 
