@@ -229,6 +229,12 @@ class Data(ABC):
         return ()
 
     @property
+    def sample_weights(self) -> Tensor | None:
+        """How often each training sample is drawn, relative to the others: float64 (train_size,), positive,
+        on the CPU. None: each once an epoch."""
+        return None
+
+    @property
     def loading(self) -> Loading:
         """For the advice on where the time goes. Known after `prepare`."""
         return Loading()

@@ -8,7 +8,7 @@ and a shard is computed in micro-batches.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -49,7 +49,8 @@ class Sampler:
     """The training samples of one rank.
 
     size: samples in the training set. batch_size: the GLOBAL batch. micro_batch: most samples in one forward
-    pass, or None for a whole shard. shards: parts of a global batch, or None for one per rank.
+    pass, or None for a whole shard. shards: parts of a global batch, or None for one per rank. weights: as
+    `Data.sample_weights` has them.
     """
 
     size: int
@@ -59,10 +60,18 @@ class Sampler:
     world_size: int = 1
     micro_batch: int | None = None
     shards: int | None = None
+    weights: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise UserError("data: the training set is empty.")
+        weights = self.weights
+        if weights is not None and not (
+            weights.shape == (self.size,) and bool((weights > 0).all()) and bool(weights.isfinite().all())
+        ):
+            raise UserError(
+                f"data.sample_weights: must be {self.size} positive numbers, one a training sample."
+            )
         if self.shards is not None and not self.world_size <= self.shards <= self.batch_size:
             raise UserError(
                 f"strategy.shards={self.shards}: elastic=strict cuts the global batch of"
@@ -104,9 +113,20 @@ class Sampler:
         return tuple(piece.size for piece in self.pieces)
 
     def order(self, epoch: int) -> Tensor:
-        """int64 (size,): the sample indices of an epoch, shuffled."""
+        """int64 (size,): the sample indices of an epoch, shuffled.
+
+        With weights by systematic sampling: a sample is in it as often as its weight says, rounded up or
+        down by chance. Equal weights give each once.
+        """
         generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
-        return torch.randperm(self.size, generator=generator)
+        order = torch.randperm(self.size, generator=generator)
+        if self.weights is None:
+            return order
+        ends = self.weights[order].cumsum(0)
+        offset = torch.rand(1, generator=generator, dtype=torch.float64)
+        points = (torch.arange(self.size) + offset) * (ends[-1] / self.size)
+        drawn = order[torch.searchsorted(ends, points, right=True).clamp(max=self.size - 1)]
+        return drawn[torch.randperm(self.size, generator=generator)]
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of a step."""

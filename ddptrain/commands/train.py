@@ -120,7 +120,7 @@ def _step(config: Config, task: Task, data: Data, world: World, watchdog: Watchd
     ranks, nodes = counted(world.size, "rank"), counted(-(-world.size // world.local_size), "node")
     log.info("strategy   %s, %s on %s", strategy.describe(), ranks, nodes)
     setup.prepare(data, world, config.seed)
-    plan = plan_run(config, data.train_size, data.identity, strategy.shards)
+    plan = plan_run(config, data.train_size, data.identity, strategy.shards, data.sample_weights)
     log.info("batch      %s", _batch_in_words(plan, world))
     on_all_ranks(world, lambda: check_graphs(config.compile, world, len(plan.sampler(world).pieces)))
     data.train_batches(plan.sampler(world), range(0))  # refuses a batch that it can't give

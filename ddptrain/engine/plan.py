@@ -1,9 +1,12 @@
 """What happens after which step: a pure function of the config and the size of the data."""
 
+import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from ddptrain.api.recipe import At
 from ddptrain.api.sampler import Sampler
@@ -42,22 +45,35 @@ class Plan:
     """Most steps skipped in a row."""
     verify_every: int | None = None
     """Steps between comparisons of the ranks' weights."""
+    sample_weights: Tensor | None = field(default=None, compare=False)
+    """`Data.sample_weights`."""
 
     def sampler(self, world: World) -> Sampler:
         """Which samples this rank takes in each step."""
         return Sampler(
-            self.train_size, self.batch_size, self.seed, world.rank, world.size, self.micro_batch, self.shards
+            self.train_size,
+            self.batch_size,
+            self.seed,
+            world.rank,
+            world.size,
+            self.micro_batch,
+            self.shards,
+            self.sample_weights,
         )
 
     @property
     def position_facts(self) -> dict[str, int | str | None]:
         """What determines the samples of a step number."""
+        weights = None
+        if self.sample_weights is not None:
+            weights = hashlib.sha256(self.sample_weights.numpy().tobytes()).hexdigest()[:16]
         return {
             "seed": self.seed,
             "batch_size": self.batch_size,
             "data": self.data,
             "train_size": self.train_size,
             "shards": self.shards,
+            "sample_weights": weights,
         }
 
     def check_continues(self, saved: Mapping[str, Any], where: str) -> None:
@@ -72,6 +88,7 @@ class Plan:
             "batch_size": "train.batch_size",
             "train_size": "data (training samples)",
             "shards": "elastic or strategy.shards",
+            "sample_weights": "data (weights of the samples)",
         }
         for name, key in keys.items():
             own = self.position_facts[name]
@@ -109,7 +126,13 @@ class Plan:
         return int(self.epoch(done)) > int(self.epoch(done - 1))
 
 
-def plan_run(config: Config, train_size: int, data: str = "", shards: int | None = None) -> Plan:
+def plan_run(
+    config: Config,
+    train_size: int,
+    data: str = "",
+    shards: int | None = None,
+    sample_weights: Tensor | None = None,
+) -> Plan:
     """The plan a config makes for a training set of this size and identity. shards: `Strategy.shards`."""
     train = config.train
     steps = train.steps
@@ -132,6 +155,7 @@ def plan_run(config: Config, train_size: int, data: str = "", shards: int | None
         skips_nonfinite=train.nonfinite == "skip",
         nonfinite_limit=train.nonfinite_limit,
         verify_every=train.verify_every,
+        sample_weights=sample_weights,
     )
 
 

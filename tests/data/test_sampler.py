@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddptrain.api.sampler import Part, Sampler
+from ddptrain.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -110,3 +111,40 @@ def test_no_sample_is_missed_or_repeated_while_the_world_changes(schedule: int) 
     assert seen == [i for step in range(steps) for i in ids_of(alone, alone.global_batch(step))]
     for epoch in range(len(seen) // size):
         assert sorted(seen[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    weights=st.lists(st.floats(0.01, 10), min_size=1, max_size=60),
+    epoch=st.integers(0, 9),
+    seed=st.integers(0, 99),
+)
+def test_an_epoch_holds_a_sample_as_often_as_its_weight_says(
+    weights: list[float], epoch: int, seed: int
+) -> None:
+    size, shares = len(weights), torch.tensor(weights, dtype=torch.float64)
+    order = Sampler(size, 1, seed, weights=shares).order(epoch)
+    counts, wanted = order.bincount(minlength=size), shares / shares.sum() * size
+    assert len(order) == size
+    assert ((counts - wanted).abs() < 1 + 1e-9).all()
+
+
+def test_rounding_is_by_chance_and_equal_weights_are_a_permutation() -> None:
+    shares = torch.tensor([0.5] * 50 + [1.5] * 50, dtype=torch.float64)
+    sampler = Sampler(100, 10, seed=3, weights=shares)
+    epochs = torch.stack([sampler.order(epoch) for epoch in range(2000)])
+    found = epochs.flatten().bincount(minlength=100) / 2000
+    # 2,000 draws of a half: a standard deviation of 0.011
+    assert (found - shares).abs().max() < 0.06
+    places = epochs.double().mean(dim=1)  # ids follow each other in no order
+    first, second = epochs[:, :-1].flatten().double(), epochs[:, 1:].flatten().double()
+    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.02
+    assert places.std() > 0
+    equal = Sampler(100, 10, seed=3, weights=torch.ones(100, dtype=torch.float64))
+    assert sorted(equal.order(0).tolist()) == list(range(100))
+
+
+@pytest.mark.parametrize("weights", [[1.0, 2.0], [1.0, 0.0, 1.0], [1.0, float("inf"), 1.0]])
+def test_weights_that_make_no_sense_are_refused(weights: list[float]) -> None:
+    with pytest.raises(UserError, match=r"^data\.sample_weights: must be 3 positive numbers"):
+        Sampler(3, 1, 0, weights=torch.tensor(weights, dtype=torch.float64))
