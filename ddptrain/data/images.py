@@ -40,13 +40,16 @@ class ImageData(Data):
     training samples are mixed.
 
     Once prepared: classes, their names, into which a label is an index; shape, (height, width, channels);
-    resize, `ImageSet.resize`.
+    resize, `ImageSet.resize`; multi_label, whether an image has any number of classes: labels are then
+    float32 (n, classes), 0 or 1.
 
     augment: how training images are varied: `Augment` on the device, for resident sets; `Transforms`, or a
     module of one's own (`OwnTransform`), on the CPU. root: folder where the set lies or goes. workers: loader
     processes of a rank, ``auto`` by the cores at hand. resident: keep the uint8 set on the device, or, where
     the CPU varies the images, in its memory; ``auto`` if it is small enough. Both ways give the same pixels.
-    channels_last: memory format of the batches.
+    channels_last: memory format of the batches. balance: how far classes of few training images are made up
+    for, in [0, 1]: 0, each image is seen once an epoch; 1, each class is seen equally often; between, in
+    proportion to its number of images to the power of ``1 - balance``.
     """
 
     source: ImageSource
@@ -55,9 +58,12 @@ class ImageData(Data):
     workers: int | Literal["auto"] = "auto"
     resident: bool | Literal["auto"] = "auto"
     channels_last: bool = True
+    balance: float = 0.0
 
     def __post_init__(self) -> None:
         check_workers(self.workers)
+        if not 0 <= self.balance <= 1:
+            raise UserError(f"data.balance={self.balance}: must be from 0 (off) to 1.")
         self._normalise: Normalise | None = None
         self._training: Split | None = None
 
@@ -67,7 +73,7 @@ class ImageData(Data):
         self._set = self.source.open(Path(self.root))
         self._training = self._set.train
         self.classes, self.shape = tuple(self._set.classes), self._set.train.shape
-        self.resize = self._set.resize
+        self.resize, self.multi_label = self._set.resize, self._set.train.labels.ndim == 2
         self._normalise = normalise = self._normaliser(self._set.mean, self._set.std)
         fill = normalise.mean.round().to(torch.uint8)
         workers = spare_cores(world) if self.workers == "auto" else self.workers
@@ -106,13 +112,35 @@ class ImageData(Data):
         return self.classes
 
     @property
+    def recalled(self) -> bool:
+        """Whether only a checkpoint's `metadata` is known of the set."""
+        return self._training is None
+
+    @property
+    def class_counts(self) -> Tensor:
+        """int64 (classes,): training images of each class; of several labels an image, those that have it.
+        Needs the prepared set."""
+        labels = self._set.train.labels
+        return labels.long().sum(0) if labels.ndim == 2 else labels.bincount(minlength=len(self.classes))
+
+    @property
+    def sample_weights(self) -> Tensor | None:
+        if not self.balance:
+            return None
+        labels = self._set.train.labels
+        if labels.ndim == 2:
+            raise UserError("data.balance: is for images of one class each. Set data.balance=0.")
+        return self.class_counts.double().pow(-self.balance)[labels]
+
+    @property
     def loading(self) -> Loading:
         return self._loader.loading
 
     def metadata(self) -> Mapping[str, Any]:
         mean, std = ([float(value) for value in of] for of in (self._set.mean, self._set.std))
         known = {"classes": list(self.classes), "shape": list(self.shape), "mean": mean, "std": std}
-        return known if self.resize is None else {**known, "resize": self.resize}
+        further = {"resize": self.resize, "multi_label": self.multi_label}
+        return {**known, **{name: value for name, value in further.items() if value}}
 
     def preparation(self) -> Mapping[str, Any]:
         """How a program makes the model's input of a picture file (docs/finetuning.md), as JSON has it.
@@ -135,7 +163,7 @@ class ImageData(Data):
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
         height, width, channels = metadata["shape"]
         self.classes, self.shape = tuple(metadata["classes"]), (height, width, channels)
-        self.resize = metadata.get("resize")
+        self.resize, self.multi_label = metadata.get("resize"), metadata.get("multi_label", False)
         self._world = world
         self._normalise = self._normaliser(metadata["mean"], metadata["std"]) if "mean" in metadata else None
 

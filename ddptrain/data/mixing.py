@@ -82,8 +82,10 @@ def mixed_pixels(own: Tensor, other: Tensor, mixture: Mixture) -> Tensor:
 
 
 def soft_targets(labels: Tensor, others: Tensor, shares: Tensor, classes: int) -> Tensor:
-    """float32 (n, classes), rows that sum to 1: ``shares``, float32 (n,), are the labels', the rest is the
-    partners'; int64 (n,) each."""
+    """float32 (n, classes): ``shares``, float32 (n,), are the labels', the rest is the partners'; int64 (n,)
+    each, or float32 (n, classes)."""
+    if labels.ndim == 2:
+        return torch.lerp(others, labels, shares[:, None])
     targets = torch.zeros(len(labels), classes)
     targets.scatter_add_(1, labels[:, None], shares[:, None])
     return targets.scatter_add_(1, others[:, None], 1 - shares[:, None])

@@ -13,7 +13,8 @@ from torch import Tensor
 class Split(ABC):
     """Labelled uint8 images of one size: the training or the validation part of a set.
 
-    labels: int64 (n,). shape: (height, width, channels).
+    labels: int64 (n,), or float32 (n, classes), 1 for each class that an image has. shape: (height, width,
+    channels).
     """
 
     labels: Tensor

@@ -75,7 +75,7 @@ class TransformedImages(Dataset[Any]):
         return len(self._split)
 
     def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor] | UserError:
-        with _one_thread():
+        with one_thread():
             try:
                 return self._batch(keys)
             except UserError as error:
@@ -118,7 +118,7 @@ def _stacked(images: list[Tensor]) -> Tensor:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """A sum over a picture (contrast's mean) is rounded otherwise by another number of threads: a worker has
     one, the trainer's own process all of its cores."""
     threads = torch.get_num_threads()

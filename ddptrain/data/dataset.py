@@ -1,0 +1,206 @@
+"""Any map-style dataset as a recipe's data: torchvision's, Hugging Face's, or a class of one's own."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Literal, Protocol, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from ddptrain.api.recipe import Batch, Data, Loading
+from ddptrain.api.rng import mixed
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
+from ddptrain.data.transformed import one_thread
+from ddptrain.data.workers import (
+    Key,
+    TrainingKeys,
+    check_workers,
+    read_by_workers,
+    spare_cores,
+    validation_keys,
+)
+from ddptrain.errors import UserError
+
+_PURPOSE = 8  # 0 to 7 are those of `ddptrain.data.transforms`, `mixing` and `transformed`
+_HELD_OUT = 10
+
+
+class MapStyle(Sized, Protocol):
+    """Samples by their indices, 0 to len - 1."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@final
+class DatasetData(Data):
+    """Batches as ``collate`` makes them of a dataset's samples, on the device.
+
+    dataset: training samples. valid: validation samples; without it every tenth sample of ``dataset`` is held
+    out. collate: called with a list of samples (default: torch's ``default_collate``); must not draw random
+    numbers. classes: their names, or how many there are; by default those that the dataset names
+    (``dataset.classes``, or a Hugging Face dataset's ``label``). workers: loader processes of a rank.
+
+    Whatever a sample draws from torch's, NumPy's and Python's global generators follows from (seed, epoch,
+    sample index), so it is the same for any number of ranks and workers.
+    """
+
+    def __init__(
+        self,
+        dataset: MapStyle,
+        valid: MapStyle | None = None,
+        collate: Callable[[list[Any]], Batch] | None = None,
+        classes: list[str] | int | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> None:
+        check_workers(workers)
+        for key, samples in (("dataset", dataset), ("valid", valid)):
+            if samples is not None and not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
+                raise UserError(
+                    f"data.{key}: {type(samples).__name__} is not map-style; it needs __len__ and __getitem__"
+                    " (an IterableDataset can't be shuffled, nor continued exactly)."
+                )
+        self._dataset = dataset
+        self._valid = valid
+        self._collate = collate or default_collate
+        self._classes = _class_names(dataset, classes)
+        self._workers = workers
+
+    def prepare(self, world: World, seed: int) -> None:
+        self._world = world
+        everything, first = range(len(self._dataset)), _HELD_OUT - 1
+        held_out = everything[first::_HELD_OUT]
+        if self._valid is not None:
+            train, valid = Samples(self._dataset, everything, self._collate, seed), self._valid
+            self._train, self._held = train, Samples(valid, range(len(valid)), self._collate, seed)
+        else:
+            kept = [i for i in everything if i % _HELD_OUT != first]
+            self._train = Samples(self._dataset, kept, self._collate, seed)
+            self._held = Samples(self._dataset, held_out, self._collate, seed)
+        self._loaders = spare_cores(world) if self._workers == "auto" else self._workers
+        for part in (self._train, self._held) if self._loaders else ():
+            _check_travels(part)
+
+    @property
+    def train_size(self) -> int:
+        return len(self._train)
+
+    @property
+    def valid_size(self) -> int:
+        return len(self._held)
+
+    @property
+    def outputs(self) -> Sequence[str]:
+        return self._classes
+
+    @property
+    def loading(self) -> Loading:
+        return Loading(self._loaders, resident=False)
+
+    def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
+        return read_by_workers(self._train, TrainingKeys(sampler, steps), self._loaders, self._world.device)
+
+    def valid_batches(self, chunks: Sequence[range]) -> Iterator[Batch]:
+        return read_by_workers(self._held, validation_keys(chunks), self._loaders, self._world.device)
+
+    def preview(self) -> Tensor | None:
+        return None
+
+    def describe(self) -> str:
+        name, classes = type(self._dataset).__name__, f", {len(self._classes)} classes" * bool(self._classes)
+        return (
+            f"{name}: {self.train_size:,} train, {self.valid_size:,} valid{classes}, read by {self._loaders}"
+            f" worker{'s' * (self._loaders != 1)} a rank"
+        )
+
+
+@final
+class Samples(Dataset[Any]):
+    """Some samples of a dataset, read a batch at a time."""
+
+    def __init__(
+        self, dataset: MapStyle, ids: Sequence[int], collate: Callable[[list[Any]], Batch], seed: int
+    ) -> None:
+        self._dataset = dataset
+        self._ids = ids
+        self._collate = collate
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitems__(self, keys: list[Key]) -> Batch | UserError:
+        """The batch of these samples; a file that can't be read is returned as its UserError."""
+        samples = []
+        with one_thread(), _generators_restored():
+            for epoch, place, _ in keys:
+                sample = self._ids[place]
+                _seed_generators(mixed(self._seed, epoch, sample, _PURPOSE))
+                try:
+                    samples.append(self._dataset[sample])
+                except OSError as error:
+                    return UserError(
+                        f"data.dataset: sample {sample} can't be read ({error}).", everywhere=False
+                    )
+                except Exception as error:
+                    error.add_note(f"(in sample {sample} of data.dataset)")
+                    raise
+        if self._collate is not default_collate:
+            return self._collate(samples)
+        try:
+            return default_collate(samples)
+        except (TypeError, RuntimeError) as error:
+            first_line = str(error).partition("\n")[0]
+            return UserError(
+                f"data.dataset: its samples don't make a batch ({first_line}). They must be tensors of one"
+                " size (or numbers), alone, in tuples or in dicts: transform them, or set data.collate.",
+                everywhere=False,
+            )
+
+
+def _class_names(dataset: Any, classes: list[str] | int | None) -> tuple[str, ...]:
+    if isinstance(classes, int):
+        if classes < 2:
+            raise UserError(f"data.classes={classes}: must be 2 or more.")
+        return tuple(map(str, range(classes)))
+    if classes is not None:
+        return tuple(classes)
+    named = getattr(dataset, "classes", None)
+    if named is None:
+        features = getattr(dataset, "features", None) or {}  # Hugging Face's: a ClassLabel has names
+        named = getattr(features["label"], "names", None) if "label" in features else None
+    return tuple(map(str, named or ()))
+
+
+def _check_travels(part: Samples) -> None:
+    """Raises UserError where loader processes can't be given the dataset."""
+    try:
+        ForkingPickler.dumps(part)
+    except Exception as error:  # whatever the dataset's own __reduce__ or a C type raises
+        raise UserError(
+            f"data.dataset: can't be sent to loader processes ({error}). Leave lambdas, open files and locks"
+            " out of it, or set data.workers=0."
+        ) from error
+
+
+def _seed_generators(seed: int) -> None:
+    # not torch.manual_seed, which seeds the GPUs' generators too
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def _generators_restored() -> Iterator[None]:
+    """With no workers this is the trainer's own process."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])

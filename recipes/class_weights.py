@@ -1,0 +1,56 @@
+"""Factors of the classes' losses."""
+
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from ddptrain.api import Data, UserError
+from ddptrain.data.images import ImageData
+
+
+@final
+class ClassWeights:
+    """``task.class_weights``: None, a number for each class, or ``balanced``, which follows from the data."""
+
+    def __init__(self, asked: Literal["balanced"] | list[float] | None) -> None:
+        if isinstance(asked, list) and not all(weight > 0 for weight in asked):
+            raise UserError(f"task.class_weights={asked}: must be positive numbers.")
+        self._asked = asked
+        self._weights: Tensor | None = None
+
+    def prepare(self, data: Data) -> None:
+        """With the prepared data, before training. Raises UserError where there are not as many as classes,
+        or the data have no counts of classes.
+
+        Balanced: n / (classes * n_c) for n training samples, n_c of them of the class; the mean over all
+        samples is 1. Of several labels a sample: (n - n_c) / n_c, the factor of the class's positives.
+        """
+        classes = len(data.outputs)
+        if isinstance(self._asked, list):
+            if len(self._asked) != classes:
+                raise UserError(
+                    f"task.class_weights: has {len(self._asked)} numbers; the data have {classes} classes."
+                )
+            self._weights = torch.tensor(self._asked)
+        elif self._asked == "balanced":
+            if not isinstance(data, ImageData):
+                raise UserError(
+                    "task.class_weights=balanced: needs data of ddptrain.data.images.ImageData, which counts"
+                    f" its classes; {type(data).__name__} does not. Give a list of numbers."
+                )
+            if data.recalled:  # no training follows
+                return
+            counts = data.class_counts.double()
+            if not counts.all():
+                name = data.outputs[int(counts.argmin())]
+                raise UserError(f"task.class_weights=balanced: class {name!r} has no training sample.")
+            several = (data.train_size - counts) / counts
+            one = counts.sum() / (classes * counts)
+            self._weights = (several if data.multi_label else one).float()
+
+    def on(self, device: torch.device) -> Tensor | None:
+        """float32 (classes,) there, or None for equal weights."""
+        if self._weights is not None and self._weights.device != device:
+            self._weights = self._weights.to(device)  # once
+        return self._weights
