@@ -1,8 +1,10 @@
 """Any folder of class folders: ``cats/1.jpg``, ``dogs/2.png``, ..."""
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import final
 
@@ -10,37 +12,39 @@ import torch
 from torch import Tensor
 
 from ddptrain.data.disk import size_and_time
+from ddptrain.data.folders import parts_of, pictures_by_class, unpacked
 from ddptrain.data.packed import open_packed, pack, packed_folder
-from ddptrain.data.pictures import ENDINGS, decoders, fitted, stored
+from ddptrain.data.paths import Paths
+from ddptrain.data.pictures import Box, cropped, decoders, fitted
 from ddptrain.data.source import ImageSet, ImageSource, Split
 from ddptrain.errors import UserError
 
-_VALID_NAMES = ("val", "valid", "validation", "test")
+log = logging.getLogger(__name__)
 
 
 @final
 class FolderSplit(Split):
     """Image files, decoded when asked for, cut and scaled to a square as `fitted` does it."""
 
-    def __init__(
-        self, files: Sequence[Path], labels: Sequence[int], size: int, resize: int | None = None
-    ) -> None:
-        self.files = [str(file) for file in files]
-        self.labels = torch.tensor(labels, dtype=torch.int64)
+    def __init__(self, files: Paths, labels: Tensor, size: int, resize: int | None = None) -> None:
+        """labels: int64 (n,)."""
+        self.files = files
+        self.labels = labels
         self.shape = (size, size, 3)
         self._resize = resize
 
     def images(self, ids: Tensor) -> Tensor:
         return torch.stack([fitted(Path(self.files[i]), self.shape, self._resize) for i in ids.tolist()])
 
-    def picture(self, i: int) -> Tensor:
-        return stored(Path(self.files[i]), self.shape[2])
+    def cropped(self, i: int, box_of: Callable[[int, int], Box]) -> Tensor:
+        return cropped(Path(self.files[i]), self.shape, box_of)
 
 
 @final
 class ImageFolder(ImageSource):
-    """``root/train/<class>/*`` and ``root/val/<class>/*`` (or valid, validation, test). Without the
-    second, or with just ``root/<class>/*``, every tenth file of a class (in sorted order) is held out.
+    """``root/train/<class>/*`` and ``root/val/<class>/*`` (or training; valid, validation, test, testing; in
+    capitals or not). Without the second, or with just ``root/<class>/*``, every tenth file of a class (in
+    sorted order) is held out. All of it may lie in the only folder of ``root``.
 
     size: side in pixels to which the middle square of every picture is scaled. resize: in evaluation, pixels
     to which the short side is scaled, before the middle ``size`` pixels are cut out; None for ``size``, and
@@ -69,7 +73,10 @@ class ImageFolder(ImageSource):
 
     def fetch(self, root: Path) -> None:
         if not root.is_dir():
-            raise UserError(f"data.root={root}: there is no such folder. Name one that holds class folders.")
+            why = "is a file. Unpack it and name the folder" if root.is_file() else "there is no such folder"
+            raise UserError(f"data.root={root}: {why}. Name one that holds class folders.")
+        if (folder := unpacked(root)) != root:
+            log.info("data       %s is read, the only folder in data.root=%s", folder, root)
         if self._cache is not None:
             if self._cache.resolve().is_relative_to(root.resolve()):
                 raise UserError(
@@ -102,19 +109,14 @@ class ImageFolder(ImageSource):
         return packed_folder(cache, f"{self.name}-{self._size}", [size, decoders(), files])
 
     def _image_set(self, root: Path) -> ImageSet:
-        train_root = root / "train"
-        valid_root = next((root / name for name in _VALID_NAMES if (root / name).is_dir()), None)
-        if train_root.is_dir() and valid_root is not None:
-            train, valid = _files_by_class(train_root), _files_by_class(valid_root)
-            unknown = sorted(valid.keys() - train.keys())
-            if unknown:
-                raise UserError(
-                    f"{valid_root}: class {unknown[0]!r} is not in {train_root}. Both need the same classes."
-                )
+        parts = parts_of(unpacked(root))
+        train = pictures_by_class(parts.train)
+        if parts.valid is None:
+            valid = {name: files[9::10] for name, files in train.items()}
+            train = {name: [f for i, f in enumerate(files) if i % 10 != 9] for name, files in train.items()}
         else:
-            found = _files_by_class(train_root if train_root.is_dir() else root)
-            train = {name: [f for i, f in enumerate(files) if i % 10 != 9] for name, files in found.items()}
-            valid = {name: files[9::10] for name, files in found.items()}
+            valid = pictures_by_class(parts.valid)
+            _check_known(valid, train, parts.valid)
         classes = sorted(train)
         if len(classes) < 2:
             raise UserError(
@@ -126,8 +128,8 @@ class ImageFolder(ImageSource):
                 " or put some under val/<class>/."
             )
         return ImageSet(
-            train=self._split(train, classes),
-            valid=self._split(valid, classes, self._resize),
+            train=self._split(parts.train, train, classes),
+            valid=self._split(parts.valid or parts.train, valid, classes, self._resize),
             classes=classes,
             mean=[123.7, 116.3, 103.5],  # of ImageNet, as in torchvision's weights
             std=[58.4, 57.1, 57.4],
@@ -135,24 +137,20 @@ class ImageFolder(ImageSource):
         )
 
     def _split(
-        self, files: dict[str, list[Path]], classes: list[str], resize: int | None = None
+        self, folder: Path, files: dict[str, list[str]], classes: list[str], resize: int | None = None
     ) -> FolderSplit:
-        listed = [(file, label) for label, name in enumerate(classes) for file in files.get(name, [])]
-        return FolderSplit([file for file, _ in listed], [label for _, label in listed], self._size, resize)
+        listed = [files.get(name, []) for name in classes]
+        counts = torch.tensor([len(names) for names in listed])
+        paths = Paths(folder, chain.from_iterable(listed))
+        return FolderSplit(paths, torch.arange(len(classes)).repeat_interleave(counts), self._size, resize)
 
 
-def _files_by_class(root: Path) -> dict[str, list[Path]]:
-    """The image files of each class folder, sorted, in the same order on every machine."""
-    folders = sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
-    found = {
-        folder.name: sorted(f for f in folder.rglob("*") if f.suffix.lower() in ENDINGS) for folder in folders
-    }
-    if not any(found.values()):
-        raise UserError(
-            f"data.root={root}: no image found in its class folders (looked for"
-            f" <class>/*{{{','.join(ENDINGS)}}}). Point data.root at a folder of class folders."
-        )
-    empty = [name for name, files in found.items() if not files]
-    if empty:
-        raise UserError(f"{root / empty[0]}: this class folder holds no image. Fill or remove it.")
-    return found
+def _check_known(valid: Mapping[str, object], train: Mapping[str, object], folder: Path) -> None:
+    """Raises UserError naming a class of ``folder`` that is none of training's."""
+    plain = {"".join(name.split()).casefold(): name for name in train}
+    for name in sorted(valid.keys() - train.keys()):
+        alike = plain.get("".join(name.split()).casefold())
+        rule = "Both need the same classes."
+        if alike is not None:
+            rule = f"{alike!r} is, which differs in capitals or spaces alone. Rename one of them."
+        raise UserError(f"{folder}: class {name!r} is not in the training folder. {rule}")

@@ -1,12 +1,13 @@
 """Picture files: which ones a word names, whether one can be read, and its pixels."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ddptrain.errors import UserError
@@ -16,6 +17,18 @@ if TYPE_CHECKING:
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 _MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
+_DRAFTABLE = ("JPEG", "MPO")  # formats that libjpeg decodes, at a fraction of the size where asked
+_ORIENTATION = 0x0112
+_ON_ITS_SIDE = (5, 6, 7, 8)
+
+
+class Box(NamedTuple):
+    """A rectangle in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
 
 
 def named_pictures(source: str) -> list[Path]:
@@ -76,12 +89,10 @@ def decoded(file: Path, mode: str, side: int = 0) -> "Image.Image":
     mode: L (grey) or RGB. side: pixels that suffice; a JPEG is then decoded at a fraction of its size, which
     is nearly free, but no smaller than that.
     """
-    from PIL import ImageOps
-
     with opened(file) as picture:
         if side:
             picture.draft(mode, (side, side))
-        return _in_eight_bits(ImageOps.exif_transpose(picture)).convert(mode)
+        return _seen(picture, mode)
 
 
 def fitted(file: Path, shape: tuple[int, int, int], resize: int | None = None) -> Tensor:
@@ -105,12 +116,66 @@ def fitted(file: Path, shape: tuple[int, int, int], resize: int | None = None) -
     return pixels.permute(1, 2, 0)
 
 
-def stored(file: Path, channels: int) -> Tensor:
-    """uint8 (channels, h, w): the whole picture at its full resolution."""
+def resized(picture: Tensor, box: Box, size: tuple[int, int]) -> Tensor:
+    """uint8 (C, h, w) -> (C, *size): the rectangle, scaled bilinearly, with antialiasing."""
+    from torchvision.transforms.v2 import functional
+
+    return functional.resized_crop(picture, *box, list(size), antialias=True)  # type: ignore[no-any-return]
+
+
+def cropped(file: Path, shape: tuple[int, int, int], box_of: Callable[[int, int], Box]) -> Tensor:
+    """uint8 (C, H, W) for a shape (H, W, C): a rectangle of the picture, scaled. box_of: the rectangle by the
+    picture's height and width, as it is seen.
+
+    A JPEG is decoded at a half, quarter or eighth of its size where the rectangle then still has as many
+    pixels as it is scaled to; it is the same rectangle, within a pixel of those.
+    """
+    from PIL import Image
     from torchvision.transforms.v2.functional import pil_to_tensor
 
-    pixels: Tensor = pil_to_tensor(decoded(file, _mode(file, channels)))
-    return pixels.contiguous()
+    mode, size = _mode(file, shape[2]), shape[:2]
+    with opened(file) as picture:
+        if picture.format not in _DRAFTABLE:
+            seen = _seen(picture, mode)
+            return _cut(seen, box_of(seen.height, seen.width), size)
+        turned = picture.getexif().get(_ORIENTATION, 1)
+        width, height = picture.size
+        box = box_of(width, height) if turned in _ON_ITS_SIDE else box_of(height, width)
+        enough = min(box.height // size[0], box.width // size[1])
+        scale = max((scale for scale in (2, 4, 8) if scale <= enough), default=1)
+        picture.draft(mode, (width // scale, height // scale))
+        if scale > 1:
+            top, left, tall, wide = (side / scale for side in box)
+            area = (left, top, left + wide, top + tall)
+            part = _seen(picture, mode).resize(size[::-1], Image.Resampling.BILINEAR, box=area)
+            return pil_to_tensor(part)  # type: ignore[no-any-return]
+        plain = turned == 1 and picture.mode in _MODES.values()
+        whole = _decoded_by_torchvision(file, mode) if plain else None
+        return _cut(_seen(picture, mode), box, size) if whole is None else resized(whole, box, size)
+
+
+def _cut(picture: "Image.Image", box: Box, size: tuple[int, int]) -> Tensor:
+    """As `resized`, of which only the rectangle becomes a tensor."""
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    top, left, tall, wide = box
+    part = pil_to_tensor(picture.crop((left, top, left + wide, top + tall)))
+    return resized(part, Box(0, 0, tall, wide), size)
+
+
+def _decoded_by_torchvision(file: Path, mode: str) -> Tensor | None:
+    """A JPEG's pixels, uint8 (C, h, w): those of Pillow, a fifth faster. None where Pillow has to say what is
+    wrong with it."""
+    import numpy as np
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    read = ImageReadMode.GRAY if mode == "L" else ImageReadMode.RGB
+    try:
+        # torchvision's own read_file takes no names that aren't UTF-8
+        pixels: Tensor = decode_jpeg(torch.from_numpy(np.fromfile(file, np.uint8)), read)
+    except RuntimeError:
+        return None
+    return pixels
 
 
 def _mode(file: Path, channels: int) -> str:
@@ -125,6 +190,15 @@ def decoders() -> list[str | None]:
     from PIL import features
 
     return [PIL.__version__, *(features.version(name) for name in ("jpg", "webp", "libtiff"))]
+
+
+def _seen(picture: "Image.Image", mode: str) -> "Image.Image":
+    """The picture itself, decoded, turned as its EXIF tag says, with 8 bits a channel."""
+    from PIL import ImageOps
+
+    ImageOps.exif_transpose(picture, in_place=True)
+    eight = _in_eight_bits(picture)
+    return eight if eight.mode == mode else eight.convert(mode)  # convert would copy it
 
 
 def _in_eight_bits(picture: "Image.Image") -> "Image.Image":

@@ -1,13 +1,15 @@
 """Where labelled images come from: what a format has to offer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor
+
+from ddptrain.data.pictures import Box, resized
 
 
 class Split(ABC):
@@ -27,9 +29,13 @@ class Split(ABC):
         Raises UserError naming the file where one can't be read.
         """
 
-    def picture(self, i: int) -> Tensor:
-        """uint8 (C, h, w), contiguous: one as it is stored, before it is cut and scaled to ``shape``."""
-        return self.images(torch.tensor([i]))[0].permute(2, 0, 1).contiguous()
+    def cropped(self, i: int, box_of: Callable[[int, int], Box]) -> Tensor:
+        """uint8 (C, H, W): a rectangle of one as it is stored, before it is cut to ``shape``, scaled to that.
+
+        box_of: the rectangle by the stored picture's height and width.
+        """
+        picture = self.images(torch.tensor([i]))[0].permute(2, 0, 1).contiguous()
+        return resized(picture, box_of(*picture.shape[1:]), self.shape[:2])
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -9,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ddptrain.api.rng import mixed
-from ddptrain.data.draws import SampleKey
+from ddptrain.data.draws import Draws, SampleKey
 from ddptrain.data.mixing import Mix, mixed_pixels, soft_targets
 from ddptrain.data.source import Split
-from ddptrain.data.transforms import Transforms
+from ddptrain.data.transforms import CROP, RandomResizedCrop, Transforms
 from ddptrain.data.workers import Key
 from ddptrain.errors import UserError
 
@@ -28,12 +29,13 @@ class OwnTransform:
     """
 
     crops = False
+    resized_crop: RandomResizedCrop | None = None
     mix: Mix | None = None
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def apply(self, picture: Tensor, size: tuple[int, int], fill: Tensor, key: SampleKey) -> Tensor:
+    def apply(self, picture: Tensor, fill: Tensor, key: SampleKey) -> Tensor:
         """As `Transforms.apply`. Raises UserError where the module gives something else than a picture."""
         before = torch.get_rng_state()
         # not torch.manual_seed, which seeds the GPUs' generators too
@@ -104,12 +106,13 @@ class TransformedImages(Dataset[Any]):
 
     def _one(self, epoch: int, sample: int) -> Tensor:
         """uint8 (C, H, W): the sample as it is augmented in that epoch, not mixed."""
-        height, width, _ = self._split.shape
-        if self._transforms.crops:
-            picture = self._split.picture(sample)
+        key = (self._seed, epoch, sample)
+        crop = self._transforms.resized_crop
+        if crop is None:
+            image = self._split.images(torch.tensor([sample]))[0].permute(2, 0, 1).contiguous()
         else:
-            picture = self._split.images(torch.tensor([sample]))[0].permute(2, 0, 1).contiguous()
-        return self._transforms.apply(picture, (height, width), self._fill, (self._seed, epoch, sample))
+            image = self._split.cropped(sample, partial(crop.params, Draws(*key, CROP)))
+        return self._transforms.apply(image, self._fill, key)
 
 
 def _stacked(images: list[Tensor]) -> Tensor:

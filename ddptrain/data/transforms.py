@@ -14,21 +14,13 @@ from torch import Tensor
 
 from ddptrain.data.draws import Draws, SampleKey
 from ddptrain.data.mixing import Mix
+from ddptrain.data.pictures import Box
 from ddptrain.data.policies import RandAugment, TrivialAugmentWide
 from ddptrain.errors import UserError
 
 _TRIES = 10
 """Rectangles drawn before one that doesn't fit is given up, as in torchvision."""
-_CROP, _MIRROR, _UPSIDE_DOWN, _JITTER, _POLICY, _ERASE = range(6)
-
-
-class Box(NamedTuple):
-    """A rectangle in pixels."""
-
-    top: int
-    left: int
-    height: int
-    width: int
+CROP, _MIRROR, _UPSIDE_DOWN, _JITTER, _POLICY, _ERASE = range(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +50,6 @@ class RandomResizedCrop:
         elif width / height > widest:
             wide = max(round(height * widest), 1)
         return Box((height - tall) // 2, (width - wide) // 2, tall, wide)
-
-    def apply(self, picture: Tensor, box: Box, size: tuple[int, int]) -> Tensor:
-        """uint8 (C, h, w) of any size -> (C, *size)."""
-        from torchvision.transforms.v2 import functional
-
-        return functional.resized_crop(picture, *box, list(size), antialias=True)  # type: ignore[no-any-return]
 
 
 class Jitter(NamedTuple):
@@ -175,17 +161,14 @@ class Transforms:
         """Whether it takes pictures of any size."""
         return self.resized_crop is not None
 
-    def apply(self, picture: Tensor, size: tuple[int, int], fill: Tensor, key: SampleKey) -> Tensor:
-        """uint8 (C, h, w) -> (C, *size), all but mixing; h, w are ``size`` unless it `crops`.
+    def apply(self, image: Tensor, fill: Tensor, key: SampleKey) -> Tensor:
+        """uint8 (C, H, W), of the set's size -> the same: all but the crop, which makes it, and mixing.
 
         fill: uint8 (C,), the colour of what is painted over or comes in from outside.
         """
         from torchvision.transforms.v2 import functional
 
-        image = picture
-        if self.resized_crop is not None:
-            box = self.resized_crop.params(Draws(*key, _CROP), *picture.shape[1:])
-            image = self.resized_crop.apply(image, box, size)
+        size = (image.shape[1], image.shape[2])
         if Draws(*key, _MIRROR).uniform() < self.horizontal_flip:
             image = functional.horizontal_flip(image)
         if Draws(*key, _UPSIDE_DOWN).uniform() < self.vertical_flip:

@@ -15,7 +15,10 @@ from torchvision.transforms.v2 import functional
 
 from ddptrain.data.draws import Draws
 from ddptrain.data.mixing import Mix, Mixture, mixed_pixels, soft_targets
+from ddptrain.data.pictures import resized
 from ddptrain.data.policies import BINS, OPERATIONS, RandAugment, TrivialAugmentWide, applied
+from ddptrain.data.source import ArraySplit
+from ddptrain.data.transformed import TransformedImages
 from ddptrain.data.transforms import ColorJitter, RandomErasing, RandomResizedCrop, Transforms
 from ddptrain.errors import UserError
 
@@ -190,7 +193,7 @@ def test_pixels_are_torchvisions(channels: int) -> None:
         image, draws = picture(37, 53, channels, sample), Draws(0, 0, sample, 0)
         box = crop.params(draws, 37, 53)
         theirs = v2.RandomResizedCrop((32, 24)).transform(image, box._asdict())
-        cropped = crop.apply(image, box, (32, 24))
+        cropped = resized(image, box, (32, 24))
         assert torch.equal(cropped, theirs)
         drawn = jitter.params(draws)
         names = ("brightness", "contrast", "saturation", "hue")
@@ -213,7 +216,7 @@ def test_pixels_are_torchvisions(channels: int) -> None:
 def test_all_parts_come_in_order_and_do_not_move_each_other() -> None:
     image, fill = picture(40, 50), torch.tensor([1, 2, 3], dtype=torch.uint8)
     flips = Transforms(horizontal_flip=0.5, vertical_flip=0.3)
-    sides = [flips.apply(image, (40, 50), fill, (0, 2, i)) for i in range(400)]
+    sides = [flips.apply(image, fill, (0, 2, i)) for i in range(400)]
     options = {
         (False, False): image,
         (True, False): functional.horizontal_flip(image),
@@ -226,15 +229,18 @@ def test_all_parts_come_in_order_and_do_not_move_each_other() -> None:
 
     crop, jitter, policy, erasing = RandomResizedCrop(), ColorJitter(0.3), RandAugment(), RandomErasing(1)
     whole = Transforms(crop, 0.5, 0.3, jitter, policy, erasing)
+    split = ArraySplit(image.permute(1, 2, 0).expand(40, 40, 50, 3), torch.zeros(40, dtype=torch.int64))
+    made = TransformedImages(split, whole, 2, fill, 0).__getitems__([(2, i, 0.0) for i in range(40)])
+    assert not isinstance(made, UserError)
     for i, (mirrored, turned) in enumerate(which[:40]):
         key = (0, 2, i)
-        by_hand = crop.apply(image, crop.params(Draws(*key, 0), 40, 50), (24, 24))
+        by_hand = resized(image, crop.params(Draws(*key, 0), 40, 50), (40, 50))
         by_hand = functional.horizontal_flip(by_hand) if mirrored else by_hand
         by_hand = functional.vertical_flip(by_hand) if turned else by_hand
         by_hand = jitter.apply(by_hand, jitter.params(Draws(*key, 3)))
-        by_hand = policy.apply(by_hand, policy.params(Draws(*key, 4), 24, 24), fill)
-        by_hand = erasing.apply(by_hand, erasing.params(Draws(*key, 5), 24, 24), fill)
-        assert torch.equal(whole.apply(image, (24, 24), fill, key), by_hand)
+        by_hand = policy.apply(by_hand, policy.params(Draws(*key, 4), 40, 50), fill)
+        by_hand = erasing.apply(by_hand, erasing.params(Draws(*key, 5), 40, 50), fill)
+        assert torch.equal(made[0][i].permute(2, 0, 1), by_hand)
 
 
 SHARE = st.floats(0.001, 1)
@@ -255,7 +261,7 @@ def test_rectangles_lie_in_pictures_of_any_size(
         if box is not None:
             assert 0 <= box.top <= box.top + box.height <= height
             assert 0 <= box.left <= box.left + box.width <= width
-    made = crop.apply(picture(height, width), crop.params(Draws(0, 0, sample, 0), height, width), (7, 5))
+    made = resized(picture(height, width), crop.params(Draws(0, 0, sample, 0), height, width), (7, 5))
     assert made.shape == (3, 7, 5)
     left, top, right, bottom = Mix(0, 1).params((0, 0, sample), 9, height, width).box or (0, 0, 0, 0)
     assert 0 <= left <= right <= width
