@@ -24,7 +24,8 @@ class ClassWeights:
         or the data have no counts of classes.
 
         Balanced: n / (classes * n_c) for n training samples, n_c of them of the class; the mean over all
-        samples is 1. Of several labels a sample: (n - n_c) / n_c, the factor of the class's positives.
+        samples is 1. Of several labels a sample: (n - n_c) / n_c, the factor of the class's positives; 1
+        where all samples have the class.
         """
         classes = len(data.outputs)
         if isinstance(self._asked, list):
@@ -45,7 +46,7 @@ class ClassWeights:
             if not counts.all():
                 name = data.outputs[int(counts.argmin())]
                 raise UserError(f"task.class_weights=balanced: class {name!r} has no training sample.")
-            several = (data.train_size - counts) / counts
+            several = torch.where(counts < data.train_size, (data.train_size - counts) / counts, 1.0)
             one = counts.sum() / (classes * counts)
             self._weights = (several if data.multi_label else one).float()
 

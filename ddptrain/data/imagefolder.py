@@ -21,13 +21,16 @@ from ddptrain.errors import UserError
 
 log = logging.getLogger(__name__)
 
+IMAGENET_MEAN, IMAGENET_STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
+"""Of the channels, in 0..255, as torchvision's weights are made for them."""
+
 
 @final
 class FolderSplit(Split):
     """Image files, decoded when asked for, cut and scaled to a square as `fitted` does it."""
 
     def __init__(self, files: Paths, labels: Tensor, size: int, resize: int | None = None) -> None:
-        """labels: int64 (n,)."""
+        """labels: as `Split` has them."""
         self.files = files
         self.labels = labels
         self.shape = (size, size, 3)
@@ -55,13 +58,7 @@ class ImageFolder(ImageSource):
     name = "imagefolder"
 
     def __init__(self, size: int = 224, cache: str | None = None, resize: int | None = None) -> None:
-        if size < 1:
-            raise UserError(f"data.source.size={size}: must be 1 pixel or more.")
-        if resize is not None and resize < size:
-            raise UserError(
-                f"data.source.resize={resize}: must be data.source.size={size} or more, out of which that is"
-                " cut, or null."
-            )
+        check_sizes(size, resize)
         if cache is not None and not cache.strip():
             raise UserError(
                 "data.source.cache=: must name a folder; it is empty, as of a shell variable that isn't set."
@@ -131,8 +128,8 @@ class ImageFolder(ImageSource):
             train=self._split(parts.train, train, classes),
             valid=self._split(parts.valid or parts.train, valid, classes, self._resize),
             classes=classes,
-            mean=[123.7, 116.3, 103.5],  # of ImageNet, as in torchvision's weights
-            std=[58.4, 57.1, 57.4],
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
             resize=self._resize,
         )
 
@@ -143,6 +140,17 @@ class ImageFolder(ImageSource):
         counts = torch.tensor([len(names) for names in listed])
         paths = Paths(folder, chain.from_iterable(listed))
         return FolderSplit(paths, torch.arange(len(classes)).repeat_interleave(counts), self._size, resize)
+
+
+def check_sizes(size: int, resize: int | None) -> None:
+    """Raises UserError where ``data.source.size`` or ``data.source.resize`` make no sense."""
+    if size < 1:
+        raise UserError(f"data.source.size={size}: must be 1 pixel or more.")
+    if resize is not None and resize < size:
+        raise UserError(
+            f"data.source.resize={resize}: must be data.source.size={size} or more, out of which that is cut,"
+            " or null."
+        )
 
 
 def _check_known(valid: Mapping[str, object], train: Mapping[str, object], folder: Path) -> None:

@@ -57,8 +57,8 @@ strict = True
 memory = False
 """Whether to fail where a steady step takes memory: where batches have many sizes, each new one does."""
 new_sizes = 0
-"""Pinned blocks that steady steps may take: for more boxes than any batch before, one of twice the size; and of
-several micro-batches more copies may be on their way than ever before, where the machine is busy."""
+"""Pinned blocks that steady steps may take: for more boxes than any batch before, one of twice the size; and
+of several micro-batches more copies may be on their way than ever before, where the machine is busy."""
 _model = 0
 
 

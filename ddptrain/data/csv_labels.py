@@ -1,0 +1,137 @@
+"""Pictures that a CSV file lists with their labels."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, FolderSplit, check_sizes
+from ddptrain.data.paths import Paths
+from ddptrain.data.source import ImageSet, ImageSource
+from ddptrain.errors import UserError
+
+_SPLITS = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "test": 1}
+_SEPARATOR = ";"
+_HELD_OUT = 10
+
+
+class _Rows(NamedTuple):
+    files: list[str]
+    """Relative to the root."""
+    names: list[tuple[str, ...]]
+    """The classes of each."""
+    parts: list[int]
+    """0: training, 1: validation."""
+
+
+@final
+class CsvLabels(ImageSource):
+    """``root/<file>``: a heading, and a line for each picture.
+
+    The column ``file`` names the picture, relative to ``root``. The labels are in the column ``label``, one
+    class each; or in ``labels``, any number of classes with ``;`` between them; or in a column for each
+    class, 1 where the picture has it, else 0. A column ``split`` says train or val; without it every tenth
+    line is held out.
+
+    size, resize: as `ddptrain.data.imagefolder.ImageFolder` has them.
+    """
+
+    name = "csv"
+
+    def __init__(self, file: str = "labels.csv", size: int = 224, resize: int | None = None) -> None:
+        check_sizes(size, resize)
+        self._file = file
+        self._size = size
+        self._resize = resize
+
+    def fetch(self, root: Path) -> None:
+        if not (root / self._file).is_file():
+            raise UserError(
+                f"data.root={root}: holds no file {self._file}. Name it, relative to data.root, by"
+                " data.source.file=..."
+            )
+
+    def open(self, root: Path) -> ImageSet:
+        path = root / self._file
+        rows, several = _read(path, root)
+        classes = sorted({name for names in rows.names for name in names})
+        if len(classes) < 2:
+            raise UserError(f"{path}: names {len(classes)} class(es); a classifier needs two or more.")
+        labels = _one_hot(rows.names, classes) if several else _indices(rows.names, classes)
+        parts = []
+        for part, name in enumerate(("training", "validation")):
+            ids = [i for i, own in enumerate(rows.parts) if own == part]
+            if not ids:
+                raise UserError(f"{path}: no line is left for {name}. Give it some, by a column `split`.")
+            resize = self._resize if part else None
+            files = Paths(root, (rows.files[i] for i in ids))
+            parts.append(FolderSplit(files, labels[torch.tensor(ids)], self._size, resize))
+        train, valid = parts
+        return ImageSet(train, valid, classes, IMAGENET_MEAN, IMAGENET_STD, self._resize)
+
+
+def _read(path: Path, root: Path) -> tuple[_Rows, bool]:
+    """The lines of the file, and whether pictures may have several classes."""
+    found = _Rows([], [], [])
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as opened:
+            lines = csv.DictReader(opened, strict=True)
+            columns = list(lines.fieldnames or ())
+            own = [name for name in columns if name not in ("file", "split")]
+            if "file" not in columns or not own:
+                raise UserError(
+                    f"{path}: its first line must name the columns: file, and label (one class), labels"
+                    " (several, with ; between them) or one column a class. It names"
+                    f" {', '.join(columns) or 'none'}."
+                )
+            for line in lines:
+                where = f"{path}, line {lines.line_num}"
+                if None in line or None in line.values():
+                    raise UserError(f"{where}: has not as many values as there are columns ({len(columns)}).")
+                if not (root / line["file"]).is_file():
+                    raise UserError(f"{where}: file={line['file']}: there is no such file in {root}.")
+                found.files.append(line["file"])
+                found.names.append(_classes_of(line, own, where))
+                found.parts.append(_part_of(line, len(found.parts), where))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: can't be read as CSV in UTF-8 ({error}).") from error
+    return found, own != ["label"]
+
+
+def _classes_of(line: Mapping[str, str], own: Sequence[str], where: str) -> tuple[str, ...]:
+    if list(own) == ["label"]:
+        if not line["label"].strip():
+            raise UserError(f"{where}: has no label. For pictures without a class use a column `labels`.")
+        return (line["label"].strip(),)
+    if list(own) == ["labels"]:
+        names = [name.strip() for name in line["labels"].split(_SEPARATOR)]
+        return tuple(dict.fromkeys(filter(None, names)))
+    for name in own:
+        if line[name].strip() not in ("0", "1"):
+            raise UserError(f"{where}: {name}={line[name]}: must be 1 (the picture has this class) or 0.")
+    return tuple(name for name in own if line[name].strip() == "1")
+
+
+def _part_of(line: Mapping[str, str], place: int, where: str) -> int:
+    if "split" not in line:
+        return int(place % _HELD_OUT == _HELD_OUT - 1)
+    split = line["split"].strip().lower()
+    if split not in _SPLITS:
+        raise UserError(f"{where}: split={line['split']}: must be one of {', '.join(_SPLITS)}.")
+    return _SPLITS[split]
+
+
+def _indices(names: Sequence[tuple[str, ...]], classes: Sequence[str]) -> Tensor:
+    places = {name: place for place, name in enumerate(classes)}
+    return torch.tensor([places[name] for (name,) in names])
+
+
+def _one_hot(names: Sequence[tuple[str, ...]], classes: Sequence[str]) -> Tensor:
+    places = {name: place for place, name in enumerate(classes)}
+    labels = torch.zeros(len(names), len(classes))
+    for row, own in zip(labels, names, strict=True):
+        row[[places[name] for name in own]] = 1
+    return labels
