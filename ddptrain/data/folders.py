@@ -66,8 +66,8 @@ def pictures_by_class(part: Path) -> dict[str, list[str]]:
         )
     if not any(found.values()):
         raise UserError(
-            f"{part}: no image found in its class folders (looked for <class>/*{{{','.join(ENDINGS)}}})."
-            " Point data.root at a folder of class folders."
+            f"data.root={part}: no image found in its class folders (looked for"
+            f" <class>/*{{{','.join(ENDINGS)}}}). Point data.root at a folder of class folders."
         )
     empty = [name for name, files in found.items() if not files]
     if empty:

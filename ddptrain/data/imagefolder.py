@@ -87,6 +87,13 @@ class ImageFolder(ImageSource):
 
     def open(self, root: Path) -> ImageSet:
         listed = self._image_set(root)
+        counts = torch.bincount(listed.valid.labels, minlength=len(listed.classes)).tolist()
+        if unseen := [name for name, count in zip(listed.classes, counts, strict=True) if not count]:
+            log.warning(
+                "note       data.root=%s: no picture for validation in %d of %d classes, %s among them: every"
+                " tenth file of a class is held out, unless val/<class>/ has some",
+                *(root, len(unseen), len(counts), unseen[0]),
+            )
         if self._cache is None:
             return listed
         folder = self._packed(root, self._cache, listed)

@@ -164,11 +164,14 @@ def _cut(picture: "Image.Image", box: Box, size: tuple[int, int]) -> Tensor:
 
 
 def _decoded_by_torchvision(file: Path, mode: str) -> Tensor | None:
-    """A JPEG's pixels, uint8 (C, h, w): those of Pillow, a fifth faster. None where Pillow has to say what is
-    wrong with it."""
+    """A JPEG's pixels, uint8 (C, h, w): those of Pillow, a fifth sooner. None where Pillow has to decode it,
+    or to say what is wrong with it."""
     import numpy as np
-    from torchvision.io import ImageReadMode, decode_jpeg
 
+    try:
+        from torchvision.io import ImageReadMode, decode_jpeg  # deprecated since 0.29
+    except ImportError:
+        return None
     read = ImageReadMode.GRAY if mode == "L" else ImageReadMode.RGB
     try:
         # torchvision's own read_file takes no names that aren't UTF-8

@@ -24,7 +24,7 @@ from ddptrain.api.world import World
 from ddptrain.config.schema import Config
 from ddptrain.observe.lock import LOCK, unwritable
 
-_LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy")
+_LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy", "pillow")
 
 
 def name_run(config: Config) -> Path:

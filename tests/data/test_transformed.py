@@ -233,16 +233,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_files_are_cropped_at_full_resolution_and_scaled_once(folder: Path) -> None:
     crop = RandomResizedCrop((0.1, 0.4))
-    data = prepared(Transforms(crop, horizontal_flip=0), source=ImageFolder(24), root=folder)
+    data = prepared(Transforms(crop, horizontal_flip=0), source=ImageFolder(40), root=folder)
     seen = data.preview()
     files = sorted((folder / "train").rglob("*.jpg"))
     for i, file in enumerate(files):
         picture = pil_to_tensor(Image.open(file))
         box = crop.params(Draws(SEED, 0, i, 0), *picture.shape[1:])
-        reference = v2.RandomResizedCrop(24).transform(picture, box._asdict())
+        reference = v2.RandomResizedCrop(40).transform(picture, box._asdict())
         assert torch.equal(seen[i], reference)
     assert_equal(batches(data), batches(prepared(
-        Transforms(crop, horizontal_flip=0), workers=2, source=ImageFolder(24), root=folder)))  # fmt: skip
+        Transforms(crop, horizontal_flip=0), workers=2, source=ImageFolder(40), root=folder)))  # fmt: skip
 
 
 def test_without_crops_files_are_what_they_were_and_may_lie_in_memory(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""Samples per second that two loader processes bring, of JPEGs cut by RandomResizedCrop and mirrored:
+ddptrain, torchvision's reference pipeline, and timm's loader.
+
+    python benchmarks/augmented.py                      # a Markdown table on stdout, in some 2 minutes
+    python benchmarks/augmented.py --write docs/performance.md    # and into that file
+    python benchmarks/augmented.py --rounds 3
+
+All have two workers on two cores and give float32 batches of 64, normalised; nothing is trained. Chunks of
+all take turns, in both directions, and a ratio is taken within one round. Before a chunk the workers of all
+others have filled their queues and wait; what its own had ready is taken out untimed.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import check_markers, made_with, markers, publish
+from pipelines import ENDLESS, table, write_jpegs
+from torch.utils.data import DataLoader
+from torchvision import transforms
+from torchvision.datasets import ImageFolder as TorchvisionFolder
+
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
+from ddptrain.data.imagefolder import ImageFolder
+from ddptrain.data.images import ImageData
+from ddptrain.data.transforms import RandomResizedCrop, Transforms
+
+NAME = "augmented"
+"""Of the markers."""
+BATCH, WORKERS, SIZE = 64, 2, 224
+READY, TIMED = 5, 8
+"""Batches of a chunk: untimed, more than the workers of a loader keep ready; timed."""
+REPEATS = 100
+"""Names of each file, so that no loader comes to an epoch's end."""
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.write:
+        check_markers(arguments.write, NAME)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-WORKERS:])
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "pictures"
+        size = write_jpegs(root)
+        for file in list(root.rglob("*.jpg")):
+            for i in range(1, REPEATS):
+                os.link(file, file.with_name(f"{file.stem}-{i}.jpg"))
+        loaders = {
+            "torchvision's reference pipeline (PIL), DataLoader": torchvisions(root),
+            "timm's `create_loader`": timms(root, prefetcher=False),
+            "timm's `create_loader`, with its prefetcher": timms(root, prefetcher=True),
+            "**ddptrain**": ours(root),
+        }
+        rates: dict[str, list[float]] = {title: [] for title in loaders}
+        for number in range(arguments.rounds + 1):  # the first is not counted: in it caches are filled
+            print(f"round {number} of {arguments.rounds}", file=sys.stderr, flush=True)
+            for title in reversed(loaders) if number % 2 else loaders:
+                rates[title].append(_rate(loaders[title]))
+    title = f"JPEGs of 500 x 375 ({size / 1000:.0f} kB) to {SIZE} x {SIZE}, 2 workers on 2 cores"
+    lines = table(title, {name: found[1:] for name, found in rates.items()}, "samples/s")
+    publish("\n".join([*lines, "", _note(arguments.rounds)]), NAME, arguments.write)
+
+
+def ours(root: Path) -> Iterator[Any]:
+    """As a run with ``data.augment`` of RandomResizedCrop and mirror images."""
+    augment = Transforms(RandomResizedCrop(), horizontal_flip=0.5)
+    data = ImageData(ImageFolder(SIZE), augment, str(root), workers=WORKERS, resident=False)
+    data.prepare(World(), seed=0)
+    return data.train_batches(Sampler(data.train_size, BATCH, seed=0), ENDLESS)
+
+
+def torchvisions(root: Path) -> Iterator[Any]:
+    """ClassificationPresetTrain of torchvision's references/classification/presets.py, at its defaults."""
+    transform = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(SIZE, antialias=True),
+            transforms.RandomHorizontalFlip(0.5),
+            transforms.PILToTensor(),
+            transforms.ConvertImageDtype(torch.float),
+            transforms.Normalize(MEAN, STD),
+        ]
+    )
+    pictures = TorchvisionFolder(str(root), transform)
+    return iter(DataLoader(pictures, BATCH, shuffle=True, num_workers=WORKERS, drop_last=True))
+
+
+def timms(root: Path, prefetcher: bool) -> Iterator[Any]:
+    """Without ColorJitter, which timm would add. prefetcher: workers send uint8, the trainer normalises."""
+    from timm.data import ImageDataset, create_loader
+
+    return iter(
+        create_loader(
+            ImageDataset(str(root)),
+            (3, SIZE, SIZE),
+            BATCH,
+            is_training=True,
+            color_jitter=0.0,
+            interpolation="bilinear",
+            num_workers=WORKERS,
+            device=torch.device("cpu"),
+            use_prefetcher=prefetcher,
+        )
+    )
+
+
+def _rate(batches: Iterator[Any]) -> float:
+    """Samples per second of a chunk."""
+    time.sleep(1)  # the last chunk's workers fill their queue
+    for images, _ in islice(batches, READY):
+        assert images.shape == (BATCH, 3, SIZE, SIZE)
+        assert images.dtype == torch.float32
+    began = time.perf_counter()
+    for _ in islice(batches, TIMED):
+        pass
+    return BATCH * TIMED / (time.perf_counter() - began)
+
+
+def _note(rounds: int) -> str:
+    return (
+        f"RandomResizedCrop of 8 to 100 % of the area, mirror images and normalising, batches of {BATCH};"
+        f" {rounds} rounds in which all take turns. The pictures are smooth shapes with noise on them."
+        f" {made_with('torch', 'torchvision', 'timm', 'pillow', 'ddptrain')}"
+        " Made by `python benchmarks/augmented.py`."
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15, help="(%(default)s)")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
