@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ddptrain.cli.argv import CONFIG_DIR, EXPLAIN, GROUPS, Arguments
 from ddptrain.cli.augment_group import Tree, place_augment
 from ddptrain.cli.explain import explained, no_such_key, plain_tree
+from ddptrain.cli.optim_group import place_optim
 from ddptrain.cli.search_path import CONF, ENTRY_POINTS, look_in
 from ddptrain.config.check import type_message
 from ddptrain.config.limits import few_interpolations, is_below, is_plain_name, read_config
@@ -75,7 +76,7 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
         try:
             tree = tree_of(composed, HydraConfig.get().runtime.choices)
             words = list(HydraConfig.get().overrides.task)
-            tree = place_augment(tree, words)
+            tree = place_augment(place_optim(tree, words), words)
             check_places(tree, words)
             job(tree, words)
         except Exception as error:

@@ -20,6 +20,7 @@ from ddptrain.api.world import World
 from ddptrain.commands import setup
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import is_dp
+from ddptrain.config.suggest import flat_values
 from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.distributed.cpu import cores_in_words, share_cores
 from ddptrain.engine.checkpoint import Checkpointer, LoadedCheckpoint, read, unpack
@@ -27,7 +28,7 @@ from ddptrain.engine.compiled import check_graphs, compile_loss
 from ddptrain.engine.consistency import check_same_command, check_same_model
 from ddptrain.engine.initial_weights import load_initial_weights
 from ddptrain.engine.loop import Engine
-from ddptrain.engine.optimizer import check_optimizer
+from ddptrain.engine.optimizer import arguments_of, check_optimizer
 from ddptrain.engine.parameter_groups import freeze
 from ddptrain.engine.plan import Plan, plan_run
 from ddptrain.engine.precision import choose_precision
@@ -81,7 +82,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
             if done > steps or (done == steps and _is_summarised(folder, steps)):
                 log.info("this run is finished; raise train.epochs or train.steps to go on")
                 return
-            on_first_rank(world, lambda: describe_run(folder, config, world, arguments))
+            on_first_rank(world, lambda: describe_run(folder, config, world, arguments, done))
         except UserError:
             if world.is_first:
                 discard_unused(folder)
@@ -140,6 +141,9 @@ def _step(config: Config, task: Task, data: Data, world: World, watchdog: Watchd
     if config.compile == "step":
         compile_loss(task)
     step = make_step(config, task, model, strategy, precision, plan, watchdog)
+    settings = flat_values(arguments_of(config.optim)).items()
+    told = [f"{name} {value}" for name, value in settings if not name.endswith("_target_")]
+    log.info("optimizer  %s, %s", type(step.state.optimizer).__name__, ", ".join(told))
     if len(step.state.groups) > 1:
         for group in step.state.groups:
             log.info("group      %s", group)

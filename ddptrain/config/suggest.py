@@ -17,6 +17,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
+def flat_values(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested mapping by their dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        found |= flat_values(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
+    return found
+
+
 def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Every dotted key of a nested mapping, sections included."""
     keys = []

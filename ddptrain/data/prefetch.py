@@ -39,6 +39,18 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
             yield from tensors_of(item)
 
 
+def first_rows(batch: Any, count: int) -> Any:
+    """The batch with so many rows of each of its tensors."""
+    if isinstance(batch, Tensor):
+        return batch[:count]
+    if isinstance(batch, dict):
+        return {name: first_rows(value, count) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        cut = [first_rows(item, count) for item in batch]
+        return type(batch)(*cut) if hasattr(batch, "_fields") else type(batch)(cut)
+    return batch
+
+
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """The batches on the device, in order. On a GPU one ahead, on a separate stream: copies from the
     host's memory, and whatever is done on the device to make a batch."""

@@ -37,6 +37,13 @@ def check_loss(task: Task, loss: Any) -> None:
             raise UserError(f"{where}: logs: loss and count are the engine's own names; use another one.")
 
 
+def looks_like_a_mean(whole: Loss, half: Loss) -> bool:
+    """Whether the loss of half a batch is as large as that of the whole one, though its count is half: so is
+    a mean, and the engine would divide it by the count once more. A sync point."""
+    counts, sums = float(half.count) / float(whole.count), half.sum.detach() / whole.sum.detach()
+    return 0.4 < counts < 0.6 and 0.8 < float(sums) < 1.25
+
+
 def check_report(task: Task, report: Any) -> Report:
     """The report. Raises UserError for one without the numbers that are asked for."""
     where = f"{type(task).__name__}.report"

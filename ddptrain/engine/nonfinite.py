@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ddptrain.api.recipe import At, Batch, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.strategy import Strategy
+from ddptrain.data.prefetch import tensors_of
 from ddptrain.distributed.foreach import by_dtype
 from ddptrain.engine.compiled import eagerly
 from ddptrain.engine.health import numbers_of
@@ -17,6 +18,9 @@ from ddptrain.errors import Diverged
 
 if TYPE_CHECKING:
     from ddptrain.engine.step import TrainStep
+
+
+_INPUT = "the input"
 
 
 class Undo:
@@ -57,12 +61,16 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
 
 def where_it_began(step: "TrainStep", batches: Iterator[Batch], at: At) -> str | None:
     """Run this rank's micro-batches of a step through the bare model again, and name the first number that is
-    not finite: a layer's output, else the loss, else a gradient that a layer returns, else a parameter's.
-    None if all are finite on this rank."""
+    not finite: a sample's input, else a layer's output, else the loss, else a gradient that a layer returns,
+    else a parameter's. None if all are finite on this rank."""
     task, model = step.task, step.state.model
     task.load_rank_state({name: rows.nan_to_num(0, 0, 0) for name, rows in task.rank_state().items()})
     model.zero_grad(set_to_none=True)
-    for micro_batch in step.micro_batches:
+    shares = step.sampler.samples(range(at.step, at.step + 1), torch.device("cpu"))
+    for micro_batch, (samples, _) in zip(step.micro_batches, shares, strict=True):
+        batch = next(batches)
+        if (place := _bad_input(batch, len(samples))) is not None:
+            return f"{_INPUT} of training sample {int(samples[place])}"
         found: list[str] = []
         backward = _Backward()
         with ExitStack() as hooks, eagerly():
@@ -71,7 +79,7 @@ def where_it_began(step: "TrainStep", batches: Iterator[Batch], at: At) -> str |
                     hooks.callback(layer.register_forward_pre_hook(backward.before(name)).remove)
                     hooks.callback(layer.register_forward_hook(backward.after(name)).remove)
                     hooks.callback(layer.register_forward_hook(_noting(found, name)).remove)
-            loss = step.forward(model, next(batches), at, micro_batch)
+            loss = step.forward(model, batch, at, micro_batch)
         if found:
             return f"the output of {found[0]}"
         if not bool(torch.isfinite(loss.sum)):
@@ -85,6 +93,16 @@ def where_it_began(step: "TrainStep", batches: Iterator[Batch], at: At) -> str |
         if parameter.grad is not None and not bool(numbers_of(parameter.grad).isfinite().all())
     ]
     return f"the gradient of {bad[-1]}, though the loss is finite" if bad else None
+
+
+def _bad_input(batch: Batch, size: int) -> int | None:
+    """The row of a batch of ``size`` samples that holds the first number that is not finite."""
+    for tensor in tensors_of(batch):
+        if tensor.is_floating_point() and tensor.ndim and len(tensor) == size:
+            rows = (~tensor.isfinite()).flatten(1).any(dim=1) if tensor.ndim > 1 else ~tensor.isfinite()
+            if rows.any():
+                return int(rows.nonzero()[0])
+    return None
 
 
 class _Backward:
@@ -142,14 +160,17 @@ def divergence(step: int, skipped: int, ranks: Sequence[Evidence]) -> Diverged:
     """The error that ends the run, from all ranks' evidence."""
     found = [f"rank {rank}: {evidence.began}" for rank, evidence in enumerate(ranks) if evidence.began]
     where = "; ".join(found) or "nowhere when the step is repeated, so in the sum over ranks or in the device"
+    diverged = "the training has diverged"
     remedy = "A lower optim.lr, a longer sched.warmup or train.clip_norm=1 usually helps"
+    if any(evidence.began and evidence.began.startswith(_INPUT) for evidence in ranks):
+        diverged, remedy = "the data are not finite", "Mend or remove that sample"
     if skipped > 1:
         often = f" and {skipped - 1} before it were skipped for the same reason"
         advice = f"{remedy}. More in a row than train.nonfinite_limit end the run."
     else:
         often, advice = "", f"{remedy}; train.nonfinite=skip skips such steps."
     return Diverged(
-        f"step {step + 1} is not finite{often}. First in {where}: the training has diverged. {advice}"
+        f"step {step + 1} is not finite{often}. First in {where}: {diverged}. {advice}"
         " Checkpoints of earlier steps are kept.",
         {
             "step": step + 1,

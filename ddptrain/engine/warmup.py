@@ -5,9 +5,9 @@ import logging
 import torch
 from torch import nn
 
-from ddptrain.api.recipe import At, Batch
-from ddptrain.data.prefetch import tensors_of
-from ddptrain.engine.check_task import check_loss
+from ddptrain.api.recipe import At, Batch, Loss
+from ddptrain.data.prefetch import first_rows, tensors_of
+from ddptrain.engine.check_task import check_loss, looks_like_a_mean
 from ddptrain.engine.compiled import eagerly, is_compiled
 from ddptrain.engine.flops import counter
 from ddptrain.engine.step import TrainStep
@@ -48,6 +48,27 @@ def warm_up(step: TrainStep, batch: Batch, at: At) -> int:
     return flops
 
 
+def _note_a_mean(step: TrainStep, batch: Batch, at: At, loss: Loss) -> None:
+    """Warn of a loss that is no sum, by the first step's batch and its first half; a batch of tensors with a
+    row for each sample."""
+    plan, size = step.plan, step.micro_batches[0].size
+    share = plan.batch_size // step.sampler.world_size
+    rows = {len(tensor) if tensor.ndim else 0 for tensor in tensors_of(batch)}
+    if at.step or min(share, plan.micro_batch or share) < 8 or rows != {size} or step.task.rank_state():
+        return
+    with eagerly(), torch.no_grad():
+        half = step.forward(step.state.model, first_rows(batch, size // 2), at, step.micro_batches[0])
+    if looks_like_a_mean(loss, half):
+        log.warning(
+            "note       %s.loss: half of the batch has as large a loss as all of it (%.4g for %d), so"
+            " Loss.sum looks like a mean; it must be the sum over the items that count counts"
+            " (reduction='sum')",
+            type(step.task).__name__,
+            float(loss.sum.detach()),
+            int(loss.count),
+        )
+
+
 def _counted(step: TrainStep, batch: Batch, at: At) -> int:
     """FLOPs of one pass of the bare model, eagerly. A failure here, under torch's counter, is only logged."""
     model = step.state.model
@@ -58,6 +79,7 @@ def _counted(step: TrainStep, batch: Batch, at: At) -> int:
             # not backward(): DDP has hooks where gradients are added up, and static_graph counts their calls
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             torch.autograd.grad(loss.sum, trained, allow_unused=True)
+        _note_a_mean(step, batch, at, loss)
         return int(counted.get_total_flops())
     except UserError:
         raise

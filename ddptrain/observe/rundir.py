@@ -22,6 +22,7 @@ import yaml
 from ddptrain import __version__
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
+from ddptrain.observe.changes import note_changes
 from ddptrain.observe.lock import LOCK, unwritable
 
 _LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy", "pillow")
@@ -63,9 +64,10 @@ def discard_unused(folder: Path) -> None:
         folder.rmdir()
 
 
-def describe_run(folder: Path, config: Config, world: World, arguments: Sequence[str]) -> None:
-    """Write the config, command and environment. Called after all checks, because the folder may hold a run
-    of another config. On rank 0 only; raises UserError if it can't be written."""
+def describe_run(folder: Path, config: Config, world: World, arguments: Sequence[str], step: int) -> None:
+    """Write the config, command and environment, and what of the config is another one from ``step`` on, if
+    this goes on with a run. Called after all checks, because the folder may hold a run of another config. On
+    rank 0 only; raises UserError if it can't be written."""
     theirs = {
         n: node for n, node in config.controllers.items() if not node["_target_"].startswith("ddptrain.")
     }
@@ -73,6 +75,7 @@ def describe_run(folder: Path, config: Config, world: World, arguments: Sequence
     own = [word for word in arguments if not word.startswith(ours)]  # not of sweep or bench
     try:
         tree = {**asdict(config), "controllers": theirs}
+        note_changes(folder, tree, step)
         (folder / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
         (folder / "command.txt").write_text(command_line(world, own) + "\n")
         (folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n")

@@ -15,7 +15,10 @@ PARTS = (
 )
 """Of the time, in the order of a step."""
 _LOWER = ("loss", "perplexity", "error", "bits_per", "distance")
-_HIGHER = ("accuracy", "top", "map", "ap", "ar", "precision", "recall", "f1", "exact", "match", "bleu", "iou")
+_HIGHER = (
+    *("accuracy", "balanced_accuracy", "pixel_accuracy", "top", "map", "ap", "ar", "precision", "recall"),
+    *("f1", "exact", "match", "bleu", "iou", "miou"),
+)
 
 
 class SettingDifference(NamedTuple):

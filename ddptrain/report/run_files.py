@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddptrain.observe.changes import CHANGES
 from ddptrain.observe.lock import LOCK, is_locked
 from ddptrain.text import parse_json, parse_yaml
 
@@ -92,6 +93,7 @@ def read_run(folder: Path, name: str) -> RunFiles:
     run.command = _text(run, "command.txt").strip()
     run.summary = _parsed(run, "summary.json", _text(run, "summary.json"), parse_json)
     _read_metrics(run)
+    _read_changes(run)
     return run
 
 
@@ -187,6 +189,17 @@ def _read_metrics(run: RunFiles) -> None:
     run.curves = {key: [points[step] for step in sorted(points)] for key, points in found.items()}
     if not run.curves:
         _take_final_metrics(run)
+
+
+def _read_changes(run: RunFiles) -> None:
+    """A note for each key that the run has had another value of before."""
+    path = run.folder / CHANGES
+    lines = path.read_bytes().split(b"\n")[:_MOST_KEYS] if path.is_file() else []
+    for line in map(_json_object, lines):
+        for key, values in as_mapping(line.get("changed")).items():
+            if isinstance(values, list) and len(values) == 2:
+                old, new = map(_briefly, values)
+                run.notes.append(f"{plain(key)}: {new} since step {plain(line.get('step'))}, {old} before")
 
 
 def _json_object(text: bytes) -> Mapping[str, Any]:

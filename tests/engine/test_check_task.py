@@ -60,6 +60,26 @@ def test_a_loss_that_can_not_be_used(kind: str, tmp_path: Path) -> None:
     assert said in message
 
 
+@pytest.mark.parametrize(
+    ("how", "noted"),
+    [("sum", False), ("mean", True), ("sum of squares", False), ("mean, counted by a tensor", True)],
+)
+def test_a_loss_that_looks_like_a_mean_is_noted(
+    how: str, noted: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Own(Classify):
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+            found = super().loss(model, batch, at)
+            if how == "sum of squares":
+                return Loss(model(batch[0]).square().sum(), len(batch[0]))
+            total = found.sum / len(batch[0]) if "mean" in how else found.sum
+            return Loss(total, torch.tensor(len(batch[0])) if "tensor" in how else len(batch[0]))
+
+    with caplog.at_level("WARNING", logger="ddptrain"):
+        Fit(PLAN, task=Own).run(World(), tmp_path)
+    assert ("Loss.sum looks like a mean" in caplog.text) == noted
+
+
 def test_a_count_that_is_zero_later(tmp_path: Path) -> None:
     class Wrong(Classify):
         def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:

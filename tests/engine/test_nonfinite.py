@@ -7,7 +7,7 @@ import pytest
 import torch
 from compare import assert_same
 from rates import Rates
-from toy import Classify, Fit, plain, weights, with_noise
+from toy import Classify, Fit, Vectors, plain, weights, with_noise
 
 from ddptrain.api.recipe import At, Loss
 from ddptrain.api.world import World
@@ -79,6 +79,22 @@ def test_it_is_seen_at_its_step_on_all_ranks_and_named(
         assert evidence["step"] == BAD_STEP + 1
         assert [entry["samples"] for entry in evidence["ranks"]] == [ids[0] for _, _, ids in results]
         assert [entry["rank"] for entry in evidence["ranks"] if entry["first"]] == [at]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_data_that_are_not_finite_are_named_by_their_sample(tmp_path: Path, ranks: int) -> None:
+    broken = 41
+
+    def rank(world: World) -> str:
+        fit, data = Fit(plan(micro_batch=5, log_every=100), make_model=with_noise), Vectors(100)
+        data.features[broken, 3] = float("inf")
+        with pytest.raises(Diverged) as caught:
+            fit.train(Classify(with_noise), data, world, tmp_path / f"{ranks}-{world.rank}")
+        return str(caught.value)
+
+    for message in run_ranks(rank, ranks):
+        assert f": the input of training sample {broken}: the data are not finite. Mend or remove" in message
+        assert "optim.lr" not in message
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -1,0 +1,34 @@
+"""What of a run's config is another one since a resume. Imports no torch, for reports."""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ddptrain.config.suggest import flat_values
+from ddptrain.text import parse_yaml
+
+CHANGES = "changes.jsonl"
+"""In the run's folder."""
+_OF_ONE_START = ("run", "sweep")
+log = logging.getLogger("ddptrain")
+
+
+def note_changes(folder: Path, tree: Mapping[str, Any], step: int) -> None:
+    """A line in ``changes.jsonl`` where the run has had another config up to this step."""
+    path = folder / "config.yaml"
+    if not step or not path.is_file():
+        return
+    try:
+        before = flat_values(parse_yaml(path.read_text()))
+    except ValueError:  # damaged; it is written anew
+        return
+    now = flat_values(tree)
+    keys = [key for key in {**before, **now} if key.partition(".")[0] not in _OF_ONE_START]
+    changed = {key: [before.get(key), now.get(key)] for key in keys if before.get(key) != now.get(key)}
+    if changed:
+        for key, (old, new) in changed.items():
+            log.info("changed    %s=%s (up to step %d: %s)", key, new, step, old)
+        with (folder / CHANGES).open("a") as file:
+            file.write(json.dumps({"step": step, "changed": changed}) + "\n")
