@@ -64,9 +64,7 @@ def torchvision_classifier(
         arguments = {"input_size": image_size, **arguments}
     elif name in ("inception_v3", "googlenet"):
         arguments = {"aux_logits": False, "init_weights": False, **arguments}
-    model = made_by_library(
-        name, lambda: models.get_model(name, weights=None, num_classes=num_classes, **arguments)
-    )
+    model = _made(name, lambda: models.get_model(name, weights=None, num_classes=num_classes, **arguments))
     if in_channels != 3:
         _replace_first_convolution(model, in_channels)
     set_norm_momentum(model, norm_momentum)
@@ -93,7 +91,7 @@ def timm_classifier(
     if known is not None and known.fixed_input_size:
         arguments = {"img_size": image_size, **arguments}
     settings = {"num_classes": num_classes, "in_chans": in_channels, **arguments}
-    model = made_by_library(name, lambda: timm.create_model(name, pretrained=False, **settings))
+    model = _made(name, lambda: timm.create_model(name, pretrained=False, **settings))
     _check_takes(model, name, (in_channels, *image_size))
     return model
 
@@ -139,7 +137,7 @@ def _size_in_timm(name: str) -> int:
         return sum(parameter.numel() for parameter in timm.create_model(name).parameters())
 
 
-def made_by_library(name: str, make: Callable[[], Any]) -> nn.Module:
+def _made(name: str, make: Callable[[], Any]) -> nn.Module:
     """What a library builds, or a UserError in place of what it raises for arguments it can't take."""
     try:
         return cast(nn.Module, make())

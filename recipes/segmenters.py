@@ -1,13 +1,12 @@
 """Any model of torchvision that gives a class to every pixel, by its name."""
 
-from typing import Any
+from typing import cast
 
 from torch import nn
 from torchvision import models
 
 from ddptrain.api import UserError
 from ddptrain.recipes.classifiers import (
-    made_by_library,
     problem_of_name,
     set_norm_momentum,
     size_in_torchvision,
@@ -26,11 +25,7 @@ class SegmenterName(str):
 
 
 def torchvision_segmenter(
-    name: SegmenterName,
-    num_classes: int,
-    aux_loss: bool = False,
-    norm_momentum: float | None = None,
-    **arguments: Any,
+    name: SegmenterName, num_classes: int, aux_loss: bool = False, norm_momentum: float | None = None
 ) -> nn.Module:
     """A model of ``torchvision.models.segmentation``: for float32 (n, 3, H, W) a dictionary with ``out``,
     logits (n, num_classes, H, W), and with ``aux_loss`` the same from a middle layer, ``aux``.
@@ -40,9 +35,8 @@ def torchvision_segmenter(
     """
     if aux_loss and name.startswith("lraspp"):
         raise UserError(f"model.aux_loss=true: {name} has no auxiliary head. Set it to false.")
-    if aux_loss:
-        arguments = {"aux_loss": True, **arguments}
-    made = {"weights": None, "weights_backbone": None, "num_classes": num_classes, **arguments}
-    model = made_by_library(name, lambda: models.get_model(name, **made))
+    # no other arguments: torchvision ignores those that it does not know
+    made = {"weights": None, "weights_backbone": None, "num_classes": num_classes, "aux_loss": aux_loss}
+    model = models.get_model(name, **made)
     set_norm_momentum(model, norm_momentum)
-    return model
+    return cast(nn.Module, model)

@@ -259,15 +259,14 @@ FOUND: list[tuple[Callable[[Path], Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("mistake", "message"), FOUND)
 def test_what_only_reading_tells_names_its_file(
-    mistake: Callable[[Path], Any], message: str, workers: int, tmp_path: Path
+    mistake: Callable[[Path], Any], message: str, tmp_path: Path
 ) -> None:
     root = mask_set(tmp_path / "set")
     mistake(root)
     with pytest.raises(UserError, match=message) as refused:
-        batches(prepared(root, workers=workers), range(3))
+        batches(prepared(root), range(3))
     assert "\n" not in str(refused.value)
     assert not refused.value.everywhere
 
