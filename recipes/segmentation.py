@@ -134,10 +134,8 @@ class Segmentation(Task):
         square = picture_in_square(picture, window, self._data.size, FILL)
         logits = model(self._data.normalised(square[None]))["out"][0, :, : window.height, : window.width]
         size = (picture.height, picture.width)
-        best, classes = (
-            _scaled_up(logits[0], size),
-            torch.zeros(size, dtype=torch.uint8, device=logits.device),
-        )
+        classes = torch.zeros(size, dtype=torch.uint8, device=logits.device)
+        best = _scaled_up(logits[0], size)
         for label in range(1, len(logits)):  # one class at a time: of 12 megapixels each takes 48 MB
             plane = _scaled_up(logits[label], size)
             classes[plane > best] = label
@@ -152,14 +150,8 @@ class Segmentation(Task):
         size = self._data.size
         images = torch.randn(batch or 2, 3, size, size, generator=torch.Generator().manual_seed(0))
         about = self._data.preparation()
-        return Deployed(
-            _Logits(model).eval(),
-            (images,),
-            ("images",),
-            ("logits",),
-            any_batch=batch is None,
-            metadata=about,
-        )
+        module, free = _Logits(model).eval(), batch is None
+        return Deployed(module, (images,), ("images",), ("logits",), any_batch=free, metadata=about)
 
 
 @final
@@ -188,12 +180,8 @@ def _scaled_up(plane: Tensor, size: tuple[int, int]) -> Tensor:
 
 def _note_one_class(true: Tensor, found: Tensor, classes: Sequence[str]) -> None:
     """Warn where one class is all there is: in the masks, probably by mistake, or in what is predicted."""
-    masks = (
-        "the validation masks hold no class but %r; 255 does not count (a mask of 0 and 255 has one class)"
-    )
-    answers = (
-        "every pixel is taken for %r: usual in the first steps; later a rate that is too high or too low"
-    )
+    masks = "the validation masks hold no class but %r; 255 does not count (a mask of 0 and 255 has one)"
+    answers = "every pixel is taken for %r: usual in the first steps; later a rate too high or too low"
     for pixels, what in ((true, masks), (found, answers)):
         present = pixels.nonzero().flatten().tolist()
         if len(present) == 1:
