@@ -24,7 +24,7 @@ class TorchvisionName(str):
     def problem(value: str) -> str | None:
         """What is wrong with a value of a config, or None."""
         names = tuple(models.list_models(module=models))
-        return _problem(value, names, _size_in_torchvision)
+        return problem_of_name(value, names, size_in_torchvision)
 
 
 class TimmName(str):
@@ -37,7 +37,7 @@ class TimmName(str):
             import timm
         except ImportError:
             return "needs timm: pip install 'ddptrain[timm]'"
-        return _problem(value, tuple(timm.list_models()), _size_in_timm)
+        return problem_of_name(value, tuple(timm.list_models()), _size_in_timm)
 
 
 def torchvision_classifier(
@@ -56,8 +56,6 @@ def torchvision_classifier(
     own (``dropout``, ``stochastic_depth_prob``, ...). examples: not looked at. The weights are random;
     ``init.weights`` brings others.
     """
-    if norm_momentum is not None and not 0 < norm_momentum <= 1:
-        raise UserError(f"model.norm_momentum={norm_momentum}: must be above 0 and at most 1.")
     height, width = image_size
     if name.startswith("vit_"):
         _square(name, height, width)
@@ -69,9 +67,7 @@ def torchvision_classifier(
     model = _made(name, lambda: models.get_model(name, weights=None, num_classes=num_classes, **arguments))
     if in_channels != 3:
         _replace_first_convolution(model, in_channels)
-    for module in model.modules():
-        if norm_momentum is not None and isinstance(module, _BatchNorm):
-            module.momentum = norm_momentum
+    set_norm_momentum(model, norm_momentum)
     _check_takes(model, name, (in_channels, height, width))
     return model
 
@@ -100,7 +96,19 @@ def timm_classifier(
     return model
 
 
-def _problem(value: str, names: tuple[str, ...], size: Callable[[str], int]) -> str | None:
+def set_norm_momentum(model: nn.Module, momentum: float | None) -> None:
+    """Of all BatchNorms; None leaves them as they are. Raises UserError for what is no momentum."""
+    if momentum is None:
+        return
+    if not 0 < momentum <= 1:
+        raise UserError(f"model.norm_momentum={momentum}: must be above 0 and at most 1.")
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.momentum = momentum
+
+
+def problem_of_name(value: str, names: tuple[str, ...], size: Callable[[str], int]) -> str | None:
+    """What is wrong with a model's name, or None. size: how many parameters the model of a name has."""
     if value in names:
         return None
     if "*" in value and (found := [name for name in names if fnmatchcase(name, value)]):
@@ -117,7 +125,8 @@ def _counted(names: list[str], size: Callable[[str], int]) -> str:
     return "\n".join([*lines, *(["  ..."] if len(names) > _MOST_COUNTED else [])])
 
 
-def _size_in_torchvision(name: str) -> int:
+def size_in_torchvision(name: str) -> int:
+    """The parameters of a model of torchvision."""
     return int(next(iter(models.get_model_weights(name))).meta["num_params"])
 
 

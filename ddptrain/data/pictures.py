@@ -1,7 +1,7 @@
 """Picture files: which ones a word names, whether one can be read, and its pixels."""
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
@@ -47,6 +47,17 @@ def named_pictures(source: str) -> list[Path]:
         why = "it and the folders in it hold none" if path.is_dir() else "no such file or folder"
         raise UserError(f"source={source}: names no picture ({', '.join(ENDINGS)}): {why}.")
     return files
+
+
+def check_apart(where: object, names: Sequence[Path]) -> None:
+    """Raises UserError for a.jpg beside a.png: what belongs to them would have one name."""
+    seen: dict[Path, Path] = {}
+    for name in names:
+        other = seen.setdefault(name.with_suffix(""), name)
+        if other is not name:
+            raise UserError(
+                f"{where}: {other} and {name} differ in their ending only; give them other names."
+            )
 
 
 def claim(folder: Path) -> None:

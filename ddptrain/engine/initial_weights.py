@@ -199,7 +199,9 @@ def _torchvision(name: str, model: Mapping[str, Any], world: World) -> Weights:
     try:
         known = get_model_weights(str(model.get("name")))
     except ValueError as error:
-        raise UserError(f"{key}: is for model=torchvision, whose model.name says which model.") from error
+        raise UserError(
+            f"{key}: is for model=torchvision or model=segmentation, whose model.name says which."
+        ) from error
     if name not in known.__members__:
         raise UserError(
             f"{key}: torchvision has no such weights of {model['name']}; there are"

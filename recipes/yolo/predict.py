@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ddptrain.api import UserError
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.files import FileScenes, probe
 from ddptrain.data.detection.source import Objects
 from ddptrain.data.detection.write import as_coco, in_sides
-from ddptrain.data.pictures import claim, named_pictures
+from ddptrain.data.pictures import check_apart, claim, named_pictures
 from ddptrain.recipes.yolo.boxes import Detections, detections
 from ddptrain.recipes.yolo.draw import annotated
 
@@ -32,7 +31,7 @@ def predicted(
     files = named_pictures(source)
     above = Path(os.path.commonpath([file.parent for file in files]))
     names = [file.relative_to(above) for file in files]
-    _check_apart(names)
+    check_apart("source", names)
     scenes = FileScenes((probe(file), str(name), []) for file, name in zip(files, names, strict=True))
     claim(out)
     seen: list[Detections] = []
@@ -50,15 +49,6 @@ def predicted(
         content = json.dumps(_as_json(scenes, seen, data.classes))
         (out / "predictions.json").write_text(content, encoding="utf-8")
     yield f"{out}: pictures, labels and predictions.json for {len(files)} pictures"
-
-
-def _check_apart(names: Sequence[Path]) -> None:
-    """Refuse a.jpg beside a.png: both would be written to one file."""
-    written: dict[Path, Path] = {}
-    for name in names:
-        other = written.setdefault(name.with_suffix(""), name)
-        if other is not name:
-            raise UserError(f"source: {other} and {name} differ in their ending only; give them other names.")
 
 
 def _within(boxes: Tensor, found: Detections, size: Tensor) -> Detections:

@@ -16,6 +16,7 @@ KINDS = {
     "images on the device": ("cnn_cifar10", "data.resident=true"),
     "detection": ("yolo_shapes", ""),
     "detection, decoded each time": ("yolo_shapes", "data.resident=false data.augment.mosaic=0"),
+    "masks": ("segmentation", ""),
     "streams of text": ("lstm_text", ""),
     "windows of text": ("transformer_text", ""),
     "dates": ("transformer_translate", ""),

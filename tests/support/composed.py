@@ -4,6 +4,7 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
+from masked import mask_set
 from texts import write_text
 
 from ddptrain.api.recipe import Data, Task
@@ -26,6 +27,8 @@ def made(recipe: str, folder: Path, *changes: str) -> tuple[Config, Task, Data]:
         data = ["data=shapes_detection", *few, "data.source.side=64"]
     elif recipe.endswith("_text"):
         data = ["data=text", f"data.source.path={write_text(folder / 'text')}", f"data.root={folder}"]
+    elif recipe == "segmentation":
+        data = [f"data.root={mask_set(folder / 'masks')}", "data.size=64", "data.workers=0"]
     elif recipe.endswith("_translate"):
         data = ["data.train=64", "data.valid=8"]
     else:

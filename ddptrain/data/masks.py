@@ -1,0 +1,236 @@
+"""Pictures with a mask each, the class of every pixel, for training and evaluation."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ddptrain.api.recipe import Data, Loading
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
+from ddptrain.data.augment import Normalise
+from ddptrain.data.disk import size_and_time
+from ddptrain.data.draws import Draws
+from ddptrain.data.mask_files import (
+    Pair,
+    Window,
+    blended,
+    class_names,
+    find_pairs,
+    mask_in_square,
+    picture_in_square,
+    read_pair,
+    scaled,
+)
+from ddptrain.data.workers import (
+    AS_IT_IS,
+    Key,
+    TrainingKeys,
+    check_workers,
+    read_by_workers,
+    spare_cores,
+    validation_keys,
+)
+from ddptrain.errors import UserError
+
+Masked = tuple[Tensor, Tensor]
+"""float32 (n, 3, size, size) pictures and int64 (n, size, size) classes, 255 for what does not count."""
+
+MEAN, STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)  # ImageNet's, as in torchvision's weights
+FILL = tuple(round(level) for level in MEAN)
+_LEAST, _MOST = 32, 4096
+_SHOWN = 16
+_WINDOW, _MIRROR = range(2)
+
+
+class MaskedPictures(Dataset[Any]):
+    """A part of the set, read a batch at a time, here or in a worker: uint8 (n, size, size, 3) pictures and
+    uint8 (n, size, size) masks. A broken file is returned as its UserError.
+
+    scale: least and most length of a training picture's longer side, in shares of ``size``. mirror: share of
+    the training samples that are mirrored.
+    """
+
+    def __init__(
+        self, pairs: Sequence[Pair], classes: int, size: int, scale: tuple[float, float], mirror: float,
+        seed: int,
+    ) -> None:  # fmt: skip
+        self._pairs = pairs
+        self._classes = classes
+        self._size = size
+        self._scale = scale
+        self._mirror = mirror
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor] | UserError:
+        try:
+            samples = [self._one(epoch, sample) for epoch, sample, _ in keys]
+        except UserError as error:
+            return error
+        pictures, masks = zip(*samples, strict=True)
+        return torch.stack(pictures), torch.stack(masks)
+
+    def _one(self, epoch: int, sample: int) -> tuple[Tensor, Tensor]:
+        picture, mask = read_pair(self._pairs[sample], self._classes)
+        training = epoch != AS_IT_IS
+        window = scaled(picture.height, picture.width, self._size)
+        if training:
+            draws = Draws(self._seed, epoch, sample, _WINDOW)
+            window = self._window(draws, picture.height, picture.width)
+        pixels = picture_in_square(picture, window, self._size, FILL)
+        labels = mask_in_square(mask, window, self._size)
+        if training and Draws(self._seed, epoch, sample, _MIRROR).uniform() < self._mirror:
+            pixels, labels = pixels.flip(1), labels.flip(1)
+        return pixels, labels
+
+    def _window(self, draws: Draws, height: int, width: int) -> Window:
+        """Of torchvision's references: a random scale, then a random place in what is larger than the
+        square."""
+        drawn = scaled(height, width, round(self._size * draws.uniform(*self._scale)))
+        top = draws.below(max(drawn.height - self._size, 0) + 1)
+        left = draws.below(max(drawn.width - self._size, 0) + 1)
+        return drawn._replace(top=top, left=left)
+
+
+@final
+class MaskData(Data):
+    """Batches of `Masked`, of ``root/train/images/*`` and ``root/train/masks/*.png``, and the same under
+    ``root/val`` (or valid, validation, test); without that, or with just ``root/images`` and ``root/masks``,
+    every tenth picture is held out.
+
+    A mask has its picture's name and size, is a grey or palette PNG of 8 bits, and holds the class of each
+    pixel; 255 does not count. Once prepared: classes, their names, into which a pixel's value is an index.
+
+    size: side in pixels of the squares that pictures are brought into. classes: names, or how many there
+    are; None to read the names from ``root/classes.txt``, one a line. scale: a training picture's longer side
+    becomes ``size`` times a share drawn from this range; of what is larger than the square a random window is
+    taken. In evaluation the share is 1. horizontal_flip: share of training samples that are mirrored.
+    """
+
+    def __init__(
+        self,
+        root: str = "data",
+        size: int = 480,
+        classes: list[str] | int | None = None,
+        scale: tuple[float, float] = (0.5, 2.0),
+        horizontal_flip: float = 0.5,
+        workers: int | Literal["auto"] = "auto",
+        channels_last: bool = True,
+    ) -> None:
+        check_workers(workers)
+        if not _LEAST <= size <= _MOST:
+            raise UserError(f"data.size={size}: must be {_LEAST} to {_MOST} pixels.")
+        least, most = scale
+        if not 0.1 <= least <= most <= 10:
+            raise UserError(f"data.scale=[{least},{most}]: must be a least and a most share, 0.1 to 10.")
+        if not 0 <= horizontal_flip <= 1:
+            raise UserError(f"data.horizontal_flip={horizontal_flip}: must be from 0 (off) to 1 (always).")
+        self._root = Path(root)
+        self.size = size
+        self._asked_classes = classes
+        self._scale = (least, most)
+        self._mirror = horizontal_flip
+        self._asked_workers = workers
+        self._channels_last = channels_last
+
+    def prepare(self, world: World, seed: int) -> None:
+        self._pairs = find_pairs(self._root)
+        self.classes = class_names(self._asked_classes, self._root)
+        self._train, self._valid = (
+            MaskedPictures(pairs, len(self.classes), self.size, self._scale, self._mirror, seed)
+            for pairs in self._pairs
+        )
+        self._workers = spare_cores(world) if self._asked_workers == "auto" else self._asked_workers
+        self._open(world)
+
+    def _open(self, world: World) -> None:
+        self._device = world.device
+        mean, std = (torch.tensor(of, device=world.device) for of in (MEAN, STD))
+        self._normalise = Normalise(mean, std, self._channels_last)
+
+    @property
+    def outputs(self) -> Sequence[str]:
+        return self.classes
+
+    @cached_property
+    def identity(self) -> str:
+        seen = hashlib.sha256(repr((self.size, self.classes)).encode())
+        for file in (file for pairs in self._pairs for pair in pairs for file in pair):
+            about = (str(file.relative_to(self._root)), size_and_time(file)[0])
+            seen.update(repr(about).encode(errors="surrogateescape"))
+        return seen.hexdigest()
+
+    @property
+    def loading(self) -> Loading:
+        return Loading(self._workers, resident=False)
+
+    def metadata(self) -> Mapping[str, Any]:
+        return {"classes": list(self.classes), "size": self.size}
+
+    def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
+        self.classes, self.size = tuple(metadata["classes"]), int(metadata["size"])
+        self._open(world)
+
+    def preparation(self) -> Mapping[str, Any]:
+        """How a program makes the model's input of a picture file (docs/segmentation.md), as JSON has it."""
+        return {
+            "classes": list(self.classes),
+            "mode": "RGB",
+            "size": [self.size, self.size],
+            "resize": {"rule": "longer side", "pixels": self.size, "corner": "top left", "fill": list(FILL)},
+            "mean": list(MEAN),
+            "std": list(STD),
+        }
+
+    def normalised(self, pictures: Tensor) -> Tensor:
+        """uint8 (n, H, W, 3), of any pictures -> float32 (n, 3, H, W) on the device, as in batches."""
+        return self._normalise(pictures.to(self._device))
+
+    @property
+    def train_size(self) -> int:
+        return len(self._train)
+
+    @property
+    def valid_size(self) -> int:
+        return len(self._valid)
+
+    def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Masked]:
+        return self._loaded(self._train, TrainingKeys(sampler, steps))
+
+    def valid_batches(self, chunks: Sequence[range]) -> Iterator[Masked]:
+        return self._loaded(self._valid, validation_keys(chunks))
+
+    def valid_samples(self, count: int) -> tuple[Tensor, Tensor]:
+        """The first validation samples: uint8 (n, size, size, 3) pictures and uint8 (n, size, size) masks, on
+        the CPU."""
+        return _sound(self._valid, [(AS_IT_IS, i, 0.0) for i in range(min(count, self.valid_size))])
+
+    def preview(self) -> Tensor:
+        """The first 16 training samples as epoch 0 shows them, half in their classes' colours."""
+        pictures, masks = _sound(self._train, [(0, i, 0.0) for i in range(min(_SHOWN, self.train_size))])
+        return blended(pictures.permute(0, 3, 1, 2), masks)
+
+    def describe(self) -> str:
+        return (
+            f"masks: {self.train_size:,} train, {self.valid_size:,} valid, {len(self.classes)} classes,"
+            f" {self.size}x{self.size}, read by {self._workers} worker{'s' * (self._workers != 1)} a rank"
+        )
+
+    def _loaded(self, part: MaskedPictures, keys: Iterable[list[Key]]) -> Iterator[Masked]:
+        for pictures, masks in read_by_workers(part, keys, self._workers, self._device):
+            yield self._normalise(pictures), masks.long()
+
+
+def _sound(part: MaskedPictures, keys: list[Key]) -> tuple[Tensor, Tensor]:
+    samples = part.__getitems__(keys)
+    if isinstance(samples, UserError):
+        raise samples
+    return samples
