@@ -1,28 +1,32 @@
 """Samples per second that two loader processes bring, of JPEGs cut by RandomResizedCrop and mirrored:
 ddptrain, torchvision's reference pipeline, and timm's loader.
 
-    python benchmarks/augmented.py                      # a Markdown table on stdout, in some 2 minutes
+    python benchmarks/augmented.py                      # a Markdown table on stdout, in some 4 minutes
     python benchmarks/augmented.py --write docs/performance.md    # and into that file
     python benchmarks/augmented.py --rounds 3
 
 All have two workers on two cores and give float32 batches of 64, normalised; nothing is trained. Chunks of
 all take turns, in both directions, and a ratio is taken within one round. Before a chunk the workers of all
-others have filled their queues and wait; what its own had ready is taken out untimed.
+others have filled their queues and wait; what its own had ready is taken out untimed. The CPU time of all
+processes, for a sample, tells more where other work shares the cores.
 """
 
 import argparse
+import multiprocessing
 import os
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from common import check_markers, made_with, markers, publish
-from pipelines import ENDLESS, table, write_jpegs
+from pipelines import ENDLESS, write_jpegs
 from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder as TorchvisionFolder
@@ -36,11 +40,18 @@ from ddptrain.data.transforms import RandomResizedCrop, Transforms
 NAME = "augmented"
 """Of the markers."""
 BATCH, WORKERS, SIZE = 64, 2, 224
-READY, TIMED = 5, 8
+READY, TIMED = 5, 6
 """Batches of a chunk: untimed, more than the workers of a loader keep ready; timed."""
 REPEATS = 100
 """Names of each file, so that no loader comes to an epoch's end."""
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Chunk(NamedTuple):
+    """rate: samples per second. cpu: milliseconds of all processes for a sample."""
+
+    rate: float
+    cpu: float
 
 
 def main() -> None:
@@ -56,19 +67,17 @@ def main() -> None:
         for file in list(root.rglob("*.jpg")):
             for i in range(1, REPEATS):
                 os.link(file, file.with_name(f"{file.stem}-{i}.jpg"))
-        loaders = {
-            "torchvision's reference pipeline (PIL), DataLoader": torchvisions(root),
-            "timm's `create_loader`": timms(root, prefetcher=False),
-            "timm's `create_loader`, with its prefetcher": timms(root, prefetcher=True),
-            "**ddptrain**": ours(root),
-        }
-        rates: dict[str, list[float]] = {title: [] for title in loaders}
+        loaders = {"torchvision's reference pipeline (PIL), DataLoader": torchvisions(root)}
+        if find_spec("timm"):
+            loaders["timm's `create_loader`"] = timms(root, prefetcher=False)
+            loaders["timm's `create_loader`, with its prefetcher"] = timms(root, prefetcher=True)
+        loaders["**ddptrain**"] = ours(root)
+        chunks: dict[str, list[Chunk]] = {title: [] for title in loaders}
         for number in range(arguments.rounds + 1):  # the first is not counted: in it caches are filled
             print(f"round {number} of {arguments.rounds}", file=sys.stderr, flush=True)
             for title in reversed(loaders) if number % 2 else loaders:
-                rates[title].append(_rate(loaders[title]))
-    title = f"JPEGs of 500 x 375 ({size / 1000:.0f} kB) to {SIZE} x {SIZE}, 2 workers on 2 cores"
-    lines = table(title, {name: found[1:] for name, found in rates.items()}, "samples/s")
+                chunks[title].append(_chunk(loaders[title]))
+    lines = _table(size, {title: found[1:] for title, found in chunks.items()})
     publish("\n".join([*lines, "", _note(arguments.rounds)]), NAME, arguments.write)
 
 
@@ -114,23 +123,49 @@ def timms(root: Path, prefetcher: bool) -> Iterator[Any]:
     )
 
 
-def _rate(batches: Iterator[Any]) -> float:
-    """Samples per second of a chunk."""
+def _chunk(batches: Iterator[Any]) -> Chunk:
     time.sleep(1)  # the last chunk's workers fill their queue
     for images, _ in islice(batches, READY):
         assert images.shape == (BATCH, 3, SIZE, SIZE)
         assert images.dtype == torch.float32
-    began = time.perf_counter()
+    count, worked, began = BATCH * TIMED, _cpu_seconds(), time.perf_counter()
     for _ in islice(batches, TIMED):
         pass
-    return BATCH * TIMED / (time.perf_counter() - began)
+    return Chunk(count / (time.perf_counter() - began), 1000 * (_cpu_seconds() - worked) / count)
+
+
+def _cpu_seconds() -> float:
+    """Of this process and all workers; those of other loaders wait."""
+    found = time.process_time()
+    for worker in multiprocessing.active_children():
+        fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+        found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def _table(size: float, chunks: Mapping[str, Sequence[Chunk]]) -> list[str]:
+    base = next(iter(chunks.values()))
+    lines = [
+        f"| JPEGs of 500 x 375 ({size / 1000:.0f} kB) to {SIZE} x {SIZE}, 2 workers on 2 cores | samples/s"
+        " | beside the first: median | least, most | CPU ms a sample | beside the first |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for title, found in chunks.items():
+        faster = [own.rate / theirs.rate for own, theirs in zip(found, base, strict=True)]
+        leaner = statistics.median(own.cpu / theirs.cpu for own, theirs in zip(found, base, strict=True))
+        rate, cpu = (statistics.median(of) for of in zip(*found, strict=True))
+        spread = f"**{statistics.median(faster):.2f}** | {min(faster):.2f}, {max(faster):.2f}"
+        beside = ("1 |", "1") if found is base else (spread, f"{leaner:.2f}")
+        lines.append(f"| {title} | {rate:,.0f} | {beside[0]} | {cpu:.2f} | {beside[1]} |")
+    return lines
 
 
 def _note(rounds: int) -> str:
+    packages = ["torch", "torchvision", *(["timm"] if find_spec("timm") else []), "pillow", "ddptrain"]
     return (
         f"RandomResizedCrop of 8 to 100 % of the area, mirror images and normalising, batches of {BATCH};"
         f" {rounds} rounds in which all take turns. The pictures are smooth shapes with noise on them."
-        f" {made_with('torch', 'torchvision', 'timm', 'pillow', 'ddptrain')}"
+        f" {made_with(*packages)}"
         " Made by `python benchmarks/augmented.py`."
     )
 

@@ -15,6 +15,7 @@ FILES = {
     "throughput": PERFORMANCE,
     "startup": PERFORMANCE,
     "pipelines": PERFORMANCE,
+    "augmented": PERFORMANCE,
     "lstm": PERFORMANCE,
     "detection": PERFORMANCE,
     "busy": PERFORMANCE,

@@ -204,7 +204,7 @@ def _measured(title: str, pipelines: Sequence[Pipeline], batch: int, rounds: int
     for number in range(rounds + 1):  # the first is not counted: in it caches are filled
         for pipeline in reversed(pipelines) if number % 2 else pipelines:
             rates[pipeline.title].append(_rate(pipeline, batch))
-    return table(title, {name: found[1:] for name, found in rates.items()})
+    return _table(title, {name: found[1:] for name, found in rates.items()})
 
 
 def _rate(pipeline: Pipeline, batch: int) -> float:
@@ -215,11 +215,10 @@ def _rate(pipeline: Pipeline, batch: int) -> float:
     return pipeline.samples / (time.perf_counter() - began)
 
 
-def table(title: str, rates: Mapping[str, Sequence[float]], unit: str = "samples/s a core") -> list[str]:
-    """Of the rates of each round; the first is what the others are held beside."""
+def _table(title: str, rates: Mapping[str, Sequence[float]]) -> list[str]:
     base = next(iter(rates.values()))
     lines = [
-        f"| {title} | {unit} | beside the first: median | quartiles | least, most |",
+        f"| {title} | samples/s a core | beside the first: median | quartiles | least, most |",
         "|---|---:|---:|---:|---:|",
     ]
     for name, found in rates.items():

@@ -23,7 +23,10 @@ def picture(height: int, width: int, mode: str = "RGB") -> Image.Image:
     generator = torch.Generator().manual_seed(height * width)
     coarse = torch.rand(1, 3, 4, 5, generator=generator)
     smooth = nn.functional.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1)[0]
-    return functional.to_pil_image((smooth * 255).to(torch.uint8)).convert(mode)
+    made = functional.to_pil_image((smooth * 255).to(torch.uint8))
+    if mode == "CMYK":  # convert would leave black at 0
+        return Image.merge("CMYK", (*made.split(), made.convert("L")))
+    return made.convert(mode)
 
 
 def cut(file: Path, box: Box, channels: int = 3, seen: tuple[int, int] | None = None) -> Tensor:
