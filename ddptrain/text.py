@@ -1,9 +1,11 @@
-"""Texts: JSON and YAML that anybody may have written, words and tables for people."""
+"""Texts: JSON and YAML that anybody may have written, words and tables for people, fonts to draw them."""
 
 import json
 import sys
+import unicodedata
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 PLAIN_WIDTH = 160
 """Columns of a table where there is no terminal: a file, a pipe."""
@@ -58,3 +60,35 @@ def parse_yaml(text: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ValueError(f"{place}{getattr(error, 'problem', None) or error}") from error
+
+
+class Font(NamedTuple):
+    family: str
+    file: str
+
+
+def fonts_for(text: str) -> list[Font]:
+    """Matplotlib's own DejaVu Sans, and for the letters that it lacks others that are installed, such as Noto
+    Sans CJK. A letter that none of them has is drawn as a box."""
+    from matplotlib import font_manager
+
+    own = font_manager.findfont("DejaVu Sans")
+    chosen, missing = [Font("DejaVu Sans", own)], _letters(text) - _letters_of(own)
+    # Last Resort has a frame for every letter, and the letter for none
+    known = [font for font in font_manager.fontManager.ttflist if not font.name.startswith("Last Resort")]
+    for font in sorted(known, key=lambda font: font.fname) if missing else ():
+        if (font.style, font.weight) == ("normal", 400) and (found := missing & _letters_of(font.fname)):
+            chosen.append(Font(font.name, font.fname))
+            missing -= found
+    return chosen
+
+
+def _letters(text: str) -> set[int]:
+    return {ord(letter) for letter in text if unicodedata.category(letter)[0] not in "CZ"}
+
+
+@cache
+def _letters_of(file: str) -> frozenset[int]:
+    from matplotlib.ft2font import FT2Font
+
+    return frozenset(FT2Font(file).get_charmap())

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ddptrain.data.pictures import decoded
+from ddptrain.data.pictures import decoded, font_of
 
 if TYPE_CHECKING:
     from PIL import ImageDraw, ImageFont
@@ -28,7 +28,7 @@ def write_sheet(target: Path, pictures: Sequence[Titled]) -> None:
     columns = min(len(pictures), COLUMNS)
     across, down = _SIDE + _GAP, _SIDE + 2 * _LINE + _GAP
     sheet = Image.new("RGB", (columns * across + _GAP, rows * down + _GAP), "white")
-    draw, font = ImageDraw.Draw(sheet), _font()
+    draw = ImageDraw.Draw(sheet)
     for i, (file, title) in enumerate(pictures):
         whole = decoded(file, "RGB", _SIDE)
         small = max(whole.size) < _SIDE
@@ -37,17 +37,10 @@ def write_sheet(target: Path, pictures: Sequence[Titled]) -> None:
         )
         left, top = _GAP + i % COLUMNS * across, _GAP + i // COLUMNS * down
         sheet.paste(shown, (left + (_SIDE - shown.width) // 2, top + _SIDE - shown.height))
-        draw.text((left, top + _SIDE + 2), _cut(title, draw, font), fill="black", font=font)
-        draw.text((left, top + _SIDE + _LINE), _cut(file.name, draw, font), fill="#777777", font=font)
+        for line, text, colour in ((2, title, "black"), (_LINE, file.name, "#777777")):
+            font = font_of(text, 13)
+            draw.text((left, top + _SIDE + line), _cut(text, draw, font), fill=colour, font=font)
     sheet.save(target)
-
-
-def _font() -> "ImageFont.FreeTypeFont":
-    """Matplotlib's, for it has the letters of most scripts, and is there."""
-    import matplotlib
-    from PIL import ImageFont
-
-    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf", 13)
 
 
 def _cut(text: str, draw: "ImageDraw.ImageDraw", font: "ImageFont.FreeTypeFont") -> str:

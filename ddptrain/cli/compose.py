@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -76,7 +77,7 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
         try:
             tree = tree_of(composed, HydraConfig.get().runtime.choices)
             words = list(HydraConfig.get().overrides.task)
-            tree = place_augment(place_optim(tree, words), words)
+            tree = place_augment(place_optim(tree, words, _composed_meanwhile), words)
             check_places(tree, words)
             job(tree, words)
         except Exception as error:
@@ -163,6 +164,12 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
     GlobalHydra.instance().clear()
     with hydra.initialize_config_module(CONF, version_base="1.3"):
         return hydra.compose("config", list(overrides))
+
+
+def _composed_meanwhile(overrides: Sequence[str]) -> Tree:
+    """The same, while Hydra runs a job."""
+    loader = GlobalHydra.instance().config_loader()
+    return plain_tree(loader.load_configuration("config", list(overrides), RunMode.RUN), resolve=False)
 
 
 def _plain(composed: DictConfig) -> Tree:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ddptrain.errors import UserError
+from ddptrain.text import fonts_for
 
 if TYPE_CHECKING:
-    from PIL import Image
+    from PIL import Image, ImageFont
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 _MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
@@ -196,6 +197,13 @@ def _mode(file: Path, channels: int) -> str:
     if channels not in _MODES:
         raise UserError(f"{file}: a picture has 1 channel or 3, and this model takes {channels}.")
     return _MODES[channels]
+
+
+def font_of(text: str, size: int) -> "ImageFont.FreeTypeFont":
+    """To write on a picture. size: pixels. The font that has those of its letters that DejaVu Sans lacks."""
+    from PIL import ImageFont
+
+    return ImageFont.truetype(fonts_for(text)[-1].file, size)
 
 
 def decoders() -> list[str | None]:

@@ -14,6 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.observe.metrics_file import read_lines
+from ddptrain.text import fonts_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -204,11 +205,15 @@ def _png(drawing: "Drawing") -> bytes:
 
 
 def _drawn(request: tuple[Any, ...]) -> bytes:
+    from matplotlib import rc_context
+
     kind, *arguments = request
     if kind == "curves":
         lines = read_lines(Path(arguments[0]))
         return _png(draw_curves(lines)) if lines else b""
-    return _png(draw_lines(*arguments) if kind == "lines" else draw_matrix(*arguments))
+    names = "".join(map(str, arguments[0] if kind == "lines" else arguments[1]))
+    with rc_context({"font.family": [font.family for font in fonts_for(names)]}):
+        return _png(draw_lines(*arguments) if kind == "lines" else draw_matrix(*arguments))
 
 
 def main(descriptor: int) -> None:
