@@ -61,7 +61,7 @@ def pictures_by_class(part: Path) -> dict[str, list[str]]:
     found = {folder.name: list(_pictures_below(str(folder), folder.name)) for folder in _folders(part)}
     if not any(found.values()) and (loose := _pictures_in(part)):
         raise UserError(
-            f"{part}: holds pictures themselves ({loose[0]}, ...). Put them into a folder for each class, or"
+            f"{part}: holds pictures itself ({loose[0]}, ...). Put them into a folder for each class, or"
             " elsewhere if their classes are not known."
         )
     if not any(found.values()):

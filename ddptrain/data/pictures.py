@@ -161,8 +161,7 @@ def cropped(file: Path, shape: tuple[int, int, int], box_of: Callable[[int, int]
             area = (left, top, left + wide, top + tall)
             part = _seen(picture, mode).resize(size[::-1], Image.Resampling.BILINEAR, box=area)
             return pil_to_tensor(part)  # type: ignore[no-any-return]
-        plain = turned == 1 and picture.mode in _MODES.values()
-        whole = _decoded_by_torchvision(file, mode) if plain else None
+        whole = _decoded_by_torchvision(file, mode) if turned == 1 else None
         return _cut(_seen(picture, mode), box, size) if whole is None else resized(whole, box, size)
 
 
