@@ -39,14 +39,14 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
             yield from tensors_of(item)
 
 
-def first_rows(batch: Any, count: int) -> Any:
-    """The batch with so many rows of each of its tensors."""
+def rows_of(batch: Any, rows: slice) -> Any:
+    """The batch with these rows of each of its tensors."""
     if isinstance(batch, Tensor):
-        return batch[:count]
+        return batch[rows]
     if isinstance(batch, dict):
-        return {name: first_rows(value, count) for name, value in batch.items()}
+        return {name: rows_of(value, rows) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
-        cut = [first_rows(item, count) for item in batch]
+        cut = [rows_of(item, rows) for item in batch]
         return type(batch)(*cut) if hasattr(batch, "_fields") else type(batch)(cut)
     return batch
 

@@ -37,11 +37,12 @@ def check_loss(task: Task, loss: Any) -> None:
             raise UserError(f"{where}: logs: loss and count are the engine's own names; use another one.")
 
 
-def looks_like_a_mean(whole: Loss, half: Loss) -> bool:
-    """Whether the loss of half a batch is as large as that of the whole one, though its count is half: so is
-    a mean, and the engine would divide it by the count once more. A sync point."""
-    counts, sums = float(half.count) / float(whole.count), half.sum.detach() / whole.sum.detach()
-    return 0.4 < counts < 0.6 and 0.8 < float(sums) < 1.25
+def looks_like_a_mean(whole: Loss, first: Loss, second: Loss) -> bool:
+    """Whether the losses of a batch's halves add up to twice that of the whole, though their counts add up to
+    its count: so do means, and the engine would divide them by the count once more. A sync point."""
+    counts = (float(first.count) + float(second.count)) / float(whole.count)
+    sums = float((first.sum + second.sum) / whole.sum)
+    return 0.99 < counts < 1.01 and 1.8 < sums < 2.2
 
 
 def check_report(task: Task, report: Any) -> Report:

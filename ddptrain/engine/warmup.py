@@ -4,9 +4,11 @@ import logging
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
-from ddptrain.api.recipe import At, Batch, Loss
-from ddptrain.data.prefetch import first_rows, tensors_of
+from ddptrain.api.recipe import At, Batch
+from ddptrain.data.prefetch import rows_of, tensors_of
 from ddptrain.engine.check_task import check_loss, looks_like_a_mean
 from ddptrain.engine.compiled import eagerly, is_compiled
 from ddptrain.engine.flops import counter
@@ -48,24 +50,31 @@ def warm_up(step: TrainStep, batch: Batch, at: At) -> int:
     return flops
 
 
-def _note_a_mean(step: TrainStep, batch: Batch, at: At, loss: Loss) -> None:
-    """Warn of a loss that is no sum, by the first step's batch and its first half; a batch of tensors with a
-    row for each sample."""
-    plan, size = step.plan, step.micro_batches[0].size
-    share = plan.batch_size // step.sampler.world_size
+def _note_a_mean(step: TrainStep, batch: Batch, at: At) -> None:
+    """Warn of a loss that is no sum, by the first step's batch and its halves: their sums add up to its own,
+    and their means to twice its mean. Only for tensors with a row for each sample, and without the layers by
+    which samples depend on each other or on chance."""
+    plan, model, size = step.plan, step.state.model, step.micro_batches[0].size
+    share, half = plan.batch_size // step.sampler.world_size, size // 2
     rows = {len(tensor) if tensor.ndim else 0 for tensor in tensors_of(batch)}
-    if at.step or min(share, plan.micro_batch or share) < 8 or rows != {size} or step.task.rank_state():
+    if at.step or min(share, plan.micro_batch or share) < 4 or rows != {size} or step.task.rank_state():
         return
+    mixing = [m for m in model.modules() if isinstance(m, _BatchNorm | _DropoutNd) and m.training]
+    for module in mixing:
+        module.eval()
+    parts = (slice(size), slice(half), slice(half, size))
     with eagerly(), torch.no_grad():
-        half = step.forward(step.state.model, first_rows(batch, size // 2), at, step.micro_batches[0])
-    if looks_like_a_mean(loss, half):
+        losses = [step.forward(model, rows_of(batch, part), at, step.micro_batches[0]) for part in parts]
+    for module in mixing:
+        module.train()
+    if looks_like_a_mean(*losses):
         log.warning(
-            "note       %s.loss: half of the batch has as large a loss as all of it (%.4g for %d), so"
-            " Loss.sum looks like a mean; it must be the sum over the items that count counts"
+            "note       %s.loss: the losses of half a batch are as large as that of all of it (%.4g for %d),"
+            " so Loss.sum looks like a mean; it must be the sum over the items that count counts"
             " (reduction='sum')",
             type(step.task).__name__,
-            float(loss.sum.detach()),
-            int(loss.count),
+            float(losses[0].sum),
+            int(losses[0].count),
         )
 
 
@@ -79,7 +88,7 @@ def _counted(step: TrainStep, batch: Batch, at: At) -> int:
             # not backward(): DDP has hooks where gradients are added up, and static_graph counts their calls
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             torch.autograd.grad(loss.sum, trained, allow_unused=True)
-        _note_a_mean(step, batch, at, loss)
+        _note_a_mean(step, batch, at)
         return int(counted.get_total_flops())
     except UserError:
         raise
