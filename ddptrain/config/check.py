@@ -60,6 +60,8 @@ def type_message(error: OmegaConfBaseException, override: str = "") -> str:
     where = override or error.full_key
     if where and (wrong := _WRONG_TYPE.match(text)):
         return f"{override or f'{where}={wrong[1]}'}: {_MEANT[wrong[2]]}."
+    if where and "is not a ListConfig, list or tuple" in text:
+        return f"{where}: must be a list: {where.partition('=')[0]}=[...]."
     return f"{where}: {text}." if where else f"{text}."
 
 

@@ -27,7 +27,7 @@ from ddptrain.data.workers import (
 from ddptrain.errors import UserError
 
 _PURPOSE = 8  # 0 to 7 are those of `ddptrain.data.transforms`, `mixing` and `transformed`
-_HELD_OUT = 10
+HELD_OUT = 10
 
 
 class MapStyle(Sized, Protocol):
@@ -58,27 +58,24 @@ class DatasetData(Data):
         workers: int | Literal["auto"] = "auto",
     ) -> None:
         check_workers(workers)
-        for key, samples in (("dataset", dataset), ("valid", valid)):
-            if samples is not None and not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
-                raise UserError(
-                    f"data.{key}: {type(samples).__name__} is not map-style; it needs __len__ and __getitem__"
-                    " (an IterableDataset can't be shuffled, nor continued exactly)."
-                )
+        check_map_style(dataset, "data.dataset")
+        if valid is not None:
+            check_map_style(valid, "data.valid")
         self._dataset = dataset
         self._valid = valid
         self._collate = collate or default_collate
-        self._classes = _class_names(dataset, classes)
+        self._classes = class_names(dataset, classes, "data.classes")
         self._workers = workers
 
     def prepare(self, world: World, seed: int) -> None:
         self._world = world
-        everything, first = range(len(self._dataset)), _HELD_OUT - 1
-        held_out = everything[first::_HELD_OUT]
+        everything, first = range(len(self._dataset)), HELD_OUT - 1
+        held_out = everything[first::HELD_OUT]
         if self._valid is not None:
             train, valid = Samples(self._dataset, everything, self._collate, seed), self._valid
             self._train, self._held = train, Samples(valid, range(len(valid)), self._collate, seed)
         else:
-            kept = [i for i in everything if i % _HELD_OUT != first]
+            kept = [i for i in everything if i % HELD_OUT != first]
             self._train = Samples(self._dataset, kept, self._collate, seed)
             self._held = Samples(self._dataset, held_out, self._collate, seed)
         self._loaders = spare_cores(world) if self._workers == "auto" else self._workers
@@ -162,10 +159,20 @@ class Samples(Dataset[Any]):
             )
 
 
-def _class_names(dataset: Any, classes: list[str] | int | None) -> tuple[str, ...]:
+def check_map_style(dataset: object, key: str) -> None:
+    """Raises UserError where it is something else."""
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UserError(
+            f"{key}: {type(dataset).__name__} is not map-style; it needs __len__ and __getitem__ (an"
+            " IterableDataset can't be shuffled, nor continued exactly)."
+        )
+
+
+def class_names(dataset: Any, classes: list[str] | int | None, key: str) -> tuple[str, ...]:
+    """Those asked for by ``key``, or those that the dataset names, or none."""
     if isinstance(classes, int):
         if classes < 2:
-            raise UserError(f"data.classes={classes}: must be 2 or more.")
+            raise UserError(f"{key}={classes}: must be 2 or more.")
         return tuple(map(str, range(classes)))
     if classes is not None:
         return tuple(classes)

@@ -104,10 +104,17 @@ def decoded(file: Path, mode: str, side: int = 0) -> "Image.Image":
     with opened(file) as picture:
         if side:
             picture.draft(mode, (side, side))
-        return _seen(picture, mode)
+        return seen(picture, mode)
 
 
 def fitted(file: Path, shape: tuple[int, int, int], resize: int | None = None) -> Tensor:
+    """uint8 ``shape`` (height, width, channels): the picture as `fit` brings it into that form."""
+    height, width, channels = shape
+    enough = max(height, width) if resize is None else 0
+    return fit(decoded(file, _mode(file, channels), enough), shape, resize)
+
+
+def fit(picture: "Image.Image", shape: tuple[int, int, int], resize: int | None = None) -> Tensor:
     """uint8 ``shape`` (height, width, channels): the picture's middle, cut to that form and scaled.
 
     A picture of that size stays as it is. resize: scale the short side to so many pixels, then cut the middle
@@ -116,15 +123,12 @@ def fitted(file: Path, shape: tuple[int, int, int], resize: int | None = None) -
     from PIL import Image, ImageOps
     from torchvision.transforms.v2 import functional
 
-    height, width, channels = shape
-    if resize is not None:
-        # by Pillow, as programs without torch do it: docs/finetuning.md shows one
-        scaled = functional.resize(decoded(file, _mode(file, channels)), [resize])
-        middle: Tensor = functional.pil_to_tensor(functional.center_crop(scaled, [height, width]))
-        return middle.permute(1, 2, 0)
-    whole = decoded(file, _mode(file, channels), max(height, width))
-    fit = ImageOps.fit(whole, (width, height), Image.Resampling.BILINEAR)
-    pixels: Tensor = functional.pil_to_tensor(fit)
+    height, width, _ = shape
+    if resize is None:
+        middle = ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR)
+    else:  # by Pillow, as programs without torch do it: docs/finetuning.md shows one
+        middle = functional.center_crop(functional.resize(picture, [resize]), [height, width])
+    pixels: Tensor = functional.pil_to_tensor(middle)
     return pixels.permute(1, 2, 0)
 
 
@@ -148,8 +152,8 @@ def cropped(file: Path, shape: tuple[int, int, int], box_of: Callable[[int, int]
     mode, size = _mode(file, shape[2]), shape[:2]
     with opened(file) as picture:
         if picture.format not in _DRAFTABLE:
-            seen = _seen(picture, mode)
-            return _cut(seen, box_of(seen.height, seen.width), size)
+            whole = seen(picture, mode)
+            return cut(whole, box_of(whole.height, whole.width), size)
         turned = picture.getexif().get(_ORIENTATION, 1)
         width, height = picture.size
         box = box_of(width, height) if turned in _ON_ITS_SIDE else box_of(height, width)
@@ -159,13 +163,13 @@ def cropped(file: Path, shape: tuple[int, int, int], box_of: Callable[[int, int]
         if scale > 1:
             top, left, tall, wide = (side / scale for side in box)
             area = (left, top, left + wide, top + tall)
-            part = _seen(picture, mode).resize(size[::-1], Image.Resampling.BILINEAR, box=area)
+            part = seen(picture, mode).resize(size[::-1], Image.Resampling.BILINEAR, box=area)
             return pil_to_tensor(part)  # type: ignore[no-any-return]
-        whole = _decoded_by_torchvision(file, mode) if turned == 1 else None
-        return _cut(_seen(picture, mode), box, size) if whole is None else resized(whole, box, size)
+        pixels = _decoded_by_torchvision(file, mode) if turned == 1 else None
+        return cut(seen(picture, mode), box, size) if pixels is None else resized(pixels, box, size)
 
 
-def _cut(picture: "Image.Image", box: Box, size: tuple[int, int]) -> Tensor:
+def cut(picture: "Image.Image", box: Box, size: tuple[int, int]) -> Tensor:
     """As `resized`, of which only the rectangle becomes a tensor."""
     from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -213,7 +217,7 @@ def decoders() -> list[str | None]:
     return [PIL.__version__, *(features.version(name) for name in ("jpg", "webp", "libtiff"))]
 
 
-def _seen(picture: "Image.Image", mode: str) -> "Image.Image":
+def seen(picture: "Image.Image", mode: str) -> "Image.Image":
     """The picture itself, decoded, turned as its EXIF tag says, with 8 bits a channel."""
     from PIL import ImageOps
 

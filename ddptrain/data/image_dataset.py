@@ -1,0 +1,142 @@
+"""Labelled images out of any map-style dataset, to be cut, augmented and scaled by ddptrain."""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from ddptrain.data.dataset import HELD_OUT, MapStyle, check_map_style, class_names
+from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
+from ddptrain.data.pictures import Box, cut, fit, seen
+from ddptrain.data.source import ImageSet, ImageSource, Split
+from ddptrain.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+log = logging.getLogger("ddptrain")
+_LABELS = ("targets", "labels", "_labels")
+"""Attributes by which torchvision's datasets tell all labels."""
+
+
+@final
+class DatasetSplit(Split):
+    """Some samples of a dataset."""
+
+    def __init__(
+        self, dataset: MapStyle, ids: Tensor, labels: Tensor, size: int, resize: int | None = None
+    ) -> None:
+        self._dataset = dataset
+        self._ids = ids
+        self.labels = labels[ids]
+        self.shape = (size, size, 3)
+        self._resize = resize
+
+    def images(self, ids: Tensor) -> Tensor:
+        return torch.stack([fit(self._picture(i), self.shape, self._resize) for i in ids.tolist()])
+
+    def cropped(self, i: int, box_of: Callable[[int, int], Box]) -> Tensor:
+        whole = self._picture(i)
+        return cut(whole, box_of(whole.height, whole.width), self.shape[:2])
+
+    def _picture(self, i: int) -> "Image.Image":
+        sample = int(self._ids[i])
+        try:
+            return _as_picture(_parts(self._dataset[sample])[0])
+        except (OSError, UserError) as error:
+            raise UserError(
+                f"data.source.dataset: sample {sample} can't be used ({error}).", everywhere=False
+            ) from error
+
+
+@final
+class DatasetImages(ImageSource):
+    """The pictures of a map-style dataset whose samples are (picture, label), or dicts with ``image`` (or
+    ``img``) and ``label``: Pillow's pictures, or uint8 (C, H, W) tensors or (H, W, C) arrays, not
+    transformed.
+
+    dataset: training samples. valid: validation samples; without it every tenth of ``dataset`` is held out.
+    classes: as `ddptrain.data.dataset.DatasetData` has it. size, resize: as `ImageFolder` has them.
+    """
+
+    name = "dataset"
+
+    def __init__(
+        self,
+        dataset: MapStyle,
+        valid: MapStyle | None = None,
+        classes: list[str] | int | None = None,
+        size: int = 224,
+        resize: int | None = None,
+    ) -> None:
+        check_sizes(size, resize)
+        check_map_style(dataset, "data.source.dataset")
+        if valid is not None:
+            check_map_style(valid, "data.source.valid")
+        self._dataset = dataset
+        self._valid = valid
+        self._classes = classes
+        self._size = size
+        self._resize = resize
+
+    def fetch(self, root: Path) -> None:
+        """The dataset fetches itself."""
+
+    def open(self, root: Path) -> ImageSet:
+        named = class_names(self._dataset, self._classes, "data.source.classes")
+        labels = _labels(self._dataset)
+        everything = torch.arange(len(labels))
+        held_out = everything % HELD_OUT == HELD_OUT - 1
+        if self._valid is None:
+            train = DatasetSplit(self._dataset, everything[~held_out], labels, self._size)
+            valid = DatasetSplit(self._dataset, everything[held_out], labels, self._size, self._resize)
+        else:
+            theirs = _labels(self._valid)
+            train = DatasetSplit(self._dataset, everything, labels, self._size)
+            valid = DatasetSplit(self._valid, torch.arange(len(theirs)), theirs, self._size, self._resize)
+        most = max(int(part.labels.max()) for part in (train, valid) if len(part)) + 1
+        classes = named or tuple(map(str, range(most)))
+        least = min(int(part.labels.min()) for part in (train, valid) if len(part))
+        if most > len(classes) or least < 0:
+            raise UserError(
+                f"data.source.dataset: labels must be 0 to {len(classes) - 1}, for {len(classes)} classes,"
+                f" and are {least} to {most - 1}. Name the classes by data.source.classes=[...], or give"
+                " their number."
+            )
+        return ImageSet(train, valid, classes, IMAGENET_MEAN, IMAGENET_STD, self._resize)
+
+
+def _labels(dataset: MapStyle) -> Tensor:
+    """int64 (n,), of all samples: as the dataset tells them, or by reading it once."""
+    for name in _LABELS:
+        told = getattr(dataset, name, None)
+        if told is not None and not callable(told) and len(told) == len(dataset):
+            return torch.as_tensor(told).to(torch.int64)
+    log.info("data       %s does not tell its labels (targets); it is read once", type(dataset).__name__)
+    return torch.tensor([int(_parts(dataset[i])[1]) for i in range(len(dataset))], dtype=torch.int64)
+
+
+def _parts(sample: Any) -> tuple[Any, Any]:
+    """(picture, label)"""
+    if isinstance(sample, Mapping):
+        picture = sample.get("image", sample.get("img"))
+        if picture is not None and "label" in sample:
+            return picture, sample["label"]
+    elif isinstance(sample, tuple | list) and len(sample) == 2:
+        return sample[0], sample[1]
+    raise UserError("it must be (picture, label), or a dict with image and label")
+
+
+def _as_picture(found: Any) -> "Image.Image":
+    """In colour, with 8 bits a channel."""
+    from PIL import Image
+    from torchvision.transforms.v2.functional import to_pil_image
+
+    if not isinstance(found, Image.Image):
+        if str(getattr(found, "dtype", "")).removeprefix("torch.") != "uint8" or found.ndim not in (2, 3):
+            raise UserError("its picture must be Pillow's, or of uint8; leave transforms out of the dataset")
+        found = to_pil_image(found)
+    return seen(found, "RGB")

@@ -1,0 +1,152 @@
+"""Pictures out of any map-style dataset are those of files with the same pixels."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from shell import ddptrain
+from torch import Tensor
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
+from ddptrain.data.image_dataset import DatasetImages
+from ddptrain.data.imagefolder import ImageFolder
+from ddptrain.data.images import ImageData
+from ddptrain.data.source import ImageSource
+from ddptrain.data.transforms import RandomResizedCrop, Transforms
+from ddptrain.errors import UserError
+
+KINDS: dict[str, Callable[[Image.Image, int], Any]] = {
+    "Pillow": lambda picture, label: (picture, label),
+    "tensor": lambda picture, label: (pil_to_tensor(picture), label),
+    "array": lambda picture, label: [np.asarray(picture), label],
+    "dict": lambda picture, label: {"image": picture, "label": label},
+    "dict of tensors": lambda picture, label: {"img": pil_to_tensor(picture), "label": torch.tensor(label)},
+}
+
+
+class Pictures:
+    classes = ("cat", "dog")
+
+    def __init__(self, folder: Path, kind: str, tells: bool = True) -> None:
+        self.files = sorted(folder.glob("*/*.png"))
+        self.make = kind
+        if tells:
+            self.targets = [int(file.parent.name == "dog") for file in self.files]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Any:
+        file = self.files[index]
+        return KINDS[self.make](Image.open(file), int(file.parent.name == "dog"))
+
+
+class Odd:
+    """Samples of no use."""
+
+    def __init__(self, sample: Any, labels: list[int] | None = None) -> None:
+        self.sample = sample
+        self.targets = labels or [0, 1] * 10
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(self.sample, Exception):
+            raise self.sample
+        return self.sample
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root, draw = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    for name in Pictures.classes:
+        (root / name).mkdir()
+        for i in range(20):  # every tenth is held out, of each class and of all: 9, 19, 29, 39
+            pixels = draw.integers(0, 256, (*draw.integers(30, 60, 2), 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{i:02}.png")
+    return root
+
+
+def read(dataset: Odd, i: int) -> Tensor:
+    """The i-th training picture."""
+    return DatasetImages(dataset).open(Path()).train.images(torch.tensor([i]))
+
+
+def batches(source: ImageSource, root: Path, workers: int = 0) -> list[tuple[Tensor, Tensor]]:
+    augment = Transforms(RandomResizedCrop(), 0.5)
+    data = ImageData(source, augment, root=str(root), workers=workers, resident=False)
+    data.prepare(World(), 7)
+    valid = list(data.valid_batches([range(4)]))
+    return [*data.train_batches(Sampler(data.train_size, 12, 7), range(4)), *valid]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("resize", "tells"), [(None, True), (32, False)])
+def test_they_are_those_of_files(folder: Path, kind: str, resize: int | None, tells: bool) -> None:
+    wanted = batches(ImageFolder(24, resize=resize), folder)
+    source = DatasetImages(Pictures(folder, kind, tells), size=24, resize=resize)
+    for found in (batches(source, folder), batches(source, folder, workers=2)):
+        for one, other in zip(wanted, found, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_validation_set_of_its_own_and_classes_by_number(folder: Path) -> None:
+    own = Pictures(folder, "Pillow")
+    found = DatasetImages(own, valid=own, classes=5, size=8).open(folder)
+    assert (len(found.train), len(found.valid), list(found.classes)) == (40, 40, list("01234"))
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda: DatasetImages([], valid=5), "data.source.valid: int is not map-style"),  # type: ignore[arg-type]
+        (lambda: DatasetImages(Odd(1), size=0), "data.source.size=0: must be 1 pixel or more."),
+        (lambda: DatasetImages(Odd(1), classes=1).open(Path()), "data.source.classes=1: must be 2 or more."),
+        (
+            lambda: DatasetImages(Odd(1, [0, 7] * 10), classes=3).open(Path()),
+            "data.source.dataset: labels must be 0 to 2, for 3 classes, and are 0 to 7.",
+        ),
+        (
+            lambda: read(Odd((1, 2, 3)), 0),
+            "data.source.dataset: sample 0 can't be used (it must be (picture, label), or a dict with image",
+        ),
+        (
+            lambda: (
+                DatasetImages(Odd((torch.zeros(3, 4, 4), 0))).open(Path()).train.images(torch.tensor([1]))
+            ),
+            "data.source.dataset: sample 1 can't be used (its picture must be Pillow's, or of uint8;",
+        ),
+        (
+            lambda: (
+                DatasetImages(Odd(FileNotFoundError("x.jpg"))).open(Path()).train.images(torch.tensor([10]))
+            ),
+            "data.source.dataset: sample 11 can't be used (x.jpg).",  # 9 is held out
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(use: Callable[[], object], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        use()
+    assert str(refused.value).startswith(said)
+
+
+def test_torchvisions_own_is_fine_tuned_and_asked(tmp_path: Path, folder: Path) -> None:
+    one = {"OMP_NUM_THREADS": "1"}
+    words = (
+        "launch --nproc-per-node=2 recipe=finetune data=image_dataset data.source.size=24 device=cpu"
+        f" data.source.dataset._target_=torchvision.datasets.ImageFolder +data.source.dataset.root={folder}"
+        " model.name=resnet18 init.weights=null train.batch_size=8 train.steps=2 run.dir=run"
+    )
+    done = ddptrain(tmp_path, words, **one)
+    assert done.code == 0, done.err
+    assert "dataset: 36 train, 4 valid, 2 classes, 24x24x3" in done.err
+    asked = ddptrain(tmp_path, f"predict run=run source={folder}/cat", **one)
+    assert asked.code == 0, asked.err
+    assert len(asked.out.splitlines()) == 21
