@@ -1,5 +1,5 @@
-"""Mistakes that people make with folders, files, weights and labels: exit code 2, and one message that names the
-file or the key."""
+"""Mistakes that people make with folders, files, weights and labels: exit code 2, and one message that names
+the file or the key."""
 
 import re
 import shutil
@@ -21,7 +21,7 @@ WEIGHTS = f"{FINETUNE} data.root=good init.weights="
 GOOD = f"{WEIGHTS}null"
 CSV = f"{FINETUNE} init.weights=null data=csv data.root=good data.source.file="
 SET = f"{FINETUNE} init.weights=null data=image_dataset data.source.dataset._target_="
-MASKS = "recipe=segmentation device=cpu data.workers=0 data.size=32 train.steps=1 run.dir=run data.root="
+MASKS = "recipe=segmentation device=cpu data.workers=0 data.size=32 train.steps=1 init.weights=null run.dir=run data.root="
 
 MISTAKES = {
     # folders
@@ -31,8 +31,8 @@ MISTAKES = {
     f"{FOLDER}one": "data.root=one: holds one class, 'cat'",
     f"{FOLDER}hollow": "hollow/dog: this class folder holds no image",
     f"{FOLDER}few": "data.root=few: no image is left for validation",
-    f"{FOLDER}other": "other/val: class 'bird' is not in other/train",
-    f"{FOLDER}cases": "cases/val: class 'Dog' is not in cases/train",
+    f"{FOLDER}other": "other/val: class 'bird' is not in the training folder",
+    f"{FOLDER}cases": "cases/val: class 'Dog' is not in the training folder. 'dog' is, which",
     f"{FOLDER}twice": "twice: holds Train and train",
     f"{FOLDER}untrained": "untrained: holds val, and no train",
     f"{FOLDER}texts": "texts: no image found in its class folders",
@@ -75,7 +75,7 @@ MISTAKES = {
     f"{SET}torchvision.datasets.FakeData data.source.classes=1": "data.source.classes=1: must be 2 or more",
     # masks
     f"{MASKS}good": "data.root: there is no folder good/images",
-    f"{MASKS}unmasked data.classes=2": "unmasked/images/3.png",
+    f"{MASKS}unmasked data.classes=2": "unmasked/images: 1 of 12 pictures have no mask: 3.png",
     f"{MASKS}wide data.classes=2": "wide/masks/1.png",
 }
 
