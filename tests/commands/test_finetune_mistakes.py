@@ -21,7 +21,10 @@ WEIGHTS = f"{FINETUNE} data.root=good init.weights="
 GOOD = f"{WEIGHTS}null"
 CSV = f"{FINETUNE} init.weights=null data=csv data.root=good data.source.file="
 SET = f"{FINETUNE} init.weights=null data=image_dataset data.source.dataset._target_="
-MASKS = "recipe=segmentation device=cpu data.workers=0 data.size=32 train.steps=1 init.weights=null run.dir=run data.root="
+MASKS = (
+    "recipe=segmentation device=cpu data.workers=0 data.size=32 train.steps=1 init.weights=null run.dir=run"
+    " data.root="
+)
 
 MISTAKES = {
     # folders
