@@ -12,7 +12,7 @@ from ddptrain.cli.compose import composed_tree
 
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.001, "betas": [0.9, 0.999], "weight_decay": 0.01}
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": False}
-FINETUNE = {"lr": 5e-4, "weight_decay": 0.05, "groups": [], "layer_decay": 0.8}
+FINETUNE = {"lr": 5e-4, "weight_decay": 0.05, "groups": [], "layer_decay": None}
 GROUPS = {"groups": [], "layer_decay": None}
 
 
@@ -28,15 +28,15 @@ def optim(*words: str) -> Any:
         ("recipe=resnet18_cifar10 optim=adamw", {**ADAMW, **GROUPS}),
         ("recipe=resnet18_cifar10", {**SGD, "nesterov": True, **GROUPS}),
         ("recipe=resnet18_cifar10 optim=sgd", {**SGD, "nesterov": True, **GROUPS}),
-        ("recipe=finetune optim=sgd", {**SGD, "groups": [], "layer_decay": 0.8}),
-        ("recipe=finetune optim.lr=0.02 optim=sgd", {**SGD, "lr": 0.02, "groups": [], "layer_decay": 0.8}),
+        ("recipe=finetune optim=sgd optim.layer_decay=0.8", {**SGD, "groups": [], "layer_decay": 0.8}),
+        ("recipe=finetune optim.lr=0.02 optim=sgd", {**SGD, "lr": 0.02, "groups": [], "layer_decay": None}),
         (
             "recipe=finetune optim=sgd +optim.dampening=0.1 optim.layer_decay=null",
             {**SGD, **GROUPS, "dampening": 0.1},
         ),
         (
             "recipe=finetune optim=adamw",
-            {**ADAMW, "lr": 5e-4, "weight_decay": 0.05, "groups": [], "layer_decay": 0.8},
+            {**ADAMW, "lr": 5e-4, "weight_decay": 0.05, "groups": [], "layer_decay": None},
         ),
     ],
 )
