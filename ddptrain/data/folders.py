@@ -9,7 +9,7 @@ from ddptrain.data.pictures import ENDINGS
 from ddptrain.errors import UserError
 
 _TRAIN_NAMES = ("train", "training")
-_VALID_NAMES = ("val", "valid", "validation", "test", "testing")
+VALID_NAMES = ("val", "valid", "validation", "test", "testing")
 """Where there are several, the first of these is taken."""
 
 
@@ -78,8 +78,8 @@ def pictures_by_class(part: Path) -> dict[str, list[str]]:
 def _by_name(root: Path) -> tuple[Path | None, Path | None, list[Path]]:
     """Its folders for training and for validation, and the others."""
     folders = _folders(root)
-    train, valid = (_named(root, folders, names) for names in (_TRAIN_NAMES, _VALID_NAMES))
-    others = [folder for folder in folders if folder.name.lower() not in (*_TRAIN_NAMES, *_VALID_NAMES)]
+    train, valid = (_named(root, folders, names) for names in (_TRAIN_NAMES, VALID_NAMES))
+    others = [folder for folder in folders if folder.name.lower() not in (*_TRAIN_NAMES, *VALID_NAMES)]
     return train, valid, others
 
 

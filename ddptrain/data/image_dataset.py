@@ -26,6 +26,8 @@ _LABELS = ("targets", "labels", "_labels")
 class DatasetSplit(Split):
     """Some samples of a dataset."""
 
+    full_size = True
+
     def __init__(
         self, dataset: MapStyle, ids: Tensor, labels: Tensor, size: int, resize: int | None = None
     ) -> None:

@@ -29,6 +29,8 @@ IMAGENET_MEAN, IMAGENET_STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
 class FolderSplit(Split):
     """Image files, decoded when asked for, cut and scaled to a square as `fitted` does it."""
 
+    full_size = True
+
     def __init__(self, files: Paths, labels: Tensor, size: int, resize: int | None = None) -> None:
         """labels: as `Split` has them."""
         self.files = files

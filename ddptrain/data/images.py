@@ -12,7 +12,6 @@ from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.augment import Augment, Normalise
-from ddptrain.data.imagefolder import FolderSplit
 from ddptrain.data.loaders import (
     AugmentedImages,
     FileLoader,
@@ -93,18 +92,19 @@ class ImageData(Data):
     def _stored(self, transforms: Transforms | OwnTransform) -> tuple[Split, Split]:
         """Both parts, in memory where they are to be."""
         train, valid = self._set.train, self._set.valid
-        if transforms.crops and isinstance(train, PackedSplit):
+        crops = transforms.resized_crop is not None
+        if crops and isinstance(train, PackedSplit):
             raise UserError(
                 "data.source.cache: holds pictures that are cut and scaled already, and"
                 " data.augment.resized_crop needs them at full resolution. Set one of the two to null."
             )
-        files = transforms.crops and isinstance(train, FolderSplit)
-        if files and self.resident is True:
+        larger = crops and train.full_size
+        if larger and self.resident is True:
             raise UserError(
                 "data.resident=true: keeps pictures that are cut and scaled already, and"
-                " data.augment.resized_crop needs the files. Set data.resident=false."
+                " data.augment.resized_crop needs them at full resolution. Set data.resident=false."
             )
-        resident = not files and (self._fits(0) if self.resident == "auto" else self.resident)
+        resident = not larger and (self._fits(0) if self.resident == "auto" else self.resident)
         return (in_memory(train), in_memory(valid)) if resident else (train, valid)
 
     @property

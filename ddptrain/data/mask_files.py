@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.data.detection.files import held_out, read_text
+from ddptrain.data.folders import VALID_NAMES
 from ddptrain.data.pictures import ENDINGS, check_apart, decoded, opened
 from ddptrain.errors import UserError
 from ddptrain.text import first_few
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 IGNORED = 255
 """Of a mask's pixels: those that count neither in training nor in evaluation."""
-_VALID_NAMES = ("val", "valid", "validation", "test")
 _LAYOUT = "It must hold train/images, train/masks, val/images and val/masks, or only images and masks."
 
 
@@ -43,7 +43,7 @@ def find_pairs(root: Path) -> tuple[list[Pair], list[Pair]]:
     if not root.is_dir():
         raise UserError(f"data.root={root}: there is no such folder. {_LAYOUT}")
     train = root / "train"
-    valid = next((root / name for name in _VALID_NAMES if (root / name).is_dir()), None)
+    valid = next((root / name for name in VALID_NAMES if (root / name).is_dir()), None)
     if train.is_dir() and valid is not None:
         return _pairs(train), _pairs(valid)
     pairs = _pairs(train if train.is_dir() else root)

@@ -16,6 +16,7 @@ from ddptrain.api.world import World
 from ddptrain.data.augment import Normalise
 from ddptrain.data.disk import size_and_time
 from ddptrain.data.draws import Draws
+from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD
 from ddptrain.data.mask_files import (
     Pair,
     Window,
@@ -41,8 +42,7 @@ from ddptrain.errors import UserError
 Masked = tuple[Tensor, Tensor]
 """float32 (n, 3, size, size) pictures and int64 (n, size, size) classes, 255 for what does not count."""
 
-MEAN, STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)  # ImageNet's, as in torchvision's weights
-FILL = tuple(round(level) for level in MEAN)
+FILL = tuple(round(level) for level in IMAGENET_MEAN)
 _LEAST, _MOST = 32, 4096
 _SHOWN = 16
 _WINDOW, _MIRROR = range(2)
@@ -153,7 +153,7 @@ class MaskData(Data):
 
     def _open(self, world: World) -> None:
         self._device = world.device
-        mean, std = (torch.tensor(of, device=world.device) for of in (MEAN, STD))
+        mean, std = (torch.tensor(of, device=world.device) for of in (IMAGENET_MEAN, IMAGENET_STD))
         self._normalise = Normalise(mean, std, self._channels_last)
 
     @property
@@ -186,8 +186,8 @@ class MaskData(Data):
             "mode": "RGB",
             "size": [self.size, self.size],
             "resize": {"rule": "longer side", "pixels": self.size, "corner": "top left", "fill": list(FILL)},
-            "mean": list(MEAN),
-            "std": list(STD),
+            "mean": list(IMAGENET_MEAN),
+            "std": list(IMAGENET_STD),
         }
 
     def normalised(self, pictures: Tensor) -> Tensor:

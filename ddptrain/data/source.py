@@ -21,6 +21,8 @@ class Split(ABC):
 
     labels: Tensor
     shape: tuple[int, int, int]
+    full_size = False
+    """Whether `cropped` sees more of an image than `images` gives."""
 
     @abstractmethod
     def images(self, ids: Tensor) -> Tensor:

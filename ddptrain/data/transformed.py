@@ -28,7 +28,6 @@ class OwnTransform:
     seeded.
     """
 
-    crops = False
     resized_crop: RandomResizedCrop | None = None
     mix: Mix | None = None
 

@@ -156,11 +156,6 @@ class Transforms:
         check_share("horizontal_flip", self.horizontal_flip)
         check_share("vertical_flip", self.vertical_flip)
 
-    @property
-    def crops(self) -> bool:
-        """Whether it takes pictures of any size."""
-        return self.resized_crop is not None
-
     def apply(self, image: Tensor, fill: Tensor, key: SampleKey) -> Tensor:
         """uint8 (C, H, W), of the set's size -> the same: all but the crop, which makes it, and mixing.
 

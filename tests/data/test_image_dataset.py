@@ -81,7 +81,7 @@ def read(dataset: Odd, i: int) -> Tensor:
 
 def batches(source: ImageSource, root: Path, workers: int = 0) -> list[tuple[Tensor, Tensor]]:
     augment = Transforms(RandomResizedCrop(), 0.5)
-    data = ImageData(source, augment, root=str(root), workers=workers, resident=False)
+    data = ImageData(source, augment, root=str(root), workers=workers)
     data.prepare(World(), 7)
     valid = list(data.valid_batches([range(4)]))
     return [*data.train_batches(Sampler(data.train_size, 12, 7), range(4)), *valid]
