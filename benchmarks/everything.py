@@ -1,6 +1,6 @@
-"""Every table of docs/performance.md and docs/text.md, and the picture, measured anew, one after the other.
+"""Every table of docs/performance.md, text.md and finetuning.md, and the picture, measured anew, in turn.
 
-python benchmarks/everything.py                      # in some two hours, 45 minutes of them for text.py
+python benchmarks/everything.py                      # in some three hours, 45 minutes of them for text.py
 python benchmarks/everything.py throughput startup   # some
 """
 
@@ -20,6 +20,7 @@ FILES = {
     "detection": PERFORMANCE,
     "busy": PERFORMANCE,
     "text": ROOT / "docs/text.md",
+    "finetune": ROOT / "docs/finetuning.md",
 }
 
 
