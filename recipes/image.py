@@ -22,8 +22,8 @@ _MOST_CLASSES_LISTED = 100
 @final
 class ImageClassification(Task):
     """Cross-entropy over classes; accuracy, balanced accuracy (the mean of the classes' recalls, where they
-    have unequal numbers of samples), top-5 accuracy, loss, each class's recall and precision, and a confusion
-    matrix.
+    have unequal numbers of samples), top-5 accuracy (of more than five classes), loss, each class's recall
+    and precision, and a confusion matrix.
 
     model: as `ddptrain.recipes.pictures.classifier` calls it. data: any whose batches are (images, labels),
     float (n, C, H, W) and int64 (n,), and whose ``outputs`` are the classes. label_smoothing: in [0, 1)
@@ -120,7 +120,9 @@ class ImageClassification(Task):
         metrics = {"accuracy": int(right.sum()) / count}
         if self.best_metric == "balanced_accuracy" or len(seen.unique()) > 1:  # else it is the accuracy
             metrics["balanced_accuracy"] = float((right / seen).nanmean())  # NaN: no sample of the class
-        metrics |= {"top5": int(sums["in_top5"]) / count, "loss": float(sums["loss"]) / count}
+        if len(names) > 5:
+            metrics["top5"] = int(sums["in_top5"]) / count
+        metrics["loss"] = float(sums["loss"]) / count
         for i, name in enumerate(names if len(names) <= _MOST_CLASSES_LISTED else ()):
             for figure, of in (("recall", seen), ("precision", predicted)):
                 if of[i]:

@@ -98,7 +98,12 @@ def explained(key: str, overrides: Sequence[str]) -> str:
 def no_such_key(key: str, known: Sequence[str]) -> str:
     """What to say of a key that is none of those of a config."""
     add = f" If the target of its section takes it, add it: +{key}=..." if "." in key else ""
-    hint = _choices_with(key) or did_you_mean(key, known) or add
+    last = key.rpartition(".")[2]
+    inner = [
+        name for name in known if name.startswith(f"{key.partition('.')[0]}.") and name.endswith(f".{last}")
+    ]
+    here = f" Did you mean {inner[0]}?" if len(inner) == 1 and "." in key else ""
+    hint = here or _choices_with(key) or did_you_mean(key, known) or add
     return f"{key}: there is no such key.{hint}"
 
 

@@ -91,8 +91,8 @@ class Init:
     """Weights that a new run starts from. A run that goes on, and every other verb, needs no such file."""
 
     weights: str | None = None
-    """A run's folder, a checkpoint's, a file (.pt, .pth, .safetensors), ``torchvision:DEFAULT``,
-    ``timm:default``, ``hub:<name>``; null: random ones, by ``seed``."""
+    """A run's folder, a checkpoint's, a file (.pt, .pth, .safetensors), ``default`` (those of the model's
+    library), ``torchvision:<name>``, ``timm:<tag>``, ``hub:<name>``; null: random ones, by ``seed``."""
     skip: list[str] = field(default_factory=list)
     """Patterns of names that are left as they are."""
 

@@ -91,10 +91,10 @@ class DatasetImages(ImageSource):
         named = class_names(self._dataset, self._classes, "data.source.classes")
         labels = _labels(self._dataset)
         everything = torch.arange(len(labels))
-        held_out = everything % HELD_OUT == HELD_OUT - 1
+        tenth = everything % HELD_OUT == HELD_OUT - 1
         if self._valid is None:
-            train = DatasetSplit(self._dataset, everything[~held_out], labels, self._size)
-            valid = DatasetSplit(self._dataset, everything[held_out], labels, self._size, self._resize)
+            train = DatasetSplit(self._dataset, everything[~tenth], labels, self._size)
+            valid = DatasetSplit(self._dataset, everything[tenth], labels, self._size, self._resize)
         else:
             theirs = _labels(self._valid)
             train = DatasetSplit(self._dataset, everything, labels, self._size)
@@ -108,7 +108,8 @@ class DatasetImages(ImageSource):
                 f" and are {least} to {most - 1}. Name the classes by data.source.classes=[...], or give"
                 " their number."
             )
-        return ImageSet(train, valid, classes, IMAGENET_MEAN, IMAGENET_STD, self._resize)
+        held_out = self._valid is None
+        return ImageSet(train, valid, classes, IMAGENET_MEAN, IMAGENET_STD, self._resize, held_out)
 
 
 def _labels(dataset: MapStyle) -> Tensor:

@@ -140,6 +140,7 @@ class ImageFolder(ImageSource):
             mean=IMAGENET_MEAN,
             std=IMAGENET_STD,
             resize=self._resize,
+            held_out=parts.valid is None,
         )
 
     def _split(

@@ -206,8 +206,9 @@ class ImageData(Data):
 
     def describe(self) -> str:
         height, width, channels = self.shape
+        held_out = " (every tenth, held out)" if self._set.held_out else ""
         return (
-            f"{self.source.name}: {self.train_size:,} train, {self.valid_size:,} valid,"
+            f"{self.source.name}: {self.train_size:,} train, {self.valid_size:,} valid{held_out},"
             f" {len(self.classes)} classes, {height}x{width}x{channels}, {self._loader.describe()}"
         )
 

@@ -67,7 +67,9 @@ class ImageSet:
     """Of each channel, in 0..255, for normalising."""
     std: Sequence[float]
     resize: int | None = None
-    """Pixels to which the short side is scaled before the middle is cut out, in evaluation (`fitted`)."""
+    """Pixels to which the short side is scaled before the middle is cut out, in evaluation (`fit`)."""
+    held_out: bool = False
+    """Whether the validation part is every tenth sample of a set that has no other."""
 
 
 class ImageSource(ABC):

@@ -65,13 +65,14 @@ class Matched:
     def lines(self) -> list[str]:
         """For the log."""
         parts = {
-            "left out, of another size": self.other_size,
+            "left out, of another size, so random": self.other_size,
             "left out by init.skip": self.skipped,
             "not there, so random": self.missing,
             "there, but not in this model": self.unused,
         }
         told = [f"{len(names)} {what}: {first_few(names, 4)}" for what, names in parts.items() if names]
-        return [f"{self.source}: {len(self.loaded)} tensors, {self.share:.1%} of the model", *told]
+        share = f"{min(self.share, 0.999):.1%}" if self.share < 1 else "100%"
+        return [f"{self.source}: {len(self.loaded)} tensors, {share} of the model", *told]
 
 
 def match(model: nn.Module, found: Weights, init: Init) -> Matched:
@@ -97,8 +98,8 @@ def match(model: nn.Module, found: Weights, init: Init) -> Matched:
         ]
         raise UserError(
             f"{source}: fits only {share:.1%} of the model, so it is probably another model's:"
-            f" {first_few(differ, 3)}. Choose the model that it was trained as, or name what is to stay"
-            " random: init.skip=[pattern]."
+            f" {first_few(differ, 3)}. This model is {type(model).__name__}; choose the one that the"
+            " weights were trained as (model.name=...), or name what is to stay random: init.skip=[pattern]."
         )
     missing = [name for name in wanted if name not in found]
     unused = [name for name in found if name not in own]
@@ -107,14 +108,22 @@ def match(model: nn.Module, found: Weights, init: Init) -> Matched:
 
 def read_weights(source: str, model: Mapping[str, Any], world: World) -> Weights:
     """The tensors of a source, by name. model: the config's node, which says whose weights a library has."""
+    library = "timm" if "timm" in str(model.get("_target_")) else "torchvision"
+    if source == "default":
+        source = {"timm": "timm:default", "torchvision": "torchvision:DEFAULT"}[library]
     kind, separator, name = source.partition(":")
+    if kind in ("timm", "torchvision") and separator and kind != library:
+        raise UserError(
+            f"init.weights={source}: the model is of {library}. init.weights=default takes that one's own."
+        )
     if separator and kind in _LIBRARIES:
         return _LIBRARIES[kind](name, model, world)
     path = Path(source)
     if not path.exists():
         raise UserError(
             f"init.weights={source}: does not exist. Name a run's folder, a checkpoint's, a .pt, .pth or"
-            " .safetensors file, torchvision:DEFAULT, timm:default or hub:<name>."
+            " .safetensors file, default (the library's own), torchvision:<name>, timm:<tag> or hub:<name>;"
+            " or null for random weights."
         )
     return _of_folder(path) if path.is_dir() else _of_file(path)
 
@@ -256,7 +265,10 @@ def _downloaded(fetched: Callable[[], Weights], key: str, by_hand: str, world: W
         try:
             return fetched()
         except (OSError, RuntimeError, ValueError, UnpicklingError) as error:  # not there; other bytes
-            raise UserError(f"{key}: can't be had ({error}). Without a network, put {by_hand}.") from error
+            raise UserError(
+                f"{key}: can't be had ({error}). Without a network, put {by_hand}."
+                " Or start from random weights: init.weights=null."
+            ) from error
 
     def fill_cache() -> None:
         attempt()

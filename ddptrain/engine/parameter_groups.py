@@ -1,5 +1,6 @@
 """Which parameters are trained, and with which learning rate and weight decay."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -108,17 +109,27 @@ def parameter_groups(
         for name in _matching(pattern, trained, f"optim.groups, params: {pattern}"):
             settings[name] |= group
             titles[name] = pattern
-    found: dict[tuple[str, float, float | None], list[nn.Parameter]] = {}
+    found: dict[tuple[str, float, float | None], list[str]] = {}
     for name, parameter in trained.items():
         wd = settings[name].get("weight_decay")
         if wd is None and weight_decay_on == "matrices" and parameter.ndim < 2:
             wd = 0.0
         scale = settings[name].get("lr", 1.0) * (decay or 1.0) ** depths.get(name, 0)
-        found.setdefault((titles.get(name, "others"), scale, wd), []).append(parameter)
-    made = [ParameterGroup(title, tuple(own), scale, wd) for (title, scale, wd), own in found.items()]
+        found.setdefault((titles.get(name, ""), scale, wd), []).append(name)
+    made = [
+        ParameterGroup(title or _in_short(names), tuple(trained[name] for name in names), scale, wd)
+        for (title, scale, wd), names in found.items()
+    ]
     return sorted(
         made, key=lambda group: (group.lr_scale != 1, -group.lr_scale, group.weight_decay is not None)
     )
+
+
+def _in_short(names: Sequence[str]) -> str:
+    """``layer1.0.*``, or the first name where they have no module in common."""
+    modules = [name.rpartition(".")[0].replace(".", "/") for name in names]
+    common = os.path.commonpath(modules).replace("/", ".")
+    return f"{common}.*" if common else f"{names[0]}{', ...' * (len(names) > 1)}"
 
 
 def layer_depths(model: nn.Module) -> dict[str, int]:

@@ -55,6 +55,7 @@ MISTAKES = {
     f"{WEIGHTS}vgg.pt": "vgg.pt: ",
     f"{WEIGHTS}torchvision:IMAGENET1K_V9": "IMAGENET1K_V9",
     f"{WEIGHTS}timm:default": "init.weights=timm:default",
+    f"{GOOD} data.size=64": "data.size: there is no such key. Did you mean data.source.size?",
     f"{GOOD} freeze=[layer9.*]": "freeze=layer9.*: matches the name of no parameter",
     f"{GOOD} freeze=[*]": "freeze: matches every parameter",
     f"{GOOD} freeze=layer1": "freeze=layer1: must be a list",

@@ -55,7 +55,7 @@ def test_a_head_of_another_size_is_left_out_and_said_so(tmp_path: Path) -> None:
         "3.weight (7, 40) there, (5, 40) here",
         "3.bias (7,) there, (5,) here",
     ]
-    assert "2 left out, of another size: 3.weight (7, 40) there" in "\n".join(found.lines())
+    assert "2 left out, of another size, so random: 3.weight (7, 40) there" in "\n".join(found.lines())
 
 
 def test_what_is_skipped_stays_random(tmp_path: Path) -> None:
