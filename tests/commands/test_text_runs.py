@@ -240,7 +240,7 @@ def test_a_task_without_predictions_says_so(tmp_path: Path) -> None:
     ("words", "said"),
     [
         ("recipe=lstm_text data=shapes", "LanguageModelling needs TextData as its data, not ImageData"),
-        ("recipe=cnn_digits data=stdlib_text", "a classifier needs the names of two classes or more, and Text"),
+        ("recipe=cnn_digits data=stdlib_text", "a classifier needs the names of two classes"),
         ("recipe=transformer_translate data=stdlib_text", "Translation needs DatePairs as its data"),
         ("recipe=cnn_digits model=recurrent", "RecurrentModel needs vocabulary, which this recipe does not"),
         ("recipe=lstm_text model=cnn", "SmallCnn needs num_classes, which this recipe does not give"),
