@@ -146,7 +146,7 @@ def test_torchvisions_own_is_fine_tuned_and_asked(tmp_path: Path, folder: Path) 
     )
     done = ddptrain(tmp_path, words, **one)
     assert done.code == 0, done.err
-    assert "dataset: 36 train, 4 valid, 2 classes, 24x24x3" in done.err
+    assert "dataset: 36 train, 4 valid (every tenth, held out), 2 classes, 24x24x3" in done.err
     asked = ddptrain(tmp_path, f"predict run=run source={folder}/cat", **one)
     assert asked.code == 0, asked.err
     assert len(asked.out.splitlines()) == 21
