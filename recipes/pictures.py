@@ -42,9 +42,15 @@ def classifier(model: Callable[..., nn.Module], data: Data, multi_label: bool) -
             f"data: a classifier needs the names of two classes or more, and {type(data).__name__} has"
             f" {classes} (its `outputs`). With data=dataset set data.classes=[...] or their number."
         )
-    _check_labels(data, multi_label)
-    channels, height, width = _shape(data)
-    examples = data.examples if isinstance(data, ImageData) else _no_examples
+    if isinstance(data, ImageData):
+        _check_labels(data.multi_label == multi_label, "of the other kind", multi_label, classes)
+        (channels, height, width), examples = _shape(data), data.examples
+    else:
+        images, labels = _first(data)  # once: it starts the loader processes
+        fits = labels.shape[1:] == ((classes,) if multi_label else ())
+        fits = fits and (labels.is_floating_point() if multi_label else labels.dtype == torch.int64)
+        _check_labels(fits, _kind(labels), multi_label, classes)
+        (channels, height, width), examples = images.shape[1:], _no_examples
     return model(num_classes=classes, in_channels=channels, image_size=(height, width), examples=examples)
 
 
@@ -102,17 +108,11 @@ def predictions(
     yield f"{out}: predictions.csv and {sheets} sheet{'s' * (sheets > 1)} of {of}"
 
 
-def _check_labels(data: Data, multi_label: bool) -> None:
-    wanted, classes = "int64 (n,), one class a picture", len(data.outputs)
+def _check_labels(fits: bool, found: str, multi_label: bool, classes: int) -> None:
+    """Raise UserError unless they fit. found: what they are."""
+    wanted = "int64 (n,), one class a picture"
     if multi_label:
         wanted = f"float (n, {classes}), 1 for each class that a picture has, else 0"
-    if isinstance(data, ImageData):
-        fits, found = data.multi_label == multi_label, "of the other kind"
-    else:
-        labels = _first(data)[1]
-        fits = labels.shape[1:] == ((classes,) if multi_label else ())
-        fits = fits and (labels.is_floating_point() if multi_label else labels.dtype == torch.int64)
-        found = _kind(labels)
     if not fits:
         raise UserError(
             f"data: the labels must be {wanted}, for this task, and are {found}. For several classes a"

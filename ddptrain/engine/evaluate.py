@@ -44,7 +44,7 @@ def evaluate(
     chunks = [range(i, min(i + batch_size, size)) for i in range(0, size, batch_size)]
     mine = range(world.rank, len(chunks), world.size)
     sums = _Totals(len(chunks), world)
-    with _evaluating(model):
+    with in_evaluation(model):
         for slot, batch in zip(mine, data.valid_batches([chunks[i] for i in mine]), strict=True):
             if watchdog.stop:
                 break
@@ -114,16 +114,17 @@ class _Totals:
 @torch.no_grad()  # not inference_mode: what a model caches here could not be used in training
 def figures_of(task: Task, model: nn.Module, precision: Precision) -> Mapping[str, Figure]:
     """The task's figures of the model. No collectives: only rank 0 calls it."""
-    with _evaluating(model), precision.autocast():
+    with in_evaluation(model), precision.autocast():
         return task.figures(model)
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def in_evaluation(*models: nn.Module) -> Iterator[None]:
     """In evaluation mode, and then each module as it was: ``model.train()`` would wake the BatchNorms of
     frozen layers."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
     try:
         yield
     finally:

@@ -90,8 +90,9 @@ class Plan:
             "shards": "elastic or strategy.shards",
             "sample_weights": "data (weights of the samples)",
         }
+        facts = self.position_facts
         for name, key in keys.items():
-            own = self.position_facts[name]
+            own = facts[name]
             if saved.get(name) != own:
                 raise UserError(
                     f"{key}={own}: {where} was saved with {saved.get(name)}, so its place in the data"

@@ -11,6 +11,7 @@ from ddptrain.api.recipe import At, Batch
 from ddptrain.data.prefetch import rows_of, tensors_of
 from ddptrain.engine.check_task import check_loss, looks_like_a_mean
 from ddptrain.engine.compiled import eagerly, is_compiled
+from ddptrain.engine.evaluate import in_evaluation
 from ddptrain.engine.flops import counter
 from ddptrain.engine.step import TrainStep
 from ddptrain.errors import UserError
@@ -59,14 +60,10 @@ def _note_a_mean(step: TrainStep, batch: Batch, at: At) -> None:
     rows = {len(tensor) if tensor.ndim else 0 for tensor in tensors_of(batch)}
     if at.step or min(share, plan.micro_batch or share) < 4 or rows != {size} or step.task.rank_state():
         return
-    mixing = [m for m in model.modules() if isinstance(m, _BatchNorm | _DropoutNd) and m.training]
-    for module in mixing:
-        module.eval()
+    mixing = [module for module in model.modules() if isinstance(module, _BatchNorm | _DropoutNd)]
     parts = (slice(size), slice(half), slice(half, size))
-    with eagerly(), torch.no_grad():
+    with eagerly(), torch.no_grad(), in_evaluation(*mixing):
         losses = [step.forward(model, rows_of(batch, part), at, step.micro_batches[0]) for part in parts]
-    for module in mixing:
-        module.train()
     if looks_like_a_mean(*losses):
         log.warning(
             "note       %s.loss: the losses of half a batch are as large as that of all of it (%.4g for %d),"
