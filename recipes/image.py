@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from ddptrain.api import At, ConfusionMatrix, Data, Deployed, Loss, Report, Task, UserError
 from ddptrain.recipes.class_weights import ClassWeights
+from ddptrain.recipes.limits import check_label_smoothing
 from ddptrain.recipes.pictures import Told, classifier, deployed, predictions
 from ddptrain.recipes.views import Views, check_level
 
@@ -42,8 +43,7 @@ class ImageClassification(Task):
         class_weights: Literal["balanced"] | list[float] | None = None,
         best_metric: Literal["accuracy", "balanced_accuracy", "loss"] = "accuracy",
     ) -> None:
-        if not 0 <= label_smoothing < 1:
-            raise UserError(f"task.label_smoothing={label_smoothing}: must be in [0, 1).")
+        check_label_smoothing(label_smoothing)
         self._model = model
         self._data = data
         check_level(tta)

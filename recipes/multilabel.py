@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from ddptrain.api import At, Data, Deployed, Loss, Report, Rows, Task, UserError
 from ddptrain.recipes.class_weights import ClassWeights
+from ddptrain.recipes.limits import check_label_smoothing
 from ddptrain.recipes.pictures import Told, classifier, deployed, predictions
 from ddptrain.recipes.views import Views, check_level
 
@@ -34,8 +35,7 @@ class MultiLabelClassification(Task):
         tta: int = 0,
         class_weights: Literal["balanced"] | list[float] | None = None,
     ) -> None:
-        if not 0 <= label_smoothing < 1:
-            raise UserError(f"task.label_smoothing={label_smoothing}: must be in [0, 1).")
+        check_label_smoothing(label_smoothing)
         check_level(tta)
         self._model = model
         self._data = data

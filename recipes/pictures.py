@@ -12,6 +12,7 @@ from ddptrain.api import Data, Deployed, UserError
 from ddptrain.data.detection.files import probe
 from ddptrain.data.images import ImageData
 from ddptrain.data.pictures import claim, fitted, named_pictures
+from ddptrain.recipes.limits import check_batch
 from ddptrain.recipes.sheets import COLUMNS, ROWS, Titled, write_sheet
 
 _BATCH = COLUMNS * ROWS
@@ -56,8 +57,7 @@ def classifier(model: Callable[..., nn.Module], data: Data, multi_label: bool) -
 
 def deployed(model: nn.Module, data: Data, batch: int | None) -> Deployed:
     """As `Task.deploy` has it: float32 (n, C, H, W) -> logits (n, classes), for any n, or for ``batch``."""
-    if batch is not None and batch < 1:
-        raise UserError(f"batch={batch}: must be 1 or more, or null for any.")
+    check_batch(batch)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(batch or 2, *_shape(data), generator=generator)
     about: Mapping[str, Any] = {"classes": list(data.outputs)}

@@ -18,6 +18,7 @@ from ddptrain.data.detection.files import probe
 from ddptrain.data.mask_files import IGNORED, PALETTE, blended, picture_in_square, scaled
 from ddptrain.data.masks import FILL, MaskData, Masked
 from ddptrain.data.pictures import check_apart, claim, decoded, named_pictures
+from ddptrain.recipes.limits import check_batch
 
 log = logging.getLogger("ddptrain")
 
@@ -145,8 +146,7 @@ class Segmentation(Task):
     def deploy(self, model: nn.Module, batch: int | None = None) -> Deployed:
         """float32 (n, 3, size, size), normalised as in training -> logits (n, classes, size, size), for any
         n, or for ``batch`` alone."""
-        if batch is not None and batch < 1:
-            raise UserError(f"batch={batch}: must be 1 or more, or null for any.")
+        check_batch(batch)
         size = self._data.size
         images = torch.randn(batch or 2, 3, size, size, generator=torch.Generator().manual_seed(0))
         about = self._data.preparation()

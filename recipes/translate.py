@@ -10,6 +10,7 @@ from torch.nn import functional
 from ddptrain.api import At, Figure, Loss, Report, Task, TextSample, UserError
 from ddptrain.data.dates import BEGIN, END, VOCABULARY, DatePairs, Pairs, decoded, padded
 from ddptrain.recipes.encoder_decoder import EncoderDecoder
+from ddptrain.recipes.limits import check_label_smoothing
 
 _SHOWN = 12
 """Held-out pairs in the figure."""
@@ -29,8 +30,7 @@ class Translation(Task):
     def __init__(
         self, model: Callable[..., nn.Module], data: DatePairs, label_smoothing: float = 0.0
     ) -> None:
-        if not 0 <= label_smoothing < 1:
-            raise UserError(f"task.label_smoothing={label_smoothing}: must be in [0, 1).")
+        check_label_smoothing(label_smoothing)
         self._model = model
         self._data = data
         self._label_smoothing = label_smoothing
