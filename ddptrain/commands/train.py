@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -26,10 +27,10 @@ from ddptrain.distributed.cpu import cores_in_words, share_cores
 from ddptrain.engine.checkpoint import Checkpointer, LoadedCheckpoint, read, unpack
 from ddptrain.engine.compiled import check_graphs, compile_loss
 from ddptrain.engine.consistency import check_same_command, check_same_model
+from ddptrain.engine.freeze import Frozen, freeze
 from ddptrain.engine.initial_weights import load_initial_weights
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.optimizer import arguments_of, check_optimizer
-from ddptrain.engine.parameter_groups import freeze
 from ddptrain.engine.plan import Plan, plan_run
 from ddptrain.engine.precision import choose_precision
 from ddptrain.engine.step import TrainStep, make_step
@@ -72,7 +73,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
             keep, background = config.checkpoint.keep, config.checkpoint.background
             checkpointer = Checkpointer(folder / "checkpoints", keep, background)
             saved = _saved(config, checkpointer, world)
-            step = _step(config, task, data, world, watchdog, new=saved is None)
+            step = _step(config, task, data, world, watchdog, saved)
             step.state.controllers.update(controllers)
             if saved is not None:
                 _resume(saved, step, data, checkpointer)
@@ -111,8 +112,10 @@ def run(config: Config, arguments: Sequence[str]) -> None:
             log.info("look       %s", ", or ".join(shown))
 
 
-def _step(config: Config, task: Task, data: Data, world: World, watchdog: Watchdog, new: bool) -> TrainStep:
-    """The train step with all that it is made of, at step 0. new: no checkpoint will be put into it."""
+def _step(
+    config: Config, task: Task, data: Data, world: World, watchdog: Watchdog, saved: LoadedCheckpoint | None
+) -> TrainStep:
+    """The train step with all that it is made of, at step 0. saved: will be put into it."""
     compiled, strict = config.compile != "off", config.elastic == "strict"
     # each rank by itself: nodes may have other GPUs, and what one can't do ends all
     strategy = on_all_ranks(world, lambda: make_strategy(config.strategy, world, compiled, strict))
@@ -130,17 +133,16 @@ def _step(config: Config, task: Task, data: Data, world: World, watchdog: Watchd
     share_cores(world, strict, workers)
     log.info("cores      %s", cores_in_words(world, workers))
     model = setup.make_model(config, task, world.device)
-    if new:
+    if saved is None:
         load_initial_weights(config, model, world)
-    if frozen := freeze(model, config.optim, config.freeze):
-        log.info("frozen     %s: %s", counted(len(frozen), "tensor"), first_few(frozen, 4))
+    frozen = _frozen(config, model, plan, 0 if saved is None else saved.manifest["step"])
     model = strategy.prepare(model)
     log.info("model      %s", _model_in_words(model, config))
     check_same_model(world, model)
     _note_layers_that_see_one_part(model, plan, world)
     if config.compile == "step":
         compile_loss(task)
-    step = make_step(config, task, model, strategy, precision, plan, watchdog)
+    step = make_step(config, task, model, strategy, precision, plan, watchdog, frozen)
     settings = flat_values(arguments_of(config.optim)).items()
     told = [f"{name} {value}" for name, value in settings if not name.endswith("_target_")]
     log.info("optimizer  %s, %s", type(step.state.optimizer).__name__, ", ".join(told))
@@ -148,6 +150,17 @@ def _step(config: Config, task: Task, data: Data, world: World, watchdog: Watchd
         for group in step.state.groups:
             log.info("group      %s", group)
     return step
+
+
+def _frozen(config: Config, model: nn.Module, plan: Plan, done: int) -> Frozen | None:
+    """What is frozen after so many steps, and is now."""
+    until = None if config.thaw is None else math.ceil(config.thaw * plan.steps)
+    frozen = freeze(model, config.optim, config.freeze, until, done)
+    if frozen is not None:
+        count = counted(len(frozen.parameters), "tensor")
+        ends = "" if until is None else f", until step {until}"
+        log.info("frozen     %s%s: %s", count, ends, first_few(frozen.parameters, 4))
+    return frozen
 
 
 def _opened_folder(config: Config) -> Path:

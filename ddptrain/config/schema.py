@@ -185,6 +185,8 @@ class Config:
     freeze: list[str] = field(default_factory=list)
     """Patterns of parameters' names (``features.*``) that are not trained. BatchNorms of which all are
     frozen keep their statistics, too."""
+    thaw: float | None = rule(None, above=0, below=1)
+    """The share of the run after which what is frozen is trained, too."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: LogSection = field(default_factory=LogSection)
     debug: Debug = field(default_factory=Debug)

@@ -80,6 +80,8 @@ class Engine:
         try:
             goes_on = self._evaluate() if state.evaluation_due else True
             for step in step_iterator(range(first_step, plan.steps)) if goes_on else ():
+                if state.frozen is not None and state.frozen.until == step:
+                    batches = self._thaw(batches)
                 self._step(batches, plan.at(step))
                 state.step = done = step + 1
                 if plan.verifies(done) and state.strategy.same_weights:
@@ -117,10 +119,7 @@ class Engine:
         batches, flops = self._data.train_batches(step.sampler, steps), 0.0
         if steps:
             state.scatter(self._task, step.sampler.share, device)
-            first, at = next(batches), plan.at(state.step)
-            check_device(state.model, first, device)
-            flops = warm_up(step, first, at) / step.micro_batches[0].size
-            batches = chain([first], batches)
+            batches, flops = self._warmed_up(batches)
         gpus = self._world.size * (1 + len(state.strategy.further_gpus))
         peak = peak_flops(device, step.precision.name) * gpus
         preview = self._data.preview() if self._world.is_first else None
@@ -131,6 +130,29 @@ class Engine:
         self._observers.start(start)
         self._stopwatch.begin(flops, peak)
         state.strategy.time_waits(state.wrapped, self._stopwatch.mark_early)
+        return batches
+
+    def _warmed_up(self, batches: Iterator[Batch]) -> tuple[Iterator[Batch], float]:
+        """All of the batches again, after the checks and warm-up passes on the first one; the FLOPs of a
+        sample."""
+        step, state = self._step, self._state
+        first = next(batches)
+        check_device(state.model, first, self._world.device)
+        flops = warm_up(step, first, self._plan.at(state.step)) / step.micro_batches[0].size
+        return chain([first], batches), flops
+
+    def _thaw(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """From this step on, train what was frozen. Collectives and a sync point. Returns the batches."""
+        state, before = self._state, self._step
+        before.settle()
+        self._watchdog.mark("thawing", state.step, LONG_S)
+        state.thaw()
+        self._step = TrainStep(self._task, state.strategy, before.precision, self._plan, state, before.phase)
+        log.info("thawed     at step %d: all groups are trained from here on", state.step)
+        batches, flops = self._warmed_up(batches)
+        self._stopwatch.flops = flops
+        state.strategy.time_waits(state.wrapped, self._stopwatch.mark_early)
+        self._stopwatch.mark("logging")
         return batches
 
     def _log(self) -> None:

@@ -7,7 +7,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
@@ -63,30 +62,6 @@ def check_groups(node: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def freeze(model: nn.Module, optim: Mapping[str, Any], patterns: Sequence[str]) -> list[str]:
-    """Take the parameters that match out of training; returns their names.
-
-    BatchNorms all of whose parameters match go into evaluation mode, in which their statistics stay as they
-    are. Raises UserError where a pattern matches nothing, or all.
-    """
-    named = dict(model.named_parameters())
-    frozen = set()
-    for pattern in patterns:
-        frozen |= _matching(pattern, named, f"freeze={pattern}")
-    for group in optim.get("groups") or []:
-        if group.get("freeze"):
-            frozen |= _matching(group["params"], named, f"optim.groups, params: {group['params']}")
-    if frozen == named.keys() and frozen:
-        raise UserError("freeze: matches every parameter, so there is nothing to train.")
-    for name in frozen:
-        named[name].requires_grad_(False)
-    for name, module in model.named_modules():
-        own = [f"{name}.{part}" if name else part for part, _ in module.named_parameters(recurse=False)]
-        if isinstance(module, _BatchNorm) and own and frozen.issuperset(own):
-            module.eval()
-    return [name for name in named if name in frozen]
-
-
 def parameter_groups(
     model: nn.Module, optim: Mapping[str, Any], weight_decay_on: str = "all"
 ) -> list[ParameterGroup]:
@@ -103,10 +78,10 @@ def parameter_groups(
     settings: dict[str, dict[str, Any]] = {name: {} for name in trained}
     titles: dict[str, str] = {}
     for group in optim.get("groups") or []:
-        if group.get("freeze"):
-            continue
         pattern = group["params"]
-        for name in _matching(pattern, trained, f"optim.groups, params: {pattern}"):
+        if group.get("freeze") and not any(fnmatchcase(name, pattern) for name in trained):
+            continue
+        for name in matching(pattern, trained, f"optim.groups, params: {pattern}"):
             settings[name] |= group
             titles[name] = pattern
     found: dict[tuple[str, float, float | None], list[str]] = {}
@@ -178,7 +153,8 @@ def _repeats(stack: nn.Module) -> bool:
     return any(made_of_others.count(kind) > 1 for kind in made_of_others if not issubclass(kind, _STACKS))
 
 
-def _matching(pattern: str, named: Mapping[str, nn.Parameter], key: str) -> set[str]:
+def matching(pattern: str, named: Mapping[str, nn.Parameter], key: str) -> set[str]:
+    """The names that match. Raises UserError, which begins with ``key``, if there are none."""
     found = {name for name in named if fnmatchcase(name, pattern)}
     if not found:
         hint = did_you_mean(pattern, list(named)) or f" There are {', '.join(list(named)[:4])}, ..."

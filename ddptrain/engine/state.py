@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from ddptrain.distributed.comm import from_all_ranks, to_first_rank
 from ddptrain.engine.check_model import check_model, check_sparse, sparse_layers
 from ddptrain.engine.compiled import compile_model
 from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
+from ddptrain.engine.freeze import Frozen
 from ddptrain.engine.meter import Meter
 from ddptrain.engine.optimizer import build_optimizer, build_schedule, fast_forward
 from ddptrain.engine.parameter_groups import parameter_groups
@@ -63,6 +65,8 @@ class TrainState:
     """By their names in the config."""
     groups: tuple[str, ...] = ()
     """The optimizer's groups in words: what is trained, at which share of the rate."""
+    frozen: Frozen | None = None
+    """Now."""
     unsent: dict[str, Tensor] = field(default_factory=dict)
     """On rank 0, current at a save: what each rank has not sent yet of its gradients, stacked by rank."""
 
@@ -118,15 +122,26 @@ class TrainState:
             "controllers": {name: dict(one.state_dict()) for name, one in self.controllers.items()},
         }
 
+    def thaw(self) -> None:
+        """Train what was frozen: the strategy wraps the model again. Collectives."""
+        assert self.frozen is not None
+        self.frozen.thaw(self.model)
+        self.frozen = None
+        self.wrapped.zero_grad(set_to_none=True)
+        unsent = self.strategy.rank_state()
+        self.wrapped = self.strategy.wrap(self.model)
+        if unsent:
+            self.strategy.load_rank_state(unsent)
+
     def _check_groups(self, saved: Sequence[str], where: str) -> None:
         """Raise UserError if a checkpoint's optimizer has other groups than this one."""
         if len(saved) != len(self.groups) or set(saved) != set(self.groups):
             there = first_few([name for name in saved if name not in self.groups], 3)
             here = first_few([name for name in self.groups if name not in saved], 3)
             raise UserError(
-                f"freeze, optim.groups, optim.layer_decay or train.weight_decay_on: {where} was saved with"
-                f" another one, so that its optimizer has other groups of parameters ({there or 'none'} only"
-                f" there, {here or 'none'} only here). Use the same, or start a new run."
+                f"freeze, thaw, optim.groups, optim.layer_decay or train.weight_decay_on: {where} was saved"
+                f" with another one, so that its optimizer has other groups of parameters ({there or 'none'}"
+                f" only there, {here or 'none'} only here). Use the same, or start a new run."
             )
 
     def load_state_dict(self, state: Mapping[str, Any], where: str) -> None:
@@ -180,11 +195,16 @@ class TrainState:
 
 
 def make_state(
-    config: Config, model: nn.Module, strategy: Strategy, precision: Precision, steps: int
+    config: Config,
+    model: nn.Module,
+    strategy: Strategy,
+    precision: Precision,
+    steps: int,
+    frozen: Frozen | None = None,
 ) -> TrainState:
     """Step 0 of a run of so many steps: optimizer, schedule and average around a model on its device.
 
-    Compiles and wraps the model.
+    Compiles and wraps the model. The optimizer has what is frozen, if it is trained later.
     """
     check_model(model)
     if config.compile not in ("off", "step"):
@@ -192,7 +212,9 @@ def make_state(
     wrapped = strategy.wrap(model)
     sparse = sparse_layers(model)
     decays_on = config.train.weight_decay_on
-    optimizer = build_optimizer(config.optim, model, decays_on, bool(sparse))
+    with frozen.at_the_end(model) if frozen is not None else nullcontext():
+        optimizer = build_optimizer(config.optim, model, decays_on, bool(sparse))
+        groups = tuple(map(str, parameter_groups(model, config.optim, decays_on)))
     check_sparse(sparse, optimizer, strategy)
     average: Average = NoAverage(model)
     if config.ema.decay is not None:
@@ -206,7 +228,8 @@ def make_state(
         average=average,
         meter=Meter(strategy.world, strategy.shards, finite_only=config.train.nonfinite == "skip"),
         strategy=strategy,
-        groups=tuple(map(str, parameter_groups(model, config.optim, decays_on))),
+        groups=groups,
+        frozen=frozen,
     )
 
 

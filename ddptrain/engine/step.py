@@ -14,6 +14,7 @@ from ddptrain.api.recipe import At, Batch, Loss, Task
 from ddptrain.api.sampler import Piece
 from ddptrain.api.strategy import Strategy
 from ddptrain.config.schema import Config
+from ddptrain.engine.freeze import Frozen
 from ddptrain.engine.health import Health, NotFinite, Outcome
 from ddptrain.engine.loss_scale import LossScale
 from ddptrain.engine.nonfinite import Undo
@@ -36,9 +37,10 @@ def make_step(
     precision: Precision,
     plan: Plan,
     watchdog: Watchdog,
+    frozen: Frozen | None = None,
 ) -> "TrainStep":
     """The step of a run, with its state at step 0 around a model on its device."""
-    state = make_state(config, model, strategy, precision, plan.steps)
+    state = make_state(config, model, strategy, precision, plan.steps, frozen)
     phases = Phases(watchdog, Stopwatch(strategy.world.device))
     return TrainStep(task, strategy, precision, plan, state, phases)
 

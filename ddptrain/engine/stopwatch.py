@@ -88,13 +88,15 @@ class Stopwatch:
         self._clock: Clock = HostClock()
         self._began = time.perf_counter()
         self._samples = 0
-        self._flops = self._peak = 0.0
+        self.flops = 0.0
+        """Of a sample."""
+        self._peak = 0.0
         self._laps: dict[str, Timing] = {}
         self._ended_early = False
 
     def begin(self, flops: float, peak: float) -> None:
         """Start measuring; set-up time does not count. flops: per sample. peak: FLOP/s of all ranks."""
-        self._flops, self._peak = flops, peak
+        self.flops, self._peak = flops, peak
         self._ended_early = False
         self._clock = HostClock()
         if self._device.type == "cuda":
@@ -139,7 +141,7 @@ class Stopwatch:
     def total(self) -> Timing:
         """The time since `begin` that has been added up so far. Does not ask the device, which may have
         failed."""
-        return Timing(dict(self._clock.seconds), self._samples, self._flops, self._peak)
+        return Timing(dict(self._clock.seconds), self._samples, self.flops, self._peak)
 
     def times(self, ranks: Sequence[Timing]) -> Times:
         """The times of this process, at its end. ranks: the last known timing of each rank."""

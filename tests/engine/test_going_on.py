@@ -101,7 +101,7 @@ def test_other_data_of_the_same_size_is_refused() -> None:
 def test_weight_decay_on_other_parameters_is_refused(tmp_path: Path) -> None:
     Fit(plan(3)).run(World(), tmp_path)
     with pytest.raises(
-        UserError, match=r"^freeze, optim\.groups, optim\.layer_decay or train\.weight_decay_on"
+        UserError, match=r"^freeze, thaw, optim\.groups, optim\.layer_decay or train\.weight_decay_on"
     ):
         Fit(plan(6), weight_decay_on="matrices").run(World(), tmp_path)
 

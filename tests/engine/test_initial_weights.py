@@ -159,4 +159,4 @@ def test_a_run_starts_from_another_and_then_needs_it_no_more(tmp_path: Path) -> 
     again = words.replace("train.steps=4", "train.steps=6")
     assert ddptrain(tmp_path, f"launch --nproc-per-node=2 {again}").code == 0
     message = refusal(tmp_path, f"{again} freeze=[]")
-    assert message.startswith("freeze, optim.groups, optim.layer_decay or train.weight_decay_on: ")
+    assert message.startswith("freeze, thaw, optim.groups, optim.layer_decay or train.weight_decay_on: ")

@@ -8,8 +8,9 @@ from torch import nn
 from torchvision import models
 
 from ddptrain.config.schema import Sched
+from ddptrain.engine.freeze import freeze
 from ddptrain.engine.optimizer import build_optimizer, build_schedule, check_optimizer
-from ddptrain.engine.parameter_groups import freeze, layer_depths, parameter_groups
+from ddptrain.engine.parameter_groups import layer_depths, parameter_groups
 from ddptrain.errors import UserError
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -75,7 +76,10 @@ def test_the_last_pattern_that_matches_decides_for_each_setting() -> None:
 
 def test_frozen_parameters_and_their_statistics_stay() -> None:
     model = small()
-    assert freeze(model, SGD, ["0.*", "1.*"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    frozen = freeze(model, SGD, ["0.*", "1.*"])
+    assert frozen is not None
+    assert frozen.parameters == ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert frozen.norms == ("1",)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = build_optimizer(SGD, model)
     for _ in range(3):

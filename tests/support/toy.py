@@ -17,6 +17,7 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Ema, Sched, Train
 from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.freeze import freeze
 from ddptrain.engine.loop import Engine, StepIterator
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
@@ -153,6 +154,8 @@ class Fit:
     precision: str = "fp32"
     weight_decay_on: str = "all"
     elastic: str = "fast"
+    freeze: Sequence[str] = ()
+    thaw_at: int | None = None
     observers: Sequence[Observer] = ()
     controllers: dict[str, Controller] = field(default_factory=dict)
     step_iterator: StepIterator = iter
@@ -184,10 +187,12 @@ class Fit:
         )  # fmt: skip
         strategy = make_strategy(self.strategy, world, strict=self.elastic == "strict")
         model = strategy.prepare(task.build().to(world.device))
-        step = make_step(config, task, model, strategy, precision, self.plan, Watchdog(world))
-        step.state.controllers.update(self.controllers)
         checkpointer = Checkpointer(folder, keep=2)
         saved = checkpointer.newest()
+        done = 0 if saved is None else saved.manifest["step"]
+        frozen = freeze(model, self.optim, self.freeze, self.thaw_at, done)
+        step = make_step(config, task, model, strategy, precision, self.plan, Watchdog(world), frozen)
+        step.state.controllers.update(self.controllers)
         if saved is not None:
             step.state.load_state_dict(unpack(saved.payload, "test"), "test")
         observers = Observers([*self.observers, *([_Killer(stop_at)] if stop_at else [])])

@@ -1,0 +1,78 @@
+"""What is not trained: in the whole run, or until a step."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddptrain.engine.parameter_groups import matching
+from ddptrain.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """Parameters that get no gradient, and BatchNorms that keep their statistics, by name."""
+
+    parameters: tuple[str, ...]
+    norms: tuple[str, ...]
+    until: int | None
+    """The first step that trains them; None: there is none."""
+
+    def freeze(self, model: nn.Module) -> None:
+        self._train(model, False)
+
+    def thaw(self, model: nn.Module) -> None:
+        self._train(model, True)
+
+    @contextmanager
+    def at_the_end(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model is as at the end of the run."""
+        if self.until is not None:
+            self.thaw(model)
+        yield
+        self.freeze(model)
+
+    def _train(self, model: nn.Module, trained: bool) -> None:
+        for name in self.parameters:
+            model.get_parameter(name).requires_grad_(trained)
+        for name in self.norms:
+            model.get_submodule(name).train(trained)
+
+
+def freeze(
+    model: nn.Module,
+    optim: Mapping[str, Any],
+    patterns: Sequence[str],
+    until: int | None = None,
+    done: int = 0,
+) -> Frozen | None:
+    """Take the parameters that match out of training; returns what is frozen after ``done`` steps, None for
+    nothing.
+
+    BatchNorms all of whose parameters match go into evaluation mode, in which their statistics stay as they
+    are. Raises UserError where a pattern matches nothing, or all.
+    """
+    named = dict(model.named_parameters())
+    found: set[str] = set()
+    for pattern in patterns:
+        found |= matching(pattern, named, f"freeze={pattern}")
+    for group in optim.get("groups") or []:
+        if group.get("freeze"):
+            found |= matching(group["params"], named, f"optim.groups, params: {group['params']}")
+    if not found and until is not None:
+        raise UserError("thaw: nothing is frozen that could be thawed. Name it, as freeze=[backbone.*] does.")
+    if found and found == named.keys():
+        raise UserError("freeze: matches every parameter, so there is nothing to train.")
+    norms = []
+    for name, module in model.named_modules():
+        own = [f"{name}.{part}" if name else part for part, _ in module.named_parameters(recurse=False)]
+        if isinstance(module, _BatchNorm) and own and found.issuperset(own):
+            norms.append(name)
+    if not found or (until is not None and done >= until):
+        return None
+    frozen = Frozen(tuple(name for name in named if name in found), tuple(norms), until)
+    frozen.freeze(model)
+    return frozen
