@@ -8,6 +8,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from ddptrain.data.held_out import is_held_out
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, FolderSplit, check_sizes
 from ddptrain.data.paths import Paths
 from ddptrain.data.source import ImageSet, ImageSource
@@ -15,7 +16,6 @@ from ddptrain.errors import UserError
 
 _SPLITS = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "test": 1}
 _SEPARATOR = ";"
-_HELD_OUT = 10
 
 
 class _Rows(NamedTuple):
@@ -56,7 +56,7 @@ class CsvLabels(ImageSource):
 
     def open(self, root: Path) -> ImageSet:
         path = root / self._file
-        rows, several = _read(path, root)
+        rows, several, held_out = _read(path, root)
         classes = sorted({name for names in rows.names for name in names})
         if len(classes) < 2:
             raise UserError(f"{path}: names {len(classes)} class(es); a classifier needs two or more.")
@@ -70,11 +70,12 @@ class CsvLabels(ImageSource):
             files = Paths(root, (rows.files[i] for i in ids))
             parts.append(FolderSplit(files, labels[torch.tensor(ids)], self._size, resize))
         train, valid = parts
-        return ImageSet(train, valid, classes, IMAGENET_MEAN, IMAGENET_STD, self._resize)
+        return ImageSet(train, valid, classes, IMAGENET_MEAN, IMAGENET_STD, self._resize, held_out)
 
 
-def _read(path: Path, root: Path) -> tuple[_Rows, bool]:
-    """The lines of the file, and whether pictures may have several classes."""
+def _read(path: Path, root: Path) -> tuple[_Rows, bool, bool]:
+    """The lines of the file, whether pictures may have several classes, and whether every tenth is held
+    out."""
     found = _Rows([], [], [])
     try:
         with path.open(newline="", encoding="utf-8-sig") as opened:
@@ -98,7 +99,7 @@ def _read(path: Path, root: Path) -> tuple[_Rows, bool]:
                 found.parts.append(_part_of(line, len(found.parts), where))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: can't be read as CSV in UTF-8 ({error}).") from error
-    return found, own != ["label"]
+    return found, own != ["label"], "split" not in columns
 
 
 def _classes_of(line: Mapping[str, str], own: Sequence[str], where: str) -> tuple[str, ...]:
@@ -117,7 +118,7 @@ def _classes_of(line: Mapping[str, str], own: Sequence[str], where: str) -> tupl
 
 def _part_of(line: Mapping[str, str], place: int, where: str) -> int:
     if "split" not in line:
-        return int(place % _HELD_OUT == _HELD_OUT - 1)
+        return int(is_held_out(place))
     split = line["split"].strip().lower()
     if split not in _SPLITS:
         raise UserError(f"{where}: split={line['split']}: must be one of {', '.join(_SPLITS)}.")

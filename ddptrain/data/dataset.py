@@ -1,13 +1,9 @@
 """Any map-style dataset as a recipe's data: torchvision's, Hugging Face's, or a class of one's own."""
 
-import random
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, Protocol, final
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
@@ -15,11 +11,14 @@ from ddptrain.api.recipe import Batch, Data, Loading
 from ddptrain.api.rng import mixed
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
+from ddptrain.data import held_out
+from ddptrain.data.generators import restored, seed_all
 from ddptrain.data.transformed import one_thread
 from ddptrain.data.workers import (
     Key,
     TrainingKeys,
     check_workers,
+    read_by,
     read_by_workers,
     spare_cores,
     validation_keys,
@@ -27,7 +26,6 @@ from ddptrain.data.workers import (
 from ddptrain.errors import UserError
 
 _PURPOSE = 8  # 0 to 7 are those of `ddptrain.data.transforms`, `mixing` and `transformed`
-HELD_OUT = 10
 
 
 class MapStyle(Sized, Protocol):
@@ -69,15 +67,14 @@ class DatasetData(Data):
 
     def prepare(self, world: World, seed: int) -> None:
         self._world = world
-        everything, first = range(len(self._dataset)), HELD_OUT - 1
-        held_out = everything[first::HELD_OUT]
+        everything = range(len(self._dataset))
         if self._valid is not None:
             train, valid = Samples(self._dataset, everything, self._collate, seed), self._valid
             self._train, self._held = train, Samples(valid, range(len(valid)), self._collate, seed)
         else:
-            kept = [i for i in everything if i % HELD_OUT != first]
+            kept, held = held_out.split(everything)
             self._train = Samples(self._dataset, kept, self._collate, seed)
-            self._held = Samples(self._dataset, held_out, self._collate, seed)
+            self._held = Samples(self._dataset, held, self._collate, seed)
         self._loaders = spare_cores(world) if self._workers == "auto" else self._workers
         for part in (self._train, self._held) if self._loaders else ():
             _check_travels(part)
@@ -110,8 +107,8 @@ class DatasetData(Data):
     def describe(self) -> str:
         name, classes = type(self._dataset).__name__, f", {len(self._classes)} classes" * bool(self._classes)
         return (
-            f"{name}: {self.train_size:,} train, {self.valid_size:,} valid{classes}, read by {self._loaders}"
-            f" worker{'s' * (self._loaders != 1)} a rank"
+            f"{name}: {self.train_size:,} train, {self.valid_size:,} valid{classes}, "
+            f" {read_by(self._loaders)}"
         )
 
 
@@ -133,10 +130,10 @@ class Samples(Dataset[Any]):
     def __getitems__(self, keys: list[Key]) -> Batch | UserError:
         """The batch of these samples; a file that can't be read is returned as its UserError."""
         samples = []
-        with one_thread(), _generators_restored():
+        with one_thread(), restored():
             for epoch, place, _ in keys:
                 sample = self._ids[place]
-                _seed_generators(mixed(self._seed, epoch, sample, _PURPOSE))
+                seed_all(mixed(self._seed, epoch, sample, _PURPOSE))
                 try:
                     samples.append(self._dataset[sample])
                 except OSError as error:
@@ -192,22 +189,3 @@ def _check_travels(part: Samples) -> None:
             f"data.dataset: can't be sent to loader processes ({error}). Leave lambdas, open files and locks"
             " out of it, or set data.workers=0."
         ) from error
-
-
-def _seed_generators(seed: int) -> None:
-    # not torch.manual_seed, which seeds the GPUs' generators too
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-@contextmanager
-def _generators_restored() -> Iterator[None]:
-    """With no workers this is the trainer's own process."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from ddptrain.data.dataset import HELD_OUT, MapStyle, check_map_style, class_names
+from ddptrain.data.dataset import MapStyle, check_map_style, class_names
+from ddptrain.data.held_out import is_held_out
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
 from ddptrain.data.pictures import Box, cut, fit, seen
 from ddptrain.data.source import ImageSet, ImageSource, Split
@@ -91,7 +92,7 @@ class DatasetImages(ImageSource):
         named = class_names(self._dataset, self._classes, "data.source.classes")
         labels = _labels(self._dataset)
         everything = torch.arange(len(labels))
-        tenth = everything % HELD_OUT == HELD_OUT - 1
+        tenth = is_held_out(everything)
         if self._valid is None:
             train = DatasetSplit(self._dataset, everything[~tenth], labels, self._size)
             valid = DatasetSplit(self._dataset, everything[tenth], labels, self._size, self._resize)

@@ -11,6 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ddptrain.data import held_out
 from ddptrain.data.disk import size_and_time
 from ddptrain.data.folders import parts_of, pictures_by_class, unpacked
 from ddptrain.data.packed import open_packed, pack, packed_folder
@@ -118,8 +119,9 @@ class ImageFolder(ImageSource):
         parts = parts_of(unpacked(root))
         train = pictures_by_class(parts.train)
         if parts.valid is None:
-            valid = {name: files[9::10] for name, files in train.items()}
-            train = {name: [f for i, f in enumerate(files) if i % 10 != 9] for name, files in train.items()}
+            halves = {name: held_out.split(files) for name, files in train.items()}
+            train = {name: kept for name, (kept, _) in halves.items()}
+            valid = {name: held for name, (_, held) in halves.items()}
         else:
             valid = pictures_by_class(parts.valid)
             _check_known(valid, train, parts.valid)

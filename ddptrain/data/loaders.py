@@ -15,7 +15,7 @@ from ddptrain.data.augment import Augment, Moves, Normalise
 from ddptrain.data.prefetch import on_device
 from ddptrain.data.source import ArraySplit, Split
 from ddptrain.data.transformed import TransformedImages
-from ddptrain.data.workers import AS_IT_IS, Key, TrainingKeys, read_by_workers, validation_keys
+from ddptrain.data.workers import AS_IT_IS, Key, TrainingKeys, read_by, read_by_workers, validation_keys
 from ddptrain.errors import UserError
 
 Labelled = tuple[Tensor, Tensor]
@@ -100,7 +100,7 @@ class FileLoader:
         return Loading(self._workers, resident=False)
 
     def describe(self) -> str:
-        return f"read by {self._workers} worker{'' if self._workers == 1 else 's'} a rank"
+        return read_by(self._workers)
 
     def _loaded(
         self, images: AugmentedImages | TransformedImages, keys: Iterable[list[Key]]

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ddptrain.data.detection.files import held_out, read_text
+from ddptrain.data import held_out
+from ddptrain.data.detection.files import read_text
 from ddptrain.data.folders import VALID_NAMES
 from ddptrain.data.pictures import ENDINGS, check_apart, decoded, opened
 from ddptrain.errors import UserError
@@ -52,7 +53,7 @@ def find_pairs(root: Path) -> tuple[list[Pair], list[Pair]]:
             f"data.root={root}: holds {len(pairs)} pictures, and every tenth is for validation. Give it ten"
             " or more, or val/images and val/masks."
         )
-    return held_out(pairs)
+    return held_out.split(pairs)
 
 
 def _pairs(part: Path) -> list[Pair]:

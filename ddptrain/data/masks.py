@@ -33,6 +33,7 @@ from ddptrain.data.workers import (
     Key,
     TrainingKeys,
     check_workers,
+    read_by,
     read_by_workers,
     spare_cores,
     validation_keys,
@@ -221,7 +222,7 @@ class MaskData(Data):
     def describe(self) -> str:
         return (
             f"masks: {self.train_size:,} train, {self.valid_size:,} valid, {len(self.classes)} classes,"
-            f" {self.size}x{self.size}, read by {self._workers} worker{'s' * (self._workers != 1)} a rank"
+            f" {self.size}x{self.size}, {read_by(self._workers)}"
         )
 
     def _loaded(self, part: MaskedPictures, keys: Iterable[list[Key]]) -> Iterator[Masked]:

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from ddptrain.api.rng import mixed
 from ddptrain.data.draws import Draws, SampleKey
+from ddptrain.data.generators import restored, seed_all
 from ddptrain.data.mixing import Mix, mixed_pixels, soft_targets
 from ddptrain.data.source import Split
 from ddptrain.data.transforms import CROP, RandomResizedCrop, Transforms
@@ -36,13 +37,9 @@ class OwnTransform:
 
     def apply(self, picture: Tensor, fill: Tensor, key: SampleKey) -> Tensor:
         """As `Transforms.apply`. Raises UserError where the module gives something else than a picture."""
-        before = torch.get_rng_state()
-        # not torch.manual_seed, which seeds the GPUs' generators too
-        torch.default_generator.manual_seed(mixed(*key, _OWN))
-        try:
+        with restored():
+            seed_all(mixed(*key, _OWN))
             made = self._module(picture)
-        finally:
-            torch.set_rng_state(before)
         if not isinstance(made, Tensor) or made.dtype != torch.uint8 or made.shape != picture.shape:
             found = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
             raise UserError(

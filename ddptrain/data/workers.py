@@ -15,6 +15,7 @@ from ddptrain.data.prefetch import on_device
 from ddptrain.distributed.cpu import cores, workers_of
 from ddptrain.errors import UserError
 from ddptrain.launcher.process import end_with_rank, start_forkserver
+from ddptrain.text import counted
 
 Key = tuple[int, int, float]
 """(epoch, sample index, share of the whole training that is done); epoch -1 asks for a picture as it is."""
@@ -47,6 +48,11 @@ def check_workers(workers: int | Literal["auto"]) -> None:
     """Raises UserError where it is no number of loader processes."""
     if workers != "auto" and workers < 0:
         raise UserError(f"data.workers={workers}: must be 0 or more, or auto.")
+
+
+def read_by(workers: int) -> str:
+    """For the line of the log that describes the data."""
+    return f"read by {counted(workers, 'worker')} a rank"
 
 
 def spare_cores(world: World) -> int:

@@ -36,6 +36,7 @@ def warm_up(step: TrainStep, batch: Batch, at: At) -> int:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     of_task, of_strategy = task.rank_state(), strategy.rank_state()
     flops = _counted(step, batch, at)
+    _note_a_mean(step, batch, at)
     task.load_rank_state(of_task)
     for _ in range(strategy.warm_up_passes(is_compiled(task, model))):
         step.forward_backward(batch, at, step.micro_batches[0]._replace(ends_shard=True))
@@ -62,8 +63,15 @@ def _note_a_mean(step: TrainStep, batch: Batch, at: At) -> None:
         return
     mixing = [module for module in model.modules() if isinstance(module, _BatchNorm | _DropoutNd)]
     parts = (slice(size), slice(half), slice(half, size))
-    with eagerly(), torch.no_grad(), in_evaluation(*mixing):
-        losses = [step.forward(model, rows_of(batch, part), at, step.micro_batches[0]) for part in parts]
+    try:
+        with eagerly(), torch.no_grad(), in_evaluation(*mixing):
+            losses = [step.forward(model, rows_of(batch, part), at, step.micro_batches[0]) for part in parts]
+    except Exception as error:  # of half a batch, which a task need not take
+        log.info(
+            "note       Task.loss is not compared with that of half a batch: %s",
+            str(error).partition("\n")[0],
+        )
+        return
     if looks_like_a_mean(*losses):
         log.warning(
             "note       %s.loss: the losses of half a batch are as large as that of all of it (%.4g for %d),"
@@ -85,7 +93,6 @@ def _counted(step: TrainStep, batch: Batch, at: At) -> int:
             # not backward(): DDP has hooks where gradients are added up, and static_graph counts their calls
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             torch.autograd.grad(loss.sum, trained, allow_unused=True)
-        _note_a_mean(step, batch, at)
         return int(counted.get_total_flops())
     except UserError:
         raise

@@ -1,10 +1,12 @@
 """Augmented and mixed batches follow from (seed, epoch, sample index), whatever reads them."""
 
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -35,10 +37,10 @@ Batches = list[tuple[Tensor, Tensor]]
 
 
 class Noise(nn.Module):
-    """A user's own: torch's generator decides."""
+    """A user's own, which draws from all three libraries' generators."""
 
     def forward(self, picture: Tensor) -> Tensor:
-        noise = torch.randint(-20, 21, picture.shape)
+        noise = torch.randint(-20, 21, picture.shape) + random.randint(-9, 9) + np.random.randint(-9, 10)
         return (picture.int() + noise).clamp(0, 255).to(torch.uint8)
 
 
@@ -178,14 +180,21 @@ def test_the_gradient_of_soft_targets_is_that_of_a_loop_over_samples_and_classes
     torch.testing.assert_close(*whole)
 
 
-def test_ones_own_draws_follow_from_the_sample_and_leave_the_generator_alone() -> None:
+def test_ones_own_draws_follow_from_the_sample_and_leave_the_generators_alone() -> None:
     data = prepared(Noise())
     keys = [(0, 5, 0.0), (0, 5, 0.0), (1, 5, 0.0)]
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
+
+    def seed(number: int) -> None:
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)
+
+    seed(3)
+    expected = torch.rand(1).item(), random.random(), np.random.rand()
+    seed(3)
     seen = data._samples.__getitems__(keys)[0]  # type: ignore[index]
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(4)
+    assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
+    seed(4)
     assert torch.equal(seen, data._samples.__getitems__(keys)[0])  # type: ignore[index]
     assert torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[0], seen[2])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from ddptrain.data import held_out
 from ddptrain.data.detection import files
 from ddptrain.data.detection.files import FileScenes, ImageFile, OnError, Problems, Row
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
@@ -47,7 +48,7 @@ class CocoFiles(DetectionSource):
         valid_file = self._valid_file or _sibling(self._file)
         if valid_file is None:
             by_name = sorted(train.images, key=lambda image: str(image.get("file_name")))
-            train_images, valid_images = files.held_out(by_name)
+            train_images, valid_images = held_out.split(by_name)
             valid = train
         else:
             valid = _read(valid_file, problems)

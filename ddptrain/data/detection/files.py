@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeVar, final
+from typing import BinaryIO, Literal, final
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from ddptrain.data.detection.source import DetectionSet, Objects, PackedObjects,
 from ddptrain.data.pictures import decoded, opened
 from ddptrain.errors import UserError
 
-Item = TypeVar("Item")
 OnError = Literal["stop", "skip"]
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2 in pixels."""
@@ -136,11 +135,6 @@ def read_text(file: Path) -> str:
         raise UserError(f"{file}: can't be read ({error.strerror}).") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: is not UTF-8 text ({error.reason} at byte {error.start}).") from error
-
-
-def held_out(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
-    """Training and validation: every tenth is held out."""
-    return [item for i, item in enumerate(items) if i % 10 != 9], list(items[9::10])
 
 
 def probe(file: Path) -> ImageFile:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from ddptrain.data import held_out
 from ddptrain.data.detection import files
 from ddptrain.data.detection.files import FileScenes, ImageFile, OnError, Problems, Row
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
@@ -48,7 +49,7 @@ class YoloFiles(DetectionSource):
         if layout.valid:
             valid = _images_of_part(layout, "val", layout.valid, problems)
         else:
-            train, valid = files.held_out(train)
+            train, valid = held_out.split(train)
         return problems.opened(
             FileScenes(_labelled(train, layout, problems)),
             FileScenes(_labelled(valid, layout, problems)),
