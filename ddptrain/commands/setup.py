@@ -26,6 +26,7 @@ from ddptrain.distributed.world import world_from_environment
 from ddptrain.doctor.examine import why_no_cuda
 from ddptrain.engine.checkpoint import Checkpointer, LoadedCheckpoint, read, unpack
 from ddptrain.engine.compiled import Compilations
+from ddptrain.engine.early_stop import EarlyStop
 from ddptrain.engine.optimizer import arguments_of
 from ddptrain.engine.out_of_memory import lack_of_memory
 from ddptrain.engine.state import fit_model
@@ -148,10 +149,14 @@ def make_observers(config: Config) -> list[Observer]:
 
 
 def make_controllers(config: Config) -> dict[str, Controller]:
-    return {
+    made: dict[str, Controller] = {
         name: _made(Controller, node, f"controllers.{name}")  # type: ignore[type-abstract]
         for name, node in config.controllers.items()
     }
+    stop = config.stop
+    if stop.patience is not None or stop.target is not None:
+        made["stop"] = EarlyStop(stop.patience, stop.metric, stop.target)
+    return made
 
 
 def _made(kind: type[Made], node: Any, key: str, **offered: Any) -> Made:

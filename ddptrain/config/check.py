@@ -108,6 +108,9 @@ def _cross_checks(config: Config) -> list[str]:
     problems = []
     if config.train.steps is None and config.train.epochs is None:
         problems.append("train.epochs, train.steps: give one of them; both are null.")
+    stop = config.stop
+    if stop.metric is not None and stop.patience is None and stop.target is None:
+        problems.append(f"stop.metric={stop.metric}: needs stop.patience or stop.target beside it.")
     milestones = config.sched.milestones
     if milestones != sorted(milestones) or not all(0 < share < 1 for share in milestones):
         problems.append(

@@ -87,6 +87,18 @@ class Ema:
 
 
 @dataclass
+class Stop:
+    """What ends a run before its last step, as done."""
+
+    patience: int | None = rule(None, at_least=1)
+    """Evaluations in a row without a better value of ``metric``."""
+    metric: str | None = None
+    """Of the evaluation; null: the task's best metric."""
+    target: float | None = None
+    """A value of ``metric`` that is good enough."""
+
+
+@dataclass
 class Init:
     """Weights that a new run starts from. A run that goes on, and every other verb, needs no such file."""
 
@@ -180,6 +192,7 @@ class Config:
     """Nodes by name: each may end the run (`ddptrain.api.Controller`)."""
     sched: Sched = field(default_factory=Sched)
     train: Train = field(default_factory=Train)
+    stop: Stop = field(default_factory=Stop)
     ema: Ema = field(default_factory=Ema)
     init: Init = field(default_factory=Init)
     freeze: list[str] = field(default_factory=list)

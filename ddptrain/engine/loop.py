@@ -96,7 +96,7 @@ class Engine:
                     break
             self._checkpointer.finish()
             self._stopwatch.settle()
-            outcome = "done"
+            outcome = "done" if state.step == plan.steps else "stopped early"
         except Stopped:
             self._checkpointer.finish()
             from_first_rank(self._world, None)  # the first rank to exit makes torchrun end the others
