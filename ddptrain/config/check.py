@@ -98,6 +98,8 @@ def _broken(rule: Rule, value: Any) -> list[str]:
         if value in rule.choices:
             return []
         return [f"must be one of {', '.join(rule.choices)}.{did_you_mean(str(value), rule.choices)}"]
+    if rule.words and type(value) is not int:
+        return [] if value in rule.words else [f"must be a whole number, or {', '.join(rule.words)}."]
     holds = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
     return [
         f"must be {name} {bound:g}." for name, bound in rule.bounds.items() if not holds[name](value, bound)

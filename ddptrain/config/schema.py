@@ -19,6 +19,8 @@ class Rule:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
+    words: tuple[str, ...] = ()
+    """Of a whole number: what it may be instead."""
 
     @property
     def bounds(self) -> dict[str, float]:
@@ -39,14 +41,16 @@ class Train:
 
     batch_size: int = rule(128, at_least=1)
     """Samples of one optimizer step over ALL ranks."""
-    micro_batch: int | None = rule(None, at_least=1)
-    """Most samples one rank puts through the model at once; null: its whole share."""
+    micro_batch: Any = rule(None, at_least=1, words=("auto",))
+    """Most samples one rank puts through the model at once; null: its whole share; auto: as many as fit. A
+    number from the run's start on."""
     epochs: float | None = rule(10.0, above=0)
     steps: int | None = rule(None, at_least=1)
     """Optimizer steps; where given, it decides and ``epochs`` does not."""
     eval_every: int | None = rule(None, at_least=1)
     """Optimizer steps between evaluations; null: at the end of each epoch."""
-    eval_batch_size: int = rule(256, at_least=1)
+    eval_batch_size: Any = rule(256, at_least=1, words=("auto",))
+    """A number from the run's start on."""
     clip_norm: float | None = rule(None, above=0)
     """Largest 2-norm of all gradients together; null: no clipping."""
     weight_decay_on: str = rule("all", choices=("all", "matrices"))
