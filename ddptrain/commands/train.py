@@ -74,7 +74,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
             keep, background = config.checkpoint.keep, config.checkpoint.background
             checkpointer = Checkpointer(folder / "checkpoints", keep, background)
             saved = _saved(config, checkpointer, world)
-            step = _step(config, task, data, world, watchdog, saved)
+            step = make_train_step(config, task, data, world, watchdog, saved)
             step.state.controllers.update(controllers)
             if saved is not None:
                 _resume(saved, step, data, checkpointer)
@@ -113,7 +113,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
             log.info("look       %s", ", or ".join(shown))
 
 
-def _step(
+def make_train_step(
     config: Config, task: Task, data: Data, world: World, watchdog: Watchdog, saved: LoadedCheckpoint | None
 ) -> TrainStep:
     """The train step with all that it is made of, at step 0. saved: will be put into it."""

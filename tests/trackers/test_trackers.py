@@ -166,7 +166,11 @@ def test_a_server_on_a_bad_day_harms_nothing(tmp_path: Path, server: int, mode: 
     proxy.mode = mode
     process = training.start("run", f"train.steps={STEPS}")
     if when == "at first":
-        time.sleep(8)
+        for _ in range(1500):  # the process that sends is the last to get a core
+            if proxy.refused:
+                break
+            time.sleep(0.1)
+        time.sleep(3)
         assert proxy.refused
         proxy.mode = "well"
     said, _ = process.communicate(timeout=200)

@@ -1,8 +1,10 @@
 """Sends a run's folder to a tracker: beside the training (``python -m ddptrain.observe.trackers.send <folder>
 <tracker>``, until its stdin is closed), or once, afterwards. Imports no torch."""
 
+import contextlib
 import fcntl
 import importlib
+import io
 import json
 import os
 import re
@@ -23,6 +25,8 @@ from ddptrain.observe.trackers.service import Service
 TRACKERS = {"mlflow": "ToMlflow", "wandb": "ToWandb", "trackio": "ToTrackio"}
 _SECRETS = re.compile(r"(KEY|TOKEN|PASSWORD|SECRET)$")
 _LOOKS_EVERY_S, _LONGEST_PAUSE_S = 2.0, 30.0
+_NICE = 10
+"""The training comes first; with 19 this would not start on a machine whose cores are all busy."""
 _LAST_S = 40.0
 """How long it is tried again after the training's end."""
 
@@ -99,7 +103,8 @@ def send_once(folder: Path, to: str, project: str | None) -> str:
         raise UserError(f"{words}: the run's own process is sending it. Wait until the run ends.") from None
     try:
         sender = Sender(folder, to)
-        sender.send(ended=True)
+        with contextlib.redirect_stdout(io.StringIO()):  # MLflow prints its address, with what is in it
+            sender.send(ended=True)
     except Exception as error:  # of any kind: a tracker's library
         raise UserError(f"{words}: {in_words(error)}. Nothing is lost: start it again.") from None
     return f"{to}: project {sender.about.project}, run {sender.about.name}"
@@ -149,7 +154,7 @@ def follow(folder: Path, to: str) -> str:
 def main(folder: Path, to: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # for the training; this ends when that has ended
-    os.nice(19)
+    os.nice(_NICE)
     ours = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the libraries print
     error = follow(folder, to)

@@ -1,0 +1,96 @@
+"""``find lr``: which learning rate? By a short training in which it rises."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ddptrain.commands.setup import joined_world, make_task
+from ddptrain.commands.train import make_train_step
+from ddptrain.config.schema import Config, Sched
+from ddptrain.config.suggest import did_you_mean
+from ddptrain.engine.lr_range import losses_at, range_of, rising_rates, smoothed
+from ddptrain.errors import UserError
+
+log = logging.getLogger("ddptrain")
+
+_DEFAULTS = {"steps": 100.0, "lowest": 1e-6, "highest": 10.0}
+_WORDS = (*_DEFAULTS, "out")
+
+
+def run(config: Config, own: Mapping[str, str]) -> None:
+    """Train a few steps of what the config says, as one rank, and keep nothing of it but a picture.
+
+    own: steps, lowest and highest rate, out: the picture. Raises UserError for a word that is wrong, and
+    where no rate makes the loss fall.
+    """
+    asked = _asked(own)
+    out = Path(own.get("out", f"find-lr-{config.recipe.replace('/', '-')}.png"))
+    steps = int(asked["steps"])
+    config.train.steps, config.sched, config.ema.decay, config.thaw = steps, Sched("constant"), None, None
+    task, data = make_task(config)
+    with joined_world(config) as (world, reason, watchdog):
+        log.info("device     %s (%s)", world.device, reason)
+        step = make_train_step(config, task, data, world, watchdog, None)
+        step.state.scatter(task, step.sampler.share, world.device)
+        points = list(losses_at(rising_rates(asked["lowest"], asked["highest"], steps), step, data))
+        if not world.is_first:
+            return
+        rates, losses = [rate for rate, _ in points], [loss for _, loss in points]
+        found = range_of(rates, losses)
+        _draw(rates, losses, found and (found.falls_from, found.lowest_at, found.suggestion), out)
+        out.with_suffix(".json").write_text(json.dumps({"lr": rates, "loss": losses}) + "\n")
+        if found is None:
+            tried = f"from {asked['lowest']:g} to {max(rates, default=asked['lowest']):g}"
+            raise UserError(
+                f"find lr: {tried} the loss does not fall; see {out}. Try another range (lowest=, highest=) or"
+                " more steps (steps=)."
+            )
+        print(
+            f"the loss falls from lr {found.falls_from:.1e} on, and is lowest at {found.lowest_at:.1e}: {out}"
+        )
+        print(f"optim.lr={found.suggestion:g}")
+
+
+def _asked(own: Mapping[str, str]) -> dict[str, float]:
+    """Raises UserError for a word that is wrong."""
+    asked = dict(_DEFAULTS)
+    for name, word in own.items():
+        if name not in _WORDS:
+            raise UserError(f"{name}: find lr takes no such word.{did_you_mean(name, _WORDS)}")
+        if name != "out":
+            try:
+                asked[name] = float(word)
+            except ValueError:
+                raise UserError(f"{name}={word}: must be a number.") from None
+    if asked["steps"] < 20 or asked["steps"] != int(asked["steps"]):
+        raise UserError(f"steps={own['steps']}: must be a whole number, at least 20.")
+    if not 0 < asked["lowest"] < asked["highest"]:
+        given = f"lowest={asked['lowest']:g}, highest={asked['highest']:g}"
+        raise UserError(f"{given}: must be above 0, and highest above lowest.")
+    return asked
+
+
+def _draw(
+    rates: Sequence[float], losses: Sequence[float], marks: tuple[float, float, float] | None, out: Path
+) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(rates, losses, color="#2b6cb0", alpha=0.3, linewidth=0.8, label="loss of each step")
+    axes.plot(rates, smoothed(losses), color="#2b6cb0", linewidth=1.8, label="running mean")
+    if marks is not None:
+        low, high, suggested = marks
+        axes.axvspan(low, high, color="#2b6cb0", alpha=0.07, label="the loss falls")
+        axes.axvline(suggested, color="#dd6b20", linewidth=1.5, label=f"optim.lr={suggested:g}")
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss")
+    means = smoothed(losses)
+    axes.set_ylim(min(means) - 0.1 * abs(min(means)), 1.3 * max(means[: max(1, len(means) // 2)]))
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=150)

@@ -1,0 +1,84 @@
+"""The learning-rate range test: the loss while the rate rises step by step.
+
+Smith, "Cyclical Learning Rates for Training Neural Networks", 2017 (arXiv 1506.01186), section 3.3.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ddptrain.api.recipe import Batch, Data
+from ddptrain.engine.health import NotFinite
+from ddptrain.engine.step import TrainStep
+
+_MEMORY = 0.9
+"""Of the running mean of the losses."""
+_DIVERGED = 4.0
+"""The test is over when the mean loss is so many times the lowest one."""
+_FEWEST = 10
+"""Points from which on there is something to see."""
+
+
+class Range(NamedTuple):
+    """What a curve says."""
+
+    falls_from: float
+    """From this rate on the loss falls."""
+    lowest_at: float
+    """The rate at the lowest loss; beyond it the loss rises."""
+
+    @property
+    def suggestion(self) -> float:
+        """A tenth of the rate at the lowest loss, in two digits: a common rule, for one step at that rate is
+        already near divergence."""
+        return float(f"{self.lowest_at / 10:.1e}")
+
+
+def rising_rates(lowest: float, highest: float, steps: int) -> list[float]:
+    """Equal factors from one to the next."""
+    return [lowest * (highest / lowest) ** (i / (steps - 1)) for i in range(steps)]
+
+
+def losses_at(rates: Sequence[float], step: TrainStep, data: Data) -> Iterator[tuple[float, float]]:
+    """(rate, loss) of a step at each rate, until the loss diverges; the loss is that of the global batch,
+    before the step. Groups keep their shares of the rate. Collectives and a sync point in each step."""
+    batches: Iterator[Batch] = iter(data.train_batches(step.sampler, range(len(rates))))
+    seen: list[float] = []
+    for number, rate in enumerate(rates):
+        for group in step.state.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
+        try:
+            step(batches, step.plan.at(number))
+            step.settle()
+        except NotFinite:
+            return
+        loss = step.state.meter.read()["loss"]
+        if not math.isfinite(loss):
+            return
+        yield rate, loss
+        seen.append(loss)
+        mean = smoothed(seen)
+        if len(seen) > _FEWEST and mean[-1] > _DIVERGED * min(mean):
+            return
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """The exponential running mean, corrected for its start as Adam's averages are (arXiv 1412.6980)."""
+    found, mean = [], 0.0
+    for i, loss in enumerate(losses, start=1):
+        mean = _MEMORY * mean + (1 - _MEMORY) * loss
+        found.append(mean / (1 - _MEMORY**i))
+    return found
+
+
+def range_of(rates: Sequence[float], losses: Sequence[float]) -> Range | None:
+    """None where the loss does not fall: too few points, or none of the rates does anything."""
+    means = smoothed(losses)
+    if len(means) < _FEWEST:
+        return None
+    lowest = means.index(min(means))
+    fall = means[0] - means[lowest]
+    if fall <= 0.05 * abs(means[0]):
+        return None
+    begins = next(i for i, mean in enumerate(means) if mean < means[0] - 0.05 * fall)
+    return Range(rates[begins], rates[lowest])
