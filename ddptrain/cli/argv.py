@@ -23,11 +23,12 @@ _INFO_OF = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath
 _OF_DOCTOR = ("--json", "--cluster")
 CONFIG_DIR = ("--config-dir", "-cd")
 EXPLAIN = "--explain"
+ENV = "--env"
 _COMPOSES = ("train", "launch", "write", "prove", "bench")
 _TAKE_A_VALUE = (
     *CONFIG_DIR,
     *("--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p"),
-    *("--experimental-rerun", EXPLAIN),
+    *("--experimental-rerun", EXPLAIN, ENV),
 )
 OF_TORCHRUN = {
     **dict.fromkeys(("--nnodes", "--nproc-per-node", "--node-rank", "--role", "--local-addr"), True),
@@ -61,6 +62,11 @@ class Arguments:
     """The folders of --config-dir."""
     torchrun: tuple[str, ...] = ()
     """torchrun's own options, for ``launch``."""
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables of --env, which configs may read."""
+        return tuple(word.partition("=")[2] for word in self.options if word.startswith(f"{ENV}="))
 
     @property
     def sweeps(self) -> bool:
@@ -105,6 +111,8 @@ def parse(words: Sequence[str]) -> Arguments:
             _check_length(f"{name}={value}", value)
             if name == EXPLAIN and verb not in _COMPOSES:
                 raise UserError(f"{name}: is for {', '.join(_COMPOSES)}; {verb} composes no config.")
+            if name == ENV and not re.fullmatch(r"[A-Za-z_]\w*", value):
+                raise UserError(f"{name} {value}: takes the name of an environment variable: {name} DATA")
             if name in of_torchrun:
                 torchrun.append(f"{name}={value}")
                 continue

@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddptrain.cli.argv import CONFIG_DIR, EXPLAIN, GROUPS, Arguments
+from ddptrain.cli.argv import CONFIG_DIR, ENV, EXPLAIN, GROUPS, Arguments
 from ddptrain.cli.augment_group import Tree, place_augment
 from ddptrain.cli.explain import explained, no_such_key, plain_tree
 from ddptrain.cli.optim_group import place_optim
@@ -68,7 +68,7 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
                 print(explained(key, overrides))
             return
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us whole instead of being printed
-    of_hydra = ["".join(parts) for parts in options if parts[0] not in CONFIG_DIR]
+    of_hydra = ["".join(parts) for parts in options if parts[0] not in (*CONFIG_DIR, ENV)]
     sys.argv = [sys.argv[0], *of_hydra, *overrides]
 
     failures: list[Exception] = []
@@ -152,7 +152,7 @@ def _checked_overrides(arguments: Arguments, words: Sequence[str]) -> list[Overr
         if not isinstance(value, list) or not all(isinstance(place, str) for place in value):
             raise UserError(f"{word}: takes a list of folders: 'hydra.searchpath=[...]'.")
         places += value
-    look_in(arguments.config_dirs, places)
+    look_in(arguments.config_dirs, places, arguments.variables)
     overrides = parsed([word for word in words if word not in named])
     for override in overrides:
         _check_override(override)

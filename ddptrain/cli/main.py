@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddptrain import __version__
-from ddptrain.cli.argv import GROUPS, Arguments, action_of, check_sweep, divided, expect_no_sweep, parse
+from ddptrain.cli.argv import ENV, GROUPS, Arguments, action_of, check_sweep, divided, expect_no_sweep, parse
 from ddptrain.cli.augment_group import Tree
 from ddptrain.cli.compose import composed_tree, recipes, run_jobs
 from ddptrain.cli.help import TEXTS
@@ -110,7 +110,7 @@ def _train(arguments: Arguments) -> int:
         from ddptrain.commands import train
 
     with recorded():
-        train.run(config, [*_folders(arguments), *overrides])
+        train.run(config, [*_own_options(arguments), *overrides])
     return ExitCode.DONE
 
 
@@ -124,14 +124,14 @@ def _sweep(arguments: Arguments) -> int:
 
     def point(tree: Tree, words: Sequence[str]) -> SweepPoint:
         own = [word for word in words if not word.lstrip("+").startswith("sweep.")]
-        return SweepPoint(_complete(tree, arguments), (*_folders(arguments), *places, *own))
+        return SweepPoint(_complete(tree, arguments), (*_own_options(arguments), *places, *own))
 
     def job(tree: Tree, overrides: list[str]) -> None:  # under a launcher that is not ours
         open_user_code(arguments.config_dirs)  # in a process of its making
         config = _complete(tree, arguments)
         from ddptrain.commands import train
 
-        train.run(config, [*_folders(arguments), *overrides])
+        train.run(config, [*_own_options(arguments), *overrides])
 
     try:
         with hydra_sweep.launching(lambda jobs: sweep.run([point(*job) for job in jobs])):
@@ -176,9 +176,10 @@ def _bench(arguments: Arguments) -> int:
     return bench.run(composed[0], [*asked.options, *asked.overrides], own)
 
 
-def _folders(arguments: Arguments) -> list[str]:
-    """The options by which a command line's words find the user's own recipes."""
-    return [f"--config-dir={folder}" for folder in arguments.config_dirs]
+def _own_options(arguments: Arguments) -> list[str]:
+    """The options that are not Hydra's: where the user's own recipes are, and what they may read."""
+    folders = [f"--config-dir={folder}" for folder in arguments.config_dirs]
+    return [*folders, *(f"{ENV}={name}" for name in arguments.variables)]
 
 
 def _write(arguments: Arguments) -> int:

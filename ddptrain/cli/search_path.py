@@ -45,10 +45,11 @@ def open_user_code(config_dirs: Sequence[Path]) -> None:
                 open_package(path.stem)
 
 
-def look_in(folders: Sequence[Path], places: Sequence[str]) -> None:
+def look_in(folders: Sequence[Path], places: Sequence[str], variables: Sequence[str]) -> None:
     """Compose from now on of our YAMLs, those of installed packages, these folders (of ``--config-dir``) and
-    places (of ``hydra.searchpath``: folders, and packages as pkg://name), with harmless resolvers only."""
-    guard_resolvers()
+    places (of ``hydra.searchpath``: folders, and packages as pkg://name), with harmless resolvers only, which may read
+    these environment variables too."""
+    guard_resolvers(variables)
     ConfigStore.instance().store(name="_schema_", node=Config)
     plugins = Plugins.instance()
     # imported after Hydra's scan, which executes again what was imported before; it finds these in a wheel,
