@@ -2,7 +2,7 @@
 
 _CHECKPOINT_WORDS = """\
   run=<folder>          the run, whose saved config is used; any of its keys may be overridden
-  checkpoint=<which>    last (the default), best, step-<n>, or a checkpoint's folder"""
+  checkpoint=<which>    best (the default, where there is one), last, step-<n>, or a checkpoint's folder"""
 
 TEXTS = {
     "launch": """\
@@ -109,7 +109,7 @@ output.
 
 {_CHECKPOINT_WORDS}
 
-  python -m ddptrain evaluate run=runs/mine checkpoint=best data=imagefolder data.root=other""",
+  python -m ddptrain evaluate run=runs/mine data=imagefolder data.root=other""",
     "predict": f"""\
 python -m ddptrain predict run=<folder> [checkpoint=<which>] [the task's own words]
 
@@ -123,7 +123,7 @@ detection).
   text        [prompt='...'] [tokens=...] [temperature=...] [top_k=...] [seed=...]
   translation text='...' [beam=...]
 
-  python -m ddptrain predict run=runs/cnn checkpoint=best source=photos out=seen device=cpu""",
+  python -m ddptrain predict run=runs/cnn source=photos out=seen device=cpu""",
     "export": f"""\
 python -m ddptrain export run=<folder> [checkpoint=<which>] format=onnx|pt2 [out=<file>] [its own words]
 
@@ -132,13 +132,16 @@ A file that runs without ddptrain, checked against the model on the same batch b
 {_CHECKPOINT_WORDS}
   batch=<n>             images: a model for that many at once; by default any number
 
-  python -m ddptrain export run=runs/cnn checkpoint=best format=onnx out=model.onnx""",
+  python -m ddptrain export run=runs/cnn format=onnx out=model.onnx""",
     "checkpoint": """\
 python -m ddptrain checkpoint verify|show|convert run=<folder> [checkpoint=<which>] [out=<file>]
 
   verify    are all of the run's checkpoints what was written?
   show      one's facts, sizes, norms, and a table of its tensors
-  convert   plain weights to out=<file.pt|file.safetensors>, which load without ddptrain""",
+  convert   plain weights to out=<file.pt|file.safetensors>, which load without ddptrain
+
+  checkpoint=<which>    best, last, step-<n>, or a checkpoint's folder; by default verify reads all, show the
+                        last, and convert the best, as evaluate, predict and export do""",
     "prove": """\
 python -m ddptrain prove resume|world|eval recipe=<name> [overrides] [ranks=<n>] [out=<new folder>]
 

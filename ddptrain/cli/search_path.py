@@ -47,8 +47,8 @@ def open_user_code(config_dirs: Sequence[Path]) -> None:
 
 def look_in(folders: Sequence[Path], places: Sequence[str], variables: Sequence[str]) -> None:
     """Compose from now on of our YAMLs, those of installed packages, these folders (of ``--config-dir``) and
-    places (of ``hydra.searchpath``: folders, and packages as pkg://name), with harmless resolvers only, which may read
-    these environment variables too."""
+    places (of ``hydra.searchpath``: folders, and packages as pkg://name), with harmless resolvers only.
+    variables: of the environment, which the command line lets YAMLs read."""
     guard_resolvers(variables)
     ConfigStore.instance().store(name="_schema_", node=Config)
     plugins = Plugins.instance()

@@ -31,7 +31,8 @@ ENVIRONMENT = (
     *("HOME", "USER", "TMPDIR", "SCRATCH", "SLURM_TMPDIR"),
     *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "TORCHELASTIC_RUN_ID"),
 )
-"""What ``${oc.env:}`` may read unasked: places and job numbers, nothing secret, nothing in which ranks differ."""
+"""What ``${oc.env:}`` may read without --env: places and job numbers, nothing secret, nothing in which ranks
+differ."""
 
 _PLAIN_TAG = re.compile(r"!|tag:yaml\.org,2002:(str|int|float|bool|null|map|seq)")
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)*")

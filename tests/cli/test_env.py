@@ -45,9 +45,12 @@ def test_so_do_the_jobs_of_a_sweep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "${oc.env:EVERY}: a config may not read this variable"),
-        ("", "if it is no secret, name it on the command line: --env EVERY"),
-        ("--env PLACE", "TORCHELASTIC_RUN_ID, PLACE; if it is no secret"),
+        ("", "${oc.env:PLACE}: a config may not read this variable"),
+        ("", "if it is no secret, name it on the command line: --env PLACE"),
+        (
+            "--env PLACE",
+            "TORCHELASTIC_RUN_ID, PLACE; if it is no secret, name it on the command",
+        ),
         ("--env EVERY=7", "--env EVERY=7: takes the name of an environment variable: --env DATA"),
         ("--env", "--env: needs a value"),
     ],
