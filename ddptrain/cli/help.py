@@ -34,6 +34,7 @@ Exit codes:
     "report": """\
 python -m ddptrain report <run's folder> [<another> ...] [out=<file.html>]
 python -m ddptrain report <sweep's folder> [out=<file.html>]
+python -m ddptrain report '<pattern>' [out=<file.html>]
 
 The results of a run, of several side by side, or of a sweep: a table here, and a page that is one file and
 loads nothing, to keep or to send. A run that still goes on, or was killed, is shown as far as it got.
@@ -47,6 +48,7 @@ pictures, texts, devices and the whole config, and the command that repeats each
 
   python -m ddptrain report runs/cnn_digits/2026-11-21_02-14-19-70d7f5
   python -m ddptrain report runs/a runs/b out=compared.html
+  python -m ddptrain report 'runs/cnn_*/*'
   python -m ddptrain report sweeps/cnn_digits""",
     "doctor": """\
 python -m ddptrain doctor [device=auto|cuda|cuda:<i>|cpu] [workers=<n>] [port=<n>] [--json] [--cluster]

@@ -149,7 +149,9 @@ def test_a_recipe_with_its_code_in_the_config_dir_trains_and_is_evaluated(
     assert trained["error"] < 0.05
     (run,) = home.glob("runs/my_recipe/*")
     for option in (["--config-dir", copied], [f"--config-dir={copied}"]):
-        evaluated = done(home, [*program, "evaluate", f"run={run}", *option], **wheel_first)
+        evaluated = done(
+            home, [*program, "evaluate", f"run={run}", "checkpoint=last", *option], **wheel_first
+        )
         assert json.loads(evaluated)["error"] == trained["error"]
 
 
@@ -207,7 +209,7 @@ def test_an_installed_package_brings_a_recipe_by_its_entry_point(wheel: Path, tm
     done(home, job, PYTHONPATH=str(site))
     assert metrics(home)["error"] > 0
     (run,) = home.glob("runs/acme_net/*")
-    evaluate = [sys.executable, "-m", "ddptrain", "evaluate", f"run={run}"]
+    evaluate = [sys.executable, "-m", "ddptrain", "evaluate", f"run={run}", "checkpoint=last"]
     evaluated = done(home, evaluate, PYTHONPATH=str(site))
     assert json.loads(evaluated)["error"] == metrics(home)["error"]
     choices = done(home, [sys.executable, "-m", "ddptrain", "--help"], PYTHONPATH=str(site))
