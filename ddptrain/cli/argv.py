@@ -11,16 +11,13 @@ from ddptrain.errors import UserError
 
 VERBS = (
     *("train", "evaluate", "predict", "export", "write", "checkpoint"),
-    *("launch", "prove", "report", "doctor", "bench"),
+    *("launch", "prove", "report", "doctor", "bench", "completion"),
 )
 GROUPS = ("recipe", "model", "data", "augment", "optim", "sched", "strategy", "observers", "controllers")
-_SWITCHES = (
-    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
-    *("--shell-completion", "-sc"),
-)
+_SWITCHES = (*("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),)
 _INFO = ("--info", "-i")
 _INFO_OF = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-_OF_DOCTOR = ("--json", "--cluster")
+OF_DOCTOR = ("--json", "--cluster")
 CONFIG_DIR = ("--config-dir", "-cd")
 EXPLAIN = "--explain"
 ENV = "--env"
@@ -94,7 +91,7 @@ def parse(words: Sequence[str]) -> Arguments:
     overrides, options, config_dirs, torchrun = [], [], [], []
     helps = bool({"-h", "--help"} & set(rest))
     of_torchrun = _torchrun_options(rest) if verb == "launch" and not helps else {}
-    switches = (*_SWITCHES, *(_OF_DOCTOR if verb == "doctor" else ()))
+    switches = (*_SWITCHES, *(OF_DOCTOR if verb == "doctor" else ()))
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")

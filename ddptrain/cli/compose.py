@@ -8,8 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import metadata
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from ddptrain.cli.argv import CONFIG_DIR, ENV, EXPLAIN, GROUPS, Arguments
 from ddptrain.cli.augment_group import Tree, place_augment
 from ddptrain.cli.explain import explained, no_such_key, plain_tree
 from ddptrain.cli.optim_group import place_optim
-from ddptrain.cli.search_path import CONF, ENTRY_POINTS, look_in
+from ddptrain.cli.search_path import CONF, look_in
 from ddptrain.config.check import type_message
 from ddptrain.config.limits import few_interpolations, is_below, is_plain_name, read_config
 from ddptrain.config.suggest import did_you_mean, flat_keys
@@ -130,17 +128,6 @@ def _update_old(saved: DictConfig) -> None:
         saved.strategy = _composed([])["strategy"]
         if saved.get("log"):
             saved.log.pop("tensorboard", None)
-
-
-def recipes(arguments: Arguments) -> list[str]:
-    """Names of the recipes in reach: ours, those of --config-dir and of installed packages."""
-    try:
-        folders = [Path(str(files(CONF)))]
-    except ModuleNotFoundError as error:
-        raise UserError("ddptrain is not installed here: run pip install -e . in its checkout.") from error
-    folders += arguments.config_dirs
-    folders += [Path(str(files(entry.value))) for entry in metadata.entry_points(group=ENTRY_POINTS)]
-    return sorted({path.stem for folder in folders for path in (folder / "recipe").glob("*.yaml")})
 
 
 def _checked_overrides(arguments: Arguments, words: Sequence[str]) -> list[Override]:

@@ -1,10 +1,55 @@
-"""What a verb prints when it is asked for help; apart from the verbs, whose import takes seconds."""
+"""What is printed when help is asked for; apart from the verbs, whose import takes seconds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddptrain.cli.argv import GROUPS
+from ddptrain.cli.choices import choices, first_comment
+from ddptrain.text import in_columns
+
+SUMMARIES = {
+    "train": "train a recipe; the verb itself may be left out",
+    "launch": "train on several ranks, with restarts and exit codes for a scheduler",
+    "evaluate": "the metrics of a run, as JSON",
+    "predict": "what a trained model answers: pictures, text",
+    "export": "a trained model as ONNX or torch.export's file",
+    "checkpoint": "check a run's checkpoints, look into one, or write its weights as a plain file",
+    "report": "runs or a sweep, side by side, as one HTML page",
+    "bench": "which overrides make a step faster on this machine",
+    "prove": "whether a recipe keeps its bits over kills and ranks",
+    "doctor": "why a GPU is not used, or slow",
+    "write": "a recipe's data set as files",
+    "completion": "complete these words in bash or zsh",
+}
+OPTIONS = {
+    "--config-dir, -cd <folder>": "find recipes and other choices there too, and the code that they name",
+    "--env <NAME>": "let YAMLs read this environment variable: ${oc.env:NAME}",
+    "--multirun, -m": "a sweep: a job for each combination of values: optim.lr=0.1,0.2",
+    "--cfg, -c job|hydra|all": "print the config and train nothing",
+    "--package, -p <section>": "with --cfg: this part alone",
+    "--resolve": "with --cfg: with what each ${...} stands for",
+    "--explain <key>": "which files and words have set a key",
+    "--info, -i [<what>]": "how the config is composed: all|config|defaults|defaults-tree|plugins|searchpath",
+    "--run, -r": "one run: the default",
+    "--help, -h": "this; after a verb its words; after recipe=<name> all its keys and values",
+    "--hydra-help": "of Hydra, which composes the config",
+    "--version": "",
+}
+"""Of all verbs that train or know a run."""
 
 _CHECKPOINT_WORDS = """\
   run=<folder>          the run, whose saved config is used; any of its keys may be overridden
   checkpoint=<which>    best (the default, where there is one), last, step-<n>, or a checkpoint's folder"""
 
 TEXTS = {
+    "completion": """\
+ddptrain completion bash|zsh
+
+Prints what the shell needs to complete verbs, options, keys, choices, recipes and run folders of the command
+ddptrain. One line in ~/.bashrc or ~/.zshrc installs it:
+
+  eval "$(ddptrain completion bash)"
+  eval "$(ddptrain completion zsh)\"""",
     "launch": """\
 python -m ddptrain launch [torchrun's options] recipe=<name> [overrides]
 
@@ -137,6 +182,7 @@ A file that runs without ddptrain, checked against the model on the same batch b
   python -m ddptrain export run=runs/cnn format=onnx out=model.onnx""",
     "checkpoint": """\
 python -m ddptrain checkpoint verify|show|convert run=<folder> [checkpoint=<which>] [out=<file>]
+                                                                [weights=averaged|model]
 
   verify    are all of the run's checkpoints what was written?
   show      one's facts, sizes, norms, and a table of its tensors
@@ -157,3 +203,30 @@ python -m ddptrain write recipe=<name> [overrides] layout=<one of the data's> ou
 
 Write a recipe's data set to disk: of detection as layout=yolo or coco.""",
 }
+
+
+def overview(folders: Sequence[Path]) -> str:
+    """Every verb, option, recipe and choice. folders: of YAMLs."""
+    recipes = [(f"  {name}", first_comment(path)) for name, path in choices("recipe", folders).items()]
+    groups = [(f"  {group}=", ", ".join(choices(group, folders))) for group in GROUPS if group != "recipe"]
+    return "\n".join(
+        [
+            "ddptrain [<verb>] recipe=<name> [<group>=<choice> ...] [<key>=<value> ...] [options]",
+            "python -m ddptrain and, for several ranks, torchrun -m ddptrain take the same words.",
+            "",
+            "Verbs (ddptrain <verb> --help):",
+            *in_columns([(f"  {name}", said) for name, said in SUMMARIES.items()]),
+            "",
+            "Options:",
+            *in_columns([(f"  {name}", said) for name, said in OPTIONS.items()]),
+            "  doctor has --json and --cluster, launch has torchrun's: --nproc-per-node=<n> and others.",
+            "",
+            "Recipes:",
+            *in_columns(recipes),
+            "",
+            "Other groups and their choices:",
+            *in_columns([row for row in groups if row[1]]),
+            "",
+            "All keys, their values and defaults: docs/config.md, or ddptrain recipe=<name> --help.",
+        ]
+    )

@@ -14,6 +14,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
+from ddptrain.cli.choices import ENTRY_POINTS
 from ddptrain.config.instantiate import open_package
 from ddptrain.config.limits import guard_resolvers, named_defaults, read_config
 from ddptrain.config.schema import Config
@@ -21,7 +22,6 @@ from ddptrain.errors import UserError
 
 CONF = "ddptrain.conf"
 """Where our YAMLs are."""
-ENTRY_POINTS = "ddptrain.conf"
 _LIBRARIES = frozenset({"ddptrain", "torch", "torchvision", *sys.stdlib_module_names})
 """Never a user's own code, even where the current folder is a checkout of one of them."""
 _PACKAGE = re.compile(r"pkg://\w+([./]\w+)*")
