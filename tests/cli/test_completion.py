@@ -164,20 +164,20 @@ def type_and_read(shell: list[str], folder: Path, **variables: str) -> None:
         screen.type(f'eval "$(ddptrain completion {Path(shell[0]).name})" && echo re""ady', "Enter")
         screen.wait_for("ready")
         for typed, completed in {
-            "ddptrain recipe=cnn_d": "ddptrain recipe=cnn_digits |",
-            "ddptrain --config-dir mine recipe=bi": "ddptrain --config-dir mine recipe=birds |",
-            "ddptrain train.b": "ddptrain train.batch_size=|",
-            "ddptrain recipe=finetune data.source.si": "ddptrain recipe=finetune data.source.size=|",
-            "ddptrain precision=bf": "ddptrain precision=bf16 |",
-            "ddptrain ev": "ddptrain evaluate |",
-            "ddptrain evaluate run=runs/": "ddptrain evaluate run=runs/cnn/|",
-            "cd . && ddptrain evaluate run=runs/cnn/": "ddptrain evaluate run=runs/cnn/one |",
-            "ddptrain launch --nproc-p": "ddptrain launch --nproc-per-node=|",
-            "ddptrain data.root=pict": "ddptrain data.root=pictures/",
-            f"{PROGRAM} optim=ad": f"{PROGRAM} optim=adamw |",
+            "ddptrain recipe=cnn_d": "ddptrain recipe=cnn_digits _",
+            "ddptrain --config-dir mine recipe=bi": "ddptrain --config-dir mine recipe=birds _",
+            "ddptrain train.b": "ddptrain train.batch_size=_",
+            "ddptrain recipe=finetune data.source.si": "ddptrain recipe=finetune data.source.size=_",
+            "ddptrain precision=bf": "ddptrain precision=bf16 _",
+            "ddptrain ev": "ddptrain evaluate _",
+            "ddptrain evaluate run=runs/": "ddptrain evaluate run=runs/cnn/_",
+            "cd . && ddptrain evaluate run=runs/cnn/": "ddptrain evaluate run=runs/cnn/one _",
+            "ddptrain launch --nproc-p": "ddptrain launch --nproc-per-node=_",
+            "ddptrain data.root=pict": "ddptrain data.root=pictures/_",
+            f"{PROGRAM} optim=ad": f"{PROGRAM} optim=adamw _",
         }.items():
             screen.clear()
-            screen.type(typed, "Tab", "|")
+            screen.type(typed, "Tab", "_")
             screen.wait_for(completed)
         screen.clear()
         screen.type("ddptrain recipe=", "Tab", "Tab")
