@@ -127,7 +127,9 @@ def test_an_editable_installation_is_found_from_the_folder_above_its_checkout(tm
     for folder in (tmp_path, checkout):
         where = "import ddptrain, ddptrain.recipes; print(ddptrain.__file__)"
         assert done(folder, [python, "-c", where]) == f"{checkout}/ddptrain/__init__.py\n"
-        assert "recipe=<name>" in done(folder, [python, "-m", "ddptrain", "--help"])
+        asked = done(folder, [python, "-m", "ddptrain", "--help"])
+        assert "recipe=<name>" in asked
+        assert done(folder, [environment / "bin" / "ddptrain", "--help"]) == asked
 
 
 # -- a recipe of the user's own, one Python file and one YAML --------------------------------------
@@ -214,3 +216,5 @@ def test_an_installed_package_brings_a_recipe_by_its_entry_point(wheel: Path, tm
     assert json.loads(evaluated)["error"] == metrics(home)["error"]
     choices = done(home, [sys.executable, "-m", "ddptrain", "--help"], PYTHONPATH=str(site))
     assert "acme_net" in choices
+    complete = [sys.executable, "-m", "ddptrain", "completion", "words", "ddptrain recipe=ac"]
+    assert done(home, complete, PYTHONPATH=str(site)) == "recipe=acme_net \n"
