@@ -121,7 +121,8 @@ class Result:
     """The result of a run."""
 
     outcome: str
-    """``done``, ``stopped``, ``diverged`` or ``failed``."""
+    """``done``, ``stopped early`` (by a controller, which is as good as done), ``stopped``, ``diverged`` or
+    ``failed``."""
     metrics: Mapping[str, float]
     """The last evaluation's."""
     best: Mapping[str, float]

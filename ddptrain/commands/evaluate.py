@@ -8,6 +8,7 @@ from ddptrain.commands.setup import joined_world, make_task, named_checkpoint, t
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import on_first_rank
 from ddptrain.engine.evaluate import evaluate
+from ddptrain.engine.plan import eval_batch_size
 from ddptrain.engine.precision import choose_precision
 
 log = logging.getLogger("ddptrain")
@@ -26,7 +27,7 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
         model = trained_model(config, task, data, world, saved, needs_data=True)
         log.info("evaluating %s on %s (%s), %s", saved.path, world.device, reason, precision.name)
         log.info("data       %s", data.describe())
-        report = evaluate(task, model, data, world, precision, config.train.eval_batch_size, watchdog)
+        report = evaluate(task, model, data, world, precision, eval_batch_size(config), watchdog)
         if world.is_first:
             step, where = saved.manifest["step"], str(saved.path)
             print(json.dumps({"step": step, "checkpoint": where, **report.metrics}))

@@ -21,6 +21,7 @@ from ddptrain.commands.setup import make_model, make_task, prepare
 from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
 from ddptrain.distributed.cpu import cores
+from ddptrain.engine.plan import eval_batch_size
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
 from ddptrain.prove.kill_schedule import Moment, carry_out, marks, moments_of, next_kill, saved_step
@@ -157,7 +158,7 @@ def prove_eval(case: Case, ranks: int = 4) -> ProofResult:
         table.add_row(f"on {count} ranks", apart or "equal, byte for byte")
         broken += [f"on {count} ranks {apart}"] if apart else []
     if size:
-        own = case.config.train.eval_batch_size
+        own = eval_batch_size(case.config)
         one, other = (
             # in fp32, because other batches round in another way
             trials.evaluated(f"by-{n}", trained, 1, "precision=fp32", f"train.eval_batch_size={n}")
@@ -178,8 +179,9 @@ def _uneven_batch(config: Config) -> int | None:
     over batches then gives its samples the largest weight. None where there is none."""
     _, data = make_task(config)
     prepare(data, World(), config.seed)
-    sizes = range(2, min(config.train.eval_batch_size, data.valid_size - 1) + 1)
-    uneven = [n for n in sizes if data.valid_size % n and n != config.train.eval_batch_size]
+    own = eval_batch_size(config)
+    sizes = range(2, min(own, data.valid_size - 1) + 1)
+    uneven = [n for n in sizes if data.valid_size % n and n != own]
     return min(uneven, key=lambda n: (data.valid_size % n / n, -n), default=None)
 
 

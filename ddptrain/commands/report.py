@@ -46,6 +46,9 @@ def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
     be written.
     """
     folders = [folder for given in folders for folder in _matching(given)]
+    if "to" in asked:
+        _send(folders, asked)
+        return
     # an earlier page is named by runs/<recipe>/* too
     folders = [path for path in folders if not (path.suffix == ".html" and path.is_file())]
     _check(folders, asked)
@@ -75,6 +78,22 @@ def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
             problem = f"{page} can't be written ({error.strerror})"
             raise UserError(f"report: {problem}. Name another file: out=<file.html>") from error
         print(f"page  {page}")
+
+
+def _send(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
+    from ddptrain.observe.trackers.send import send_once
+
+    for name in asked:
+        if name not in ("run", "to", "project"):
+            hint = did_you_mean(name, ["run", "to", "project"])
+            raise UserError(f"{name}: report ... to={asked['to']} takes no such word.{hint}")
+    runs = [*folders, *([Path(asked["run"])] if "run" in asked else [])]
+    for folder in runs:
+        if not is_run(folder):
+            raise UserError(f"report {plain(folder)}: holds no run; its folder has metrics.jsonl.")
+        print(send_once(folder, asked["to"], asked.get("project")))
+    if not runs:
+        raise UserError(f"report to={asked['to']}: say which run: run=<folder>")
 
 
 def _check(folders: Sequence[Path], asked: Mapping[str, str]) -> None:

@@ -26,12 +26,15 @@ from ddptrain.distributed.world import world_from_environment
 from ddptrain.doctor.examine import why_no_cuda
 from ddptrain.engine.checkpoint import Checkpointer, LoadedCheckpoint, read, unpack
 from ddptrain.engine.compiled import Compilations
+from ddptrain.engine.early_stop import EarlyStop
 from ddptrain.engine.optimizer import arguments_of
 from ddptrain.engine.out_of_memory import lack_of_memory
 from ddptrain.engine.state import fit_model
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
 from ddptrain.observe.console import open_log
+from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.summary import Summary
+from ddptrain.observe.trackers.observer import Tracker
 from ddptrain.text import first_few
 from ddptrain.watchdog.lost_peer import address_of_peer, from_a_lost_rank
 from ddptrain.watchdog.watchdog import Watchdog
@@ -144,14 +147,21 @@ def _refuse(problems: Sequence[str]) -> None:
 def make_observers(config: Config) -> list[Observer]:
     """Those of the config, and the two that every run has: the summary, and what was compiled."""
     found = [_made(Observer, node, f"observers.{name}") for name, node in config.observers.items()]
+    trackers = [name for name, made in zip(config.observers, found, strict=True) if isinstance(made, Tracker)]
+    if trackers and not any(isinstance(made, Jsonl) for made in found):
+        raise UserError(f"observers: {trackers[0]} sends metrics.jsonl; add jsonl: [jsonl,{trackers[0]}].")
     return [*found, *([Compilations()] if config.compile != "off" else []), Summary()]
 
 
 def make_controllers(config: Config) -> dict[str, Controller]:
-    return {
+    made: dict[str, Controller] = {
         name: _made(Controller, node, f"controllers.{name}")  # type: ignore[type-abstract]
         for name, node in config.controllers.items()
     }
+    stop = config.stop
+    if stop.patience is not None or stop.target is not None:
+        made["stop"] = EarlyStop(stop.patience, stop.metric, stop.target)
+    return made
 
 
 def _made(kind: type[Made], node: Any, key: str, **offered: Any) -> Made:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from ddptrain.config.strategy import is_dp
 from ddptrain.config.suggest import flat_values
 from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.distributed.cpu import cores_in_words, share_cores
+from ddptrain.engine.auto_batch import AutoBatch
 from ddptrain.engine.checkpoint import Checkpointer, LoadedCheckpoint, read, unpack
 from ddptrain.engine.compiled import check_graphs, compile_loss
 from ddptrain.engine.consistency import check_same_command, check_same_model
@@ -45,7 +46,7 @@ from ddptrain.observe.rundir import describe_run, discard_unused, name_run, open
 from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.text import counted, first_few, parse_json
 from ddptrain.torch_private import spare_dynamo
-from ddptrain.watchdog.watchdog import Watchdog
+from ddptrain.watchdog.watchdog import LONG_S, Watchdog
 
 log = logging.getLogger("ddptrain")
 
@@ -125,8 +126,6 @@ def _step(
     log.info("strategy   %s, %s on %s", strategy.describe(), ranks, nodes)
     setup.prepare(data, world, config.seed)
     plan = plan_run(config, data.train_size, data.identity, strategy.shards, data.sample_weights)
-    log.info("batch      %s", _batch_in_words(plan, world))
-    on_all_ranks(world, lambda: check_graphs(config.compile, world, len(plan.sampler(world).pieces)))
     data.train_batches(plan.sampler(world), range(0))  # refuses a batch that it can't give
     log.info("data       %s", data.describe())
     workers = data.loading.workers or 0
@@ -139,6 +138,12 @@ def _step(
     model = strategy.prepare(model)
     log.info("model      %s", _model_in_words(model, config))
     check_same_model(world, model)
+    with frozen.at_the_end(model) if frozen is not None else nullcontext():
+        watchdog.mark("trying how many samples fit", patience=LONG_S)
+        auto = AutoBatch(task, model, data, precision, plan, strategy)
+        plan = auto.sized(config.train, {} if saved is None else saved.manifest)
+    log.info("batch      %s", _batch_in_words(plan, world))
+    on_all_ranks(world, lambda: check_graphs(config.compile, world, len(plan.sampler(world).pieces)))
     _note_layers_that_see_one_part(model, plan, world)
     if config.compile == "step":
         compile_loss(task)

@@ -98,6 +98,8 @@ def _broken(rule: Rule, value: Any) -> list[str]:
         if value in rule.choices:
             return []
         return [f"must be one of {', '.join(rule.choices)}.{did_you_mean(str(value), rule.choices)}"]
+    if rule.words and type(value) is not int:
+        return [] if value in rule.words else [f"must be a whole number, or {', '.join(rule.words)}."]
     holds = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
     return [
         f"must be {name} {bound:g}." for name, bound in rule.bounds.items() if not holds[name](value, bound)
@@ -108,6 +110,9 @@ def _cross_checks(config: Config) -> list[str]:
     problems = []
     if config.train.steps is None and config.train.epochs is None:
         problems.append("train.epochs, train.steps: give one of them; both are null.")
+    stop = config.stop
+    if stop.metric is not None and stop.patience is None and stop.target is None:
+        problems.append(f"stop.metric={stop.metric}: needs stop.patience or stop.target beside it.")
     milestones = config.sched.milestones
     if milestones != sorted(milestones) or not all(0 < share < 1 for share in milestones):
         problems.append(

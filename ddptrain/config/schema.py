@@ -20,6 +20,8 @@ class Rule:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
+    words: tuple[str, ...] = ()
+    """Of a whole number: what it may be instead."""
 
     @property
     def bounds(self) -> dict[str, float]:
@@ -40,14 +42,16 @@ class Train:
 
     batch_size: int = rule(128, at_least=1)
     """Samples of one optimizer step over ALL ranks."""
-    micro_batch: int | None = rule(None, at_least=1)
-    """Most samples one rank puts through the model at once; null: its whole share."""
+    micro_batch: Any = rule(None, at_least=1, words=("auto",))
+    """Most samples one rank puts through the model at once; null: its whole share; auto: as many as fit. A
+    number from the run's start on."""
     epochs: float | None = rule(10.0, above=0)
     steps: int | None = rule(None, at_least=1)
     """Optimizer steps; where given, it decides and ``epochs`` does not."""
     eval_every: int | None = rule(None, at_least=1)
     """Optimizer steps between evaluations; null: at the end of each epoch."""
-    eval_batch_size: int = rule(256, at_least=1)
+    eval_batch_size: Any = rule(256, at_least=1, words=("auto",))
+    """A number from the run's start on."""
     clip_norm: float | None = rule(None, above=0)
     """Largest 2-norm of all gradients together; null: no clipping."""
     weight_decay_on: str = rule("all", choices=("all", "matrices"))
@@ -85,6 +89,18 @@ class Ema:
     """Exponential moving average of the weights, used for evaluation when on."""
 
     decay: float | None = rule(None, above=0, below=1)
+
+
+@dataclass
+class Stop:
+    """What ends a run before its last step, as done."""
+
+    patience: int | None = rule(None, at_least=1)
+    """Evaluations in a row without a better value of ``metric``."""
+    metric: str | None = None
+    """Of the evaluation; null: the task's best metric."""
+    target: float | None = None
+    """A value of ``metric`` that is good enough."""
 
 
 @dataclass
@@ -181,6 +197,7 @@ class Config:
     """Nodes by name: each may end the run (`ddptrain.api.Controller`)."""
     sched: Sched = field(default_factory=Sched)
     train: Train = field(default_factory=Train)
+    stop: Stop = field(default_factory=Stop)
     ema: Ema = field(default_factory=Ema)
     init: Init = field(default_factory=Init)
     freeze: list[str] = field(default_factory=list)

@@ -96,7 +96,7 @@ class Engine:
                     break
             self._checkpointer.finish()
             self._stopwatch.settle()
-            outcome = "done"
+            outcome = "done" if state.step == plan.steps else "stopped early"
         except Stopped:
             self._checkpointer.finish()
             from_first_rank(self._world, None)  # the first rank to exit makes torchrun end the others
@@ -277,6 +277,8 @@ class Engine:
             "samples": samples,
             "world_size": self._world.size,
             **self._plan.position_facts,
+            "micro_batch": self._plan.micro_batch,
+            "eval_batch_size": self._plan.eval_batch_size,
             "groups": list(self._state.groups),
             "outputs": list(self._data.outputs),
             "recall": dict(self._data.metadata()),

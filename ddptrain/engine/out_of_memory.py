@@ -15,12 +15,17 @@ def lack_of_memory(error: BaseException, config: Config, world: World, place: st
 
     place: `Watchdog.place`.
     """
-    if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _SIGNS):
+    if not is_lack_of_memory(error):
         return None
     # how much was asked for and what there is; then follows what torch's own caches might do about it
     summary = str(error).partition("\n")[0].partition(" If reserved but")[0].rstrip(".")
     said = f"rank {world.rank} at {place}: {summary}. {_remedy(error, config, world, place)}"
     return UserError(said, everywhere=False)
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether torch has raised this error for lack of memory, of a GPU or of the host."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 def _remedy(error: BaseException, config: Config, world: World, place: str) -> str:
@@ -39,7 +44,8 @@ def _remedy(error: BaseException, config: Config, world: World, place: str) -> s
         if most > 1:
             fewer = f"train.micro_batch={most // 2} (now {most})"
             batch = f"the global batch stays {train.batch_size}"
-            return f"Put fewer samples through the model at once: {fewer}; {batch}."
+            auto = "train.micro_batch=auto finds the number"
+            return f"Put fewer samples through the model at once: {fewer}; {batch}. Or {auto}."
         if config.precision in ("fp32", "tf32"):
             return "What the forward pass keeps is about half as much with precision=bf16."
     elif within("data/loaders"):

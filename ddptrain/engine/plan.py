@@ -144,8 +144,8 @@ def plan_run(
         steps=steps,
         train_size=train_size,
         batch_size=train.batch_size,
-        micro_batch=train.micro_batch,
-        eval_batch_size=train.eval_batch_size,
+        micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
+        eval_batch_size=Train.eval_batch_size if train.eval_batch_size == "auto" else train.eval_batch_size,
         log_every=config.log.every,
         eval_every=train.eval_every,
         save_every=config.checkpoint.every,
@@ -158,6 +158,13 @@ def plan_run(
         verify_every=train.verify_every,
         sample_weights=sample_weights,
     )
+
+
+def eval_batch_size(config: Config) -> int:
+    """For a command that does not train. Raises UserError for ``auto``, which a training finds."""
+    if config.train.eval_batch_size == "auto":
+        raise UserError("train.eval_batch_size=auto: is found by a training; give a number here.")
+    return int(config.train.eval_batch_size)
 
 
 def steps_of(epochs: float, train_size: int, batch_size: int) -> int:

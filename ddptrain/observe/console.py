@@ -78,9 +78,9 @@ class Console(Observer):
         if self._progress is not None:
             self._progress.stop()
         result, times = event.result, event.times
-        if result.outcome == "done":
+        if result.outcome in ("done", "stopped early"):
             metrics, seconds = _format_metrics(result.metrics), clock(times.seconds)
-            log.info("done: %s after %d steps in %s", metrics, event.step, seconds)
+            log.info("%s: %s after %d steps in %s", result.outcome, metrics, event.step, seconds)
             if times.timing.samples:
                 if self._evaluations != 1:  # else the line was printed above
                     log.info("time       %s", format_shares(times.timing))

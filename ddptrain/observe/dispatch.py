@@ -66,8 +66,12 @@ class Observers:
 
     def end(self, event: End) -> None:
         try:
-            self._notify_all(lambda observer: observer.end(event))
-            for slow in self._slow:
+            with self._talking:
+                self.settle()
+                for observer in list(self._observers):
+                    self._notify(observer, lambda one: one.end(event))
+            for slow in self._slow:  # last: the others' files are complete
+                slow.tell(lambda observer: observer.end(event))
                 slow.finish()
         finally:
             self._over.set()

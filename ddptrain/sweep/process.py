@@ -106,7 +106,7 @@ class JobProcess:
         with contextlib.suppress(OSError, ValueError):
             read = parse_json((self._folder / "summary.json").read_text())
             summary = read if isinstance(read, dict) else {}
-        if code == 0 and summary.get("outcome") == "done":
+        if code == 0 and summary.get("outcome") in ("done", "stopped early"):
             return "done", "", _figures(summary)
         if pruned and code == ExitCode.STOPPED:
             return "pruned", "", {}

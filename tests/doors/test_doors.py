@@ -61,7 +61,7 @@ def test_a_controller_stops_two_ranks_together_and_counts_on_after_a_resume(tmp_
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in evaluations(tmp_path / "whole")] == [4, 8, 12, 16]
     assert done.stderr.count("no improvement at step 16") == 1
-    assert json.loads((tmp_path / "whole/summary.json").read_text())["outcome"] == "done"
+    assert json.loads((tmp_path / "whole/summary.json").read_text())["outcome"] == "stopped early"
     first = run(tmp_path, *words, "train.time_limit=0.001", "run.dir=parts", ranks=2)
     for _ in range(20):
         if first.returncode == 0:

@@ -1,0 +1,146 @@
+"""train.micro_batch=auto and train.eval_batch_size=auto: as many samples at once as fit into the memory."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from ddptrain.api.recipe import Data, Task
+from ddptrain.api.strategy import Strategy
+from ddptrain.config.schema import Train
+from ddptrain.distributed.comm import from_all_ranks, on_all_ranks
+from ddptrain.engine.evaluate import in_evaluation
+from ddptrain.engine.out_of_memory import is_lack_of_memory
+from ddptrain.engine.plan import Plan
+from ddptrain.engine.precision import Precision
+from ddptrain.errors import UserError
+
+log = logging.getLogger("ddptrain")
+_COPIES = 4
+"""What will be held beside weights and gradients, as copies of the trained parameters: DDP's buckets, two
+averages of Adam, averaged weights. Under elastic=strict two more for each shard of the rank."""
+_EVAL_SHARE = 4
+"""Evaluation keeps no activations; so many times the micro-batch are tried first."""
+
+
+@final
+class AutoBatch:
+    """Tries sizes on this rank, with the bare model: no other rank waits in a collective meanwhile. Buffers,
+    gradients and the task's state are as before afterwards."""
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        data: Data,
+        precision: Precision,
+        plan: Plan,
+        strategy: Strategy,
+    ) -> None:
+        self._task = task
+        self._model = model
+        self._data = data
+        self._precision = precision
+        self._plan = plan
+        self._strategy = strategy
+        self._world = strategy.world
+
+    def sized(self, train: Train, saved: Mapping[str, Any]) -> Plan:
+        """The plan with what ``auto`` stands for: as a checkpoint's manifest has it, or the most that every
+        rank has room for. ``train`` has these numbers from here on. Collectives, after the trials."""
+        if "auto" not in (train.micro_batch, train.eval_batch_size):
+            return self._plan
+        if self._strategy.further_gpus:
+            raise UserError(
+                "train.micro_batch=auto, train.eval_batch_size=auto: not with strategy=dp. Use ddp."
+            )
+        if train.micro_batch == "auto":
+            train.micro_batch = saved.get("micro_batch") or self._least(self.micro_batch)
+            log.info("fits       train.micro_batch=%d (auto)", train.micro_batch)
+        if train.eval_batch_size == "auto":
+            share = train.micro_batch or max(self._plan.sampler(self._world).micro_sizes)
+            found = saved.get("eval_batch_size")
+            train.eval_batch_size = found or self._least(lambda: self.eval_batch_size(share))
+            log.info("fits       train.eval_batch_size=%d (auto)", train.eval_batch_size)
+        return replace(self._plan, micro_batch=train.micro_batch, eval_batch_size=train.eval_batch_size)
+
+    def micro_batch(self) -> int:
+        """The most samples that fit, of this rank's share of the global batch in equal parts. Raises
+        UserError if not even one does."""
+        share = max(self._plan.sampler(self._world).micro_sizes)
+        return self._largest(share, self._train, "train.micro_batch")
+
+    def eval_batch_size(self, micro_batch: int) -> int:
+        """The most samples that fit, up to four times ``micro_batch``. Raises UserError if not even one
+        does."""
+        most = min(_EVAL_SHARE * micro_batch, self._data.valid_size)
+        return self._largest(most, self._evaluate, "train.eval_batch_size")
+
+    def _least(self, find: Callable[[], int]) -> int:
+        return min(from_all_ranks(self._world, on_all_ranks(self._world, find)))
+
+    def _largest(self, most: int, work: Callable[[int], None], key: str) -> int:
+        """``most`` divided by the smallest number, rounded up, for which there is room."""
+        too_few, parts = 0, 1
+        while not self._has_room(work, -(-most // parts)):
+            if parts == most:
+                raise UserError(
+                    f"{key}=auto: rank {self._world.rank} has no room for a single sample. Take a smaller"
+                    " model, or a device with more memory.",
+                    everywhere=False,
+                )
+            too_few, parts = parts, min(2 * parts, most)
+        while parts - too_few > 1:
+            middle = (too_few + parts) // 2
+            if self._has_room(work, -(-most // middle)):
+                parts = middle
+            else:
+                too_few = middle
+        return -(-most // parts)
+
+    def _has_room(self, work: Callable[[int], None], size: int) -> bool:
+        trained = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
+        copies = _COPIES + 2 * len(self._plan.sampler(self._world).own_shards) * (
+            self._plan.shards is not None
+        )
+        try:
+            held = torch.empty(copies * trained, dtype=torch.uint8, device=self._world.device)
+            work(size)
+            del held
+            return True
+        except RuntimeError as error:
+            if not is_lack_of_memory(error):
+                raise
+            return False
+        finally:
+            if self._world.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _train(self, size: int) -> None:
+        """Two passes: in the second one the gradients are there."""
+        sampler = replace(self._plan, micro_batch=size).sampler(self._world)
+        largest = sampler.micro_sizes.index(max(sampler.micro_sizes))
+        batch = next(islice(self._data.train_batches(sampler, range(1)), largest, None))
+        buffers = [buffer.clone() for buffer in self._model.buffers()]
+        rank_state = self._task.rank_state()
+        try:
+            for _ in range(2):
+                with self._precision.autocast():
+                    loss = self._task.loss(self._model, batch, self._plan.at(0))
+                self._precision.backward(loss.sum, torch.ones_like(loss.sum))
+        finally:
+            self._model.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for buffer, value in zip(self._model.buffers(), buffers, strict=True):
+                    buffer.copy_(value)
+            self._task.load_rank_state(rank_state)
+
+    @torch.no_grad()
+    def _evaluate(self, size: int) -> None:
+        (batch,) = self._data.valid_batches([range(size)])
+        with in_evaluation(self._model), self._precision.autocast():
+            self._task.evaluate(self._model, batch)
