@@ -15,7 +15,7 @@ VENV=${VENV:-.venv}
 PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
 WHAT=${1:-setup}
 # suites that are asked for by name
-MARKED="long and not faults and not soak and not cluster and not browser and not trackers"
+MARKED="long and not faults and not soak and not cluster and not browser and not trackers and not shells"
 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     echo "setup.sh: $PYTHON is older than Python 3.11; name another one: PYTHON=... sh setup.sh" >&2

@@ -1,9 +1,24 @@
-"""``python -m ddptrain`` and ``torchrun -m ddptrain``."""
+"""``ddptrain``, ``python -m ddptrain`` and ``torchrun -m ddptrain``."""
 
+import os
 import sys
+from typing import NoReturn
 
-from ddptrain.cli.main import main
-from ddptrain.launcher.process import end_with
+
+def run() -> NoReturn:
+    # imported here: a loader's workers import this module again, if their rank began as the command ddptrain
+    from ddptrain.cli.main import main
+    from ddptrain.launcher.process import end_with
+
+    end_with(main, sys.argv[1:])
+
+
+def script() -> NoReturn:
+    """The command ``ddptrain``. As with ``python -m``, modules of the current folder are found first."""
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()
+    run()
+
 
 if __name__ == "__main__":
-    end_with(main, sys.argv[1:])
+    run()

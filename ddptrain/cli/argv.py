@@ -11,23 +11,21 @@ from ddptrain.errors import UserError
 
 VERBS = (
     *("train", "evaluate", "predict", "export", "write", "checkpoint"),
-    *("launch", "prove", "report", "doctor", "bench"),
+    *("launch", "prove", "report", "doctor", "bench", "completion"),
 )
 GROUPS = ("recipe", "model", "data", "augment", "optim", "sched", "strategy", "observers", "controllers")
-_SWITCHES = (
-    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
-    *("--shell-completion", "-sc"),
-)
+_SWITCHES = (*("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),)
 _INFO = ("--info", "-i")
 _INFO_OF = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-_OF_DOCTOR = ("--json", "--cluster")
+OF_DOCTOR = ("--json", "--cluster")
 CONFIG_DIR = ("--config-dir", "-cd")
 EXPLAIN = "--explain"
+ENV = "--env"
 _COMPOSES = ("train", "launch", "write", "prove", "bench")
 _TAKE_A_VALUE = (
     *CONFIG_DIR,
     *("--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p"),
-    *("--experimental-rerun", EXPLAIN),
+    *("--experimental-rerun", EXPLAIN, ENV),
 )
 OF_TORCHRUN = {
     **dict.fromkeys(("--nnodes", "--nproc-per-node", "--node-rank", "--role", "--local-addr"), True),
@@ -63,6 +61,11 @@ class Arguments:
     """torchrun's own options, for ``launch``."""
 
     @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables of --env, which configs may read."""
+        return tuple(word.partition("=")[2] for word in self.options if word.startswith(f"{ENV}="))
+
+    @property
     def sweeps(self) -> bool:
         return bool({"-m", "--multirun"} & set(self.options))
 
@@ -88,7 +91,7 @@ def parse(words: Sequence[str]) -> Arguments:
     overrides, options, config_dirs, torchrun = [], [], [], []
     helps = bool({"-h", "--help"} & set(rest))
     of_torchrun = _torchrun_options(rest) if verb == "launch" and not helps else {}
-    switches = (*_SWITCHES, *(_OF_DOCTOR if verb == "doctor" else ()))
+    switches = (*_SWITCHES, *(OF_DOCTOR if verb == "doctor" else ()))
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
@@ -105,6 +108,8 @@ def parse(words: Sequence[str]) -> Arguments:
             _check_length(f"{name}={value}", value)
             if name == EXPLAIN and verb not in _COMPOSES:
                 raise UserError(f"{name}: is for {', '.join(_COMPOSES)}; {verb} composes no config.")
+            if name == ENV and not re.fullmatch(r"[A-Za-z_]\w*", value):
+                raise UserError(f"{name} {value}: takes the name of an environment variable: {name} DATA")
             if name in of_torchrun:
                 torchrun.append(f"{name}={value}")
                 continue

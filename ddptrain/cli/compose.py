@@ -8,8 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import metadata
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +21,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddptrain.cli.argv import CONFIG_DIR, EXPLAIN, GROUPS, Arguments
+from ddptrain.cli.argv import CONFIG_DIR, ENV, EXPLAIN, GROUPS, Arguments
 from ddptrain.cli.augment_group import Tree, place_augment
 from ddptrain.cli.explain import explained, no_such_key, plain_tree
 from ddptrain.cli.optim_group import place_optim
-from ddptrain.cli.search_path import CONF, ENTRY_POINTS, look_in
+from ddptrain.cli.search_path import CONF, look_in
 from ddptrain.config.check import type_message
 from ddptrain.config.limits import few_interpolations, is_below, is_plain_name, read_config
 from ddptrain.config.suggest import did_you_mean, flat_keys
@@ -68,7 +66,7 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
                 print(explained(key, overrides))
             return
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us whole instead of being printed
-    of_hydra = ["".join(parts) for parts in options if parts[0] not in CONFIG_DIR]
+    of_hydra = ["".join(parts) for parts in options if parts[0] not in (*CONFIG_DIR, ENV)]
     sys.argv = [sys.argv[0], *of_hydra, *overrides]
 
     failures: list[Exception] = []
@@ -132,17 +130,6 @@ def _update_old(saved: DictConfig) -> None:
             saved.log.pop("tensorboard", None)
 
 
-def recipes(arguments: Arguments) -> list[str]:
-    """Names of the recipes in reach: ours, those of --config-dir and of installed packages."""
-    try:
-        folders = [Path(str(files(CONF)))]
-    except ModuleNotFoundError as error:
-        raise UserError("ddptrain is not installed here: run pip install -e . in its checkout.") from error
-    folders += arguments.config_dirs
-    folders += [Path(str(files(entry.value))) for entry in metadata.entry_points(group=ENTRY_POINTS)]
-    return sorted({path.stem for folder in folders for path in (folder / "recipe").glob("*.yaml")})
-
-
 def _checked_overrides(arguments: Arguments, words: Sequence[str]) -> list[Override]:
     """The overrides of these words without ``hydra.searchpath``, by which this sets where YAMLs are found."""
     places: list[str] = []
@@ -152,7 +139,7 @@ def _checked_overrides(arguments: Arguments, words: Sequence[str]) -> list[Overr
         if not isinstance(value, list) or not all(isinstance(place, str) for place in value):
             raise UserError(f"{word}: takes a list of folders: 'hydra.searchpath=[...]'.")
         places += value
-    look_in(arguments.config_dirs, places)
+    look_in(arguments.config_dirs, places, arguments.variables)
     overrides = parsed([word for word in words if word not in named])
     for override in overrides:
         _check_override(override)

@@ -1,10 +1,55 @@
-"""What a verb prints when it is asked for help; apart from the verbs, whose import takes seconds."""
+"""What is printed when help is asked for; apart from the verbs, whose import takes seconds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddptrain.cli.argv import GROUPS
+from ddptrain.cli.choices import choices, first_comment
+from ddptrain.text import in_columns
+
+SUMMARIES = {
+    "train": "train a recipe; the verb itself may be left out",
+    "launch": "train on several ranks, with restarts and exit codes for a scheduler",
+    "evaluate": "the metrics of a run, as JSON",
+    "predict": "what a trained model answers: pictures, text",
+    "export": "a trained model as ONNX or torch.export's file",
+    "checkpoint": "check a run's checkpoints, look into one, or write its weights as a plain file",
+    "report": "runs or a sweep, side by side, as one HTML page",
+    "bench": "which overrides make a step faster on this machine",
+    "prove": "whether a recipe keeps its bits over kills and ranks",
+    "doctor": "why a GPU is not used, or slow",
+    "write": "a recipe's data set as files",
+    "completion": "complete these words in bash or zsh",
+}
+OPTIONS = {
+    "--config-dir, -cd <folder>": "find recipes and other choices there too, and the code that they name",
+    "--env <NAME>": "let YAMLs read this environment variable: ${oc.env:NAME}",
+    "--multirun, -m": "a sweep: a job for each combination of values: optim.lr=0.1,0.2",
+    "--cfg, -c job|hydra|all": "print the config and train nothing",
+    "--package, -p <section>": "with --cfg: this part alone",
+    "--resolve": "with --cfg: with what each ${...} stands for",
+    "--explain <key>": "which files and words have set a key",
+    "--info, -i [<what>]": "how the config is composed: all|config|defaults|defaults-tree|plugins|searchpath",
+    "--run, -r": "one run: the default",
+    "--help, -h": "this; after a verb its words; after recipe=<name> all its keys and values",
+    "--hydra-help": "of Hydra, which composes the config",
+    "--version": "",
+}
+"""Of all verbs that train or know a run."""
 
 _CHECKPOINT_WORDS = """\
   run=<folder>          the run, whose saved config is used; any of its keys may be overridden
-  checkpoint=<which>    last (the default), best, step-<n>, or a checkpoint's folder"""
+  checkpoint=<which>    best (the default, where there is one), last, step-<n>, or a checkpoint's folder"""
 
 TEXTS = {
+    "completion": """\
+ddptrain completion bash|zsh
+
+Prints what the shell needs to complete verbs, options, keys, choices, recipes and run folders of the command
+ddptrain. One line in ~/.bashrc or ~/.zshrc installs it:
+
+  eval "$(ddptrain completion bash)"
+  eval "$(ddptrain completion zsh)\"""",
     "launch": """\
 python -m ddptrain launch [torchrun's options] recipe=<name> [overrides]
 
@@ -34,6 +79,7 @@ Exit codes:
     "report": """\
 python -m ddptrain report <run's folder> [<another> ...] [out=<file.html>]
 python -m ddptrain report <sweep's folder> [out=<file.html>]
+python -m ddptrain report '<pattern>' [out=<file.html>]
 
 The results of a run, of several side by side, or of a sweep: a table here, and a page that is one file and
 loads nothing, to keep or to send. A run that still goes on, or was killed, is shown as far as it got.
@@ -47,6 +93,7 @@ pictures, texts, devices and the whole config, and the command that repeats each
 
   python -m ddptrain report runs/cnn_digits/2026-11-21_02-14-19-70d7f5
   python -m ddptrain report runs/a runs/b out=compared.html
+  python -m ddptrain report 'runs/cnn_*/*'
   python -m ddptrain report sweeps/cnn_digits""",
     "doctor": """\
 python -m ddptrain doctor [device=auto|cuda|cuda:<i>|cpu] [workers=<n>] [port=<n>] [--json] [--cluster]
@@ -109,7 +156,7 @@ output.
 
 {_CHECKPOINT_WORDS}
 
-  python -m ddptrain evaluate run=runs/mine checkpoint=best data=imagefolder data.root=other""",
+  python -m ddptrain evaluate run=runs/mine data=imagefolder data.root=other""",
     "predict": f"""\
 python -m ddptrain predict run=<folder> [checkpoint=<which>] [the task's own words]
 
@@ -123,7 +170,7 @@ detection).
   text        [prompt='...'] [tokens=...] [temperature=...] [top_k=...] [seed=...]
   translation text='...' [beam=...]
 
-  python -m ddptrain predict run=runs/cnn checkpoint=best source=photos out=seen device=cpu""",
+  python -m ddptrain predict run=runs/cnn source=photos out=seen device=cpu""",
     "export": f"""\
 python -m ddptrain export run=<folder> [checkpoint=<which>] format=onnx|pt2 [out=<file>] [its own words]
 
@@ -132,13 +179,17 @@ A file that runs without ddptrain, checked against the model on the same batch b
 {_CHECKPOINT_WORDS}
   batch=<n>             images: a model for that many at once; by default any number
 
-  python -m ddptrain export run=runs/cnn checkpoint=best format=onnx out=model.onnx""",
+  python -m ddptrain export run=runs/cnn format=onnx out=model.onnx""",
     "checkpoint": """\
 python -m ddptrain checkpoint verify|show|convert run=<folder> [checkpoint=<which>] [out=<file>]
+                                                                [weights=averaged|model]
 
   verify    are all of the run's checkpoints what was written?
   show      one's facts, sizes, norms, and a table of its tensors
-  convert   plain weights to out=<file.pt|file.safetensors>, which load without ddptrain""",
+  convert   plain weights to out=<file.pt|file.safetensors>, which load without ddptrain
+
+  checkpoint=<which>    best, last, step-<n>, or a checkpoint's folder; by default verify reads all, show the
+                        last, and convert the best, as evaluate, predict and export do""",
     "prove": """\
 python -m ddptrain prove resume|world|eval recipe=<name> [overrides] [ranks=<n>] [out=<new folder>]
 
@@ -152,3 +203,30 @@ python -m ddptrain write recipe=<name> [overrides] layout=<one of the data's> ou
 
 Write a recipe's data set to disk: of detection as layout=yolo or coco.""",
 }
+
+
+def overview(folders: Sequence[Path]) -> str:
+    """Every verb, option, recipe and choice. folders: of YAMLs."""
+    recipes = [(f"  {name}", first_comment(path)) for name, path in choices("recipe", folders).items()]
+    groups = [(f"  {group}=", ", ".join(choices(group, folders))) for group in GROUPS if group != "recipe"]
+    return "\n".join(
+        [
+            "ddptrain [<verb>] recipe=<name> [<group>=<choice> ...] [<key>=<value> ...] [options]",
+            "python -m ddptrain and, for several ranks, torchrun -m ddptrain take the same words.",
+            "",
+            "Verbs (ddptrain <verb> --help):",
+            *in_columns([(f"  {name}", said) for name, said in SUMMARIES.items()]),
+            "",
+            "Options:",
+            *in_columns([(f"  {name}", said) for name, said in OPTIONS.items()]),
+            "  doctor has --json and --cluster, launch has torchrun's: --nproc-per-node=<n> and others.",
+            "",
+            "Recipes:",
+            *in_columns(recipes),
+            "",
+            "Other groups and their choices:",
+            *in_columns([row for row in groups if row[1]]),
+            "",
+            "All keys, their values and defaults: docs/config.md, or ddptrain recipe=<name> --help.",
+        ]
+    )

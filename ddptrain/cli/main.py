@@ -1,7 +1,7 @@
 """The command line: ``-m ddptrain [verb] [overrides]``.
 
-Nothing here imports torch before the config is known to be good, so help, ``--cfg job`` and a typo's
-message come at once.
+Nothing here imports torch before the config is known to be good, so ``--cfg job`` and a typo's message come
+at once; nor Hydra before there is a config to compose, so help and completion do.
 """
 
 import dataclasses
@@ -10,17 +10,15 @@ import os
 import select
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ddptrain import __version__
-from ddptrain.cli.argv import GROUPS, Arguments, action_of, check_sweep, divided, expect_no_sweep, parse
+from ddptrain.cli import plain_verbs
+from ddptrain.cli.argv import ENV, GROUPS, Arguments, action_of, check_sweep, divided, expect_no_sweep, parse
 from ddptrain.cli.augment_group import Tree
-from ddptrain.cli.compose import composed_tree, recipes, run_jobs
-from ddptrain.cli.help import TEXTS
-from ddptrain.cli.run_verbs import checkpoint, is_no_key, on_saved_run, recorded
-from ddptrain.cli.search_path import open_user_code
-from ddptrain.config.check import checked
+from ddptrain.cli.choices import choices, yaml_folders
+from ddptrain.cli.help import TEXTS, overview
 from ddptrain.config.schema import Config
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
@@ -40,6 +38,10 @@ def main(words: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: a name may hold what the terminal lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        if words[:2] == ["completion", "words"]:  # by the shells' functions; a line is no words of ours
+            from ddptrain.cli.completion import complete
+
+            return complete(*words[2:])
         arguments = parse(words)
         if "--version" in words:
             print(f"ddptrain {__version__}")
@@ -47,19 +49,10 @@ def main(words: Sequence[str]) -> int:
         if arguments.asks_help and arguments.verb in TEXTS:
             print(TEXTS[arguments.verb])
             return ExitCode.DONE
-        open_user_code(arguments.config_dirs)
-        verbs = {
-            "train": _train,
-            **dict.fromkeys(("evaluate", "predict", "export"), on_saved_run),
-            "write": _write,
-            "checkpoint": checkpoint,
-            "launch": _launch,
-            "prove": _prove,
-            "report": _report,
-            "doctor": _doctor,
-            "bench": _bench,
-        }
-        code = verbs[arguments.verb](arguments)
+        if arguments.asks_help and not arguments.overrides:
+            print(overview(yaml_folders(arguments.config_dirs)))
+            return ExitCode.DONE
+        code = _verb(arguments)(arguments)
         sys.stdout.flush()  # while a reader that has ended is still met here
         return code
     except UserError as error:
@@ -81,6 +74,25 @@ def main(words: Sequence[str]) -> int:
         return _BY_SIGPIPE
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
+
+
+def _verb(arguments: Arguments) -> Callable[[Arguments], int]:
+    """What a command line asks for; the user's own code may be imported from then on."""
+    if arguments.verb in plain_verbs.VERBS:
+        return plain_verbs.VERBS[arguments.verb]
+    from ddptrain.cli.run_verbs import checkpoint, on_saved_run
+    from ddptrain.cli.search_path import open_user_code
+
+    open_user_code(arguments.config_dirs)
+    return {
+        "train": _train,
+        **dict.fromkeys(("evaluate", "predict", "export"), on_saved_run),
+        "write": _write,
+        "checkpoint": checkpoint,
+        "launch": _launch,
+        "prove": _prove,
+        "bench": _bench,
+    }[arguments.verb]
 
 
 def _nobody_reads_stdout() -> bool:
@@ -107,15 +119,18 @@ def _train(arguments: Arguments) -> int:
     config, overrides = composed
     choose_spinning()
     with gc_paused():
+        from ddptrain.cli.run_verbs import recorded
         from ddptrain.commands import train
 
     with recorded():
-        train.run(config, [*_folders(arguments), *overrides])
+        train.run(config, [*_own_options(arguments), *overrides])
     return ExitCode.DONE
 
 
 def _sweep(arguments: Arguments) -> int:
     from ddptrain.cli import hydra_sweep
+    from ddptrain.cli.compose import run_jobs
+    from ddptrain.cli.search_path import open_user_code
     from ddptrain.sweep.run import SweepPoint, SweepRunner
 
     check_sweep(arguments)
@@ -124,14 +139,14 @@ def _sweep(arguments: Arguments) -> int:
 
     def point(tree: Tree, words: Sequence[str]) -> SweepPoint:
         own = [word for word in words if not word.lstrip("+").startswith("sweep.")]
-        return SweepPoint(_complete(tree, arguments), (*_folders(arguments), *places, *own))
+        return SweepPoint(_complete(tree, arguments), (*_own_options(arguments), *places, *own))
 
     def job(tree: Tree, overrides: list[str]) -> None:  # under a launcher that is not ours
         open_user_code(arguments.config_dirs)  # in a process of its making
         config = _complete(tree, arguments)
         from ddptrain.commands import train
 
-        train.run(config, [*_folders(arguments), *overrides])
+        train.run(config, [*_own_options(arguments), *overrides])
 
     try:
         with hydra_sweep.launching(lambda jobs: sweep.run([point(*job) for job in jobs])):
@@ -139,25 +154,6 @@ def _sweep(arguments: Arguments) -> int:
     finally:
         code = sweep.close()
     return code
-
-
-def _report(arguments: Arguments) -> int:
-    own, folders = divided(arguments.overrides, str.isidentifier)
-    from ddptrain.commands import report
-
-    report.run([Path(folder) for folder in folders], own)
-    return ExitCode.DONE
-
-
-def _doctor(arguments: Arguments) -> int:
-    own, rest = divided(arguments.overrides, str.isidentifier)
-    if rest:
-        raise UserError(
-            f"{rest[0]}: doctor takes words of the form name=value only: doctor --help lists them."
-        )
-    from ddptrain.commands import doctor
-
-    return doctor.run(own, as_json="--json" in arguments.options, cluster="--cluster" in arguments.options)
 
 
 def _bench(arguments: Arguments) -> int:
@@ -176,13 +172,17 @@ def _bench(arguments: Arguments) -> int:
     return bench.run(composed[0], [*asked.options, *asked.overrides], own)
 
 
-def _folders(arguments: Arguments) -> list[str]:
-    """The options by which a command line's words find the user's own recipes."""
-    return [f"--config-dir={folder}" for folder in arguments.config_dirs]
+def _own_options(arguments: Arguments) -> list[str]:
+    """The options that are not Hydra's: where the user's own recipes are, and what they may read."""
+    folders = [f"--config-dir={folder}" for folder in arguments.config_dirs]
+    return [*folders, *(f"{ENV}={name}" for name in arguments.variables)]
 
 
 def _write(arguments: Arguments) -> int:
     """What is no key of a config is for the data: a layout."""
+    from ddptrain.cli.compose import composed_tree
+    from ddptrain.cli.run_verbs import is_no_key, recorded
+
     own, overrides = divided(arguments.overrides, is_no_key)
     if arguments.sweeps:
         raise UserError("write: writes one set of data; leave --multirun out.")
@@ -195,7 +195,7 @@ def _write(arguments: Arguments) -> int:
         return ExitCode.DONE
     if composed[0].get("recipe") in (None, "???"):
         raise UserError("write: say whose data: write recipe=<name> out=<folder>")
-    config = checked(composed[0])
+    config = _complete(composed[0], arguments)
     from ddptrain.commands import write
 
     with recorded():
@@ -246,6 +246,8 @@ def _prove(arguments: Arguments) -> int:
 def _composed(arguments: Arguments) -> tuple[Config, list[str]] | None:
     """The checked config of a command line, and its overrides; None where an option like ``--cfg`` has been
     answered instead."""
+    from ddptrain.cli.compose import composed_tree
+
     composed = composed_tree(arguments)
     return composed and (_complete(composed[0], arguments), composed[1])
 
@@ -271,6 +273,8 @@ def _expect_a_recipe(arguments: Arguments) -> None:
 def _complete(tree: Tree, arguments: Arguments) -> Config:
     if tree.get("recipe") in (None, "???"):
         raise UserError(_welcome(arguments))
+    from ddptrain.config.check import checked
+
     return checked(tree)
 
 
@@ -284,7 +288,7 @@ def _print_once(error: Exception, everywhere: bool) -> None:
 
 
 def _welcome(arguments: Arguments) -> str:
-    names = "\n".join(f"  {name}" for name in recipes(arguments))
+    names = "\n".join(f"  {name}" for name in choices("recipe", yaml_folders(arguments.config_dirs)))
     given = "" if arguments.sweeps else "".join(f" {word}" for word in arguments.overrides)
     return f"""\
 say what to train: recipe=<name>. There are:

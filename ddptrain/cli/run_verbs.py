@@ -24,7 +24,7 @@ def on_saved_run(arguments: Arguments) -> int:
     own, overrides = divided(arguments.overrides, is_own)
     folder = _run_folder(arguments.verb, own)
     config = checked(saved_tree(folder / "config.yaml", arguments, overrides))
-    checkpoint = own.pop("checkpoint", "") or "last"
+    checkpoint = own.pop("checkpoint", "")
     del own["run"]
     choose_spinning()
     from ddptrain.commands import evaluate, export, predict

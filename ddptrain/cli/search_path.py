@@ -14,6 +14,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
+from ddptrain.cli.choices import ENTRY_POINTS
 from ddptrain.config.instantiate import open_package
 from ddptrain.config.limits import guard_resolvers, named_defaults, read_config
 from ddptrain.config.schema import Config
@@ -21,7 +22,6 @@ from ddptrain.errors import UserError
 
 CONF = "ddptrain.conf"
 """Where our YAMLs are."""
-ENTRY_POINTS = "ddptrain.conf"
 _LIBRARIES = frozenset({"ddptrain", "torch", "torchvision", *sys.stdlib_module_names})
 """Never a user's own code, even where the current folder is a checkout of one of them."""
 _PACKAGE = re.compile(r"pkg://\w+([./]\w+)*")
@@ -45,10 +45,11 @@ def open_user_code(config_dirs: Sequence[Path]) -> None:
                 open_package(path.stem)
 
 
-def look_in(folders: Sequence[Path], places: Sequence[str]) -> None:
+def look_in(folders: Sequence[Path], places: Sequence[str], variables: Sequence[str]) -> None:
     """Compose from now on of our YAMLs, those of installed packages, these folders (of ``--config-dir``) and
-    places (of ``hydra.searchpath``: folders, and packages as pkg://name), with harmless resolvers only."""
-    guard_resolvers()
+    places (of ``hydra.searchpath``: folders, and packages as pkg://name), with harmless resolvers only.
+    variables: of the environment, which the command line lets YAMLs read."""
+    guard_resolvers(variables)
     ConfigStore.instance().store(name="_schema_", node=Config)
     plugins = Plugins.instance()
     # imported after Hydra's scan, which executes again what was imported before; it finds these in a wheel,

@@ -109,7 +109,7 @@ def show(of: RunFolder, checkpoint: str = "last") -> None:
 
 
 def convert(
-    of: RunFolder, out: str, checkpoint: str = "last", weights: Literal["averaged", "model"] | None = None
+    of: RunFolder, out: str, checkpoint: str = "", weights: Literal["averaged", "model"] | None = None
 ) -> None:
     """Write a checkpoint's weights to the file ``out``, to be loaded without ddptrain.
 

@@ -17,8 +17,8 @@ log = logging.getLogger("ddptrain")
 def run(config: Config, folder: Path, checkpoint: str) -> None:
     """Evaluate a checkpoint of the run in ``folder`` under its (perhaps overridden) config.
 
-    checkpoint: ``last``, ``best``, or a checkpoint's folder. Prints the metrics as one JSON object
-    on standard output, from rank 0.
+    checkpoint: as `named_checkpoint` takes it. Prints the metrics as one JSON object on standard output,
+    from rank 0.
     """
     task, data = make_task(config)
     with joined_world(config) as (world, reason, watchdog):

@@ -20,7 +20,7 @@ log = logging.getLogger("ddptrain")
 
 
 def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str]) -> None:
-    """Ask a checkpoint of the run in ``folder``: ``last``, ``best``, or any by its folder.
+    """Ask a checkpoint of the run in ``folder``, named as `named_checkpoint` takes it.
 
     asked: the parameters of the task's own `predict`, as typed on the command line. Under torchrun only the
     first rank answers.

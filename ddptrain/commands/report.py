@@ -1,6 +1,8 @@
 """The verb ``report``: runs in a table and on a page."""
 
+import glob
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -43,6 +45,7 @@ def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
     asked: ``out``, the page's file. Raises UserError for a folder that is neither, and where the page can't
     be written.
     """
+    folders = [folder for given in folders for folder in _matching(given)]
     if "to" in asked:
         _send(folders, asked)
         return
@@ -106,6 +109,20 @@ def _check(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
         raise UserError(
             f"report: name a run's folder, several, or a sweep's: report runs/<recipe>/<time>-<id>.{hint}"
         )
+
+
+def _matching(given: Path) -> list[Path]:
+    """The folder itself; of a pattern that the shell has left as it is, the runs and sweeps that match it.
+    Raises UserError where none does."""
+    if not re.search(r"[*?[]", str(given)) or os.path.lexists(given):
+        return [given]
+    matches = [Path(name) for name in sorted(glob.glob(str(given)))]
+    found = [path for path in matches if is_run(path) or _is_sweep(path)]
+    if not found:
+        inside = any(is_run(path) for folder in matches for path in _entries(folder))
+        hint = f" Did you mean report '{given / '*'}'?" if inside else ""
+        raise UserError(f"report '{given}': no run's and no sweep's folder matches this pattern.{hint}")
+    return found
 
 
 def _is_sweep(folder: Path) -> bool:

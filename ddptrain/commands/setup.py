@@ -212,14 +212,24 @@ def check_outputs(data: Data, saved: LoadedCheckpoint) -> None:
 
 
 def named_checkpoint(folder: Path, name: str) -> LoadedCheckpoint:
-    """A checkpoint of the run in ``folder``: ``last``, ``best``, ``step-<n>``, or any by its folder."""
-    own = folder / "checkpoints" / name
-    if name != "last":
+    """A checkpoint of the run in ``folder``: ``last``, ``best``, ``step-<n>``, or any by its folder. Empty:
+    the best, or the last where there is no best yet; the log says which."""
+    own = folder / "checkpoints" / (name or "best")
+    if not name and own.is_dir():
+        saved = read(own)
+        best = saved.manifest.get("best", {})
+        value = "".join(f", {metric} {best[metric]:.4f}" for metric in best if metric != "step")
+        step = saved.manifest["step"]
+        log.info("checkpoint %s: step %d%s (the best; checkpoint=last is the newest)", own, step, value)
+        return saved
+    if name not in ("", "last"):
         return read(own if own.is_dir() or name == "best" else Path(name))
-    saved = Checkpointer(folder / "checkpoints", keep=1).newest()
-    if saved is None:
+    newest = Checkpointer(folder / "checkpoints", keep=1).newest()
+    if newest is None:
         raise UserError(f"run={folder}: holds no checkpoint yet.")
-    return saved
+    if not name:
+        log.info("checkpoint %s: the last, as there is no best yet", newest.path)
+    return newest
 
 
 def trained_model(

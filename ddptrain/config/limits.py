@@ -7,8 +7,9 @@ torch.
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ ENVIRONMENT = (
     *("HOME", "USER", "TMPDIR", "SCRATCH", "SLURM_TMPDIR"),
     *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "TORCHELASTIC_RUN_ID"),
 )
-"""What ``${oc.env:}`` may read: places and job numbers, nothing secret, nothing in which ranks differ."""
+"""What ``${oc.env:}`` may read without --env: places and job numbers, nothing secret, nothing in which ranks
+differ."""
 
 _PLAIN_TAG = re.compile(r"!|tag:yaml\.org,2002:(str|int|float|bool|null|map|seq)")
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)*")
@@ -96,9 +98,13 @@ def is_below(folder: str) -> bool:
     return not Path(folder).is_absolute() and ".." not in Path(folder).parts and not folder.startswith("~")
 
 
-def guard_resolvers() -> None:
-    """Leave ``${...}`` no way to the rest of the environment, nor to text that is then evaluated."""
-    OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
+def guard_resolvers(variables: Sequence[str]) -> None:
+    """Leave ``${...}`` no way to the rest of the environment, nor to text that is then evaluated.
+
+    variables: those that the command line lets configs read, besides `ENVIRONMENT`.
+    """
+    readable = (*ENVIRONMENT, *variables)
+    OmegaConf.register_new_resolver("oc.env", partial(_environment, readable), replace=True)
     for name in ("oc.create", "oc.decode"):
         OmegaConf.clear_resolver(name)
 
@@ -126,12 +132,12 @@ def few_interpolations() -> Iterator[None]:
         GrammarVisitor.visitInterpolation = visit  # type: ignore[method-assign]
 
 
-def _environment(name: str, default: Any = _NOT_SET) -> str | None:
-    if name not in ENVIRONMENT:
+def _environment(readable: Sequence[str], name: str, default: Any = _NOT_SET) -> str | None:
+    if name not in readable:
         raise UserError(
             f"${{oc.env:{name}}}: a config may not read this variable, for it would be kept in the run's"
-            f" config.yaml. It may read {', '.join(ENVIRONMENT)}; give others on the command line:"
-            f' key="${name}".'
+            f" config.yaml. It may read {', '.join(readable)}; if it is no secret, name it on the command"
+            f" line: --env {name}"
         )
     if name in os.environ:
         return os.environ[name]

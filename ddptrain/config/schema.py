@@ -7,7 +7,8 @@ Imports no torch, so that composing, ``--help`` and a typo's message come at onc
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
+MISSING: Any = "???"
+"""OmegaConf's, which takes longer to import than completing a word may."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -284,4 +284,5 @@ class Engine:
             "recall": dict(self._data.metadata()),
             "metrics": dict(self._progress.last.metrics),
             "metrics_step": self._progress.evaluated_at,
+            "best": self._state.best_as(self._task.best_metric),
         }

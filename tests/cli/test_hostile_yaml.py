@@ -101,7 +101,7 @@ def test_a_saved_config_reads_no_secrets(place: Place, leak: str) -> None:
 
 def test_the_command_line_reads_no_secrets_into_the_saved_config(place: Place) -> None:
     message = place.refused(["recipe=cnn_digits", "device=cpu", "run.resume=${oc.env:SECRET}"])
-    assert 'give others on the command line: key="$SECRET"' in message
+    assert "if it is no secret, name it on the command line: --env SECRET" in message
 
 
 def test_places_and_job_numbers_are_read(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,7 +217,9 @@ def test_every_anchor_of_an_export_says_what_eager_says(
     folder: Path, tmp_path: Path, eager: nn.Module, kind: str
 ) -> None:
     target = tmp_path / f"new/model.{kind}"
-    done = ddptrain(folder, f"export run=run format={kind} batch=2 out={target}", **ONE_THREAD)
+    done = ddptrain(
+        folder, f"export run=run checkpoint=last format={kind} batch=2 out={target}", **ONE_THREAD
+    )
     assert done.code == 0, done.err
     assert "input      images, float32 (2, 3, 64, 64)" in done.err
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
@@ -261,7 +263,9 @@ def test_an_exported_list_is_what_eager_finds(
 
 def test_an_export_that_nothing_was_compared_of_says_so(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "model.pt2"
-    done = ddptrain(folder, f"export run=run format=pt2 nms=true score=1 out={target}", **ONE_THREAD)
+    done = ddptrain(
+        folder, f"export run=run checkpoint=last format=pt2 nms=true score=1 out={target}", **ONE_THREAD
+    )
     assert done.code == 0, done.err
     assert "UNCHECKED" in done.err
     assert "checked    against eager" not in done.err

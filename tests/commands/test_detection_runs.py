@@ -123,9 +123,9 @@ def test_tensorboard_shows_every_evaluation(folder: Path) -> None:
 def test_evaluate_repeats_the_last_metrics(folder: Path, ranks: int) -> None:
     """To the last digit, on any number of ranks."""
     if ranks == 1:
-        answer = ddptrain(folder, "evaluate run=run", **ONE_THREAD).out
+        answer = ddptrain(folder, "evaluate run=run checkpoint=last", **ONE_THREAD).out
     else:
-        ended = torchrun(folder, ranks, "evaluate run=run")
+        ended = torchrun(folder, ranks, "evaluate run=run checkpoint=last")
         assert ended.returncode == 0, ended.stderr
         answer = ended.stdout
     found = json.loads(answer)

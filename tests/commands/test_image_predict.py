@@ -119,7 +119,7 @@ def accuracy(folder: Path) -> float:
 def test_pictures_of_the_validation_set_are_answered_as_in_its_evaluation(
     digits: Path, tmp_path: Path
 ) -> None:
-    done = predict(tmp_path, f"run={digits}/run source={digits}/pictures out=new/seen")
+    done = predict(tmp_path, f"run={digits}/run checkpoint=last source={digits}/pictures out=new/seen")
     rows = table(tmp_path / "new/seen")
     right = [Path(row["file"]).stem.partition("-")[2] == row["label_1"] for row in rows]
     assert sum(right) / len(right) == pytest.approx(accuracy(digits), abs=1e-12)
@@ -139,7 +139,7 @@ def test_pictures_of_the_validation_set_are_answered_as_in_its_evaluation(
 
 def test_the_probability_is_that_of_the_evaluated_model(photos: Path, tmp_path: Path) -> None:
     """By all classes, from photographs of any size."""
-    predict(tmp_path, f"run={photos}/run source={photos}/moved/val/**/* top=9")
+    predict(tmp_path, f"run={photos}/run source={photos}/moved/val/**/* top=9 checkpoint=last")
     rows = table(tmp_path / "predictions")
     assert len(rows) == 30
     assert sum(row["label_1"] in Path(row["file"]).parts for row in rows) / 30 == pytest.approx(
@@ -169,7 +169,7 @@ def test_any_mode_size_and_orientation_is_taken(digits: Path, photos: Path, tmp_
     grey.save(folder / "turned.jpg", exif=tag)
     for run, shape in ((digits, (8, 8, 1)), (photos, (SIDE, SIDE, 3))):
         out = tmp_path / run.name
-        done = predict(tmp_path, [f"run={run}/run", f"source={folder}", f"out={out}"])
+        done = predict(tmp_path, [f"run={run}/run", "checkpoint=last", f"source={folder}", f"out={out}"])
         assert done.err.count("\n") == 1, done.err  # no library complains
         assert len(table(out)) == len(MODES) + 4
         plain, deep = (fitted(folder / name, shape).float() for name in ("L.png", "I-16.tif"))

@@ -72,7 +72,7 @@ def test_a_run_leaves_one_folder_with_everything_in_it(tmp_path: Path, ranks: in
     assert "hparam/accuracy" in tags["scalars"]
     assert [event.step for event in events.Scalars("train/loss")] == [5, 10, 15]
 
-    again = start(tmp_path, "evaluate", f"run={run}", ranks=1 if ranks else 2)
+    again = start(tmp_path, "evaluate", f"run={run}", "checkpoint=last", ranks=1 if ranks else 2)
     assert again.returncode == 0, again.stderr
     metrics = json.loads(again.stdout)
     assert metrics["step"] == 15

@@ -127,7 +127,9 @@ def test_an_editable_installation_is_found_from_the_folder_above_its_checkout(tm
     for folder in (tmp_path, checkout):
         where = "import ddptrain, ddptrain.recipes; print(ddptrain.__file__)"
         assert done(folder, [python, "-c", where]) == f"{checkout}/ddptrain/__init__.py\n"
-        assert "recipe=<name>" in done(folder, [python, "-m", "ddptrain", "--help"])
+        asked = done(folder, [python, "-m", "ddptrain", "--help"])
+        assert "recipe=<name>" in asked
+        assert done(folder, [environment / "bin" / "ddptrain", "--help"]) == asked
 
 
 # -- a recipe of the user's own, one Python file and one YAML --------------------------------------
@@ -149,7 +151,9 @@ def test_a_recipe_with_its_code_in_the_config_dir_trains_and_is_evaluated(
     assert trained["error"] < 0.05
     (run,) = home.glob("runs/my_recipe/*")
     for option in (["--config-dir", copied], [f"--config-dir={copied}"]):
-        evaluated = done(home, [*program, "evaluate", f"run={run}", *option], **wheel_first)
+        evaluated = done(
+            home, [*program, "evaluate", f"run={run}", "checkpoint=last", *option], **wheel_first
+        )
         assert json.loads(evaluated)["error"] == trained["error"]
 
 
@@ -207,8 +211,10 @@ def test_an_installed_package_brings_a_recipe_by_its_entry_point(wheel: Path, tm
     done(home, job, PYTHONPATH=str(site))
     assert metrics(home)["error"] > 0
     (run,) = home.glob("runs/acme_net/*")
-    evaluate = [sys.executable, "-m", "ddptrain", "evaluate", f"run={run}"]
+    evaluate = [sys.executable, "-m", "ddptrain", "evaluate", f"run={run}", "checkpoint=last"]
     evaluated = done(home, evaluate, PYTHONPATH=str(site))
     assert json.loads(evaluated)["error"] == metrics(home)["error"]
     choices = done(home, [sys.executable, "-m", "ddptrain", "--help"], PYTHONPATH=str(site))
     assert "acme_net" in choices
+    complete = [sys.executable, "-m", "ddptrain", "completion", "words", "ddptrain recipe=ac"]
+    assert done(home, complete, PYTHONPATH=str(site)) == "recipe=acme_net \n"

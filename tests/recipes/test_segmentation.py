@@ -253,7 +253,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_predict_writes_masks_as_they_are_evaluated(run: Path, tmp_path: Path) -> None:
-    done = ddptrain(run, f"predict run=run source=moved/val/images out={tmp_path}/seen", **ONE_THREAD)
+    done = ddptrain(
+        run, f"predict run=run checkpoint=last source=moved/val/images out={tmp_path}/seen", **ONE_THREAD
+    )
     assert done.code == 0, done.err
     *lines, last = done.out.splitlines()
     assert last == f"{tmp_path}/seen: masks and overlays of 4 pictures"
@@ -297,7 +299,9 @@ def test_predict_takes_pictures_of_any_size_kind_and_orientation(run: Path, tmp_
 def test_an_export_says_what_predict_says(kind: str, run: Path, tmp_path: Path) -> None:
     """By the program that docs/segmentation.md shows, which knows the JSON alone; for any number of
     pictures."""
-    done = ddptrain(run, f"export run=run format={kind} out={tmp_path}/model.{kind}", **ONE_THREAD)
+    done = ddptrain(
+        run, f"export run=run checkpoint=last format={kind} out={tmp_path}/model.{kind}", **ONE_THREAD
+    )
     assert done.code == 0, done.err
     assert "input      images, float32 (any, 3, 64, 64)" in done.err
     about = json.loads((tmp_path / "model.json").read_text())
@@ -310,7 +314,9 @@ def test_an_export_says_what_predict_says(kind: str, run: Path, tmp_path: Path) 
     assert json.loads(properties["ddptrain"]) == about
     page = (Path(__file__).parents[2] / "docs/segmentation.md").read_text()
     (tmp_path / "use.py").write_text(page.split("```python\n")[1].split("```")[0])
-    predicted = ddptrain(run, f"predict run=run source=moved/val/images out={tmp_path}/seen", **ONE_THREAD)
+    predicted = ddptrain(
+        run, f"predict run=run checkpoint=last source=moved/val/images out={tmp_path}/seen", **ONE_THREAD
+    )
     assert predicted.code == 0, predicted.err
     files = sorted((run / "moved/val/images").iterdir())
     subprocess.run([sys.executable, "use.py", *map(str, files)], cwd=tmp_path, check=True)

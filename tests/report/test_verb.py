@@ -46,6 +46,19 @@ def test_an_earlier_page_among_the_folders_is_none_of_them(make_run: MakeRun, tm
     assert "name a run's folder" in early_refusal(tmp_path, "report runs/report.html")
 
 
+def test_a_pattern_that_the_shell_has_left_as_it_is(make_run: MakeRun, tmp_path: Path) -> None:
+    for name in ("runs/cnn_a/1", "runs/cnn_b/2", "runs/rnn/3", "runs/odd [1]/4"):
+        make_run(name)
+    (tmp_path / "runs/cnn_b/notes").mkdir()
+    found = ddptrain(tmp_path, "report runs/cnn_*/*")  # no shell is between
+    assert (found.code, found.err) == (0, "")
+    assert found.out == ddptrain(tmp_path, "report runs/cnn_a/1 runs/cnn_b/2").out
+    assert ddptrain(tmp_path, ["report", "runs/odd [1]/4"]).code == 0
+    nothing = early_refusal(tmp_path, "report runs/gru_*")
+    assert nothing == "report 'runs/gru_*': no run's and no sweep's folder matches this pattern.\n"
+    assert "Did you mean report 'runs/cnn_*/*'?" in early_refusal(tmp_path, "report runs/cnn_*")
+
+
 def test_the_page_goes_where_it_is_told(make_run: MakeRun, tmp_path: Path) -> None:
     make_run("one/a")
     make_run("two/b")

@@ -1,0 +1,60 @@
+"""Which checkpoint a verb takes that is not told: the best of the run, and it says so."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from shell import Ended, ddptrain
+
+from ddptrain.engine.checkpoint import read, unpack
+
+SMALL = "recipe=cnn_digits device=cpu model.width=8 run.dir=run observers=[jsonl]"
+
+
+def asked(folder: Path, words: str) -> Ended:
+    done = ddptrain(folder, words, OMP_NUM_THREADS="1")
+    assert done.code == 0, done.err
+    return done
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 22 steps, whose last two ruined what 20 had learnt."""
+    folder = tmp_path_factory.mktemp("best")
+    asked(folder, f"{SMALL} train.steps=20")
+    asked(folder, f"{SMALL} train.steps=22 optim.lr=100")
+    return folder
+
+
+def test_it_is_the_best_and_the_log_names_its_step_and_value(folder: Path) -> None:
+    judged = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    by_step = {line["step"]: line["accuracy"] for line in judged if line["split"] == "valid"}
+    assert by_step[22] < by_step[20]
+    done = asked(folder, "evaluate run=run")
+    found = json.loads(done.out)
+    assert (found["step"], found["accuracy"]) == (20, by_step[20])
+    line = f"checkpoint run/checkpoints/best: step 20, accuracy {by_step[20]:.4f} (the best; checkpoint=last"
+    assert done.err.count(line) == 1
+    last = asked(folder, "evaluate run=run checkpoint=last")
+    assert json.loads(last.out)["step"] == 22
+    assert "the best" not in last.err
+
+
+@pytest.mark.parametrize("words", ["export run=run format=pt2 out={}", "checkpoint convert run=run out={}"])
+def test_so_do_export_and_convert(words: str, folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / ("weights.pt" if "convert" in words else "model.pt2")
+    done = asked(folder, words.format(target))
+    assert "checkpoint run/checkpoints/best: step 20, accuracy " in done.err
+    found = torch.load(target) if "convert" in words else torch.export.load(target).state_dict
+    saved = unpack(read(folder / "run/checkpoints/best").payload, "best")["model"]
+    assert torch.equal(found["conv1.weight"], saved["conv1.weight"])
+
+
+def test_before_there_is_a_best_it_is_the_last(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/best")
+    done = asked(tmp_path, "evaluate run=run")
+    assert json.loads(done.out)["step"] == 22
+    assert "checkpoint run/checkpoints/step-22: the last, as there is no best yet" in done.err
