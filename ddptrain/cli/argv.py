@@ -11,7 +11,7 @@ from ddptrain.errors import UserError
 
 VERBS = (
     *("train", "evaluate", "predict", "export", "write", "checkpoint"),
-    *("launch", "prove", "report", "doctor", "bench", "completion"),
+    *("launch", "prove", "report", "doctor", "bench", "find", "completion"),
 )
 GROUPS = ("recipe", "model", "data", "augment", "optim", "sched", "strategy", "observers", "controllers")
 _SWITCHES = (*("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),)
@@ -21,7 +21,7 @@ OF_DOCTOR = ("--json", "--cluster")
 CONFIG_DIR = ("--config-dir", "-cd")
 EXPLAIN = "--explain"
 ENV = "--env"
-_COMPOSES = ("train", "launch", "write", "prove", "bench")
+_COMPOSES = ("train", "launch", "write", "prove", "bench", "find")
 _TAKE_A_VALUE = (
     *CONFIG_DIR,
     *("--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p"),

@@ -43,7 +43,7 @@ _ddptrain() {
 (( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }
 compdef _ddptrain ddptrain""",
 }
-_COMPOSE = ("train", "launch", "prove", "bench", "write")
+_COMPOSE = ("train", "launch", "prove", "bench", "write", "find")
 _OF_A_RUN = ("evaluate", "predict", "export")
 _OTHER_VALUES = {
     "device": ("auto", "cpu", "cuda", "mps"),

@@ -17,6 +17,7 @@ SUMMARIES = {
     "report": "runs or a sweep, side by side, as one HTML page",
     "bench": "which overrides make a step faster on this machine",
     "prove": "whether a recipe keeps its bits over kills and ranks",
+    "find": "a learning rate, by a short training in which it rises",
     "doctor": "why a GPU is not used, or slow",
     "write": "a recipe's data set as files",
     "completion": "complete these words in bash or zsh",
@@ -190,6 +191,19 @@ python -m ddptrain checkpoint verify|show|convert run=<folder> [checkpoint=<whic
 
   checkpoint=<which>    best, last, step-<n>, or a checkpoint's folder; by default verify reads all, show the
                         last, and convert the best, as evaluate, predict and export do""",
+    "find": """\
+python -m ddptrain find lr recipe=<name> [overrides] [steps=<n>] [lowest=<rate>] [highest=<rate>] [out=<file>]
+
+The learning-rate range test (arXiv 1506.01186): a short training in which the rate rises by equal factors
+until the loss diverges. Prints from where to where the loss falls, and the override to copy: a tenth of the
+rate at which the loss is lowest. The model is thrown away. On several ranks under torchrun.
+
+  steps=<n>                         200
+  lowest=<rate>  highest=<rate>     1e-6 and 10
+  out=<file>                        the picture (find-lr-<recipe>.png); its numbers lie beside it, as JSON
+
+  python -m ddptrain find lr recipe=cnn_digits
+  torchrun --standalone --nproc-per-node=2 -m ddptrain find lr recipe=mobilenet_cifar10""",
     "prove": """\
 python -m ddptrain prove resume|world|eval recipe=<name> [overrides] [ranks=<n>] [out=<new folder>]
 

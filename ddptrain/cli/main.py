@@ -92,6 +92,7 @@ def _verb(arguments: Arguments) -> Callable[[Arguments], int]:
         "launch": _launch,
         "prove": _prove,
         "bench": _bench,
+        "find": _find,
     }[arguments.verb]
 
 
@@ -207,8 +208,6 @@ def _launch(arguments: Arguments) -> int:
     os.environ.pop("RANK", None)  # some schedulers' number of this node; each node's launch speaks for itself
     _expect_a_recipe(arguments)
     expect_no_sweep(arguments)
-    if arguments.sweeps:
-        raise UserError("launch: starts one job; a sweep starts its own: python -m ddptrain --multirun ...")
     if (composed := _composed(arguments)) is None:
         return ExitCode.DONE
     config, _ = composed
@@ -243,9 +242,24 @@ def _prove(arguments: Arguments) -> int:
     return prove.run(composed[0], proof, own, [*asked.options, *asked.overrides])
 
 
+def _find(arguments: Arguments) -> int:
+    """The words that are no keys of a config are for the test: how many steps."""
+    own, asked = _without_own(arguments, action_of(arguments, ("lr",), "recipe=<name>")[1])
+    if (composed := _composed(asked)) is None:
+        return ExitCode.DONE
+    from ddptrain.cli.run_verbs import recorded
+    from ddptrain.commands import find_lr
+
+    with recorded():
+        find_lr.run(composed[0], own)
+    return ExitCode.DONE
+
+
 def _composed(arguments: Arguments) -> tuple[Config, list[str]] | None:
     """The checked config of a command line, and its overrides; None where an option like ``--cfg`` has been
     answered instead."""
+    if arguments.sweeps:
+        raise UserError(f"{arguments.verb}: takes one config; a sweep is python -m ddptrain --multirun ...")
     from ddptrain.cli.compose import composed_tree
 
     composed = composed_tree(arguments)

@@ -9,12 +9,12 @@ from ddptrain.commands.setup import joined_world, make_task
 from ddptrain.commands.train import make_train_step
 from ddptrain.config.schema import Config, Sched
 from ddptrain.config.suggest import did_you_mean
-from ddptrain.engine.lr_range import losses_at, range_of, rising_rates, smoothed
+from ddptrain.engine.lr_range import Range, losses_at, range_of, rising_rates, smoothed
 from ddptrain.errors import UserError
 
 log = logging.getLogger("ddptrain")
 
-_DEFAULTS = {"steps": 100.0, "lowest": 1e-6, "highest": 10.0}
+_DEFAULTS = {"steps": 200.0, "lowest": 1e-6, "highest": 10.0}
 _WORDS = (*_DEFAULTS, "out")
 
 
@@ -34,22 +34,21 @@ def run(config: Config, own: Mapping[str, str]) -> None:
         step = make_train_step(config, task, data, world, watchdog, None)
         step.state.scatter(task, step.sampler.share, world.device)
         points = list(losses_at(rising_rates(asked["lowest"], asked["highest"], steps), step, data))
-        if not world.is_first:
-            return
         rates, losses = [rate for rate, _ in points], [loss for _, loss in points]
         found = range_of(rates, losses)
-        _draw(rates, losses, found and (found.falls_from, found.lowest_at, found.suggestion), out)
-        out.with_suffix(".json").write_text(json.dumps({"lr": rates, "loss": losses}) + "\n")
+        if world.is_first:
+            _draw(rates, losses, found, out)
+            out.with_suffix(".json").write_text(json.dumps({"lr": rates, "loss": losses}) + "\n")
         if found is None:
             tried = f"from {asked['lowest']:g} to {max(rates, default=asked['lowest']):g}"
             raise UserError(
-                f"find lr: {tried} the loss does not fall; see {out}. Try another range (lowest=, highest=) or"
-                " more steps (steps=)."
+                f"find lr: {tried} the loss does not fall; see {out}. Try another range (lowest=, highest=)"
+                " or more steps (steps=)."
             )
-        print(
-            f"the loss falls from lr {found.falls_from:.1e} on, and is lowest at {found.lowest_at:.1e}: {out}"
-        )
-        print(f"optim.lr={found.suggestion:g}")
+        if world.is_first:
+            low, high = f"{found.falls_from:.1e}", f"{found.lowest_at:.1e}"
+            print(f"the loss falls from lr {low} on, and is lowest at {high}: {out}")
+            print(f"optim.lr={found.suggestion:g}")
 
 
 def _asked(own: Mapping[str, str]) -> dict[str, float]:
@@ -71,24 +70,22 @@ def _asked(own: Mapping[str, str]) -> dict[str, float]:
     return asked
 
 
-def _draw(
-    rates: Sequence[float], losses: Sequence[float], marks: tuple[float, float, float] | None, out: Path
-) -> None:
+def _draw(rates: Sequence[float], losses: Sequence[float], found: Range | None, out: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(rates, losses, color="#2b6cb0", alpha=0.3, linewidth=0.8, label="loss of each step")
     axes.plot(rates, smoothed(losses), color="#2b6cb0", linewidth=1.8, label="running mean")
-    if marks is not None:
-        low, high, suggested = marks
-        axes.axvspan(low, high, color="#2b6cb0", alpha=0.07, label="the loss falls")
-        axes.axvline(suggested, color="#dd6b20", linewidth=1.5, label=f"optim.lr={suggested:g}")
+    if found is not None:
+        axes.axvspan(found.falls_from, found.lowest_at, color="#2b6cb0", alpha=0.07, label="the loss falls")
+        axes.axvline(found.suggestion, color="#dd6b20", label=f"optim.lr={found.suggestion:g}")
     axes.set_xscale("log")
     axes.set_xlabel("learning rate")
     axes.set_ylabel("loss")
-    means = smoothed(losses)
-    axes.set_ylim(min(means) - 0.1 * abs(min(means)), 1.3 * max(means[: max(1, len(means) // 2)]))
+    if losses:
+        start, lowest = losses[0], min(losses)
+        axes.set_ylim(lowest - 0.1 * (start - lowest), start + 0.5 * (start - lowest) or None)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)

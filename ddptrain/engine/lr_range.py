@@ -15,6 +15,10 @@ _MEMORY = 0.9
 """Of the running mean of the losses."""
 _DIVERGED = 4.0
 """The test is over when the mean loss is so many times the lowest one."""
+_LEAST = 0.02
+"""The loss has fallen if by this share; less is noise."""
+_FALL = 0.05
+"""It begins to fall where it has come this part of the way down."""
 _FEWEST = 10
 """Points from which on there is something to see."""
 
@@ -78,7 +82,7 @@ def range_of(rates: Sequence[float], losses: Sequence[float]) -> Range | None:
         return None
     lowest = means.index(min(means))
     fall = means[0] - means[lowest]
-    if fall <= 0.05 * abs(means[0]):
+    if fall <= _LEAST * abs(means[0]):
         return None
-    begins = next(i for i, mean in enumerate(means) if mean < means[0] - 0.05 * fall)
+    begins = max(i for i, mean in enumerate(means[:lowest]) if mean >= means[0] - _FALL * fall)
     return Range(rates[begins], rates[lowest])
