@@ -175,7 +175,7 @@ def type_and_read(shell: list[str], folder: Path, **variables: str) -> None:
             "ddptrain precision=bf": "ddptrain precision=bf16 _",
             "ddptrain ev": "ddptrain evaluate _",
             "ddptrain evaluate run=runs/c": "ddptrain evaluate run=runs/cnn/_",
-            r"X=1 ddptrain evaluate run=runs/with\ blanks/": r"X=1 ddptrain evaluate run=runs/with\ blanks/two _",
+            r"X=1 ddptrain report runs/with\ blanks/": r"X=1 ddptrain report runs/with\ blanks/two _",
             "cd . && ddptrain evaluate run=runs/cnn/": "ddptrain evaluate run=runs/cnn/one _",
             "ddptrain launch --nproc-p": "ddptrain launch --nproc-per-node=_",
             "ddptrain data.root=pict": "ddptrain data.root=pictures/_",
