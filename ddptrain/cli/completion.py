@@ -61,7 +61,7 @@ def complete(line: str, breaks: str = "") -> int:
     follows the last of them.
     """
     *words, typed = _divided(line)
-    kept = max(typed.rfind(character) for character in f"{breaks} ") + 1
+    kept = max((typed.rfind(character) for character in "=:" if character in breaks), default=-1) + 1
     for word in dict.fromkeys(_candidates(words[1:], typed)):
         if word.startswith(typed):
             finished = word.endswith(" ")
@@ -255,7 +255,7 @@ def _folders(typed: str) -> Iterator[str]:
     """Runs and sweeps, and the folders that may lead to one."""
     if not typed:
         found = [path for top in ("runs", "sweeps") for deep in ("*", "*/*") for path in Path(top).glob(deep)]
-        if runs := [f"{path} " for path in found if (path / "config.yaml").is_file()]:
+        if runs := [f"{path} " for path in sorted(found) if (path / "config.yaml").is_file()]:
             yield from runs
             return
     start = typed.rpartition("/")[0] + "/" if "/" in typed else ""

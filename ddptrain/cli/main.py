@@ -38,10 +38,6 @@ def main(words: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: a name may hold what the terminal lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        if words[:2] == ["completion", "words"]:  # by the shells' functions; a line is no words of ours
-            from ddptrain.cli.completion import complete
-
-            return complete(*words[2:])
         arguments = parse(words)
         if "--version" in words:
             print(f"ddptrain {__version__}")

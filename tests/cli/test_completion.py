@@ -31,6 +31,7 @@ def folder(tmp_path: Path) -> Path:
         "mine/recipe/birds.yaml": RECIPE,
         "mine/optim/lion.yaml": "_target_: mine.Lion\nlr: 0.1\n",
         "runs/cnn/one/config.yaml": "recipe: cnn_digits\noptim: {lr: 0.1, eps: 1}\n",
+        "runs/with blanks/two/config.yaml": "",
         "sweeps/cnn/ledger.jsonl": "",
         "sweeps/cnn/000/config.yaml": "",
         "pictures/cats/1.png": "",
@@ -105,8 +106,11 @@ def test_choices_of_a_group(group: str, folder: Path) -> None:
         ("doctor --j", ["--json "]),
         # verbs
         ("ev", ["evaluate "]),
-        ("evaluate run=", ["run=runs/cnn/one ", "run=sweeps/cnn/000 "]),
-        ("evaluate run=runs/", ["run=runs/cnn/"]),
+        (
+            "evaluate run=",
+            [f"run={name} " for name in ("runs/cnn/one", r"runs/with\ blanks/two", "sweeps/cnn/000")],
+        ),
+        ("evaluate run=runs/c", ["run=runs/cnn/"]),
         (
             "predict run=runs/cnn/one checkpoint=",
             [f"checkpoint={name} " for name in ("best", "last", "step-7")],
@@ -170,7 +174,8 @@ def type_and_read(shell: list[str], folder: Path, **variables: str) -> None:
             "ddptrain recipe=finetune data.source.si": "ddptrain recipe=finetune data.source.size=_",
             "ddptrain precision=bf": "ddptrain precision=bf16 _",
             "ddptrain ev": "ddptrain evaluate _",
-            "ddptrain evaluate run=runs/": "ddptrain evaluate run=runs/cnn/_",
+            "ddptrain evaluate run=runs/c": "ddptrain evaluate run=runs/cnn/_",
+            r"X=1 ddptrain report runs/with\ blanks/": r"X=1 ddptrain report runs/with\ blanks/two _",
             "cd . && ddptrain evaluate run=runs/cnn/": "ddptrain evaluate run=runs/cnn/one _",
             "ddptrain launch --nproc-p": "ddptrain launch --nproc-per-node=_",
             "ddptrain data.root=pict": "ddptrain data.root=pictures/_",
