@@ -80,10 +80,7 @@ def opened(file: Path) -> Iterator["Image.Image"]:
 
     try:
         with Image.open(file) as picture:
-            if picture.mode in ("I", "F"):
-                raise UserError(
-                    f"{file}: has 32 bits a pixel; must have 8 or 16. Convert it.", everywhere=False
-                )
+            _check_depth(picture, file)
             yield picture
     except UserError:
         raise
@@ -95,19 +92,22 @@ def opened(file: Path) -> Iterator["Image.Image"]:
         ) from error
 
 
-def decoded(file: Path, mode: str, side: int = 0) -> "Image.Image":
-    """The picture as it is seen, turned as its EXIF tag says, with 8 bits a channel.
+def decoded(file: "Path | Image.Image", mode: str, side: int = 0) -> "Image.Image":
+    """The picture, a file or an image, as it is seen, turned as its EXIF tag says, with 8 bits a channel.
 
     mode: L (grey) or RGB. side: pixels that suffice; a JPEG is then decoded at a fraction of its size, which
     is nearly free, but no smaller than that.
     """
+    if not isinstance(file, Path):
+        _check_depth(file, "picture")
+        return seen(file.copy(), mode)
     with opened(file) as picture:
         if side:
             picture.draft(mode, (side, side))
         return seen(picture, mode)
 
 
-def fitted(file: Path, shape: tuple[int, int, int], resize: int | None = None) -> Tensor:
+def fitted(file: "Path | Image.Image", shape: tuple[int, int, int], resize: int | None = None) -> Tensor:
     """uint8 ``shape`` (height, width, channels): the picture as `fit` brings it into that form."""
     height, width, channels = shape
     enough = max(height, width) if resize is None else 0
@@ -196,7 +196,12 @@ def _decoded_by_torchvision(file: Path, mode: str) -> Tensor | None:
     return pixels
 
 
-def _mode(file: Path, channels: int) -> str:
+def _check_depth(picture: "Image.Image", name: object) -> None:
+    if picture.mode in ("I", "F"):
+        raise UserError(f"{name}: has 32 bits a pixel; must have 8 or 16. Convert it.", everywhere=False)
+
+
+def _mode(file: object, channels: int) -> str:
     if channels not in _MODES:
         raise UserError(f"{file}: a picture has 1 channel or 3, and this model takes {channels}.")
     return _MODES[channels]
