@@ -37,6 +37,9 @@ class Run:
         self.outcome: str = "running" if is_locked(self.folder) else summary.get("outcome", "killed")
         """``done``, ``stopped`` (it has saved, and goes on when it is started again), ``diverged``,
         ``failed``, ``killed`` (it ended without a word) or ``running``."""
+        logged = self.curves[-1]["step"] if self.curves else 0
+        self.step: int = max(logged, summary.get("step", 0))
+        """The last one known of."""
         self.metrics: Mapping[str, float] = _last_evaluation(self.curves) or summary.get("metrics", {})
         """Of the last evaluation; empty where there was none."""
         self.best: Mapping[str, float] = {}
@@ -46,9 +49,8 @@ class Run:
             self.best = {"step": manifest["step"], **manifest["metrics"]}
 
     def __repr__(self) -> str:
-        step = f" at step {self.curves[-1]['step']}" if self.curves else ""
         values = "".join(f"  {name} {v:.4f}" for name, v in self.metrics.items() if "/" not in name)
-        return f"<Run {self.folder}: {self.outcome}{step}{values}>"
+        return f"<Run {self.folder}: {self.outcome} at step {self.step}{values}>"
 
     def _read(self, name: str) -> Any:
         """A file of plain values; empty where there is none."""

@@ -5,8 +5,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Self
 
 from ddptrain.cli.argv import CONFIG_DIR, parse
 from ddptrain.errors import ExitCode, UserError
@@ -44,44 +46,69 @@ def train(*words: str, ranks: int = 1) -> Run:
 
 
 def _run(command: Sequence[str]) -> Run:
-    show, said, folder, interrupted = _shower(), deque[str](maxlen=_LINES_KEPT), None, False
+    show, said, folder = _shower(), deque[str](maxlen=_LINES_KEPT), None
     # without what a scheduler says to torchrun: the training is on this node alone
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-    with subprocess.Popen(
-        command,
-        env={**inherited, AGENT: str(os.getpid())},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # a Ctrl-C at the terminal reaches it through this process alone
-    ) as process:
-        assert process.stdout is not None
-        try:
-            while process.poll() is None:
-                try:
-                    for line in map(str.rstrip, process.stdout):
-                        said.append(line)
-                        if folder is None and (first := _FIRST_LINE.fullmatch(line)):
-                            folder = first[1]
-                        show(line)
-                    process.wait()
-                except KeyboardInterrupt:
-                    if interrupted:
-                        raise
-                    interrupted = True
-                    process.send_signal(signal.SIGINT)
-        finally:
-            process.kill()  # nothing where it has ended; its ranks end with it
-    if folder is not None and process.returncode in (ExitCode.DONE, ExitCode.STOPPED):
+    with _Interrupts() as interrupts:
+        process = subprocess.Popen(
+            command,
+            env={**inherited, AGENT: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # a Ctrl-C at the terminal reaches it through this process alone
+        )
+        interrupts.pass_on_to(process)
+        with process:
+            assert process.stdout is not None
+            try:
+                for line in map(str.rstrip, process.stdout):
+                    said.append(line)
+                    if folder is None and (first := _FIRST_LINE.fullmatch(line)):
+                        folder = first[1]
+                    show(line)
+                code = process.wait()
+            finally:
+                process.kill()  # nothing where it has ended; its ranks end with it
+    if folder is not None and code in (ExitCode.DONE, ExitCode.STOPPED):
         return Run(folder)
-    if interrupted:
+    if interrupts.count:
         raise KeyboardInterrupt("the training has ended before it could save")
-    if process.returncode == ExitCode.USER_ERROR:
+    if code == ExitCode.USER_ERROR:
         raise UserError(re.split(r"^ddptrain: ", "\n".join(said), flags=re.MULTILINE)[-1].strip())
     end = "\n".join(list(said)[-_LINES_SHOWN:])
-    raise RuntimeError(f"the training has failed, with exit code {process.returncode}:\n{end}")
+    raise RuntimeError(f"the training has failed, with exit code {code}:\n{end}")
+
+
+class _Interrupts:
+    """Inside, a Ctrl-C is the training's: the first asks it to save and stop, the second kills it. Signals
+    are the main thread's alone: in another this does nothing."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        self._here = threading.current_thread() is threading.main_thread()
+        if self._here:
+            self._before = signal.signal(signal.SIGINT, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._here:
+            signal.signal(signal.SIGINT, self._before)
+
+    def pass_on_to(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        if self.count:  # it came while the process was being made
+            process.send_signal(signal.SIGINT)
+
+    def _hear(self, *_: object) -> None:
+        self.count += 1
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT if self.count == 1 else signal.SIGKILL)
 
 
 def _shower() -> Callable[[str], None]:
