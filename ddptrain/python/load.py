@@ -19,7 +19,8 @@ class Trained:
     """A checkpoint of a run as a module."""
 
     module: nn.Module
-    """In evaluation mode, on its device; the averaged weights where there are some (``ema.decay``)."""
+    """In evaluation mode, its parameters without gradients, on its device; the averaged weights where there
+    are some (``ema.decay``)."""
     classes: tuple[str, ...]
     """What the module's outputs stand for: classes, characters. Empty if they have no names."""
     preprocess: Callable[[Any], Tensor]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from jobs import MARK, living
 from PIL import Image
+from running import stopped_steps
 from shell import RANK_VARIABLES, ddptrain
 from torchvision.transforms.v2.functional import to_pil_image
 
@@ -147,9 +148,9 @@ def test_ctrl_c_saves_and_the_script_runs_on(tmp_path: Path, ranks: int) -> None
     said = (tmp_path / "said.txt").read_text()
     assert said.endswith("outcome stopped\n")
     assert "Traceback" not in said
-    (saved,) = python.Run(tmp_path / "run").checkpoints
-    assert python.Run(tmp_path / "run").step == int(saved.removeprefix("step-"))
-    assert f"stopped at {saved.replace('-', ' ')} and saved" in said
+    stopped = python.Run(tmp_path / "run")
+    assert [stopped.step] == stopped_steps(said)
+    assert f"step-{stopped.step}" in stopped.checkpoints
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -189,6 +190,7 @@ def test_a_loaded_model_answers_as_it_was_evaluated(run: python.Run, tmp_path: P
         assert right / len(valid) == expected["accuracy"]
         assert model.classes == tuple("0123456789")
         assert not model.module.training
+        assert not any(parameter.requires_grad for parameter in model.module.parameters())
     assert torch.equal(torch.get_rng_state(), before)
     done = ddptrain(tmp_path, f"evaluate run={run.folder} checkpoint=best", OMP_NUM_THREADS="1")
     assert json.loads(done.out)["accuracy"] == run.best["accuracy"]
