@@ -1,23 +1,17 @@
 """The verbs on a run's folder: its saved config, and the words that are no overrides of it."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ddptrain.cli.argv import Arguments, action_of, divided
+from ddptrain.cli.argv import Arguments, action_of, divided, parse
 from ddptrain.cli.compose import saved_tree
 from ddptrain.cli.search_path import open_user_code
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
 from ddptrain.errors import KNOWN_ENDS, ExitCode, UserError
 from ddptrain.launcher.spinning import choose_spinning
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ddptrain.api.recipe import Data
 
 _OF_A_RUN = ("run", "checkpoint")
 _CHECKPOINT_ACTIONS = ("verify", "show", "convert")
@@ -37,14 +31,11 @@ def on_saved_run(arguments: Arguments) -> int:
     return ExitCode.DONE
 
 
-def loaded(arguments: Arguments, device: str) -> tuple["nn.Module", "Data", Path]:
-    """The model of a checkpoint in evaluation mode, the data that it knows of, and the checkpoint's folder.
-    The words are those of the verb ``evaluate``."""
+def asked_to_load(words: Sequence[str]) -> tuple[Config, Path, str]:
+    """The run's config, its folder and the checkpoint's name, by the words of the verb ``evaluate``."""
+    arguments = parse(["evaluate", *words])
     open_user_code(arguments.config_dirs)
-    config, folder, checkpoint, _ = _asked(arguments, _is_of_a_run)
-    from ddptrain.commands.setup import loaded_model
-
-    return loaded_model(config, folder, checkpoint, device)
+    return _asked(arguments, _is_of_a_run)[:3]
 
 
 def checkpoint(arguments: Arguments) -> int:

@@ -1,6 +1,5 @@
 """Labelled images for training, from any `ImageSource`, by either loading path."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:
-    from PIL import Image
+    from ddptrain.data.pictures import Named
 
 _RESIDENT_ON_CPU = 2 * 2**30  # Bytes up to which ``resident=auto`` keeps a set in a CPU rank's memory
 _RESIDENT_SHARE_OF_GPU = 0.25
@@ -181,15 +180,14 @@ class ImageData(Data):
             self._normalise = self._normaliser_of_source()
         return self._normalise(pictures.to(self._world.device))
 
-    def preprocess(self, sample: "str | os.PathLike[str] | Image.Image") -> Tensor:
+    def preprocess(self, sample: "Named") -> Tensor:
         """A picture, by its file's path or as a PIL image -> float32 (1, C, H, W) on the device, as in
         evaluation. (A large JPEG is read from its path at a fraction of its size, as `fitted` does it, so its
         pixels are not quite those of the whole image.)
 
         Raises UserError for a file that can't be read.
         """
-        picture = Path(sample) if isinstance(sample, str | os.PathLike) else sample
-        return self.normalised(fitted(picture, self.shape, self.resize)[None])
+        return self.normalised(fitted(sample, self.shape, self.resize)[None])
 
     def examples(self, count: int) -> Tensor | None:
         """The first training samples as they are, for models whose first weights follow from them: normalised

@@ -1,5 +1,6 @@
 """Picture files: which ones a word names, whether one can be read, and its pixels."""
 
+import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,9 @@ from ddptrain.text import fonts_for
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
+
+    Named = str | os.PathLike[str] | Image.Image
+    """A picture, by its file's path or itself."""
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 _MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
@@ -73,7 +77,7 @@ def claim(folder: Path) -> None:
 
 
 @contextmanager
-def opened(file: Path) -> Iterator["Image.Image"]:
+def opened(file: "str | os.PathLike[str]") -> Iterator["Image.Image"]:
     """The picture, of which only the header is read yet. Raises UserError naming the file, also for what the
     body finds."""
     from PIL import Image
@@ -92,13 +96,13 @@ def opened(file: Path) -> Iterator["Image.Image"]:
         ) from error
 
 
-def decoded(file: "Path | Image.Image", mode: str, side: int = 0) -> "Image.Image":
-    """The picture, a file or an image, as it is seen, turned as its EXIF tag says, with 8 bits a channel.
+def decoded(file: "Named", mode: str, side: int = 0) -> "Image.Image":
+    """The picture as it is seen, turned as its EXIF tag says, with 8 bits a channel.
 
     mode: L (grey) or RGB. side: pixels that suffice; a JPEG is then decoded at a fraction of its size, which
     is nearly free, but no smaller than that.
     """
-    if not isinstance(file, Path):
+    if not isinstance(file, str | os.PathLike):
         _check_depth(file, "picture")
         return seen(file.copy(), mode)
     with opened(file) as picture:
@@ -107,7 +111,7 @@ def decoded(file: "Path | Image.Image", mode: str, side: int = 0) -> "Image.Imag
         return seen(picture, mode)
 
 
-def fitted(file: "Path | Image.Image", shape: tuple[int, int, int], resize: int | None = None) -> Tensor:
+def fitted(file: "Named", shape: tuple[int, int, int], resize: int | None = None) -> Tensor:
     """uint8 ``shape`` (height, width, channels): the picture as `fit` brings it into that form."""
     height, width, channels = shape
     enough = max(height, width) if resize is None else 0

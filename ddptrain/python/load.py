@@ -8,8 +8,8 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from ddptrain.cli.argv import parse
-from ddptrain.cli.run_verbs import loaded
+from ddptrain.cli.run_verbs import asked_to_load
+from ddptrain.commands.setup import loaded_model
 from ddptrain.python.run import Run
 
 
@@ -43,6 +43,6 @@ def load(
     folder = run.folder if isinstance(run, Run) else Path(run)
     if checkpoint is None:
         checkpoint = "best" if (folder / "checkpoints/best").is_dir() else "last"
-    asked = parse(["evaluate", f"run={folder}", f"checkpoint={checkpoint}", *words])
-    module, data, path = loaded(asked, device)
+    asked = asked_to_load([f"run={folder}", f"checkpoint={checkpoint}", *words])
+    module, data, path = loaded_model(*asked, device)
     return Trained(module, tuple(data.outputs), data.preprocess, path)

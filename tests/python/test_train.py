@@ -39,7 +39,7 @@ def script(folder: Path, text: str) -> tuple["subprocess.Popen[str]", str]:
     with (folder / "said.txt").open("w") as said:
         process = subprocess.Popen(
             [sys.executable, "-u", "-c", text], cwd=folder, stdout=said, stderr=subprocess.STDOUT, text=True,
-            env={**inherited, "OMP_NUM_THREADS": "1", MARK: mark},
+            env={**inherited, "OMP_NUM_THREADS": "1", MARK: mark}, start_new_session=True,
         )  # fmt: skip
     return process, mark
 
@@ -142,7 +142,7 @@ def test_ctrl_c_saves_and_the_script_runs_on(tmp_path: Path, ranks: int) -> None
     wait_for(tmp_path / "said.txt", "step 1/", process)
     running = python.Run(tmp_path / "run")
     assert running.outcome == "running"
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     assert process.wait(60) == 0, (tmp_path / "said.txt").read_text()
     assert living(mark) == {}
     said = (tmp_path / "said.txt").read_text()

@@ -35,13 +35,13 @@ MAY_IMPORT = {
         "prove", "report", "strategies", "sweep", "text", "torch_private", "watchdog",
     },
     "cli": {"commands", "config", "errors", "launcher", "prove", "sweep", "text"},
-    "python": {"cli", "errors", "launcher", "observe", "text"},
+    "python": {"cli", "commands", "errors", "launcher", "observe", "text"},
     "__main__": {"cli", "launcher"},
     "testing": {"api"},
     "recipes": {"api", "data"},
 }  # fmt: skip
 """Of each room, without itself."""
-MOST_ARROWS = 94
+MOST_ARROWS = 95
 
 
 def room(path: Path) -> str:
