@@ -15,8 +15,8 @@ from torchvision.utils import make_grid
 
 from ddptrain.api import At, ConfusionMatrix, Deployed, Figure, Loss, Picture, Report, Task, UserError
 from ddptrain.data.detection.files import probe
-from ddptrain.data.mask_files import IGNORED, PALETTE, blended, picture_in_square, scaled
-from ddptrain.data.masks import FILL, MaskData, Masked
+from ddptrain.data.mask_files import IGNORED, PALETTE, blended, scaled
+from ddptrain.data.masks import MaskData, Masked
 from ddptrain.data.pictures import check_apart, claim, decoded, named_pictures
 from ddptrain.recipes.limits import check_batch
 
@@ -132,8 +132,7 @@ class Segmentation(Task):
     def _classes_of(self, model: nn.Module, picture: Image.Image) -> Tensor:
         """uint8 (H, W), on the CPU: of each pixel in the picture's own size."""
         window = scaled(picture.height, picture.width, self._data.size)
-        square = picture_in_square(picture, window, self._data.size, FILL)
-        logits = model(self._data.normalised(square[None]))["out"][0, :, : window.height, : window.width]
+        logits = model(self._data.preprocess(picture))["out"][0, :, : window.height, : window.width]
         size = (picture.height, picture.width)
         classes = torch.zeros(size, dtype=torch.uint8, device=logits.device)
         best = _scaled_up(logits[0], size)

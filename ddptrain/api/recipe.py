@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ddptrain.errors import UserError
+
 if TYPE_CHECKING:
     from ddptrain.api.sampler import Sampler
     from ddptrain.api.world import World
@@ -247,6 +249,11 @@ class Data(ABC):
     def load_metadata(self, metadata: Mapping[str, Any], world: "World") -> None:
         """Called instead of `prepare`, with the `metadata` of the training."""
         assert not metadata, "data with metadata has to implement load_metadata"
+
+    def preprocess(self, sample: Any) -> Tensor:
+        """The model's input for one thing that a program or a user brings, as a batch of one on the device:
+        what `ddptrain.load` offers. Called after `prepare` or `load_metadata`."""
+        raise UserError(f"preprocess: {type(self).__name__} offers none.")
 
     def write(self, folder: Path, *args: Any, **kwargs: Any) -> Iterator[str]:
         """Write the whole set to disk, for the verb ``write``; yields a line for each thing written. Its

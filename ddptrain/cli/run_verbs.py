@@ -1,12 +1,13 @@
 """The verbs on a run's folder: its saved config, and the words that are no overrides of it."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddptrain.cli.argv import Arguments, action_of, divided
+from ddptrain.cli.argv import Arguments, action_of, divided, parse
 from ddptrain.cli.compose import saved_tree
+from ddptrain.cli.search_path import open_user_code
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
 from ddptrain.errors import KNOWN_ENDS, ExitCode, UserError
@@ -20,12 +21,7 @@ def on_saved_run(arguments: Arguments) -> int:
     """The verbs ``evaluate``, ``predict`` and ``export``: on the run that ``run=`` names, with its saved
     config under the overrides. The other words are for the run's task: a prompt, a picture."""
     evaluates = arguments.verb == "evaluate"  # of a task it asks nothing
-    is_own = (lambda name: name in _OF_A_RUN) if evaluates else is_no_key
-    own, overrides = divided(arguments.overrides, is_own)
-    folder = _run_folder(arguments.verb, own)
-    config = checked(saved_tree(folder / "config.yaml", arguments, overrides))
-    checkpoint = own.pop("checkpoint", "")
-    del own["run"]
+    config, folder, checkpoint, own = _asked(arguments, _is_of_a_run if evaluates else is_no_key)
     choose_spinning()
     from ddptrain.commands import evaluate, export, predict
 
@@ -33,6 +29,13 @@ def on_saved_run(arguments: Arguments) -> int:
     with recorded():
         command.run(config, folder, checkpoint, *([] if evaluates else [own]))
     return ExitCode.DONE
+
+
+def asked_to_load(words: Sequence[str]) -> tuple[Config, Path, str]:
+    """The run's config, its folder and the checkpoint's name, by the words of the verb ``evaluate``."""
+    arguments = parse(["evaluate", *words])
+    open_user_code(arguments.config_dirs)
+    return _asked(arguments, _is_of_a_run)[:3]
 
 
 def checkpoint(arguments: Arguments) -> int:
@@ -70,6 +73,20 @@ def is_no_key(name: str) -> bool:
     """Whether a word is the verb's own, not an override of the config."""
     of_config = {field.name for field in dataclasses.fields(Config)} - {"seed", *_OF_A_RUN}
     return name.isidentifier() and name not in of_config
+
+
+def _is_of_a_run(name: str) -> bool:
+    return name in _OF_A_RUN
+
+
+def _asked(arguments: Arguments, is_own: Callable[[str], bool]) -> tuple[Config, Path, str, dict[str, str]]:
+    """The run's config under the overrides, its folder, the checkpoint's name, and the verb's own words."""
+    own, overrides = divided(arguments.overrides, is_own)
+    folder = _run_folder(arguments.verb, own)
+    config = checked(saved_tree(folder / "config.yaml", arguments, overrides))
+    checkpoint = own.pop("checkpoint", "")
+    del own["run"]
+    return config, folder, checkpoint, own
 
 
 def _run_folder(verb: str, own: Mapping[str, str]) -> Path:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,16 @@ from ddptrain.data.loaders import (
     in_memory,
 )
 from ddptrain.data.packed import PackedSplit
+from ddptrain.data.pictures import fitted
 from ddptrain.data.source import ImageSource, Split
 from ddptrain.data.transformed import OwnTransform, TransformedImages
 from ddptrain.data.transforms import Transforms
 from ddptrain.data.workers import check_workers, spare_cores
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
+
+if TYPE_CHECKING:
+    from ddptrain.data.pictures import Named
 
 _RESIDENT_ON_CPU = 2 * 2**30  # Bytes up to which ``resident=auto`` keeps a set in a CPU rank's memory
 _RESIDENT_SHARE_OF_GPU = 0.25
@@ -175,6 +179,15 @@ class ImageData(Data):
         if self._normalise is None:
             self._normalise = self._normaliser_of_source()
         return self._normalise(pictures.to(self._world.device))
+
+    def preprocess(self, sample: "Named") -> Tensor:
+        """A picture, by its file's path or as a PIL image -> float32 (1, C, H, W) on the device, as in
+        evaluation. (A large JPEG is read from its path at a fraction of its size, as `fitted` does it, so its
+        pixels are not quite those of the whole image.)
+
+        Raises UserError for a file that can't be read.
+        """
+        return self.normalised(fitted(sample, self.shape, self.resize)[None])
 
     def examples(self, count: int) -> Tensor | None:
         """The first training samples as they are, for models whose first weights follow from them: normalised

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from ddptrain.data.mask_files import (
     read_pair,
     scaled,
 )
+from ddptrain.data.pictures import decoded
 from ddptrain.data.workers import (
     AS_IT_IS,
     Key,
@@ -39,6 +40,9 @@ from ddptrain.data.workers import (
     validation_keys,
 )
 from ddptrain.errors import UserError
+
+if TYPE_CHECKING:
+    from ddptrain.data.pictures import Named
 
 Masked = tuple[Tensor, Tensor]
 """float32 (n, 3, size, size) pictures and int64 (n, size, size) classes, 255 for what does not count."""
@@ -194,6 +198,13 @@ class MaskData(Data):
     def normalised(self, pictures: Tensor) -> Tensor:
         """uint8 (n, H, W, 3), of any pictures -> float32 (n, 3, H, W) on the device, as in batches."""
         return self._normalise(pictures.to(self._device))
+
+    def preprocess(self, sample: "Named") -> Tensor:
+        """A picture, by its file's path or as a PIL image -> float32 (1, 3, size, size) on the device, scaled
+        into the square's upper left, as in evaluation."""
+        picture = decoded(sample, "RGB")
+        window = scaled(picture.height, picture.width, self.size)
+        return self.normalised(picture_in_square(picture, window, self.size, FILL)[None])
 
     @property
     def train_size(self) -> int:

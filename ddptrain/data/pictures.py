@@ -1,5 +1,6 @@
 """Picture files: which ones a word names, whether one can be read, and its pixels."""
 
+import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,9 @@ from ddptrain.text import fonts_for
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
+
+    Named = str | os.PathLike[str] | Image.Image
+    """A picture, by its file's path or itself."""
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 _MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
@@ -73,17 +77,14 @@ def claim(folder: Path) -> None:
 
 
 @contextmanager
-def opened(file: Path) -> Iterator["Image.Image"]:
+def opened(file: "str | os.PathLike[str]") -> Iterator["Image.Image"]:
     """The picture, of which only the header is read yet. Raises UserError naming the file, also for what the
     body finds."""
     from PIL import Image
 
     try:
         with Image.open(file) as picture:
-            if picture.mode in ("I", "F"):
-                raise UserError(
-                    f"{file}: has 32 bits a pixel; must have 8 or 16. Convert it.", everywhere=False
-                )
+            _check_depth(picture, file)
             yield picture
     except UserError:
         raise
@@ -95,19 +96,22 @@ def opened(file: Path) -> Iterator["Image.Image"]:
         ) from error
 
 
-def decoded(file: Path, mode: str, side: int = 0) -> "Image.Image":
+def decoded(file: "Named", mode: str, side: int = 0) -> "Image.Image":
     """The picture as it is seen, turned as its EXIF tag says, with 8 bits a channel.
 
     mode: L (grey) or RGB. side: pixels that suffice; a JPEG is then decoded at a fraction of its size, which
     is nearly free, but no smaller than that.
     """
+    if not isinstance(file, str | os.PathLike):
+        _check_depth(file, "picture")
+        return seen(file.copy(), mode)
     with opened(file) as picture:
         if side:
             picture.draft(mode, (side, side))
         return seen(picture, mode)
 
 
-def fitted(file: Path, shape: tuple[int, int, int], resize: int | None = None) -> Tensor:
+def fitted(file: "Named", shape: tuple[int, int, int], resize: int | None = None) -> Tensor:
     """uint8 ``shape`` (height, width, channels): the picture as `fit` brings it into that form."""
     height, width, channels = shape
     enough = max(height, width) if resize is None else 0
@@ -196,7 +200,12 @@ def _decoded_by_torchvision(file: Path, mode: str) -> Tensor | None:
     return pixels
 
 
-def _mode(file: Path, channels: int) -> str:
+def _check_depth(picture: "Image.Image", name: object) -> None:
+    if picture.mode in ("I", "F"):
+        raise UserError(f"{name}: has 32 bits a pixel; must have 8 or 16. Convert it.", everywhere=False)
+
+
+def _mode(file: object, channels: int) -> str:
     if channels not in _MODES:
         raise UserError(f"{file}: a picture has 1 channel or 3, and this model takes {channels}.")
     return _MODES[channels]

@@ -53,6 +53,15 @@ def test_ranks_workers_and_where_the_steps_begin_change_no_bit(tmp_path: Path) -
     assert_equal(list(data.valid_batches(chunks)), list(helped.valid_batches(chunks)))
 
 
+def test_a_picture_of_any_program_is_prepared_as_in_evaluation(tmp_path: Path) -> None:
+    data = prepared(mask_set(tmp_path))
+    [(images, _)] = data.valid_batches([range(4)])
+    for i, file in enumerate(sorted((tmp_path / "val/images").iterdir())):
+        assert torch.equal(data.preprocess(file), images[i : i + 1])
+        with Image.open(file) as picture:
+            assert torch.equal(data.preprocess(picture), images[i : i + 1])
+
+
 @pytest.mark.parametrize("size", [48, 64, 100])
 @pytest.mark.parametrize("turned", [False, True])
 def test_evaluation_scales_to_the_longer_side_and_fills_the_rest(

@@ -29,18 +29,19 @@ MAY_IMPORT = {
     "doctor": {"distributed", "errors", "text"},
     "sweep": {"api", "config", "distributed", "doctor", "errors", "launcher", "observe", "text"},
     "bench": {"api", "config", "distributed", "doctor", "errors", "launcher", "strategies", "text"},
-    "prove": {"api", "config", "engine", "errors", "text"},
+    "prove": {"config", "engine", "errors", "text"},
     "commands": {
         "api", "bench", "config", "distributed", "doctor", "engine", "errors", "launcher", "observe",
         "prove", "report", "strategies", "sweep", "text", "torch_private", "watchdog",
     },
     "cli": {"commands", "config", "errors", "launcher", "prove", "sweep", "text"},
+    "python": {"cli", "commands", "errors", "launcher", "observe", "text"},
     "__main__": {"cli", "launcher"},
     "testing": {"api"},
     "recipes": {"api", "data"},
 }  # fmt: skip
 """Of each room, without itself."""
-MOST_ARROWS = 90
+MOST_ARROWS = 95
 
 
 def room(path: Path) -> str:

@@ -18,7 +18,7 @@ WITH_WORKERS = [
     *("observers=[console,jsonl,plots]", "checkpoint.every=100", "run.dir=r"),
 ]
 """Without an end."""
-_MARK = "DDPTRAIN_TEST_JOB"
+MARK = "DDPTRAIN_TEST_JOB"
 
 
 @dataclass
@@ -52,16 +52,7 @@ class Job:
 
     def living(self) -> dict[int, str]:
         """All processes of the job, and their command lines; zombies don't count."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"{_MARK}={self.mark}".encode() not in (folder / "environ").read_bytes():
-                    continue
-                if (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
-            except OSError:  # it has ended meanwhile
-                continue
-        return found
+        return living(self.mark)
 
     def left_after(self, seconds: float) -> dict[int, str]:
         """What still lives after so long, at most."""
@@ -69,6 +60,20 @@ class Job:
         while (left := self.living()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
+
+
+def living(mark: str) -> dict[int, str]:
+    """All processes with this mark in their environment, and their command lines; zombies don't count."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() not in (folder / "environ").read_bytes():
+                continue
+            if (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
 
 
 Start = Callable[[Path, Sequence[str], Sequence[str]], Job]
@@ -79,7 +84,7 @@ def start(folder: Path, launcher: Sequence[str], arguments: Sequence[str]) -> Jo
     """``launcher``: the words after ``python -m``."""
     mark, log = uuid.uuid4().hex, folder / "said.txt"
     inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    environment = {**inherited, "OMP_NUM_THREADS": "1", _MARK: mark}
+    environment = {**inherited, "OMP_NUM_THREADS": "1", MARK: mark}
     with log.open("w") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", *launcher, *arguments], cwd=folder, env=environment, stdout=said,

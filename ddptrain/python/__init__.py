@@ -1,0 +1,1 @@
+"""ddptrain from Python and notebooks: `ddptrain.train`, `ddptrain.Run` and `ddptrain.load`."""

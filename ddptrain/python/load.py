@@ -1,0 +1,46 @@
+"""``ddptrain.load``: a trained model, ready to be asked."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from ddptrain.cli.run_verbs import asked_to_load
+from ddptrain.commands.setup import loaded_model
+from ddptrain.python.run import Run
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A checkpoint of a run as a module."""
+
+    module: nn.Module
+    """In evaluation mode, its parameters without gradients, on its device; the averaged weights where there
+    are some (``ema.decay``)."""
+    classes: tuple[str, ...]
+    """What the module's outputs stand for: classes, characters. Empty if they have no names."""
+    preprocess: Callable[[Any], Tensor]
+    """The module's input, on its device, of one thing: `ddptrain.api.Data.preprocess`. Of a picture, a file's
+    path or a PIL image: float32 (1, C, H, W), the pixels that the verb ``predict`` sees."""
+    checkpoint: Path
+    """The checkpoint's folder."""
+
+
+def load(
+    run: Run | str | os.PathLike[str], *words: str, checkpoint: str | None = None, device: str = "cpu"
+) -> Trained:
+    """A model trained by the run in a folder, in this process.
+
+    words: overrides of the run's saved config, and the ``--config-dir=<folder>`` of a recipe of one's own.
+    checkpoint: ``best``, ``last``, ``step-<n>`` or a checkpoint's folder; None: the best one where there is
+    one, else the last. device: as the key ``device``. Needs the data set only where the checkpoint does not
+    say enough about it. Raises UserError.
+    """
+    folder = run.folder if isinstance(run, Run) else Path(run)
+    asked = asked_to_load([f"run={folder}", f"checkpoint={checkpoint or ''}", *words])
+    module, data, path = loaded_model(*asked, device)
+    return Trained(module, tuple(data.outputs), data.preprocess, path)

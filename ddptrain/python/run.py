@@ -1,0 +1,77 @@
+"""``ddptrain.Run``: what a run's folder holds. Imports no torch."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from ddptrain.errors import UserError
+from ddptrain.observe.lock import is_locked
+from ddptrain.observe.metrics_file import read_lines
+from ddptrain.python.curves import Curves
+from ddptrain.text import parse_json, parse_yaml
+
+
+@final
+class Run:
+    """A run as its folder tells of it now; made again, it tells of a run that has gone on.
+
+    Raises UserError where the folder is no run's, or a file in it is damaged.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        if not (self.folder / "config.yaml").is_file():
+            inside = sorted(path.parent for path in self.folder.glob("*/config.yaml"))
+            hint = f" Did you mean {inside[-1]}?" if inside else ""
+            raise UserError(f"{self.folder}: is no run's folder; it holds no config.yaml.{hint}")
+        self.config: Mapping[str, Any] = self._read("config.yaml")
+        """All of it, nested: ``run.config["optim"]["lr"]``."""
+        self.command: str = (self.folder / "command.txt").read_text().strip()
+        """The line that repeats the run in a shell."""
+        self.curves = Curves(read_lines(self.folder / "metrics.jsonl"))
+        """What was logged and evaluated, by rising step."""
+        self.checkpoints: Mapping[str, Path] = _checkpoints(self.folder / "checkpoints")
+        """By the name that `ddptrain.load` takes: the steps', oldest first, then ``best``."""
+        summary: Mapping[str, Any] = self._read("summary.json")
+        self.outcome: str = "running" if is_locked(self.folder) else summary.get("outcome", "killed")
+        """``done``, ``stopped`` (it has saved, and goes on when it is started again), ``diverged``,
+        ``failed``, ``killed`` (it ended without a word) or ``running``."""
+        logged = self.curves[-1]["step"] if self.curves else 0
+        self.step: int = max(logged, summary.get("step", 0))
+        """The last one known of."""
+        self.metrics: Mapping[str, float] = _last_evaluation(self.curves) or summary.get("metrics", {})
+        """Of the last evaluation; empty where there was none."""
+        self.best: Mapping[str, float] = {}
+        """Metrics and ``step`` of ``checkpoints/best``; empty where there is none."""
+        if "best" in self.checkpoints:
+            manifest = self._read("checkpoints/best/manifest.json")
+            self.best = {"step": manifest["step"], **manifest["metrics"]}
+
+    def __repr__(self) -> str:
+        values = "".join(f"  {name} {v:.4f}" for name, v in self.metrics.items() if "/" not in name)
+        return f"<Run {self.folder}: {self.outcome} at step {self.step}{values}>"
+
+    def _read(self, name: str) -> Any:
+        """A file of plain values; empty where there is none."""
+        path = self.folder / name
+        if not path.exists():
+            return {}
+        try:
+            found = (parse_yaml if path.suffix == ".yaml" else parse_json)(path.read_text())
+        except ValueError as error:
+            raise UserError(f"{path}: is damaged ({error}).") from error
+        if not isinstance(found, dict):
+            raise UserError(f"{path}: is damaged: it must hold keys with values.")
+        return found
+
+
+def _checkpoints(folder: Path) -> dict[str, Path]:
+    steps = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    best = folder / "best"
+    return {path.name: path for path in [*steps, *([best] if best.is_dir() else [])]}
+
+
+def _last_evaluation(rows: Curves) -> dict[str, float]:
+    last = next((row for row in reversed(rows) if row["split"] == "valid"), {})
+    return {name: v for name, v in last.items() if name not in ("step", "epoch", "samples", "split")}

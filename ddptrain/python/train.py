@@ -1,0 +1,130 @@
+"""``ddptrain.train``: a training in processes of its own. Imports no torch."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from ddptrain.cli.argv import CONFIG_DIR, parse
+from ddptrain.errors import ExitCode, UserError
+from ddptrain.launcher.process import AGENT
+from ddptrain.python.run import Run
+
+_FIRST_LINE = re.compile(r"ddptrain \S+  recipe .+?  run (.+)")
+"""Of the log. It names the folder."""
+_LINES_KEPT = 1000
+_LINES_SHOWN = 30
+
+
+def train(*words: str, ranks: int = 1) -> Run:
+    """Train as ``python -m ddptrain <words>`` does, and wait for the end: ``train("recipe=cnn_digits")``.
+
+    The training has processes of its own, one for each rank: this one gets no CUDA context and keeps its
+    memory. They end with this process, however it ends. The log is printed; in a notebook the line of the
+    last step stays in one place.
+
+    Ctrl-C, or a notebook's interrupt, stops it: it saves, and the run is returned with the outcome
+    ``stopped``. ``train(..., f"run.dir={run.folder}")`` goes on. A second one ends it at once, without saving
+    (KeyboardInterrupt), and so does one before the run has begun.
+
+    words: overrides and ``--config-dir=<folder>``, as on the command line. ranks: processes, usually one per
+    GPU. Raises UserError, a ValueError, with the message for what the user can mend; RuntimeError with the
+    end of the log where the training has failed.
+    """
+    if ranks < 1:
+        raise UserError(f"ranks={ranks}: must be 1 or more.")
+    for option in parse(["train", *words]).options:
+        if option.partition("=")[0] not in CONFIG_DIR:
+            raise UserError(f"{option}: train takes overrides and --config-dir only; use the command line.")
+    verb = ["train"] if ranks == 1 else ["launch", f"--nproc-per-node={ranks}"]
+    return _run([sys.executable, "-u", "-m", "ddptrain", *verb, *words])
+
+
+def _run(command: Sequence[str]) -> Run:
+    show, said, folder = _shower(), deque[str](maxlen=_LINES_KEPT), None
+    # without what a scheduler says to torchrun: the training is on this node alone
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    with _Interrupts() as interrupts:
+        process = subprocess.Popen(
+            command,
+            env={**inherited, AGENT: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # a Ctrl-C at the terminal reaches it through this process alone
+        )
+        interrupts.pass_on_to(process)
+        with process:
+            assert process.stdout is not None
+            try:
+                for line in map(str.rstrip, process.stdout):
+                    said.append(line)
+                    if folder is None and (first := _FIRST_LINE.fullmatch(line)):
+                        folder = first[1]
+                    show(line)
+                code = process.wait()
+            finally:
+                process.kill()  # nothing where it has ended; its ranks end with it
+    if folder is not None and code in (ExitCode.DONE, ExitCode.STOPPED):
+        return Run(folder)
+    if interrupts.count:
+        raise KeyboardInterrupt("the training has ended before it could save")
+    if code == ExitCode.USER_ERROR:
+        raise UserError(re.split(r"^ddptrain: ", "\n".join(said), flags=re.MULTILINE)[-1].strip())
+    end = "\n".join(list(said)[-_LINES_SHOWN:])
+    raise RuntimeError(f"the training has failed, with exit code {code}:\n{end}")
+
+
+class _Interrupts:
+    """Inside, a Ctrl-C is the training's: the first asks it to save and stop, the second kills it. Signals
+    are the main thread's alone: in another this does nothing."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        self._here = threading.current_thread() is threading.main_thread()
+        if self._here:
+            self._before = signal.signal(signal.SIGINT, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._here:
+            signal.signal(signal.SIGINT, self._before)
+
+    def pass_on_to(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        if self.count:  # it came while the process was being made
+            process.send_signal(signal.SIGINT)
+
+    def _hear(self, *_: object) -> None:
+        self.count += 1
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT if self.count == 1 else signal.SIGKILL)
+
+
+def _shower() -> Callable[[str], None]:
+    """What shows a line of the log: in a notebook the last step's in one place, else by ``print``."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None or "IPKernelApp" not in shell.config:
+        return print
+    from IPython.display import display
+
+    place = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def show(line: str) -> None:
+        if line.startswith("step "):
+            place.update({"text/plain": line}, raw=True)
+        else:
+            print(line)
+
+    return show
