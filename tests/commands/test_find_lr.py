@@ -1,0 +1,96 @@
+"""``find lr``: a rate is suggested at which the recipe trains; by hand-made curves, and by the command."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shell import ddptrain, refusal
+
+from ddptrain.engine.lr_range import range_of, rising_rates, smoothed
+
+DIGITS = "recipe=cnn_digits device=cpu"
+
+
+@given(st.floats(-3, 0), st.floats(1.0, 2.5), st.floats(0.05, 5.0))
+def test_the_range_of_a_curve_that_is_known(lowest: float, width: float, scale: float) -> None:
+    """Flat, down as a cosine over ``width`` decades to the lowest loss, and steeply up."""
+    rates = rising_rates(1e-6, 10.0, 400)
+
+    def loss(rate: float) -> float:
+        decades = math.log10(rate) - (lowest - width)
+        if decades < 0:
+            return 2.0 * scale
+        if decades > width:
+            return scale * (1 + 30 * (decades - width))
+        return scale * (1.5 + 0.5 * math.cos(math.pi * decades / width))
+
+    found = range_of(rates, [loss(rate) for rate in rates])
+    assert found is not None
+    # the running mean of some ten points lags by some 0.2 decades
+    assert lowest - 0.1 < math.log10(found.lowest_at) < lowest + 0.4
+    assert lowest - width - 0.1 < math.log10(found.falls_from) < lowest - width / 4 + 0.4
+    assert found.suggestion == pytest.approx(found.lowest_at / 10, rel=0.05)
+
+
+def test_a_loss_that_never_falls_has_no_range() -> None:
+    rates = rising_rates(1e-6, 10.0, 100)
+    assert range_of(rates, [2.3] * 100) is None
+    assert range_of(rates, [2.3 + 0.01 * (i % 3) for i in range(100)]) is None
+    assert range_of(rates, [2.3 * 1.1**i for i in range(100)]) is None
+    assert range_of(rates[:5], [5.0, 4.0, 3.0, 2.0, 1.0]) is None
+
+
+def test_the_mean_begins_with_the_first_loss() -> None:
+    assert smoothed([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
+    assert smoothed([1.0, 0.0]) == pytest.approx([1.0, 0.9 / 1.9])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_suggestion_trains_better_than_rates_far_from_it(tmp_path: Path, ranks: int) -> None:
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    )
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "ddptrain", "find", "lr", *DIGITS.split(), "out=seen/lr.png"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    override = done.stdout.splitlines()[-1]
+    rate = float(override.removeprefix("optim.lr="))
+    assert (tmp_path / "seen/lr.png").read_bytes().startswith(b"\x89PNG")
+    curve = json.loads((tmp_path / "seen/lr.json").read_text())
+    assert len(curve["lr"]) == len(curve["loss"]) > 50
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["seen"]  # nothing of a run is left
+    losses = {}
+    for factor in (1 / 50, 1, 50):
+        words = f"{DIGITS} train.steps=60 optim.lr={rate * factor} run.dir=run{factor} observers=[jsonl]"
+        ended = ddptrain(tmp_path, words)
+        assert ended.code in (0, 4)
+        losses[factor] = math.inf
+        if ended.code == 0:
+            summary = json.loads((tmp_path / f"run{factor}/summary.json").read_text())
+            losses[factor] = summary["metrics"]["loss"]
+    assert losses[1] < min(losses[1 / 50], losses[50])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("find lr", "say what to train: recipe=<name>"),
+        (f"find rate {DIGITS}", "find rate: say what to do: find lr recipe=<name>."),
+        (f"find lr {DIGITS} step=3", "step: find lr takes no such word. Did you mean steps?"),
+        (f"find lr {DIGITS} steps=x", "steps=x: must be a number."),
+        (f"find lr {DIGITS} steps=5", "steps=5: must be a whole number, at least 20."),
+        (f"find lr {DIGITS} lowest=1 highest=0.1", "lowest=1, highest=0.1: must be above 0"),
+        (f"find lr {DIGITS} --multirun", "find: takes one config"),
+        (f"find lr {DIGITS} highest=1e-5", "find lr: from 1e-06 to 1e-05 the loss does not fall"),
+    ],
+)
+def test_mistakes(tmp_path: Path, words: str, message: str) -> None:
+    assert refusal(tmp_path, words).startswith(message)
