@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from ddptrain.cli.argv import CONFIG_DIR, parse
+from ddptrain.cli.argv import CONFIG_DIR, ENV, parse
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.launcher.process import AGENT
 from ddptrain.python.run import Run
@@ -32,15 +32,15 @@ def train(*words: str, ranks: int = 1) -> Run:
     ``stopped``. ``train(..., f"run.dir={run.folder}")`` goes on. A second one ends it at once, without saving
     (KeyboardInterrupt), and so does one before the run has begun.
 
-    words: overrides and ``--config-dir=<folder>``, as on the command line. ranks: processes, usually one per
+    words: overrides, ``--config-dir=<folder>`` and ``--env=<NAME>``, as on the command line. ranks: processes, usually one per
     GPU. Raises UserError, a ValueError, with the message for what the user can mend; RuntimeError with the
     end of the log where the training has failed.
     """
     if ranks < 1:
         raise UserError(f"ranks={ranks}: must be 1 or more.")
     for option in parse(["train", *words]).options:
-        if option.partition("=")[0] not in CONFIG_DIR:
-            raise UserError(f"{option}: train takes overrides and --config-dir only; use the command line.")
+        if option.partition("=")[0] not in (*CONFIG_DIR, ENV):
+            raise UserError(f"{option}: train takes overrides, --config-dir and --env; use the command line.")
     verb = ["train"] if ranks == 1 else ["launch", f"--nproc-per-node={ranks}"]
     return _run([sys.executable, "-u", "-m", "ddptrain", *verb, *words])
 
