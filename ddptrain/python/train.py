@@ -32,8 +32,8 @@ def train(*words: str, ranks: int = 1) -> Run:
     ``stopped``. ``train(..., f"run.dir={run.folder}")`` goes on. A second one ends it at once, without saving
     (KeyboardInterrupt), and so does one before the run has begun.
 
-    words: overrides, ``--config-dir=<folder>`` and ``--env=<NAME>``, as on the command line. ranks: processes, usually one per
-    GPU. Raises UserError, a ValueError, with the message for what the user can mend; RuntimeError with the
+    words: overrides, ``--config-dir=<folder>`` and ``--env=<NAME>``, as on the command line. ranks:
+    processes, usually one per GPU. Raises UserError, a ValueError, with the message for what the user can mend; RuntimeError with the
     end of the log where the training has failed.
     """
     if ranks < 1:

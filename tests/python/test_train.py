@@ -120,7 +120,7 @@ def test_what_is_no_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^ranks=0: must be 1 or more"):
         python.train("recipe=cnn_digits", ranks=0)
     for word in ("--multirun", "--cfg=job", "--help"):
-        with pytest.raises(UserError, match=f"^{word}: train takes overrides and --config-dir only"):
+        with pytest.raises(UserError, match=f"^{word}: train takes overrides, --config-dir and --env;"):
             python.train("recipe=cnn_digits", word)
     with pytest.raises(UserError, match=r"is no run's folder"):
         python.Run(tmp_path)
