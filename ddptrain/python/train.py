@@ -33,8 +33,8 @@ def train(*words: str, ranks: int = 1) -> Run:
     (KeyboardInterrupt), and so does one before the run has begun.
 
     words: overrides, ``--config-dir=<folder>`` and ``--env=<NAME>``, as on the command line. ranks:
-    processes, usually one per GPU. Raises UserError, a ValueError, with the message for what the user can mend; RuntimeError with the
-    end of the log where the training has failed.
+    processes, usually one per GPU. Raises UserError, a ValueError, with the message for what the user can
+    mend; RuntimeError with the end of the log where the training has failed.
     """
     if ranks < 1:
         raise UserError(f"ranks={ranks}: must be 1 or more.")
