@@ -46,7 +46,7 @@ from ddptrain.observe.rundir import describe_run, discard_unused, name_run, open
 from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.text import counted, first_few, parse_json
 from ddptrain.torch_private import spare_dynamo
-from ddptrain.watchdog.watchdog import LONG_S, Watchdog
+from ddptrain.watchdog.watchdog import Watchdog
 
 log = logging.getLogger("ddptrain")
 
@@ -139,9 +139,8 @@ def make_train_step(
     log.info("model      %s", _model_in_words(model, config))
     check_same_model(world, model)
     with frozen.at_the_end(model) if frozen is not None else nullcontext():
-        watchdog.mark("trying how many samples fit", patience=LONG_S)
         auto = AutoBatch(task, model, data, precision, plan, strategy)
-        plan = auto.sized(config.train, {} if saved is None else saved.manifest)
+        plan = auto.sized(config.train, {} if saved is None else saved.manifest, watchdog)
     log.info("batch      %s", _batch_in_words(plan, world))
     on_all_ranks(world, lambda: check_graphs(config.compile, world, len(plan.sampler(world).pieces)))
     _note_layers_that_see_one_part(model, plan, world)

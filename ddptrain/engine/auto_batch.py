@@ -18,6 +18,7 @@ from ddptrain.engine.out_of_memory import is_lack_of_memory
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.errors import UserError
+from ddptrain.watchdog.watchdog import LONG_S, Watchdog
 
 log = logging.getLogger("ddptrain")
 _COPIES = 4
@@ -49,7 +50,7 @@ class AutoBatch:
         self._strategy = strategy
         self._world = strategy.world
 
-    def sized(self, train: Train, saved: Mapping[str, Any]) -> Plan:
+    def sized(self, train: Train, saved: Mapping[str, Any], watchdog: Watchdog) -> Plan:
         """The plan with what ``auto`` stands for: as a checkpoint's manifest has it, or the most that every
         rank has room for. ``train`` has these numbers from here on. Collectives, after the trials."""
         if "auto" not in (train.micro_batch, train.eval_batch_size):
@@ -58,6 +59,7 @@ class AutoBatch:
             raise UserError(
                 "train.micro_batch=auto, train.eval_batch_size=auto: not with strategy=dp. Use ddp."
             )
+        watchdog.mark("trying how many samples fit", patience=LONG_S)
         if train.micro_batch == "auto":
             train.micro_batch = saved.get("micro_batch") or self._least(self.micro_batch)
             log.info("fits       train.micro_batch=%d (auto)", train.micro_batch)
@@ -66,6 +68,7 @@ class AutoBatch:
             found = saved.get("eval_batch_size")
             train.eval_batch_size = found or self._least(lambda: self.eval_batch_size(share))
             log.info("fits       train.eval_batch_size=%d (auto)", train.eval_batch_size)
+        watchdog.mark("starting", patience=LONG_S)
         return replace(self._plan, micro_batch=train.micro_batch, eval_batch_size=train.eval_batch_size)
 
     def micro_batch(self) -> int:

@@ -19,6 +19,7 @@ from ddptrain.engine.precision import Precision
 from ddptrain.errors import UserError
 from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.testing import run_ranks
+from ddptrain.watchdog.watchdog import Watchdog
 
 BATCH = 90
 MODEL = '''
@@ -79,7 +80,7 @@ def test_all_ranks_take_what_the_smallest_has_room_for(shards: int | None, tries
             strategy = make_strategy(node, world, strict=shards is not None)
             task = Classify(nn.Identity)
             trial = AutoBatch(task, model, data, Precision("fp32", world.device), plan, strategy)
-            sized = trial.sized(Train(micro_batch="auto", eval_batch_size="auto"), {})
+            sized = trial.sized(Train(micro_batch="auto", eval_batch_size="auto"), {}, Watchdog(world))
             assert_same(before, dict(model.state_dict()))
             assert all(parameter.grad is None for parameter in model.parameters())
             assert sized.micro_batch == expected(BATCH // (shards or world.size), min(rooms))
@@ -100,7 +101,7 @@ def test_no_room_at_all_is_said() -> None:
     task = Classify(nn.Identity)
     trial = AutoBatch(task, model, Vectors(200), Precision("fp32", world.device), plan, strategy)
     with pytest.raises(UserError, match=r"^train\.micro_batch=auto: rank 0 has no room for a single sample"):
-        trial.sized(Train(micro_batch="auto"), {})
+        trial.sized(Train(micro_batch="auto"), {}, Watchdog(world))
 
 
 def test_the_run_is_that_of_the_number_written_out_killed_or_not(tmp_path: Path) -> None:
