@@ -13,8 +13,9 @@ from ddptrain.observe.trackers.about import write_options
 
 log = logging.getLogger("ddptrain")
 
-_LAST_S = 45.0
-"""Limit at the end for what is still to be sent; below that of a slow observer."""
+_LAST_S, _STOPPED_S = 45.0, 10.0
+"""Limits at the end for what is still to be sent: below that of a slow observer, and, where the run was asked
+to stop and will go on, below ``checkpoint.grace``."""
 
 
 @final
@@ -52,8 +53,9 @@ class Tracker(Observer):
         )  # fmt: skip
 
     def end(self, event: End) -> None:
+        limit = _STOPPED_S if event.result.outcome == "stopped" else _LAST_S
         try:
-            said, _ = self._process.communicate(timeout=_LAST_S)  # closes its stdin, which ends it
+            said, _ = self._process.communicate(timeout=limit)  # closes its stdin, which ends it
             result = json.loads(said.splitlines()[-1])
         except (subprocess.TimeoutExpired, IndexError, ValueError):
             self._process.kill()
