@@ -150,8 +150,8 @@ class _Line:
             return sorted(os.environ)
         if key == EXPLAIN:
             return [name.rstrip("=") for name in self._keys(typed.rpartition(".")[0])]
-        if field is not None and (rule := field.metadata.get("rule", Rule())).choices:
-            return rule.choices  # type: ignore[no-any-return]
+        if field is not None and (rule := field.metadata.get("rule", Rule())) != Rule():
+            return rule.choices or rule.words  # type: ignore[no-any-return]
         known = [_at(tree, key) for tree in self._trees()]
         if (field is not None and field.type is bool) or any(isinstance(value, bool) for value in known):
             return ["true", "false"]

@@ -9,6 +9,7 @@ from ddptrain.cli.argv import Arguments, action_of, divided, parse
 from ddptrain.cli.compose import saved_tree
 from ddptrain.cli.search_path import open_user_code
 from ddptrain.config.check import checked
+from ddptrain.config.limits import resolvers_restored
 from ddptrain.config.schema import Config
 from ddptrain.errors import KNOWN_ENDS, ExitCode, UserError
 from ddptrain.launcher.spinning import choose_spinning
@@ -35,7 +36,8 @@ def asked_to_load(words: Sequence[str]) -> tuple[Config, Path, str]:
     """The run's config, its folder and the checkpoint's name, by the words of the verb ``evaluate``."""
     arguments = parse(["evaluate", *words])
     open_user_code(arguments.config_dirs)
-    return _asked(arguments, _is_of_a_run)[:3]
+    with resolvers_restored():
+        return _asked(arguments, _is_of_a_run)[:3]
 
 
 def checkpoint(arguments: Arguments) -> int:

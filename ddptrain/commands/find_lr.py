@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from ddptrain.commands.setup import joined_world, make_task
 from ddptrain.commands.train import make_train_step
 from ddptrain.config.schema import Config, Sched
 from ddptrain.config.suggest import did_you_mean
+from ddptrain.distributed.comm import on_first_rank
 from ddptrain.engine.lr_range import Range, losses_at, range_of, rising_rates, smoothed
 from ddptrain.errors import UserError
 
@@ -26,6 +28,8 @@ def run(config: Config, own: Mapping[str, str]) -> None:
     """
     asked = _asked(own)
     out = Path(own.get("out", f"find-lr-{config.recipe.replace('/', '-')}.png"))
+    if out.suffix != ".png" or not out.parent.resolve().parent.is_dir() or out.is_dir():
+        raise UserError(f"out={out}: must be a .png in a folder that is there, or in a new one beside it.")
     steps = int(asked["steps"])
     config.train.steps, config.sched, config.ema.decay, config.thaw = steps, Sched("constant"), None, None
     task, data = make_task(config)
@@ -36,9 +40,7 @@ def run(config: Config, own: Mapping[str, str]) -> None:
         points = list(losses_at(rising_rates(asked["lowest"], asked["highest"], steps), step, data))
         rates, losses = [rate for rate, _ in points], [loss for _, loss in points]
         found = range_of(rates, losses)
-        if world.is_first:
-            _draw(rates, losses, found, out)
-            out.with_suffix(".json").write_text(json.dumps({"lr": rates, "loss": losses}) + "\n")
+        on_first_rank(world, lambda: _write(rates, losses, found, out))
         if found is None:
             tried = f"from {asked['lowest']:g} to {max(rates, default=asked['lowest']):g}"
             raise UserError(
@@ -61,13 +63,25 @@ def _asked(own: Mapping[str, str]) -> dict[str, float]:
             try:
                 asked[name] = float(word)
             except ValueError:
-                raise UserError(f"{name}={word}: must be a number.") from None
+                asked[name] = math.nan
+            if not math.isfinite(asked[name]):
+                raise UserError(f"{name}={word}: must be a number.")
     if asked["steps"] < 20 or asked["steps"] != int(asked["steps"]):
         raise UserError(f"steps={own['steps']}: must be a whole number, at least 20.")
     if not 0 < asked["lowest"] < asked["highest"]:
         given = f"lowest={asked['lowest']:g}, highest={asked['highest']:g}"
         raise UserError(f"{given}: must be above 0, and highest above lowest.")
     return asked
+
+
+def _write(rates: Sequence[float], losses: Sequence[float], found: Range | None, out: Path) -> None:
+    """The picture, and its numbers beside it."""
+    try:
+        out.parent.mkdir(exist_ok=True)
+        _draw(rates, losses, found, out)
+        out.with_suffix(".json").write_text(json.dumps({"lr": rates, "loss": losses}) + "\n")
+    except OSError as error:
+        raise UserError(f"out={out}: can't be written ({error.strerror}). Name another file.") from error
 
 
 def _draw(rates: Sequence[float], losses: Sequence[float], found: Range | None, out: Path) -> None:
@@ -89,5 +103,4 @@ def _draw(rates: Sequence[float], losses: Sequence[float], found: Range | None, 
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
-    out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150)

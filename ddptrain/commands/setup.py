@@ -160,6 +160,10 @@ def make_controllers(config: Config) -> dict[str, Controller]:
     }
     stop = config.stop
     if stop.patience is not None or stop.target is not None:
+        if "stop" in made:
+            raise UserError(
+                "controllers.stop: this name is that of stop.patience and stop.target; rename yours."
+            )
         made["stop"] = EarlyStop(stop.patience, stop.metric, stop.target)
     return made
 
@@ -213,7 +217,7 @@ def check_outputs(data: Data, saved: LoadedCheckpoint) -> None:
 
 def named_checkpoint(folder: Path, name: str) -> LoadedCheckpoint:
     """A checkpoint of the run in ``folder``: ``last``, ``best``, ``step-<n>``, or any by its folder. Empty:
-    the best, or the last where there is no best yet; the log says which."""
+    the best, which the log says, or the last where there is none yet."""
     own = folder / "checkpoints" / (name or "best")
     if not name and own.is_dir():
         saved = read(own)
@@ -227,8 +231,6 @@ def named_checkpoint(folder: Path, name: str) -> LoadedCheckpoint:
     newest = Checkpointer(folder / "checkpoints", keep=1).newest()
     if newest is None:
         raise UserError(f"run={folder}: holds no checkpoint yet.")
-    if not name:
-        log.info("checkpoint %s: the last, as there is no best yet", newest.path)
     return newest
 
 

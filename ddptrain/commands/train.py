@@ -5,10 +5,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -134,13 +135,14 @@ def make_train_step(
     model = setup.make_model(config, task, world.device)
     if saved is None:
         load_initial_weights(config, model, world)
-    frozen = _frozen(config, model, plan, 0 if saved is None else saved.manifest["step"])
+    known: Mapping[str, Any] = {} if saved is None else saved.manifest
+    frozen = _frozen(config, model, plan, known)
+    with frozen.at_the_end(model) if frozen is not None else nullcontext():
+        # before `prepare`: a SyncBatchNorm would wait for ranks that try other sizes
+        plan = AutoBatch(task, model, data, precision, plan, strategy).sized(config.train, known, watchdog)
     model = strategy.prepare(model)
     log.info("model      %s", _model_in_words(model, config))
     check_same_model(world, model)
-    with frozen.at_the_end(model) if frozen is not None else nullcontext():
-        auto = AutoBatch(task, model, data, precision, plan, strategy)
-        plan = auto.sized(config.train, {} if saved is None else saved.manifest, watchdog)
     log.info("batch      %s", _batch_in_words(plan, world))
     on_all_ranks(world, lambda: check_graphs(config.compile, world, len(plan.sampler(world).pieces)))
     _note_layers_that_see_one_part(model, plan, world)
@@ -156,9 +158,11 @@ def make_train_step(
     return step
 
 
-def _frozen(config: Config, model: nn.Module, plan: Plan, done: int) -> Frozen | None:
-    """What is frozen after so many steps, and is now."""
+def _frozen(config: Config, model: nn.Module, plan: Plan, saved: Mapping[str, Any]) -> Frozen | None:
+    """What is frozen at the step of a checkpoint's manifest, or at the start, and is now. What a run has
+    thawed is not frozen again, should a resume make it longer."""
     until = None if config.thaw is None else math.ceil(config.thaw * plan.steps)
+    done = saved.get("step", 0) if saved.get("frozen", True) else plan.steps
     frozen = freeze(model, config.optim, config.freeze, until, done)
     if frozen is not None:
         count = counted(len(frozen.parameters), "tensor")

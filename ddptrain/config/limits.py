@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.grammar_visitor import GrammarVisitor
 
@@ -107,6 +108,17 @@ def guard_resolvers(variables: Sequence[str]) -> None:
     OmegaConf.register_new_resolver("oc.env", partial(_environment, readable), replace=True)
     for name in ("oc.create", "oc.decode"):
         OmegaConf.clear_resolver(name)
+
+
+@contextmanager
+def resolvers_restored() -> Iterator[None]:
+    """In a process that is not ours, a notebook, OmegaConf is afterwards as it was."""
+    before = dict(BaseContainer._resolvers)
+    try:
+        yield
+    finally:
+        BaseContainer._resolvers.clear()
+        BaseContainer._resolvers.update(before)
 
 
 @contextmanager

@@ -49,22 +49,25 @@ class AutoBatch:
         self._plan = plan
         self._strategy = strategy
         self._world = strategy.world
+        self._share = -(-plan.batch_size // (plan.shards or self._world.size))
+        """The largest of all ranks': with another number, a rank would cut its share for the rounding."""
 
     def sized(self, train: Train, saved: Mapping[str, Any], watchdog: Watchdog) -> Plan:
         """The plan with what ``auto`` stands for: as a checkpoint's manifest has it, or the most that every
         rank has room for. ``train`` has these numbers from here on. Collectives, after the trials."""
         if "auto" not in (train.micro_batch, train.eval_batch_size):
             return self._plan
-        if self._strategy.further_gpus:
+        if self._strategy.further_gpus or self._world.shares_device:
             raise UserError(
-                "train.micro_batch=auto, train.eval_batch_size=auto: not with strategy=dp. Use ddp."
+                "train.micro_batch=auto, train.eval_batch_size=auto: needs ranks with a GPU each; neither"
+                " strategy=dp nor ranks that share a GPU. Give a number."
             )
         watchdog.mark("trying how many samples fit", patience=LONG_S)
         if train.micro_batch == "auto":
             train.micro_batch = saved.get("micro_batch") or self._least(self.micro_batch)
             log.info("fits       train.micro_batch=%d (auto)", train.micro_batch)
         if train.eval_batch_size == "auto":
-            share = train.micro_batch or max(self._plan.sampler(self._world).micro_sizes)
+            share = train.micro_batch or self._share
             found = saved.get("eval_batch_size")
             train.eval_batch_size = found or self._least(lambda: self.eval_batch_size(share))
             log.info("fits       train.eval_batch_size=%d (auto)", train.eval_batch_size)
@@ -72,10 +75,9 @@ class AutoBatch:
         return replace(self._plan, micro_batch=train.micro_batch, eval_batch_size=train.eval_batch_size)
 
     def micro_batch(self) -> int:
-        """The most samples that fit, of this rank's share of the global batch in equal parts. Raises
-        UserError if not even one does."""
-        share = max(self._plan.sampler(self._world).micro_sizes)
-        return self._largest(share, self._train, "train.micro_batch")
+        """The most samples that fit, of a rank's share of the global batch in equal parts. Raises UserError
+        if not even one does."""
+        return self._largest(self._share, self._train, "train.micro_batch")
 
     def eval_batch_size(self, micro_batch: int) -> int:
         """The most samples that fit, up to four times ``micro_batch``. Raises UserError if not even one

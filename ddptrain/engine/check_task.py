@@ -40,6 +40,8 @@ def check_loss(task: Task, loss: Any) -> None:
 def looks_like_a_mean(whole: Loss, first: Loss, second: Loss) -> bool:
     """Whether the losses of a batch's halves add up to twice that of the whole, though their counts add up to
     its count: so do means, and the engine would divide them by the count once more. A sync point."""
+    if not float(whole.count) or not float(whole.sum):
+        return False
     counts = (float(first.count) + float(second.count)) / float(whole.count)
     sums = float((first.sum + second.sum) / whole.sum)
     return 0.99 < counts < 1.01 and 1.8 < sums < 2.2

@@ -145,6 +145,7 @@ class Engine:
         """From this step on, train what was frozen. Collectives and a sync point. Returns the batches."""
         state, before = self._state, self._step
         before.settle()
+        self._watchdog.forget_what_is_usual()
         self._watchdog.mark("thawing", state.step, LONG_S)
         state.thaw()
         self._step = TrainStep(self._task, state.strategy, before.precision, self._plan, state, before.phase)
@@ -260,6 +261,7 @@ class Engine:
 
     def _end(self, outcome: str) -> None:
         state, task, progress = self._state, self._task, self._progress
+        self._watchdog.mark("ending", patience=LONG_S)  # rank 0 may wait for a tracker, the others for it
         best = state.best_as(task.best_metric)
         result = Result(outcome, progress.last.metrics, best, task.higher_is_better)
         times = self._stopwatch.times(progress.ranks)
@@ -280,6 +282,7 @@ class Engine:
             "micro_batch": self._plan.micro_batch,
             "eval_batch_size": self._plan.eval_batch_size,
             "groups": list(self._state.groups),
+            "frozen": self._state.frozen is not None,
             "outputs": list(self._data.outputs),
             "recall": dict(self._data.metadata()),
             "metrics": dict(self._progress.last.metrics),

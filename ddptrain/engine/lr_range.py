@@ -14,7 +14,7 @@ from ddptrain.engine.step import TrainStep
 _MEMORY = 0.9
 """Of the running mean of the losses."""
 _DIVERGED = 4.0
-"""The test is over when the mean loss is so many times the lowest one."""
+"""The test is over when the mean loss has risen by so many times what it had fallen."""
 _LEAST = 0.02
 """The loss has fallen if by this share; less is noise."""
 _FALL = 0.05
@@ -62,7 +62,8 @@ def losses_at(rates: Sequence[float], step: TrainStep, data: Data) -> Iterator[t
         yield rate, loss
         seen.append(loss)
         mean = smoothed(seen)
-        if len(seen) > _FEWEST and mean[-1] > _DIVERGED * min(mean):
+        fallen, risen = mean[0] - min(mean), mean[-1] - min(mean)
+        if len(seen) > _FEWEST and risen > _DIVERGED * max(fallen, _LEAST * abs(mean[0])):
             return
 
 

@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -15,7 +16,7 @@ _PAUSE_S = 0.1
 _MOST_WAITING = 1000
 """Most log events that are queued; beyond that, the training waits."""
 _LAST_EVENTS_S = 60.0
-"""Limit at the end for a slow observer."""
+"""Limit at the end for all slow observers."""
 
 
 class Observers:
@@ -72,7 +73,9 @@ class Observers:
                     self._notify(observer, lambda one: one.end(event))
             for slow in self._slow:  # last: the others' files are complete
                 slow.tell(lambda observer: observer.end(event))
-                slow.finish()
+            until = time.monotonic() + _LAST_EVENTS_S
+            for slow in self._slow:
+                slow.finish(until)
         finally:
             self._over.set()
 
@@ -113,9 +116,10 @@ class _SlowObserver:
             self._thread.start()
         self._events.put(what)
 
-    def finish(self) -> None:
+    def finish(self, until: float) -> None:
+        """until: on time.monotonic's clock."""
         self._events.put(None)
-        self._thread.join(_LAST_EVENTS_S)
+        self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             log.warning("%s is not done; the run ends without waiting longer", type(self._observer).__name__)
 

@@ -35,8 +35,8 @@ class Run:
         """By the name that `ddptrain.load` takes: the steps', oldest first, then ``best``."""
         summary: Mapping[str, Any] = self._read("summary.json")
         self.outcome: str = "running" if is_locked(self.folder) else summary.get("outcome", "killed")
-        """``done``, ``stopped`` (it has saved, and goes on when it is started again), ``diverged``,
-        ``failed``, ``killed`` (it ended without a word) or ``running``."""
+        """``done``, ``stopped early``, ``stopped`` (it has saved, and goes on when it is started again),
+        ``diverged``, ``failed``, ``killed`` (it ended without a word) or ``running``."""
         logged = self.curves[-1]["step"] if self.curves else 0
         self.step: int = max(logged, summary.get("step", 0))
         """The last one known of."""

@@ -17,6 +17,7 @@ from ddptrain.python.run import Run
 
 _FIRST_LINE = re.compile(r"ddptrain \S+  recipe .+?  run (.+)")
 """Of the log. It names the folder."""
+_OF_RANKS = re.compile(r"PET_|TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$")
 _LINES_KEPT = 1000
 _LINES_SHOWN = 30
 
@@ -47,8 +48,8 @@ def train(*words: str, ranks: int = 1) -> Run:
 
 def _run(command: Sequence[str]) -> Run:
     show, said, folder = _shower(), deque[str](maxlen=_LINES_KEPT), None
-    # without what a scheduler says to torchrun: the training is on this node alone
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    # without what a scheduler or torchrun says to its ranks: the training is on this node alone
+    inherited = {name: value for name, value in os.environ.items() if not _OF_RANKS.match(name)}
     with _Interrupts() as interrupts:
         process = subprocess.Popen(
             command,

@@ -87,6 +87,10 @@ class Watchdog:
         self._marks, self._what = self._marks + 1, what
         self._marked_at, self._patience = time.monotonic(), max(patience, self._usual)
 
+    def forget_what_is_usual(self) -> None:
+        """Everything is done for the first time again: another graph is compiled."""
+        self._known.clear()
+
     def stop_on_signals(self, grace: float, time_limit: float | None) -> None:
         """From now on SIGTERM, SIGUSR1, SIGINT and the time limit (seconds) request a stop. To be called in
         the main thread.

@@ -1,6 +1,6 @@
 """What a tracker is told of a run, and what is kept of it in the run's folder: ``trackers/``."""
 
-import contextlib
+import fcntl
 import json
 import os
 import uuid
@@ -68,12 +68,12 @@ class About:
         return steps[-1] if self.checkpoints == "last" and steps else None
 
 
-def about(folder: Path, to: str) -> About:
-    """Of a run's folder."""
+def about(folder: Path, to: str, project: str | None = None) -> About:
+    """Of a run's folder. project: another than the run's own options say."""
     options = _read(folder / _HOME / f"{to}.json")
     recipe = str(parse_yaml((folder / "config.yaml").read_text()).get("recipe", "ddptrain"))
-    project = options.get("project") or recipe
     above = folder.resolve().parent
+    project = project or options.get("project") or recipe
     sweep = None
     if (above / _OF_A_SWEEP).exists():
         sweep = About(_id_of(above), above.name, above, project, "none", None)
@@ -83,31 +83,38 @@ def about(folder: Path, to: str) -> About:
 
 
 def write_options(folder: Path, to: str, options: Mapping[str, Any]) -> None:
-    """Keep options, or how far the sending is, beside what is kept already."""
-    path = folder / _HOME / f"{to}.json"
-    path.parent.mkdir(exist_ok=True)
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps({**_read(path), **options}) + "\n")
-    os.replace(aside, path)
+    """Keep a tracker's options with the run."""
+    _write(folder / _HOME / f"{to}.json", options)
 
 
-def sent_so_far(folder: Path, to: str) -> dict[str, int]:
-    """The last step that was sent, by split."""
-    return dict(_read(folder / _HOME / f"{to}.json").get("sent", {}))
+def sent_so_far(run: About, to: str) -> dict[str, int]:
+    """The last step that was sent to the run's project, by split."""
+    return dict(_read(run.home / f"{to}.sent.json").get(run.project, {}))
+
+
+def write_sent(run: About, to: str, sent: Mapping[str, int]) -> None:
+    """By the one process that sends this run to this tracker."""
+    path = run.home / f"{to}.sent.json"
+    _write(path, {**_read(path), run.project: sent})
 
 
 def _id_of(folder: Path) -> str:
     """Made once. Several jobs of a sweep may ask for their sweep's at the same time."""
     path = folder / _HOME / "run.json"
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps({"id": uuid.uuid4().hex[:16]}) + "\n")
-        with contextlib.suppress(FileExistsError):  # another process was first
-            os.link(aside, path)
-        aside.unlink()
+    path.parent.mkdir(exist_ok=True)
+    with (path.parent / "run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _write(path, {"id": uuid.uuid4().hex[:16]})
     return str(_read(path)["id"])
 
 
 def _read(path: Path) -> dict[str, Any]:
     return dict(parse_json(path.read_text())) if path.exists() else {}
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    aside = path.with_suffix(".part")
+    aside.write_text(json.dumps(values) + "\n")
+    os.replace(aside, path)

@@ -4,12 +4,12 @@ import json
 import logging
 import subprocess
 import sys
-from importlib.util import find_spec
 from typing import Literal, final
 
 from ddptrain.api.observer import End, Observer, Start
 from ddptrain.errors import UserError
 from ddptrain.observe.trackers.about import write_options
+from ddptrain.observe.trackers.service import is_installed
 
 log = logging.getLogger("ddptrain")
 
@@ -37,7 +37,7 @@ class Tracker(Observer):
         project: str | None = None,
         checkpoints: Literal["none", "best", "last"] = "none",
     ) -> None:
-        if find_spec(to) is None:
+        if not is_installed(to):
             raise UserError(f"observers={to}: needs {to}: pip install 'ddptrain[{to}]'")
         self._to = to
         self._project = project

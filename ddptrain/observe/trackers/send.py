@@ -12,15 +12,14 @@ import signal
 import sys
 import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
 from ddptrain.observe.metrics_file import read_lines
-from ddptrain.observe.trackers.about import About, about, sent_so_far, write_options
-from ddptrain.observe.trackers.service import Service
+from ddptrain.observe.trackers.about import About, about, sent_so_far, write_sent
+from ddptrain.observe.trackers.service import Service, is_installed
 
 TRACKERS = {"mlflow": "ToMlflow", "wandb": "ToWandb", "trackio": "ToTrackio"}
 _SECRETS = re.compile(r"(KEY|TOKEN|PASSWORD|SECRET)$")
@@ -35,8 +34,8 @@ class Sender:
     """Sends what a tracker lacks, as often as it is asked to. After an error the next call begins where the
     tracker is."""
 
-    def __init__(self, folder: Path, to: str) -> None:
-        self.about: About = about(folder, to)
+    def __init__(self, folder: Path, to: str, project: str | None = None) -> None:
+        self.about: About = about(folder, to, project)
         self._to = to
         self._service: Service | None = None
         self._sent: dict[str, int] = {}
@@ -57,7 +56,7 @@ class Sender:
             module = importlib.import_module(f"ddptrain.observe.trackers.to_{self._to}")
             service: Service = getattr(module, TRACKERS[self._to])(self.about)
             known = service.open()
-            self._sent = {**sent_so_far(self.about.folder, self._to), **known}
+            self._sent = sent_so_far(self.about, self._to) if known is None else dict(known)
             self._service, self._files = service, {}
         service = self._service
         metrics = self.about.folder / "metrics.jsonl"
@@ -65,7 +64,7 @@ class Sender:
             new = [line for line in read_lines(metrics) if line["step"] > self._sent.get(line["split"], -1)]
             service.log(new)
             self._sent |= {line["split"]: line["step"] for line in new}
-            write_options(self.about.folder, self._to, {"sent": self._sent})
+            write_sent(self.about, self._to, self._sent)
         service.send_plots(self._changed(self.about.plots()))
         if ended:
             service.send_files(self.about.documents(), self.about.checkpoint())
@@ -94,15 +93,15 @@ def send_once(folder: Path, to: str, project: str | None) -> str:
     if to not in TRACKERS:
         hint = did_you_mean(to, list(TRACKERS)) or f" There are {', '.join(TRACKERS)}."
         raise UserError(f"{words}: there is no such tracker.{hint}")
-    if find_spec(to) is None:
+    if not is_installed(to):
         raise UserError(f"{words}: needs {to}: pip install 'ddptrain[{to}]'")
-    write_options(folder, to, {"project": project} if project is not None else {})
+    (folder / "trackers").mkdir(exist_ok=True)
     try:
         _lock = locked(folder, to, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"{words}: the run's own process is sending it. Wait until the run ends.") from None
     try:
-        sender = Sender(folder, to)
+        sender = Sender(folder, to, project)
         with contextlib.redirect_stdout(io.StringIO()):  # MLflow prints its address, with what is in it
             sender.send(ended=True)
     except Exception as error:  # of any kind: a tracker's library
@@ -112,11 +111,12 @@ def send_once(folder: Path, to: str, project: str | None) -> str:
 
 def in_words(error: BaseException) -> str:
     """An error in a line, without keys: neither those of the environment nor those within an address."""
-    text = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
     for name, value in os.environ.items():
         if _SECRETS.search(name) and value:
             text = text.replace(value, "***")
-    return re.sub(r"//[^/@\s]+@", "//***@", text)
+    text = re.sub(r"//\S*@", "//***@", text)
+    return text if len(text) < 300 else f"{text[:100]} ... {text[-200:]}"  # the cause stands last
 
 
 def follow(folder: Path, to: str) -> str:
@@ -137,10 +137,12 @@ def follow(folder: Path, to: str) -> str:
         ended = over.wait(pause)
         if ended and until is None:
             until = time.monotonic() + _LAST_S
+        began = time.monotonic()
         try:
             sender = sender or Sender(folder, to)
             sender.send(ended)
-            pause, error = _LOOKS_EVERY_S, ""
+            # a long run's metrics.jsonl takes a while to read
+            pause, error = max(_LOOKS_EVERY_S, 20 * (time.monotonic() - began)), ""
             if ended:
                 return ""
         except Exception as problem:  # of any kind: a tracker's library

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ class Service(ABC):
         self.about = about
 
     @abstractmethod
-    def open(self) -> Mapping[str, int]:
-        """Begin the run there, or go on with it. Returns the last step that the tracker is known to have, by
-        split; empty where it can't be asked."""
+    def open(self) -> Mapping[str, int] | None:
+        """Begin the run there, or go on with it. Returns the last step that the tracker has, by split; None
+        where it can't be asked."""
 
     @abstractmethod
     def log(self, lines: Sequence[Line]) -> None:
@@ -38,6 +39,12 @@ class Service(ABC):
     @abstractmethod
     def close(self, outcome: str) -> None:
         """The training has ended, so, or without saying how ('')."""
+
+
+def is_installed(library: str) -> bool:
+    """And not just a folder of its name in the current one, as W&B makes."""
+    spec = find_spec(library)
+    return spec is not None and spec.origin is not None
 
 
 def values_of(line: Line) -> dict[str, float]:

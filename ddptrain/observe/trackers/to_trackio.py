@@ -1,5 +1,6 @@
 """Trackio (huggingface.co/docs/trackio): a local database, or a Space where TRACKIO_SPACE_ID names one."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
@@ -11,7 +12,7 @@ from ddptrain.observe.trackers.service import Line, Service, values_of
 
 @final
 class ToTrackio(Service):
-    def open(self) -> Mapping[str, int]:
+    def open(self) -> Mapping[str, int] | None:
         about = self.about
         self._name = f"{about.name}-{about.id}"
         self._run = trackio.init(
@@ -24,6 +25,8 @@ class ToTrackio(Service):
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
+        if os.environ.get("TRACKIO_SPACE_ID"):
+            return None
         known: dict[str, int] = {}
         for row in trackio.SQLiteStorage.get_logs(about.project, self._name):
             for split in ("train", "valid"):
