@@ -93,6 +93,19 @@ def test_all_ranks_take_what_the_smallest_has_room_for(shards: int | None, tries
     assert len(set(ranks[0])) > 3
 
 
+def test_where_all_fits_no_rank_cuts_its_share() -> None:
+    """64 samples on three ranks: 21, 21 and 22."""
+
+    def rank(world: World) -> int | None:
+        plan = Plan(steps=5, train_size=200, batch_size=64)
+        strategy = make_strategy(auto(), world, strict=False)
+        precision = Precision("fp32", world.device)
+        trial = AutoBatch(Classify(nn.Identity), Roomy(99), Vectors(200), precision, plan, strategy)
+        return trial.sized(Train(micro_batch="auto"), {}, Watchdog(world)).micro_batch
+
+    assert run_ranks(rank, 3) == [22, 22, 22]
+
+
 def test_no_room_at_all_is_said() -> None:
     world = World()
     plan = Plan(steps=5, train_size=200, batch_size=BATCH)

@@ -25,6 +25,13 @@ from ddptrain.testing import RankFailed, run_ranks
 
 PLAN = Plan(steps=60, train_size=96, batch_size=24, micro_batch=8, eval_every=3, save_every=4, shards=4)
 DIGITS = "recipe=cnn_digits device=cpu train.eval_every=4 observers=[console,jsonl]"
+MINE = """
+from ddptrain.api import Controller
+
+class Never(Controller):
+    def goes_on(self, event):
+        return True
+"""
 
 
 def at(step: int, value: float, higher_is_better: bool = True, **more: float) -> Evaluated:
@@ -113,6 +120,11 @@ def test_by_the_command_line(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if line["split"] == "valid"] == [4, 8, 12, 16, 20, 24]
     message = refusal(tmp_path, f"{DIGITS} train.steps=8 stop.patience=3 stop.metric=acc")
     assert message.startswith("stop.metric=acc: the evaluation has accuracy, ")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/my_stop.py").write_text(MINE)
+    theirs = "--config-dir=mine +controllers.stop._target_=my_stop.Never"
+    message = refusal(tmp_path, f"{DIGITS} {theirs} stop.patience=3")
+    assert message.startswith("controllers.stop: is the name of stop.patience and stop.target")
     message = refusal(tmp_path, f"{DIGITS} stop.metric=loss")
     assert message.startswith("stop.metric=loss: needs stop.patience or stop.target")
 

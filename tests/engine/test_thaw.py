@@ -123,6 +123,10 @@ def test_by_the_command_line(tmp_path: Path) -> None:
     said = ended.out + ended.err
     assert ", until step 3: features.0.0.weight, " in said
     assert "thawed     at step 3: " in said
+    longer = f"launch --nproc-per-node=2 {words} train.steps=12 run.dir=run freeze=[features.*] thaw=0.5"
+    ended = ddptrain(tmp_path, longer)  # half of twelve is six, and it has been thawed at three
+    assert ended.code == 0, ended.err
+    assert "frozen " not in ended.out + ended.err
     message = refusal(tmp_path, f"{words} run.dir=run freeze=[features.*]")
     assert message.startswith("freeze, thaw, optim.groups")
     message = refusal(tmp_path, f"{words} run.dir=other thaw=0.5")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from jobs import MARK, living
+from omegaconf import OmegaConf
 from PIL import Image
 from running import stopped_steps
 from shell import RANK_VARIABLES, ddptrain
@@ -116,6 +117,15 @@ def test_a_mistake_is_a_user_error_with_the_message_of_the_command_line(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_torchrun_has_told_this_process_is_not_for_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "nowhere"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    run = python.train("recipe=cnn_digits", "device=cpu", "train.steps=3", f"run.dir={tmp_path}/run")
+    assert (run.outcome, run.step) == ("done", 3)
+
+
 def test_what_is_no_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^ranks=0: must be 1 or more"):
         python.train("recipe=cnn_digits", ranks=0)
@@ -205,6 +215,7 @@ def test_the_best_checkpoint_is_loaded_unless_another_is_named(run: python.Run) 
         python.load(run, "optim.lrr=1")
     with pytest.raises(UserError, match="device=cuda"):
         python.load(run, device="cuda")
+    assert OmegaConf.create({"a": "${oc.decode:'[1,2]'}"}).a == [1, 2]  # OmegaConf is as it was
 
 
 def test_a_picture_is_prepared_from_its_file_and_from_memory_alike(run: python.Run, tmp_path: Path) -> None:

@@ -81,8 +81,8 @@ class Training:
         assert process.returncode == 0, said
         return said
 
-    def report(self, run: str, to: str) -> str:
-        words = ["report", f"run={run}", f"to={to}"]
+    def report(self, run: str, to: str, *more: str) -> str:
+        words = ["report", f"run={run}", f"to={to}", *more]
         return subprocess.run(
             [sys.executable, "-m", "ddptrain", *words], cwd=self.folder, env=self.environment, check=True,
             capture_output=True, text=True, timeout=120,
@@ -128,6 +128,10 @@ def test_undisturbed(tmp_path: Path, server: int) -> None:
     assert (got / "config.yaml").read_bytes() == (tmp_path / "run/config.yaml").read_bytes()
     training.train("without", f"train.steps={STEPS}", to="")
     assert_same_weights(tmp_path / "run", tmp_path / "without")
+    for run in ("run", "without"):  # to another place, and of a run that had no tracker
+        training.report(run, "mlflow", "project=elsewhere")
+        points, _ = of_mlflow(training.uri, "elsewhere", run)
+        assert points == of_metrics_file(tmp_path / run)
 
 
 @pytest.mark.parametrize("to", ["mlflow", "wandb", "trackio"])
