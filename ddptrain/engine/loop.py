@@ -261,7 +261,8 @@ class Engine:
 
     def _end(self, outcome: str) -> None:
         state, task, progress = self._state, self._task, self._progress
-        self._watchdog.mark("ending", patience=LONG_S)  # rank 0 may wait for a tracker, the others for it
+        if outcome != "failed":  # of which the place is told
+            self._watchdog.mark("ending", patience=LONG_S)  # rank 0 may wait for a tracker, the others for it
         best = state.best_as(task.best_metric)
         result = Result(outcome, progress.last.metrics, best, task.higher_is_better)
         times = self._stopwatch.times(progress.ranks)

@@ -44,8 +44,8 @@ def _remedy(error: BaseException, config: Config, world: World, place: str) -> s
         if most > 1:
             fewer = f"train.micro_batch={most // 2} (now {most})"
             batch = f"the global batch stays {train.batch_size}"
-            auto = "train.micro_batch=auto finds the number"
-            return f"Put fewer samples through the model at once: {fewer}; {batch}. Or {auto}."
+            auto = "train.micro_batch=auto, which finds the number"
+            return f"Put fewer samples through the model at once: {fewer}, or {auto}; {batch}."
         if config.precision in ("fp32", "tf32"):
             return "What the forward pass keeps is about half as much with precision=bf16."
     elif within("data/loaders"):

@@ -124,7 +124,7 @@ def test_by_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "mine/my_stop.py").write_text(MINE)
     theirs = "--config-dir=mine +controllers.stop._target_=my_stop.Never"
     message = refusal(tmp_path, f"{DIGITS} {theirs} stop.patience=3")
-    assert message.startswith("controllers.stop: is the name of stop.patience and stop.target")
+    assert message.startswith("controllers.stop: this name is that of stop.patience and stop.target")
     message = refusal(tmp_path, f"{DIGITS} stop.metric=loss")
     assert message.startswith("stop.metric=loss: needs stop.patience or stop.target")
 

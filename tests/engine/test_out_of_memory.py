@@ -22,7 +22,8 @@ TORCHS = (
 )
 MODEL = "No batch size makes the model smaller: take a smaller one, or a device with more memory."
 HALF = (
-    "Put fewer samples through the model at once: train.micro_batch=16 (now 32); the global batch stays 64."
+    "Put fewer samples through the model at once: train.micro_batch=16 (now 32), or train.micro_batch=auto,"
+    " which finds the number; the global batch stays 64."
 )
 
 
@@ -44,7 +45,7 @@ def raise_within(files: Sequence[str], text: str) -> None:
             ["engine/loop"],
             "backward",
             {"micro_batch": 7},
-            "=3 (now 7); the global batch stays 64.",
+            "=3 (now 7), or train.micro_batch=auto, which finds the number; the global batch stays 64.",
         ),
         (["engine/loop"], "forward", {"micro_batch": 1}, "is about half as much with precision=bf16."),
         (["engine/loop", "engine/step"], "optimizer", {}, MODEL),
