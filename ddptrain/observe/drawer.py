@@ -2,7 +2,6 @@
 
 import logging
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from ddptrain.api.recipe import ConfusionMatrix, Curves
+from ddptrain.observe.child import start_module
 
 log = logging.getLogger("ddptrain")
 
@@ -36,8 +36,8 @@ class Drawer:
     def __init__(self) -> None:
         ours, theirs = Pipe()
         self._line: Connection[Any, Any] = ours
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ddptrain.observe.drawing", str(theirs.fileno())],
+        self._process = start_module(
+            "ddptrain.observe.drawing", [str(theirs.fileno())],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         theirs.close()

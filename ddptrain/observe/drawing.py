@@ -4,7 +4,6 @@ import contextlib
 import io
 import math
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -218,7 +217,6 @@ def _drawn(request: tuple[Any, ...]) -> bytes:
 
 def main(descriptor: int) -> None:
     """Draw the requests that arrive on a connection, until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process handles it
     os.nice(5)
     line: Connection[Any, Any] = Connection(descriptor)
     _png(draw_matrix([[1, 0], [0, 1]], ["a", "b"]))  # loads fonts

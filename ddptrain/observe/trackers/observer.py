@@ -3,11 +3,11 @@
 import json
 import logging
 import subprocess
-import sys
 from typing import Literal, final
 
 from ddptrain.api.observer import End, Observer, Start
 from ddptrain.errors import UserError
+from ddptrain.observe.child import start_module
 from ddptrain.observe.trackers.about import write_options
 from ddptrain.observe.trackers.service import is_installed
 
@@ -47,8 +47,8 @@ class Tracker(Observer):
         self._folder = event.run.folder
         project = self._project or event.run.config.recipe
         write_options(self._folder, self._to, {"project": project, "checkpoints": self._checkpoints})
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ddptrain.observe.trackers.send", str(self._folder), self._to],
+        self._process = start_module(
+            "ddptrain.observe.trackers.send", [str(self._folder), self._to],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
 

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -154,8 +153,6 @@ def follow(folder: Path, to: str) -> str:
 
 
 def main(folder: Path, to: str) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # for the training; this ends when that has ended
     os.nice(_NICE)
     ours = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the libraries print
