@@ -1,7 +1,6 @@
 """What an MLflow tracker costs a training: a server that answers, and one that hangs, beside no tracker.
 
     python benchmarks/trackers.py                           # a table, in some 15 minutes; needs mlflow
-    python benchmarks/trackers.py --write docs/trackers.md   # and into that file
 
 The same short training, one after the other in turns. What is compared is the time from the first step to the
 last, evaluations, plots and checkpoints included: the run's own `time` in summary.json.
