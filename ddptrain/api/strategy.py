@@ -4,13 +4,12 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ddptrain.api.world import World
 
@@ -59,9 +58,10 @@ class Strategy(ABC):
 
     shards: int | None = None
     """Fixed parts of each global batch, each with its own backward pass; None: one per rank."""
-    same_weights = True
-    """Whether every rank holds the same weights. They are compared every ``train.verify_every`` steps."""
-
+    sharded = False
+    """Whether a rank holds only its part of each parameter, its gradient and its optimizer state. Each pass
+    of the model is then a collective, and all ranks need equally many; `local`, `whole`, `part` and
+    `evaluating` are implemented."""
     takes_sparse_gradients = True
     needs_all_gradients = False
     """Whether every parameter must get a gradient in every step: a rank would wait for one that does not
@@ -85,6 +85,11 @@ class Strategy(ABC):
     def check(self, compiled: bool) -> None:  # noqa: B027 # most fit everywhere
         """Raise UserError if it does not fit its world, or a model that is ``compiled``."""
 
+    @property
+    def model_device(self) -> torch.device:
+        """Where the model is made."""
+        return self.world.device
+
     def prepare(self, model: nn.Module) -> nn.Module:
         """Change the model itself, before it is compiled and wrapped (SyncBatchNorm)."""
         return model
@@ -102,6 +107,19 @@ class Strategy(ABC):
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale all gradients together to a 2-norm of at most ``max_norm``; their norm before, 0-d."""
         return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """This rank's numbers of a parameter or of its gradient, as a plain tensor over the same memory."""
+        return tensor
+
+    def add_up_nonfinite(self, nonfinite: Tensor) -> None:  # noqa: B027 # the same everywhere, if not sharded
+        """Make ``nonfinite`` (0-d) the same on all ranks, in place: not 0 where it is not 0 on any. A
+        collective."""
+
+    def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A context around evaluations: inside, each rank can use the model by itself. May be a
+        collective."""
+        return nullcontext()
 
     def send_flags(
         self, wrapped: nn.Module, step: int, stop: bool, loss: Tensor
@@ -147,21 +165,14 @@ class Strategy(ABC):
         """Indices of the GPUs that this process uses beside its own."""
         return ()
 
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """The model's state for a checkpoint, complete on rank 0. Called on all ranks, so it may be a
-        collective."""
-        return model.state_dict()
+    def whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state_dict as a checkpoint holds it: its tensors complete, on rank 0. Called on all ranks, so it
+        may be a collective."""
+        return state
 
-    def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """The same for the optimizer."""
-        return optimizer.state_dict()
-
-    def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Restore what `model_state` returned, on any number of ranks."""
-        model.load_state_dict(state)
-
-    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        optimizer.load_state_dict(dict(state))
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """What this rank keeps of a complete tensor, in the form of ``like``, of the same shape."""
+        return whole
 
     def rank_state(self) -> Mapping[str, Tensor]:
         """State that this rank keeps from step to step: gradients that it has not sent yet. Never changed in

@@ -132,7 +132,7 @@ def make_train_step(
     workers = data.loading.workers or 0
     share_cores(world, strict, workers)
     log.info("cores      %s", cores_in_words(world, workers))
-    model = setup.make_model(config, task, world.device)
+    model = setup.make_model(config, task, strategy.model_device)
     if saved is None:
         load_initial_weights(config, model, world)
     known: Mapping[str, Any] = {} if saved is None else saved.manifest

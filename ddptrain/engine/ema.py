@@ -1,26 +1,31 @@
 """Averaged weights, often better on validation data than the last ones."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
-from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from ddptrain.api.strategy import Strategy
 from ddptrain.distributed.foreach import copy_all
 
 
 class Average(ABC):
     """What evaluation uses in place of the last weights."""
 
+    copies: bool
+    """Whether there are weights and buffers beside the model's own."""
+
     @abstractmethod
     def update(self) -> None:
         """Add the model's new weights, after each optimizer step."""
 
     @abstractmethod
-    def model(self) -> nn.Module:
-        """The model to evaluate."""
+    def in_use(self) -> AbstractContextManager[None]:
+        """Inside, the model has the averaged weights and buffers."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
@@ -33,14 +38,13 @@ class Average(ABC):
 class NoAverage(Average):
     """The last weights themselves."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    copies = False
 
     def update(self) -> None:
         pass
 
-    def model(self) -> nn.Module:
-        return self._model
+    def in_use(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -56,19 +60,21 @@ class ExponentialAverage(Average):
     The decay starts at (1 + t) / (10 + t) after t updates, as in TensorFlow's ExponentialMovingAverage with
     num_updates: otherwise the first weights would dominate a short run.
 
-    Holds torch's AveragedModel and applies torch's averaging function to lists made once: AveragedModel's
-    own ``update_parameters`` reads a counter on the host, a sync point in every step of a GPU.
+    Applies torch's averaging function to lists made once. torch's AveragedModel copies the model, which a
+    sharded one does not allow, and reads a counter on the host, a sync point in every step of a GPU.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self._averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
-        self._averaged.eval()
-        for parameter in self._averaged.parameters():
-            parameter.requires_grad_(False)
-        own = [*self._averaged.module.parameters(), *self._averaged.module.buffers()]
-        pairs = list(zip(own, [*model.parameters(), *model.buffers()], strict=True))
-        self._floats = [(a, b.detach()) for a, b in pairs if a.is_floating_point()]
-        self._others = [(a, b.detach()) for a, b in pairs if not a.is_floating_point()]
+    copies = True
+
+    def __init__(self, model: nn.Module, decay: float, strategy: Strategy) -> None:
+        self._strategy = strategy
+        own = [*model.parameters(), *model.buffers()]
+        averages = {id(tensor): tensor.detach().clone() for tensor in own}
+        self._saved = {n: averages.get(id(v), v) for n, v in model.state_dict(keep_vars=True).items()}
+        """By the names in a checkpoint."""
+        pairs = [(strategy.local(averages[id(tensor)]), strategy.local(tensor.detach())) for tensor in own]
+        self._floats = [(a, b) for a, b in pairs if a.is_floating_point()]
+        self._others = [(a, b) for a, b in pairs if not a.is_floating_point()]
         self._decay = decay
         self._updates = 0
 
@@ -79,13 +85,27 @@ class ExponentialAverage(Average):
         average([a for a, _ in self._floats], [b for _, b in self._floats], self._updates)
         copy_all([a for a, _ in self._others], [b for _, b in self._others])
 
-    def model(self) -> nn.Module:
-        module: nn.Module = self._averaged.module
-        return module
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.model().state_dict(), "updates": self._updates}
+        return {"weights": dict(self._saved), "updates": self._updates}
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.model().load_state_dict(state["weights"])
+        for name, average in self._saved.items():
+            if isinstance(average, Tensor):
+                average.copy_(self._strategy.part(state["weights"][name], average))
         self._updates = state["updates"]
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for average, own in (*self._floats, *self._others):
+            kept = own.clone()
+            own.copy_(average)
+            average.copy_(kept)

@@ -88,7 +88,7 @@ class Health:
         if missing:
             raise UserError(
                 f"model: {first_few(missing, 3)} got no gradient in step {step + 1} on rank"
-                f" {self._strategy.world.rank}, and ddp waits for one. Set"
+                f" {self._strategy.world.rank}, and the other ranks wait for one. Set (with ddp)"
                 " strategy.find_unused_parameters=true, or requires_grad_(False) for what is never used.",
                 everywhere=False,
             )
@@ -110,6 +110,8 @@ class Health:
             found += len(values)
             if not self._plain:
                 values = [numbers_of(gradient) for gradient in values]
+            if self._strategy.sharded:
+                values = [self._strategy.local(gradient) for gradient in values]
             if dtype == flags.dtype:
                 values.append(flags)
                 looked_at = True
@@ -119,6 +121,8 @@ class Health:
             self.check_gradients(step)
         if not looked_at:
             check_finite([flags], self._nonfinite, self._one)
+        if self._strategy.sharded:
+            self._strategy.add_up_nonfinite(self._nonfinite)
         sent = self._sent(flags) if self._on_gpu else (self._nonfinite, flags, None)
         nonfinite, flags, arrived = sent
         self._pending.append(_Pending(step, self._stop, nonfinite, flags, is_loss, arrived))

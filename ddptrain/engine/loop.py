@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from ddptrain.api.observer import End, Evaluated, Log, Result, Run, Saved, Start
-from ddptrain.api.recipe import Batch, Data, Report
+from ddptrain.api.recipe import Batch, Data, Figure, Report
 from ddptrain.api.timing import Timing
 from ddptrain.distributed.comm import (
     broadcast_buffers,
@@ -84,7 +84,7 @@ class Engine:
                     batches = self._thaw(batches)
                 self._step(batches, plan.at(step))
                 state.step = done = step + 1
-                if plan.verifies(done) and state.strategy.same_weights:
+                if plan.verifies(done) and not state.strategy.sharded:
                     check_replicas(self._world, state.model, done)
                 if plan.logs(done):
                     self._log()
@@ -182,19 +182,12 @@ class Engine:
         self._step.settle()
         self._stopwatch.settle()
         began = time.perf_counter()
-        broadcast_buffers(self._world, state.model, saved_buffers(state.model))
-        model = state.average.model()
-        if model is not state.model:
-            broadcast_buffers(self._world, model, saved_buffers(model))
-        precision, size = self._step.precision, self._plan.eval_batch_size
         try:
-            progress.last = evaluate(task, model, self._data, self._world, precision, size, self._watchdog)
+            figures = self._report()
         except Interrupted:
             self._save_and_stop("stopped in the evaluation")
         progress.evaluated_at = state.step
-        metrics, figures = progress.last.metrics, dict(progress.last.figures)
-        if self._world.is_first:
-            figures |= figures_of(task, model, precision)
+        metrics = progress.last.metrics
         self._stopwatch.mark("evaluating")
         is_best = state.improves(metrics[task.best_metric], task.higher_is_better)
         if is_best:
@@ -217,6 +210,21 @@ class Engine:
             log.info("ended      %s at step %d", controller.why, state.step)
             return False
         return True
+
+    def _report(self) -> dict[str, Figure]:
+        """Evaluate the averaged weights, where there are some; returns the figures, on rank 0."""
+        state, world, precision = self._state, self._world, self._step.precision
+        model, size = state.model, self._plan.eval_batch_size
+        names = saved_buffers(model)
+        broadcast_buffers(world, model, names)
+        with state.average.in_use(), state.strategy.evaluating(model):
+            if state.average.copies:
+                broadcast_buffers(world, model, names)
+            self._progress.last = evaluate(
+                self._task, model, self._data, world, precision, size, self._watchdog
+            )
+            drawn = figures_of(self._task, model, precision) if world.is_first else {}
+        return {**self._progress.last.figures, **drawn}
 
     def _save_and_stop(self, why: str) -> NoReturn:
         self._save_once()

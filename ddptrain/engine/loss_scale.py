@@ -7,18 +7,16 @@ from torch import Tensor, nn
 
 from ddptrain.api.recipe import Loss
 from ddptrain.api.sampler import Sampler
-from ddptrain.api.world import World
+from ddptrain.api.strategy import Strategy
 from ddptrain.distributed.comm import add_up
 from ddptrain.errors import UserError
 
 
 class LossScale:
-    """averages_over: what the strategy divides the summed gradients by."""
-
-    def __init__(self, world: World, sampler: Sampler, averages_over: int) -> None:
-        self._world = world
+    def __init__(self, strategy: Strategy, sampler: Sampler) -> None:
+        self._strategy = strategy
+        self._world = strategy.world
         self._sampler = sampler
-        self._averages_over = averages_over
         self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
 
     def weight(self, loss: Loss, size: int) -> Tensor:
@@ -29,7 +27,7 @@ class LossScale:
         each = loss.count / size if isinstance(loss.count, int) else 1.0
         if not each:
             raise UserError("Task.loss: count is 0; where it may be 0, it must be a 0-d tensor, not an int.")
-        value = self._averages_over / (each * self._sampler.batch_size)
+        value = self._strategy.averages_over / (each * self._sampler.batch_size)
         key = (value, loss.sum.dtype)
         if key not in self._weights:
             if loss.sum.ndim:
@@ -47,4 +45,5 @@ class LossScale:
         for shard, count in counts:
             shards[shard] += count
         factor = self._sampler.batch_size / add_up(self._world, shards).sum().clamp(min=1)
-        torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], factor)
+        local = self._strategy.local
+        torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], factor)

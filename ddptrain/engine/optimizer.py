@@ -25,6 +25,8 @@ from ddptrain.config.schema import Sched
 from ddptrain.engine.parameter_groups import KEYS, ParameterGroup, check_groups, parameter_groups
 from ddptrain.errors import UserError
 
+_FUSED_IN_PARTS = ("torch.optim.Adam", "torch.optim.AdamW")
+"""Whose fused kernels take DTensors (torch 2.11 to 2.15)."""
 _WARMUP_START = 0.01
 """First rate of the warm-up, as a share of the peak."""
 
@@ -42,12 +44,16 @@ def arguments_of(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_optimizer(
-    node: Mapping[str, Any], model: nn.Module, weight_decay_on: str = "all", sparse: bool = False
+    node: Mapping[str, Any],
+    model: nn.Module,
+    weight_decay_on: str = "all",
+    sparse: bool = False,
+    sharded: bool = False,
 ) -> Optimizer:
     """The optimizer of a config node, over the model's trained parameters, in the groups of
     `parameter_groups`.
 
-    sparse: some gradients are sparse.
+    sparse: some gradients are sparse. sharded: a rank has its part of each parameter.
     Fused where torch supports it: one kernel per step instead of one for each parameter, on CPUs too.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -57,6 +63,7 @@ def build_optimizer(
     groups = [_as_torch(group, node) for group in parameter_groups(model, node, weight_decay_on)]
     # with dampening the first step differs from the others and must not find a buffer
     fused = chosen and not node.get("dampening") and not sparse
+    fused = fused and (not sharded or node["_target_"] in _FUSED_IN_PARTS)
     fused = fused and all(p.is_floating_point() and _is_dense(p) for p in trained)
     built = build(arguments_of(node), "optim", params=groups, **({"fused": True} if fused else {}))
     if not isinstance(built, Optimizer):

@@ -104,12 +104,12 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only, so that it loads with ``weights_only=True``."""
         return {
-            "model": self.strategy.model_state(self.model),
-            "optimizer": self.strategy.optimizer_state(self.model, self.optimizer),
+            "model": self.strategy.whole(self.model.state_dict()),
+            "optimizer": self.strategy.whole(self.optimizer.state_dict()),
             "groups": list(self.groups),
             "optimizer_class": type(self.optimizer).__name__,
             "scaler": self.scaler.state_dict(),
-            "average": self.average.state_dict(),
+            "average": self.strategy.whole(self.average.state_dict()),
             "meter": self.meter.state_dict(),
             "step": self.step,
             "applied": self.applied,
@@ -133,6 +133,23 @@ class TrainState:
         if unsent:
             self.strategy.load_rank_state(unsent)
 
+    def _load_model(self, saved: Mapping[str, Any]) -> None:
+        own = self.model.state_dict()
+        self.model.load_state_dict({name: self._part(value, own[name]) for name, value in saved.items()})
+
+    def _load_optimizer(self, saved: Mapping[str, Any]) -> None:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        of_parameters = {
+            i: {name: self._part(value, parameters[i]) for name, value in values.items()}
+            for i, values in saved["state"].items()
+        }
+        self.optimizer.load_state_dict({**saved, "state": of_parameters})
+
+    def _part(self, value: Any, like: Any) -> Any:
+        """An optimizer's state has tensors of its parameter's shape and others, which all ranks keep."""
+        is_spread = isinstance(value, Tensor) and value.shape == like.shape
+        return self.strategy.part(value, like) if is_spread else value
+
     def _check_groups(self, saved: Sequence[str], where: str) -> None:
         """Raise UserError if a checkpoint's optimizer has other groups than this one."""
         if len(saved) != len(self.groups) or set(saved) != set(self.groups):
@@ -151,7 +168,7 @@ class TrainState:
         Raises UserError if it belongs to another model or another kind of run.
         """
         check_fits(self.model, state["model"], where)
-        self.strategy.load_model_state(self.model, state["model"])
+        self._load_model(state["model"])
         if bool(state["average"]) != bool(self.average.state_dict()):
             kept = "with averaged weights" if state["average"] else "without averaged weights"
             raise UserError(f"{where}: was saved {kept}; set ema.decay accordingly, or start a new run.")
@@ -178,7 +195,7 @@ class TrainState:
         settings = [
             {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
         ]
-        self.strategy.load_optimizer_state(self.model, self.optimizer, state["optimizer"])
+        self._load_optimizer(state["optimizer"])
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
         fast_forward(self.scheduler, state["applied"])
@@ -213,12 +230,12 @@ def make_state(
     sparse = sparse_layers(model)
     decays_on = config.train.weight_decay_on
     with frozen.at_the_end(model) if frozen is not None else nullcontext():
-        optimizer = build_optimizer(config.optim, model, decays_on, bool(sparse))
+        optimizer = build_optimizer(config.optim, model, decays_on, bool(sparse), strategy.sharded)
         groups = tuple(map(str, parameter_groups(model, config.optim, decays_on)))
     check_sparse(sparse, optimizer, strategy)
-    average: Average = NoAverage(model)
+    average: Average = NoAverage()
     if config.ema.decay is not None:
-        average = ExponentialAverage(model, config.ema.decay)
+        average = ExponentialAverage(model, config.ema.decay, strategy)
     return TrainState(
         model=model,
         wrapped=wrapped,

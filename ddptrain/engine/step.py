@@ -73,7 +73,7 @@ class TrainStep:
         self.rates: list[float] = []
         """Of the optimizer's groups, in the last step."""
         self._seed = StepSeed(plan.seed, strategy.world, strategy.further_gpus)
-        self._loss_scale = LossScale(strategy.world, self.sampler, strategy.averages_over)
+        self._loss_scale = LossScale(strategy, self.sampler)
         self._health = Health(state.model, state.wrapped, strategy)
         self._optimizer = OptimizerStep(state.optimizer, precision.scaler)
         self._undo = Undo(task, strategy, state.model) if plan.skips_nonfinite else None

@@ -90,9 +90,12 @@ def _counted(step: TrainStep, batch: Batch, at: At) -> int:
         with eagerly(), counter(next(model.parameters()).device) as counted:
             loss = step.forward(model, batch, at, step.micro_batches[0])
             check_loss(step.task, loss)
-            # not backward(): DDP has hooks where gradients are added up, and static_graph counts their calls
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            torch.autograd.grad(loss.sum, trained, allow_unused=True)
+            if step.strategy.sharded:  # its own tensors are not those of the pass
+                loss.sum.backward()
+                model.zero_grad(set_to_none=True)
+            else:  # DDP has hooks where gradients are added up, and static_graph counts their calls
+                torch.autograd.grad(loss.sum, trained, allow_unused=True)
         return int(counted.get_total_flops())
     except UserError:
         raise

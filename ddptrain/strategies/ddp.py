@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddptrain import torch_private
 from ddptrain.api.strategy import Flags, Strategy
 from ddptrain.api.world import World
-from ddptrain.distributed.comm import backend_for
+from ddptrain.distributed.comm import backend_for, only_statistics
 from ddptrain.errors import UserError
 from ddptrain.strategies.flag_bucket import FlagBucket
 from ddptrain.strategies.powersgd import PowerSgd
@@ -22,7 +22,6 @@ log = logging.getLogger("ddptrain")
 
 TORCHS_CAP_MB = 25.0
 """DDP's default. If it is passed explicitly, there is no small first bucket, which is sent early."""
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @final
@@ -95,7 +94,7 @@ class Ddp(Strategy):
                 static_graph=self._static_graph,
                 find_unused_parameters=self._find_unused,
             )
-        wrapped.broadcast_buffers = not _only_statistics(model)  # in each step
+        wrapped.broadcast_buffers = not only_statistics(model)  # in each step
         bucket.hidden()
         self._register_hook(wrapped, model)
         return wrapped
@@ -169,11 +168,3 @@ def _bucket(wrapped: nn.Module) -> FlagBucket:
     bucket = wrapped.module
     assert isinstance(bucket, FlagBucket)
     return bucket
-
-
-def _only_statistics(model: nn.Module) -> bool:
-    """Whether all buffers are BatchNorm's statistics, which the forward pass in training does not read. So
-    DDP need not broadcast them in each step (about 100 small copies for a MobileNetV3): evaluation and
-    checkpoints use rank 0's, with the same result."""
-    owners = [layer for layer in model.modules() if any(True for _ in layer.buffers(recurse=False))]
-    return all(type(layer) in _NORMS for layer in owners)

@@ -7,7 +7,7 @@ from typing import Any
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
 from ddptrain.config.instantiate import build
-from ddptrain.config.strategy import choice_in, is_ddp
+from ddptrain.config.strategy import choice_in, uses_ddp
 from ddptrain.errors import UserError
 from ddptrain.strategies.strict import Strict
 
@@ -36,7 +36,7 @@ def make_strategy(
         raise UserError(f"strategy._target_={chosen['_target_']}: must be a ddptrain.api.Strategy.")
     strategy: Strategy = built
     if strict and not isinstance(strategy, Strict):
-        if not (is_ddp(node) or "alone" in node) or node.get("sync_batchnorm") or compression != "none":
+        if not uses_ddp(node) or node.get("sync_batchnorm") or compression != "none":
             raise UserError(
                 "elastic=strict: adds the gradients of fixed shards itself, which does not go with another"
                 " strategy, nor with strategy.sync_batchnorm or strategy.compression. Leave these, or use"

@@ -1,0 +1,188 @@
+"""Fully sharded data parallel: each rank keeps its part of every weight, gradient and optimizer state.
+
+torch's FSDP2: Zhao et al., "PyTorch FSDP", VLDB 2023 (arXiv 2304.11277), for each parameter by itself. A
+block's weights are gathered for its forward pass, and again for its backward pass, after which its gradients
+are summed and scattered.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from ddptrain.api.strategy import Strategy
+from ddptrain.api.world import World
+from ddptrain.config.suggest import did_you_mean
+from ddptrain.distributed.comm import broadcast_buffers, only_statistics
+from ddptrain.errors import UserError
+
+
+@final
+class Fsdp(Strategy):
+    """torch's ``fully_shard``.
+
+    wrap: name patterns of the modules that are gathered one at a time; None: the repeated children of each
+    `nn.Sequential` and `nn.ModuleList`. reshard_after_forward: free a block's weights between its forward and
+    its backward pass; else they are gathered once a pass, for more memory. within_node: shard over a node's
+    ranks, and replicate over nodes (HSDP).
+    """
+
+    sharded = True
+    takes_sparse_gradients = False
+    needs_all_gradients = True
+
+    def __init__(
+        self,
+        world: World,
+        wrap: Sequence[str] | None = None,
+        reshard_after_forward: bool = True,
+        within_node: bool = False,
+    ) -> None:
+        super().__init__(world)
+        self._patterns = wrap
+        self._reshard = reshard_after_forward
+        self._within_node = within_node
+        self._syncs = True
+        self._buffers_are_due = True
+
+    def check(self, compiled: bool) -> None:
+        if not dist.is_initialized():
+            raise UserError(
+                "strategy=fsdp: needs ranks, which torchrun starts:"
+                " torchrun --standalone --nproc-per-node=2 -m ddptrain ..."
+            )
+        if self.world.shares_device:
+            raise UserError("strategy=fsdp: needs a GPU for each rank. Start fewer ranks, or use ddp.")
+        if self._within_node and self.world.size % self.world.local_size:
+            raise UserError(
+                f"strategy.within_node=true: needs nodes with equally many ranks; {self.world.size} ranks are"
+                f" not {self.world.local_size} on each node."
+            )
+
+    @property
+    def model_device(self) -> torch.device:
+        """The CPU: a block goes to the device when it is cut into parts."""
+        return torch.device("cpu")
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if isinstance(model, FSDPModule):  # thawed: the parts stay
+            return model
+        mesh, blocks = self._mesh(), self._blocks(model)
+        for block in blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=self._reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False if not self._reshard else None)
+        model.to(self.world.device)  # buffers
+        if not only_statistics(model):
+            model.register_forward_pre_hook(self._same_buffers)
+        return model
+
+    def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
+        if last != self._syncs:
+            assert isinstance(wrapped, FSDPModule)
+            wrapped.set_requires_gradient_sync(last)
+            self._syncs = last
+        return nullcontext()
+
+    @property
+    def averages_over(self) -> int:
+        return self.world.size
+
+    def clip(self, model: nn.Module, max_norm: float) -> Tensor:
+        norm = super().clip(model, max_norm)
+        assert isinstance(norm, DTensor)
+        return norm.full_tensor()
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def add_up_nonfinite(self, nonfinite: Tensor) -> None:
+        dist.all_reduce(nonfinite, dist.ReduceOp.MAX)
+
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """The weights are gathered once, so that ranks may call any part of the model, any number of
+        times."""
+        gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in gathered:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module in gathered:
+                module.reshard()
+                module.set_reshard_after_forward(self._reshard and module is not model, recurse=False)
+
+    def whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = tree_map_only(DTensor, self._on_first, state)
+        return found
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        if not isinstance(like, DTensor):
+            return whole
+        value = whole.to(like.device, like.dtype)
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+    def describe(self) -> str:
+        return "hsdp" if self._within_node else "fsdp"
+
+    def _mesh(self) -> DeviceMesh:
+        world, kind = self.world, self.world.device.type
+        if not self._within_node:
+            return init_device_mesh(kind, (world.size,))
+        nodes = world.size // world.local_size
+        return init_device_mesh(kind, (nodes, world.local_size), mesh_dim_names=("replicate", "shard"))
+
+    def _blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Innermost first, as ``fully_shard`` needs them."""
+        if self._patterns is None:
+            return [block for block in _repeated(model) if not _shares(block, model)]
+        names = [
+            name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
+        ]
+        for pattern in self._patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                hint = did_you_mean(pattern, names) or f" There are {', '.join(names[:4])}, ..."
+                raise UserError(f"strategy.wrap: {pattern} matches the name of no module.{hint}")
+        found = [name for name in names if any(fnmatchcase(name, pattern) for pattern in self._patterns)]
+        return [model.get_submodule(name) for name in reversed(found)]
+
+    def _same_buffers(self, model: nn.Module, _: Any) -> None:
+        """As DDP does, before the first forward pass of a step. Collectives."""
+        if torch.is_grad_enabled():
+            if self._buffers_are_due:
+                broadcast_buffers(self.world, model, dict(model.named_buffers()))
+            self._buffers_are_due = self._syncs
+
+    def _on_first(self, tensor: DTensor) -> Tensor:
+        """Complete on rank 0, on the CPU. A collective."""
+        whole = tensor.full_tensor()
+        return whole.cpu() if self.world.is_first else whole.new_empty(0)
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of a list that are of one kind and made of layers themselves, the outermost ones."""
+    children = list(module.children())
+    kinds = [type(child) for child in children]
+    for child in children:
+        is_list = isinstance(module, nn.Sequential | nn.ModuleList)
+        is_block = is_list and kinds.count(type(child)) > 1 and any(True for _ in child.children())
+        if is_block and any(True for _ in child.parameters()):
+            yield child
+        else:
+            yield from _repeated(child)
+
+
+def _shares(block: nn.Module, model: nn.Module) -> bool:
+    """Whether a parameter of a block is used outside of it too."""
+    own, inside = set(block.parameters()), set(block.modules())
+    outside = (module for module in model.modules() if module not in inside)
+    return any(p in own for module in outside for p in module.parameters(recurse=False))
