@@ -96,12 +96,15 @@ class Sampler:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """This rank's micro-batches in every step; those of a shard are nearly equal."""
+        """This rank's micro-batches in every step; those of a shard are nearly equal. All shards have equally
+        many, unless one has too few samples."""
         count = self.shards or self.world_size
+        largest = -(-self.batch_size // count)
+        most = 1 if self.micro_batch is None else -(-largest // self.micro_batch)
         pieces = []
         for shard in self.own_shards:
             start, stop = self._shard(shard)
-            parts = 1 if self.micro_batch is None else -(-(stop - start) // self.micro_batch)
+            parts = min(most, stop - start)
             cuts = [i * (stop - start) // parts for i in range(parts + 1)]
             for i, (a, b) in enumerate(pairwise(cuts)):
                 pieces.append(Piece(b - a, shard, i * count + shard, ends_shard=i == parts - 1))

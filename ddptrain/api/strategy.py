@@ -166,9 +166,13 @@ class Strategy(ABC):
         return ()
 
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state_dict as a checkpoint holds it: its tensors complete, on rank 0. Called on all ranks, so it
-        may be a collective."""
+        """A state_dict as a checkpoint holds it: its tensors complete, on rank 0, or DTensors, of which each
+        rank writes its part. Called on all ranks, so it may be a collective."""
         return state
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor to read a saved one into: complete and on the CPU, or this rank's part of it."""
+        return torch.empty(shape, dtype=dtype)
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         """What this rank keeps of a complete tensor, in the form of ``like``, of the same shape."""

@@ -18,7 +18,8 @@ from ddptrain import __version__
 from ddptrain.commands.setup import named_checkpoint
 from ddptrain.config.instantiate import typed_arguments
 from ddptrain.distributed.world import world_from_environment
-from ddptrain.engine.checkpoint import STATE, Checkpointer, read, unpack
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.saved_checkpoint import STATE, read, unpack
 from ddptrain.errors import UserError
 from ddptrain.observe.console import open_log
 from ddptrain.text import in_columns
@@ -67,7 +68,7 @@ def verify(of: RunFolder, checkpoint: str = "") -> None:
         size = sum(file.stat().st_size for file in path.glob("*"))
         try:
             saved = read(path)
-            step = unpack(saved.payload, str(path))["step"]
+            step = unpack(saved)["step"]
         except UserError as error:
             if not path.exists() and not checkpoint:
                 continue  # a running job has just dropped it
@@ -84,7 +85,7 @@ def verify(of: RunFolder, checkpoint: str = "") -> None:
 def show(of: RunFolder, checkpoint: str = "last") -> None:
     """What a checkpoint holds: its facts, sizes and norms, and a table of its tensors."""
     saved = named_checkpoint(of.folder, checkpoint)
-    state = unpack(saved.payload, str(saved.path))
+    state = unpack(saved)
     model, averaged = state["model"], _averaged(state)
     metrics = saved.manifest.get("metrics", {})
     facts = {
@@ -123,7 +124,7 @@ def convert(
     if os.path.lexists(target):
         raise UserError(f"out={out}: exists already, and nothing is overwritten. Name another file.")
     saved = named_checkpoint(of.folder, checkpoint)
-    state = unpack(saved.payload, str(saved.path))
+    state = unpack(saved)
     averaged = _averaged(state)
     if weights == "averaged" and not averaged:
         raise UserError(f"weights=averaged: {saved.path} was saved without (ema.decay). Use weights=model.")

@@ -24,11 +24,12 @@ from ddptrain.distributed.cpu import share_cores
 from ddptrain.distributed.device import choose_device
 from ddptrain.distributed.world import world_from_environment
 from ddptrain.doctor.examine import why_no_cuda
-from ddptrain.engine.checkpoint import Checkpointer, LoadedCheckpoint, read, unpack
+from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.compiled import Compilations
 from ddptrain.engine.early_stop import EarlyStop
 from ddptrain.engine.optimizer import arguments_of
 from ddptrain.engine.out_of_memory import lack_of_memory
+from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, unpack
 from ddptrain.engine.state import fit_model
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
 from ddptrain.observe.console import open_log
@@ -242,7 +243,7 @@ def trained_model(
     What the checkpoint knows of the data is enough where it is all that the data would tell. needs_data: the
     caller needs the data itself.
     """
-    state = unpack(saved.payload, str(saved.path))
+    state = unpack(saved)
     metadata = saved.manifest.get("recall")
     if metadata and not needs_data:
         data.load_metadata(metadata, world)

@@ -26,7 +26,7 @@ from ddptrain.config.suggest import flat_values
 from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.distributed.cpu import cores_in_words, share_cores
 from ddptrain.engine.auto_batch import AutoBatch
-from ddptrain.engine.checkpoint import Checkpointer, LoadedCheckpoint, read, unpack
+from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.compiled import check_graphs, compile_loss
 from ddptrain.engine.consistency import check_same_command, check_same_model
 from ddptrain.engine.freeze import Frozen, freeze
@@ -35,6 +35,7 @@ from ddptrain.engine.loop import Engine
 from ddptrain.engine.optimizer import arguments_of, check_optimizer
 from ddptrain.engine.plan import Plan, plan_run
 from ddptrain.engine.precision import choose_precision
+from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, unpack
 from ddptrain.engine.step import TrainStep, make_step
 from ddptrain.errors import Diverged, Stopped, UserError
 from ddptrain.observe.console import open_log
@@ -127,6 +128,8 @@ def make_train_step(
     log.info("strategy   %s, %s on %s", strategy.describe(), ranks, nodes)
     setup.prepare(data, world, config.seed)
     plan = plan_run(config, data.train_size, data.identity, strategy.shards, data.sample_weights)
+    if strategy.sharded:
+        plan.check_equal_passes(world)
     data.train_batches(plan.sampler(world), range(0))  # refuses a batch that it can't give
     log.info("data       %s", data.describe())
     workers = data.loading.workers or 0
@@ -222,7 +225,8 @@ def _saved(config: Config, checkpointer: Checkpointer, world: World) -> LoadedCh
 def _resume(saved: LoadedCheckpoint, step: TrainStep, data: Data, checkpointer: Checkpointer) -> None:
     """Put the saved state back, on every rank."""
     where = str(saved.path)
-    kept = unpack(saved.payload, where)
+    # of a checkpoint in parts each rank reads its own
+    kept = on_all_ranks(step.strategy.world, lambda: unpack(saved, step.strategy.empty))
     step.plan.check_continues(saved.manifest, where)
     setup.check_outputs(data, saved)
     step.state.load_state_dict(kept, where)

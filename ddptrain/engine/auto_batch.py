@@ -57,10 +57,10 @@ class AutoBatch:
         rank has room for. ``train`` has these numbers from here on. Collectives, after the trials."""
         if "auto" not in (train.micro_batch, train.eval_batch_size):
             return self._plan
-        if self._strategy.further_gpus or self._world.shares_device:
+        if self._strategy.further_gpus or self._world.shares_device or self._strategy.sharded:
             raise UserError(
-                "train.micro_batch=auto, train.eval_batch_size=auto: needs ranks with a GPU each; neither"
-                " strategy=dp nor ranks that share a GPU. Give a number."
+                "train.micro_batch=auto, train.eval_batch_size=auto: needs ranks with a GPU and a whole model"
+                " each; neither strategy=dp nor fsdp, nor ranks that share a GPU. Give a number."
             )
         watchdog.mark("trying how many samples fit", patience=LONG_S)
         if train.micro_batch == "auto":

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Init
 from ddptrain.distributed.comm import on_all_ranks, once_a_node
-from ddptrain.engine.checkpoint import Checkpointer, read, unpack
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.errors import UserError
 from ddptrain.text import first_few
 
@@ -137,7 +138,7 @@ def _of_folder(path: Path) -> Weights:
             raise UserError(f"init.weights={path}: holds no checkpoint yet.")
     else:
         saved = read(path)
-    return _inside(unpack(saved.payload, str(saved.path)), str(saved.path))
+    return _inside(unpack(saved), str(saved.path))
 
 
 def _of_file(path: Path) -> Weights:

@@ -2,11 +2,11 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import NoReturn, final
 
 from ddptrain.api.observer import End, Evaluated, Log, Result, Run, Saved, Start
 from ddptrain.api.recipe import Batch, Data, Figure, Report
@@ -245,14 +245,15 @@ class Engine:
             self._observers.saved(Saved(state.step, path))
         self._progress.saved_at = state.step
 
-    def _write(self, why: str, write: Callable[[Mapping[str, Any], Mapping[str, Any]], Path]) -> Path | None:
+    def _write(self, why: str, write: Callable[..., Path]) -> Path | None:
         """Write the whole state, on rank 0. Collectives."""
         whole = self._state.gathered(self._task, self._world)
         self._watchdog.mark(why, self._state.step, LONG_S)
+        rest, shards = self._checkpointer.write_shards(whole, self._world)
         path = None
         if self._world.is_first:
             self._observers.settle()
-            path = write(whole, self._facts())
+            path = write(rest, self._facts(), shards)
         self._watchdog.mark("saved", self._state.step)
         self._stopwatch.mark("saving")
         return path

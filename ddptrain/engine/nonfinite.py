@@ -62,15 +62,16 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
 def where_it_began(step: "TrainStep", batches: Iterator[Batch], at: At) -> str | None:
     """Run this rank's micro-batches of a step through the bare model again, and name the first number that is
     not finite: a sample's input, else a layer's output, else the loss, else a gradient that a layer returns,
-    else a parameter's. None if all are finite on this rank."""
+    else a parameter's. None if all are finite on this rank. Does all passes in any case: under a strategy
+    that is sharded they are collectives."""
     task, model = step.task, step.state.model
     task.load_rank_state({name: rows.nan_to_num(0, 0, 0) for name, rows in task.rank_state().items()})
     model.zero_grad(set_to_none=True)
     shares = step.sampler.samples(range(at.step, at.step + 1), torch.device("cpu"))
+    began: str | None = None
     for micro_batch, (samples, _) in zip(step.micro_batches, shares, strict=True):
         batch = next(batches)
-        if (place := _bad_input(batch, len(samples))) is not None:
-            return f"{_INPUT} of training sample {int(samples[place])}"
+        place = _bad_input(batch, len(samples))
         found: list[str] = []
         backward = _Backward()
         with ExitStack() as hooks, eagerly():
@@ -80,17 +81,24 @@ def where_it_began(step: "TrainStep", batches: Iterator[Batch], at: At) -> str |
                     hooks.callback(layer.register_forward_hook(backward.after(name)).remove)
                     hooks.callback(layer.register_forward_hook(_noting(found, name)).remove)
             loss = step.forward(model, batch, at, micro_batch)
-        if found:
-            return f"the output of {found[0]}"
-        if not bool(torch.isfinite(loss.sum)):
-            return "the loss, though all outputs are finite"
         loss.sum.backward()
-        if backward.first:
-            return f"the gradient that {backward.first} returns, though the loss is finite"
+        if began is not None:
+            continue
+        if place is not None:
+            began = f"{_INPUT} of training sample {int(samples[place])}"
+        elif found:
+            began = f"the output of {found[0]}"
+        elif not bool(torch.isfinite(loss.sum)):
+            began = "the loss, though all outputs are finite"
+        elif backward.first:
+            began = f"the gradient that {backward.first} returns, though the loss is finite"
+    if began is not None:
+        return began
     bad = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not bool(numbers_of(parameter.grad).isfinite().all())
+        if parameter.grad is not None
+        and not bool(numbers_of(step.strategy.local(parameter.grad)).isfinite().all())
     ]
     return f"the gradient of {bad[-1]}, though the loss is finite" if bad else None
 

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -60,6 +60,17 @@ class Plan:
             self.shards,
             self.sample_weights,
         )
+
+    def check_equal_passes(self, world: World) -> None:
+        """For a strategy that is sharded: raise UserError if ranks have different numbers of
+        micro-batches."""
+        ranks = [self.sampler(replace(world, rank=rank)).pieces for rank in range(world.size)]
+        if len(set(map(len, ranks))) > 1:
+            raise UserError(
+                f"train.micro_batch={self.micro_batch}: the global batch of {self.batch_size} gives the"
+                f" {world.size} ranks different numbers of micro-batches, and under this strategy all take"
+                " part in each. Use a larger train.micro_batch, or a train.batch_size that the ranks divide."
+            )
 
     @property
     def position_facts(self) -> dict[str, int | str | None]:

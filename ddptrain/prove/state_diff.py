@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import UserError
 
 State = Mapping[str, Any]
@@ -40,7 +41,7 @@ def last_state(run: Path) -> State:
     saved = Checkpointer(run / "checkpoints", keep=1).newest()
     if saved is None:
         raise UserError(f"{run}: the training ended without a checkpoint.")
-    return dict(_leaves(unpack(saved.payload, str(saved.path)), ""))
+    return dict(_leaves(unpack(saved), ""))
 
 
 def differences(ours: State, theirs: State) -> list[StateDifference]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, empty
 from torch.utils._pytree import tree_map_only
 
 from ddptrain.api.strategy import Strategy
@@ -32,7 +32,8 @@ class Fsdp(Strategy):
     wrap: name patterns of the modules that are gathered one at a time; None: the repeated children of each
     `nn.Sequential` and `nn.ModuleList`. reshard_after_forward: free a block's weights between its forward and
     its backward pass; else they are gathered once a pass, for more memory. within_node: shard over a node's
-    ranks, and replicate over nodes (HSDP).
+    ranks, and replicate over nodes (HSDP). whole_checkpoint_gb: of a model with more GB of weights each rank
+    writes its part of a checkpoint.
     """
 
     sharded = True
@@ -45,11 +46,15 @@ class Fsdp(Strategy):
         wrap: Sequence[str] | None = None,
         reshard_after_forward: bool = True,
         within_node: bool = False,
+        whole_checkpoint_gb: float = 4.0,
     ) -> None:
         super().__init__(world)
         self._patterns = wrap
         self._reshard = reshard_after_forward
         self._within_node = within_node
+        self._whole_bytes = whole_checkpoint_gb * 1e9
+        self._gathers_checkpoints = True
+        self._mesh: DeviceMesh | None = None
         self._syncs = True
         self._buffers_are_due = True
 
@@ -75,7 +80,9 @@ class Fsdp(Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         if isinstance(model, FSDPModule):  # thawed: the parts stay
             return model
-        mesh, blocks = self._mesh(), self._blocks(model)
+        mesh, blocks = self._made_mesh(), self._blocks(model)
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        self._mesh, self._gathers_checkpoints = mesh, weights <= self._whole_bytes
         for block in blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=self._reshard)
         fully_shard(model, mesh=mesh, reshard_after_forward=False if not self._reshard else None)
@@ -122,11 +129,18 @@ class Fsdp(Strategy):
                 module.set_reshard_after_forward(self._reshard and module is not model, recurse=False)
 
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        if not self._gathers_checkpoints:
+            return state
         found: dict[str, Any] = tree_map_only(DTensor, self._on_first, state)
         return found
 
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        assert self._mesh is not None
+        placements = [Replicate()] * (self._mesh.ndim - 1) + [Shard(0)]
+        return empty(shape, dtype=dtype, device_mesh=self._mesh, placements=placements)
+
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        if not isinstance(like, DTensor):
+        if isinstance(whole, DTensor) or not isinstance(like, DTensor):
             return whole
         value = whole.to(like.device, like.dtype)
         return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
@@ -134,7 +148,7 @@ class Fsdp(Strategy):
     def describe(self) -> str:
         return "hsdp" if self._within_node else "fsdp"
 
-    def _mesh(self) -> DeviceMesh:
+    def _made_mesh(self) -> DeviceMesh:
         world, kind = self.world, self.world.device.type
         if not self._within_node:
             return init_device_mesh(kind, (world.size,))

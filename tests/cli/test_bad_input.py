@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from shell import ddptrain, early_refusal, refusal
 
-from ddptrain.engine.checkpoint import FORMAT, sealed
+from ddptrain.engine.saved_checkpoint import FORMAT, sealed
 
 CHECKOUT = Path(__file__).parents[2]
 TYPED = "recipe=cnn_digits device=cpu"

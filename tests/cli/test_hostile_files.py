@@ -23,7 +23,7 @@ from PIL import Image
 from served import add
 
 from ddptrain.cli.main import main
-from ddptrain.engine.checkpoint import FORMAT, sealed, unpack
+from ddptrain.engine.saved_checkpoint import FORMAT, LoadedCheckpoint, sealed, unpack
 from ddptrain.errors import UserError
 
 
@@ -137,14 +137,14 @@ NAMES = list(payloads(""))
 def test_a_hostile_state_is_refused_and_not_run(place: Place, name: str) -> None:
     payload = payloads(str(place.canary))[name]
     with place.untouched(), pytest.raises(UserError, match=r"^theirs: state\.pt is not a state of ddptrain"):
-        unpack(payload, "theirs")
+        unpack(LoadedCheckpoint(Path("theirs"), payload, {"files": {}}))
 
 
 def test_a_bomb_in_a_state_is_refused_before_it_is_unpacked() -> None:
     bomb = tampered(torch.zeros(2**26), lambda records: None, zipfile.ZIP_DEFLATED)
     assert len(bomb) < 2**20
     with pytest.raises(UserError, match="is not a state of ddptrain"):
-        unpack(bomb, "theirs")
+        unpack(LoadedCheckpoint(Path("theirs"), bomb, {"files": {}}))
 
 
 def test_a_hostile_run_folder_is_refused_by_every_verb(place: Place) -> None:

@@ -20,7 +20,7 @@ from ddptrain.data.detection.yolo import YoloFiles
 from ddptrain.data.pictures import fitted
 from ddptrain.data.tokens import open_tokens
 from ddptrain.doctor.replay import read_facts
-from ddptrain.engine.checkpoint import read, sealed, unpack
+from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, sealed, unpack
 from ddptrain.errors import UserError
 from ddptrain.report.page import write_page
 from ddptrain.report.run_files import read_run
@@ -201,7 +201,7 @@ def checkpoint(folder: Path, draw: Callable[[Any], bytes]) -> None:
     try:
         read(place)
     finally:
-        unpack(payload, str(place))
+        unpack(LoadedCheckpoint(place, payload, {"files": {}}))
 
 
 def tokens(folder: Path, draw: Callable[[Any], bytes]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from shell import Ended, ddptrain
 
-from ddptrain.engine.checkpoint import read, unpack
+from ddptrain.engine.saved_checkpoint import read, unpack
 
 SMALL = "recipe=cnn_digits device=cpu model.width=8 run.dir=run observers=[jsonl]"
 
@@ -48,7 +48,7 @@ def test_so_do_export_and_convert(words: str, folder: Path, tmp_path: Path) -> N
     done = asked(folder, words.format(target))
     assert "checkpoint run/checkpoints/best: step 20, accuracy " in done.err
     found = torch.load(target) if "convert" in words else torch.export.load(target).state_dict
-    saved = unpack(read(folder / "run/checkpoints/best").payload, "best")["model"]
+    saved = unpack(read(folder / "run/checkpoints/best"))["model"]
     assert torch.equal(found["conv1.weight"], saved["conv1.weight"])
 
 

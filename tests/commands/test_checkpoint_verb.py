@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 from shell import ddptrain, early_refusal, refusal
 
-from ddptrain.engine.checkpoint import Checkpointer, read, unpack
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.saved_checkpoint import read, unpack
 
 TRAIN = "recipe=cnn_digits device=cpu model.width=8 train.steps=4 checkpoint.every=2 ema.decay=0.9"
 
@@ -32,7 +33,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def state_of(run: Path, name: str) -> dict[str, Any]:
-    return unpack(read(run / "checkpoints" / name).payload, name)
+    return unpack(read(run / "checkpoints" / name))
 
 
 def flip_a_bit(file: Path) -> None:

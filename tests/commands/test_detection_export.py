@@ -22,7 +22,7 @@ from torchvision.io import decode_image
 from torchvision.ops import box_iou
 
 from ddptrain.data.shapes import DISTANCES
-from ddptrain.engine.checkpoint import read, unpack
+from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.engine.state import fit_model
 from ddptrain.recipes.yolo.boxes import decoded, detections
 from ddptrain.recipes.yolo.model import Yolo
@@ -191,7 +191,7 @@ assert "ddptrain" not in sys.modules
 @pytest.fixture(scope="module")
 def eager(folder: Path) -> nn.Module:
     model = Yolo(num_classes=10).eval()
-    state = unpack(read(folder / "run" / LAST).payload, "the run")
+    state = unpack(read(folder / "run" / LAST))
     fit_model(model, state["average"]["weights"], "the run")
     return model
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
 from ddptrain.data.shapes import DISTANCES
-from ddptrain.engine.checkpoint import read, unpack
+from ddptrain.engine.saved_checkpoint import read, unpack
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 POSITION = {"step", "epoch", "samples", "split"}
@@ -46,7 +46,7 @@ def lines_of(run: Path, split: str) -> list[dict[str, Any]]:
 
 
 def last_state(run: Path) -> Any:
-    return unpack(read(run / LAST).payload, str(run))
+    return unpack(read(run / LAST))
 
 
 def decoded(png: bytes) -> Tensor:

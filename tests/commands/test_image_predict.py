@@ -27,7 +27,7 @@ from ddptrain.data.digits import Digits
 from ddptrain.data.imagefolder import ImageFolder
 from ddptrain.data.pictures import fitted
 from ddptrain.data.source import Split
-from ddptrain.engine.checkpoint import sealed
+from ddptrain.engine.saved_checkpoint import sealed
 from ddptrain.errors import ExitCode, UserError
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

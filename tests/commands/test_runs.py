@@ -12,7 +12,7 @@ import torch
 from compare import assert_same
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddptrain.engine.checkpoint import read, unpack
+from ddptrain.engine.saved_checkpoint import read, unpack
 
 SMALL = ["recipe=cnn_cifar10", "data=shapes", "data.source.train=300", "data.source.valid=90", "device=cpu",
          "train.batch_size=64", "train.epochs=3", "log.every=5"]  # fmt: skip
@@ -98,7 +98,7 @@ def test_the_same_command_goes_on_where_a_run_was_stopped(tmp_path: Path) -> Non
     assert "resumed    stopped/checkpoints/step-" in again.stderr
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert (whole / "metrics.jsonl").read_bytes() == (stopped / "metrics.jsonl").read_bytes()
-    states = [unpack(read(run / "checkpoints/step-15").payload, "test") for run in (whole, stopped)]
+    states = [unpack(read(run / "checkpoints/step-15")) for run in (whole, stopped)]
     assert_same(*states)
     events = EventAccumulator(str(tmp_path / "stopped/tensorboard"), size_guidance={"scalars": 0}).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 16))
@@ -163,7 +163,7 @@ def test_a_compiled_model_trains_alike_and_saves_clean_names(tmp_path: Path) -> 
         ]
         done = start(tmp_path, *command)
         assert done.returncode == 0, done.stderr
-        states.append(unpack(read(tmp_path / compile_mode / "checkpoints/step-3").payload, "test"))
+        states.append(unpack(read(tmp_path / compile_mode / "checkpoints/step-3")))
     eager, compiled = states
     for one, other in ((eager["model"], compiled["model"]), *[(s["average"]["weights"] for s in states)]):
         assert one.keys() == other.keys()

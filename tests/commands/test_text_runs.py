@@ -18,7 +18,7 @@ from shell import ddptrain, refusal
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from texts import write_text
 
-from ddptrain.engine.checkpoint import read, unpack
+from ddptrain.engine.saved_checkpoint import read, unpack
 
 TINY = (
     "device=cpu data=text data.source.path=text.txt data.window=16 data.valid_piece=64 data.valid_context=16"
@@ -119,9 +119,7 @@ def test_a_killed_text_run_goes_on_to_the_same_end(tmp_path: Path) -> None:
     saved = max(int(path.name[5:]) for path in (tmp_path / "stopped/checkpoints").glob("step-*"))
     assert 10 <= saved < 200
     assert start("stopped").wait(240) == 0
-    states = [
-        unpack(read(tmp_path / name / "checkpoints/step-200").payload, name) for name in ("whole", "stopped")
-    ]
+    states = [unpack(read(tmp_path / name / "checkpoints/step-200")) for name in ("whole", "stopped")]
     assert states[0]["carried"]["hidden"].shape == (8, 2, 2, 16)
     assert_same(states[0], states[1])
     metrics = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "stopped")]

@@ -19,7 +19,7 @@ from ddptrain.config.instantiate import check_node
 from ddptrain.data.augment import Augment
 from ddptrain.data.images import ImageData
 from ddptrain.data.transforms import Transforms
-from ddptrain.engine.checkpoint import read, unpack
+from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +126,7 @@ def test_a_run_killed_and_resumed_has_the_same_bits(choice: str, tmp_path: Path)
     resumed = ddptrain(tmp_path, f"{run}resumed data.workers=0 data.resident=true", **one_thread)
     assert "steps 4 to 8" in resumed.err
     whole, parts = (read(tmp_path / of / "checkpoints/step-8") for of in ("straight", "resumed"))
-    assert_same(unpack(whole.payload, "whole")["model"], unpack(parts.payload, "parts")["model"])
+    assert_same(unpack(whole)["model"], unpack(parts)["model"])
 
 
 def test_torchvisions_classes_are_taken_by_name(tmp_path: Path) -> None:

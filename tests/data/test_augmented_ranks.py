@@ -10,7 +10,8 @@ import pytest
 from compare import assert_same
 from shell import ddptrain
 
-from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.saved_checkpoint import unpack
 
 NODE = "ddptrain.data"
 JITTER = (
@@ -46,7 +47,7 @@ def state_of(home: Path, augment: list[str], ranks: int, workers: int) -> Any:
     assert done.code == 0, done.err
     saved = Checkpointer(home / run / "checkpoints", keep=1).newest()
     assert saved is not None
-    return unpack(saved.payload, run)["model"]
+    return unpack(saved)["model"]
 
 
 @pytest.mark.long

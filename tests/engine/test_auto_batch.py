@@ -13,9 +13,10 @@ from toy import CLASSES, FEATURES, Classify, Vectors, auto
 from ddptrain.api.world import World
 from ddptrain.config.schema import Train
 from ddptrain.engine.auto_batch import AutoBatch
-from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
+from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import UserError
 from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.testing import run_ranks
@@ -136,7 +137,7 @@ def test_the_run_is_that_of_the_number_written_out_killed_or_not(tmp_path: Path)
     for run in ("auto", "written", "killed"):
         saved = Checkpointer(tmp_path / run / "checkpoints", keep=2).newest()
         assert saved is not None
-        states.append(unpack(saved.payload, run)["model"])
+        states.append(unpack(saved)["model"])
         assert "micro_batch: 8\n" in (tmp_path / run / "config.yaml").read_text()
     assert_same(states[0], states[1])
     metrics = [(tmp_path / run / "metrics.jsonl").read_bytes() for run in ("auto", "written")]

@@ -10,8 +10,9 @@ import torch
 from toy import Fit, plain, with_noise
 
 from ddptrain.api.world import World
-from ddptrain.engine.checkpoint import MANIFEST, STATE, Checkpointer, read, unpack
+from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
+from ddptrain.engine.saved_checkpoint import MANIFEST, STATE, LoadedCheckpoint, read, unpack
 from ddptrain.errors import UserError
 
 
@@ -31,7 +32,7 @@ def test_the_newest_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
     assert [path.name for path in checkpointer.steps()] == ["step-10", "step-100"]
     newest = checkpointer.newest()
     assert newest is not None
-    assert unpack(newest.payload, "x")["step"] == 100
+    assert unpack(newest)["step"] == 100
     assert newest.manifest["step"] == 100
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10", "step-100"]  # nothing left aside
 
@@ -84,10 +85,10 @@ def test_pickled_code_is_not_run(tmp_path: Path) -> None:
             return (Path.touch, (tmp_path / "ran",))
 
     with pytest.raises(UserError, match="not a state of ddptrain"):
-        unpack(pickle.dumps(Hostile()), "hostile")
+        unpack(LoadedCheckpoint(tmp_path, pickle.dumps(Hostile()), {"files": {}}))
     torch.save(Hostile(), tmp_path / "hostile.pt")
     with pytest.raises(UserError, match="not a state of ddptrain"):
-        unpack((tmp_path / "hostile.pt").read_bytes(), "hostile")
+        unpack(LoadedCheckpoint(tmp_path, (tmp_path / "hostile.pt").read_bytes(), {"files": {}}))
     assert not (tmp_path / "ran").exists()
 
 
@@ -95,7 +96,7 @@ def test_saving_over_a_folder_replaces_it(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, 5)
     checkpointer.save_best(state(1), {"step": 1})
     checkpointer.save_best(state(2), {"step": 2})
-    assert unpack(read(tmp_path / "best").payload, "x")["step"] == 2
+    assert unpack(read(tmp_path / "best"))["step"] == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "step-5"]
 
 
@@ -111,7 +112,7 @@ def test_best_holds_the_best_evaluation(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "best" / MANIFEST).read_text())
     assert manifest["step"] == trained.best_step
     assert manifest["metrics"]["accuracy"] == trained.best
-    assert unpack(read(tmp_path / "best").payload, "x")["best"] == trained.best
+    assert unpack(read(tmp_path / "best"))["best"] == trained.best
 
 
 def test_another_models_checkpoint_is_told_apart(tmp_path: Path) -> None:

@@ -11,16 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddptrain.engine.checkpoint import (
-    FORMAT,
-    MANIFEST,
-    STATE,
-    Checkpointer,
-    DamagedError,
-    read,
-    sealed,
-    unpack,
-)
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.saved_checkpoint import FORMAT, MANIFEST, STATE, DamagedError, read, sealed, unpack
 from ddptrain.errors import UserError
 
 FLIPS, CUTS, PAGES = 200, 50, 50
@@ -195,7 +187,7 @@ def test_a_state_of_another_step_is_refused(two: Checkpointer, tmp_path: Path) -
     (tmp_path / "step-2" / MANIFEST).write_bytes(sealed({**first, "step": 2}))
     saved = read(tmp_path / "step-2")
     with pytest.raises(DamagedError, match=r"step-2: its state\.pt is of step 1"):
-        unpack(saved.payload, str(saved.path))
+        unpack(saved)
 
 
 @pytest.mark.parametrize("number", [2, FORMAT + 1])

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from ddptrain.api.world import World
-from ddptrain.engine.checkpoint import MANIFEST, STATE, Checkpointer, read, unpack
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.saved_checkpoint import MANIFEST, STATE, read, unpack
 from ddptrain.errors import UserError
 from ddptrain.testing import run_ranks
 
@@ -95,7 +96,8 @@ FULL = """
 import json, os, random, subprocess, sys
 from pathlib import Path
 import torch
-from ddptrain.engine.checkpoint import Checkpointer, read
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.saved_checkpoint import read
 from ddptrain.errors import UserError
 
 disk = Path(sys.argv[1])
@@ -259,7 +261,7 @@ def test_training_may_change_the_tensors_at_once(tmp_path: Path, monkeypatch: py
     held.let_go.set()
     checkpointer.finish()
     saved = read(path)
-    assert torch.equal(unpack(saved.payload, str(path))["model"]["w"], state(1)["model"]["w"])
+    assert torch.equal(unpack(saved)["model"]["w"], state(1)["model"]["w"])
 
 
 def test_one_write_is_in_flight_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,10 @@ from ddptrain.api.observer import Evaluated
 from ddptrain.api.timing import Timing
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
-from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.early_stop import EarlyStop
 from ddptrain.engine.plan import Plan
+from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.summary import Summary
 from ddptrain.testing import RankFailed, run_ranks
@@ -88,7 +89,7 @@ def train(folder: Path, ranks: int, stop_at: int | None = None) -> dict[str, Any
             run_ranks(rank, ranks)
     saved = Checkpointer(folder, keep=2).newest()
     assert saved is not None
-    return unpack(saved.payload, "test")
+    return unpack(saved)
 
 
 def test_any_number_of_ranks_stops_at_the_same_step_killed_or_not(tmp_path: Path) -> None:

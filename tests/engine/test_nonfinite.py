@@ -12,8 +12,9 @@ from toy import Classify, Fit, Vectors, plain, weights, with_noise
 from ddptrain.api.recipe import At, Loss
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
-from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
+from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import Diverged
 from ddptrain.testing import run_ranks
 
@@ -159,7 +160,7 @@ def test_a_skipping_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: P
                 assert stop_at is not None
         saved = Checkpointer(folder, keep=2).newest()
         assert saved is not None
-        return unpack(saved.payload, "test")
+        return unpack(saved)
 
     whole = final(tmp_path / "whole")
     assert (whole["step"], whole["applied"], whole["left_out"]) == (15, 13, 0)

@@ -9,8 +9,9 @@ from toy import Fit, auto, with_noise
 
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
-from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
+from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.testing import RankFailed, run_ranks
 
@@ -24,7 +25,7 @@ ADAMW: dict[str, Any] = {"_target_": "torch.optim.AdamW", "lr": 0.01}
 def final_state(folder: Path) -> dict[str, Any]:
     saved = Checkpointer(folder, keep=2).newest()
     assert saved is not None
-    return unpack(saved.payload, "test")
+    return unpack(saved)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

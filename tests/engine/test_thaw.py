@@ -13,8 +13,9 @@ from toy import Classify, Fit, Vectors, auto, with_noise
 
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
-from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
+from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.testing import RankFailed, run_ranks
 
@@ -36,7 +37,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 def last_state(folder: Path) -> dict[str, Any]:
     saved = Checkpointer(folder, keep=2).newest()
     assert saved is not None
-    return unpack(saved.payload, "test")
+    return unpack(saved)
 
 
 def train(folder: Path, ranks: int, how: str, stop_at: int | None = None) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddptrain.engine.checkpoint import MANIFEST, STATE, Checkpointer, read, unpack
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.saved_checkpoint import MANIFEST, STATE, read, unpack
 
 NUMBERS = 1_000_000
 """Of a state: 4 MB, so that kills fall into writing and flushing too."""
@@ -90,14 +91,14 @@ def test_a_killed_save_leaves_the_last_checkpoint_or_the_one_before(tmp_path: Pa
         assert max(newest, saved - in_the_background) <= step <= begun
         newest = step
         if found is not None:
-            loaded = unpack(found.payload, str(found.path))
+            loaded = unpack(found)
             assert loaded["step"] == step
             assert torch.equal(loaded["model"]["w"], state(step)["model"]["w"])
         if in_the_background:  # of this saver only its best before is known to be written
             best_saved = best_saved - 2 if best_saved - 2 >= first else 0
         if best or best_saved:
             found = read(tmp_path / "best")
-            step = unpack(found.payload, "best")["step"]
+            step = unpack(found)["step"]
             assert max(best, best_saved) <= step == found.manifest["step"]
             best = step
     print(f"{kills} kills at {dict(moments)}, {newest} steps")

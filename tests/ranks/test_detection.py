@@ -13,10 +13,11 @@ from toy import Fit, weights
 
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
-from ddptrain.engine.checkpoint import Checkpointer, read, unpack
+from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.evaluate import evaluate
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
+from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.testing import RankFailed, run_ranks
 from ddptrain.watchdog.watchdog import Watchdog
 
@@ -57,7 +58,7 @@ def test_one_model_is_judged_alike_on_any_world(tmp_path: Path) -> None:
     fit = Fit(plan(100, save_every=100, eval_every=100), optim=ADAMW)
     run_ranks(lambda world: fit.train(*detector(), world, tmp_path)[0].step, 1)
     saved = read(Checkpointer(tmp_path, keep=1).steps()[-1])
-    state = unpack(saved.payload, "test")["model"]
+    state = unpack(saved)["model"]
 
     def judged(world: World, batch_size: int) -> dict[str, float]:
         task, data = detector()

@@ -14,8 +14,9 @@ from toy import Classify, CountPositives, Fit, Vectors, auto, with_noise
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
-from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
+from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import UserError
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.testing import RankFailed, run_ranks
@@ -55,7 +56,7 @@ def train(
                 run_ranks(rank, size)
     saved = Checkpointer(folder, keep=2).newest()
     assert saved is not None
-    return unpack(saved.payload, "test"), (folder / "metrics.jsonl").read_bytes()
+    return unpack(saved), (folder / "metrics.jsonl").read_bytes()
 
 
 def points(task: type[Classify] = Classify) -> Pair:

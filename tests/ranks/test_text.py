@@ -13,10 +13,11 @@ from toy import Fit, auto, weights
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
-from ddptrain.engine.checkpoint import Checkpointer, read, unpack
+from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.evaluate import evaluate
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
+from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.testing import RankFailed, run_ranks
 from ddptrain.watchdog.watchdog import Watchdog
@@ -162,7 +163,7 @@ def test_a_stopped_run_goes_on_with_the_states_it_had(
 def final_state(folder: Path) -> dict[str, Any]:
     saved = Checkpointer(folder, keep=2).newest()
     assert saved is not None
-    return unpack(saved.payload, "test")
+    return unpack(saved)
 
 
 def test_states_follow_their_streams_to_another_number_of_ranks(tmp_path: Path) -> None:
@@ -200,6 +201,6 @@ def test_the_best_checkpoint_holds_the_states_of_its_own_step(tmp_path: Path) ->
         Fit(calendar).train(task, data, world, tmp_path / "run")
 
     run_ranks(rank, 2)
-    best, last = (unpack(read(tmp_path / "run" / name).payload, "test") for name in ("best", "step-12"))
+    best, last = (unpack(read(tmp_path / "run" / name)) for name in ("best", "step-12"))
     assert best["carried"]["hidden"].shape == (ROWS, 2, 2, 16)
     assert_same(best["carried"], last["carried"])

@@ -22,9 +22,10 @@ from ddptrain.data.digits import Digits
 from ddptrain.data.images import ImageData
 from ddptrain.data.shapes import Shapes
 from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
-from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.optimizer import build_optimizer
 from ddptrain.engine.plan import Plan
+from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import UserError
 from ddptrain.recipes.image import ImageClassification
 from ddptrain.recipes.speedrun import SpeedrunNet, whitening_filters
@@ -241,7 +242,7 @@ def trained(
                 run_ranks(rank, size)
     saved = Checkpointer(folder, keep=2).newest()
     assert saved is not None
-    return unpack(saved.payload, "test")
+    return unpack(saved)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

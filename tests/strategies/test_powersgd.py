@@ -12,8 +12,9 @@ from toy import Classify, Fit, auto
 
 from ddptrain.api.recipe import At, Loss
 from ddptrain.api.world import World
-from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
+from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.testing import RankFailed, run_ranks
 
@@ -143,7 +144,7 @@ def ran(folder: Path, ranks: int, fit: Fit, stop_at: int | None = None) -> dict[
         assert stop_at is not None
     saved = Checkpointer(folder, keep=2).newest()
     assert saved is not None
-    return unpack(saved.payload, "test")
+    return unpack(saved)
 
 
 @pytest.mark.parametrize(("ranks", "static_graph"), [(2, False), (3, False), (3, True)])
@@ -192,7 +193,7 @@ class Bad(Classify):
 def test_a_left_out_step_leaves_nothing_behind(tmp_path: Path) -> None:
     plan = replace(PLAN, steps=8, save_every=2, micro_batch=None, skips_nonfinite=True)
     ran(tmp_path, 2, Fit(plan, task=Bad, strategy=powersgd()))
-    before, after = (unpack((tmp_path / f"step-{at}/state.pt").read_bytes(), "test") for at in (6, 8))
+    before, after = (unpack(read(tmp_path / f"step-{at}")) for at in (6, 8))
     assert (after["step"], after["applied"]) == (8, 6)
     assert_same(before["unsent"], after["unsent"])
     assert_same(before["model"], after["model"])

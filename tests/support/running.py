@@ -18,7 +18,8 @@ from typing import Any
 from compare import assert_same
 from shell import RANK_VARIABLES
 
-from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.saved_checkpoint import unpack
 
 FAULTY = Path(__file__).parent / "faulty"
 _MARK = "DDPTRAIN_TEST_JOB"
@@ -130,7 +131,7 @@ def outcome(run: Path) -> tuple[dict[str, Any], bytes]:
     """What a run has come to: the last checkpoint's state, and its metrics."""
     saved = Checkpointer(run / "checkpoints", keep=2).newest()
     assert saved is not None, f"{run} holds no checkpoint"
-    return unpack(saved.payload, str(run)), (run / "metrics.jsonl").read_bytes()
+    return unpack(saved), (run / "metrics.jsonl").read_bytes()
 
 
 def assert_same_outcome(run: Path, other: Path) -> None:

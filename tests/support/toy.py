@@ -16,11 +16,12 @@ from ddptrain.api.recipe import At, Data, Loss, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Ema, Sched, Train
-from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.freeze import freeze
 from ddptrain.engine.loop import Engine, StepIterator
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
+from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.engine.state import TrainState
 from ddptrain.engine.step import make_step
 from ddptrain.observe.dispatch import Observers
@@ -194,7 +195,7 @@ class Fit:
         step = make_step(config, task, model, strategy, precision, self.plan, Watchdog(world), frozen)
         step.state.controllers.update(self.controllers)
         if saved is not None:
-            step.state.load_state_dict(unpack(saved.payload, "test"), "test")
+            step.state.load_state_dict(unpack(saved), "test")
         observers = Observers([*self.observers, *([_Killer(stop_at)] if stop_at else [])])
         run = Run(folder, config, world)
         report = Engine(data, step, checkpointer, observers).fit(run, self.step_iterator)
