@@ -57,6 +57,7 @@ def check_sparse(layers: Sequence[str], optimizer: Optimizer, strategy: Strategy
         )
     if not strategy.takes_sparse_gradients:
         raise UserError(
-            f"strategy=ddp: {layers[0]} of the model has sparse=True, and torch's DDP then averages other"
-            " layers' gradients wrongly (seen with 2.11 and 2.15). Use sparse=False, or elastic=strict."
+            f"strategy: {layers[0]} of the model has sparse=True; torch's DDP then averages other layers'"
+            " gradients wrongly (seen with 2.11 and 2.15), and FSDP takes none. Use sparse=False, or"
+            " elastic=strict."
         )

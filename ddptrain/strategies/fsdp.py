@@ -5,6 +5,7 @@ block's weights are gathered for its forward pass, and again for its backward pa
 are summed and scattered.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -23,17 +24,20 @@ from ddptrain.api.world import World
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.distributed.comm import broadcast_buffers, only_statistics
 from ddptrain.errors import UserError
+from ddptrain.text import first_few
+
+log = logging.getLogger("ddptrain")
 
 
 @final
 class Fsdp(Strategy):
     """torch's ``fully_shard``.
 
-    wrap: name patterns of the modules that are gathered one at a time; None: the repeated children of each
-    `nn.Sequential` and `nn.ModuleList`. reshard_after_forward: free a block's weights between its forward and
-    its backward pass; else they are gathered once a pass, for more memory. within_node: shard over a node's
-    ranks, and replicate over nodes (HSDP). whole_checkpoint_gb: of a model with more GB of weights each rank
-    writes its part of a checkpoint.
+    wrap: name patterns of the modules that are gathered one at a time (of nested ones the outermost); None:
+    the repeated children of each `nn.Sequential` and `nn.ModuleList`. reshard_after_forward: free a block's
+    weights between its forward and its backward pass; else they are gathered once a pass, for more memory.
+    within_node: shard over a node's ranks, and replicate over nodes (HSDP). whole_checkpoint_gb: of a model
+    with more GB of weights each rank writes its part of a checkpoint.
     """
 
     sharded = True
@@ -77,10 +81,21 @@ class Fsdp(Strategy):
         """The CPU: a block goes to the device when it is cut into parts."""
         return torch.device("cpu")
 
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """``fully_shard`` takes contiguous parameters only: of channels_last the activations' half stays."""
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()
+        return model
+
     def wrap(self, model: nn.Module) -> nn.Module:
         if isinstance(model, FSDPModule):  # thawed: the parts stay
             return model
+        _check_parameters(model)
         mesh, blocks = self._made_mesh(), self._blocks(model)
+        names = [name for name, module in model.named_modules() if module in set(blocks)]
+        log.info(
+            "blocks     %d gathered one at a time, the rest at once: %s", len(names), first_few(names, 4)
+        )
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         self._mesh, self._gathers_checkpoints = mesh, weights <= self._whole_bytes
         for block in blocks:
@@ -156,18 +171,18 @@ class Fsdp(Strategy):
         return init_device_mesh(kind, (nodes, world.local_size), mesh_dim_names=("replicate", "shard"))
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Innermost first, as ``fully_shard`` needs them."""
         if self._patterns is None:
             return [block for block in _repeated(model) if not _shares(block, model)]
-        names = [
-            name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
-        ]
+        called = [name for name, module in model.named_modules() if name and _is_called(module)]
+        found: list[str] = []
         for pattern in self._patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                hint = did_you_mean(pattern, names) or f" There are {', '.join(names[:4])}, ..."
+            matching = [name for name in called if fnmatchcase(name, pattern)]
+            if not matching:
+                hint = did_you_mean(pattern, called) or f" There are {', '.join(called[:4])}, ..."
                 raise UserError(f"strategy.wrap: {pattern} matches the name of no module.{hint}")
-        found = [name for name in names if any(fnmatchcase(name, pattern) for pattern in self._patterns)]
-        return [model.get_submodule(name) for name in reversed(found)]
+            found += matching
+        outermost = [name for name in found if not any(name.startswith(f"{above}.") for above in found)]
+        return [model.get_submodule(name) for name in dict.fromkeys(outermost)]
 
     def _same_buffers(self, model: nn.Module, _: Any) -> None:
         """As DDP does, before the first forward pass of a step. Collectives."""
@@ -182,6 +197,23 @@ class Fsdp(Strategy):
         return whole.cpu() if self.world.is_first else whole.new_empty(0)
 
 
+def _check_parameters(model: nn.Module) -> None:
+    """Raise UserError for what ``fully_shard`` refuses, or trains wrongly without an error (torch 2.15)."""
+    parameters = dict(model.named_parameters())
+    common = next(iter(parameters.values())).dtype
+    for name, parameter in parameters.items():
+        kinds = {
+            "is 0-d": parameter.ndim == 0,
+            "has no elements": not parameter.numel(),
+            f"is of {parameter.dtype}": not parameter.is_floating_point() or parameter.dtype != common,
+        }
+        if problem := next((words for words, is_so in kinds.items() if is_so), None):
+            raise UserError(
+                f"strategy=fsdp: parameter {name} {problem}, and torch's FSDP cuts real ones of one dtype"
+                " with at least one dimension and one element. Change the model, or use strategy=ddp."
+            )
+
+
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     """The children of a list that are of one kind and made of layers themselves, the outermost ones."""
     children = list(module.children())
@@ -193,6 +225,11 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _repeated(child)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """It has parameters, and is no `nn.ModuleList`."""
+    return type(module).forward is not nn.Module.forward and any(True for _ in module.parameters())
 
 
 def _shares(block: nn.Module, model: nn.Module) -> bool:

@@ -1,0 +1,376 @@
+"""strategy=fsdp: trains like ddp and single, in a part of the memory; its checkpoints fit any world."""
+
+import gc
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from compare import assert_same
+from torch import Tensor, nn
+from toy import CLASSES, FEATURES, SGD, Classify, CountPositives, Fit, auto, plain, with_noise
+
+from ddptrain.api.recipe import At, Loss
+from ddptrain.api.world import World
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.plan import Plan
+from ddptrain.engine.saved_checkpoint import read, unpack
+from ddptrain.errors import Diverged, UserError
+from ddptrain.testing import RankFailed, run_ranks
+
+PLAN = Plan(
+    steps=9, train_size=103, batch_size=24, eval_batch_size=40, eval_every=3, save_every=3, verify_every=2,
+    seed=3, clip_norm=1.0, micro_batch=4,
+)  # fmt: skip
+ADAM = {"_target_": "torch.optim.AdamW", "lr": 0.01}
+ALL_IN_PARTS = 0.0
+"""whole_checkpoint_gb, for any model."""
+
+
+def fsdp(name: str = "fsdp", **arguments: Any) -> dict[str, Any]:
+    file = Path(__file__).parents[2] / f"conf/strategy/{name}.yaml"
+    return {**yaml.safe_load(file.read_text()), **arguments}
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, width)
+        layers = [nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=True) for _ in range(3)]
+        self.blocks = nn.Sequential(*layers)
+        self.last = nn.Linear(width, CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(features)[:, None])[:, 0])
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 16, 2, batch_first=True)
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.last(self.lstm(features.view(len(features), -1, 3))[0][:, -1])
+
+
+class Convolutions(nn.Module):
+    """Inverted residual blocks, with GroupNorm: BatchNorm depends on the number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(self._block() for _ in range(2)))
+        self.last = nn.Linear(FEATURES, CLASSES)
+
+    @staticmethod
+    def _block() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 6, 1), nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.GroupNorm(2, 6), nn.Hardswish(),
+            nn.Conv2d(6, 1, 1),
+        )  # fmt: skip
+
+    def forward(self, features: Tensor) -> Tensor:
+        pictures = features.view(len(features), 1, 3, 4)
+        return self.last((pictures + self.blocks(pictures)).flatten(1))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "transformer": Transformer, "lstm": Recurrent, "convolutions": Convolutions, "one group": plain,
+}  # fmt: skip
+
+
+def ran(fit: Fit, size: int, folder: Path, stop_at: int | None = None, nodes: int = 1) -> list[list[Tensor]]:
+    """The samples that each rank was given. ``folder`` has the checkpoints."""
+
+    def rank(world: World) -> list[Tensor]:
+        local = world.size // nodes
+        world = replace(world, local_rank=world.rank % local, local_size=local)
+        return fit.run(world, folder, stop_at)[1].asked
+
+    if stop_at is None:
+        return run_ranks(rank, size)
+    with pytest.raises(RankFailed):
+        run_ranks(rank, size)
+    return []
+
+
+def state_in(folder: Path) -> dict[str, Any]:
+    saved = Checkpointer(folder, keep=2).newest()
+    assert saved is not None
+    return unpack(saved) | {"metrics": dict(saved.manifest["metrics"])}
+
+
+def distance(one: dict[str, Any], other: dict[str, Any], part: str = "model") -> float:
+    return max(float((one[part][name] - value).abs().max()) for name, value in other[part].items())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_like_single_and_ddp(name: str, size: int, tmp_path: Path) -> None:
+    """With accumulation, clipping and averaged weights."""
+    for dtype, allowed in ((torch.float32, 1e-5), (torch.float64, 1e-11)):
+        fit = Fit(PLAN, lambda d=dtype: MODELS[name]().to(d), dtype=dtype, ema=0.9)  # type: ignore[misc]
+        states = []
+        for strategy, ranks in ((auto(), 1), (auto(), size), (fsdp(), size)):
+            folder = tmp_path / f"{len(states)}-{dtype}"
+            ran(replace(fit, strategy=strategy), ranks, folder)
+            states.append(state_in(folder))
+        single, ddp, own = states
+        assert distance(own, single) < allowed
+        assert distance(own, ddp) < allowed
+        assert distance(own["average"], single["average"], "weights") < allowed
+        momenta = (state["optimizer"]["state"] for state in (own, single))
+        for ours, theirs in zip(*(each.values() for each in momenta), strict=True):
+            torch.testing.assert_close(
+                ours["momentum_buffer"], theirs["momentum_buffer"], rtol=0, atol=10 * allowed
+            )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_computes_in_half_precision_as_ddp_does(precision: str, tmp_path: Path) -> None:
+    """The same casts: only sums over ranks are rounded differently."""
+    fit = Fit(PLAN, Transformer, precision=precision, ema=0.9)
+    for name, strategy in (("ddp", auto()), ("fsdp", fsdp())):
+        ran(replace(fit, strategy=strategy), 2, tmp_path / name)
+    assert distance(state_in(tmp_path / "fsdp"), state_in(tmp_path / "ddp")) < 1e-4
+    scalers = [state_in(tmp_path / name)["scaler"] for name in ("ddp", "fsdp")]
+    assert scalers[0] == scalers[1]
+    assert bool(scalers[0]) == (precision == "fp16")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_evaluates_like_single_to_the_last_digit(size: int, tmp_path: Path) -> None:
+    fit = Fit(PLAN, plain, optim=dict(SGD, lr=0.0), ema=0.9)
+    ran(fit, 1, tmp_path / "one")
+    ran(replace(fit, strategy=fsdp()), size, tmp_path / "many")
+    assert state_in(tmp_path / "one")["metrics"] == state_in(tmp_path / "many")["metrics"]
+
+
+def test_a_count_that_only_the_device_knows(tmp_path: Path) -> None:
+    fit = Fit(PLAN, Transformer, task=CountPositives)
+    ran(fit, 1, tmp_path / "one")
+    ran(replace(fit, strategy=fsdp()), 3, tmp_path / "many")
+    assert distance(state_in(tmp_path / "many"), state_in(tmp_path / "one")) < 1e-5
+
+
+def killed_and_resumed(seed: int, tmp_path: Path, gb: float) -> None:
+    drawn = random.Random(seed)
+    size, stop_at = drawn.choice([2, 3, 4]), drawn.choice([3, 6])
+    make = drawn.choice([Transformer, Recurrent, with_noise])
+    optim = drawn.choice([SGD, ADAM])
+    fit = Fit(PLAN, make, optim=dict(optim), ema=0.9, strategy=fsdp(whole_checkpoint_gb=gb))
+    ran(fit, size, tmp_path / "whole")
+    ran(fit, size, tmp_path / "killed", stop_at)
+    ran(fit, size, tmp_path / "killed")
+    assert_same(state_in(tmp_path / "whole"), state_in(tmp_path / "killed"))
+
+
+@pytest.mark.parametrize("gb", [1.0, ALL_IN_PARTS])
+def test_a_killed_run_ends_with_the_same_bits(gb: float, tmp_path: Path) -> None:
+    killed_and_resumed(1, tmp_path, gb)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
+def test_any_killed_run_ends_with_the_same_bits(seed: int, tmp_path: Path) -> None:
+    killed_and_resumed(seed, tmp_path, [1.0, ALL_IN_PARTS][seed % 2])
+
+
+@pytest.mark.parametrize("gb", [1.0, ALL_IN_PARTS])
+def test_any_number_of_ranks_goes_on(gb: float, tmp_path: Path) -> None:
+    """4, then 2, then 3 ranks, then a single process: the same state, and each sample once an epoch."""
+    plan = replace(PLAN, steps=12)
+    one = Fit(plan, Transformer, ema=0.9)
+    many = replace(one, strategy=fsdp(whole_checkpoint_gb=gb))
+    (asked,) = ran(one, 1, tmp_path / "one")
+    for ranks, stop_at in ((4, 3), (2, 6), (3, 9)):
+        ran(many, ranks, tmp_path / "many", stop_at)
+        assert (tmp_path / f"many/step-{stop_at}/shards").is_dir() == (gb == ALL_IN_PARTS)
+    (rest,) = ran(one, 1, tmp_path / "many")
+    at = len(asked) // 12  # micro-batches a step
+    for ours, expected in zip(rest[-3 * at :], asked[-3 * at :], strict=True):
+        assert torch.equal(ours, expected)
+    found, expected_state = state_in(tmp_path / "many"), state_in(tmp_path / "one")
+    assert distance(found, expected_state) < 1e-5
+    assert found["metrics"] == pytest.approx(expected_state["metrics"], abs=1e-4)
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut", "flipped", "no metadata", "two swapped"])
+def test_a_damaged_part_is_noticed_and_the_checkpoint_before_is_used(harm: str, tmp_path: Path) -> None:
+    fit = Fit(PLAN, Transformer, strategy=fsdp(whole_checkpoint_gb=ALL_IN_PARTS))
+    ran(fit, 2, tmp_path / "run")
+    shards = tmp_path / "run/step-9/shards"
+    first, second = sorted(shards.glob("*.distcp"))
+    if harm == "missing":
+        first.unlink()
+    elif harm == "cut":
+        first.write_bytes(first.read_bytes()[:-1])
+    elif harm == "flipped":
+        content = bytearray(first.read_bytes())
+        content[len(content) // 2] ^= 1
+        first.write_bytes(content)
+    elif harm == "two swapped":
+        first.rename(shards / "kept")
+        second.rename(first)
+        (shards / "kept").rename(second)
+    else:
+        (shards / ".metadata").unlink()
+    with pytest.raises(UserError, match=r"step-9: shards/\S+ .*damaged"):
+        read(tmp_path / "run/step-9")
+    newest = Checkpointer(tmp_path / "run", keep=2).newest()
+    assert newest is not None
+    assert newest.path.name == "step-6"
+
+
+def test_metadata_runs_no_code(tmp_path: Path) -> None:
+    """A pickle of torch's: a foreign folder could hold any other, with the right hash."""
+    import hashlib
+    import json
+    import pickle
+
+    from ddptrain.engine.saved_checkpoint import sealed
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    ran(Fit(PLAN, plain, strategy=fsdp(whole_checkpoint_gb=ALL_IN_PARTS)), 2, tmp_path / "run")
+    folder = tmp_path / "run/step-9"
+    written = pickle.dumps(Hostile())
+    (folder / "shards/.metadata").write_bytes(written)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest["files"]["shards/.metadata"] = {
+        "sha256": hashlib.sha256(written).hexdigest(), "bytes": len(written),
+    }  # fmt: skip
+    (folder / "manifest.json").write_bytes(sealed(manifest))
+    with pytest.raises(UserError, match="is not a state of ddptrain"):
+        unpack(read(folder))
+    assert not (tmp_path / "ran").exists()
+
+
+def held_bytes(state: Any) -> int:
+    """Of weights, gradients and optimizer: what a rank holds, each storage once."""
+    optimizer = [value for values in state.optimizer.state.values() for value in values.values()]
+    tensors = [*state.model.parameters(), *(p.grad for p in state.model.parameters()), *optimizer]
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors if isinstance(t, Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
+
+
+def largest_live_bytes() -> int:
+    """Of all tensors of this process, each storage once."""
+    gc.collect()
+    seen = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu":
+            seen[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(seen.values())
+
+
+def test_a_rank_of_four_holds_at_most_a_third_of_the_state(tmp_path: Path) -> None:
+    """0.30 of single's. All live tensors count, too: nothing else keeps the whole weights."""
+
+    def measured(strategy: dict[str, Any], size: int) -> list[tuple[int, int]]:
+        def rank(world: World) -> tuple[int, int]:
+            before = largest_live_bytes()
+            fit = Fit(
+                replace(PLAN, steps=2, save_every=None, eval_every=None), lambda: Transformer(128),
+                optim=ADAM, strategy=strategy,
+            )  # fmt: skip
+            state, _, _ = fit.run(world, tmp_path)
+            return held_bytes(state), largest_live_bytes() - before
+
+        return run_ranks(rank, size)
+
+    [(single, all_of_single)] = measured(auto(), 1)
+    for own, all_own in measured(fsdp(), 4):
+        assert own <= 0.30 * single
+        assert all_own <= 0.35 * all_of_single
+
+
+class NotFiniteAt(Classify):
+    """On rank 1, in step 5."""
+
+    def loss(self, model: nn.Module, batch: Any, at: At) -> Loss:
+        found = super().loss(model, batch, at)
+        bad = at.step == 4 and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+        return Loss(found.sum * float("nan"), found.count) if bad else found
+
+
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(tmp_path: Path) -> None:
+    fit = Fit(replace(PLAN, skips_nonfinite=True), with_noise, task=NotFiniteAt, strategy=fsdp())
+    ran(fit, 2, tmp_path)
+    state = state_in(tmp_path)
+    assert (state["step"], state["applied"]) == (9, 8)
+    assert all(bool(value.isfinite().all()) for value in state["model"].values())
+
+
+def test_or_ends_the_run_with_its_place(tmp_path: Path) -> None:
+    fit = Fit(PLAN, with_noise, task=NotFiniteAt, strategy=fsdp())
+
+    def rank(world: World) -> str:
+        with pytest.raises(Diverged) as found:
+            fit.run(world, tmp_path)
+        return str(found.value)
+
+    for message in run_ranks(rank, 3):
+        assert "step 5 is not finite" in message
+        assert "rank 1: the loss, though all outputs are finite" in message
+
+
+def test_what_is_frozen_stays_and_is_thawed(tmp_path: Path) -> None:
+    fit = Fit(PLAN, Transformer, freeze=["blocks.*"], thaw_at=4)
+    ran(fit, 1, tmp_path / "one")
+    ran(replace(fit, strategy=fsdp()), 2, tmp_path / "many", stop_at=3)
+    ran(replace(fit, strategy=fsdp()), 2, tmp_path / "many")
+    frozen, first = (unpack(read(tmp_path / name / "step-6"))["model"] for name in ("one", "many"))
+    for name, value in frozen.items():
+        torch.testing.assert_close(first[name], value, rtol=0, atol=1e-5)
+    assert distance(state_in(tmp_path / "many"), state_in(tmp_path / "one")) < 1e-5
+
+
+def test_hsdp_shards_in_a_node_and_replicates_over_nodes(tmp_path: Path) -> None:
+    fit = Fit(PLAN, Transformer)
+    ran(fit, 1, tmp_path / "one")
+    for gb in (1.0, ALL_IN_PARTS):
+        ran(replace(fit, strategy=fsdp("hsdp", whole_checkpoint_gb=gb)), 4, tmp_path / f"{gb}", nodes=2)
+        assert distance(state_in(tmp_path / f"{gb}"), state_in(tmp_path / "one")) < 1e-5
+
+
+@pytest.mark.parametrize("wrap", [[], ["blocks.*"], ["blocks.[01]", "last"]])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_is_a_block_changes_no_number(wrap: Sequence[str], reshard: bool, tmp_path: Path) -> None:
+    strategy = fsdp(wrap=wrap, reshard_after_forward=reshard)
+    fit = Fit(replace(PLAN, steps=3), Transformer)
+    ran(replace(fit, strategy=strategy), 2, tmp_path / "own")
+    ran(replace(fit, strategy=fsdp()), 2, tmp_path / "default")
+    assert distance(state_in(tmp_path / "own"), state_in(tmp_path / "default")) < 1e-6
+
+
+def refused(fit: Fit, folder: Path, size: int = 2) -> str:
+    def rank(world: World) -> str:
+        with pytest.raises(UserError) as found:
+            fit.run(world, folder)
+        return str(found.value)
+
+    return run_ranks(rank, size)[0]
+
+
+def test_a_pattern_without_a_module_is_refused(tmp_path: Path) -> None:
+    assert "strategy.wrap: block.* matches the name of no module" in refused(
+        Fit(PLAN, Transformer, strategy=fsdp(wrap=["block.*"])), tmp_path
+    )
+
+
+def test_samples_of_a_step_are_gone_through_in_equally_many_passes(tmp_path: Path) -> None:
+    """103 samples a step on 3 ranks: 34, 34 and 35; each of them in 5 passes of at most 7."""
+    plan = replace(PLAN, batch_size=103, micro_batch=7, train_size=206, steps=2)
+    ran(Fit(plan, Transformer), 1, tmp_path / "one")
+    ran(Fit(plan, Transformer, strategy=fsdp()), 3, tmp_path / "many")
+    assert distance(state_in(tmp_path / "many"), state_in(tmp_path / "one")) < 1e-5
+    with pytest.raises(UserError, match=r"train\.micro_batch=1: .* different numbers of micro-batches"):
+        replace(plan, micro_batch=1).check_equal_passes(World(size=3, local_size=3))
