@@ -111,6 +111,8 @@ class MuonWithSgd(Optimizer):
         groups = []
         for given in _as_groups(params):
             decay = given.get("weight_decay", weight_decay)
+            if any(hasattr(p, "full_tensor") for p in given["params"]):
+                raise UserError("optim: MuonWithSgd needs whole matrices, which strategy=fsdp cuts. Use ddp.")
             for kind, settings in kinds.items():
                 chosen = [p for p in given["params"] if _kind(p) == kind]
                 # SGD multiplies its decay by the rate, so it is divided by it here

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,9 @@ class Fsdp(Strategy):
     wrap: name patterns of the modules that are gathered one at a time (of nested ones the outermost); None:
     the repeated children of each `nn.Sequential` and `nn.ModuleList`. reshard_after_forward: free a block's
     weights between its forward and its backward pass; else they are gathered once a pass, for more memory.
-    within_node: shard over a node's ranks, and replicate over nodes (HSDP). whole_checkpoint_gb: of a model
-    with more GB of weights each rank writes its part of a checkpoint.
+    shard_over: all ranks, or those of a node, with replicas over nodes (HSDP), or none: whole replicas, as
+    under ddp. whole_checkpoint_gb: of a model with more GB of weights each rank writes its part of a
+    checkpoint.
     """
 
     sharded = True
@@ -49,13 +50,13 @@ class Fsdp(Strategy):
         world: World,
         wrap: Sequence[str] | None = None,
         reshard_after_forward: bool = True,
-        within_node: bool = False,
+        shard_over: Literal["world", "node", "none"] = "world",
         whole_checkpoint_gb: float = 4.0,
     ) -> None:
         super().__init__(world)
         self._patterns = wrap
         self._reshard = reshard_after_forward
-        self._within_node = within_node
+        self._shard_over = shard_over
         self._whole_bytes = whole_checkpoint_gb * 1e9
         self._gathers_checkpoints = True
         self._mesh: DeviceMesh | None = None
@@ -70,9 +71,9 @@ class Fsdp(Strategy):
             )
         if self.world.shares_device:
             raise UserError("strategy=fsdp: needs a GPU for each rank. Start fewer ranks, or use ddp.")
-        if self._within_node and self.world.size % self.world.local_size:
+        if self._shard_over == "node" and self.world.size % self.world.local_size:
             raise UserError(
-                f"strategy.within_node=true: needs nodes with equally many ranks; {self.world.size} ranks are"
+                f"strategy.shard_over=node: needs nodes with equally many ranks; {self.world.size} ranks are"
                 f" not {self.world.local_size} on each node."
             )
 
@@ -161,14 +162,14 @@ class Fsdp(Strategy):
         return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
     def describe(self) -> str:
-        return "hsdp" if self._within_node else "fsdp"
+        return {"world": "fsdp", "node": "hsdp", "none": "replicate"}[self._shard_over]
 
     def _made_mesh(self) -> DeviceMesh:
         world, kind = self.world, self.world.device.type
-        if not self._within_node:
+        if self._shard_over == "world":
             return init_device_mesh(kind, (world.size,))
-        nodes = world.size // world.local_size
-        return init_device_mesh(kind, (nodes, world.local_size), mesh_dim_names=("replicate", "shard"))
+        size = world.local_size if self._shard_over == "node" else 1
+        return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
         if self._patterns is None:

@@ -333,12 +333,16 @@ def test_what_is_frozen_stays_and_is_thawed(tmp_path: Path) -> None:
     assert distance(state_in(tmp_path / "many"), state_in(tmp_path / "one")) < 1e-5
 
 
-def test_hsdp_shards_in_a_node_and_replicates_over_nodes(tmp_path: Path) -> None:
-    fit = Fit(PLAN, Transformer)
+@pytest.mark.parametrize("name", ["hsdp", "replicate"])
+@pytest.mark.parametrize("gb", [1.0, ALL_IN_PARTS])
+def test_replicas_train_like_single(name: str, gb: float, tmp_path: Path) -> None:
+    """Of two nodes, or of each rank."""
+    fit = Fit(PLAN, Transformer, ema=0.9)
+    many = replace(fit, strategy=fsdp(name, whole_checkpoint_gb=gb))
     ran(fit, 1, tmp_path / "one")
-    for gb in (1.0, ALL_IN_PARTS):
-        ran(replace(fit, strategy=fsdp("hsdp", whole_checkpoint_gb=gb)), 4, tmp_path / f"{gb}", nodes=2)
-        assert distance(state_in(tmp_path / f"{gb}"), state_in(tmp_path / "one")) < 1e-5
+    ran(many, 4, tmp_path / "many", stop_at=6, nodes=2)
+    ran(many, 4, tmp_path / "many", nodes=2)
+    assert distance(state_in(tmp_path / "many"), state_in(tmp_path / "one")) < 1e-5
 
 
 @pytest.mark.parametrize("wrap", [[], ["blocks.*"], ["blocks.[01]", "last"]])
