@@ -65,7 +65,7 @@ def verify(of: RunFolder, checkpoint: str = "") -> None:
     damaged = 0
     for path in every:
         step, problem = "?", ""
-        size = sum(file.stat().st_size for file in path.glob("*"))
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         try:
             saved = read(path)
             step = unpack(saved)["step"]

@@ -271,8 +271,8 @@ def largest_live_bytes() -> int:
     return sum(seen.values())
 
 
-def test_a_rank_of_four_holds_at_most_a_third_of_the_state(tmp_path: Path) -> None:
-    """0.30 of single's. All live tensors count, too: nothing else keeps the whole weights."""
+def test_a_rank_of_four_holds_a_quarter_of_the_state(tmp_path: Path) -> None:
+    """At most 0.30 of single's. All live tensors count, too: nothing keeps the whole weights."""
 
     def measured(strategy: dict[str, Any], size: int) -> list[tuple[int, int]]:
         def rank(world: World) -> tuple[int, int]:
@@ -289,7 +289,7 @@ def test_a_rank_of_four_holds_at_most_a_third_of_the_state(tmp_path: Path) -> No
     [(single, all_of_single)] = measured(auto(), 1)
     for own, all_own in measured(fsdp(), 4):
         assert own <= 0.30 * single
-        assert all_own <= 0.35 * all_of_single
+        assert all_own <= 0.30 * all_of_single
 
 
 class NotFiniteAt(Classify):
