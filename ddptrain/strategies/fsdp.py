@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any, Literal, final
 
 import torch
@@ -92,16 +93,19 @@ class Fsdp(Strategy):
         if isinstance(model, FSDPModule):  # thawed: the parts stay
             return model
         _check_parameters(model)
-        mesh, blocks = self._made_mesh(), self._blocks(model)
-        names = [name for name, module in model.named_modules() if module in set(blocks)]
+        chosen = set(self._blocks(model))
+        blocks = {name: module for name, module in model.named_modules() if module in chosen}
         log.info(
-            "blocks     %d gathered one at a time, the rest at once: %s", len(names), first_few(names, 4)
+            "blocks     %d gathered one at a time, the rest at once: %s",
+            len(blocks),
+            first_few(list(blocks), 4),
         )
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        self._mesh, self._gathers_checkpoints = mesh, weights <= self._whole_bytes
-        for block in blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=self._reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False if not self._reshard else None)
+        self._mesh, self._gathers_checkpoints = self._made_mesh(), weights <= self._whole_bytes
+        for block in blocks.values():
+            fully_shard(block, mesh=self._mesh, reshard_after_forward=self._reshard)
+        fully_shard(model, mesh=self._mesh, reshard_after_forward=False if not self._reshard else None)
+        _prefetch(model, list(blocks.values()))
         model.to(self.world.device)  # buffers
         if not only_statistics(model):
             model.register_forward_pre_hook(self._same_buffers)
@@ -196,6 +200,14 @@ class Fsdp(Strategy):
         """Complete on rank 0, on the CPU. A collective."""
         whole = tensor.full_tensor()
         return whole.cpu() if self.world.is_first else whole.new_empty(0)
+
+
+def _prefetch(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Let each block's backward pass gather the one before it. By default FSDP takes the order of all forward
+    passes since the last backward pass (torch 2.11 to 2.15), and ranks differ in those of an evaluation."""
+    for module, before in pairwise([model, *blocks, model]):
+        assert isinstance(before, FSDPModule)
+        before.set_modules_to_backward_prefetch([module])
 
 
 def _check_parameters(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from ddptrain.engine.ema import ExponentialAverage
 from ddptrain.engine.meter import Meter
 from ddptrain.engine.optimizer import build_optimizer, build_schedule
 from ddptrain.engine.plan import Plan, steps_of
+from ddptrain.strategies.single import Single
 from ddptrain.testing import run_ranks
 
 PEAK = 0.5
@@ -63,7 +64,7 @@ def test_optimizers_are_fused_where_torch_can(name: str) -> None:
 def test_average_follows_its_formula_for_weights_and_buffers() -> None:
     torch.manual_seed(0)
     model, decay = with_noise(), 0.75
-    average = ExponentialAverage(model, decay)
+    average = ExponentialAverage(model, decay, Single(World()))
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     for update in range(1, 41):
         model(torch.randn(8, 12)).sum().backward()
@@ -79,8 +80,11 @@ def test_average_follows_its_formula_for_weights_and_buffers() -> None:
                 expected[name] = now * expected[name] + (1 - now) * value
             else:
                 expected[name] = value.clone()
-    for name, value in average.model().state_dict().items():
-        torch.testing.assert_close(value, expected[name])
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    with average.in_use():
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, expected[name])
+    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
 
 
 def test_epochs_end_at_the_step_that_has_seen_all_samples() -> None:
