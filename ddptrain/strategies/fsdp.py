@@ -205,9 +205,9 @@ class Fsdp(Strategy):
 def _prefetch(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Let each block's backward pass gather the one before it. By default FSDP takes the order of all forward
     passes since the last backward pass (torch 2.11 to 2.15), and ranks differ in those of an evaluation."""
-    for module, before in pairwise([model, *blocks, model]):
-        assert isinstance(before, FSDPModule)
-        before.set_modules_to_backward_prefetch([module])
+    in_turn = [module for module in (model, *blocks, model) if isinstance(module, FSDPModule)]
+    for module, after in pairwise(in_turn):
+        after.set_modules_to_backward_prefetch([module])
 
 
 def _check_parameters(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,26 @@ def test_computes_in_half_precision_as_ddp_does(precision: str, tmp_path: Path) 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_evaluates_like_single_to_the_last_digit(size: int, tmp_path: Path) -> None:
     fit = Fit(PLAN, plain, optim=dict(SGD, lr=0.0), ema=0.9)
+    ran(fit, 1, tmp_path / "one")
+    ran(replace(fit, strategy=fsdp()), size, tmp_path / "many")
+    assert state_in(tmp_path / "one")["metrics"] == state_in(tmp_path / "many")["metrics"]
+
+
+class EvaluatesUnevenly(Classify):
+    """As a decoder does: parts of the model, so often as the data say."""
+
+    def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mapping[str, Tensor]:
+        assert isinstance(model, Transformer)
+        for _ in range(int(batch[0].abs().sum()) % 5):
+            model.blocks[1:](model.first(batch[0])[:, None])
+        return super().evaluate(model, batch)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_may_evaluate_with_different_passes(size: int, tmp_path: Path) -> None:
+    """A rank may also have no batch at all."""
+    plan = replace(PLAN, eval_every=1, eval_batch_size=60)
+    fit = Fit(plan, Transformer, task=EvaluatesUnevenly, optim=dict(SGD, lr=0.0))
     ran(fit, 1, tmp_path / "one")
     ran(replace(fit, strategy=fsdp()), size, tmp_path / "many")
     assert state_in(tmp_path / "one")["metrics"] == state_in(tmp_path / "many")["metrics"]
