@@ -63,7 +63,7 @@ class ShardSum:
     parameters: by name, the same on all ranks, on one device. Without a gradient they count as zero.
     """
 
-    def __init__(self, world: World, parameters: Mapping[str, nn.Parameter], shards: int) -> None:
+    def __init__(self, world: World, parameters: dict[str, nn.Parameter], shards: int) -> None:
         self._world = world
         runs = [[(i, i + 1) for i in shards_of(rank, world.size, shards)] for rank in range(world.size)]
         ranks = [merged(run, shards)[0] for run in runs]
@@ -245,7 +245,7 @@ def _part(flat: Tensor, begin: int, parameter: nn.Parameter) -> Tensor:
     return flat.as_strided(parameter.shape, strides, begin)
 
 
-def _groups(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
+def _groups(parameters: dict[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
     """One for each bucket: of one dtype, in about the order in which a backward pass comes to them."""
     groups: dict[torch.dtype, dict[str, nn.Parameter]] = {}
     cap = _FIRST_BUCKET
