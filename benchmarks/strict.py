@@ -21,7 +21,7 @@ import torch.distributed as dist
 from common import check_markers, composed, made_with, markers, publish
 
 from ddptrain.api.world import World
-from ddptrain.commands.setup import make_task
+from ddptrain.commands.setup import make_task, repeat_bits
 from ddptrain.commands.train import make_train_step
 from ddptrain.engine.warmup import warm_up
 from ddptrain.testing import run_ranks
@@ -53,16 +53,19 @@ def main() -> None:
     for recipe in arguments.recipes.split(","):
         for ranks in (int(count) for count in arguments.ranks.split(",")):
             print(f"{recipe} on {ranks} ranks: {arguments.rounds} rounds", file=sys.stderr, flush=True)
-            lines.append(f"| {RECIPES[recipe]}, {_ranks_in_words(ranks)} | {_cells(recipe, ranks, arguments)} |")
+            lines.append(
+                f"| {RECIPES[recipe]}, {_ranks_in_words(ranks)} | {_cells(recipe, ranks, arguments)} |"
+            )
     note = (
-        f"A step's median, and its ratio to `fast` in the same round: median (quartiles) of {arguments.rounds}"
-        f" rounds of {STEPS} steps. {made_with('torch')} Made by `python benchmarks/strict.py`."
+        "A step's median, and its ratio to `fast` in the same round: median (quartiles) of"
+        f" {arguments.rounds} rounds of {STEPS} steps. {made_with('torch')}"
+        " Made by `python benchmarks/strict.py`."
     )
     publish("\n".join([*lines, "", note]), NAME, arguments.write)
 
 
-def _cells(recipe: str, ranks: int, arguments: argparse.Namespace) -> str:
-    found = run_ranks(lambda world: _rounds(world, recipe, arguments.rounds), ranks, timeout=3000)[0]
+def _cells(recipe: str, ranks: int, rounds: int) -> str:
+    found = run_ranks(lambda world: _rounds(world, recipe, rounds), ranks, timeout=3000)[0]
     base, *others = found
     cells = [_milliseconds(base)]
     for seconds in others:
@@ -99,7 +102,7 @@ def _turn(world: World, recipe: str, words: Sequence[str]) -> Callable[[], float
     numbers = iter(range(100000))
 
     def turn() -> float:
-        torch.use_deterministic_algorithms(config.elastic == "strict")
+        repeat_bits(config.elastic == "strict")
         if world.size > 1:
             dist.barrier()
         began = time.perf_counter()

@@ -6,8 +6,8 @@ so it first adds complete subtrees of its own, like a binary counter: it keeps t
 gradient of each shard. While its last shard's backward pass runs, ranks exchange these partial sums, bucket
 by bucket: each gets all of them for its chunk of the bucket (all-to-all), finishes the tree there, and sends
 the total to all (all-gather). With one partial sum on each rank, these are the bytes of a ring all-reduce:
-2 (ranks - 1) / ranks of the gradient. Elements are added independently of each other, so buckets and chunks
-may differ in another world.
+2 (ranks - 1) / ranks of the gradient; with one on each of two ranks, it is one. Elements are added
+independently of each other, so buckets and chunks may differ in another world.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from ddptrain.api.world import World, shards_of
 from ddptrain.errors import UserError
 
-_FIRST_BUCKET = 1 << 20
-"""Bytes. Small, as DDP's is: it is sent early."""
-_BUCKET = 25 << 20
+_BUCKET = 4 << 20
+"""Bytes. Smaller than DDP's, because what is received, and gloo's copies of it, take memory too: of a bucket
+or two at a time."""
 _ALIGNED = 16
 """Gradients begin at multiples of so many values: the order of a kernel's sums (a norm's) may depend on the
 alignment."""
@@ -120,7 +120,7 @@ class ShardSum:
     @torch.no_grad()
     def finish(self) -> None:
         """Give every parameter the total. Waits for the other ranks."""
-        if self._world.size > 1:
+        if self._buckets[-1].received is not None:
             self._start_gathering(self._buckets[-1])
         for bucket in self._buckets:
             bucket.wait()
@@ -165,13 +165,16 @@ class ShardSum:
             for i in range(last, last - self._own_additions[self._done] + 1, -1):
                 bucket.sums[i - 1].add_(bucket.sums[i])
             if self._is_last_shard and self._world.size > 1:
-                if self._next:
-                    self._start_gathering(self._buckets[self._next - 1])
                 self._start_exchange(bucket)
             self._next += 1
 
     def _start_exchange(self, bucket: "_Bucket") -> None:
-        """Start the all-to-all."""
+        """Start the all-to-all, after the all-gather of the bucket before."""
+        if self._partial_sums == [1, 1]:  # two numbers have one sum
+            bucket.work = dist.all_reduce(bucket.sums[0], async_op=True)
+            return
+        if self._next:
+            self._start_gathering(self._buckets[self._next - 1])
         size, own = self._world.size, self._partial_sums[self._world.rank]
         sums = [part.view(size, -1) for part in bucket.sums[:own]]
         chunk = sums[0].shape[1]
@@ -200,8 +203,10 @@ class ShardSum:
                 right = stack.pop()
                 stack[-1].add_(right)
         (total,) = stack
+        # in place: what was received is given back now, and not when the all-gather has ended
+        chunk = bucket.sums[0].view(self._world.size, -1)[self._world.rank].copy_(total)
         bucket.received = None
-        bucket.work = dist.all_gather_into_tensor(bucket.sums[0], total, async_op=True)
+        bucket.work = dist.all_gather_into_tensor(bucket.sums[0], chunk, async_op=True)
 
 
 @final
@@ -248,11 +253,9 @@ def _part(flat: Tensor, begin: int, parameter: nn.Parameter) -> Tensor:
 def _groups(parameters: dict[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
     """One for each bucket: of one dtype, in about the order in which a backward pass comes to them."""
     groups: dict[torch.dtype, dict[str, nn.Parameter]] = {}
-    cap = _FIRST_BUCKET
     for name, parameter in reversed(parameters.items()):
         group = groups.setdefault(parameter.dtype, {})
         group[name] = parameter
-        if sum(p.nbytes for p in group.values()) >= cap:
+        if sum(p.nbytes for p in group.values()) >= _BUCKET:
             yield groups.pop(parameter.dtype)
-            cap = _BUCKET
     yield from groups.values()

@@ -30,6 +30,7 @@ class Strict(Strategy):
             raise UserError(f"strategy.shards={shards}: must be at least 1.")
         self.shards = shards
         self._sum: ShardSum | None = None
+        self._layers: list[nn.Module] = []
         self._saved_buffers: Collection[str] = ()
         self._before: list[Tensor] = []
         """The buffers at the start of this step."""
@@ -43,6 +44,7 @@ class Strict(Strategy):
             self._sum.remove()
         trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
         self._sum = ShardSum(self.world, trained, self._count)
+        self._layers = list(wrapped.modules())
         self._saved_buffers = saved_buffers(wrapped)
         return wrapped.hidden()
 
@@ -71,15 +73,14 @@ class Strict(Strategy):
     @contextmanager
     def _shard(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
         assert self._sum is not None
-        # looked up each time: a layer may replace a buffer by another tensor
         if not self._before:
-            self._before = [buffer.clone() for buffer in wrapped.buffers()]
+            self._before = [buffer.clone() for buffer in self._buffers()]
         if last:
             self._sum.begin()
         yield
         if not last:
             return
-        buffers = list(wrapped.buffers())
+        buffers = self._buffers()
         if self.world.is_first and self._sum.is_first_shard:
             self._first = [buffer.clone() for buffer in buffers]
         is_over = self._sum.end()
@@ -88,3 +89,8 @@ class Strict(Strategy):
             broadcast_buffers(self.world, wrapped, self._saved_buffers)
             self._sum.finish()
             self._before, self._first = [], []
+
+    def _buffers(self) -> list[Tensor]:
+        """Looked up each time: a layer may replace a buffer by another tensor. `nn.Module.buffers` would take
+        a millisecond for a MobileNetV3."""
+        return [buffer for layer in self._layers for buffer in layer._buffers.values() if buffer is not None]
