@@ -53,9 +53,8 @@ def main() -> None:
     for recipe in arguments.recipes.split(","):
         for ranks in (int(count) for count in arguments.ranks.split(",")):
             print(f"{recipe} on {ranks} ranks: {arguments.rounds} rounds", file=sys.stderr, flush=True)
-            lines.append(
-                f"| {RECIPES[recipe]}, {_ranks_in_words(ranks)} | {_cells(recipe, ranks, arguments)} |"
-            )
+            cells = _cells(recipe, ranks, arguments.rounds)
+            lines.append(f"| {RECIPES[recipe]}, {_ranks_in_words(ranks)} | {cells} |")
     note = (
         "A step's median, and its ratio to `fast` in the same round: median (quartiles) of"
         f" {arguments.rounds} rounds of {STEPS} steps. {made_with('torch')}"
