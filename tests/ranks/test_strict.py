@@ -124,6 +124,7 @@ def test_eight_shards_on_as_many_ranks(tmp_path: Path) -> None:
 def test_killed_at_any_step_and_continued_on_any_number_of_ranks(tmp_path: Path, trial: int) -> None:
     calendar = plan(**EIGHT, steps=15)
     alone, metrics = train(tmp_path / "alone", [(1, None)], two_buckets, calendar)
+    (tmp_path / "killed").mkdir()
     dice = random.Random(trial)
     sizes = dice.sample((1, 2, 3, 4, 5, 8), 4)
     for size, dies_at in zip(sizes, [*sorted(dice.sample(range(1, 15), 3)), None], strict=True):
