@@ -1,4 +1,4 @@
-"""Every table of docs/performance.md, text.md and finetuning.md, and the picture, measured anew, in turn.
+"""Every table of docs/performance.md, text.md, finetuning.md, reliability.md, and the picture, in turn.
 
 python benchmarks/everything.py                      # in some three hours, 45 minutes of them for text.py
 python benchmarks/everything.py throughput startup   # some
@@ -21,6 +21,7 @@ FILES = {
     "busy": PERFORMANCE,
     "text": ROOT / "docs/text.md",
     "finetune": ROOT / "docs/finetuning.md",
+    "strict": ROOT / "docs/reliability.md",
 }
 
 

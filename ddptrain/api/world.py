@@ -6,8 +6,11 @@ import torch
 
 
 def shards_of(rank: int, world_size: int, count: int) -> range:
-    """A rank's indices of ``count`` parts: consecutive, nearly equally many per rank."""
-    return range(rank * count // world_size, (rank + 1) * count // world_size)
+    """A rank's indices of ``count`` parts: consecutive, nearly equally many per rank. The first ranks get one
+    more, so that more runs are whole subtrees of the sum over parts (of 8 on 5 ranks, all)."""
+    each, more = divmod(count, world_size)
+    begin = rank * each + min(rank, more)
+    return range(begin, begin + each + (rank < more))
 
 
 @dataclass(frozen=True, slots=True)

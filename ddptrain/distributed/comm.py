@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ddptrain.api.world import World
 from ddptrain.distributed.device import compared, name_of_gpu
+from ddptrain.distributed.foreach import by_dtype, copy_all
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -128,11 +129,14 @@ def only_statistics(model: nn.Module) -> bool:
 
 
 def broadcast_buffers(world: World, model: nn.Module, names: Collection[str]) -> None:
-    """Give every rank the first rank's buffers of these names, as the next DDP forward would."""
+    """Give every rank the first rank's buffers of these names, as the next DDP forward would. A collective
+    for each dtype."""
     if world.size > 1:
-        for name, buffer in model.named_buffers():
-            if name in names:
-                dist.broadcast(buffer, src=0)
+        for buffers in by_dtype(buffer for name, buffer in model.named_buffers() if name in names):
+            packed = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(packed, src=0)
+            parts = packed.split([buffer.numel() for buffer in buffers])
+            copy_all(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
 
 
 def from_first_rank(world: World, value: Result) -> Result:

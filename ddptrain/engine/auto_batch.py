@@ -23,7 +23,7 @@ from ddptrain.watchdog.watchdog import LONG_S, Watchdog
 log = logging.getLogger("ddptrain")
 _COPIES = 4
 """What will be held beside weights and gradients, as copies of the trained parameters: DDP's buckets, two
-averages of Adam, averaged weights. Under elastic=strict two more for each shard of the rank."""
+averages of Adam, averaged weights. Under elastic=strict one more for each sum that it keeps of its shards."""
 _EVAL_SHARE = 4
 """Evaluation keeps no activations; so many times the micro-batch are tried first."""
 
@@ -109,9 +109,8 @@ class AutoBatch:
 
     def _has_room(self, work: Callable[[int], None], size: int) -> bool:
         trained = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
-        copies = _COPIES + 2 * len(self._plan.sampler(self._world).own_shards) * (
-            self._plan.shards is not None
-        )
+        sums = len(self._plan.sampler(self._world).own_shards).bit_length()
+        copies = _COPIES + sums * (self._plan.shards is not None)
         try:
             held = torch.empty(copies * trained, dtype=torch.uint8, device=self._world.device)
             work(size)

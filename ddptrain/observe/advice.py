@@ -102,9 +102,8 @@ def _on_copies(run: Run) -> str:
 
 def _on_gradients(run: Run) -> str:
     config = run.config
-    if config.elastic == "strict":
-        return "elastic=fast hides it behind the backward pass"
-    if run.gradient_bytes >= _TRAFFIC and config.strategy.get("compression") == "none":
+    compresses = config.elastic == "fast" and config.strategy.get("compression") == "none"
+    if run.gradient_bytes >= _TRAFFIC and compresses:
         return "strategy.compression=bf16 halves the traffic"
     return f"train.batch_size={2 * config.train.batch_size} halves how often"
 

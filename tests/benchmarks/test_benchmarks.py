@@ -14,7 +14,7 @@ def start(script: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("script", ["throughput.py", "guards.py", "startup.py", "busy.py"])
+@pytest.mark.parametrize("script", ["throughput.py", "guards.py", "startup.py", "busy.py", "strict.py"])
 def test_no_rounds_are_refused(script: str) -> None:
     done = start(script, "--rounds", "0")
     assert done.returncode == 2
@@ -26,6 +26,14 @@ def test_everything_tells_what_it_does_and_starts_nothing() -> None:
     done = start("everything.py", "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Every table of docs/performance.md")
+
+
+@pytest.mark.long
+def test_strict_and_fast_take_turns() -> None:
+    done = start(*["strict.py", "--rounds", "1", "--recipes", "cnn_cifar10"])
+    assert done.returncode == 0, done.stderr
+    for ranks in ("1 rank", "2 gloo ranks"):
+        assert f"| a network of two convolutions, {ranks} | " in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """elastic=strict: the same bits on any number of ranks, and over any change of it."""
 
-from collections.abc import Callable
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import torch
 from compare import assert_same
 from scenes import detector
 from texts import language_model, write_text
-from toy import Classify, CountPositives, Fit, Vectors, auto, with_noise
+from torch import nn
+from toy import CLASSES, FEATURES, Classify, CountPositives, Fit, Vectors, auto, with_noise
 
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
@@ -41,12 +44,7 @@ def train(
     for size, stop_at in sizes:
 
         def rank(world: World, stop_at: int | None = stop_at) -> None:
-            torch.use_deterministic_algorithms(True)
-            fit = Fit(
-                calendar, optim=ADAMW, sched=Sched(warmup=0.2), ema=0.9, elastic="strict",
-                strategy=auto(shards=SHARDS),
-                observers=[Jsonl()] if world.is_first else [], **changes,
-            )  # fmt: skip
+            fit = fitting(world, calendar, **changes)
             fit.train(*pair(), world, folder, stop_at if world.is_first else None)
 
         if stop_at is None:
@@ -54,6 +52,18 @@ def train(
         else:
             with pytest.raises(RankFailed):
                 run_ranks(rank, size)
+    return outcome(folder)
+
+
+def fitting(world: World, calendar: Plan, **changes: Any) -> Fit:
+    torch.use_deterministic_algorithms(True)
+    return Fit(
+        calendar, optim=ADAMW, sched=Sched(warmup=0.2), ema=0.9, elastic="strict",
+        strategy=auto(shards=calendar.shards), observers=[Jsonl()] if world.is_first else [], **changes,
+    )  # fmt: skip
+
+
+def outcome(folder: Path) -> tuple[dict[str, Any], bytes]:
     saved = Checkpointer(folder, keep=2).newest()
     assert saved is not None
     return unpack(saved), (folder / "metrics.jsonl").read_bytes()
@@ -83,6 +93,61 @@ def test_any_number_of_ranks_and_any_change_of_it(
         assert_same(alone, state)
         assert metrics == lines
     state, lines = run("changing", [(3, 3), (4, 6), (1, 9), (2, None)])
+    assert_same(alone, state)
+    assert metrics == lines
+
+
+def of_two_buckets() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(FEATURES, 1100), nn.BatchNorm1d(1100), nn.ReLU(), nn.Dropout(0.3), nn.Linear(1100, 1000),
+        nn.BatchNorm1d(1000), nn.ReLU(), nn.Dropout(0.2), nn.Linear(1000, CLASSES),
+    )  # fmt: skip
+
+
+def two_buckets() -> tuple[Task, Data]:
+    return Classify(of_two_buckets), Vectors(100)
+
+
+EIGHT: dict[str, Any] = {"shards": 8, "batch_size": 36}
+
+
+def test_eight_shards_on_as_many_ranks(tmp_path: Path) -> None:
+    """On three, two of the ranks have two partial sums."""
+    alone, *others = [
+        train(tmp_path / str(size), [(size, None)], two_buckets, plan(**EIGHT)) for size in (1, 3, 5, 8)
+    ]
+    for other in others:
+        assert_same(alone, other)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("trial", range(20))
+def test_killed_at_any_step_and_continued_on_any_number_of_ranks(tmp_path: Path, trial: int) -> None:
+    calendar = plan(**EIGHT, steps=15)
+    alone, metrics = train(tmp_path / "alone", [(1, None)], two_buckets, calendar)
+    (tmp_path / "killed").mkdir()
+    dice = random.Random(trial)
+    sizes = dice.sample((1, 2, 3, 4, 5, 8), 4)
+    for size, dies_at in zip(sizes, [*sorted(dice.sample(range(1, 15), 3)), None], strict=True):
+
+        def rank(world: World, size: int = size, dies_at: int | None = dies_at) -> None:
+            victim = random.Random(trial).randrange(size)
+
+            def until_killed(steps: Iterable[int]) -> Iterator[int]:
+                for step in steps:
+                    if step == dies_at and world.rank == victim:
+                        os._exit(137)
+                    yield step
+
+            fit = fitting(world, calendar, step_iterator=until_killed)
+            fit.train(*two_buckets(), world, tmp_path / "killed")
+
+        if dies_at is None:
+            run_ranks(rank, size)
+        else:
+            with pytest.raises(RankFailed):
+                run_ranks(rank, size)
+    state, lines = outcome(tmp_path / "killed")
     assert_same(alone, state)
     assert metrics == lines
 
