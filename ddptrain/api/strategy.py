@@ -163,6 +163,12 @@ class Strategy(ABC):
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         optimizer.load_state_dict(dict(state))
 
+    def memory(self, model: nn.Module, alone: Mapping[str, int]) -> dict[str, int]:
+        """Bytes by part of this rank's step, for ``bench memory=true``; other ranks are not there. alone:
+        those of a process that holds all: weights (with buffers), gradients, optimizer, average, activations.
+        A strategy divides what it shards, and adds communication: buckets, gathered blocks in flight."""
+        return dict(alone)
+
     def rank_state(self) -> Mapping[str, Tensor]:
         """State that this rank keeps from step to step: gradients that it has not sent yet. Never changed in
         place."""

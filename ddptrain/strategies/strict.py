@@ -9,7 +9,7 @@ The cost, compared with DDP: a rank holds a gradient for each of its shards, all
 rank's share.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import final
 
@@ -69,6 +69,17 @@ class Strict(Strategy):
     def time_waits(self, wrapped: nn.Module, mark: Callable[[str], None]) -> None:
         assert isinstance(wrapped, FlagBucket)
         wrapped.mark_own_end(mark)
+
+    def memory(self, model: nn.Module, alone: Mapping[str, int]) -> dict[str, int]:
+        """Gradients of each of its shards; they are added up when there are no activations any more."""
+        shards, whole = self._counts[self.world.rank], alone["gradients"]
+        adding = 3 * shards * whole // 4  # the sums of two and of four shards
+        if self.world.size > 1:
+            largest = max(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+            bucket = max(min(4 * _CHUNK, whole), largest)
+            adding = whole + bucket * (shards + 2 * self._count)  # its own, all, and their sums
+        more = max(0, adding - alone["activations"])
+        return {**alone, "gradients": shards * whole, "communication": more}
 
     def describe(self) -> str:
         return f"strict, {self._count} shards (equal bits on 1 to {self._count} ranks)"
