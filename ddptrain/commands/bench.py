@@ -47,6 +47,7 @@ class _Options:
     ranks: int = 1
     tries: str = ""
     ddp: bool = False
+    memory: bool = False
 
 
 def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
@@ -64,6 +65,12 @@ def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
     for name, value, least in (("steps", own.steps, 1), ("rounds", own.rounds, 3), ("ranks", own.ranks, 1)):
         if value < least:
             raise UserError(f"{name}={value}: must be {least} or more.")
+    if own.memory:
+        if others := typed.keys() - {"memory", "ranks"}:
+            raise UserError(f"{min(others)}: memory=true trains nothing; it takes ranks= alone.")
+        from ddptrain.commands import memory  # imports torch
+
+        return memory.run(config, typed.get("ranks"))
     ranks = ranks_for(config, typed.get("ranks")) if own.ddp else own.ranks
     open_log(None, first=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: its trainings end with it

@@ -35,6 +35,7 @@ from ddptrain.engine.loop import Engine
 from ddptrain.engine.optimizer import arguments_of, check_optimizer
 from ddptrain.engine.plan import Plan, plan_run
 from ddptrain.engine.precision import choose_precision
+from ddptrain.engine.recompute import recompute
 from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, unpack
 from ddptrain.engine.step import TrainStep, make_step
 from ddptrain.errors import Diverged, Stopped, UserError
@@ -140,6 +141,8 @@ def make_train_step(
         load_initial_weights(config, model, world)
     known: Mapping[str, Any] = {} if saved is None else saved.manifest
     frozen = _frozen(config, model, plan, known)
+    if names := recompute(model, config.train.recompute):
+        log.info("recompute  %s: %s", counted(len(names), "module"), first_few(names, 4))
     with frozen.at_the_end(model) if frozen is not None else nullcontext():
         # before `prepare`: a SyncBatchNorm would wait for ranks that try other sizes
         plan = AutoBatch(task, model, data, precision, plan, strategy).sized(config.train, known, watchdog)

@@ -52,6 +52,9 @@ class Train:
     """Optimizer steps between evaluations; null: at the end of each epoch."""
     eval_batch_size: Any = rule(256, at_least=1, words=("auto",))
     """A number from the run's start on."""
+    recompute: list[str] = field(default_factory=list)
+    """Patterns of modules' names (``blocks.*``) whose activations are not kept for the backward pass but
+    computed again in it: less memory, a longer step, the same numbers."""
     clip_norm: float | None = rule(None, above=0)
     """Largest 2-norm of all gradients together; null: no clipping."""
     weight_decay_on: str = rule("all", choices=("all", "matrices"))

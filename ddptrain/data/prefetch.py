@@ -1,7 +1,7 @@
 """The next batch, copied to the device or made there, while this one computes."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,13 +17,23 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     ``non_blocking``: from pinned memory the host does not wait for the copy.
     """
+    return changed(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def rows_of(batch: Any, rows: slice) -> Any:
+    """The batch with these rows of each of its tensors."""
+    return changed(batch, lambda tensor: tensor[rows])
+
+
+def changed(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with each of its tensors changed."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return change(batch)
     if isinstance(batch, dict):
-        return {name: to_device(value, device) for name, value in batch.items()}
+        return {name: changed(value, change) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
-        moved = [to_device(item, device) for item in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+        items = [changed(item, change) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch
 
 
@@ -37,18 +47,6 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, tuple | list):
         for item in batch:
             yield from tensors_of(item)
-
-
-def rows_of(batch: Any, rows: slice) -> Any:
-    """The batch with these rows of each of its tensors."""
-    if isinstance(batch, Tensor):
-        return batch[rows]
-    if isinstance(batch, dict):
-        return {name: rows_of(value, rows) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        cut = [rows_of(item, rows) for item in batch]
-        return type(batch)(*cut) if hasattr(batch, "_fields") else type(batch)(cut)
-    return batch
 
 
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:

@@ -1,5 +1,6 @@
 """FLOPs of a model, and peak FLOP/s of a device."""
 
+import copy
 import logging
 import math
 import sys
@@ -41,14 +42,18 @@ _MEASURED_S = 0.02
 """For each kind of work: seven rounds on a core of 2024, more on anything faster."""
 
 
-def counter(device: torch.device) -> "FlopCounterMode":
-    """A counter of forward and backward FLOPs on the device.
+_counting: "list[FlopCounterMode]" = []
+
+
+@contextmanager
+def counter(device: torch.device) -> "Iterator[FlopCounterMode]":
+    """Inside, forward and backward FLOPs on the device are counted.
 
     Recurrent layers' kernels too, which torch's own table leaves out; and a grouped convolution's weight
     gradient once, where torch 2.11 to 2.15 count it once for each group.
     """
     aten = torch.ops.aten
-    return _flop_counter(device)(
+    mode = _flop_counter(device)(
         display=False,
         custom_mapping={
             aten.convolution_backward: _convolution_backward,
@@ -58,6 +63,24 @@ def counter(device: torch.device) -> "FlopCounterMode":
             aten._cudnn_rnn_backward: _cudnn_rnn_backward,
         },
     )
+    _counting.append(mode)
+    try:
+        with mode:
+            yield mode
+    finally:
+        _counting.remove(mode)
+
+
+@contextmanager
+def uncounted() -> "Iterator[None]":
+    """Inside, nothing is: what is computed once more is no arithmetic of the model's (Chowdhery et al., arXiv
+    2204.02311, appendix B)."""
+    before = [copy.deepcopy(mode.flop_counts) for mode in _counting]
+    try:
+        yield
+    finally:
+        for mode, counts in zip(_counting, before, strict=True):
+            mode.flop_counts = counts
 
 
 def _flop_counter(device: torch.device) -> "type[FlopCounterMode]":

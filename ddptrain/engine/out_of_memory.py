@@ -46,8 +46,13 @@ def _remedy(error: BaseException, config: Config, world: World, place: str) -> s
             batch = f"the global batch stays {train.batch_size}"
             auto = "train.micro_batch=auto, which finds the number"
             return f"Put fewer samples through the model at once: {fewer}, or {auto}; {batch}."
+        if not train.recompute:
+            return "Compute activations again instead of keeping them: train.recompute=[<blocks>]."
         if config.precision in ("fp32", "tf32"):
             return "What the forward pass keeps is about half as much with precision=bf16."
     elif within("data/loaders"):
         return "Leave the data in files, and have them read by workers: data.resident=false."
-    return "No batch size makes the model smaller: take a smaller one, or a device with more memory."
+    return (
+        "No batch size makes the model smaller: take a smaller one, or a device with more memory."
+        " python -m ddptrain bench memory=true recipe=<name> shows what takes how much."
+    )

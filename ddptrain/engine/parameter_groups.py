@@ -1,7 +1,7 @@
 """Which parameters are trained, and with which learning rate and weight decay."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -145,20 +145,26 @@ def _block_of(model: nn.Module, name: str) -> tuple[str, bool]:
 def _is_stack(module: nn.Module) -> bool:
     """Whether blocks are looked for in a module."""
     stacks = (part for part in module.modules() if isinstance(part, _STACKS))
-    return type(module) in _STACKS or any(map(_repeats, stacks))
+    return _kind(module) in _STACKS or any(map(_repeats, stacks))
 
 
 def _repeats(stack: nn.Module) -> bool:
-    made_of_others = [type(part) for part in stack.children() if any(True for _ in part.children())]
+    made_of_others = [_kind(part) for part in stack.children() if any(True for _ in part.children())]
     return any(made_of_others.count(kind) > 1 for kind in made_of_others if not issubclass(kind, _STACKS))
 
 
-def matching(pattern: str, named: Mapping[str, nn.Parameter], key: str) -> set[str]:
+def _kind(module: nn.Module) -> type:
+    """The class as it is written, also where train.recompute has put a subclass in its place."""
+    kind: type = getattr(module, "written_as", type(module))
+    return kind
+
+
+def matching(pattern: str, named: Collection[str], key: str, what: str = "parameter") -> set[str]:
     """The names that match. Raises UserError, which begins with ``key``, if there are none."""
     found = {name for name in named if fnmatchcase(name, pattern)}
     if not found:
         hint = did_you_mean(pattern, list(named)) or f" There are {', '.join(list(named)[:4])}, ..."
-        raise UserError(f"{key}: matches the name of no parameter.{hint}")
+        raise UserError(f"{key}: matches the name of no {what}.{hint}")
     return found
 
 

@@ -47,6 +47,11 @@ def merged(spans: Sequence[Span], shards: int) -> tuple[list[Span], list[int]]:
     return left, additions
 
 
+def most_sums(shards: int) -> int:
+    """That a rank with so many shards keeps at a time."""
+    return 1 + max(shard.bit_count() for shard in range(0, shards, 2))
+
+
 def _are_siblings(a: Span, b: Span, shards: int) -> bool:
     """Whether two neighbours are the children of one node. A first child has a power of two of shards, a
     second one as many, or those that are left."""

@@ -5,19 +5,19 @@ are added in a fixed tree, independent of the rank that computed them (see `ddpt
 Every shard starts from the same buffers; those of the first shard (BatchNorm's running statistics) are kept.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import final
 
 from torch import Tensor, nn
 
 from ddptrain.api.strategy import Flags, Strategy
-from ddptrain.api.world import World
+from ddptrain.api.world import World, shards_of
 from ddptrain.distributed.comm import broadcast_buffers, saved_buffers
 from ddptrain.distributed.foreach import copy_all
 from ddptrain.errors import UserError
 from ddptrain.strategies.flag_bucket import FlagBucket
-from ddptrain.strategies.shard_sum import ShardSum
+from ddptrain.strategies.shard_sum import ShardSum, most_sums
 
 
 @final
@@ -61,6 +61,16 @@ class Strict(Strategy):
     def receive_flags(self, wrapped: nn.Module) -> Tensor | None:
         assert isinstance(wrapped, FlagBucket)
         return wrapped.take()
+
+    def memory(self, model: nn.Module, alone: Mapping[str, int]) -> dict[str, int]:
+        """As many gradients as there are partial sums; each is made beside them."""
+        own = len(shards_of(self.world.rank, self.world.size, self._count))
+        trained = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
+        return {
+            **alone,
+            "gradients": most_sums(own) * alone["gradients"],
+            "communication": max(trained, default=0),
+        }
 
     def describe(self) -> str:
         return f"strict, {self._count} shards (equal bits on 1 to {self._count} ranks)"

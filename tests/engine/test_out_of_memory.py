@@ -20,7 +20,11 @@ TORCHS = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.25 GiB of which"
     " 1.19 GiB is free. If reserved but unallocated memory is large try setting something"
 )
-MODEL = "No batch size makes the model smaller: take a smaller one, or a device with more memory."
+MODEL = (
+    "No batch size makes the model smaller: take a smaller one, or a device with more memory."
+    " python -m ddptrain bench memory=true recipe=<name> shows what takes how much."
+)
+AGAIN = ["blocks.*"]
 HALF = (
     "Put fewer samples through the model at once: train.micro_batch=16 (now 32), or train.micro_batch=auto,"
     " which finds the number; the global batch stays 64."
@@ -47,7 +51,13 @@ def raise_within(files: Sequence[str], text: str) -> None:
             {"micro_batch": 7},
             "=3 (now 7), or train.micro_batch=auto, which finds the number; the global batch stays 64.",
         ),
-        (["engine/loop"], "forward", {"micro_batch": 1}, "is about half as much with precision=bf16."),
+        (["engine/loop"], "forward", {"micro_batch": 1}, "keeping them: train.recompute=[<blocks>]."),
+        (
+            ["engine/loop"],
+            "forward",
+            {"micro_batch": 1, "recompute": AGAIN},
+            "is about half as much with precision=bf16.",
+        ),
         (["engine/loop", "engine/step"], "optimizer", {}, MODEL),
         (["engine/loop", "engine/evaluate"], "evaluating", {}, "train.eval_batch_size=128 (now 256)."),
         (["engine/loop", "engine/evaluate"], "evaluating", {"eval_batch_size": 1}, MODEL),
@@ -55,7 +65,7 @@ def raise_within(files: Sequence[str], text: str) -> None:
         (["engine/state"], "preparing", {}, MODEL),
     ],
 )
-def test_the_override_that_fits(files: list[str], phase: str, changes: dict[str, int], said: str) -> None:
+def test_the_override_that_fits(files: list[str], phase: str, changes: dict[str, Any], said: str) -> None:
     config = Config(train=Train(batch_size=64, **changes), precision="fp32")
     with pytest.raises(RuntimeError) as raised:
         raise_within(files, TORCHS)
@@ -100,7 +110,7 @@ def test_in_a_real_step(where: str, said: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_with_bf16_already_only_a_smaller_model_is_left() -> None:
-    config = Config(train=Train(batch_size=2), precision="bf16")
+    config = Config(train=Train(batch_size=2, recompute=AGAIN), precision="bf16")
     with pytest.raises(RuntimeError) as raised:
         raise_within(["engine/loop"], "CUDA error: out of memory\nCompile with ...")
     lack = lack_of_memory(raised.value, config, World(0, 2, 0, 2), "step 0, forward")
