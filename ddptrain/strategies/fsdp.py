@@ -6,7 +6,7 @@ are summed and scattered.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -102,6 +102,8 @@ class Fsdp(Strategy):
         )
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         self._mesh, self._gathers_checkpoints = self._made_mesh(), weights <= self._whole_bytes
+        for module in model.modules():  # optim.layer_decay asks for the class as it is written
+            vars(module).setdefault("written_as", getattr(module, "written_as", type(module)))
         for block in blocks.values():
             fully_shard(block, mesh=self._mesh, reshard_after_forward=self._reshard)
         fully_shard(model, mesh=self._mesh, reshard_after_forward=False if not self._reshard else None)
@@ -164,6 +166,19 @@ class Fsdp(Strategy):
             return whole
         value = whole.to(like.device, like.dtype)
         return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+    def memory(self, model: nn.Module, alone: Mapping[str, int]) -> dict[str, int]:
+        """Of what is cut its part; and in flight: the weights of what is in no block, those of a block and of
+        the one that is gathered next, with the message of one of them, and the same of their gradients."""
+        ranks = {"world": self.world.size, "node": self.world.local_size, "none": 1}[self._shard_over]
+        whole = sum(p.nbytes for p in model.parameters())
+        blocks = [sum(p.nbytes for p in block.parameters()) for block in self._blocks(model)]
+        rest, largest = whole - sum(blocks), max(blocks, default=0)
+        kept = 2 * largest if self._reshard else sum(blocks)
+        cut = {name: alone[name] // ranks for name in ("gradients", "optimizer", "average")}
+        weights = alone["weights"] - whole + whole // ranks
+        sent = max(rest, largest)
+        return {**alone, "weights": weights, **cut, "communication": rest + kept + 2 * sent}
 
     def describe(self) -> str:
         return {"world": "fsdp", "node": "hsdp", "none": "replicate"}[self._shard_over]
