@@ -168,8 +168,8 @@ class Fsdp(Strategy):
         return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
     def memory(self, model: nn.Module, alone: Mapping[str, int]) -> dict[str, int]:
-        """Of what is cut its part; and in flight: the weights of what is in no block, those of a block and of
-        the one that is gathered next, with the message of one of them, and the same of their gradients."""
+        """Of what is cut its part; and in flight: the weights of what is in no block, a block's and those of
+        the one that is gathered next, and the gradients of one."""
         ranks = {"world": self.world.size, "node": self.world.local_size, "none": 1}[self._shard_over]
         whole = sum(p.nbytes for p in model.parameters())
         blocks = [sum(p.nbytes for p in block.parameters()) for block in self._blocks(model)]
@@ -177,8 +177,7 @@ class Fsdp(Strategy):
         kept = 2 * largest if self._reshard else sum(blocks)
         cut = {name: alone[name] // ranks for name in ("gradients", "optimizer", "average")}
         weights = alone["weights"] - whole + whole // ranks
-        sent = max(rest, largest)
-        return {**alone, "weights": weights, **cut, "communication": rest + kept + 2 * sent}
+        return {**alone, "weights": weights, **cut, "communication": rest + kept + max(rest, largest)}
 
     def describe(self) -> str:
         return {"world": "fsdp", "node": "hsdp", "none": "replicate"}[self._shard_over]

@@ -25,6 +25,7 @@ from ddptrain.engine.state import make_state
 from ddptrain.engine.step import make_step
 from ddptrain.errors import UserError
 from ddptrain.strategies.ddp import Ddp
+from ddptrain.strategies.fsdp import Fsdp
 from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.strategies.single import Single
 from ddptrain.strategies.strict import Strict
@@ -86,6 +87,7 @@ def measured(
     with allocations(folder) as allocated:
         model = make_model(config, task, CPU)
         recompute(model, config.train.recompute)
+        model = strategy.prepare(model)
         step = make_step(config, task, model, strategy, precision, plan, Watchdog(world))
         batches = data.train_batches(step.sampler, range(3))
         for number in range(3):
@@ -93,12 +95,12 @@ def measured(
                 step(batches, plan.at(number))
     state = step.state
     states: list[Any] = [value for one in state.optimizer.state.values() for value in one.values()]
-    average = state.average.model()
+    averages = state.average.state_dict().get("weights", {}).values()
     return allocated.peak("2"), {
         "weights": size([*model.parameters(), *model.buffers()]),
         "gradients": size([p.grad for p in model.parameters() if p.grad is not None]),
         "optimizer": size([value for value in states if isinstance(value, Tensor)]),
-        "average": 0 if average is model else size([*average.parameters(), *average.buffers()]),
+        "average": size([value for value in averages if isinstance(value, Tensor)]),
     }
 
 
@@ -150,6 +152,32 @@ def test_with_two_ranks(tmp_path: Path, changes: list[str], of: dict[str, Any] |
         strategy = Strict(world) if of is None else Ddp(world, **of)
         recipe = made("cnn_cifar10", tmp_path / str(world.rank), *words)
         return strategy.memory(make_model(config, task, CPU), estimated(*recipe, ranks=2)), peak
+
+    for parts, peak in run_ranks(rank, 2):
+        print(f"{in_words(parts)}; estimated {sum(parts.values()) / peak:.3f} of what is measured")
+        assert sum(parts.values()) == pytest.approx(peak, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "an LSTM",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("a Transformer", "mostly weights")),
+    ],
+)
+def test_in_parts_on_two_ranks(tmp_path: Path, what: str) -> None:
+    """strategy=fsdp: what is gathered counts, and is in flight for a while."""
+    wide = (*STEPS["a Transformer in bf16"][:-2], "model.width=256", "train.batch_size=8", "precision=fp32")
+    recipe, *changes = {**STEPS, "a Transformer": wide}[what]
+
+    def rank(world: World) -> tuple[dict[str, int], int]:
+        home = tmp_path / str(world.rank)
+        home.mkdir()
+        config, task, data = made(recipe, home, *changes, "strategy=fsdp")
+        peak, _ = measured(config, task, data, home, world)
+        config, task, data = made(recipe, home, *changes)
+        strategy = Fsdp(world)
+        return strategy.memory(make_model(config, task, CPU), estimated(config, task, data, ranks=2)), peak
 
     for parts, peak in run_ranks(rank, 2):
         print(f"{in_words(parts)}; estimated {sum(parts.values()) / peak:.3f} of what is measured")

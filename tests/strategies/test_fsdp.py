@@ -18,6 +18,7 @@ from ddptrain.api.recipe import At, Loss
 from ddptrain.api.world import World
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
+from ddptrain.engine.recompute import recompute
 from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.errors import Diverged, UserError
 from ddptrain.testing import RankFailed, run_ranks
@@ -373,6 +374,29 @@ def test_what_is_a_block_changes_no_number(wrap: Sequence[str], reshard: bool, t
     ran(replace(fit, strategy=strategy), 2, tmp_path / "own")
     ran(replace(fit, strategy=fsdp()), 2, tmp_path / "default")
     assert distance(state_in(tmp_path / "own"), state_in(tmp_path / "default")) < 1e-6
+
+
+def test_layers_learn_at_their_rates(tmp_path: Path) -> None:
+    """optim.layer_decay looks for repeated blocks, by their classes."""
+    fit = Fit(replace(PLAN, steps=3), Transformer, optim=dict(SGD, layer_decay=0.5))
+    ran(fit, 1, tmp_path / "one")
+    ran(replace(fit, strategy=fsdp()), 2, tmp_path / "many")
+    groups = state_in(tmp_path / "many")["groups"]
+    assert groups == state_in(tmp_path / "one")["groups"]
+    assert len(groups) > 3
+
+
+@pytest.mark.parametrize("patterns", [["blocks.*"], ["blocks.1", "last"]])
+def test_activations_that_are_computed_again_change_no_bit(patterns: list[str], tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = Transformer()
+        recompute(model, patterns)
+        return model
+
+    fit = Fit(replace(PLAN, steps=3), Transformer, strategy=fsdp())
+    ran(fit, 2, tmp_path / "kept")
+    ran(replace(fit, make_model=make), 2, tmp_path / "again")
+    assert_same(state_in(tmp_path / "kept"), state_in(tmp_path / "again"))
 
 
 def refused(fit: Fit, folder: Path, size: int = 2) -> str:
