@@ -59,13 +59,11 @@ class Strategy(ABC):
     shards: int | None = None
     """Fixed parts of each global batch, each with its own backward pass; None: one per rank."""
     sharded = False
-    """Whether a rank holds only its part of each parameter, its gradient and its optimizer state. Each pass
-    of the model is then a collective, and all ranks need equally many; `local`, `whole`, `part` and
-    `evaluating` are implemented."""
+    """Whether a rank holds its part only of weights, gradients and optimizer. The model is then made on the
+    host; each pass of it is a collective, and all ranks need equally many."""
     takes_sparse_gradients = True
     needs_all_gradients = False
-    """Whether every parameter must get a gradient in every step: a rank would wait for one that does not
-    come."""
+    """Whether ranks wait for a gradient of every parameter in every step."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -84,11 +82,6 @@ class Strategy(ABC):
 
     def check(self, compiled: bool) -> None:  # noqa: B027 # most fit everywhere
         """Raise UserError if it does not fit its world, or a model that is ``compiled``."""
-
-    @property
-    def model_device(self) -> torch.device:
-        """Where the model is made."""
-        return self.world.device
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Change the model itself, before it is compiled and wrapped (SyncBatchNorm)."""
@@ -113,12 +106,10 @@ class Strategy(ABC):
         return tensor
 
     def add_up_nonfinite(self, nonfinite: Tensor) -> None:  # noqa: B027 # the same everywhere, if not sharded
-        """Make ``nonfinite`` (0-d) the same on all ranks, in place: not 0 where it is not 0 on any. A
-        collective."""
+        """Make ``nonfinite`` (0-d) not 0 on all ranks if it is not 0 on any, in place. A collective."""
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A context around evaluations: inside, each rank can use the model by itself. May be a
-        collective."""
+        """Around evaluations: inside, each rank can use the model by itself. May be a collective."""
         return nullcontext()
 
     def send_flags(

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -136,7 +137,7 @@ def make_train_step(
     workers = data.loading.workers or 0
     share_cores(world, strict, workers)
     log.info("cores      %s", cores_in_words(world, workers))
-    model = setup.make_model(config, task, strategy.model_device)
+    model = setup.make_model(config, task, torch.device("cpu") if strategy.sharded else world.device)
     if saved is None:
         load_initial_weights(config, model, world)
     known: Mapping[str, Any] = {} if saved is None else saved.manifest

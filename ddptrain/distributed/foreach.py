@@ -1,7 +1,8 @@
 """Many tensors at once: on a GPU one launch for each dtype, where one for each tensor would cost more than
 the work itself."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,3 +21,12 @@ def copy_all(to: Iterable[Tensor], of: Iterable[Tensor]) -> None:
     """Each of ``of`` into the tensor at its place in ``to``, of the same dtype."""
     for own, new in zip(by_dtype(to), by_dtype(of), strict=True):
         torch._foreach_copy_(own, new)
+
+
+def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested dicts, lists and tuples with each value changed."""
+    if isinstance(tree, dict):
+        return {name: mapped(value, change) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)([mapped(value, change) for value in tree])
+    return change(tree)

@@ -121,7 +121,7 @@ class Health:
             self.check_gradients(step)
         if not looked_at:
             check_finite([flags], self._nonfinite, self._one)
-        if self._strategy.sharded:
+        if self._strategy.sharded:  # a NaN may be in the part of any
             self._strategy.add_up_nonfinite(self._nonfinite)
         sent = self._sent(flags) if self._on_gpu else (self._nonfinite, flags, None)
         nonfinite, flags, arrived = sent

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ddptrain.api.world import World
 from ddptrain.distributed.comm import from_all_ranks, on_all_ranks, on_first_rank
+from ddptrain.distributed.foreach import mapped
 from ddptrain.errors import UserError
 
 FOLDER = "shards"
@@ -53,7 +53,7 @@ def write_shards(state: dict[str, Any], folder: Path, world: World) -> tuple[dic
         parts[str(len(parts))] = value
         return f"{_PLACE}{len(parts) - 1}"
 
-    rest: dict[str, Any] = tree_map(taken, state)
+    rest: dict[str, Any] = mapped(state, taken)
     if not parts:
         return state, {}
     from torch.distributed.checkpoint.api import CheckpointException
@@ -80,7 +80,7 @@ def with_shards(state: dict[str, Any], folder: Path, empty: Empty) -> dict[str, 
     """The state with the tensors of a verified folder in their places. empty: makes what is read into."""
     places: dict[str, Tensor] = {}
     found = _Found(folder, empty, places)
-    whole: dict[str, Any] = tree_map(found, state)
+    whole: dict[str, Any] = mapped(state, found)
     if places:
         found.read()
     return whole

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, empty
-from torch.utils._pytree import tree_map_only
 
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.distributed.comm import broadcast_buffers, only_statistics
+from ddptrain.distributed.foreach import mapped
 from ddptrain.errors import UserError
-from ddptrain.text import first_few
 
 log = logging.getLogger("ddptrain")
 
@@ -78,11 +77,6 @@ class Fsdp(Strategy):
                 f" not {self.world.local_size} on each node."
             )
 
-    @property
-    def model_device(self) -> torch.device:
-        """The CPU: a block goes to the device when it is cut into parts."""
-        return torch.device("cpu")
-
     def prepare(self, model: nn.Module) -> nn.Module:
         """``fully_shard`` takes contiguous parameters only: of channels_last the activations' half stays."""
         for parameter in model.parameters():
@@ -95,11 +89,8 @@ class Fsdp(Strategy):
         _check_parameters(model)
         chosen = set(self._blocks(model))
         blocks = {name: module for name, module in model.named_modules() if module in chosen}
-        log.info(
-            "blocks     %d gathered one at a time, the rest at once: %s",
-            len(blocks),
-            first_few(list(blocks), 4),
-        )
+        shown = ", ".join([*list(blocks)[:4], *(["..."] if len(blocks) > 4 else [])])
+        log.info("blocks     %d gathered one at a time, the rest at once: %s", len(blocks), shown or "all")
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         self._mesh, self._gathers_checkpoints = self._made_mesh(), weights <= self._whole_bytes
         for module in model.modules():  # optim.layer_decay asks for the class as it is written
@@ -153,8 +144,8 @@ class Fsdp(Strategy):
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
         if not self._gathers_checkpoints:
             return state
-        found: dict[str, Any] = tree_map_only(DTensor, self._on_first, state)
-        return found
+        whole: dict[str, Any] = mapped(state, self._on_first)
+        return whole
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         assert self._mesh is not None
@@ -210,9 +201,11 @@ class Fsdp(Strategy):
                 broadcast_buffers(self.world, model, dict(model.named_buffers()))
             self._buffers_are_due = self._syncs
 
-    def _on_first(self, tensor: DTensor) -> Tensor:
-        """Complete on rank 0, on the CPU. A collective."""
-        whole = tensor.full_tensor()
+    def _on_first(self, value: Any) -> Any:
+        """A DTensor complete on rank 0, on the CPU. A collective."""
+        if not isinstance(value, DTensor):
+            return value
+        whole = value.full_tensor()
         return whole.cpu() if self.world.is_first else whole.new_empty(0)
 
 

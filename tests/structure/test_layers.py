@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "watchdog": {"api", "errors"},
     "launcher": {"config", "errors", "text"},
     "data": {"api", "distributed", "errors", "launcher", "text"},
-    "strategies": {"api", "config", "distributed", "errors", "text", "torch_private"},
+    "strategies": {"api", "config", "distributed", "errors", "torch_private"},
     "observe": {"api", "config", "distributed", "errors", "text"},
     "engine": {
         "api", "config", "data", "distributed", "errors", "observe", "text", "torch_private", "watchdog",
