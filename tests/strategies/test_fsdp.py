@@ -2,7 +2,8 @@
 
 import gc
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import yaml
 from compare import assert_same
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from toy import CLASSES, FEATURES, SGD, Classify, CountPositives, Fit, auto, plain, with_noise
 
 from ddptrain.api.recipe import At, Loss
@@ -397,6 +399,39 @@ def test_activations_that_are_computed_again_change_no_bit(patterns: list[str], 
     ran(fit, 2, tmp_path / "kept")
     ran(replace(fit, make_model=make), 2, tmp_path / "again")
     assert_same(state_in(tmp_path / "kept"), state_in(tmp_path / "again"))
+
+
+def sent(folder: Path, micro_batch: int | None, **arguments: Any) -> Counter[str]:
+    """Messages of a step in the middle, by torch's profiler."""
+    names: list[str] = []
+
+    def counted(steps: Iterable[int]) -> Iterator[int]:
+        first, one, *rest = steps
+        yield first
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            yield one
+        names.extend(event.name for event in seen.events() or ())
+        yield from rest
+
+    plan = Plan(steps=3, train_size=1000, batch_size=24, micro_batch=micro_batch, log_every=100)
+    fit = Fit(plan, Transformer, strategy=fsdp(**arguments), step_iterator=counted)
+
+    def rank(world: World) -> Counter[str]:
+        fit.run(world, folder / f"{micro_batch}-{arguments}")
+        return Counter(name.removeprefix("c10d::").strip("_") for name in names if name.startswith("c10d::"))
+
+    ours, theirs = run_ranks(rank, 2)
+    assert ours == theirs
+    return ours
+
+
+def test_messages_of_a_step(tmp_path: Path) -> None:
+    """Three blocks and the rest. Gradients are sent once a step, however many micro-batches there are; beside
+    them there are the ranks' flags, and whether a number is not finite."""
+    gradients = {"reduce_scatter_base": 4, "allreduce": 2}
+    assert sent(tmp_path, None) == gradients | {"allgather_base": 4 + 3}
+    assert sent(tmp_path, 6) == gradients | {"allgather_base": 2 * (4 + 3)}
+    assert sent(tmp_path, 6, reshard_after_forward=False) == gradients | {"allgather_base": 2 * 4}
 
 
 def refused(fit: Fit, folder: Path, size: int = 2) -> str:
