@@ -169,9 +169,9 @@ class Strategy(ABC):
         """What this rank keeps of a complete tensor, in the form of ``like``, of the same shape."""
         return whole
 
-    def memory(self, model: nn.Module, alone: Mapping[str, int]) -> dict[str, int]:
-        """Bytes by part of this rank's step, for ``bench memory=true``; other ranks are not there. alone:
-        those of a process that holds all: weights (with buffers), gradients, optimizer, average, activations.
+    def memory(self, model: nn.Module, alone: Mapping[str, int], passes: int) -> dict[str, int]:
+        """Bytes by part of this rank's step of so many passes, for ``bench memory=true``; other ranks are not
+        there. alone: those of one that holds all weights (and buffers), gradients, optimizer, average.
         A strategy divides what it shards, and adds communication: buckets, gathered blocks in flight."""
         return dict(alone)
 

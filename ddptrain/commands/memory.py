@@ -67,7 +67,7 @@ def run(config: Config, ranks: int | None) -> int:
 
         passes = len(sampler.pieces) // max(1, len(sampler.own_shards) if strategy.shards else 1)
         alone = step_memory(model, state, task, batch, precision, device, passes, plan.clip_norm)
-        parts = strategy.memory(model, alone)
+        parts = strategy.memory(model, alone, passes)
         micro = max(sampler.micro_sizes)
         ranks_in_words = f"{counted(strategy.world.size, 'rank')} of {strategy.describe()}"
         print(
@@ -91,7 +91,8 @@ def _strategy(config: Config, device: torch.device, ranks: int | None, gpus: int
         if size > 1 and ranks is not None:
             raise UserError(f"ranks={ranks}: this strategy runs in one process. Use strategy=ddp.")
         size = 1
-    world = World(size - 1, size, size - 1, size, device)
+    local = gpus if 1 < gpus < size and size % gpus == 0 else size
+    world = World(size - 1, size, local - 1, local, device)
     if strict:
         return Strict(world, config.strategy.get("shards", 8))
     built: Strategy = build(choice_in(config.strategy, size), "strategy", world=world)

@@ -24,9 +24,13 @@ def copy_all(to: Iterable[Tensor], of: Iterable[Tensor]) -> None:
 
 
 def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested dicts, lists and tuples with each value changed."""
+    """Nested dicts, lists and tuples with each value changed; a model's state_dict keeps its modules'
+    versions."""
     if isinstance(tree, dict):
-        return {name: mapped(value, change) for name, value in tree.items()}
+        made = type(tree)((name, mapped(value, change)) for name, value in tree.items())
+        if hasattr(tree, "_metadata"):
+            made._metadata = tree._metadata  # type: ignore[attr-defined]
+        return made
     if isinstance(tree, list | tuple):
         return type(tree)([mapped(value, change) for value in tree])
     return change(tree)

@@ -30,18 +30,17 @@ from ddptrain.engine.saved_checkpoint import (
     read,
     sealed,
 )
-from ddptrain.engine.shards import FOLDER, Files, write_shards
+from ddptrain.engine.shards import FOLDER, Shards, write_shards
 from ddptrain.errors import UserError
 
 log = logging.getLogger(__name__)
 
 _ASIDE = ".damaged"
-_SHARDS = ".shards"
-"""Where ranks write before rank 0 puts it into the checkpoint."""
 
 
 class Checkpointer:
-    """The checkpoints of one run. Only rank 0 reads and writes; it sends the others what it has read.
+    """The checkpoints of one run. Only rank 0 reads and writes, but for `write_shards`; it sends the others
+    what it has read.
 
     background: a save returns once the state is copied, and a thread hashes and writes it. At most one write
     is in flight. Its error is raised by the next save, or by `finish`.
@@ -53,24 +52,24 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._in_flight: Future[None] | None = None
 
-    def write_shards(self, state: dict[str, Any], world: World) -> tuple[dict[str, Any], Files]:
-        """Write what each rank has a part of. Returns the rest and the files, for `save`. Collectives, if
-        there is any."""
+    def write_shards(self, state: dict[str, Any], world: World) -> tuple[dict[str, Any], Shards]:
+        """Write what each rank has a part of. Returns the rest, and what was written, for `save`.
+        Collectives, if there is any."""
         self.finish()
-        return write_shards(state, self._folder / _SHARDS, world)
+        return write_shards(state, self._folder, world)
 
-    def save(self, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Files | None = None) -> Path:
+    def save(self, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Shards | None = None) -> Path:
         """Write ``step-<n>`` and drop the oldest beyond ``keep``. Returns its folder.
 
         Raises UserError, with the path and the bytes needed, where the disk refuses.
         """
-        return self._save(self._folder / f"step-{facts['step']}", state, facts, shards or {})
+        return self._save(self._folder / f"step-{facts['step']}", state, facts, shards or Shards())
 
     def save_best(
-        self, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Files | None = None
+        self, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Shards | None = None
     ) -> Path:
         """Write ``best``, replacing the previous one. Returns its folder; raises as `save` does."""
-        return self._save(self._folder / "best", state, facts, shards or {})
+        return self._save(self._folder / "best", state, facts, shards or Shards())
 
     def finish(self) -> None:
         """Wait for the write in flight, if there is one. Raises its UserError."""
@@ -122,7 +121,7 @@ class Checkpointer:
             )
         return None
 
-    def _save(self, path: Path, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Files) -> Path:
+    def _save(self, path: Path, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Shards) -> Path:
         self.finish()
         buffer = io.BytesIO()
         torch.save(dict(state), buffer)  # all that has to happen before the next step changes the tensors
@@ -132,9 +131,9 @@ class Checkpointer:
             self._in_flight = self._writer.submit(self._write, path, buffer.getvalue(), dict(facts), shards)
         return path
 
-    def _write(self, path: Path, payload: bytes, facts: Mapping[str, Any], shards: Files) -> None:
+    def _write(self, path: Path, payload: bytes, facts: Mapping[str, Any], shards: Shards) -> None:
         entry = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}
-        files = {STATE: entry, **{f"{FOLDER}/{name}": shards[name] for name in sorted(shards)}}
+        files = {STATE: entry, **{f"{FOLDER}/{name}": shards.files[name] for name in sorted(shards.files)}}
         manifest = sealed({"format": FORMAT, **facts, "files": files})
         aside = _aside(path)
         try:
@@ -143,8 +142,8 @@ class Checkpointer:
                 self._folder.mkdir(parents=True)
                 flush_folder(self._folder.parent)
             aside.mkdir()
-            if shards:
-                (self._folder / _SHARDS).rename(aside / FOLDER)
+            if shards.files:
+                shards.folder.rename(aside / FOLDER)
                 flush_folder(aside / FOLDER)
             _flushed(aside / STATE, payload)
             _flushed(aside / MANIFEST, manifest)

@@ -1,7 +1,7 @@
 """Averaged weights, often better on validation data than the last ones."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
@@ -87,11 +87,12 @@ class ExponentialAverage(Average):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        self._swap()
+        pairs = [*self._floats, *self._others]
+        _swap(pairs)
         try:
             yield
         finally:
-            self._swap()
+            _swap(pairs[::-1])  # in reverse: parameters may share memory
 
     def state_dict(self) -> dict[str, Any]:
         return {"weights": dict(self._saved), "updates": self._updates}
@@ -103,9 +104,10 @@ class ExponentialAverage(Average):
                 average.copy_(self._strategy.part(state["weights"][name], average))
         self._updates = state["updates"]
 
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for average, own in (*self._floats, *self._others):
-            kept = own.clone()
-            own.copy_(average)
-            average.copy_(kept)
+
+@torch.no_grad()
+def _swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for average, own in pairs:
+        kept = own.clone()
+        own.copy_(average)
+        average.copy_(kept)

@@ -59,6 +59,8 @@ def build_optimizer(
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise UserError("model: no parameter requires a gradient, so there is nothing to train.")
+    if sharded and node["_target_"] == "torch.optim.Adafactor":
+        raise UserError("optim: torch's Adafactor takes no parameters in parts. Use AdamW, or strategy=ddp.")
     chosen = node.get("fused") is None and node.get("foreach") is None
     groups = [_as_torch(group, node) for group in parameter_groups(model, node, weight_decay_on)]
     # with dampening the first step differs from the others and must not find a buffer

@@ -55,16 +55,18 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
         before = _Buffers(self)
         again = False
 
-        def run(named: dict[str, Any], *inputs: Any) -> Any:
+        def run(*given: Any) -> Any:
             nonlocal again
+            arguments = given[: len(inputs)], dict(zip(named, given[len(inputs) :], strict=True))
             if again:
                 with before.restored(), uncounted():
-                    return kind.forward(self, *inputs, **named)
+                    return kind.forward(self, *arguments[0], **arguments[1])
             again = True
-            return kind.forward(self, *inputs, **named)
+            return kind.forward(self, *arguments[0], **arguments[1])
 
-        versions = [(x, x._version) for x in inputs if isinstance(x, Tensor)]
-        outputs = checkpoint(run, named, *inputs, use_reentrant=False)
+        given = (*inputs, *named.values())  # autograd notices a change of those that it is given one by one
+        versions = [(x, x._version) for x in given if isinstance(x, Tensor)]
+        outputs = checkpoint(run, *given, use_reentrant=False)
         if any(x._version != version for x, version in versions):
             raise UserError(
                 f"train.recompute: a {kind.__name__} that matches changes its input in place, so it can't be"

@@ -127,6 +127,13 @@ def unpack(saved: LoadedCheckpoint, empty: Empty | None = None) -> dict[str, Any
         state = torch.load(io.BytesIO(saved.payload), map_location="cpu", weights_only=True)
         if len(saved.manifest["files"]) > 1:
             state = with_shards(state, saved.path / FOLDER, empty or _whole)
+    except torch.OutOfMemoryError:
+        raise
+    except OSError as error:
+        raise UserError(
+            f"{where}: can't be read ({error}). Each rank reads its part: all nodes need the run's folder on"
+            " a disk that they share."
+        ) from error
     except Exception as error:  # torch raises whatever the bytes lead to
         raise UserError(f"{where}: {STATE} is not a state of ddptrain ({type(error).__name__}).") from error
     if not isinstance(state, dict) or not {"model", "optimizer", "step"} <= state.keys():

@@ -6,10 +6,12 @@ The tensors stand in ``shards/`` beside ``state.pt``, where their names take the
 import hashlib
 import pickle
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +23,15 @@ from ddptrain.errors import UserError
 
 FOLDER = "shards"
 Empty = Callable[[torch.Size, torch.dtype], Tensor]
-Files = dict[str, dict[str, Any]]
-"""SHA-256 and bytes, by name."""
+
+
+class Shards(NamedTuple):
+    """What ranks have written, before it is part of a checkpoint."""
+
+    folder: Path = Path()
+    files: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    """SHA-256 and bytes, by name; empty where no tensor is in parts."""
+
 
 _PLACE = "\0shard "
 """What begins the name that stands for a tensor: no value of a state does."""
@@ -35,15 +44,16 @@ _MAY_LOAD = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", "float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool"},
     "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # of Python 3.13
 }  # fmt: skip
 """All that torch's ``.metadata``, a pickle, needs."""
 
 
-def write_shards(state: dict[str, Any], folder: Path, world: World) -> tuple[dict[str, Any], Files]:
-    """Write the tensors of which each rank has a part into a new folder, which all ranks see. Returns the
-    state without them, and the files. Collectives, if there are any; else nothing happens.
+def write_shards(state: dict[str, Any], checkpoints: Path, world: World) -> tuple[dict[str, Any], Shards]:
+    """Write the tensors of which each rank has a part into a new folder in ``checkpoints``, which all ranks
+    see. Returns the state without them. Collectives, if there are any; else nothing happens.
 
-    Raises UserError, on all ranks, where the disk refuses.
+    Raises UserError, on all ranks, where the disk refuses or is not the same for all.
     """
     parts: dict[str, Any] = {}
 
@@ -55,25 +65,54 @@ def write_shards(state: dict[str, Any], folder: Path, world: World) -> tuple[dic
 
     rest: dict[str, Any] = mapped(state, taken)
     if not parts:
-        return state, {}
+        return state, Shards()
+    # a name of its own for each: a node of a network file system may remember the one before under its name
+    folder = checkpoints / on_first_rank(world, lambda: _made_in(checkpoints))
+    try:
+        return rest, Shards(folder, _written(parts, folder, world))
+    except UserError:
+        if world.is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _made_in(checkpoints: Path) -> str:
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".shards-", dir=checkpoints)).name
+    except OSError as error:
+        raise _refused(checkpoints, error) from error
+
+
+def _written(parts: dict[str, Any], folder: Path, world: World) -> dict[str, dict[str, Any]]:
+    """Collectives."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    def emptied() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        _tried(folder, lambda: folder.mkdir(parents=True))
-
-    on_first_rank(world, emptied)
     try:
         save(parts, storage_writer=FileSystemWriter(folder))
     except CheckpointException as error:
-        raise _refused(folder, next(iter(error.failures.values()))[0]) from error
-    mine = [*folder.glob(f"__{world.rank}_*"), *(folder.glob(".metadata") if world.is_first else ())]
-    entries = on_all_ranks(
-        world, lambda: _tried(folder, lambda: {path.name: entry_of(path) for path in mine})
-    )
-    return rest, {name: entry for rank in from_all_ranks(world, entries) for name, entry in rank.items()}
+        needed = sum(part.numel() * part.element_size() for part in parts.values())
+        raise _refused(folder, next(iter(error.failures.values()))[0], needed) from error
+
+    def own() -> dict[str, dict[str, Any]]:
+        mine = [*folder.glob(f"__{world.rank}_*"), *(folder.glob(".metadata") if world.is_first else ())]
+        try:
+            return {path.name: entry_of(path) for path in mine}
+        except OSError as error:
+            raise _refused(folder, error) from error
+
+    ranks = from_all_ranks(world, on_all_ranks(world, own))
+    files = {name: entry for rank in ranks for name, entry in rank.items()}
+
+    def all_there() -> None:
+        for name, entry in files.items():
+            if not (folder / name).is_file() or (folder / name).stat().st_size != entry["bytes"]:
+                raise _refused(folder, FileNotFoundError(f"rank 0 does not see {name}"))
+
+    on_first_rank(world, all_there)
+    return files
 
 
 def with_shards(state: dict[str, Any], folder: Path, empty: Empty) -> dict[str, Any]:
@@ -139,16 +178,10 @@ def _metadata(folder: Path) -> Any:
         return _Unpickler(file).load()
 
 
-def _tried(path: Path, work: Callable[[], Any]) -> Any:
-    try:
-        return work()
-    except OSError as error:
-        raise _refused(path, error) from error
-
-
-def _refused(path: Path, error: BaseException) -> UserError:
+def _refused(path: Path, error: BaseException, needed: int = 0) -> UserError:
     said = str(error).partition("\n")[0]
+    room = f"; {needed:,} bytes needed" if needed else ""
     return UserError(
-        f"{path}: can't be saved ({said}). Each rank writes its part: all nodes need the run's folder on a"
-        " disk that they share. Older checkpoints are untouched."
+        f"{path}: can't be saved ({said}{room}). Each rank writes its part: all nodes need the run's folder"
+        " on a disk that they share, with room for it. Older checkpoints are untouched."
     )

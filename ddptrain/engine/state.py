@@ -17,6 +17,7 @@ from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import from_all_ranks, to_first_rank
+from ddptrain.distributed.foreach import mapped
 from ddptrain.engine.check_model import check_model, check_sparse, sparse_layers
 from ddptrain.engine.compiled import compile_model
 from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
@@ -134,8 +135,10 @@ class TrainState:
             self.strategy.load_rank_state(unsent)
 
     def _load_model(self, saved: Mapping[str, Any]) -> None:
-        own = self.model.state_dict()
-        self.model.load_state_dict({name: self._part(value, own[name]) for name, value in saved.items()})
+        own, parts = self.model.state_dict(), mapped(saved, lambda value: value)  # keeps modules' versions
+        for name, value in saved.items():
+            parts[name] = self._part(value, own[name])
+        self.model.load_state_dict(parts)
 
     def _load_optimizer(self, saved: Mapping[str, Any]) -> None:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -55,7 +55,10 @@ def warm_up(step: TrainStep, batch: Batch, at: At) -> int:
 def _note_a_mean(step: TrainStep, batch: Batch, at: At) -> None:
     """Warn of a loss that is no sum, by the first step's batch and its halves: their sums add up to its own,
     and their means to twice its mean. Only for tensors with a row for each sample, and without the layers by
-    which samples depend on each other or on chance."""
+    which samples depend on each other or on chance. Not where a pass is a collective: whether there is one
+    depends on this rank's batch."""
+    if step.strategy.sharded:
+        return
     plan, model, size = step.plan, step.state.model, step.micro_batches[0].size
     share, half = plan.batch_size // step.sampler.world_size, size // 2
     rows = {len(tensor) if tensor.ndim else 0 for tensor in tensors_of(batch)}

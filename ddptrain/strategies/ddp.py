@@ -126,7 +126,7 @@ class Ddp(Strategy):
             wrapped.register_forward_pre_hook(lambda *_: mark("forward"))
             _bucket(wrapped).register_forward_pre_hook(lambda *_: mark("all_reduce"))
 
-    def memory(self, model: nn.Module, alone: Mapping[str, int]) -> dict[str, int]:
+    def memory(self, model: nn.Module, alone: Mapping[str, int], passes: int) -> dict[str, int]:
         """Gradients are views of the buckets, and each is made beside them before it is copied there; or
         buckets are a copy of all. Compression: half as much again, of this step and the one before; for
         PowerSGD its errors and what it works on are one more copy each."""

@@ -38,7 +38,7 @@ class DataParallel(Strategy):
     def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def memory(self, model: nn.Module, alone: Mapping[str, int]) -> dict[str, int]:
+    def memory(self, model: nn.Module, alone: Mapping[str, int], passes: int) -> dict[str, int]:
         """Of the first GPU, which has a part of the batch."""
         return {**alone, "activations": alone["activations"] // (1 + len(self.further_gpus))}
 

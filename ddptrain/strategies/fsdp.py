@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
 from ddptrain.config.suggest import did_you_mean
-from ddptrain.distributed.comm import broadcast_buffers, only_statistics
+from ddptrain.distributed.comm import broadcast_buffers, from_all_ranks, only_statistics
 from ddptrain.distributed.foreach import mapped
 from ddptrain.errors import UserError
 
@@ -71,11 +71,8 @@ class Fsdp(Strategy):
             )
         if self.world.shares_device:
             raise UserError("strategy=fsdp: needs a GPU for each rank. Start fewer ranks, or use ddp.")
-        if self._shard_over == "node" and self.world.size % self.world.local_size:
-            raise UserError(
-                f"strategy.shard_over=node: needs nodes with equally many ranks; {self.world.size} ranks are"
-                f" not {self.world.local_size} on each node."
-            )
+        if self._shard_over == "node" and len(set(from_all_ranks(self.world, self.world.local_size))) > 1:
+            raise UserError("strategy.shard_over=node: needs nodes with equally many ranks.")
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """``fully_shard`` takes contiguous parameters only: of channels_last the activations' half stays."""
@@ -158,15 +155,17 @@ class Fsdp(Strategy):
         value = whole.to(like.device, like.dtype)
         return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
-    def memory(self, model: nn.Module, alone: Mapping[str, int]) -> dict[str, int]:
+    def memory(self, model: nn.Module, alone: Mapping[str, int], passes: int) -> dict[str, int]:
         """Of what is cut its part; and in flight: the weights of what is in no block, a block's and those of
-        the one that is gathered next, and the gradients of one."""
+        the one that is gathered next, and the gradients of one. With several passes gradients are whole."""
         ranks = {"world": self.world.size, "node": self.world.local_size, "none": 1}[self._shard_over]
         whole = sum(p.nbytes for p in model.parameters())
         blocks = [sum(p.nbytes for p in block.parameters()) for block in self._blocks(model)]
         rest, largest = whole - sum(blocks), max(blocks, default=0)
         kept = 2 * largest if self._reshard else sum(blocks)
         cut = {name: alone[name] // ranks for name in ("gradients", "optimizer", "average")}
+        if passes > 1:
+            cut["gradients"] = alone["gradients"]
         weights = alone["weights"] - whole + whole // ranks
         return {**alone, "weights": weights, **cut, "communication": rest + kept + max(rest, largest)}
 
@@ -192,7 +191,11 @@ class Fsdp(Strategy):
                 raise UserError(f"strategy.wrap: {pattern} matches the name of no module.{hint}")
             found += matching
         outermost = [name for name in found if not any(name.startswith(f"{above}.") for above in found)]
-        return [model.get_submodule(name) for name in dict.fromkeys(outermost)]
+        chosen = {name: model.get_submodule(name) for name in outermost}
+        for name, block in chosen.items():
+            if _shares(block, model):
+                raise UserError(f"strategy.wrap: {name} has a parameter that is used outside, too. Leave it.")
+        return list(chosen.values())
 
     def _same_buffers(self, model: nn.Module, _: Any) -> None:
         """As DDP does, before the first forward pass of a step. Collectives."""
@@ -237,10 +240,10 @@ def _check_parameters(model: nn.Module) -> None:
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     """The children of a list that are of one kind and made of layers themselves, the outermost ones."""
     children = list(module.children())
-    kinds = [type(child) for child in children]
-    for child in children:
+    kinds = [getattr(child, "written_as", type(child)) for child in children]  # train.recompute has others
+    for child, kind in zip(children, kinds, strict=True):
         is_list = isinstance(module, nn.Sequential | nn.ModuleList)
-        is_block = is_list and kinds.count(type(child)) > 1 and any(True for _ in child.children())
+        is_block = is_list and kinds.count(kind) > 1 and any(True for _ in child.children())
         if is_block and any(True for _ in child.parameters()):
             yield child
         else:

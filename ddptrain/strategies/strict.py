@@ -62,13 +62,13 @@ class Strict(Strategy):
         assert isinstance(wrapped, FlagBucket)
         return wrapped.take()
 
-    def memory(self, model: nn.Module, alone: Mapping[str, int]) -> dict[str, int]:
+    def memory(self, model: nn.Module, alone: Mapping[str, int], passes: int) -> dict[str, int]:
         """As many gradients as there are partial sums; each is made beside them."""
-        own = len(shards_of(self.world.rank, self.world.size, self._count))
+        own = shards_of(self.world.rank, self.world.size, self._count)
         trained = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
         return {
             **alone,
-            "gradients": most_sums(own) * alone["gradients"],
+            "gradients": most_sums(own, self._count) * alone["gradients"],
             "communication": max(trained, default=0),
         }
 

@@ -151,7 +151,7 @@ def test_with_two_ranks(tmp_path: Path, changes: list[str], of: dict[str, Any] |
         peak, _ = measured(config, task, data, tmp_path / str(world.rank), world)
         strategy = Strict(world) if of is None else Ddp(world, **of)
         recipe = made("cnn_cifar10", tmp_path / str(world.rank), *words)
-        return strategy.memory(make_model(config, task, CPU), estimated(*recipe, ranks=2)), peak
+        return strategy.memory(make_model(config, task, CPU), estimated(*recipe, ranks=2), 1), peak
 
     for parts, peak in run_ranks(rank, 2):
         print(f"{in_words(parts)}; estimated {sum(parts.values()) / peak:.3f} of what is measured")
@@ -162,13 +162,17 @@ def test_with_two_ranks(tmp_path: Path, changes: list[str], of: dict[str, Any] |
     "what",
     [
         "an LSTM",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("a Transformer", "mostly weights")),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("a Transformer", "accumulated", "mostly weights")
+        ),
     ],
 )
 def test_in_parts_on_two_ranks(tmp_path: Path, what: str) -> None:
     """strategy=fsdp: what is gathered counts, and is in flight for a while."""
     wide = (*STEPS["a Transformer in bf16"][:-2], "model.width=256", "train.batch_size=8", "precision=fp32")
-    recipe, *changes = {**STEPS, "a Transformer": wide}[what]
+    accumulated = (*wide, "train.micro_batch=2")
+    recipe, *changes = {**STEPS, "a Transformer": wide, "accumulated": accumulated}[what]
 
     def rank(world: World) -> tuple[dict[str, int], int]:
         home = tmp_path / str(world.rank)
@@ -177,7 +181,9 @@ def test_in_parts_on_two_ranks(tmp_path: Path, what: str) -> None:
         peak, _ = measured(config, task, data, home, world)
         config, task, data = made(recipe, home, *changes)
         strategy = Fsdp(world)
-        return strategy.memory(make_model(config, task, CPU), estimated(config, task, data, ranks=2)), peak
+        passes = -(-config.train.batch_size // 2 // (config.train.micro_batch or config.train.batch_size))
+        parts = estimated(config, task, data, ranks=2)
+        return strategy.memory(make_model(config, task, CPU), parts, passes), peak
 
     for parts, peak in run_ranks(rank, 2):
         print(f"{in_words(parts)}; estimated {sum(parts.values()) / peak:.3f} of what is measured")

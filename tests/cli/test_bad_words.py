@@ -125,7 +125,7 @@ CHOICES = [
     "data=cifar100",
     "optim=adan",
     "sched=linearly",
-    "strategy=fsdp",
+    "strategy=fdsp",
 ]
 CHOICES += [
     "model=5",

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from toy import plain, with_noise
 
 from ddptrain.api.recipe import Loss
@@ -85,6 +86,17 @@ def test_average_follows_its_formula_for_weights_and_buffers() -> None:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(value, expected[name])
     assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_that_share_memory_come_back_from_the_average() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.full((3,), 5.0))])
+    model.append(nn.Parameter(model[0].data))
+    average = ExponentialAverage(model, 0.5, Single(World()))
+    with torch.no_grad():
+        model[0].mul_(2.0)
+    with average.in_use():
+        assert model[0].tolist() == [5.0] * 3
+    assert model[0].tolist() == model[1].tolist() == [10.0] * 3
 
 
 def test_epochs_end_at_the_step_that_has_seen_all_samples() -> None:

@@ -18,11 +18,12 @@ from torchvision.models import resnet18
 from toy import CLASSES, FEATURES, Fit, auto
 
 from ddptrain.api.world import World
-from ddptrain.engine.checkpoint import Checkpointer, unpack
+from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.flops import counter
 from ddptrain.engine.parameter_groups import parameter_groups
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.recompute import recompute
+from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import UserError
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.testing import RankFailed, run_ranks
@@ -114,7 +115,7 @@ def recomputed(patterns: list[str] = PATTERNS) -> nn.Module:
 def last_state(folder: Path) -> dict[str, Any]:
     saved = Checkpointer(folder, keep=2).newest()
     assert saved is not None
-    return unpack(saved.payload, "test")
+    return unpack(saved)
 
 
 def train(
@@ -297,3 +298,21 @@ def test_what_changes_its_input_is_refused() -> None:
 
 def test_a_pattern_that_is_no_list_is_refused(tmp_path: Path) -> None:
     assert "train.recompute" in refusal(tmp_path, "recipe=cnn_digits train.recompute=features")
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerDecoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+
+
+@pytest.mark.parametrize("name", ["tgt", "memory"])
+def test_an_input_by_name_that_is_changed_later_is_noticed(name: str) -> None:
+    """Not a wrong gradient."""
+    model = Named()
+    recompute(model, ["block"])
+    inputs = {"tgt": torch.randn(2, 3, 8), "memory": torch.randn(2, 5, 8)}
+    out = model.block(**inputs)
+    inputs[name].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

@@ -2,6 +2,9 @@
 
 import gc
 import random
+import re
+import resource
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -249,6 +252,58 @@ def test_a_damaged_part_is_noticed_and_the_checkpoint_before_is_used(harm: str, 
     assert newest.path.name == "step-6"
 
 
+def test_parts_on_disks_that_are_not_shared_are_refused(tmp_path: Path) -> None:
+    """Not a checkpoint that nobody can read."""
+    fit = Fit(PLAN, Transformer, strategy=fsdp(whole_checkpoint_gb=ALL_IN_PARTS))
+
+    def rank(world: World) -> str:
+        with pytest.raises(UserError) as found:
+            fit.run(world, tmp_path / str(world.rank))
+        return str(found.value)
+
+    for message in run_ranks(rank, 2):
+        assert "all nodes need the run's folder on a disk that they share" in message
+    assert not list((tmp_path / "0").iterdir())
+
+
+def test_a_disk_that_refuses_one_rank_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    fit = Fit(PLAN, Transformer, strategy=fsdp(whole_checkpoint_gb=ALL_IN_PARTS))
+    ran(fit, 2, tmp_path, stop_at=3)
+
+    def rank(world: World) -> str:
+        if world.rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        with pytest.raises(UserError) as found:
+            fit.run(world, tmp_path)
+        return str(found.value)
+
+    for message in run_ranks(rank, 2):
+        assert re.search(r"can't be saved \(.*; [\d,]+ bytes needed\)", message), message
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("best")] == ["step-3"]
+    read(tmp_path / "step-3")
+
+
+class Versioned(nn.Linear):
+    """Its weights were ten times as large in files of version 1, which had no number."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *more: Any) -> None:
+        if metadata.get("version") is None:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] / 10
+        super()._load_from_state_dict(state, prefix, metadata, *more)
+
+
+@pytest.mark.parametrize(("strategy", "size"), [(auto(), 1), (fsdp(), 2), (fsdp(whole_checkpoint_gb=0.0), 2)])
+def test_a_resume_keeps_the_versions_of_modules(strategy: dict[str, Any], size: int, tmp_path: Path) -> None:
+    fit = Fit(PLAN, lambda: nn.Sequential(Versioned(FEATURES, CLASSES)), strategy=strategy)
+    ran(fit, size, tmp_path / "whole")
+    ran(fit, size, tmp_path / "killed", stop_at=3)
+    ran(fit, size, tmp_path / "killed")
+    assert_same(state_in(tmp_path / "whole"), state_in(tmp_path / "killed"))
+
+
 def test_metadata_runs_no_code(tmp_path: Path) -> None:
     """A pickle of torch's: a foreign folder could hold any other, with the right hash."""
     import hashlib
@@ -446,6 +501,24 @@ def refused(fit: Fit, folder: Path, size: int = 2) -> str:
 def test_a_pattern_without_a_module_is_refused(tmp_path: Path) -> None:
     assert "strategy.wrap: block.* matches the name of no module" in refused(
         Fit(PLAN, Transformer, strategy=fsdp(wrap=["block.*"])), tmp_path
+    )
+
+
+class Tied(Transformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].linear1.weight = self.blocks[0].linear1.weight
+
+
+def test_blocks_that_share_a_parameter(tmp_path: Path) -> None:
+    """By default they are left in the rest; named, they are refused."""
+    fit = Fit(replace(PLAN, steps=3), Tied)
+    ran(fit, 1, tmp_path / "one")
+    ran(replace(fit, strategy=fsdp()), 2, tmp_path / "many")
+    assert distance(state_in(tmp_path / "many"), state_in(tmp_path / "one")) < 1e-5
+    named = replace(fit, strategy=fsdp(wrap=["blocks.0"]))
+    assert "strategy.wrap: blocks.0 has a parameter that is used outside, too" in refused(
+        named, tmp_path / "no"
     )
 
 
