@@ -6,7 +6,7 @@ The tensors stand in ``shards/`` beside ``state.pt``, where their names take the
 import hashlib
 import pickle
 import shutil
-import tempfile
+import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -78,8 +78,9 @@ def write_shards(state: dict[str, Any], checkpoints: Path, world: World) -> tupl
 
 def _made_in(checkpoints: Path) -> str:
     try:
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=".shards-", dir=checkpoints)).name
+        folder = checkpoints / f".shards-{uuid.uuid4().hex}"
+        folder.mkdir(parents=True)
+        return folder.name
     except OSError as error:
         raise _refused(checkpoints, error) from error
 
