@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.serialization  # what nobody may not import later
 
 from ddptrain.api.world import World
 from ddptrain.engine.checkpoint import Checkpointer
@@ -96,6 +97,7 @@ FULL = """
 import json, os, random, subprocess, sys
 from pathlib import Path
 import torch
+import torch.utils.serialization  # what nobody may not import later
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.saved_checkpoint import read
 from ddptrain.errors import UserError
