@@ -44,9 +44,8 @@ def _remedy(error: BaseException, config: Config, world: World, place: str) -> s
         if most > 1:
             fewer = f"train.micro_batch={most // 2} (now {most})"
             batch = f"the global batch stays {train.batch_size}"
-            sharded = config.strategy["_target_"].endswith("fsdp.Fsdp")
-            auto = "" if sharded else ", or train.micro_batch=auto, which finds the number"
-            return f"Put fewer samples through the model at once: {fewer}{auto}; {batch}."
+            auto = "train.micro_batch=auto, which finds the number"
+            return f"Put fewer samples through the model at once: {fewer}, or {auto}; {batch}."
         if not train.recompute:
             return "Compute activations again instead of keeping them: train.recompute=[<blocks>]."
         if config.precision in ("fp32", "tf32"):
@@ -54,7 +53,6 @@ def _remedy(error: BaseException, config: Config, world: World, place: str) -> s
     elif within("data/loaders"):
         return "Leave the data in files, and have them read by workers: data.resident=false."
     return (
-        "No batch size makes the model smaller: take a smaller one, a device with more memory, or"
-        " strategy=fsdp on several."
+        "No batch size makes the model smaller: take a smaller one, or a device with more memory."
         " python -m ddptrain bench memory=true recipe=<name> shows what takes how much."
     )
