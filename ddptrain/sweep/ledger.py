@@ -52,6 +52,10 @@ class Job:
     gpus: tuple[str, ...] = ()
     """The slots it took, where they have names."""
     on_cpu: bool = False
+    on: str = "local"
+    """As ``sweep.on`` was at its last attempt."""
+    attempt: int = 0
+    """The number of its last attempt, from 1."""
     metric: str = ""
     value: float | None = None
     """The best value of the metric."""
@@ -87,7 +91,10 @@ class Job:
         match event["event"]:
             case "started":
                 self.status, self.gpus, self.began = "running", tuple(event["gpus"]), event["time"]
-                self.on_cpu, self.why = event["on_cpu"], ""
+                self.on_cpu, self.on, self.why = event["on_cpu"], event["on"], ""
+                self.attempt += 1
+            case "began":
+                self.gpus = (event["node"],)
             case "evaluated":
                 self._add_evaluation(event["value"])
             case "verdict" | "promoted":
@@ -158,7 +165,8 @@ class Ledger:
 def read_ledger(folder: Path, live: bool) -> list[Job]:
     """The jobs of a sweep, by number, without a lock. Raises UserError where a line can't be read.
 
-    live: their sweep is running; else what was running was killed with its sweep, and is half done.
+    live: their sweep is running; else what was running on its machine was killed with it, and is half done.
+    Jobs on other nodes outlive their sweep.
     """
     path = folder / LEDGER
     jobs: list[Job] = []
@@ -177,7 +185,7 @@ def read_ledger(folder: Path, live: bool) -> list[Job]:
                 " sweep.dir=..."
             ) from error
     for job in jobs:
-        if job.status == "running" and not live:
+        if job.status == "running" and job.on == "local" and not live:
             job.status = "stopped"
     return jobs
 

@@ -1,4 +1,4 @@
-"""Runs the jobs of a sweep over its slots: starts what fits, watches, and writes down how each ends."""
+"""Runs the jobs of a sweep: starts what there is room for, watches, and writes down how each ends."""
 
 import math
 import signal
@@ -7,22 +7,20 @@ from collections import Counter, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from ddptrain.config.schema import Config
-from ddptrain.errors import ExitCode, Stopped
+from ddptrain.errors import ExitCode, Stopped, UserError
 from ddptrain.sweep.board import Board
 from ddptrain.sweep.ledger import Job, Ledger
-from ddptrain.sweep.process import JobProcess, command
+from ddptrain.sweep.machines import Attempt, Machines
 from ddptrain.sweep.pruning_rules import PruningRule
-from ddptrain.sweep.pruning_server import PruningServer
-from ddptrain.sweep.slots import Slots
+from ddptrain.sweep.questions import Questions
 
-_TICK_S = 0.1
 _AFTER_GRACE_S = 10.0
 """For what follows a save: closing down, and launch's own end."""
 _REPEATED_SIGNAL_S = 1.0
 """A signal that comes again within this time is the same request, from a scheduler that signals all."""
+_MOST_STALLS = 3
 _MENDABLE = (ExitCode.CRASH, ExitCode.HUNG)
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -30,16 +28,18 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 class Pool:
     """One process does all of it, in one thread: jobs are started, asked to stop and judged here only."""
 
-    def __init__(self, ledger: Ledger, slots: Slots, rule: PruningRule, board: Board) -> None:
+    def __init__(self, ledger: Ledger, machines: Machines, rule: PruningRule, board: Board) -> None:
         self._ledger = ledger
-        self._slots = slots
+        self._machines = machines
         self._rule = rule
         self._board = board
-        self._free = list(slots.names)
-        self._running: dict[int, JobProcess] = {}
+        self._running: dict[int, Attempt] = {}
+        self._questions: dict[int, Questions] = {}
         self._waiting: deque[Job] = deque()
         self._configs: dict[int, Config] = {}
         self._attempts: Counter[int] = Counter()
+        self._stalls: Counter[int] = Counter()
+        """Attempts in a row that were interrupted before they got further."""
         self._stop: signal.Signals | None = None
         self._stopped_at = math.inf
 
@@ -53,19 +53,22 @@ class Pool:
         self._configs = dict(jobs)
         self._rivals = [job for job in self._ledger.jobs if job.number in rivals]
         mine = [job for job in self._ledger.jobs if job.number in jobs]
+        for job in mine:
+            self._adopt(job)
         self._waiting.extend(job for job in mine if job.status == "stopped")
         self._waiting.extend(job for job in mine if job.status in ("new", "failed", "timeout"))
-        self._server = PruningServer()
         try:
             with self._signals_handled(), self._board.showing():
                 while self._start() or self._running:
-                    self._server.serve(_TICK_S, self._answer)
-                    self._look_after()
+                    time.sleep(self._machines.tick)
+                    self._machines.refresh(list(self._running.values()))
+                    for number, attempt in list(self._running.items()):
+                        self._answer(attempt)
+                        self._look_after(number, attempt)
                     self._board.refresh(self._ledger.jobs)
         finally:
-            for process in self._running.values():  # only where something of ours has failed
-                process.kill()
-            self._server.close()
+            for attempt in self._running.values():  # only where something of ours has failed
+                attempt.kill()
         if self._stop is not None:
             self._board.say(f"sweep stopped by {self._stop.name}; start the same line again and it goes on")
         if self._stop == signal.SIGINT:
@@ -73,23 +76,40 @@ class Pool:
         if self._stop is not None:
             raise Stopped(f"sweep stopped by {self._stop.name}")
 
+    def _adopt(self, job: Job) -> None:
+        """Follow a job that has gone on without its sweep, on other nodes."""
+        if job.status != "running":
+            return
+        if job.on != self._machines.name:
+            raise UserError(
+                f"sweep.on={self._machines.name}: job {job.folder} was started on {job.on} and may still run"
+                f" there. Start the sweep with sweep.on={job.on}."
+            )
+        folder = self._ledger.folder / job.folder
+        attempt = self._machines.adopt(job, folder)
+        if attempt is None:
+            self._ledger.write(job, "ended", status="stopped", code=None, why="", seconds=0.0)
+            return
+        self._running[job.number] = attempt
+        self._questions[job.number] = Questions(folder)
+
     def _start(self) -> bool:
         """Start what there is room for; whether there was something to start."""
         began = False
-        while self._stop is None and len(self._running) < self._slots.parallel:
+        while self._stop is None and len(self._running) < self._machines.parallel:
             job = self._next()
             if job is None:
                 break
             began = True
-            taken = [self._free.pop(0) for _ in range(self._slots.per_job)]
-            folder = self._ledger.folder
-            words = command(job, folder, self._slots, self._configs[job.number])
-            words.append(self._server.controller(job.number))
+            folder = self._ledger.folder / job.folder
+            questions = self._questions[job.number] = Questions(folder)
+            words = self._machines.command(job, self._ledger.folder, self._configs[job.number])
+            words.append(questions.controller(waits=self._rule.prunes))
             self._attempts[job.number] += 1
-            gpus = taken if self._slots.are_gpus else []
-            self._ledger.write(job, "started", gpus=gpus, on_cpu=self._slots.on_cpu)
-            environment = self._slots.environment(taken)
-            self._running[job.number] = JobProcess(job, words, folder / job.folder, taken, environment)
+            where = self._machines.take()
+            facts = {"on": self._machines.name, "on_cpu": self._machines.on_cpu, "gpus": where}
+            self._ledger.write(job, "started", **facts)
+            self._running[job.number] = self._machines.start(job, words, folder, where)
             self._board.changed(job)
         return began
 
@@ -103,37 +123,42 @@ class Pool:
                 return job
         return None
 
-    def _answer(self, question: Mapping[str, Any]) -> bool:
-        """Whether the job that asks goes on."""
-        if (process := self._running.get(question["job"])) is None:
-            return False
-        job = process.job
-        facts = {name: question[name] for name in ("step", "steps", "metric", "value", "higher_is_better")}
-        self._ledger.write(job, "evaluated", **facts)
-        goes_on = self._rule.goes_on(job, self._rivals, waiting=bool(self._waiting))
-        self._ledger.write(job, "verdict", share=question["step"] / question["steps"], goes_on=goes_on)
-        return goes_on
+    def _answer(self, attempt: Attempt) -> None:
+        """Whether the job goes on, after each evaluation that it has done meanwhile."""
+        job = attempt.job
+        for question in self._questions[job.number].unanswered():
+            self._ledger.write(job, "evaluated", **question)
+            waiting = bool(self._waiting) or any(other.waits for other in self._running.values())
+            goes_on = self._rule.goes_on(job, self._rivals, waiting)
+            self._ledger.write(job, "verdict", share=question["step"] / question["steps"], goes_on=goes_on)
+            self._questions[job.number].answer(goes_on)
 
-    def _look_after(self) -> None:
-        for number, process in list(self._running.items()):
-            job, config = process.job, self._configs[number]
-            grace = config.checkpoint.grace + _AFTER_GRACE_S
-            if self._stop is not None:
-                process.stop("stopped", grace)
-            elif process.seconds > (config.sweep.timeout or math.inf):
-                process.stop("timeout", grace)
-            if (code := process.ended()) is None:
-                continue
-            pruned = bool(job.evaluations) and job.passed < job.evaluations[-1].share
-            status, why, figures = process.outcome(code, pruned)
-            facts = {"status": status, "code": code, "why": why, "seconds": round(process.seconds, 2)}
-            self._ledger.write(job, "ended", **facts, **figures)
-            del self._running[number]
-            self._free = sorted([*self._free, *process.slots], key=self._slots.names.index)
-            crashed = status == "failed" and (code in _MENDABLE or code > 128)
-            if crashed and self._attempts[number] <= config.sweep.retries:
-                self._waiting.append(job)
-            self._board.changed(job)
+    def _look_after(self, number: int, attempt: Attempt) -> None:
+        job, config = attempt.job, self._configs[number]
+        grace = config.checkpoint.grace + _AFTER_GRACE_S
+        if self._stop is not None:
+            attempt.stop("stopped", grace)
+        elif attempt.seconds > (config.sweep.timeout or math.inf):
+            attempt.stop("timeout", grace)
+        if (code := attempt.ended()) is None:
+            return
+        self._answer(attempt)  # its last question may have come after the look at them
+        pruned = bool(job.evaluations) and job.passed < job.evaluations[-1].share
+        status, why, figures = attempt.outcome(code, pruned)
+        again = status == "stopped" and bool(why)
+        if again:
+            self._stalls[number] = 0 if attempt.got_further else self._stalls[number] + 1
+            if self._stalls[number] == _MOST_STALLS:
+                status, again = "failed", False
+                why += f"; {_MOST_STALLS} attempts got no further than the checkpoint that they began with"
+        facts = {"status": status, "code": code, "why": why, "seconds": round(attempt.seconds, 2)}
+        self._ledger.write(job, "ended", **facts, **figures)
+        del self._running[number]
+        self._machines.release(job.gpus)
+        crashed = status == "failed" and (code in _MENDABLE or code > 128)
+        if again or (crashed and self._attempts[number] <= config.sweep.retries):
+            self._waiting.append(job)
+        self._board.changed(job)
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
@@ -141,8 +166,8 @@ class Pool:
 
         def handle(number: int, _: FrameType | None) -> None:
             if time.monotonic() - self._stopped_at > _REPEATED_SIGNAL_S:
-                for process in self._running.values():
-                    process.kill()
+                for attempt in self._running.values():
+                    attempt.kill()
             if self._stop is None:
                 self._stop, self._stopped_at = signal.Signals(number), time.monotonic()
 
@@ -158,5 +183,5 @@ class Pool:
 
 def unfinished(jobs: Sequence[Job], rule: PruningRule) -> list[Job]:
     """Jobs that a sweep would start, or may."""
-    over = ("done",) if type(rule) is PruningRule else ("done", "pruned")
+    over = ("done", "pruned") if rule.prunes else ("done",)
     return [job for job in jobs if job.status not in over]

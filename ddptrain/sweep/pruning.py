@@ -1,49 +1,51 @@
 """The controller by which a job asks its sweep whether to go on."""
 
-import json
+import logging
 import math
-import socket
+import time
+from pathlib import Path
 from typing import final
 
 from ddptrain.api.controller import Controller
 from ddptrain.api.observer import Evaluated
+from ddptrain.sweep.questions import ANSWERED, ASKED, append, read_from
 
 _ANSWER_TIMEOUT_S = 60.0
-"""For an answer: the sweep looks up ten times a second."""
+"""For an answer: the sweep looks up ten times a second, or twice where its jobs run on other nodes."""
+_LOOK_S = 0.05
+log = logging.getLogger("ddptrain")
 
 
 @final
 class Pruning(Controller):
-    """Asks the sweep that started this job, at ``address``, whether it goes on after an evaluation. job: its
-    number there.
+    """Asks the sweep that started this job whether it goes on after an evaluation, by files in the job's
+    ``folder``. waits: for the answer, which else is yes.
 
-    Raises RuntimeError where the sweep does not answer.
+    Without an answer within a minute the job goes on: on other nodes it may outlive its sweep, which judges
+    it once it is back.
     """
 
     why = "pruned"
 
-    def __init__(self, address: str, job: int) -> None:
-        self._address = address
-        self._job = job
+    def __init__(self, folder: str, waits: bool = True) -> None:
+        self._folder = Path(folder)
+        self._waits = waits
 
     def goes_on(self, event: Evaluated) -> bool:
         question = {
-            "job": self._job,
             "step": event.step,
             "steps": event.steps,
             "metric": event.metric,
             "value": event.value if math.isfinite(event.value) else None,  # JSON has no such numbers
             "higher_is_better": event.higher_is_better,
         }
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as call:
-            call.settimeout(_ANSWER_TIMEOUT_S)
-            try:
-                call.connect(self._address)
-                call.sendall(json.dumps(question).encode() + b"\n")
-                with call.makefile("rb") as lines:
-                    reply = lines.readline()
-            except OSError as error:
-                raise RuntimeError(f"the sweep that started this job does not answer ({error})") from error
-        if not reply:
-            raise RuntimeError("the sweep that started this job does not answer (it closed the line)")
-        return bool(json.loads(reply)["goes_on"])
+        number = append(self._folder / ASKED, question)
+        if not self._waits:
+            return True
+        until = time.monotonic() + _ANSWER_TIMEOUT_S
+        while time.monotonic() < until:
+            if answers := read_from(self._folder / ANSWERED, number):
+                return bool(answers[0]["goes_on"])
+            time.sleep(_LOOK_S)
+        log.warning("pruning    the sweep has not answered for %.0f s; this job goes on", _ANSWER_TIMEOUT_S)
+        return True

@@ -16,6 +16,8 @@ class PruningRule:
     """By itself it prunes nothing. Values count the higher the better; one that is no number is worse than
     all."""
 
+    prunes = False
+
     def goes_on(self, job: Job, jobs: Sequence[Job], waiting: bool) -> bool:
         """Whether a job goes on after its last evaluation.
 
@@ -38,6 +40,8 @@ class Asha(PruningRule):
     goes beyond it: they are known in advance here, and the order in which they come then doesn't matter.
     And where too few are left to promote one of ``eta``, the best goes on, so that one gets to the end.
     """
+
+    prunes = True
 
     def __init__(self, eta: int, rungs: int) -> None:
         self._eta = eta
@@ -87,6 +91,8 @@ class Asha(PruningRule):
 class Median(PruningRule):
     """The median stopping rule (Golovin et al. 2017, Google Vizier, section 3.2.2): a job ends where its best
     value so far is below the median of the others' means up to the same share of the run."""
+
+    prunes = True
 
     def __init__(self, first: float) -> None:
         """first: share of the run before which nothing is pruned."""

@@ -11,10 +11,11 @@ from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.lock import is_locked
 from ddptrain.sweep.board import Board, print_table
 from ddptrain.sweep.ledger import Job, Ledger, key_of, read_ledger
+from ddptrain.sweep.local import LocalMachine
+from ddptrain.sweep.machines import Machines
 from ddptrain.sweep.pool import Pool, unfinished
-from ddptrain.sweep.process import command
 from ddptrain.sweep.pruning_rules import PruningRule, pruning_rule
-from ddptrain.sweep.slots import Slots, share_out
+from ddptrain.sweep.slots import share_out
 from ddptrain.text import counted
 
 
@@ -45,12 +46,12 @@ class SweepRunner:
         settings = _settings(points)
         recipes = "+".join(sorted({point.config.recipe for point in points}))
         folder = Path(settings.dir or Path("sweeps", recipes))
-        slots = share_out(points[0].config)
+        machines = _machines(points[0].config)
         rule = pruning_rule(settings)
         if settings.dry_run:
             jobs = _planned(points, folder)
             plan = {job.number: (job, point.config) for job, point in zip(jobs, points, strict=True)}
-            _print_plan(list(plan.values()), folder, slots, rule)
+            _print_plan(list(plan.values()), folder, machines, rule)
             return jobs
         self._ledger = ledger = self._ledger or Ledger(folder)
         jobs = [ledger.job(key_of(point.config), point.words) for point in points]
@@ -60,8 +61,8 @@ class SweepRunner:
         board = Board(distinct)
         done = len(distinct) - len(unfinished(distinct, rule))
         board.say(f"sweep {folder}: {counted(len(distinct), 'job')}, {done} of them done before")
-        board.say(slots.describe())
-        Pool(ledger, slots, rule, board).run(batch, self._asked)
+        board.say(machines.describe())
+        Pool(ledger, machines, rule, board).run(batch, self._asked)
         late = [job for job in distinct if job.evaluations and job.evaluations[0].share >= 1]
         if settings.prune != "none" and late:
             board.say(
@@ -84,6 +85,11 @@ class SweepRunner:
         return ExitCode.DONE if statuses <= {"done", "pruned"} else ExitCode.STOPPED
 
 
+def _machines(config: Config) -> Machines:
+    """Where the jobs run. Raises UserError where there is no such place."""
+    return LocalMachine(share_out(config))
+
+
 def _settings(points: Sequence[SweepPoint]) -> Sweep:
     first = points[0].config
     for point in points:
@@ -102,9 +108,11 @@ def _planned(points: Sequence[SweepPoint], folder: Path) -> list[Job]:
     return [known.setdefault(key, Job(len(known), key, p.words)) for key, p in zip(keys, points, strict=True)]
 
 
-def _print_plan(plan: Sequence[tuple[Job, Config]], folder: Path, slots: Slots, rule: PruningRule) -> None:
+def _print_plan(
+    plan: Sequence[tuple[Job, Config]], folder: Path, machines: Machines, rule: PruningRule
+) -> None:
     left = unfinished([job for job, _ in plan], rule)
-    print(f"sweep {folder}: {counted(len(plan), 'job')}, {len(left)} to run; {slots.describe()}")
+    print(f"sweep {folder}: {counted(len(plan), 'job')}, {len(left)} to run; {machines.describe()}")
     for job, config in plan:
-        line = shlex.join(command(job, folder, slots, config)[1:])
+        line = shlex.join(machines.command(job, folder, config)[1:])
         print(f"{job.folder}  {job.status:8} python {line}")

@@ -11,7 +11,7 @@ from shell import ddptrain
 from sweeps import SWEPT
 
 from ddptrain.errors import ExitCode
-from ddptrain.sweep.pruning_server import PruningServer
+from ddptrain.sweep.questions import Questions
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 RUNS, AT_ONCE = 45, 3
@@ -19,17 +19,19 @@ RUNS, AT_ONCE = 45, 3
 
 def test_a_run_that_is_pruned_at_once_never_aborts(tmp_path: Path) -> None:
     """Before ranks left without Python's own shutdown, 5 of 45 died of SIGABRT: see `process.leave`."""
-    server, over = PruningServer(), threading.Event()
+    asking = [Questions(tmp_path / str(run)) for run in range(RUNS)]
+    over = threading.Event()
 
     def answer() -> None:
-        while not over.is_set():
-            server.serve(0.1, lambda question: False)
+        while not over.wait(0.1):
+            for questions in asking:
+                for _ in questions.unanswered():
+                    questions.answer(goes_on=False)
 
     def one(run: int) -> int:
         folder = tmp_path / str(run)
-        folder.mkdir()
         words = f"launch --nproc-per-node=2 --config-dir={SWEPT} recipe=swept device=cpu run.dir=run"
-        return ddptrain(folder, f"{words} {server.controller(run)}", OMP_NUM_THREADS="1").code
+        return ddptrain(folder, f"{words} {asking[run].controller(waits=True)}", OMP_NUM_THREADS="1").code
 
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(mine)})
@@ -42,5 +44,4 @@ def test_a_run_that_is_pruned_at_once_never_aborts(tmp_path: Path) -> None:
         os.sched_setaffinity(0, mine)
         over.set()
         answering.join()
-        server.close()
     assert codes == {ExitCode.STOPPED: RUNS}

@@ -158,7 +158,7 @@ def test_the_pruned_go_on_where_nothing_is_pruned_any_more(tmp_path: Path) -> No
 
 def test_a_job_that_runs_again_has_no_error_of_its_last_attempt() -> None:
     job = Job(0, "key", ())
-    started = {"event": "started", "time": 1.0, "gpus": [], "on_cpu": True}
+    started = {"event": "started", "time": 1.0, "on": "local", "gpus": [], "on_cpu": True}
     job.apply(started)
     job.apply({"event": "ended", "status": "failed", "code": 2, "why": "no data", "seconds": 1.0})
     assert (job.status, job.why) == ("failed", "no data")

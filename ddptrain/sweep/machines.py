@@ -1,0 +1,187 @@
+"""Where the jobs of a sweep run: one file for each kind of machines, chosen by ``sweep.on``."""
+
+import contextlib
+import math
+import os
+import re
+import signal
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ddptrain.config.schema import Config
+from ddptrain.config.strategy import is_ddp
+from ddptrain.errors import ExitCode
+from ddptrain.sweep.ledger import Job
+from ddptrain.text import parse_json
+
+OUTPUT = "output.txt"
+"""In the job's folder: what it prints, attempt after attempt."""
+_LAST_BYTES = 4096
+_AGENT_SAYS = "ddptrain launch: "
+
+
+class Attempt(ABC):
+    """One attempt at a job."""
+
+    got_further = True
+    """Than the checkpoint that it began with; known of an attempt that was interrupted."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        """folder: the job's."""
+        self.job = job
+        self.folder = folder
+        self.stopped_for = ""
+        """Why it was asked to stop: timeout, stopped."""
+        self._kill_at = math.inf
+
+    @property
+    @abstractmethod
+    def seconds(self) -> float:
+        """Since it began to run; 0 while it waits for a place."""
+
+    @property
+    def waits(self) -> bool:
+        """It has been handed to a scheduler, and has not begun to run."""
+        return False
+
+    @abstractmethod
+    def returncode(self) -> int | None:
+        """Once it has ended: its exit code, or -n where signal n has ended it."""
+
+    @abstractmethod
+    def ask_to_stop(self, grace: float) -> None:
+        """Have it save and stop, within so many seconds."""
+
+    @abstractmethod
+    def kill(self) -> None: ...
+
+    @abstractmethod
+    def output(self) -> tuple[BinaryIO, int]:
+        """The job's output, open for reading, and where in it this attempt's begins, in bytes. Raises
+        OSError."""
+
+    def interrupted(self, code: int) -> str:
+        """Why it has ended, if neither it nor the sweep is the cause, and it is to be continued; else
+        empty."""
+        return ""
+
+    def stop(self, why: str, grace: float) -> None:
+        """Ask it to save and stop; after so many seconds it is killed."""
+        if not self.stopped_for:
+            self.stopped_for, self._kill_at = why, time.monotonic() + grace
+            self.ask_to_stop(grace)
+
+    def ended(self) -> int | None:
+        """The exit code, once it has ended; 128 + n where signal n has ended it."""
+        if time.monotonic() > self._kill_at:
+            self.kill()
+        code = self.returncode()
+        return 128 - code if code is not None and code < 0 else code
+
+    def outcome(self, code: int, pruned: bool) -> tuple[str, str, dict[str, Any]]:
+        """Once it has ended: its status, why, and, of one that is done, the figures it left."""
+        summary: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            read = parse_json((self.folder / "summary.json").read_text())
+            summary = read if isinstance(read, dict) else {}
+        if code == 0 and summary.get("outcome") in ("done", "stopped early"):
+            return "done", "", _figures(summary)
+        if pruned and code == ExitCode.STOPPED:
+            return "pruned", "", {}
+        if self.stopped_for:
+            return self.stopped_for, "", {}
+        if why := self.interrupted(code):
+            return "stopped", why, {}
+        if code == ExitCode.STOPPED:
+            return "stopped", "", {}
+        return "failed", self._last_words(code) if code else "it ended without a summary", {}
+
+    def _last_words(self, code: int) -> str:
+        """The last message of a failed attempt: its own, which rank a signal ended, or the exception."""
+        raw = self.returncode() or 0
+        if raw < 0:
+            memory = " (out of memory?)" if -raw == signal.SIGKILL else ""
+            return f"killed by {signal.Signals(-raw).name}{memory}"
+        lines = self._last_lines()
+        own = [line.removeprefix("ddptrain: ") for line in lines if line.startswith("ddptrain: ")]
+        agent = [line.removeprefix(_AGENT_SAYS) for line in lines if line.startswith(_AGENT_SAYS)]
+        others = [line.strip() for line in lines if line.strip() and not line.startswith(_AGENT_SAYS)]
+        return (own or (agent if code > 128 else others) or others or [""])[-1]
+
+    def _last_lines(self) -> list[str]:
+        try:
+            file, begin = self.output()
+            with file:
+                file.seek(max(begin, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+                return file.read().decode(errors="replace").splitlines()
+        except OSError:  # the folder is gone
+            return []
+
+
+class Machines(ABC):
+    """Where jobs run, and how many at once."""
+
+    name: str
+    """As ``sweep.on`` has it."""
+    on_cpu: bool
+    parallel: int
+    """Most jobs at once."""
+    ranks: int
+    """Of each job."""
+    tick: float
+    """Seconds between two looks at the jobs."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """For the plan."""
+
+    def take(self) -> tuple[str, ...]:
+        """GPUs for the next job, where they have names. Fewer than ``parallel`` jobs run."""
+        return ()
+
+    @abstractmethod
+    def start(self, job: Job, words: Sequence[str], folder: Path, gpus: Sequence[str]) -> Attempt:
+        """folder: the job's. gpus: as taken."""
+
+    def release(self, gpus: Sequence[str]) -> None:  # noqa: B027
+        """They are free again."""
+
+    def adopt(self, job: Job, folder: Path) -> Attempt | None:
+        """The attempt that an earlier sweep process has started, if it may still run or has ended since."""
+        return None
+
+    def refresh(self, attempts: Sequence[Attempt]) -> None:  # noqa: B027
+        """Once in each turn, before the attempts are looked at."""
+
+    def command(self, job: Job, folder: Path, config: Config) -> list[str]:
+        """The line that runs a job: ``launch`` for several ranks, for one a plain process, which is up
+        sooner. A job that is given a GPU asks for it: should it be lost meanwhile, device=auto would train on
+        the CPU.
+
+        folder: the sweep's.
+        """
+        launches = self.ranks > 1 or is_ddp(config.strategy)  # there one rank has a process group too
+        launch = ["launch", f"--nproc-per-node={self.ranks}"] if launches else []
+        own = [*([] if self.on_cpu else ["device=cuda"]), f"run.dir={_quoted(folder / job.folder)}"]
+        return [sys.executable, "-m", "ddptrain", *launch, *job.words, *own]
+
+
+def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
+    best = summary.get("best", {})
+    metric = next((name for name in best if name != "step"), None)
+    if metric is None:
+        return {}
+    facts = {name: summary[name] for name in ("higher_is_better", "step", "steps")}
+    return {"metric": metric, "value": best[metric], **facts}
+
+
+def _quoted(path: Path) -> str:
+    """A path as the value of an override, whatever characters it has."""
+    if re.fullmatch(r"[\w./-]+", str(path)):
+        return str(path)
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), str(path))
+    return f"'{escaped}'"
