@@ -161,16 +161,32 @@ class Sweep:
 
     dir: str | None = None
     """The sweep's folder; null: ``sweeps/<recipe>``. A job that is done there is not run again."""
+    on: str = rule("local", choices=("local", "slurm", "ray"))
+    """Where its jobs run: on this machine, or on the nodes of a cluster that see the same folders."""
     gpus: Any = "auto"
     """``auto``: all of this machine; or a list of indexes or UUIDs, as CUDA_VISIBLE_DEVICES takes them."""
     gpus_per_job: Any = 1
     """Ranks of a job, each with a GPU of its own; ``all``. Without GPUs: with a share of the cores."""
+    jobs_per_gpu: int = rule(1, at_least=1)
+    """Jobs of one rank that share a GPU, each with its part of the GPU's memory."""
+    cores_per_job: int | None = rule(None, at_least=1)
+    """null: its share of this machine's; on a cluster what the scheduler gives."""
     max_parallel: int | None = rule(None, at_least=1)
     """Most jobs at once; null: as many as there are GPUs, or cores, for."""
     timeout: float | None = rule(None, above=0)
     """Seconds a job may run at a stretch before it is stopped and counts as failed."""
     retries: int = rule(0, at_least=0)
     """More attempts for a job that crashed or hung; each goes on from the last checkpoint."""
+    partition: str | None = None
+    """slurm, as ``sbatch --partition``."""
+    account: str | None = None
+    """slurm, as ``sbatch --account``."""
+    time: str | None = None
+    """slurm, as ``sbatch --time``, of one attempt; a job that reaches it goes on in the next."""
+    options: list[str] = field(default_factory=list)
+    """slurm: further options of sbatch, ``--constraint=a100``."""
+    address: str | None = None
+    """ray: the cluster's; null: the one of this machine, or RAY_ADDRESS."""
     dry_run: bool = False
     """Print the plan and start nothing."""
     prune: str = rule("none", choices=("none", "asha", "median"))

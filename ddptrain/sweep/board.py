@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _COLOURS = {"done": "green", "running": "cyan", "pruned": "dim", "failed": "red", "timeout": "red"}
-_ORDER = ("done", "pruned", "running", "stopped", "new", "timeout", "failed")
+_ORDER = ("done", "pruned", "running", "queued", "stopped", "new", "timeout", "failed")
 
 
 class Board:

@@ -42,7 +42,7 @@ class Job:
     words: tuple[str, ...]
     """Its overrides."""
     status: str = "new"
-    """new, running, done, pruned, stopped (half done), failed, timeout."""
+    """new, queued (on other nodes), running, done, pruned, stopped (half done), failed, timeout."""
     began: float = 0.0
     """Unix time of the last attempt's start."""
     seconds: float = 0.0
@@ -90,11 +90,12 @@ class Job:
                 setattr(self, name, event[name])
         match event["event"]:
             case "started":
-                self.status, self.gpus, self.began = "running", tuple(event["gpus"]), event["time"]
                 self.on_cpu, self.on, self.why = event["on_cpu"], event["on"], ""
+                self.status = "running" if self.on == "local" else "queued"
+                self.gpus, self.began = tuple(event["gpus"]), event["time"]
                 self.attempt += 1
             case "began":
-                self.gpus = (event["node"],)
+                self.status, self.gpus, self.began = "running", (event["node"],), event["time"]
             case "evaluated":
                 self._add_evaluation(event["value"])
             case "verdict" | "promoted":

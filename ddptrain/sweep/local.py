@@ -58,6 +58,9 @@ class LocalAttempt(Attempt):
     def kill(self) -> None:
         self._signal(signal.SIGKILL)  # its ranks have the kernel end them with it
 
+    def leave(self) -> None:
+        self.kill()
+
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)

@@ -27,9 +27,6 @@ _AGENT_SAYS = "ddptrain launch: "
 class Attempt(ABC):
     """One attempt at a job."""
 
-    got_further = True
-    """Than the checkpoint that it began with; known of an attempt that was interrupted."""
-
     def __init__(self, job: Job, folder: Path) -> None:
         """folder: the job's."""
         self.job = job
@@ -48,6 +45,16 @@ class Attempt(ABC):
         """It has been handed to a scheduler, and has not begun to run."""
         return False
 
+    @property
+    def got_further(self) -> bool:
+        """Than the checkpoint that it began with; asked of one that was interrupted."""
+        return True
+
+    @property
+    def node(self) -> str:
+        """Where it runs, if not on this machine."""
+        return ""
+
     @abstractmethod
     def returncode(self) -> int | None:
         """Once it has ended: its exit code, or -n where signal n has ended it."""
@@ -58,6 +65,10 @@ class Attempt(ABC):
 
     @abstractmethod
     def kill(self) -> None: ...
+
+    @abstractmethod
+    def leave(self) -> None:
+        """The sweep itself ends by an error."""
 
     @abstractmethod
     def output(self) -> tuple[BinaryIO, int]:
@@ -132,6 +143,8 @@ class Machines(ABC):
     """Most jobs at once."""
     ranks: int
     """Of each job."""
+    outlive = False
+    """Jobs go on without their sweep."""
     tick: float
     """Seconds between two looks at the jobs."""
 

@@ -15,6 +15,7 @@ from ddptrain.sweep.ledger import Job, Ledger
 from ddptrain.sweep.machines import Attempt, Machines
 from ddptrain.sweep.pruning_rules import PruningRule
 from ddptrain.sweep.questions import Questions
+from ddptrain.text import counted
 
 _AFTER_GRACE_S = 10.0
 """For what follows a save: closing down, and launch's own end."""
@@ -42,6 +43,7 @@ class Pool:
         """Attempts in a row that were interrupted before they got further."""
         self._stop: signal.Signals | None = None
         self._stopped_at = math.inf
+        self._leaves = False
 
     def run(self, jobs: Mapping[int, Config], rivals: Container[int]) -> None:
         """Run the jobs of these numbers, those that are not done, until all have ended.
@@ -59,7 +61,7 @@ class Pool:
         self._waiting.extend(job for job in mine if job.status in ("new", "failed", "timeout"))
         try:
             with self._signals_handled(), self._board.showing():
-                while self._start() or self._running:
+                while not self._leaves and (self._start() or self._running):
                     time.sleep(self._machines.tick)
                     self._machines.refresh(list(self._running.values()))
                     for number, attempt in list(self._running.items()):
@@ -67,8 +69,10 @@ class Pool:
                         self._look_after(number, attempt)
                     self._board.refresh(self._ledger.jobs)
         finally:
-            for attempt in self._running.values():  # only where something of ours has failed
-                attempt.kill()
+            for attempt in self._running.values():  # left behind, or something of ours has failed
+                attempt.leave()
+        if self._leaves:
+            raise Stopped(f"sweep stopped by SIGHUP; {counted(len(self._running), 'job')} run on")
         if self._stop is not None:
             self._board.say(f"sweep stopped by {self._stop.name}; start the same line again and it goes on")
         if self._stop == signal.SIGINT:
@@ -78,7 +82,7 @@ class Pool:
 
     def _adopt(self, job: Job) -> None:
         """Follow a job that has gone on without its sweep, on other nodes."""
-        if job.status != "running":
+        if job.status not in ("queued", "running"):
             return
         if job.on != self._machines.name:
             raise UserError(
@@ -90,6 +94,7 @@ class Pool:
         if attempt is None:
             self._ledger.write(job, "ended", status="stopped", code=None, why="", seconds=0.0)
             return
+        self._attempts[job.number] = 1
         self._running[job.number] = attempt
         self._questions[job.number] = Questions(folder)
 
@@ -135,6 +140,9 @@ class Pool:
 
     def _look_after(self, number: int, attempt: Attempt) -> None:
         job, config = attempt.job, self._configs[number]
+        if attempt.node and job.status == "queued":
+            self._ledger.write(job, "began", node=attempt.node)
+            self._board.changed(job)
         grace = config.checkpoint.grace + _AFTER_GRACE_S
         if self._stop is not None:
             attempt.stop("stopped", grace)
@@ -168,7 +176,9 @@ class Pool:
             if time.monotonic() - self._stopped_at > _REPEATED_SIGNAL_S:
                 for attempt in self._running.values():
                     attempt.kill()
-            if self._stop is None:
+            if number == signal.SIGHUP and self._machines.outlive:
+                self._leaves = True
+            elif self._stop is None:
                 self._stop, self._stopped_at = signal.Signals(number), time.monotonic()
 
         by_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

@@ -15,7 +15,10 @@ from ddptrain.sweep.local import LocalMachine
 from ddptrain.sweep.machines import Machines
 from ddptrain.sweep.pool import Pool, unfinished
 from ddptrain.sweep.pruning_rules import PruningRule, pruning_rule
+from ddptrain.sweep.ray_cluster import RayCluster
+from ddptrain.sweep.remote import RemoteMachines, check_remote
 from ddptrain.sweep.slots import share_out
+from ddptrain.sweep.slurm import Slurm
 from ddptrain.text import counted
 
 
@@ -87,7 +90,10 @@ class SweepRunner:
 
 def _machines(config: Config) -> Machines:
     """Where the jobs run. Raises UserError where there is no such place."""
-    return LocalMachine(share_out(config))
+    if config.sweep.on == "local":
+        return LocalMachine(share_out(config))
+    check_remote(config)
+    return RemoteMachines(Slurm(config) if config.sweep.on == "slurm" else RayCluster(config), config)
 
 
 def _settings(points: Sequence[SweepPoint]) -> Sweep:

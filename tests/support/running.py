@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ class Job:
     """launch, torchrun, or python for a single process."""
     under: Sequence[str] = ()
     """What the command line is given to, as its last words."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Further ones of its environment."""
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
@@ -47,12 +49,13 @@ class Job:
             "python": ["-m", "ddptrain"],
         }[self.launcher]
         inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        own = {_MARK: self.mark, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
         self.output = self.cwd / f"output-{self.mark}.txt"
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(
                 [*self.under, sys.executable, *start, *self.words],
                 cwd=self.cwd,
-                env={**inherited, _MARK: self.mark, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
+                env={**inherited, **own, **self.variables},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

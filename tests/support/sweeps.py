@@ -1,7 +1,7 @@
 """Sweeps as users start them, and what their ledgers say."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ def swept_words(*words: str) -> list[str]:
     return ["--multirun", f"--config-dir={SWEPT}", "recipe=swept", "device=cpu", "sweep.dir=sweep", *words]
 
 
-def start(cwd: Path, words: Sequence[str]) -> Job:
-    return Job(words, cwd, ranks=1, launcher="python")
+def start(cwd: Path, words: Sequence[str], variables: Mapping[str, str] | None = None) -> Job:
+    return Job(words, cwd, ranks=1, launcher="python", variables=variables or {})
 
 
 def events(cwd: Path, kind: str = "") -> list[dict[str, Any]]:

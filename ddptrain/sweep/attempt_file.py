@@ -1,0 +1,69 @@
+"""What the sweep and a job's node tell each other, in the job's folder, which both see.
+
+``attempts/<n>.json``: written by the node when the attempt begins (the node's name, the time, where in the
+output it begins), and again with the exit code. Whoever writes it first has the attempt: one that the sweep
+has given up does not begin any more. ``attempts/<n>.stop``: written by the sweep; why the job shall save and
+stop, and within how many seconds.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ddptrain.text import parse_json
+
+
+class AttemptFile:
+    """Of one attempt."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        """folder: the job's."""
+        self._path = folder / "attempts" / f"{number}.json"
+        self._path.parent.mkdir(exist_ok=True)
+
+    @property
+    def log(self) -> Path:
+        """For what a scheduler has to say."""
+        return self._path.with_suffix(".log")
+
+    def claim(self, told: Mapping[str, Any]) -> bool:
+        """Write it, unless it is there. Whole or not at all, over NFS too."""
+        aside = self._path.with_name(f".{self._path.name}.{os.uname().nodename}.{os.getpid()}")
+        aside.write_text(json.dumps(told))
+        try:
+            os.link(aside, self._path)
+        except FileExistsError:
+            return False
+        finally:
+            aside.unlink()
+        return True
+
+    def rewrite(self, told: Mapping[str, Any]) -> None:
+        _replace(self._path, told)
+
+    def read(self) -> dict[str, Any]:
+        """Empty where it is not there yet."""
+        return _read(self._path)
+
+    def ask_to_stop(self, why: str, grace: float) -> None:
+        _replace(self._path.with_suffix(".stop"), {"why": why, "grace": grace})
+
+    def asked_to_stop(self) -> dict[str, Any]:
+        """Empty where it was not."""
+        return _read(self._path.with_suffix(".stop"))
+
+
+def _replace(path: Path, told: Mapping[str, Any]) -> None:
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(json.dumps(told))
+    os.replace(aside, path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        told = parse_json(path.read_text())
+        return told if isinstance(told, dict) else {}
+    return {}

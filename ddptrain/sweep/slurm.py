@@ -1,0 +1,76 @@
+"""``sweep.on=slurm``: each attempt is a job of SLURM's, submitted by sbatch."""
+
+import getpass
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+from ddptrain.config.schema import Config
+from ddptrain.errors import UserError
+from ddptrain.sweep.remote import BusyError, Scheduler
+
+_BEFORE_LIMIT_S = 120
+"""When a job is asked to save and stop; SLURM looks once a minute."""
+_CALL_S = 120.0
+_ENDED = ("TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "CANCELLED", "OUT_OF_MEMORY")
+
+
+@final
+class Slurm(Scheduler):
+    """Jobs are known by their names, which are unique: a sweep that was killed in the middle of an sbatch
+    finds what came of it."""
+
+    name = "slurm"
+
+    def __init__(self, config: Config) -> None:
+        """Raises UserError where there is no SLURM."""
+        asked = config.sweep
+        ranks = int(asked.gpus_per_job)
+        given = {
+            "--gpus-per-node": None if config.device == "cpu" else ranks,
+            "--cpus-per-task": asked.cores_per_job,
+            "--partition": asked.partition,
+            "--account": asked.account,
+            "--time": asked.time,
+        }
+        self._options = [f"{name}={value}" for name, value in given.items() if value is not None]
+        self._options += [
+            "--nodes=1", "--ntasks=1", "--no-requeue", f"--signal=B:USR1@{_BEFORE_LIMIT_S}", *asked.options
+        ]  # fmt: skip
+        _call("sbatch", "--version")
+
+    def submit(self, name: str, words: Sequence[str], log: Path) -> None:
+        command = f"exec {shlex.join(words)}"
+        own = [f"--job-name={name}", f"--output={log}", f"--wrap={command}"]
+        ended = _call("sbatch", *self._options, *own)
+        if ended.returncode == 0:
+            return
+        said = " ".join(ended.stderr.split())
+        if "imit" in said or "emporarily" in said:  # of jobs submitted; unable to accept
+            raise BusyError(said)
+        raise UserError(f"sweep.on=slurm: {said} (sbatch {shlex.join(self._options)}).")
+
+    def names(self) -> set[str] | None:
+        ended = _call("squeue", "--noheader", "--format=%j", f"--user={getpass.getuser()}")
+        return set(ended.stdout.split()) if ended.returncode == 0 else None
+
+    def cancel(self, name: str) -> None:
+        _call("scancel", f"--name={name}", f"--user={getpass.getuser()}")
+
+    def fate(self, name: str) -> str:
+        ended = _call("squeue", "--noheader", "--states=all", "--format=%T", f"--name={name}")
+        return next((state for state in ended.stdout.split() if state in _ENDED), "")
+
+
+def _call(*words: str) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=_CALL_S)
+    except FileNotFoundError:
+        raise UserError(
+            f"sweep.on=slurm: there is no {words[0]} here. Start the sweep where SLURM's commands are, or use"
+            " sweep.on=local."
+        ) from None
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(words, 1, "", f"{words[0]} does not answer; temporarily?")
