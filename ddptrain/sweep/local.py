@@ -82,10 +82,15 @@ class LocalMachine(Machines):
         return self._slots.describe()
 
     def take(self) -> tuple[str, ...]:
-        return tuple(self._free.pop(0) for _ in range(self.ranks)) if self._slots.are_gpus else ()
+        return tuple(self._emptiest() for _ in range(self.ranks)) if self._slots.are_gpus else ()
 
     def start(self, job: Job, words: Sequence[str], folder: Path, gpus: Sequence[str]) -> Attempt:
         return LocalAttempt(job, words, folder, self._slots.environment(gpus))
 
     def release(self, gpus: Sequence[str]) -> None:
         self._free = sorted([*self._free, *gpus], key=self._slots.names.index)
+
+    def _emptiest(self) -> str:
+        gpu = max(self._free, key=self._free.count)  # the first of those
+        self._free.remove(gpu)
+        return gpu

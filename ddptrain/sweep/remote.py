@@ -16,6 +16,7 @@ from ddptrain.errors import ExitCode, UserError
 from ddptrain.sweep.attempt_file import AttemptFile
 from ddptrain.sweep.ledger import Job
 from ddptrain.sweep.machines import OUTPUT, Attempt, Machines
+from ddptrain.sweep.slots import memory_share
 from ddptrain.text import counted
 
 _MOST_AT_ONCE = 100
@@ -163,6 +164,9 @@ class RemoteMachines(Machines):
         self.ranks = int(asked.gpus_per_job)
         self.parallel = asked.max_parallel or _MOST_AT_ONCE
         self._cores = asked.cores_per_job
+        self._variables = memory_share(asked.jobs_per_gpu)
+        if self._cores is not None:
+            self._variables[CORES] = str(self._cores)
         self._scheduler = scheduler
         self._asked_at = -math.inf
 
@@ -172,9 +176,9 @@ class RemoteMachines(Machines):
         return f"{self.name}: {counted(self.parallel, 'job')} at once at most, each {each}{cores}"
 
     def start(self, job: Job, words: Sequence[str], folder: Path, gpus: Sequence[str]) -> Attempt:
-        cores = [] if self._cores is None else ["env", f"{CORES}={self._cores}"]
+        variables = [f"{name}={value}" for name, value in self._variables.items()]
         node_job = [sys.executable, "-m", "ddptrain.sweep.node_job", str(folder), str(job.attempt)]
-        attempt = RemoteAttempt(job, folder, self._scheduler, [*cores, *node_job, *words])
+        attempt = RemoteAttempt(job, folder, self._scheduler, ["env", *variables, *node_job, *words])
         attempt.submit()
         return attempt
 
@@ -207,6 +211,9 @@ def check_remote(config: Config) -> None:
         wrong.append("sweep.gpus_per_job=all: nodes differ; give a number.")
     if config.device not in ("auto", "cuda", "cpu"):
         wrong.append(f"device={config.device}: must be cuda or cpu.")
+    shares_gpus = asked.on == "ray" and asked.gpus_per_job == 1 and config.device != "cpu"
+    if asked.jobs_per_gpu > 1 and not shares_gpus:
+        wrong.append(f"sweep.jobs_per_gpu={asked.jobs_per_gpu}: only Ray gives a GPU to several jobs.")
     if wrong:
         raise UserError("\n".join(f"{line[:-1]} (sweep.on={asked.on})." for line in wrong))
 

@@ -1,6 +1,7 @@
 """What the jobs of a sweep are packed over: this machine's GPUs, or shares of its cores."""
 
 import os
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from ddptrain.errors import DOCTOR_HINT, UserError
 from ddptrain.text import counted
 
 _DRIVER_S = 45.0
+_OF_A_GPU = 0.95
+"""What jobs on one GPU may allocate together; the rest is for their CUDA contexts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,7 @@ class Slots:
     """How many jobs run at once, and what each gets."""
 
     names: tuple[str, ...]
-    """GPUs as CUDA_VISIBLE_DEVICES takes them, or numbers of CPU shares."""
+    """GPUs as CUDA_VISIBLE_DEVICES takes them, each as often as it takes a job, or numbers of CPU shares."""
     per_job: int
     """Of them for each job: its ranks."""
     parallel: int
@@ -31,17 +34,25 @@ class Slots:
     """They have names for CUDA_VISIBLE_DEVICES; with device=cpu to try a sweep out."""
     on_cpu: bool
     why: str
+    per_gpu: int = 1
+    """Jobs that share a GPU."""
 
     def environment(self, taken: Sequence[str]) -> dict[str, str]:
         """What a job on these slots is started with."""
         shared = {CORES: str(self.cores)}
-        return {**shared, "CUDA_VISIBLE_DEVICES": ",".join(taken)} if self.are_gpus else shared
+        if not self.are_gpus:
+            return shared
+        return {**shared, **memory_share(self.per_gpu), "CUDA_VISIBLE_DEVICES": ",".join(taken)}
 
     def describe(self) -> str:
-        named = f"{'slots' if self.on_cpu else 'GPUs'} {', '.join(self.names)}"
+        named = f"{'slots' if self.on_cpu else 'GPUs'} {', '.join(dict.fromkeys(self.names))}"
         kind = named if self.are_gpus else counted(len(self.names), "CPU slot")
         each = f"each {counted(self.per_job, 'rank')} and {counted(self.cores, 'core')}"
-        return f"{kind} ({self.why}): {counted(self.parallel, 'job')} at once, {each}"
+        found = f"{kind} ({self.why}): {counted(self.parallel, 'job')} at once, {each}"
+        if self.per_gpu == 1:
+            return found
+        share = f"{found} and at most {_OF_A_GPU / self.per_gpu:.0%} of a GPU's memory"
+        return share if self.on_cpu else f"{share}; {_mps()}"
 
 
 def share_out(config: Config) -> Slots:
@@ -62,10 +73,39 @@ def share_out(config: Config) -> Slots:
             f"sweep.gpus_per_job={asked.gpus_per_job}: these are slices of divided GPUs (MIG), and CUDA gives"
             " a process one of them. Say sweep.gpus_per_job=1."
         )
+    per_gpu = asked.jobs_per_gpu
+    if per_gpu > 1 and (per_job > 1 or not are_gpus):
+        rule = "a job that shares a GPU has one rank" if are_gpus else f"there is no GPU to share ({why})"
+        raise UserError(f"sweep.jobs_per_gpu={per_gpu}: {rule}. Leave it out.")
+    names = names * per_gpu
     parallel = min(len(names) // per_job, asked.max_parallel or len(names))
-    share = max(1, cores() // parallel)
+    share = asked.cores_per_job or max(1, cores() // parallel)
     on_cpu = config.device == "cpu" or not are_gpus
-    return Slots(tuple(names), per_job, parallel, share, are_gpus, on_cpu, why)
+    return Slots(tuple(names), per_job, parallel, share, are_gpus, on_cpu, why, per_gpu)
+
+
+def memory_share(per_gpu: int) -> dict[str, str]:
+    """The variable by which PyTorch keeps each of so many jobs on a GPU to its part of the memory; none for
+    one alone. Settings that are there stay."""
+    if per_gpu == 1:
+        return {}
+    known = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    limit = f"per_process_memory_fraction:{_OF_A_GPU / per_gpu:.4f}"
+    return {"PYTORCH_ALLOC_CONF": f"{known},{limit}" if known else limit}
+
+
+def _mps() -> str:
+    """Whether NVIDIA's Multi-Process Service runs, with which kernels of several jobs run at once."""
+    try:
+        asked = subprocess.run(
+            ["nvidia-cuda-mps-control"], input="get_server_list\n", capture_output=True, text=True, timeout=10
+        )
+        runs = asked.returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        runs = False
+    if runs:
+        return "by MPS, so that kernels of several jobs run at once"
+    return "without MPS, so that the jobs of a GPU take turns (nvidia-cuda-mps-control -d starts it)"
 
 
 def _devices(asked: Any, device: str) -> tuple[list[str], bool, str]:

@@ -1,11 +1,15 @@
 """Which GPUs a sweep packs its jobs over, by what a driver says: here stand-ins for its two libraries."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from shell import Ended, ddptrain
 from sweeps import SWEPT
+
+from ddptrain.sweep.slots import memory_share
 
 NVML = """
 class NVMLError(Exception): value = 15
@@ -36,10 +40,13 @@ def _nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def planned(folder: Path, *more: str, init: str = "pass", lost: str = "()", divided: str = "()") -> Ended:
+def planned(
+    folder: Path, *more: str, init: str = "pass", lost: str = "()", divided: str = "()", **variables: str
+) -> Ended:
     """A sweep's plan where the driver answers so, to its end."""
     (folder / "pynvml.py").write_text(NVML.format(init=init, lost=lost, divided=divided))
-    return ddptrain(folder, [*WORDS.split(), *more], PYTHONPATH=str(folder), LD_LIBRARY_PATH=str(folder))
+    found = {"PYTHONPATH": str(folder), "LD_LIBRARY_PATH": str(folder), **variables}
+    return ddptrain(folder, [*WORDS.split(), *more], **found)
 
 
 def test_a_gpu_that_is_lost_is_named_and_the_others_are_used(tmp_path: Path) -> None:
@@ -77,3 +84,40 @@ def test_where_both_are_silent_there_is_no_gpu(tmp_path: Path) -> None:
     refused = planned(tmp_path, init="raise NVMLError('no library')")
     assert refused.code == 2
     assert "device=cuda: this machine shows no GPU (NVML: no library; CUDA: " in refused.err
+
+
+def test_jobs_that_share_a_gpu(tmp_path: Path) -> None:
+    """Each GPU takes three; MPS is told of as its own program answers."""
+    words = ("sweep.jobs_per_gpu=3",)
+    plan = planned(tmp_path, *words)
+    first = plan.out.splitlines()[0]
+    assert "GPUs GPU-0, GPU-1 (all of this machine): 6 jobs at once, each 1 rank" in first, plan.err
+    assert "at most 32% of a GPU's memory; without MPS, so that the jobs of a GPU take turns" in first
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text('#!/bin/sh\nread command\ntest "$command" = get_server_list\n')
+    control.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert "; by MPS, so that kernels of several jobs run at once" in planned(tmp_path, *words, PATH=path).out
+
+
+def test_what_can_not_share_a_gpu(tmp_path: Path) -> None:
+    refused = planned(tmp_path, "sweep.jobs_per_gpu=2", "sweep.gpus_per_job=2")
+    assert refused.code == 2
+    assert "sweep.jobs_per_gpu=2: a job that shares a GPU has one rank." in refused.err
+    refused = planned(tmp_path, "sweep.jobs_per_gpu=2", "device=cpu")
+    assert refused.code == 2
+    assert "sweep.jobs_per_gpu=2: there is no GPU to share (device=cpu)." in refused.err
+
+
+def test_what_jobs_on_a_gpu_may_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that are there stay; PyTorch's own parser takes them."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    share = memory_share(3)["PYTORCH_ALLOC_CONF"]
+    assert share == "expandable_segments:True,per_process_memory_fraction:0.3167"
+    assert memory_share(1) == {}
+    read = "import torch; torch._C._accelerator_setAllocatorSettings('expandable_segments:False')"
+    for settings, code in ((share, 0), ("per_process_memory_fraction:1.3", 1)):
+        variables = {**os.environ, "PYTORCH_ALLOC_CONF": settings}
+        ended = subprocess.run([sys.executable, "-c", read], env=variables, capture_output=True, text=True)
+        assert ended.returncode == code, ended.stderr

@@ -139,3 +139,26 @@ def test_no_two_jobs_share_a_gpu(tmp_path: Path) -> None:
         assert {line["CUDA_VISIBLE_DEVICES"] for line in seen} == {",".join(took[number])}
     written = [json.loads(path.read_text()) for path in tmp_path.glob("sweep/*/environment.json")]
     assert [environment["world_size"] for environment in written] == [2, 2, 2]
+
+
+def test_jobs_that_share_a_gpu_are_spread_over_all(tmp_path: Path) -> None:
+    """Five jobs, two on each of two GPUs at most, and none on one that is busier than the other."""
+    words = swept_words("task.point=range(5)", "task.pace=0.05", "sweep.gpus=[0,1]", "sweep.jobs_per_gpu=2")
+    job = start(tmp_path, words)
+    assert job.wait() == 0, job.text
+    held: dict[int, str] = {}
+    most = 0
+    for event in events(tmp_path):
+        if event["event"] == "started":
+            (held[event["job"]],) = event["gpus"]
+        if event["event"] == "ended":
+            del held[event["job"]]
+        counts = [list(held.values()).count(gpu) for gpu in "01"]
+        most = max(most, sum(counts))
+        assert max(counts) <= 2
+        if event["event"] == "started":
+            assert counts["01".index(held[event["job"]])] - min(counts) <= 1
+    assert most == 4
+    for path in (tmp_path / "seen").iterdir():
+        seen = ast.literal_eval(path.read_text())[0]
+        assert seen["PYTORCH_ALLOC_CONF"] == "per_process_memory_fraction:0.4750"

@@ -72,7 +72,8 @@ class Fit(Task):
         self._pace = pace
         self._fails, self._hangs = point in failing, point in hanging
         if "DDPTRAIN_CORES" in os.environ:
-            seen = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "DDPTRAIN_CORES", "RANK")}
+            names = ("CUDA_VISIBLE_DEVICES", "DDPTRAIN_CORES", "RANK", "PYTORCH_ALLOC_CONF")
+            seen = {name: os.environ.get(name) for name in names}
             Path("seen").mkdir(exist_ok=True)
             Path("seen", f"{point}-{uuid.uuid4().hex}").write_text(repr((seen, note)))
 
