@@ -3,6 +3,7 @@
 import getpass
 import shlex
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import final
@@ -14,6 +15,8 @@ from ddptrain.sweep.remote import BusyError, Scheduler
 _BEFORE_LIMIT_S = 120
 """When a job is asked to save and stop; SLURM looks once a minute."""
 _CALL_S = 120.0
+_COMPLETES_S = 10.0
+"""For SLURM to note how a job has ended, after its last process."""
 _ENDED = ("TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "CANCELLED", "OUT_OF_MEMORY")
 
 
@@ -60,8 +63,14 @@ class Slurm(Scheduler):
         _call("scancel", f"--name={name}", f"--user={getpass.getuser()}")
 
     def fate(self, name: str) -> str:
-        ended = _call("squeue", "--noheader", "--states=all", "--format=%T", f"--name={name}")
-        return next((state for state in ended.stdout.split() if state in _ENDED), "")
+        until = time.monotonic() + _COMPLETES_S
+        while True:
+            states = _call(
+                "squeue", "--noheader", "--states=all", "--format=%T", f"--name={name}"
+            ).stdout.split()
+            if not {"RUNNING", "COMPLETING"} & set(states) or time.monotonic() > until:
+                return next((state for state in states if state in _ENDED), "")
+            time.sleep(0.5)
 
 
 def _call(*words: str) -> "subprocess.CompletedProcess[str]":

@@ -189,7 +189,7 @@ def test_a_job_goes_on_after_its_time_limit_and_not_after_scancel(nodes: Nodes, 
     subprocess.run(
         ["scancel", "--user", getpass.getuser()], env={**os.environ, **nodes.variables}, check=True
     )
-    assert job.wait(120) == 75, job.text
+    assert job.wait(100) == 75, job.text
     assert statuses(tmp_path) == {0: "stopped"}
     assert len(events(tmp_path, "started")) == 2
 
