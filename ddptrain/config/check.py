@@ -15,7 +15,7 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddptrain.config.schema import Config, Rule
+from ddptrain.config.schema import Config, Rule, Sweep
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
 
@@ -126,6 +126,7 @@ def _cross_checks(config: Config) -> list[str]:
         )
     if per_job != "all" and not (type(per_job) is int and per_job >= 1):
         problems.append(f"sweep.gpus_per_job={per_job}: must be a number of at least 1, or all.")
+    problems += _search_checks(config.sweep)
     if config.strategy.get("compression") == "powersgd" and config.precision == "fp16":
         problems.append(
             "strategy.compression=powersgd: keeps what it has left out of a gradient for the next step, and"
@@ -133,4 +134,19 @@ def _cross_checks(config: Config) -> list[str]:
         )
     if config.compile == "False":
         problems.append("compile=False: write compile=off (quoted in YAML, where off means false).")
+    return problems
+
+
+def _search_checks(sweep: Sweep) -> list[str]:
+    problems = []
+    if sweep.search == "grid" and sweep.trials is not None:
+        problems.append(
+            f"sweep.trials={sweep.trials}: is for a search, and a grid has all combinations."
+            " Say sweep.search=tpe."
+        )
+    if sweep.search in ("tpe", "random", "cmaes") and sweep.trials is None:
+        problems.append(f"sweep.search={sweep.search}: say how many points it tries: sweep.trials=30.")
+    for name, way in (sweep.objectives or {}).items():
+        if way not in ("max", "min"):
+            problems.append(f"sweep.objectives: {name}:{way} must be {name}:max or {name}:min.")
     return problems

@@ -4,7 +4,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -23,9 +23,9 @@ _ORDER = ("done", "pruned", "running", "queued", "stopped", "new", "timeout", "f
 class Board:
     """Follows the jobs of one sweep."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        """jobs: those that are asked for; words that all of them have are left out."""
-        self._common = _common_words(jobs)
+    def __init__(self, common: Collection[str]) -> None:
+        """common: words that all jobs have, which are left out."""
+        self._common = common
         self._live: Live | None = None
 
     @contextmanager
@@ -73,7 +73,7 @@ def jobs_table(jobs: Sequence[Job]) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    common = _common_words(jobs)
+    common = common_words(jobs)
     metrics = {job.metric for job in jobs if job.metric}
     found = Table(box=box.SIMPLE, title=_by_status(jobs), title_justify="left", title_style="")
     for name in ("job", "status", "overrides"):
@@ -94,11 +94,11 @@ def jobs_table(jobs: Sequence[Job]) -> "Table":
     return found
 
 
-def _common_words(jobs: Sequence[Job]) -> set[str]:
+def common_words(jobs: Sequence[Job]) -> set[str]:
     return set.intersection(*(set(job.words) for job in jobs)) if len(jobs) > 1 else set()
 
 
-def _own_words(job: Job, common: set[str]) -> str:
+def _own_words(job: Job, common: Collection[str]) -> str:
     """The words by which a job differs from the others."""
     return shlex.join(word for word in job.words if word not in common)
 
