@@ -138,7 +138,10 @@ class Pool:
         return None
 
     def _drawn(self) -> Job | None:
-        """The next job of a search that is to be started: it may draw one that has run."""
+        """The next job of a search that is to be started: it may draw one that has run. Not while the last one
+        waits for a scheduler: what ends meanwhile is learnt from."""
+        if any(attempt.waits for attempt in self._running.values()):
+            return None
         while (drawn := self._more()) is not None:
             job, config = drawn
             if job.number not in self._configs:
