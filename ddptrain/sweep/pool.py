@@ -138,8 +138,8 @@ class Pool:
         return None
 
     def _drawn(self) -> Job | None:
-        """The next job of a search that is to be started: it may draw one that has run. Not while the last one
-        waits for a scheduler: what ends meanwhile is learnt from."""
+        """The next job of a search that is to be started: it may draw one that has run. None while the last
+        one waits for a scheduler: what ends meanwhile is learnt from."""
         if any(attempt.waits for attempt in self._running.values()):
             return None
         while (drawn := self._more()) is not None:
@@ -183,6 +183,7 @@ class Pool:
                 status, again = "failed", False
                 why += f"; {_MOST_STALLS} attempts got no further than the checkpoint that they began with"
         facts = {"status": status, "code": code, "why": why, "seconds": round(attempt.seconds, 2)}
+        facts |= {"objectives": config.sweep.objectives} if config.sweep.objectives else {}
         self._ledger.write(job, "ended", **facts, **figures)
         del self._running[number]
         self._machines.release(job.gpus)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import final
 
 from ddptrain.config.schema import Sweep
-from ddptrain.config.suggest import did_you_mean
-from ddptrain.errors import ExitCode, UserError
+from ddptrain.errors import ExitCode
 from ddptrain.sweep.ledger import Job
+from ddptrain.sweep.objectives import check_results, scores_of
 from ddptrain.sweep.ranges import Point, Range
 from ddptrain.sweep.samplers import SAMPLERS, Trial, check_sampler
 from ddptrain.text import counted
@@ -102,8 +102,9 @@ class Search:
         has not ended, or was pruned, is known as far as it got.
         """
         values = {name: each.read(point[name]) for name, each in self._ranges.items()}
-        scores = self._scores(job) if job.status == "done" else ()
-        if scores:
+        if job.status == "done":
+            check_results(job, self._asked.objectives or {})
+        if job.status == "done" and (scores := scores_of(job, self._asked.objectives)):
             return Trial(values, "complete", scores, generation=job.generation)
         if job.status == "done" or (job.status == "failed" and job.code == ExitCode.DIVERGED):
             return Trial(values, "pruned", generation=job.generation)
@@ -112,21 +113,3 @@ class Search:
             return Trial(values, "failed")
         state = "pruned" if course or job.status == "pruned" else "running"
         return Trial(values, state, course=course, generation=job.generation)
-
-    def _scores(self, job: Job) -> tuple[float, ...]:
-        """The objectives of a job that is done, the higher the better; none where one is not finite."""
-        values: list[float | None] = [job.score]
-        if self._asked.objectives:
-            values = [_score(job, name, way) for name, way in self._asked.objectives.items()]
-        finite = tuple(value for value in values if value is not None and math.isfinite(value))
-        return finite if len(finite) == len(values) else ()
-
-
-def _score(job: Job, name: str, way: str) -> float | None:
-    if name not in job.results:
-        raise UserError(
-            f"sweep.objectives: job {job.folder} has no {name}; it has {', '.join(job.results)}."
-            f"{did_you_mean(name, job.results)}"
-        )
-    value = job.results[name]
-    return -value if value is not None and way == "min" else value

@@ -289,3 +289,165 @@ def test_a_thousand_points_are_known_at_once(tmp_path: Path, search: str, most: 
     assert asked is not None
     assert len(searching(search, 2000).points(jobs)) == 1000
     assert time.perf_counter() - read < 5 * most
+
+
+ASKS = ["train.epochs=1", "sweep.max_parallel=1", "sweep.search=tpe"]
+
+
+def asked_for(cwd: Path) -> list[list[str]]:
+    """The words of each job, in the order in which they were asked for."""
+    return [event["words"] for event in events(cwd, "job")]
+
+
+def searched(cwd: Path, words: list[str], kill_after: int | None = None) -> str:
+    """What a sweep in this folder printed; killed -9 in the middle of this job, and started again."""
+    cwd.mkdir(exist_ok=True)
+    job = start(cwd, swept_words(*words))
+    if kill_after is not None:
+        while job.process.poll() is None and not started(cwd, kill_after):
+            time.sleep(0.05)
+        time.sleep(1)
+        job.kill(job.process.pid, signal.SIGKILL)
+        job.wait(60)
+        assert len(asked_for(cwd)) == kill_after + 1
+        job = start(cwd, swept_words(*words))
+    assert job.wait(250) == 0, job.text
+    return job.text
+
+
+def started(cwd: Path, number: int) -> bool:
+    path = cwd / "sweep/ledger.jsonl"
+    return path.exists() and any(event["job"] == number for event in events(cwd, "started"))
+
+
+@pytest.mark.long
+def test_a_killed_search_asks_for_the_points_that_it_would_have_asked_for(tmp_path: Path) -> None:
+    """Real jobs, and a kill -9 while points are drawn at random, and while TPE has learnt."""
+    words = [*ASKS, "sweep.trials=7", "optim.lr=tag(log,interval(1e-3,1))"]
+    searched(tmp_path / "whole", words)
+    searched(tmp_path / "early", words, kill_after=1)
+    searched(tmp_path / "late", words, kill_after=5)
+    whole = asked_for(tmp_path / "whole")
+    assert len(whole) == 7
+    assert asked_for(tmp_path / "early") == asked_for(tmp_path / "late") == whole
+    for folder in ("early", "late"):
+        assert set(statuses(tmp_path / folder).values()) == {"done"}
+        killed = [event["job"] for event in events(tmp_path / folder, "started")]
+        assert len(killed) == 8
+
+
+@pytest.mark.long
+def test_tpe_beats_random_with_real_jobs(tmp_path: Path) -> None:
+    """Fifteen points each, of which the best is known: TPE's best is nearer, and so are its last eight."""
+    words = ["train.epochs=1", "optim.lr=0.1", "sweep.max_parallel=1", "sweep.trials=15", "task.best=300"]
+    words.append("task.point=int(interval(0,1000))")
+    far = {}
+    for search in ("tpe", "random"):
+        searched(tmp_path / search, [*words, f"sweep.search={search}"])
+        tried = [int(job[-1].partition("=")[2]) for job in asked_for(tmp_path / search)]
+        far[search] = sorted(abs(point - 300) for point in tried[-8:])
+    print(far)
+    assert far["tpe"][0] <= far["random"][0]
+    assert sum(far["tpe"]) < sum(far["random"])
+
+
+@pytest.mark.long
+def test_pruning_and_search_and_report_work_together(tmp_path: Path) -> None:
+    """ASHA promotes among the points so far, and draws a new one where none is to be promoted; and the report
+    has importances and a picture."""
+    words = ["sweep.search=tpe", "sweep.trials=8", "sweep.prune=asha", "sweep.max_parallel=2"]
+    words += ["optim.lr=tag(log,interval(1e-2,1))", "task.point=choice(0,1,2,3)"]
+    searched(tmp_path, words)
+    jobs = read_ledger(tmp_path / "sweep", live=False)
+    assert len(jobs) == 8
+    assert {job.status for job in jobs} == {"done", "pruned"}
+    steps = sum(job.step for job in jobs)
+    print(f"{steps} of {8 * 54} steps")
+    assert steps <= 0.6 * 8 * 54
+    done = ddptrain(tmp_path, "report sweep")
+    assert done.code == 0, done.err
+    (line,) = [line for line in done.out.splitlines() if line.startswith("importance  ")]
+    assert "optim.lr" in line
+    assert "(PED-ANOVA, 8 jobs)" in line
+    assert (tmp_path / "sweep/plots/parallel.png").read_bytes().startswith(b"\x89PNG")
+    assert "Settings and results" in (tmp_path / "sweep/report.html").read_text()
+
+
+@pytest.mark.long
+def test_a_search_with_failures_ends_and_several_objectives_are_in_the_table(tmp_path: Path) -> None:
+    words = [
+        "train.epochs=1",
+        "sweep.search=tpe",
+        "sweep.trials=5",
+        "task.point=range(5)",
+        "task.failing=[2]",
+    ]
+    words += ["sweep.objectives={loss:min,samples_per_s:max}", "optim.lr=choice(0.1,0.2)"]
+    job = start(tmp_path, swept_words(*words))
+    assert job.wait(250) in (0, 1), job.text
+    jobs = read_ledger(tmp_path / "sweep", live=False)
+    assert len(jobs) == 5
+    assert {job.status for job in jobs} <= {"done", "failed"}
+    shown = ddptrain(tmp_path, "report sweep").out
+    assert "; * best: loss min, samples_per_s max" in shown
+    best = [line for line in shown.splitlines() if line.strip()[3:5] == " *"]
+    assert 1 <= len(best) < 5
+
+
+def test_the_plan_of_a_search_shows_ranges_and_first_points_and_imports_no_torch(tmp_path: Path) -> None:
+    words = f"{TYPED} optim.lr=tag(log,interval(1e-4,1e-1)) task.point=range(1,9) optim.nesterov=true,false"
+    words += " optim.momentum=0.5 optim.weight_decay=interval(0,0.1) sweep.gpus=[0,1,2]"
+    ended, imported = with_imports(tmp_path, f"{words} sweep.search=tpe sweep.trials=30 sweep.dry_run=true")
+    assert ended.code == 0, ended.err
+    first, *lines = ended.out.splitlines()
+    assert first.startswith("sweep sweep: 30 points by tpe, 0 of them asked for before; slots 0, 1, 2")
+    assert lines[:4] == [
+        "optim.lr: from 0.0001 to 0.1, by their logarithm",
+        "task.point: 8 values from 1 to 8",
+        "optim.nesterov: true, false",
+        "optim.weight_decay: from 0.0 to 0.1",
+    ]
+    assert [line[:13] for line in lines[4:]] == ["000  new     ", "001  new     ", "002  new     "]
+    assert not [name for name in imported if name.partition(".")[0] == "torch"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("optim.lr=interval(1e-4,1e-1)", "sweep.search=tpe sweep.trials=30"),
+        ("optim.lr=interval(1e-4,1e-1) sweep.search=tpe", "sweep.trials=30"),
+        ("optim.lr=0.1,0.2 sweep.trials=3", "sweep.trials=3: is for a search"),
+        ("optim.lr=0.1 sweep.search=tpe sweep.trials=3", "no range to search"),
+        ("optim.lr=0.1,0.2 sweep.search=tp sweep.trials=3", "Did you mean tpe?"),
+        ("optim.lr=interval(1,1) sweep.search=tpe sweep.trials=3", "to a larger one"),
+        ("optim.lr=tag(log,interval(0,1)) sweep.search=tpe sweep.trials=3", "begins above 0"),
+        ("optim.lr=tag(exp,interval(0,1)) sweep.search=tpe sweep.trials=3", "the one tag is log"),
+        ("task.point=range(0) sweep.search=tpe sweep.trials=3", "empty list"),
+        ("train.batch_size=interval(1,8) sweep.search=tpe sweep.trials=3", "must be a whole number"),
+        ("train.batch_size=int(interval(0,8)) sweep.search=tpe sweep.trials=3", "train.batch_size=0"),
+        ("optim=sgd,adamw sweep.search=cmaes sweep.trials=3", "sweep.search=cmaes searches numbers"),
+        ("sweep.retries=1,2 sweep.search=tpe sweep.trials=3", "sweep.retries: says how"),
+        ("optim.lr=0.1,0.2 sweep.objectives={loss:least}", "loss:least must be loss:max or loss:min"),
+        (
+            "optim.lr=interval(0,1) sweep.search=cmaes sweep.trials=3 sweep.objectives={loss:min,a:max}",
+            "takes one objective",
+        ),
+    ],
+)
+def test_a_wrong_search_is_refused_before_a_job_starts(tmp_path: Path, words: str, named: str) -> None:
+    assert named in early_refusal(tmp_path, f"{TYPED} {words}")
+
+
+def test_without_optuna_a_search_says_what_to_install(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "def without(name, path=None, target=None):\n"
+        "    return None if name == 'optuna' else find(name, path, target)\n"
+        "PathFinder.find_spec = without\n"
+    )
+    words = f"{TYPED} optim.lr=interval(0.1,1) sweep.search=tpe sweep.trials=3"
+    assert "pip install 'ddptrain[optuna]'" in refusal(tmp_path, words, PYTHONPATH=str(hidden))
