@@ -146,7 +146,10 @@ def _search_checks(sweep: Sweep) -> list[str]:
         )
     if sweep.search in ("tpe", "random", "cmaes") and sweep.trials is None:
         problems.append(f"sweep.search={sweep.search}: say how many points it tries: sweep.trials=30.")
-    for name, way in (sweep.objectives or {}).items():
-        if way not in ("max", "min"):
-            problems.append(f"sweep.objectives: {name}:{way} must be {name}:max or {name}:min.")
+    ways = sweep.objectives if isinstance(sweep.objectives, dict) else {}
+    if sweep.objectives is not None and not (ways and set(ways.values()) <= {"max", "min"}):
+        problems.append(
+            f"sweep.objectives={sweep.objectives}: must say max or min of each result:"
+            " 'sweep.objectives={accuracy:max,seconds:min}'."
+        )
     return problems

@@ -202,8 +202,9 @@ class Sweep:
     """Points that a search tries."""
     seed: int = rule(0, at_least=0)
     """Of what a search draws; jobs have their own."""
-    objectives: dict[str, str] | None = None
-    """``max`` or ``min`` of each of these results; null: the best value of the task's best metric."""
+    objectives: Any = None
+    """``{accuracy:max,samples_per_s:max}``: ``max`` or ``min`` of each of these results; null: the best value
+    of the task's best metric."""
 
 
 @dataclass

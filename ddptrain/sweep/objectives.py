@@ -13,7 +13,7 @@ def objectives_of(jobs: Sequence[Job]) -> dict[str, str]:
     return next((dict(job.objectives) for job in reversed(jobs) if job.objectives), {})
 
 
-def scores_of(job: Job, objectives: Mapping[str, str] | None) -> tuple[float, ...]:
+def scores_of(job: Job, objectives: Mapping[str, str]) -> tuple[float, ...]:
     """A job's values, the higher the better; empty where one is not known or not finite.
 
     objectives: none for the best value of the job's metric.

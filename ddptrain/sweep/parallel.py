@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
+from typing import Any
 
 from ddptrain.sweep.objectives import pareto_front
 from ddptrain.sweep.outcomes import Outcomes
@@ -55,10 +56,10 @@ def draw_parallel(found: Outcomes, importances: Mapping[str, float], path: Path)
             )
         for x, axis in enumerate(axes):
             plot.axvline(x, color=_TEXT, linewidth=1.0, zorder=3)
-            as_it_is = {"parse_math": False, "color": _TEXT}  # a $ is no formula
+            as_it_is: dict[str, Any] = {"parse_math": False, "color": _TEXT}  # a $ is no formula
             plot.text(x, 1.06, axis.title, ha="center", va="bottom", fontsize=10, **as_it_is)
             for y, text in axis.ticks:
-                white = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.0}
+                white: dict[str, Any] = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.0}
                 plot.plot([x - 0.015, x + 0.015], [y, y], color=_TEXT, linewidth=1.0, zorder=4)
                 plot.text(x + 0.03, y, text, va="center", fontsize=8.5, zorder=5, bbox=white, **as_it_is)
         plot.set(xlim=(-0.15, len(axes) - 0.55), ylim=(-0.04, 1.04))

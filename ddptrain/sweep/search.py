@@ -37,14 +37,15 @@ class Search:
         Raises UserError where these can't go together, or a package is missing.
         """
         self._asked = asked
+        self._objectives: dict[str, str] = asked.objectives or {}
         self._ranges = {each.name: each for each in ranges}
         self._fixed = frozenset(fixed)
         self.trials = int(min(asked.trials or 0, math.prod(each.count for each in ranges)))
         """Most points: all that there are, or ``sweep.trials``."""
-        check_sampler(asked.search, ranges, len(asked.objectives or "_"))
+        check_sampler(asked.search, ranges, max(1, len(self._objectives)))
 
     def describe(self) -> str:
-        objectives = ", ".join(f"{name} {way}" for name, way in (self._asked.objectives or {}).items())
+        objectives = ", ".join(f"{name} {way}" for name, way in self._objectives.items())
         aims = f" for {objectives}" if objectives else ""
         return f"{counted(self.trials, 'point')} by {self._asked.search}{aims}"
 
@@ -68,7 +69,7 @@ class Search:
         ranges = list(self._ranges.values())
         tried = {tuple(point.values()) for _, point in known}
         trials = [self._trial(job, point) for job, point in known]
-        sampler, objectives = SAMPLERS[self._asked.search], len(self._asked.objectives or "_")
+        sampler, objectives = SAMPLERS[self._asked.search], max(1, len(self._objectives))
         for drawn in sampler(ranges, trials, objectives, self._seeds(len(known))):
             texts = tuple(each.write(drawn.values[each.name]) for each in ranges)
             if texts not in tried:
@@ -103,12 +104,12 @@ class Search:
         """
         values = {name: each.read(point[name]) for name, each in self._ranges.items()}
         if job.status == "done":
-            check_results(job, self._asked.objectives or {})
-        if job.status == "done" and (scores := scores_of(job, self._asked.objectives)):
+            check_results(job, self._objectives)
+        if job.status == "done" and (scores := scores_of(job, self._objectives)):
             return Trial(values, "complete", scores, generation=job.generation)
         if job.status == "done" or (job.status == "failed" and job.code == ExitCode.DIVERGED):
             return Trial(values, "pruned", generation=job.generation)
-        course = () if self._asked.objectives else tuple(job.evaluations)
+        course = () if self._objectives else tuple(job.evaluations)
         if job.status == "failed" or (job.status == "timeout" and not course):
             return Trial(values, "failed")
         state = "pruned" if course or job.status == "pruned" else "running"

@@ -404,7 +404,7 @@ def test_the_plan_of_a_search_shows_ranges_and_first_points_and_imports_no_torch
     assert lines[:4] == [
         "optim.lr: from 0.0001 to 0.1, by their logarithm",
         "task.point: 8 values from 1 to 8",
-        "optim.nesterov: true, false",
+        "optim.nesterov: True, False",
         "optim.weight_decay: from 0.0 to 0.1",
     ]
     assert [line[:13] for line in lines[4:]] == ["000  new     ", "001  new     ", "002  new     "]
@@ -428,7 +428,10 @@ def test_the_plan_of_a_search_shows_ranges_and_first_points_and_imports_no_torch
         ("train.batch_size=int(interval(0,8)) sweep.search=tpe sweep.trials=3", "train.batch_size=0"),
         ("optim=sgd,adamw sweep.search=cmaes sweep.trials=3", "sweep.search=cmaes searches numbers"),
         ("sweep.retries=1,2 sweep.search=tpe sweep.trials=3", "sweep.retries: says how"),
-        ("optim.lr=0.1,0.2 sweep.objectives={loss:least}", "loss:least must be loss:max or loss:min"),
+        (
+            "optim.lr=0.1,0.2 sweep.objectives={loss:least}",
+            "sweep.objectives={'loss': 'least'}: must say max or min",
+        ),
         (
             "optim.lr=interval(0,1) sweep.search=cmaes sweep.trials=3 sweep.objectives={loss:min,a:max}",
             "takes one objective",
