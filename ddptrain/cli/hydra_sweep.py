@@ -20,23 +20,21 @@ from ddptrain.cli.compose import check_places, parsed, tree_of
 from ddptrain.errors import ExitCode, RankLost, UserError
 from ddptrain.sweep.ledger import Job
 from ddptrain.sweep.ranges import Choice, Numbers, Point, Range
+from ddptrain.sweep.run import SweepPoint, SweepRunner
 
 Made = tuple[Tree, list[str]]
 """A job's config tree, and the overrides that make it."""
 
 
-Run = Callable[[list[Made]], Sequence[Job]]
-"""Runs jobs; returns these with their outcomes."""
-Find = Callable[[Sequence[Range], Callable[[Point], Made]], None]
-"""Searches ranges; given what makes a job of a point."""
-_sweeps: list[tuple[Run, Find]] = []
+_sweeps: list[tuple[SweepRunner, Callable[[Tree, list[str]], SweepPoint]]] = []
 """Hydra makes the launcher itself, and hands it nothing of ours."""
 
 
 @contextmanager
-def launching(run: Run, find: Find) -> Iterator[None]:
-    """Inside, the jobs that Hydra's sweeper comes up with go to these."""
-    _sweeps.append((run, find))
+def launching(sweep: SweepRunner, point: Callable[[Tree, list[str]], SweepPoint]) -> Iterator[None]:
+    """Inside, what Hydra's sweeper comes up with goes to this. point: makes a sweep's point of a tree and the
+    overrides that make it."""
+    _sweeps.append((sweep, point))
     try:
         yield
     finally:
@@ -48,8 +46,8 @@ def launch(
 ) -> list[JobReturn]:
     """Run a batch of jobs; what a sweeper optimises is the best value of the task's metric."""
     make = _composer(loader, master)
-    run, _ = _sweeps[-1]
-    return [_returned(job) for job in run([make(words) for words in job_overrides])]
+    sweep, point = _sweeps[-1]
+    return [_returned(job) for job in sweep.run([point(*make(words)) for words in job_overrides])]
 
 
 def check_grid(overrides: Sequence[Override]) -> None:
@@ -77,12 +75,12 @@ def search(loader: ConfigLoader, master: DictConfig, overrides: Sequence[Overrid
         if not override.is_sweep_override()
     }
     make = _composer(loader, master)
+    sweep, point = _sweeps[-1]
 
-    def made(point: Point) -> Made:
-        return make([f"{name}={point[name] if name in point else fixed[name]}" for name in words])
+    def made(drawn: Point) -> SweepPoint:
+        return point(*make([f"{name}={drawn[name] if name in drawn else fixed[name]}" for name in words]))
 
-    _, find = _sweeps[-1]
-    find(ranges, made)
+    sweep.search(ranges, made)
 
 
 def _composer(loader: ConfigLoader, master: DictConfig) -> Callable[[Sequence[str]], Made]:
