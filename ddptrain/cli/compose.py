@@ -169,7 +169,10 @@ def _plain(composed: DictConfig) -> Tree:
     for section, value in tree.items():
         for key in value if isinstance(value, dict) else [section]:
             if not isinstance(key, str):
-                raise UserError(f"{section!s}: {key!r} is no key; keys are text.")
+                quote = " YAML reads on, off, yes and no as true and false; quote them." * isinstance(
+                    key, bool
+                )
+                raise UserError(f"{section!s}: {key!r} is no key; keys are text.{quote}")
     return tree  # type: ignore[return-value]
 
 

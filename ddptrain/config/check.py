@@ -8,14 +8,15 @@ checked against the target's signature by `ddptrain.config.instantiate.check_nod
 import dataclasses
 import math
 import operator
+import pickle
 import re
 from functools import cache
-from typing import Any, cast
+from typing import Any, get_origin
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddptrain.config.schema import Config, Rule, Sweep
+from ddptrain.config.schema import MISSING, Config, Rule, Sweep
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
 
@@ -28,8 +29,7 @@ def checked(tree: dict[str, Any]) -> Config:
     problems = _unknown_keys(tree, Config, "")
     if not problems:
         try:
-            merged = OmegaConf.merge(_schema(), tree)
-            config = cast(Config, OmegaConf.to_object(merged))
+            config = Config(**{name: _typed(name, value) for name, value in tree.items()})
         except OmegaConfBaseException as error:
             raise UserError(type_message(error)) from error
         problems = _broken_rules(config, "") + _cross_checks(config)
@@ -38,10 +38,29 @@ def checked(tree: dict[str, Any]) -> Config:
     return config
 
 
+def _typed(name: str, value: Any) -> Any:
+    """What a key of the top level holds, with the schema's types. Known values are not typed again: the
+    configs of a sweep differ in a few."""
+    known = (name, repr(value))
+    is_node = isinstance(value, dict) and get_origin(_FIELDS[name].type) is dict
+    if is_node and MISSING not in known[1]:
+        return value
+    if known not in _TYPED:
+        merged = OmegaConf.merge(_schema_of(name), {name: value})
+        _TYPED[known] = pickle.dumps(getattr(OmegaConf.to_object(merged), name))
+    return pickle.loads(_TYPED[known])
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+_TYPED: dict[tuple[str, str], bytes] = {}
+
+
 @cache
-def _schema() -> Any:
-    """Made once: a sweep checks many configs, and this is a third of each check."""
-    return OmegaConf.structured(Config)
+def _schema_of(name: str) -> Any:
+    """The schema with this key alone."""
+    own = _FIELDS[name]
+    section = dataclasses.field(default=own.default, default_factory=own.default_factory)
+    return OmegaConf.structured(dataclasses.make_dataclass("Config", [(name, own.type, section)]))
 
 
 _WRONG_TYPE = re.compile(

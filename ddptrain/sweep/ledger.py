@@ -4,6 +4,7 @@ A job is known by a hash of its resolved config: the same point is not run twice
 and keeps its number and folder.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -171,8 +172,13 @@ class Ledger:
 
     def _append(self, facts: dict[str, Any]) -> dict[str, Any]:
         line = {**facts, "time": round(time.time(), 3)}
-        os.write(self._file, (json.dumps(line) + "\n").encode())  # at once, so that a reader sees whole lines
-        os.fsync(self._file)
+        text = (json.dumps(line) + "\n").encode()
+        try:
+            if os.write(self._file, text) < len(text):  # at once, so that a reader sees whole lines
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file)
+        except OSError as error:
+            raise unwritable(self.folder, error, "sweep.dir") from error
         return line
 
 

@@ -37,7 +37,7 @@ class SweepPoint:
 
 
 class _Configs(dict[int, Config]):
-    """Of jobs by number, each made when it is first looked at: that costs 20 ms, and of hundreds that were
+    """Of jobs by number, each made when it is first looked at: that costs 10 ms, and of hundreds that were
     pruned most stay so."""
 
     def __init__(self, make: Callable[[Point], SweepPoint], points: Mapping[int, Point]) -> None:

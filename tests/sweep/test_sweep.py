@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,9 @@ import pytest
 from running import FAULTY
 from shell import ddptrain, early_refusal, refusal, with_imports
 from sweeps import SWEPT, events, points, start, statuses, swept_words
+
+from ddptrain.errors import UserError
+from ddptrain.sweep.ledger import Ledger, read_ledger
 
 TYPED = f"--multirun --config-dir={SWEPT} recipe=swept device=cpu sweep.dir=sweep"
 
@@ -222,6 +226,45 @@ def test_a_torn_line_is_passed_over_and_a_damaged_one_is_not(tmp_path: Path) -> 
     ledger.write_text("\n".join([*lines[:2], "???", *lines[2:]]) + "\n")
     message = refusal(tmp_path, "report sweep")
     assert message.startswith("sweep/ledger.jsonl: line 3 is damaged.")
+
+
+def test_a_ledger_on_a_full_disk_is_said(tmp_path: Path) -> None:
+    """And what it holds can still be read."""
+    ledger = Ledger(tmp_path)
+    job = ledger.job("key", ("task.point=1",))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "ledger.jsonl").stat().st_size + 5, hard))
+    try:
+        with pytest.raises(UserError, match="can't be written"):
+            ledger.write(job, "started", on="local", gpus=[], on_cpu=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [known.words for known in read_ledger(tmp_path, live=False)] == [("task.point=1",)]
+
+
+@pytest.mark.alone
+def test_a_thousand_points_are_planned_and_shown_quickly(tmp_path: Path) -> None:
+    """Compared with what one point takes, which is the program's own start."""
+
+    def processor_time(words: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        ended = ddptrain(tmp_path, words)
+        assert ended.code == 0, ended.err
+        return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+
+    plans = [processor_time(f"{TYPED} sweep.dry_run=true task.point=range({n})") for n in (1, 1000, 1)]
+    assert plans[1] < 8 * max(plans[0], plans[2])
+
+    facts = {"metric": "loss", "value": 0.5, "higher_is_better": False, "step": 5, "steps": 5}
+    for folder, count in (("one", 1), ("thousand", 1000)):
+        ledger = Ledger(tmp_path / folder)
+        for number in range(count):
+            job = ledger.job(f"key{number}", ("recipe=swept", f"task.point={number}"))
+            ledger.write(job, "started", on="local", gpus=["0"], on_cpu=True)
+            ledger.write(job, "evaluated", **facts)
+            ledger.write(job, "ended", status="done", code=0, why="", seconds=1.0, **facts)
+    shown = [processor_time(f"report {folder}") for folder in ("one", "thousand", "one")]
+    assert shown[1] < 8 * max(shown[0], shown[2])
 
 
 def test_report_sorts_by_the_metric(tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 """Sweeps on a real SLURM and a real Ray of two nodes on this machine: as on one, whatever becomes of the
 controller."""
 
+import contextlib
+import getpass
 import json
+import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -148,3 +152,54 @@ def test_pruning_reaches_rank_0_on_another_node(nodes: Nodes, tmp_path: Path) ->
     assert set(found.values()) == {"done", "pruned"}
     for event in events(tmp_path, "ended"):
         assert event["code"] == (0 if event["status"] == "done" else 75)
+
+
+def test_an_attempt_that_is_lost_goes_on_elsewhere(nodes: Nodes, tmp_path: Path) -> None:
+    """Its node's process is killed, without a word; the scheduler then knows nothing of it."""
+    words = words_of(nodes, "task.point=0", "task.pace=0.5", "checkpoint.every=2")
+    job = start(tmp_path, words, nodes.variables)
+    while not list((tmp_path / "sweep/000").glob("checkpoints/step-*")):
+        assert job.process.poll() is None, job.text
+        time.sleep(0.2)
+    (pid,) = processes("ddptrain.sweep.node_job", str(tmp_path))
+    os.kill(pid, signal.SIGKILL)
+    assert job.wait() == 0, job.text
+    assert [event["status"] for event in events(tmp_path, "ended")] == ["stopped", "done"]
+    assert events(tmp_path, "ended")[0]["why"].startswith("interrupted (")
+    assert "resumed    " in (tmp_path / "sweep/000/output.txt").read_text()
+
+
+def test_a_job_goes_on_after_its_time_limit_and_not_after_scancel(nodes: Nodes, tmp_path: Path) -> None:
+    """SLURM's limits are whole minutes; it asks two of them before."""
+    if nodes.on != "slurm":
+        pytest.skip("Ray has no time limits")
+    words = words_of(
+        nodes, "task.point=0", "task.pace=2", "train.epochs=200", "checkpoint.every=5", "sweep.time=3"
+    )
+    job = start(tmp_path, words, nodes.variables)
+    while len(events(tmp_path, "began") if (tmp_path / "sweep/ledger.jsonl").exists() else []) < 2:
+        assert job.process.poll() is None, job.text
+        time.sleep(0.5)
+    (ended,) = events(tmp_path, "ended")
+    assert (ended["status"], ended["code"]) == ("stopped", 75)
+    assert ended["why"].startswith("interrupted (")
+    job.wait_for("interrupted")
+    while "resumed    " not in (tmp_path / "sweep/000/output.txt").read_text():
+        time.sleep(0.2)
+    subprocess.run(
+        ["scancel", "--user", getpass.getuser()], env={**os.environ, **nodes.variables}, check=True
+    )
+    assert job.wait(120) == 75, job.text
+    assert statuses(tmp_path) == {0: "stopped"}
+    assert len(events(tmp_path, "started")) == 2
+
+
+def processes(*words: str) -> list[int]:
+    """Whose command line has all of these."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = path.read_bytes().decode(errors="replace").split("\0")
+            if all(any(word in part for part in line) for word in words) and "env" not in line[0]:
+                found.append(int(path.parent.name))
+    return found
