@@ -378,20 +378,20 @@ def test_a_search_with_failures_ends_and_several_objectives_are_in_the_table(tmp
     words = [
         "train.epochs=1",
         "sweep.search=tpe",
-        "sweep.trials=5",
+        "sweep.trials=7",
         "task.point=range(5)",
-        "task.failing=[2]",
+        "task.failing=[4]",
     ]
     words += ["sweep.objectives={loss:min,samples_per_s:max}", "optim.lr=choice(0.1,0.2)"]
     job = start(tmp_path, swept_words(*words))
-    assert job.wait(250) in (0, 1), job.text
+    assert job.wait(250) == 1, job.text
     jobs = read_ledger(tmp_path / "sweep", live=False)
-    assert len(jobs) == 5
-    assert {job.status for job in jobs} <= {"done", "failed"}
+    assert len(jobs) == 7
+    assert {job.status for job in jobs} == {"done", "failed"}
     shown = ddptrain(tmp_path, "report sweep").out
     assert "; * best: loss min, samples_per_s max" in shown
     best = [line for line in shown.splitlines() if line.strip()[3:5] == " *"]
-    assert 1 <= len(best) < 5
+    assert 1 <= len(best) < 6
 
 
 def test_the_plan_of_a_search_shows_ranges_and_first_points_and_imports_no_torch(tmp_path: Path) -> None:
