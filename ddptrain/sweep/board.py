@@ -54,9 +54,9 @@ class Board:
         """A job has started or ended."""
         if self._live is None:
             value = "" if job.value is None else f"  {job.metric} {job.value:.4f}"
-            kind = "slot" if job.on_cpu else "GPU"
+            kind = "node" if job.on != "local" else "slot" if job.on_cpu else "GPU"
             on = f"  on {kind} {','.join(job.gpus)}" if job.gpus and job.status == "running" else ""
-            took = f"  {job.seconds:.1f} s" if job.status != "running" else ""
+            took = f"  {job.seconds:.1f} s" if job.status not in ("queued", "running") else ""
             why = f"  {job.why}" if job.why else ""
             self.say(f"{job.folder}  {_own_words(job, self._common)}  {_status(job)}{value}{took}{on}{why}")
 

@@ -161,7 +161,7 @@ def test_an_attempt_that_is_lost_goes_on_elsewhere(nodes: Nodes, tmp_path: Path)
     while not list((tmp_path / "sweep/000").glob("checkpoints/step-*")):
         assert job.process.poll() is None, job.text
         time.sleep(0.2)
-    (pid,) = processes("ddptrain.sweep.node_job", str(tmp_path))
+    (pid,) = node_jobs(tmp_path)
     os.kill(pid, signal.SIGKILL)
     assert job.wait() == 0, job.text
     assert [event["status"] for event in events(tmp_path, "ended")] == ["stopped", "done"]
@@ -174,7 +174,7 @@ def test_a_job_goes_on_after_its_time_limit_and_not_after_scancel(nodes: Nodes, 
     if nodes.on != "slurm":
         pytest.skip("Ray has no time limits")
     words = words_of(
-        nodes, "task.point=0", "task.pace=2", "train.epochs=200", "checkpoint.every=5", "sweep.time=3"
+        nodes, "task.point=0", "task.pace=0.5", "train.epochs=200", "checkpoint.every=5", "sweep.time=3"
     )
     job = start(tmp_path, words, nodes.variables)
     while len(events(tmp_path, "began") if (tmp_path / "sweep/ledger.jsonl").exists() else []) < 2:
@@ -194,12 +194,14 @@ def test_a_job_goes_on_after_its_time_limit_and_not_after_scancel(nodes: Nodes, 
     assert len(events(tmp_path, "started")) == 2
 
 
-def processes(*words: str) -> list[int]:
-    """Whose command line has all of these."""
+def node_jobs(cwd: Path) -> list[int]:
+    """Processes that run an attempt of this folder's sweep."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            line = path.read_bytes().decode(errors="replace").split("\0")
-            if all(any(word in part for part in line) for word in words) and "env" not in line[0]:
-                found.append(int(path.parent.name))
+            if (
+                b"ddptrain.sweep.node_job" in (path / "cmdline").read_bytes()
+                and (path / "cwd").readlink() == cwd
+            ):
+                found.append(int(path.name))
     return found
