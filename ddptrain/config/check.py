@@ -166,7 +166,7 @@ def _search_checks(sweep: Sweep) -> list[str]:
     if sweep.search in ("tpe", "random", "cmaes") and sweep.trials is None:
         problems.append(f"sweep.search={sweep.search}: say how many points it tries: sweep.trials=30.")
     ways = sweep.objectives if isinstance(sweep.objectives, dict) else {}
-    if sweep.objectives is not None and not (ways and set(ways.values()) <= {"max", "min"}):
+    if sweep.objectives is not None and not (ways and all(way in ("max", "min") for way in ways.values())):
         problems.append(
             f"sweep.objectives={sweep.objectives}: must say max or min of each result:"
             " 'sweep.objectives={accuracy:max,seconds:min}'."
