@@ -1,5 +1,6 @@
 """From Hydra's sweeper and launcher to the jobs of a sweep."""
 
+import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -16,19 +17,24 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from ddptrain.cli.argv import GROUPS
 from ddptrain.cli.augment_group import Tree, place_augment
 from ddptrain.cli.compose import check_places, parsed, tree_of
-from ddptrain.errors import ExitCode, RankLost
+from ddptrain.errors import ExitCode, RankLost, UserError
 from ddptrain.sweep.ledger import Job
+from ddptrain.sweep.ranges import Choice, Numbers, Point, Range
+from ddptrain.sweep.run import SweepPoint, SweepRunner
 
-Sweep = Callable[[list[tuple[Tree, list[str]]]], Sequence[Job]]
-"""Runs jobs, given as trees and the overrides that make them; returns these with their outcomes."""
-_sweeps: list[Sweep] = []
+Made = tuple[Tree, list[str]]
+"""A job's config tree, and the overrides that make it."""
+
+
+_sweeps: list[tuple[SweepRunner, Callable[[Tree, list[str]], SweepPoint]]] = []
 """Hydra makes the launcher itself, and hands it nothing of ours."""
 
 
 @contextmanager
-def launching(sweep: Sweep) -> Iterator[None]:
-    """Inside, the jobs that Hydra's sweeper comes up with go to this."""
-    _sweeps.append(sweep)
+def launching(sweep: SweepRunner, point: Callable[[Tree, list[str]], SweepPoint]) -> Iterator[None]:
+    """Inside, what Hydra's sweeper comes up with goes to this. point: makes a sweep's point of a tree and the
+    overrides that make it."""
+    _sweeps.append((sweep, point))
     try:
         yield
     finally:
@@ -38,7 +44,47 @@ def launching(sweep: Sweep) -> Iterator[None]:
 def launch(
     loader: ConfigLoader, master: DictConfig, job_overrides: Sequence[Sequence[str]]
 ) -> list[JobReturn]:
-    """Run a batch of jobs; what a sweeper optimises is the best value of the task's metric.
+    """Run a batch of jobs; what a sweeper optimises is the best value of the task's metric."""
+    make = _composer(loader, master)
+    sweep, point = _sweeps[-1]
+    return [_returned(job) for job in sweep.run([point(*make(words)) for words in job_overrides])]
+
+
+def check_grid(overrides: Sequence[Override]) -> None:
+    """Raises UserError where a grid would need a range's values."""
+    for override in overrides:
+        if override.is_interval_sweep():
+            raise UserError(
+                f"{override.input_line}: a grid needs values: {override.get_key_element()}=0.1,0.2. Or have"
+                " points of this range tried: sweep.search=tpe sweep.trials=30"
+            )
+
+
+def search(loader: ConfigLoader, master: DictConfig, overrides: Sequence[Override]) -> None:
+    """Search the ranges that these overrides hold. Raises UserError where one can't be searched."""
+    words = {override.get_key_element(): override for override in overrides}
+    ranges = [_range(name, override) for name, override in words.items() if override.is_sweep_override()]
+    if not ranges:
+        raise UserError(
+            f"sweep.search={master.sweep.search}: there is no range to search. Give a key one:"
+            " 'optim.lr=tag(log,interval(1e-4,1e-1))', or values: optim.lr=0.1,0.2"
+        )
+    fixed = {
+        name: override.get_value_element_as_str()
+        for name, override in words.items()
+        if not override.is_sweep_override()
+    }
+    make = _composer(loader, master)
+    sweep, point = _sweeps[-1]
+
+    def made(drawn: Point) -> SweepPoint:
+        return point(*make([f"{name}={drawn[name] if name in drawn else fixed[name]}" for name in words]))
+
+    sweep.search(ranges, made)
+
+
+def _composer(loader: ConfigLoader, master: DictConfig) -> Callable[[Sequence[str]], Made]:
+    """What makes a job of its overrides.
 
     Composes as Hydra's own `load_sweep_config` does, but each choice of groups only once: the values are put
     in afterwards in any case, and 100 jobs cost a second and not five.
@@ -62,8 +108,7 @@ def launch(
         (override,) = parsed([word])
         return override
 
-    jobs = []
-    for words in job_overrides:
+    def make(words: Sequence[str]) -> Made:
         overrides = [read(word) for word in words]
         choices = [override for override in overrides if override.key_or_group in GROUPS]
         base, chosen = compose(tuple(str(override.input_line) for override in choices))
@@ -72,8 +117,33 @@ def launch(
         ConfigLoaderImpl._apply_overrides_to_config(values, composed)
         tree = place_augment(tree_of(composed, chosen), words)
         check_places(tree, words)
-        jobs.append((tree, list(words)))
-    return [_returned(job) for job in _sweeps[-1](jobs)]
+        return tree, list(words)
+
+    return make
+
+
+def _range(name: str, override: Override) -> Range:
+    """What Hydra's syntax says that is searched."""
+    asked, word = override.value(), override.input_line
+    tags: set[str] = getattr(asked, "tags", set())
+    if tags - {"log"} or (tags and not isinstance(asked, IntervalSweep)):
+        raise UserError(f"{word}: the one tag is log, of an interval: '{name}=tag(log,interval(1e-4,1e-1))'")
+    if not isinstance(asked, IntervalSweep):
+        texts = tuple(dict.fromkeys(override.sweep_string_iterator()))
+        if not texts:
+            raise UserError(f"{word}: is an empty list of values.")
+        if isinstance(asked, RangeSweep):
+            texts = tuple(sorted(texts, key=float))  # shuffle() says how a grid goes through them
+            return Numbers(name, 0, len(texts) - 1, whole=True, steps=texts)
+        return Choice(
+            name, tuple(sorted(texts)) if isinstance(asked, ChoiceSweep) and asked.shuffle else texts
+        )
+    low, high = asked.start, asked.end
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise UserError(f"{word}: an interval goes from a number to a larger one.")
+    if tags and low <= 0:
+        raise UserError(f"{word}: a logarithmic interval begins above 0.")
+    return Numbers(name, low, high, log=bool(tags), whole=isinstance(low, int) and isinstance(high, int))
 
 
 def _returned(job: Job) -> JobReturn:

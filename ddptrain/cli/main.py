@@ -146,7 +146,7 @@ def _sweep(arguments: Arguments) -> int:
         train.run(config, [*_own_options(arguments), *overrides])
 
     try:
-        with hydra_sweep.launching(lambda jobs: sweep.run([point(*job) for job in jobs])):
+        with hydra_sweep.launching(sweep, point):
             run_jobs(arguments, job)
     finally:
         code = sweep.close()

@@ -14,6 +14,7 @@ from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
 from ddptrain.observe.clock import clock
 from ddptrain.observe.lock import is_locked
+from ddptrain.observe.trackers.service import is_installed
 from ddptrain.report.comparison import (
     NOTHING,
     Metric,
@@ -30,7 +31,9 @@ from ddptrain.report.comparison import (
 from ddptrain.report.page import write_page
 from ddptrain.report.run_files import RunFiles, is_run, plain, read_run
 from ddptrain.sweep.board import print_table
-from ddptrain.sweep.ledger import LEDGER, read_ledger
+from ddptrain.sweep.ledger import LEDGER, Job, read_ledger
+from ddptrain.sweep.outcomes import importances, outcomes_of
+from ddptrain.sweep.parallel import draw_parallel
 from ddptrain.text import print_tables
 
 _Row = tuple[str, Sequence[str]]
@@ -63,21 +66,45 @@ def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
     chosen = list(dict.fromkeys(paths))
     runs = [read_run(path, name) for path, name in zip(chosen, short_names(chosen), strict=True)]
     sweeps = [folder for folder in folders if _is_sweep(folder)]
+    drawn: list[Path] = []
     for folder in sweeps:
         if not (jobs := read_ledger(folder, is_locked(folder))):
             raise UserError(f"report {folder}: holds no sweep ({LEDGER}).")
         print_table(jobs)
+        drawn += _print_outcomes(folder, jobs)
     if len(sweeps) < len(folders):
         _print(runs)
     if runs:
         page = _page_for(folders, runs, asked.get("out"))
         try:
             page.parent.mkdir(parents=True, exist_ok=True)
-            write_page(runs, _title(folders, runs), notes, page)
+            write_page(runs, _title(folders, runs), notes, page, drawn)
         except OSError as error:
             problem = f"{page} can't be written ({error.strerror})"
             raise UserError(f"report: {problem}. Name another file: out=<file.html>") from error
         print(f"page  {page}")
+
+
+def _print_outcomes(folder: Path, jobs: Sequence[Job]) -> list[Path]:
+    """What the settings did: their importances, and a picture in the sweep's folder, which is returned."""
+    if (found := outcomes_of(jobs)) is None:
+        return []
+    shares: dict[str, float] = {}
+    if is_installed("optuna"):
+        shares = importances(found)
+    else:
+        print("importance  needs optuna: pip install 'ddptrain[optuna]'")
+    if shares:
+        text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        print(f"importance  {plain(text)}  (PED-ANOVA, {len(found.jobs)} jobs)")
+    path = folder / "plots" / "parallel.png"
+    try:
+        draw_parallel(found, shares, path)
+    except OSError as error:  # another's folder
+        print(f"plot  {path} can't be written ({error.strerror})")
+        return []
+    print(f"plot  {path}")
+    return [path]
 
 
 def _send(folders: Sequence[Path], asked: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, get_origin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddptrain.config.schema import MISSING, Config, Rule
+from ddptrain.config.schema import MISSING, Config, Rule, Sweep
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
 
@@ -145,6 +145,7 @@ def _cross_checks(config: Config) -> list[str]:
         )
     if per_job != "all" and not (type(per_job) is int and per_job >= 1):
         problems.append(f"sweep.gpus_per_job={per_job}: must be a number of at least 1, or all.")
+    problems += _search_checks(config.sweep)
     if config.strategy.get("compression") == "powersgd" and config.precision == "fp16":
         problems.append(
             "strategy.compression=powersgd: keeps what it has left out of a gradient for the next step, and"
@@ -152,4 +153,22 @@ def _cross_checks(config: Config) -> list[str]:
         )
     if config.compile == "False":
         problems.append("compile=False: write compile=off (quoted in YAML, where off means false).")
+    return problems
+
+
+def _search_checks(sweep: Sweep) -> list[str]:
+    problems = []
+    if sweep.search == "grid" and sweep.trials is not None:
+        problems.append(
+            f"sweep.trials={sweep.trials}: is for a search, and a grid has all combinations."
+            " Say sweep.search=tpe."
+        )
+    if sweep.search in ("tpe", "random", "cmaes") and sweep.trials is None:
+        problems.append(f"sweep.search={sweep.search}: say how many points it tries: sweep.trials=30.")
+    ways = sweep.objectives if isinstance(sweep.objectives, dict) else {}
+    if sweep.objectives is not None and not (ways and all(way in ("max", "min") for way in ways.values())):
+        problems.append(
+            f"sweep.objectives={sweep.objectives}: must say max or min of each result:"
+            " 'sweep.objectives={accuracy:max,seconds:min}'."
+        )
     return problems

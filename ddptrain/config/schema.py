@@ -195,6 +195,16 @@ class Sweep:
     """asha: one of so many jobs goes on at each rung."""
     rungs: int = rule(2, at_least=1)
     """asha: rungs, at 1/eta of the run, 1/eta^2, ...; before the first one nothing is pruned."""
+    search: str = rule("grid", choices=("grid", "tpe", "random", "cmaes"))
+    """``grid``: all combinations. Else points of the ranges are drawn one at a time; ``tpe`` and ``cmaes``
+    learn from those before."""
+    trials: int | None = rule(None, at_least=1)
+    """Points that a search tries."""
+    seed: int = rule(0, at_least=0)
+    """Of what a search draws; jobs have their own."""
+    objectives: Any = None
+    """``{accuracy:max,samples_per_s:max}``: ``max`` or ``min`` of each of these results; null: the best value
+    of the task's best metric."""
 
 
 @dataclass

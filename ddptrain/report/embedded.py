@@ -39,7 +39,7 @@ def embed(runs: Sequence[RunFiles], budget: int) -> Embedded:
             if path.suffix == ".txt":
                 found.texts.setdefault(plain(path.stem), {})[i] = _text(path)
             elif path.suffix == ".png":
-                picture = _picture(path, side) if budget > 0 else None
+                picture = embed_picture(path, side) if budget > 0 else None
                 if picture is None:
                     found.skipped.append(plain(f"{run.name}: plots/{path.name}"))
                     continue
@@ -55,7 +55,7 @@ def _text(path: Path) -> str:
     return f'<pre tabindex="0">{escape(text[:_MOST_CHARACTERS])}{more}</pre>'
 
 
-def _picture(path: Path, side: int) -> str | None:
+def embed_picture(path: Path, side: int) -> str | None:
     """An <img>, no more than so many pixels wide and high; None where the file is no picture."""
     from PIL import Image
 

@@ -11,28 +11,32 @@ from pathlib import Path
 from ddptrain.report import comparison
 from ddptrain.report.comparison import Metric, format_point
 from ddptrain.report.curves import HEIGHT, WIDTH, as_data, panels
-from ddptrain.report.embedded import embed
+from ddptrain.report.embedded import embed, embed_picture
 from ddptrain.report.markup import Html, document, folded, html_table, run_names, run_prefix, section
 from ddptrain.report.page_drawn import curves, pictures, where_time_went
 from ddptrain.report.run_files import RunFiles, plain
 
 _FEW = 3  # Runs up to which each has its place on the page for what one seldom reads
+_WIDE = 1400  # Pixels
 _PICTURES = 8_000_000  # Characters of pictures in one page
 
 
-def write_page(runs: Sequence[RunFiles], title: str, notes: Sequence[str], path: Path) -> None:
+def write_page(
+    runs: Sequence[RunFiles], title: str, notes: Sequence[str], path: Path, above: Sequence[Path] = ()
+) -> None:
     """Whole or not at all: it may be looked at while it is written. Raises OSError."""
     aside = path.with_name(f"{path.name}.part")
-    aside.write_text(page(runs, title, notes), errors="replace", encoding="utf-8")
+    aside.write_text(page(runs, title, notes, above), errors="replace", encoding="utf-8")
     os.replace(aside, path)
 
 
-def page(runs: Sequence[RunFiles], title: str, notes: Sequence[str]) -> str:
-    """``notes``: what else is to be known, above all."""
+def page(runs: Sequence[RunFiles], title: str, notes: Sequence[str], above: Sequence[Path] = ()) -> str:
+    """``notes``: what else is to be known, above all. ``above``: pictures (PNG) of all jobs of a sweep."""
     drawn, title = panels(runs), plain(title)
     embedded = embed(runs, _PICTURES)
     sections = [
         _head(runs, title, notes),
+        section("Settings and results", "".join(embed_picture(path, _WIDE) or "" for path in above)),
         section("What differs", _differing(runs)) if len(runs) > 1 else "",
         section("Metrics", _metrics(runs)),
         section("Curves", curves(runs, drawn)),

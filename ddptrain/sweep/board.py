@@ -1,15 +1,17 @@
 """What a sweep shows: a table of all jobs, live on a terminal, else a line at each change."""
 
+import math
 import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ddptrain.observe.clock import clock
 from ddptrain.sweep.ledger import Job
+from ddptrain.sweep.objectives import objectives_of, pareto_best, scores_of
 from ddptrain.text import counted, print_tables
 
 if TYPE_CHECKING:
@@ -23,9 +25,9 @@ _ORDER = ("done", "pruned", "running", "queued", "stopped", "new", "timeout", "f
 class Board:
     """Follows the jobs of one sweep."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        """jobs: those that are asked for; words that all of them have are left out."""
-        self._common = _common_words(jobs)
+    def __init__(self, common: Collection[str]) -> None:
+        """common: words that all jobs have, which are left out."""
+        self._common = common
         self._live: Live | None = None
 
     @contextmanager
@@ -73,20 +75,25 @@ def jobs_table(jobs: Sequence[Job]) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    common = _common_words(jobs)
-    metrics = {job.metric for job in jobs if job.metric}
-    found = Table(box=box.SIMPLE, title=_by_status(jobs), title_justify="left", title_style="")
+    common = common_words(jobs)
+    objectives = objectives_of(jobs)
+    best = pareto_best(jobs, objectives) if objectives else set()
+    title = _by_status(jobs) + (f"; * best: {_ways(objectives)}" if objectives else "")
+    found = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="")
     for name in ("job", "status", "overrides"):
         found.add_column(name, overflow="fold")
-    for name in (metrics.pop() if len(metrics) == 1 else "metric", "steps", "time", "GPU"):
+    metrics = {job.metric for job in jobs if job.metric}
+    measured = list(objectives) or [metrics.pop() if len(metrics) == 1 else "metric"]
+    for name in (*measured, "steps", "time", "GPU"):
         found.add_column(name, justify="right", overflow="fold")
-    for job in sorted(jobs, key=_place):
+    for job in sorted(jobs, key=lambda job: (job.number not in best, _place(job, objectives))):
         seconds = job.seconds + (time.time() - job.began if job.status == "running" else 0)
+        values = [job.results.get(name) for name in objectives] or [job.value]
         found.add_row(
-            job.folder,
+            f"{job.folder}{' *' * (job.number in best)}",
             Text(_status(job), style=_COLOURS.get(job.status, "")),
             Text(_own_words(job, common)),
-            "" if job.value is None else f"{job.value:.4f}",
+            *("" if value is None else _number(value) for value in values),
             f"{job.step}/{job.steps}" if job.steps else "",
             clock(seconds) if seconds else "",
             " ".join([*["CPU"] * job.on_cpu, ",".join(job.gpus)]).strip(),
@@ -94,18 +101,28 @@ def jobs_table(jobs: Sequence[Job]) -> "Table":
     return found
 
 
-def _common_words(jobs: Sequence[Job]) -> set[str]:
+def common_words(jobs: Sequence[Job]) -> set[str]:
     return set.intersection(*(set(job.words) for job in jobs)) if len(jobs) > 1 else set()
 
 
-def _own_words(job: Job, common: set[str]) -> str:
+def _own_words(job: Job, common: Collection[str]) -> str:
     """The words by which a job differs from the others."""
     return shlex.join(word for word in job.words if word not in common)
 
 
-def _place(job: Job) -> tuple[bool, float, int]:
-    """By the metric; those that failed come last, however far they got."""
-    return job.status in ("failed", "timeout"), job.place, job.number
+def _place(job: Job, objectives: Mapping[str, str]) -> tuple[bool, float, int]:
+    """By the metric, or the first objective; those that failed come last, however far they got."""
+    scores = scores_of(job, objectives)
+    place = (-scores[0] if scores else math.inf) if objectives else job.place
+    return job.status in ("failed", "timeout"), place, job.number
+
+
+def _ways(objectives: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {way}" for name, way in objectives.items())
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def _by_status(jobs: Sequence[Job]) -> str:

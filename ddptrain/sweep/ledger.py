@@ -66,6 +66,14 @@ class Job:
     evaluations: list[Evaluation] = field(default_factory=list)
     passed: float = 0.0
     """Share of the run up to which pruning has let it go on."""
+    also: list[tuple[str, ...]] = field(default_factory=list)
+    """Other overrides that make the same config, where a search has asked for them."""
+    generation: int | None = None
+    """Of CMA-ES, which has asked for it."""
+    results: dict[str, float | None] = field(default_factory=dict)
+    """Of one that is done, by name; None where one is not finite."""
+    objectives: dict[str, str] = field(default_factory=dict)
+    """``sweep.objectives`` when it ended."""
 
     @property
     def folder(self) -> str:
@@ -95,6 +103,8 @@ class Job:
                 self.status = "running" if self.on == "local" else "queued"
                 self.gpus, self.began = tuple(event["gpus"]), event["time"]
                 self.attempt += 1
+            case "asked":
+                self.also.append(tuple(event["words"]))
             case "began":
                 self.status, self.gpus, self.began = "running", (event["node"],), event["time"]
             case "evaluated":
@@ -106,6 +116,8 @@ class Job:
                 self.status, self.code, self.why = event["status"], event["code"], event["why"]
                 self.seconds += event["seconds"]
                 self.value = event.get("value", self.value)
+                self.results = event.get("results", {})
+                self.objectives = event.get("objectives", {})
 
     def _add_evaluation(self, value: float | None) -> None:
         """value: None where it is no number."""
@@ -139,17 +151,18 @@ class Ledger:
     def jobs(self) -> list[Job]:
         return list(self._jobs.values())
 
-    def job(self, key: str, words: Sequence[str]) -> Job:
+    def job(self, key: str, words: Sequence[str], generation: int | None = None) -> Job:
         """The job of this config, with the number it has or the next one. Raises UserError where that one's
         folder holds something."""
         if key not in self._jobs:
-            job = Job(len(self._jobs), key, tuple(words))
+            job = Job(len(self._jobs), key, tuple(words), generation=generation)
             if (self.folder / job.folder).exists():
                 raise UserError(
                     f"sweep.dir={self.folder}: there is a folder {job.folder} of which its {LEDGER} knows"
                     " nothing, and a job would go on with what lies there. Sweep into another: sweep.dir=..."
                 )
-            self._append({"event": "job", "job": job.number, "key": key, "words": list(words)})
+            drawn = {} if generation is None else {"generation": generation}
+            self._append({"event": "job", "job": job.number, "key": key, "words": list(words), **drawn})
             self._jobs[key] = job
         return self._jobs[key]
 
@@ -183,7 +196,8 @@ def read_ledger(folder: Path, live: bool) -> list[Job]:
             event = parse_json(text)
             if event["event"] == "job":
                 assert event["job"] == len(jobs)
-                jobs.append(Job(event["job"], event["key"], tuple(event["words"])))
+                words, generation = tuple(event["words"]), event.get("generation")
+                jobs.append(Job(event["job"], event["key"], words, generation=generation))
             else:
                 jobs[event["job"]].apply(event)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError) as error:

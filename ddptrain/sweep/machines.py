@@ -20,6 +20,8 @@ from ddptrain.text import parse_json
 
 OUTPUT = "output.txt"
 """In the job's folder: what it prints, attempt after attempt."""
+_COSTS = ("samples_per_s", "seconds", "peak_memory_mib")
+"""What a summary has beside metrics that a sweep may have for an objective."""
 _LAST_BYTES = 4096
 _AGENT_SAYS = "ddptrain launch: "
 
@@ -186,10 +188,17 @@ class Machines(ABC):
 def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
     best = summary.get("best", {})
     metric = next((name for name in best if name != "step"), None)
+    costs = {name: summary.get(name) for name in _COSTS}
+    results = {**summary.get("metrics", {}), **costs, **({metric: best[metric]} if metric else {})}
+    finite = {name: value if _is_finite(value) else None for name, value in results.items()}
     if metric is None:
-        return {}
+        return {"results": finite}
     facts = {name: summary[name] for name in ("higher_is_better", "step", "steps")}
-    return {"metric": metric, "value": best[metric], **facts}
+    return {"metric": metric, "value": best[metric], **facts, "results": finite}
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _quoted(path: Path) -> str:

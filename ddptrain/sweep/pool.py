@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -24,6 +24,9 @@ _REPEATED_SIGNAL_S = 1.0
 _MOST_STALLS = 3
 _MENDABLE = (ExitCode.CRASH, ExitCode.HUNG)
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_STARTS = ("stopped", "new", "failed", "timeout")
+More = Callable[[], tuple[Job, Config] | None]
+"""One more job of a search, asked for when there is room; None where it has no more."""
 
 
 class Pool:
@@ -37,7 +40,7 @@ class Pool:
         self._running: dict[int, Attempt] = {}
         self._questions: dict[int, Questions] = {}
         self._waiting: deque[Job] = deque()
-        self._configs: dict[int, Config] = {}
+        self._configs: MutableMapping[int, Config] = {}
         self._attempts: Counter[int] = Counter()
         self._stalls: Counter[int] = Counter()
         """Attempts in a row that were interrupted before they got further."""
@@ -45,20 +48,23 @@ class Pool:
         self._stopped_at = math.inf
         self._leaves = False
 
-    def run(self, jobs: Mapping[int, Config], rivals: Container[int]) -> None:
+    def run(
+        self, jobs: MutableMapping[int, Config], rivals: Container[int], more: More = lambda: None
+    ) -> None:
         """Run the jobs of these numbers, those that are not done, until all have ended.
 
         rivals: numbers of the jobs that each is measured against where jobs are pruned, these among them.
+        more: jobs that are added to both as there is room for them.
         Raises Stopped after SIGTERM or SIGUSR1, KeyboardInterrupt after SIGINT, once every job has saved and
         ended, or has been killed.
         """
-        self._configs = dict(jobs)
+        self._configs, self._more = jobs, more
         self._rivals = [job for job in self._ledger.jobs if job.number in rivals]
         mine = [job for job in self._ledger.jobs if job.number in jobs]
         for job in mine:
             self._adopt(job)
         self._waiting.extend(job for job in mine if job.status == "stopped")
-        self._waiting.extend(job for job in mine if job.status in ("new", "failed", "timeout"))
+        self._waiting.extend(job for job in mine if job.status in _STARTS[1:])
         try:
             with self._signals_handled(), self._board.showing():
                 while not self._leaves and (self._start() or self._running):
@@ -121,11 +127,28 @@ class Pool:
     def _next(self) -> Job | None:
         if self._waiting:
             return self._waiting.popleft()
-        for job in self._rule.revivable(self._rivals, idle=not self._running):
+        return self._revived(idle=False) or self._drawn() or self._revived(idle=not self._running)
+
+    def _revived(self, idle: bool) -> Job | None:
+        for job in self._rule.revivable(self._rivals, idle):
             if job.number in self._configs:
                 share = job.evaluations[-1].share if job.evaluations else 0.0
                 self._ledger.write(job, "promoted", share=share)
                 return job
+        return None
+
+    def _drawn(self) -> Job | None:
+        """The next job of a search that is to be started: it may draw one that has run. None while the last
+        one waits for a scheduler: what ends meanwhile is learnt from."""
+        if any(attempt.waits for attempt in self._running.values()):
+            return None
+        while (drawn := self._more()) is not None:
+            job, config = drawn
+            if job.number not in self._configs:
+                self._configs[job.number] = config
+                self._rivals.append(job)
+                if job.status in _STARTS:
+                    return job
         return None
 
     def _answer(self, attempt: Attempt) -> None:
@@ -160,6 +183,7 @@ class Pool:
                 status, again = "failed", False
                 why += f"; {_MOST_STALLS} attempts got no further than the checkpoint that they began with"
         facts = {"status": status, "code": code, "why": why, "seconds": round(attempt.seconds, 2)}
+        facts |= {"objectives": config.sweep.objectives} if config.sweep.objectives else {}
         self._ledger.write(job, "ended", **facts, **figures)
         del self._running[number]
         self._machines.release(job.gpus)

@@ -6,6 +6,7 @@ from typing import Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
@@ -24,6 +25,16 @@ class GpuPool(Launcher):
 
         return launch(self._loader, self._config, job_overrides)
 
+    @property
+    def searches(self) -> bool:
+        return bool(self._config.sweep.search != "grid")
+
+    def search(self, overrides: Sequence[Override]) -> None:
+        """Points of the ranges among these, one at a time."""
+        from ddptrain.cli.hydra_sweep import search
+
+        search(self._loader, self._config, overrides)
+
 
 class Grid(BasicSweeper):
     """Hydra's own grid of all combinations, in one batch. The launcher composes each job's config itself, so
@@ -36,7 +47,13 @@ class Grid(BasicSweeper):
         assert self.launcher is not None
         assert self.hydra_context is not None
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        (batch,) = self.split_arguments(parser.parse_overrides(arguments), None)
+        overrides = parser.parse_overrides(arguments)
+        if isinstance(self.launcher, GpuPool) and self.launcher.searches:
+            return self.launcher.search(overrides)
+        from ddptrain.cli.hydra_sweep import check_grid
+
+        check_grid(overrides)
+        (batch,) = self.split_arguments(overrides, None)
         if not isinstance(self.launcher, GpuPool):
             self.validate_batch_is_legal(batch)
         returns = self.launcher.launch(batch, initial_job_idx=0)

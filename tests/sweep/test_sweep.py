@@ -256,14 +256,14 @@ def test_a_thousand_points_are_planned_and_shown_quickly(tmp_path: Path) -> None
     assert plans[1] < 8 * max(plans[0], plans[2])
 
     facts = {"metric": "loss", "value": 0.5, "higher_is_better": False, "step": 5, "steps": 5}
-    for folder, count in (("one", 1), ("thousand", 1000)):
+    for folder, count in (("two", 2), ("thousand", 1000)):
         ledger = Ledger(tmp_path / folder)
         for number in range(count):
             job = ledger.job(f"key{number}", ("recipe=swept", f"task.point={number}"))
             ledger.write(job, "started", on="local", gpus=["0"], on_cpu=True)
             ledger.write(job, "evaluated", **facts)
             ledger.write(job, "ended", status="done", code=0, why="", seconds=1.0, **facts)
-    shown = [processor_time(f"report {folder}") for folder in ("one", "thousand", "one")]
+    shown = [processor_time(f"report {folder}") for folder in ("two", "thousand", "two")]
     assert shown[1] < 8 * max(shown[0], shown[2])
 
 

@@ -1,0 +1,111 @@
+"""What a sweep's report says of its settings: which matter, which jobs are the best, and the picture."""
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from shell import ddptrain
+
+from ddptrain.sweep.ledger import Job, Ledger
+from ddptrain.sweep.objectives import pareto_front
+from ddptrain.sweep.outcomes import importances, outcomes_of
+from ddptrain.sweep.parallel import draw_parallel
+from ddptrain.sweep.ranges import Choice, Numbers
+
+SCORES = st.lists(st.tuples(*[st.integers(0, 5).map(float)] * 2), min_size=1, max_size=30)
+
+
+@given(SCORES)
+def test_the_pareto_front_is_what_nothing_beats(scores: list[tuple[float, ...]]) -> None:
+    def beaten(mine: tuple[float, ...]) -> bool:
+        return any(o != mine and all(a >= b for a, b in zip(o, mine, strict=True)) for o in scores)
+
+    expected = {number for number, mine in enumerate(scores) if not beaten(mine)}
+    assert pareto_front(dict(enumerate(scores))) == expected
+
+
+def grid(folder: Path) -> list[Job]:
+    """Rate times seed times name; only the rate matters, 0.01 is the best."""
+    ledger = Ledger(folder)
+    dice = random.Random(0)
+    for rate, seed, name in itertools.product(("0.0001", "0.001", "0.01", "0.1"), "123", ("a $x", "b_$y$")):
+        job = ledger.job(
+            f"{rate} {seed} {name}", (f"optim.lr={rate}", "recipe=x", f"seed={seed}", f"n='{name}'")
+        )
+        value = {"0.0001": 0.3, "0.001": 0.6, "0.01": 0.9, "0.1": 0.1}[rate] + 0.02 * dice.random()
+        facts = {"metric": "accuracy", "higher_is_better": True, "value": value, "step": 9, "steps": 9}
+        ledger.write(job, "ended", status="done", code=0, why="", seconds=1.0, **facts)
+    return ledger.jobs
+
+
+def test_settings_of_a_grid(tmp_path: Path) -> None:
+    found = outcomes_of(grid(tmp_path))
+    assert found is not None
+    assert found.ranges == (
+        Numbers("optim.lr", 0.0001, 0.1, log=True),
+        Numbers("seed", 1, 3, whole=True),
+        Choice("n", ("'a $x'", "'b_$y$'")),
+    )
+    assert found.objectives == {"accuracy": "max"}
+    pytest.importorskip("optuna")
+    shares = importances(found)
+    assert next(iter(shares)) == "optim.lr"
+    assert shares["optim.lr"] > 0.8
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+def test_numbers_drawn_evenly_are_no_logarithms() -> None:
+    """Though the smallest of a hundred is a hundredth of the largest."""
+    dice = random.Random(1)
+    jobs = [
+        Job(n, str(n), (f"mix={dice.random():.6g}", f"rate={10 ** dice.uniform(-4, -1):.6g}"), value=1.0 * n)
+        for n in range(100)
+    ]
+    for job in jobs:
+        job.status, job.metric = "done", "m"
+    found = outcomes_of(jobs)
+    assert found is not None
+    assert [(each.name, isinstance(each, Numbers) and each.log) for each in found.ranges] == [
+        ("mix", False),
+        ("rate", True),
+    ]
+
+
+def test_one_far_result_does_not_hide_the_others(tmp_path: Path) -> None:
+    """Signs of formulas, and a loss of 10^9: a picture, with the best in orange."""
+    jobs = grid(tmp_path)
+    for job in jobs:
+        job.metric, job.higher_is_better, job.value = "loss", False, 1 - (job.value or 0)
+    jobs[0].value = 1e9
+    found = outcomes_of(jobs)
+    assert found is not None
+    draw_parallel(found, {}, tmp_path / "plots" / "parallel.png")
+    with Image.open(tmp_path / "plots" / "parallel.png") as picture:
+        raw = picture.convert("RGB").tobytes()
+        assert picture.width > 700
+    assert (
+        sum(
+            abs(r - 0xDD) + abs(g - 0x6B) + abs(b - 0x20) < 30
+            for r, g, b in zip(*[iter(raw)] * 3, strict=True)
+        )
+        > 500
+    )
+
+
+def test_a_report_without_optuna_says_so_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "def without(name, path=None, target=None):\n"
+        "    return None if name == 'optuna' else find(name, path, target)\n"
+        "PathFinder.find_spec = without\n"
+    )
+    grid(tmp_path / "sweep")
+    done = ddptrain(tmp_path, "report sweep", PYTHONPATH=str(tmp_path))
+    assert done.code == 0, done.err
+    assert "importance  needs optuna: pip install 'ddptrain[optuna]'" in done.out.splitlines()
+    assert "plot  sweep/plots/parallel.png" in done.out.splitlines()
