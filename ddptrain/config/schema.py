@@ -70,6 +70,9 @@ class Train:
     """Optimizer steps between comparisons of all ranks' weights (one checksum a parameter); null: never."""
     time_limit: float | None = rule(None, above=0)
     """Seconds after which this process saves and stops with exit code 75, as after SIGTERM."""
+    step_limit: int | None = rule(None, at_least=1)
+    """Optimizer steps after which the run saves and stops with exit code 75, as after SIGTERM. Resumed with
+    a higher limit or none, it goes on."""
 
 
 @dataclass
