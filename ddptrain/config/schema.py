@@ -194,6 +194,8 @@ class Sweep:
     """ray: the cluster's; null: the one of this machine, or RAY_ADDRESS."""
     dry_run: bool = False
     """Print the plan and start nothing."""
+    share: bool = True
+    """Train the steps once that jobs have in common from the start, and let the others go on from there."""
     prune: str = rule("none", choices=("none", "asha", "median"))
     """End jobs early that do worse than others."""
     eta: int = rule(3, at_least=2)

@@ -4,11 +4,13 @@ import copy
 import operator
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from composed import made
 from torch.utils import checkpoint
 
 from ddptrain.api.recipe import At
@@ -118,6 +120,23 @@ def test_once_read_it_is_a_plain_one() -> None:
 def test_what_is_compiled_counts_as_read() -> None:
     for mode, seen in (("off", False), ("default", True)):
         assert plan_run(Config(compile=mode), train_size=20).reads.seen == seen
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "reads"),
+    [
+        ("cnn_digits", [], False),
+        ("transformer_text", [], False),
+        ("yolo_shapes", [], True),
+        ("yolo_shapes", ["data.augment.mosaic=0"], False),
+        ("yolo_shapes", ["data.augment.mosaic_until=1"], False),
+    ],
+)
+def test_of_our_data_only_mosaic_depends_on_the_length(
+    recipe: str, changes: list[str], reads: bool, tmp_path: Path
+) -> None:
+    _, _, data = made(recipe, tmp_path, *changes)
+    assert data.reads_progress == reads
 
 
 def test_a_reading_on_any_rank_counts() -> None:
