@@ -98,6 +98,8 @@ def run(config: Config, arguments: Sequence[str]) -> None:
         engine = Engine(data, step, checkpointer, Observers(observers if world.is_first else []))
         profiling = partial(profiled, debug=config.debug, world=world, folder=folder / "profile")
         try:
+            if step.plan.stops(done):  # it was there before
+                raise Stopped(f"stopped at step {done}")
             with monitor.running():
                 engine.fit(_run(config, folder, data, step, monitor), profiling)
         except Stopped as stopped:
@@ -234,6 +236,8 @@ def _resume(saved: LoadedCheckpoint, step: TrainStep, data: Data, checkpointer: 
     step.plan.check_continues(saved.manifest, where)
     setup.check_outputs(data, saved)
     step.state.load_state_dict(kept, where)
+    step.state.metrics, step.state.metrics_step = saved.manifest["metrics"], saved.manifest["metrics_step"]
+    step.plan.reads.seen |= saved.manifest.get("reads_progress", True)  # absent from earlier checkpoints
     if step.strategy.world.is_first:
         checkpointer.set_aside_after(step.state.step)
     log.info("resumed    %s", where)

@@ -17,6 +17,7 @@ from typing import Any, Literal, Union
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.config.targets import LIBRARIES, Node, hints_of, made_by, resolve
 from ddptrain.config.targets import open_package as open_package
+from ddptrain.config.targets import opened_packages as opened_packages
 from ddptrain.errors import UserError
 
 _DOWNLOADS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")

@@ -70,6 +70,9 @@ class Train:
     """Optimizer steps between comparisons of all ranks' weights (one checksum a parameter); null: never."""
     time_limit: float | None = rule(None, above=0)
     """Seconds after which this process saves and stops with exit code 75, as after SIGTERM."""
+    step_limit: int | None = rule(None, at_least=1)
+    """Optimizer steps after which the run saves and stops with exit code 75, as after SIGTERM. Resumed with
+    a higher limit or none, it goes on."""
 
 
 @dataclass
@@ -77,11 +80,13 @@ class Sched:
     """The learning rate over the run. All lengths are shares of the run, so that changing
     ``train.epochs`` keeps the shape."""
 
-    name: str = rule("cosine", choices=("constant", "linear", "cosine", "step", "onecycle"))
+    name: str = rule("cosine", choices=("constant", "linear", "cosine", "step", "onecycle", "wsd"))
     warmup: float = rule(0.0, at_least=0, below=1)
     """Share of all steps in which the rate rises linearly to ``optim.lr``."""
     final: float = rule(0.0, at_least=0, at_most=1)
-    """linear, cosine, onecycle: last rate as a share of ``optim.lr``."""
+    """linear, cosine, onecycle, wsd: last rate as a share of ``optim.lr``."""
+    cooldown: float = rule(0.1, at_least=0, at_most=1)
+    """wsd: share of all steps, the last ones, in which the rate falls linearly to ``final``."""
     milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])
     """step: shares of the run after which the rate is multiplied by ``gamma``."""
     gamma: float = rule(0.1, above=0, at_most=1)
@@ -189,6 +194,8 @@ class Sweep:
     """ray: the cluster's; null: the one of this machine, or RAY_ADDRESS."""
     dry_run: bool = False
     """Print the plan and start nothing."""
+    share: bool = True
+    """Train the steps once that jobs have in common from the start, and let the others go on from there."""
     prune: str = rule("none", choices=("none", "asha", "median"))
     """End jobs early that do worse than others."""
     eta: int = rule(3, at_least=2)

@@ -36,6 +36,11 @@ def open_package(name: str) -> None:
     _opened.add(f"{name}.")
 
 
+def opened_packages() -> list[str]:
+    """For a process that is to know them too."""
+    return sorted(name.removesuffix(".") for name in _opened)
+
+
 def resolve(node: Node, key: str) -> Callable[..., Any]:
     """What a node's ``_target_`` names, checked as written and as found. Raises UserError."""
     name = node.get("_target_")

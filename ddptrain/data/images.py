@@ -200,6 +200,10 @@ class ImageData(Data):
     def train_size(self) -> int:
         return len(self._set.train)
 
+    @property
+    def reads_progress(self) -> bool:
+        return False
+
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Labelled]:
         return self._loader.train_batches(sampler, steps)
 

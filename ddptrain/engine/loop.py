@@ -39,7 +39,6 @@ StepIterator = Callable[[range], Iterable[int]]
 class _Progress:
     last: Report = field(default_factory=lambda: Report({}))
     """The last evaluation."""
-    evaluated_at: int | None = None
     saved_at: int | None = None
     ranks: Sequence[Timing] = ()
     """All ranks' timing at the last evaluation."""
@@ -88,9 +87,10 @@ class Engine:
                     check_replicas(self._world, state.model, done)
                 if plan.logs(done):
                     self._log()
-                if plan.saves(done) or self._step.stop_asked:
+                stops = self._step.stop_asked or plan.stops(done)
+                if plan.saves(done) or stops:
                     self._save()
-                if self._step.stop_asked:
+                if stops:
                     raise Stopped(f"stopped at step {done}")
                 if plan.evaluates(done) and not self._evaluate():
                     break
@@ -186,8 +186,8 @@ class Engine:
             figures = self._report()
         except Interrupted:
             self._save_and_stop("stopped in the evaluation")
-        progress.evaluated_at = state.step
         metrics = progress.last.metrics
+        state.metrics, state.metrics_step = dict(metrics), state.step
         self._stopwatch.mark("evaluating")
         is_best = state.improves(metrics[task.best_metric], task.higher_is_better)
         if is_best:
@@ -248,6 +248,7 @@ class Engine:
     def _write(self, why: str, write: Callable[..., Path]) -> Path | None:
         """Write the whole state, on rank 0. Collectives."""
         whole = self._state.gathered(self._task, self._world)
+        self._plan.reads.agree(self._world)
         self._watchdog.mark(why, self._state.step, LONG_S)
         rest, shards = self._checkpointer.write_shards(whole, self._world)
         path = None
@@ -295,7 +296,8 @@ class Engine:
             "frozen": self._state.frozen is not None,
             "outputs": list(self._data.outputs),
             "recall": dict(self._data.metadata()),
-            "metrics": dict(self._progress.last.metrics),
-            "metrics_step": self._progress.evaluated_at,
+            "metrics": dict(self._state.metrics),
+            "metrics_step": self._state.metrics_step,
+            "reads_progress": self._data.reads_progress or self._plan.reads.seen,
             "best": self._state.best_as(self._task.best_metric),
         }

@@ -111,7 +111,10 @@ def _zero_momentum(optimizer: SGD) -> None:
 
 
 def build_schedule(sched: Sched, optimizer: Optimizer, steps: int) -> LRScheduler:
-    """The learning rate of each of ``steps`` optimizer steps: a linear warm-up, then ``sched.name``."""
+    """The learning rate of each of ``steps`` optimizer steps: a linear warm-up, then ``sched.name``.
+
+    wsd (warm-up, stable, decay): Hu et al. 2024, arXiv:2404.06395, section 4.
+    """
     warmup = round(sched.warmup * steps)
     rest = max(1, steps - warmup)
     peaks = [group["lr"] for group in optimizer.param_groups]
@@ -140,10 +143,15 @@ def build_schedule(sched: Sched, optimizer: Optimizer, steps: int) -> LRSchedule
         main = MultiStepLR(optimizer, milestones, gamma=sched.gamma)
     else:
         main = ConstantLR(optimizer, factor=1.0)
-    if warmup == 0:
-        return main
-    rise = LinearLR(optimizer, start_factor=_WARMUP_START, total_iters=warmup)
-    return SequentialLR(optimizer, [rise, main], milestones=[warmup])
+    parts: list[LRScheduler] = [main]
+    switches: list[int] = []
+    if sched.name == "wsd" and (cooldown := min(round(sched.cooldown * steps), rest)):
+        parts += [LinearLR(optimizer, start_factor=1.0, end_factor=sched.final, total_iters=cooldown)]
+        switches += [steps - cooldown]
+    if warmup:
+        parts = [LinearLR(optimizer, start_factor=_WARMUP_START, total_iters=warmup), *parts]
+        switches = [warmup, *switches]
+    return SequentialLR(optimizer, parts, switches) if switches else main
 
 
 def fast_forward(schedule: LRScheduler, steps: int) -> None:

@@ -60,6 +60,9 @@ class TrainState:
     best: float | None = None
     """Best value of the task's best_metric so far."""
     best_step: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the last evaluation; a checkpoint's manifest holds it."""
+    metrics_step: int | None = None
     rank_state: dict[str, Tensor] = field(default_factory=dict)
     """The task's `rank_state` for all rows of the global batch; current at a save."""
     controllers: dict[str, Controller] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from ddptrain.text import parse_yaml
 
 CHANGES = "changes.jsonl"
 """In the run's folder."""
-_OF_ONE_START = ("run", "sweep")
+_OF_ONE_START = ("run.", "sweep.", "train.step_limit")
 log = logging.getLogger("ddptrain")
 
 
@@ -25,7 +25,7 @@ def note_changes(folder: Path, tree: Mapping[str, Any], step: int) -> None:
     except ValueError:  # damaged; it is written anew
         return
     now = flat_values(tree)
-    keys = [key for key in {**before, **now} if key.partition(".")[0] not in _OF_ONE_START]
+    keys = [key for key in {**before, **now} if not key.startswith(_OF_ONE_START)]
     changed = {key: [before.get(key), now.get(key)] for key in keys if before.get(key) != now.get(key)}
     if changed:
         for key, (old, new) in changed.items():

@@ -24,7 +24,7 @@ def rates(folder: Path, steps: int, sched: str, **changes: Any) -> list[float]:
     return keep.seen
 
 
-@pytest.mark.parametrize("sched", ["constant", "cosine", "step", "onecycle"])
+@pytest.mark.parametrize("sched", ["constant", "cosine", "step", "onecycle", "wsd"])
 def test_more_steps_follow_the_longer_schedule_from_where_it_stands(tmp_path: Path, sched: str) -> None:
     whole = rates(tmp_path / "whole", 40, sched)
     rates(tmp_path / "grown", 10, sched)

@@ -45,7 +45,8 @@ def test_depths_follow_the_blocks(name: str, blocks: int, first: str, last: str 
 
 def test_each_group_has_its_rate_at_every_step_of_a_schedule() -> None:
     node = {**SGD, "layer_decay": 0.5, "groups": [{"params": "3.*", "lr": 10, "weight_decay": 0}]}
-    for sched in (Sched("cosine", warmup=0.2, final=0.1), Sched("onecycle"), Sched("step"), Sched("linear")):
+    shapes = [Sched(name) for name in ("onecycle", "step", "linear")]
+    for sched in (*shapes, Sched("cosine", warmup=0.2, final=0.1), Sched("wsd", warmup=0.2, cooldown=0.5)):
         one, several = (build_optimizer(options, small()) for options in (SGD, node))
         plain, scaled = build_schedule(sched, one, 20), build_schedule(sched, several, 20)
         for _ in range(20):

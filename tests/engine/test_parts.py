@@ -56,6 +56,20 @@ def test_onecycle_peaks_after_its_warmup_and_ends_low() -> None:
     assert found[-1] == pytest.approx(0.01 * PEAK, rel=0.1)
 
 
+@pytest.mark.parametrize("warmup", [0.0, 0.1])
+def test_wsd_is_constant_to_the_bit_between_warmup_and_cooldown(warmup: float) -> None:
+    found = rates(Sched("wsd", warmup=warmup, cooldown=0.2, final=0.1), 100)
+    rise = round(100 * warmup)
+    assert found[:rise] == pytest.approx([PEAK * (0.01 + 0.99 * i / 10) for i in range(rise)])
+    assert found[rise:80] == [PEAK] * (80 - rise)
+    assert found[80:] == pytest.approx([PEAK * (1 - 0.9 * i / 20) for i in range(20)], rel=1e-9)
+    assert rates(Sched("wsd", cooldown=0.0), 5) == rates(Sched("constant"), 5)
+    assert rates(Sched("wsd", cooldown=1.0), 5) == pytest.approx(rates(Sched("linear"), 5))
+    assert rates(Sched("wsd", warmup=0.4, cooldown=0.6), 5)[2:] == pytest.approx(
+        [PEAK, PEAK * 2 / 3, PEAK / 3]
+    )
+
+
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adam", "RMSprop"])
 def test_optimizers_are_fused_where_torch_can(name: str) -> None:
     optimizer = build_optimizer({"_target_": f"torch.optim.{name}", "lr": 0.1}, plain())

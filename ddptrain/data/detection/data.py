@@ -123,6 +123,10 @@ class DetectionData(Data):
         self._source.fetch(self._root)
         yield from writer(self._source.open(self._root), folder)
 
+    @property
+    def reads_progress(self) -> bool:
+        return self._augment.mosaic > 0 and 0 < self._augment.mosaic_until < 1
+
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
         return self._loaded(self._train, TrainingKeys(sampler, steps))
 
