@@ -165,9 +165,9 @@ class Machines(ABC):
     def release(self, gpus: Sequence[str]) -> None:  # noqa: B027
         """They are free again."""
 
-    def adopt(self, job: Job, folder: Path) -> Attempt | None:
-        """The attempt that an earlier sweep process has started, if it may still run or has ended since."""
-        return None
+    def adopt(self, job: Job, folder: Path) -> Attempt:
+        """The attempt that an earlier sweep process has started, which may still run."""
+        raise AssertionError("jobs of this machine end with their sweep")
 
     def refresh(self, attempts: Sequence[Attempt]) -> None:  # noqa: B027
         """Once in each turn, before the attempts are looked at."""

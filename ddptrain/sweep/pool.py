@@ -101,12 +101,8 @@ class Pool:
                 f" there. Start the sweep with sweep.on={job.on}."
             )
         folder = self._ledger.folder / job.folder
-        attempt = self._machines.adopt(job, folder)
-        if attempt is None:
-            self._ledger.write(job, "ended", status="stopped", code=None, why="", seconds=0.0)
-            return
         self._attempts[job.number] = 1
-        self._running[job.number] = attempt
+        self._running[job.number] = self._machines.adopt(job, folder)
         self._questions[job.number] = Questions(folder)
 
     def _start(self) -> bool:
