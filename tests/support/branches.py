@@ -8,12 +8,12 @@ from sweeps import events
 from sweeps import start as start_sweep
 
 BRANCHING = Path(__file__).parent / "branching"
+WORDS = ["--multirun", f"--config-dir={BRANCHING}", "recipe=branching", "device=cpu", "sweep.dir=sweep"]
 
 
 def start(cwd: Path, *words: str) -> Job:
     cwd.mkdir(exist_ok=True)
-    own = ["--multirun", f"--config-dir={BRANCHING}", "recipe=branching", "device=cpu", "sweep.dir=sweep"]
-    return start_sweep(cwd, [*own, "sweep.gpus=[0,1]", *words])
+    return start_sweep(cwd, [*WORDS, "sweep.gpus=[0,1]", *words])
 
 
 def swept(cwd: Path, *words: str) -> Path:
