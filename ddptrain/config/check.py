@@ -29,7 +29,7 @@ def checked(tree: dict[str, Any]) -> Config:
     problems = _unknown_keys(tree, Config, "")
     if not problems:
         try:
-            config = Config(**{name: _typed(name, value) for name, value in tree.items()})
+            config = Config(**{name: _typed(name, tree) for name in _FIELDS})
         except OmegaConfBaseException as error:
             raise UserError(type_message(error)) from error
         problems = _broken_rules(config, "") + _cross_checks(config)
@@ -38,15 +38,16 @@ def checked(tree: dict[str, Any]) -> Config:
     return config
 
 
-def _typed(name: str, value: Any) -> Any:
+def _typed(name: str, tree: dict[str, Any]) -> Any:
     """What a key of the top level holds, with the schema's types. Known values are not typed again: the
     configs of a sweep differ in a few."""
-    known = (name, repr(value))
-    is_node = isinstance(value, dict) and get_origin(_FIELDS[name].type) is dict
+    own = {name: tree[name]} if name in tree else {}
+    known = (name, repr(own))
+    is_node = isinstance(own.get(name), dict) and get_origin(_FIELDS[name].type) is dict
     if is_node and MISSING not in known[1]:
-        return value
+        return own[name]
     if known not in _TYPED:
-        merged = OmegaConf.merge(_schema_of(name), {name: value})
+        merged = OmegaConf.merge(_schema_of(name), own)
         _TYPED[known] = pickle.dumps(getattr(OmegaConf.to_object(merged), name))
     return pickle.loads(_TYPED[known])
 

@@ -150,7 +150,7 @@ class _Axis:
 def ticks(low: float, high: float) -> list[float]:
     """Three to seven round numbers between two."""
     span = high - low
-    if not (span > 0 and math.isfinite(span)):
+    if not (span / 4 > 0 and math.isfinite(span)):
         return [low]
     unit = 10.0 ** math.floor(math.log10(span / 4))
     step = next((unit * k for k in (1, 2, 5, 10) if span / (unit * k) <= 6), unit * 10)

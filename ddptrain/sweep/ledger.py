@@ -112,9 +112,11 @@ class Job:
                 self.status, self.gpus, self.began = "running", (event["node"],), event["time"]
             case "evaluated":
                 self._add_evaluation(event["value"])
-            case "verdict" | "promoted":
-                if event.get("goes_on", True):
+            case "verdict":
+                if event["goes_on"]:
                     self.passed = max(self.passed, event["share"])
+            case "promoted":  # half done until it is started, should the sweep be killed in between
+                self.status, self.passed = "stopped", max(self.passed, event["share"])
             case "ended":
                 self.status, self.code, self.why = event["status"], event["code"], event["why"]
                 self.seconds += event["seconds"]

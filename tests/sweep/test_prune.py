@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import events, points, start, statuses, swept_words
 
-from ddptrain.sweep.ledger import Evaluation, Job
+from ddptrain.sweep.ledger import Evaluation, Job, Ledger, read_ledger
 from ddptrain.sweep.pruning_rules import Asha, Median, PruningRule
 
 EPOCHS = 9
@@ -164,3 +164,16 @@ def test_a_job_that_runs_again_has_no_error_of_its_last_attempt() -> None:
     assert (job.status, job.why) == ("failed", "no data")
     job.apply(started)
     assert (job.status, job.why) == ("running", "")
+
+
+def test_a_sweep_killed_before_it_starts_a_promoted_job_starts_it_again(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    job = ledger.job("key", ("task.point=0",))
+    ledger.write(job, "started", on="local", gpus=[], on_cpu=True)
+    facts = {"metric": "loss", "higher_is_better": False, "step": 6, "steps": 54}
+    ledger.write(job, "evaluated", value=0.5, **facts)
+    ledger.write(job, "verdict", share=1 / 9, goes_on=False)
+    ledger.write(job, "ended", status="pruned", code=75, why="", seconds=1.0)
+    ledger.write(job, "promoted", share=1 / 9)
+    (again,) = read_ledger(tmp_path, live=False)
+    assert again.status == "stopped"
