@@ -1,6 +1,7 @@
 """Texts: JSON and YAML that anybody may have written, words and tables for people, fonts to draw them."""
 
 import json
+import re
 import sys
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -14,6 +15,13 @@ PLAIN_WIDTH = 160
 def counted(number: int, thing: str) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{number} {thing}{'s' * (number != 1)}"
+
+
+def quoted(text: str) -> str:
+    """A text as the value of an override, whatever characters it has: Hydra drops a backslash only before a
+    quote and at the end."""
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
+    return f"'{escaped}'"
 
 
 def first_few(names: Sequence[str], most: int) -> str:

@@ -189,6 +189,16 @@ def check_places(tree: Tree, words: Sequence[str]) -> None:
                 f"controllers.{name}: {target} is for sweeps and benches, which name it themselves."
             )
     asked = {word.lstrip("+").partition("=")[0] for word in words}
+    if isinstance(folder, str) and not asked & {"run", "run.dir"} and not is_below(folder):
+        raise UserError(
+            f"run.dir={folder}: a recipe may only name a folder below the current one. If you want this one,"
+            f" say so on the command line: run.dir={folder}"
+        )
+
+
+def check_sweep_places(tree: Tree, words: Sequence[str]) -> None:
+    """The same for how a sweep is run."""
+    asked = {word.lstrip("+").partition("=")[0] for word in words}
     for name in ("dir", "options", "address"):
         value = (tree.get("sweep") or {}).get(name)
         if value and not asked & {"sweep", f"sweep.{name}"}:
@@ -196,11 +206,6 @@ def check_places(tree: Tree, words: Sequence[str]) -> None:
                 f"sweep.{name}={value}: is for the command line alone, because it writes files or starts"
                 f" programs elsewhere. If you want this one, say so there: sweep.{name}=..."
             )
-    if isinstance(folder, str) and not asked & {"run", "run.dir"} and not is_below(folder):
-        raise UserError(
-            f"run.dir={folder}: a recipe may only name a folder below the current one. If you want this one,"
-            f" say so on the command line: run.dir={folder}"
-        )
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddptrain.cli.argv import GROUPS
 from ddptrain.cli.augment_group import Tree, place_augment
-from ddptrain.cli.compose import check_places, parsed, tree_of
+from ddptrain.cli.compose import check_places, check_sweep_places, parsed, tree_of
 from ddptrain.errors import ExitCode, RankLost, UserError
 from ddptrain.sweep.ledger import Job
 from ddptrain.sweep.ranges import Choice, Numbers, Point, Range
@@ -117,6 +117,7 @@ def _composer(loader: ConfigLoader, master: DictConfig) -> Callable[[Sequence[st
         ConfigLoaderImpl._apply_overrides_to_config(values, composed)
         tree = place_augment(tree_of(composed, chosen), words)
         check_places(tree, words)
+        check_sweep_places(tree, words)
         return tree, list(words)
 
     return make

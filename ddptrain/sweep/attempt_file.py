@@ -22,7 +22,7 @@ class AttemptFile:
     def __init__(self, folder: Path, number: int) -> None:
         """folder: the job's."""
         self._path = folder / "attempts" / f"{number}.json"
-        self._path.parent.mkdir(exist_ok=True)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
 
     @property
     def log(self) -> Path:

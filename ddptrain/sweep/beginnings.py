@@ -120,7 +120,6 @@ def may_share(config: Config) -> bool:
         or stop.patience is not None
         or stop.target is not None
         or config.run.resume != "auto"
-        or train.step_limit is not None
         or "auto" in (train.micro_batch, train.eval_batch_size)  # found by each run for itself
         or config.optim.get("layer_decay") is not None  # rates follow from the model
         or not isinstance(config.optim.get("lr"), int | float)

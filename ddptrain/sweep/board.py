@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from ddptrain.observe.clock import clock
@@ -39,11 +39,18 @@ class Board:
         from rich.console import Console
         from rich.live import Live
 
-        with Live(console=Console(stderr=True), refresh_per_second=2, transient=True) as self._live:
+        self._live = Live(console=Console(stderr=True), refresh_per_second=2, transient=True)
+        self._live.start()
+        try:
             yield
+        finally:
+            with suppress(OSError):  # the terminal is closed
+                self._live.stop()
 
     def say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        """On standard error. Whoever looked may have gone: the jobs are then still followed to their end."""
+        with suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
 
     def refresh(self, jobs: Sequence[Job]) -> None:
         """Draw the table again: something may have changed, if only the clock."""

@@ -101,7 +101,7 @@ class Job:
                 setattr(self, name, event[name])
         match event["event"]:
             case "started":
-                self.on_cpu, self.on, self.why = event["on_cpu"], event["on"], ""
+                self.on_cpu, self.on, self.why = event["on_cpu"], event.get("on", "local"), ""
                 self.status = "running" if self.on == "local" else "queued"
                 self.gpus, self.began = tuple(event["gpus"]), event["time"]
                 self.limit = event.get("limit")
@@ -204,8 +204,9 @@ def read_ledger(folder: Path, live: bool) -> list[Job]:
                 words, generation = tuple(event["words"]), event.get("generation")
                 jobs.append(Job(event["job"], event["key"], words, generation=generation))
             else:
+                assert event["job"] >= 0
                 jobs[event["job"]].apply(event)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError) as error:
+        except (LookupError, ValueError, ArithmeticError, TypeError, AttributeError, AssertionError) as error:
             raise UserError(
                 f"{path}: line {number} is damaged. Put back what the file was, or sweep into another folder:"
                 " sweep.dir=..."

@@ -16,7 +16,7 @@ from ddptrain.config.schema import Config
 from ddptrain.config.strategy import is_ddp
 from ddptrain.errors import ExitCode
 from ddptrain.sweep.ledger import Job
-from ddptrain.text import parse_json
+from ddptrain.text import parse_json, quoted
 
 OUTPUT = "output.txt"
 """In the job's folder: what it prints, attempt after attempt."""
@@ -181,7 +181,7 @@ class Machines(ABC):
         """
         launches = self.ranks > 1 or is_ddp(config.strategy)  # there one rank has a process group too
         launch = ["launch", f"--nproc-per-node={self.ranks}"] if launches else []
-        own = [*([] if self.on_cpu else ["device=cuda"]), f"run.dir={_quoted(folder / job.folder)}"]
+        own = [*([] if self.on_cpu else ["device=cuda"]), f"run.dir={_plain_or_quoted(folder / job.folder)}"]
         return [sys.executable, "-m", "ddptrain", *launch, *job.words, *own]
 
 
@@ -201,9 +201,5 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _quoted(path: Path) -> str:
-    """A path as the value of an override, whatever characters it has."""
-    if re.fullmatch(r"[\w./-]+", str(path)):
-        return str(path)
-    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), str(path))
-    return f"'{escaped}'"
+def _plain_or_quoted(path: Path) -> str:
+    return str(path) if re.fullmatch(r"[\w./-]+", str(path)) else quoted(str(path))

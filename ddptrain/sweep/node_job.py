@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -38,8 +39,12 @@ def main(folder: Path, number: int, words: list[str]) -> int:
             start_new_session=True,  # a scheduler may signal this process's whole group
         )
 
+    told_to_stop = threading.Event()
+
     def stop(_: int = 0, __: FrameType | None = None) -> None:
-        process.send_signal(signal.SIGTERM)
+        if not told_to_stop.is_set():  # a second one would end it without saving
+            told_to_stop.set()
+            process.send_signal(signal.SIGTERM)
 
     for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(one, stop)

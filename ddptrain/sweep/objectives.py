@@ -29,7 +29,7 @@ def scores_of(job: Job, objectives: Mapping[str, str]) -> tuple[float, ...]:
 def check_results(job: Job, objectives: Mapping[str, str]) -> None:
     """Raises UserError where a job that is done has no such results."""
     for name in objectives:
-        if name not in job.results:
+        if job.results and name not in job.results:  # a sweep that had no objectives noted none
             raise UserError(
                 f"sweep.objectives: job {job.folder} has no {name}; it has {', '.join(job.results)}."
                 f"{did_you_mean(name, job.results)}"

@@ -98,7 +98,8 @@ class Pool:
         if job.on != self._machines.name:
             raise UserError(
                 f"sweep.on={self._machines.name}: job {job.folder} was started on {job.on} and may still run"
-                f" there. Start the sweep with sweep.on={job.on}."
+                f" there. Start the sweep with sweep.on={job.on}; if that cluster is gone, sweep into another"
+                " folder: sweep.dir=..."
             )
         folder = self._ledger.folder / job.folder
         self._attempts[job.number] = 1
@@ -201,8 +202,9 @@ class Pool:
         del self._running[number]
         self._machines.release(job.gpus)
         crashed = status == "failed" and (code in _MENDABLE or code > 128)
-        if paused:
+        if paused or again:
             self._attempts[number] -= 1
+        if paused:
             self._waiting.appendleft(job)
         elif again or (crashed and self._attempts[number] <= config.sweep.retries):
             self._waiting.append(job)

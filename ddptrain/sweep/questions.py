@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.observe.lock import unwritable
-from ddptrain.text import parse_json
+from ddptrain.text import parse_json, quoted
 
 ASKED = "asked.jsonl"
 ANSWERED = "answered.jsonl"
@@ -24,7 +24,7 @@ class Questions:
         """folder: the job's, which is made. Raises UserError where that can't be written."""
         self._folder = folder
         try:
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / ANSWERED).touch()  # opening a file that is known brings what is new, over NFS too
         except OSError as error:
             raise unwritable(folder, error, "sweep.dir") from error
@@ -33,8 +33,8 @@ class Questions:
     def controller(self, waits: bool) -> str:
         """The override that makes the job ask. waits: for the answers."""
         target = "_target_:ddptrain.sweep.pruning.Pruning"
-        path = str(self._folder).replace("\\", "\\\\").replace("'", "\\'")
-        return f"+controllers.pruning={{{target},folder:'{path}',waits:{str(waits).lower()}}}"
+        folder = quoted(str(self._folder))
+        return f"+controllers.pruning={{{target},folder:{folder},waits:{str(waits).lower()}}}"
 
     def unanswered(self) -> list[dict[str, Any]]:
         return read_from(self._folder / ASKED, self._answered)

@@ -3,6 +3,7 @@ has ended, by `AttemptFile` and the scheduler's list of names."""
 
 import hashlib
 import math
+import signal
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -25,6 +26,8 @@ _ASK_EVERY_S = 5.0
 _LOST_AFTER_S = 30.0
 """How long a scheduler has to know nothing of an attempt that has not told its end: over NFS that may come
 late."""
+_GIVEN_UP_AFTER_S = 60.0
+"""How long what was killed may take to tell so."""
 _CODES = {"CANCELLED": int(ExitCode.STOPPED), "OUT_OF_MEMORY": -9}
 """Of what is not to be continued, by the fate that a scheduler gives."""
 
@@ -71,7 +74,7 @@ class RemoteAttempt(Attempt):
         self._told: dict[str, Any] = self._file.read()
         self._gone_since = math.inf
         self._fate = ""
-        self._killed = False
+        self._killed_at = math.inf
         self._began_with = _newest_step(folder)
         if asked := self._file.asked_to_stop():
             self.stopped_for, self._kill_at = asked["why"], time.monotonic() + asked["grace"]
@@ -95,13 +98,10 @@ class RemoteAttempt(Attempt):
         return _newest_step(self.folder) > self._began_with
 
     def submit(self) -> None:
-        """Unless it has been. Where the scheduler is busy, it is for the next time."""
+        """Unless it has been. Raises BusyError where it is for the next time."""
         if self._words:
-            try:
-                self._scheduler.submit(self.name, self._words, self._file.log)
-                self._words = ()
-            except BusyError:
-                pass
+            self._scheduler.submit(self.name, self._words, self._file.log)
+            self._words = ()
 
     def look(self) -> None:
         """Read what its node has written."""
@@ -122,6 +122,8 @@ class RemoteAttempt(Attempt):
             self._told = {"ended": time.time(), **self._told, "code": code}
 
     def returncode(self) -> int | None:
+        if time.monotonic() - self._killed_at > _GIVEN_UP_AFTER_S:  # neither node nor scheduler answers
+            self._told.setdefault("code", -int(signal.SIGKILL))
         return self._told.get("code")
 
     def output(self) -> tuple[BinaryIO, int]:
@@ -135,8 +137,8 @@ class RemoteAttempt(Attempt):
         self.look()
 
     def kill(self) -> None:
-        if not self._killed:
-            self._killed = True
+        if self._killed_at == math.inf:
+            self._killed_at = time.monotonic()
             self.ask_to_stop(0)
             self._scheduler.cancel(self.name)
 
@@ -169,6 +171,7 @@ class RemoteMachines(Machines):
             self._variables[CORES] = str(self._cores)
         self._scheduler = scheduler
         self._asked_at = -math.inf
+        self._said = ""
 
     def describe(self) -> str:
         each = counted(self.ranks, "rank" if self.on_cpu else "GPU")
@@ -179,7 +182,7 @@ class RemoteMachines(Machines):
         variables = [f"{name}={value}" for name, value in self._variables.items()]
         node_job = [sys.executable, "-m", "ddptrain.sweep.node_job", str(folder), str(job.attempt)]
         attempt = RemoteAttempt(job, folder, self._scheduler, ["env", *variables, *node_job, *words])
-        attempt.submit()
+        self._submit([attempt])
         return attempt
 
     def adopt(self, job: Job, folder: Path) -> Attempt:
@@ -193,12 +196,24 @@ class RemoteMachines(Machines):
         if time.monotonic() - self._asked_at < _ASK_EVERY_S:
             return
         self._asked_at = time.monotonic()
-        for attempt in remote:
-            attempt.submit()
+        self._submit(remote)
         names = self._scheduler.names()
         if names is not None:
             for attempt in remote:
                 attempt.note(attempt.name in names)
+
+    def _submit(self, attempts: Sequence[RemoteAttempt]) -> None:
+        """What the scheduler takes of them; what it says instead is told once."""
+        said = ""
+        for attempt in attempts:
+            try:
+                attempt.submit()
+            except BusyError as busy:
+                said = str(busy)
+                break
+        if said and said != self._said:
+            print(f"{self.name}: {said}; it is asked again", file=sys.stderr, flush=True)
+        self._said = said
 
 
 def check_remote(config: Config) -> None:

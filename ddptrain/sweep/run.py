@@ -111,15 +111,24 @@ class SweepRunner:
         self._ledger = ledger = Ledger(folder)
         before = search.points(ledger.jobs)
         self._asked = {job.number for job, _ in before}
-        left = _Configs(make, {job.number: point for job, point in before if job.status != "done"})
+        left = _Configs(make, {job.number: point for job, point in before if _may_run(job)})
         board = Board(fixed)
         board.say(f"sweep {folder}: {search.describe()}, {len(before)} of them asked for before")
         board.say(machines.describe())
 
         def more() -> tuple[Job, Config] | None:
-            if (asked := search.next_point(ledger.jobs)) is None:
+            while (asked := search.next_point(ledger.jobs)) is not None:
+                try:
+                    drawn = make(asked.point)
+                    break
+                except UserError as error:  # values that can't go together
+                    words = search.words(asked.point)
+                    refused = ledger.job(f"refused {shlex.join(words)}", words, asked.generation)
+                    ledger.write(refused, "ended", status="failed", code=2, why=str(error), seconds=0.0)
+                    self._asked.add(refused.number)
+                    board.changed(refused)
+            else:
                 return None
-            drawn = make(asked.point)
             job = ledger.job(key_of(drawn.config), drawn.words, asked.generation)
             if drawn.words not in (job.words, *job.also):
                 ledger.write(job, "asked", words=list(drawn.words))
@@ -168,6 +177,10 @@ def _settings(points: Sequence[SweepPoint]) -> Sweep:
         for name, value in asdict(point.config.sweep).items():
             if value != getattr(first.sweep, name):
                 raise UserError(f"sweep.{name}: says how all jobs are run; give it one value.")
+        if point.config.train.step_limit is not None:
+            raise UserError(
+                "train.step_limit: in a sweep it is for jobs that others go on from; leave it out."
+            )
         if point.config.device != first.device:
             raise UserError("device: all jobs of a sweep share the machine's; give it one value.")
     return first.sweep
@@ -207,6 +220,11 @@ def _print_commands(plan: Sequence[tuple[Job, Config]], folder: Path, machines: 
         print(f"{job.folder}  {job.status:8} python {line}")
 
 
+def _may_run(job: Job) -> bool:
+    """Not done, and not refused by the checks of its config."""
+    return job.status != "done" and not (job.status == "failed" and job.attempt == 0)
+
+
 def _print_search(
     search: Search,
     ranges: Sequence[str],
@@ -221,12 +239,12 @@ def _print_search(
         f"sweep {folder}: {search.describe()}, {len(before)} of them asked for before; {machines.describe()}"
     )
     print(*ranges, sep="\n")
-    plan = [(job, make(point).config) for job, point in before if job.status != "done"]
-    while (
-        len(plan) < min(machines.parallel, _FIRST_POINTS) and (asked := search.next_point(jobs)) is not None
-    ):
-        drawn = make(asked.point)
-        job = Job(len(jobs), key_of(drawn.config), drawn.words, generation=asked.generation)
-        jobs.append(job)
-        plan.append((job, drawn.config))
+    plan = [(job, make(point).config) for job, point in before if _may_run(job)]
+    while len(plan) < min(machines.parallel, _FIRST_POINTS) and (asked := search.next_point(jobs)):
+        jobs.append(Job(len(jobs), "", search.words(asked.point), generation=asked.generation))
+        try:
+            plan.append((jobs[-1], make(asked.point).config))
+        except UserError as error:
+            jobs[-1].status, jobs[-1].code = "failed", ExitCode.USER_ERROR
+            print(f"refused  {error}")
     _print_commands(plan[:_FIRST_POINTS], folder, machines)

@@ -39,7 +39,8 @@ class Search:
         self._asked = asked
         self._objectives: dict[str, str] = asked.objectives or {}
         self._ranges = {each.name: each for each in ranges}
-        self._fixed = frozenset(fixed)
+        self._words = tuple(fixed)
+        self._fixed = frozenset(self._words)
         self.trials = int(min(asked.trials or 0, math.prod(each.count for each in ranges)))
         """Most points: all that there are, or ``sweep.trials``."""
         check_sampler(asked.search, ranges, max(1, len(self._objectives)))
@@ -48,6 +49,10 @@ class Search:
         objectives = ", ".join(f"{name} {way}" for name, way in self._objectives.items())
         aims = f" for {objectives}" if objectives else ""
         return f"{counted(self.trials, 'point')} by {self._asked.search}{aims}"
+
+    def words(self, point: Point) -> tuple[str, ...]:
+        """Those of a job."""
+        return (*self._words, *(f"{name}={text}" for name, text in point.items()))
 
     def points(self, jobs: Sequence[Job]) -> list[tuple[Job, Point]]:
         """The jobs that are points of these ranges, whichever sweep asked for them, by their numbers."""

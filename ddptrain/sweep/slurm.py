@@ -1,6 +1,5 @@
 """``sweep.on=slurm``: each attempt is a job of SLURM's, submitted by sbatch."""
 
-import getpass
 import shlex
 import subprocess
 import time
@@ -14,7 +13,12 @@ from ddptrain.sweep.remote import BusyError, Scheduler
 
 _BEFORE_LIMIT_S = 120
 """When a job is asked to save and stop; SLURM looks once a minute."""
-_CALL_S = 120.0
+_CALL_S = 30.0
+_BUSY = (
+    *("QOSMaxSubmitJob", "AssocMaxSubmitJob", "AssocGrpSubmitJobs", "job submit limit"),
+    *("emporarily", "imed out", "nable to contact", "onnect failure", "onnection refused"),
+)
+"""In what sbatch says: it has enough jobs for now, or does not answer."""
 _COMPLETES_S = 10.0
 """For SLURM to note how a job has ended, after its last process."""
 _ENDED = ("TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "CANCELLED", "OUT_OF_MEMORY")
@@ -46,21 +50,21 @@ class Slurm(Scheduler):
 
     def submit(self, name: str, words: Sequence[str], log: Path) -> None:
         command = f"exec {shlex.join(words)}"
-        own = [f"--job-name={name}", f"--output={log}", f"--wrap={command}"]
+        own = [f"--job-name={name}", f"--output={str(log).replace('%', '%%')}", f"--wrap={command}"]
         ended = _call("sbatch", *self._options, *own)
         if ended.returncode == 0:
             return
         said = " ".join(ended.stderr.split())
-        if "imit" in said or "emporarily" in said:  # of jobs submitted; unable to accept
+        if any(words in said for words in _BUSY):
             raise BusyError(said)
         raise UserError(f"sweep.on=slurm: {said} (sbatch {shlex.join(self._options)}).")
 
     def names(self) -> set[str] | None:
-        ended = _call("squeue", "--noheader", "--format=%j", f"--user={getpass.getuser()}")
+        ended = _call("squeue", "--noheader", "--format=%j", "--me")
         return set(ended.stdout.split()) if ended.returncode == 0 else None
 
     def cancel(self, name: str) -> None:
-        _call("scancel", f"--name={name}", f"--user={getpass.getuser()}")
+        _call("scancel", f"--name={name}")
 
     def fate(self, name: str) -> str:
         until = time.monotonic() + _COMPLETES_S
@@ -82,4 +86,4 @@ def _call(*words: str) -> "subprocess.CompletedProcess[str]":
             " sweep.on=local."
         ) from None
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(words, 1, "", f"{words[0]} does not answer; temporarily?")
+        return subprocess.CompletedProcess(words, 1, "", f"{words[0]} timed out")

@@ -68,6 +68,7 @@ def test_a_section_tells_who_chose_it_and_what_set_each_key_last(said: Said) -> 
         "sched.name step conf/sched/step.yaml",
         "sched.warmup 0.05 conf/recipe/cnn_digits.yaml",
         "sched.final 0.0 default",
+        "sched.cooldown 0.1 default",
         "sched.milestones [0.5, 0.75] default",
         "sched.gamma 0.5 command line",
         "sched.x 1 command line",

@@ -10,7 +10,7 @@ from compare import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 from shell import ddptrain, refusal
-from toy import Fit, auto, with_noise
+from toy import Fit, auto, run_killed_at, with_noise
 
 from ddptrain.api.observer import Evaluated
 from ddptrain.api.timing import Timing
@@ -22,7 +22,6 @@ from ddptrain.engine.plan import Plan
 from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.summary import Summary
-from ddptrain.testing import RankFailed, run_ranks
 
 PLAN = Plan(steps=60, train_size=96, batch_size=24, micro_batch=8, eval_every=3, save_every=4, shards=4)
 DIGITS = "recipe=cnn_digits device=cpu train.eval_every=4 observers=[console,jsonl]"
@@ -81,12 +80,7 @@ def train(folder: Path, ranks: int, stop_at: int | None = None) -> dict[str, Any
         )  # fmt: skip
         fit.run(world, folder, stop_at if world.is_first else None)
 
-    folder.mkdir(exist_ok=True)
-    if stop_at is None:
-        run_ranks(rank, ranks)
-    else:
-        with pytest.raises(RankFailed):
-            run_ranks(rank, ranks)
+    run_killed_at(stop_at, rank, ranks, folder)
     saved = Checkpointer(folder, keep=2).newest()
     assert saved is not None
     return unpack(saved)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from compare import assert_same
-from toy import Fit, auto, with_noise
+from toy import Fit, auto, run_killed_at, with_noise
 
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
@@ -13,7 +13,6 @@ from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.observe.jsonl import Jsonl
-from ddptrain.testing import RankFailed, run_ranks
 
 PLAN = Plan(
     steps=24, train_size=100, batch_size=30, micro_batch=8, eval_every=7, save_every=5, log_every=3,
@@ -45,12 +44,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
             )  # fmt: skip
             fit.run(world, folder, stop_at if world.is_first else None)
 
-        folder.mkdir(exist_ok=True)
-        if stop_at is None:
-            run_ranks(rank, ranks)
-        else:
-            with pytest.raises(RankFailed):
-                run_ranks(rank, ranks)
+        run_killed_at(stop_at, rank, ranks, folder)
 
     run(tmp_path / "whole")
     run(tmp_path / "stopped", stop_at=5)

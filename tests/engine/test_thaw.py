@@ -9,7 +9,7 @@ import torch
 from compare import assert_same
 from shell import ddptrain, refusal
 from torch import nn
-from toy import Classify, Fit, Vectors, auto, with_noise
+from toy import Classify, Fit, Vectors, auto, run_killed_at, with_noise
 
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
@@ -17,7 +17,6 @@ from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.observe.jsonl import Jsonl
-from ddptrain.testing import RankFailed, run_ranks
 
 PLAN = Plan(
     steps=14, train_size=100, batch_size=30, micro_batch=8, eval_every=7, save_every=3, log_every=2,
@@ -51,12 +50,7 @@ def train(folder: Path, ranks: int, how: str, stop_at: int | None = None) -> dic
         )  # fmt: skip
         fit.run(world, folder, stop_at if world.is_first else None)
 
-    folder.mkdir(exist_ok=True)
-    if stop_at is None:
-        run_ranks(rank, ranks)
-    else:
-        with pytest.raises(RankFailed):
-            run_ranks(rank, ranks)
+    run_killed_at(stop_at, rank, ranks, folder)
     return last_state(folder)
 
 

@@ -15,7 +15,7 @@ from shell import ddptrain, refusal
 from texts import write_text
 from torch import Tensor, nn
 from torchvision.models import resnet18
-from toy import CLASSES, FEATURES, Fit, auto
+from toy import CLASSES, FEATURES, Fit, auto, run_killed_at
 
 from ddptrain.api.world import World
 from ddptrain.engine.checkpoint import Checkpointer
@@ -26,7 +26,6 @@ from ddptrain.engine.recompute import recompute
 from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import UserError
 from ddptrain.observe.jsonl import Jsonl
-from ddptrain.testing import RankFailed, run_ranks
 
 PLAN = Plan(
     steps=8, train_size=100, batch_size=30, micro_batch=8, eval_every=4, save_every=2, log_every=2,
@@ -133,12 +132,7 @@ def train(
         fit = Fit(plan, make_model=make_model, observers=observers, **STRATEGIES[how])
         fit.run(world, folder, stop_at if world.is_first else None)
 
-    folder.mkdir(exist_ok=True)
-    if stop_at is None:
-        run_ranks(rank, ranks)
-    else:
-        with pytest.raises(RankFailed):
-            run_ranks(rank, ranks)
+    run_killed_at(stop_at, rank, ranks, folder)
     return last_state(folder), (folder / "metrics.jsonl").read_bytes()
 
 

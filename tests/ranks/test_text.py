@@ -8,7 +8,7 @@ import pytest
 import torch
 from compare import assert_same
 from texts import language_model, write_text
-from toy import Fit, auto, weights
+from toy import Fit, auto, run_killed_at, weights
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
@@ -140,12 +140,7 @@ def test_a_stopped_run_goes_on_with_the_states_it_had(
             task, data = language_model(text, model, data={"order": order}, dropout=0.2)
             fit.train(task, data, world, folder, stop_at if world.is_first else None)
 
-        folder.mkdir(exist_ok=True)
-        if stop_at is None:
-            run_ranks(rank, ranks)
-        else:
-            with pytest.raises(RankFailed):
-                run_ranks(rank, ranks)
+        run_killed_at(stop_at, rank, ranks, folder)
 
     run(tmp_path / "whole")
     run(tmp_path / "stopped", stop_at=5)

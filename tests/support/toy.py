@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from ddptrain.engine.state import TrainState
 from ddptrain.engine.step import make_step
 from ddptrain.observe.dispatch import Observers
 from ddptrain.strategies.make_strategy import make_strategy
+from ddptrain.testing import RankFailed, run_ranks
 from ddptrain.watchdog.watchdog import Watchdog
 
 FEATURES, CLASSES = 12, 5
@@ -217,3 +219,13 @@ def weights(state: TrainState) -> Tensor:
     """All parameters and buffers in one float64 vector."""
     tensors = [*state.model.parameters(), *state.model.buffers()]
     return torch.cat([t.detach().double().flatten() for t in tensors])
+
+
+def run_killed_at(stop_at: int | None, rank: Callable[[World], object], size: int, folder: Path) -> None:
+    """Run ranks that save to a folder: to the end, or, where they are killed after a save, until then."""
+    folder.mkdir(exist_ok=True)
+    if stop_at is None:
+        run_ranks(rank, size)
+        return
+    with pytest.raises(RankFailed):
+        run_ranks(rank, size)

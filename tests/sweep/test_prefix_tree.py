@@ -107,7 +107,7 @@ def test_in_doubt_nothing_is_shared() -> None:
         {"_target_": "torch.optim.SGD", "lr": None},
     ):
         assert not may_share(config(optim=optim))
-    for train in (Train(micro_batch="auto"), Train(eval_batch_size="auto"), Train(step_limit=3)):
+    for train in (Train(micro_batch="auto"), Train(eval_batch_size="auto")):
         assert not may_share(config(train=train))
 
 

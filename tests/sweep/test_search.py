@@ -454,3 +454,19 @@ def test_without_optuna_a_search_says_what_to_install(tmp_path: Path) -> None:
     )
     words = f"{TYPED} optim.lr=interval(0.1,1) sweep.search=tpe sweep.trials=3"
     assert "pip install 'ddptrain[optuna]'" in refusal(tmp_path, words, PYTHONPATH=str(hidden))
+
+
+def test_a_point_that_is_refused_is_noted_and_the_search_goes_on(tmp_path: Path) -> None:
+    """Values that can't go together; the jobs that run are not disturbed, and nothing is tried twice."""
+    words = swept_words(
+        "sweep.search=random", "sweep.trials=5", "sched=wsd", "sched.warmup=interval(0,0.9)",
+        "sched.cooldown=interval(0,0.9)", "train.steps=2", "sweep.max_parallel=1",
+    )  # fmt: skip
+    for _ in range(2):
+        job = start(tmp_path, words)
+        assert job.wait() == 1, job.text
+        ended = events(tmp_path, "ended")
+        assert len(ended) == 5
+        assert {event["status"] for event in ended} == {"done", "failed"}
+        for event in ended:
+            assert ("it is longer than the run" in event["why"]) == (event["status"] == "failed")

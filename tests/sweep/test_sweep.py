@@ -228,6 +228,38 @@ def test_a_torn_line_is_passed_over_and_a_damaged_one_is_not(tmp_path: Path) -> 
     assert message.startswith("sweep/ledger.jsonl: line 3 is damaged.")
 
 
+def test_a_folder_of_any_name(tmp_path: Path) -> None:
+    words = [*swept_words("task.point=1", "train.steps=2"), r'sweep.dir="s\a b, \'c,ü"']
+    job = start(tmp_path, words)
+    assert job.wait() == 0, job.text
+    assert [path.name for path in tmp_path.glob("*/000/summary.json")] == ["summary.json"]
+
+
+def test_how_a_sweep_is_run_is_not_for_a_recipe_to_say(tmp_path: Path) -> None:
+    """Its jobs do without what the command line has said instead."""
+    (tmp_path / "own/recipe").mkdir(parents=True)
+    recipe = (SWEPT / "recipe/swept.yaml").read_text()
+    (tmp_path / "own/recipe/theirs.yaml").write_text(f"{recipe}\nsweep:\n  dir: elsewhere\n")
+    own = [f"--config-dir={SWEPT}", "--config-dir=own", "recipe=theirs", "device=cpu", "train.steps=2"]
+    refused = ddptrain(tmp_path, ["--multirun", *own, "task.point=1"])
+    assert refused.code == 2
+    assert "sweep.dir=elsewhere: is for the command line alone" in refused.err
+    assert start(tmp_path, ["--multirun", *own, "task.point=1", "sweep.dir=sweep"]).wait() == 0
+    refused = ddptrain(tmp_path, ["--multirun", *own, "sweep.dir=sweep", "train.step_limit=1,2"])
+    assert "train.step_limit: in a sweep it is for jobs that others go on from" in refused.err
+
+
+def test_a_ledger_of_an_earlier_version(tmp_path: Path) -> None:
+    """Which said nothing of where a job ran."""
+    lines = [
+        {"event": "job", "job": 0, "key": "k", "words": ["task.point=0"], "time": 1.0},
+        {"event": "started", "job": 0, "gpus": [], "on_cpu": True, "time": 2.0},
+    ]
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (job,) = read_ledger(tmp_path, live=False)
+    assert (job.status, job.on) == ("stopped", "local")
+
+
 def test_a_ledger_on_a_full_disk_is_said(tmp_path: Path) -> None:
     """And what it holds can still be read."""
     ledger = Ledger(tmp_path)
