@@ -196,18 +196,6 @@ def check_places(tree: Tree, words: Sequence[str]) -> None:
         )
 
 
-def check_sweep_places(tree: Tree, words: Sequence[str]) -> None:
-    """The same for how a sweep is run."""
-    asked = {word.lstrip("+").partition("=")[0] for word in words}
-    for name in ("dir", "options", "address"):
-        value = (tree.get("sweep") or {}).get(name)
-        if value and not asked & {"sweep", f"sweep.{name}"}:
-            raise UserError(
-                f"sweep.{name}={value}: is for the command line alone, because it writes files or starts"
-                f" programs elsewhere. If you want this one, say so there: sweep.{name}=..."
-            )
-
-
 def parsed(overrides: Sequence[str]) -> list[Override]:
     """Hydra's overrides of these words. Raises UserError for what is none."""
     parser = OverridesParser.create()

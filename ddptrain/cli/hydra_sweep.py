@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddptrain.cli.argv import GROUPS
 from ddptrain.cli.augment_group import Tree, place_augment
-from ddptrain.cli.compose import check_places, check_sweep_places, parsed, tree_of
+from ddptrain.cli.compose import check_places, parsed, tree_of
 from ddptrain.errors import ExitCode, RankLost, UserError
 from ddptrain.sweep.ledger import Job
 from ddptrain.sweep.ranges import Choice, Numbers, Point, Range
@@ -117,10 +117,22 @@ def _composer(loader: ConfigLoader, master: DictConfig) -> Callable[[Sequence[st
         ConfigLoaderImpl._apply_overrides_to_config(values, composed)
         tree = place_augment(tree_of(composed, chosen), words)
         check_places(tree, words)
-        check_sweep_places(tree, words)
+        _check_sweep_places(tree, words)
         return tree, list(words)
 
     return make
+
+
+def _check_sweep_places(tree: Tree, words: Sequence[str]) -> None:
+    """Refuse what only the command line may say of how a sweep is run."""
+    asked = {word.lstrip("+").partition("=")[0] for word in words}
+    for name in ("dir", "options", "address"):
+        value = (tree.get("sweep") or {}).get(name)
+        if value and not asked & {"sweep", f"sweep.{name}"}:
+            raise UserError(
+                f"sweep.{name}={value}: is for the command line alone, because it writes files or starts"
+                f" programs elsewhere. If you want this one, say so there: sweep.{name}=..."
+            )
 
 
 def _range(name: str, override: Override) -> Range:
