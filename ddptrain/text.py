@@ -5,7 +5,9 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 PLAIN_WIDTH = 160
@@ -54,6 +56,14 @@ def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], Any] |
         return json.loads(text, object_hook=object_hook)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """What a file holds that another process writes; empty where there is none, or it is damaged."""
+    with suppress(OSError, ValueError):
+        found = parse_json(path.read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def parse_yaml(text: str) -> Any:

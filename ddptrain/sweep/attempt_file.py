@@ -6,14 +6,13 @@ has given up does not begin any more. ``attempts/<n>.stop``: written by the swee
 stop, and within how many seconds.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddptrain.text import parse_json
+from ddptrain.text import json_object
 
 
 class AttemptFile:
@@ -46,24 +45,17 @@ class AttemptFile:
 
     def read(self) -> dict[str, Any]:
         """Empty where it is not there yet."""
-        return _read(self._path)
+        return json_object(self._path)
 
     def ask_to_stop(self, why: str, grace: float) -> None:
         _replace(self._path.with_suffix(".stop"), {"why": why, "grace": grace})
 
     def asked_to_stop(self) -> dict[str, Any]:
         """Empty where it was not."""
-        return _read(self._path.with_suffix(".stop"))
+        return json_object(self._path.with_suffix(".stop"))
 
 
 def _replace(path: Path, told: Mapping[str, Any]) -> None:
     aside = path.with_name(f".{path.name}")
     aside.write_text(json.dumps(told))
     os.replace(aside, path)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        told = parse_json(path.read_text())
-        return told if isinstance(told, dict) else {}
-    return {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.observe.lock import unwritable
-from ddptrain.text import parse_json
+from ddptrain.text import json_object
 
 _CHECKPOINTS = "checkpoints"
 _STATE = ("metrics.jsonl", "tensorboard", _CHECKPOINTS)
@@ -21,14 +21,14 @@ def manifests(folder: Path) -> dict[int, Mapping[str, Any]]:
     found = {}
     for path in folder.glob(f"{_CHECKPOINTS}/step-*/manifest.json"):
         step = path.parent.name.removeprefix("step-")
-        if step.isdecimal() and (manifest := _read(path)):
+        if step.isdecimal() and (manifest := json_object(path)):
             found[int(step)] = manifest
     return {step: found[step] for step in sorted(found)}
 
 
 def best_step(folder: Path) -> int:
     """Of a job's best checkpoint; from an earlier one no other job may go on. 0 where there is none."""
-    return int(_read(folder / _CHECKPOINTS / "best/manifest.json").get("step", 0))
+    return int(json_object(folder / _CHECKPOINTS / "best/manifest.json").get("step", 0))
 
 
 def branch(trunk: Path, step: int, folder: Path) -> None:
@@ -68,10 +68,3 @@ def _linked(source: str, target: str) -> None:
         os.link(source, target)
         return
     shutil.copyfile(source, target)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        found = parse_json(path.read_text())
-        return found if isinstance(found, dict) else {}
-    return {}

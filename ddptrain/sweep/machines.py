@@ -1,6 +1,5 @@
 """Where the jobs of a sweep run: one file for each kind of machines, chosen by ``sweep.on``."""
 
-import contextlib
 import math
 import os
 import re
@@ -16,7 +15,7 @@ from ddptrain.config.schema import Config
 from ddptrain.config.strategy import is_ddp
 from ddptrain.errors import ExitCode
 from ddptrain.sweep.ledger import Job
-from ddptrain.text import parse_json, quoted
+from ddptrain.text import json_object, quoted
 
 OUTPUT = "output.txt"
 """In the job's folder: what it prints, attempt after attempt."""
@@ -97,10 +96,7 @@ class Attempt(ABC):
 
     def outcome(self, code: int, pruned: bool) -> tuple[str, str, dict[str, Any]]:
         """Once it has ended: its status, why, and, of one that is done, the figures it left."""
-        summary: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            read = parse_json((self.folder / "summary.json").read_text())
-            summary = read if isinstance(read, dict) else {}
+        summary = json_object(self.folder / "summary.json")
         if code == 0 and summary.get("outcome") in ("done", "stopped early"):
             return "done", "", _figures(summary)
         if pruned and code == ExitCode.STOPPED:
