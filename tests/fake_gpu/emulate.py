@@ -87,7 +87,9 @@ class FakeGpu(TorchDispatchMode):
         if kind == "composite":  # inference mode keeps these whole
             with self:
                 return func.decompose(*args, **kwargs)
-        if kind == "view":
+        if func.namespace == "c10d":  # its own stream waits for this one, and a later event tells of its end
+            streams.used(func, args, tensors, tensors)
+        if kind == "view" or func.namespace == "c10d":
             return func(*args, **kwargs)
         if kind == "native" or _is_copy_to_host(func, args, kwargs):
             out = func(*args, **kwargs)

@@ -51,6 +51,8 @@ def environment(gpus: int) -> dict[str, str]:
         "PYTHONPATH": _before(HERE / "site", "PYTHONPATH"),
         "FAKE_GPU_COUNT": str(gpus),
         "OMP_NUM_THREADS": "1",
+        # Of torch >= 2.14: operators written in Triton, which has no GPU here to compile for.
+        "TORCH_DISABLE_NATIVE_JIT": "1",
     }
 
 
