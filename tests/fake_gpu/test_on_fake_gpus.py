@@ -16,9 +16,10 @@ from shell import RANK_VARIABLES
 HERE = Path(__file__).parent
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-OTHERS = 40
+OTHERS = 41
 """Most launches a step that are not the task's loss or its backward pass: data, augmentation, health check,
-optimizer, average, meter."""
+optimizer, average, meter. The most is seen with fp16, clipping and an average together; six are clipping's
+norms, whose number is torch's (two launches of a stack in 2.14.1)."""
 MISTAKES = {
     "if rank == 1: dist.all_reduce(x)": "another rank does not come",
     "dist.all_reduce(x[: 3 - rank])": "all_reduce of",
