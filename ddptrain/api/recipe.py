@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:
+    from ddptrain.api.blocks import Blocks
     from ddptrain.api.sampler import Sampler
     from ddptrain.api.world import World
 
@@ -130,6 +131,17 @@ class Deployed:
     the file, and into an ONNX file."""
 
 
+class Reading(NamedTuple):
+    """What reading a set that lies elsewhere has taken so far, of a rank and its workers."""
+
+    network: float
+    """Seconds that readers have waited for what was not there yet."""
+    decoding: float
+    """Seconds."""
+    fetched: str
+    """How much, in words."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loading:
     """How data is loaded. None where there is no such setting."""
@@ -138,6 +150,8 @@ class Loading:
     """Loader processes per rank."""
     resident: bool | None = None
     """The whole set is in memory; without ``workers``, batches are made in the training process."""
+    reading: Callable[[], Reading] | None = None
+    """Of a set that lies elsewhere."""
 
 
 class Task(ABC):
@@ -234,6 +248,12 @@ class Data(ABC):
     def sample_weights(self) -> Tensor | None:
         """How often each training sample is drawn, relative to the others: float64 (train_size,), positive,
         on the CPU. None: each once an epoch."""
+        return None
+
+    @property
+    def blocks(self) -> "Blocks | None":
+        """In which blocks the training samples are stored, where a training should read a few of these at a
+        time. None: all samples are shuffled at once."""
         return None
 
     @property

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ddptrain.api.blocks import Blocks
 from ddptrain.api.rng import mixed
 from ddptrain.api.world import shards_of
 from ddptrain.errors import UserError
@@ -49,8 +50,8 @@ class Sampler:
     """The training samples of one rank.
 
     size: samples in the training set. batch_size: the GLOBAL batch. micro_batch: most samples in one forward
-    pass, or None for a whole shard. shards: parts of a global batch, or None for one per rank. weights: as
-    `Data.sample_weights` has them.
+    pass, or None for a whole shard. shards: parts of a global batch, or None for one per rank. weights,
+    blocks: as `Data.sample_weights` and `Data.blocks` have them.
     """
 
     size: int
@@ -61,6 +62,7 @@ class Sampler:
     micro_batch: int | None = None
     shards: int | None = None
     weights: Tensor | None = field(default=None, compare=False)
+    blocks: Blocks | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -71,6 +73,11 @@ class Sampler:
         ):
             raise UserError(
                 f"data.sample_weights: must be {self.size} positive numbers, one a training sample."
+            )
+        if weights is not None and self.blocks is not None:
+            raise UserError(
+                "data.balance: draws from the whole set at once, and this one is read a few blocks at a time."
+                " Set data.balance=0, or weigh the classes in the loss: task.class_weights."
             )
         if self.shards is not None and not self.world_size <= self.shards <= self.batch_size:
             raise UserError(
@@ -118,9 +125,13 @@ class Sampler:
     def order(self, epoch: int) -> Tensor:
         """int64 (size,): the sample indices of an epoch, shuffled.
 
+        Of samples in blocks, a few blocks at a time (`Blocks.order`).
+
         With weights by systematic sampling: a sample is in it as often as its weight says, rounded up or
         down by chance. Equal weights give each once.
         """
+        if self.blocks is not None:
+            return self.blocks.order(self.seed, epoch)
         generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
         order = torch.randperm(self.size, generator=generator)
         if self.weights is None:

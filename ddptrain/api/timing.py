@@ -60,10 +60,13 @@ class Lap(NamedTuple):
         return self.end.since(self.start)
 
 
-def format_shares(timing: Timing) -> str:
-    """The split of the training time in one line; phases below 0.5 % are omitted."""
+def format_shares(timing: Timing, data: str = "") -> str:
+    """The split of the training time in one line; phases below 0.5 % are omitted. data: what waiting for data
+    was made of."""
     parts = [
-        f"{phase.replace('_', '-')} {share:.0%}" for phase, share in timing.shares.items() if share >= 0.005
+        f"{phase.replace('_', '-')} {share:.0%}{data * (phase == 'data')}"
+        for phase, share in timing.shares.items()
+        if share >= 0.005
     ]
     # above 1 the peak was measured in a slow moment
     mfu = "" if timing.mfu is None or timing.mfu > 1 else f"  ({timing.mfu:.0%} of the device's peak)"

@@ -53,7 +53,9 @@ def run(config: Config, ranks: int | None) -> int:
         gpus = 1 if config.device.startswith("cuda:") or device.type != "cuda" else torch.cuda.device_count()
         strategy = _strategy(config, device, ranks, gpus)
         setup.prepare(data, world, config.seed)
-        plan = plan_run(config, data.train_size, data.identity, strategy.shards, data.sample_weights)
+        plan = plan_run(
+            config, data.train_size, data.identity, strategy.shards, data.sample_weights, data.blocks
+        )
         sampler = plan.sampler(strategy.world)
         largest = sampler.micro_sizes.index(max(sampler.micro_sizes))
         batch = next(islice(data.train_batches(sampler, range(1)), largest, None))

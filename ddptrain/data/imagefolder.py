@@ -45,6 +45,12 @@ class FolderSplit(Split):
     def cropped(self, i: int, box_of: Callable[[int, int], Box]) -> Tensor:
         return cropped(Path(self.files[i]), self.shape, box_of)
 
+    def encoded(self, i: int) -> bytes:
+        try:
+            return Path(self.files[i]).read_bytes()
+        except OSError as error:
+            raise UserError(f"{self.files[i]}: can't be read ({error.strerror}).") from error
+
 
 @final
 class ImageFolder(ImageSource):

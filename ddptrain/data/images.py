@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import torch
 from torch import Tensor, nn
 
+from ddptrain.api.blocks import Blocks
 from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
@@ -23,6 +24,7 @@ from ddptrain.data.loaders import (
 from ddptrain.data.packed import PackedSplit
 from ddptrain.data.pictures import fitted
 from ddptrain.data.source import ImageSource, Split
+from ddptrain.data.stream.write import PartToWrite, Writer
 from ddptrain.data.transformed import OwnTransform, TransformedImages
 from ddptrain.data.transforms import Transforms
 from ddptrain.data.workers import check_workers, spare_cores
@@ -137,6 +139,14 @@ class ImageData(Data):
         return self.class_counts.double().pow(-self.balance)[labels]
 
     @property
+    def blocks(self) -> Blocks | None:
+        return self._set.blocks
+
+    @property
+    def identity(self) -> str:
+        return self._set.identity
+
+    @property
     def loading(self) -> Loading:
         return self._loader.loading
 
@@ -204,6 +214,24 @@ class ImageData(Data):
     def reads_progress(self) -> bool:
         return False
 
+    def write(
+        self, folder: Path, layout: Literal["stream"] = "stream", block_mb: float = 32.0
+    ) -> Iterator[str]:
+        """As blocks that ``data=stream`` reads from a bucket, a web server or a folder (and litdata, too).
+
+        block_mb: about so many 10^6 bytes a block.
+        """
+        self.source.fetch(Path(self.root))
+        opened = self.source.open(Path(self.root))
+        about = {
+            "classes": list(opened.classes), "channels": opened.train.shape[2],
+            "mean": [float(value) for value in opened.mean], "std": [float(value) for value in opened.std],
+        }  # fmt: skip
+        label = "int" if opened.train.labels.ndim == 1 else "bytes"
+        writer = Writer(folder, "classes", {"image": "bytes", "label": label}, about, block_mb)
+        parts = [("train", opened.train), ("valid", opened.valid)]
+        yield from writer.write([_to_write(name, split) for name, split in parts])
+
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Labelled]:
         return self._loader.train_batches(sampler, steps)
 
@@ -247,3 +275,10 @@ class ImageData(Data):
             total = torch.cuda.get_device_properties(self._world.device).total_memory
             return size * self._world.sharers <= _RESIDENT_SHARE_OF_GPU * total
         return size <= _RESIDENT_ON_CPU
+
+
+def _to_write(name: str, split: Split) -> PartToWrite:
+    def sample(i: int) -> list[bytes]:
+        return [split.encoded(i), split.labels[i].numpy().tobytes()]
+
+    return PartToWrite(name, len(split), sample, lambda order: {"labels": split.labels[order]})

@@ -14,8 +14,9 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.data.augment import Augment, Moves, Normalise
 from ddptrain.data.prefetch import on_device
 from ddptrain.data.source import ArraySplit, Split
+from ddptrain.data.stream.samples import training_keys, valid_keys
 from ddptrain.data.transformed import TransformedImages
-from ddptrain.data.workers import AS_IT_IS, Key, TrainingKeys, read_by, read_by_workers, validation_keys
+from ddptrain.data.workers import AS_IT_IS, Key, read_by, read_by_workers
 from ddptrain.errors import UserError
 
 Labelled = tuple[Tensor, Tensor]
@@ -89,15 +90,16 @@ class FileLoader:
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Labelled]:
         """The sampler's micro-batches, augmented."""
-        return self._loaded(self._train, TrainingKeys(sampler, steps))
+        return self._loaded(self._train, training_keys(self._pipeline.train.stream, sampler, steps))
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Labelled]:
         """Runs of consecutive validation samples, as they are."""
-        return self._loaded(self._valid, validation_keys(chunks))
+        return self._loaded(self._valid, valid_keys(self._pipeline.valid.stream, chunks))
 
     @property
     def loading(self) -> Loading:
-        return Loading(self._workers, resident=False)
+        stream = self._pipeline.train.stream
+        return Loading(self._workers, False, None if stream is None else stream.reading)
 
     def describe(self) -> str:
         return read_by(self._workers)

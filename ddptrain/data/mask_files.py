@@ -10,7 +10,7 @@ from torch import Tensor
 from ddptrain.data import held_out
 from ddptrain.data.detection.files import read_text
 from ddptrain.data.folders import VALID_NAMES
-from ddptrain.data.pictures import ENDINGS, check_apart, decoded, opened
+from ddptrain.data.pictures import ENDINGS, Encoded, check_apart, decoded, opened
 from ddptrain.errors import UserError
 from ddptrain.text import first_few
 
@@ -23,8 +23,10 @@ _LAYOUT = "It must hold train/images, train/masks, val/images and val/masks, or 
 
 
 class Pair(NamedTuple):
-    picture: Path
-    mask: Path
+    """Their files, or what is in these."""
+
+    picture: Path | Encoded
+    mask: Path | Encoded
 
 
 class Window(NamedTuple):

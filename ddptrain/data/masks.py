@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ddptrain.api.blocks import Blocks
 from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
@@ -29,16 +30,17 @@ from ddptrain.data.mask_files import (
     scaled,
 )
 from ddptrain.data.pictures import decoded
+from ddptrain.data.stream.masks import StreamMasks, write_masks
+from ddptrain.data.stream.samples import Samples, training_keys, valid_keys
 from ddptrain.data.workers import (
     AS_IT_IS,
     Key,
-    TrainingKeys,
     check_workers,
     read_by,
     read_by_workers,
     spare_cores,
-    validation_keys,
 )
+from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -114,6 +116,7 @@ class MaskData(Data):
     A mask has its picture's name and size, is a grey or palette PNG of 8 bits, and holds the class of each
     pixel; 255 does not count. Once prepared: classes, their names, into which a pixel's value is an index.
 
+    source: pictures and masks that are streamed, in place of those under ``root``.
     size: side in pixels of the squares that pictures are brought into. classes: names, or how many there
     are; None to read the names from ``root/classes.txt``, one a line. scale: a training picture's longer side
     becomes ``size`` times a share drawn from this range; of what is larger than the square a random window is
@@ -129,6 +132,7 @@ class MaskData(Data):
         horizontal_flip: float = 0.5,
         workers: int | Literal["auto"] = "auto",
         channels_last: bool = True,
+        source: StreamMasks | None = None,
     ) -> None:
         check_workers(workers)
         if not _LEAST <= size <= _MOST:
@@ -145,16 +149,39 @@ class MaskData(Data):
         self._mirror = horizontal_flip
         self._asked_workers = workers
         self._channels_last = channels_last
+        self._source = source
 
     def prepare(self, world: World, seed: int) -> None:
-        self._pairs = find_pairs(self._root)
-        self.classes = class_names(self._asked_classes, self._root)
+        if self._source is not None:
+            once_a_node(world, self._source.fetch)
+        self._find()
         self._train, self._valid = (
             MaskedPictures(pairs, len(self.classes), self.size, self._scale, self._mirror, seed)
             for pairs in self._pairs
         )
         self._workers = spare_cores(world) if self._asked_workers == "auto" else self._asked_workers
         self._open(world)
+
+    def _find(self) -> None:
+        """Both parts, their classes, and what is streamed."""
+        self._streamed: tuple[Samples | None, Samples | None] = (None, None)
+        if self._source is None:
+            self._pairs: tuple[Sequence[Pair], Sequence[Pair]] = find_pairs(self._root)
+            self.classes = class_names(self._asked_classes, self._root)
+            return
+        opened = self._source.open()
+        self._pairs, self._streamed = (opened.train, opened.valid), (opened.train.stream, opened.valid.stream)
+        self.classes = class_names(self._asked_classes or opened.classes, self._root)
+        self._digest = opened.identity
+
+    def write(
+        self, folder: Path, layout: Literal["stream"] = "stream", block_mb: float = 32.0
+    ) -> Iterator[str]:
+        """As blocks that ``data=stream_masks`` reads. block_mb: about so many 10^6 bytes a block."""
+        if self._source is not None:
+            self._source.fetch()
+        self._find()
+        yield from write_masks(self._pairs, self.classes, folder, block_mb)
 
     def _open(self, world: World) -> None:
         self._device = world.device
@@ -168,14 +195,22 @@ class MaskData(Data):
     @cached_property
     def identity(self) -> str:
         seen = hashlib.sha256(repr((self.size, self.classes)).encode())
+        if self._source is not None:
+            return hashlib.sha256(seen.digest() + self._digest.encode()).hexdigest()
         for file in (file for pairs in self._pairs for pair in pairs for file in pair):
+            assert isinstance(file, Path)
             about = (str(file.relative_to(self._root)), size_and_time(file)[0])
             seen.update(repr(about).encode(errors="surrogateescape"))
         return seen.hexdigest()
 
     @property
+    def blocks(self) -> Blocks | None:
+        return None if self._streamed[0] is None else self._streamed[0].blocks
+
+    @property
     def loading(self) -> Loading:
-        return Loading(self._workers, resident=False)
+        stream = self._streamed[0]
+        return Loading(self._workers, False, None if stream is None else stream.reading)
 
     def metadata(self) -> Mapping[str, Any]:
         return {"classes": list(self.classes), "size": self.size}
@@ -219,10 +254,10 @@ class MaskData(Data):
         return False
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Masked]:
-        return self._loaded(self._train, TrainingKeys(sampler, steps))
+        return self._loaded(self._train, training_keys(self._streamed[0], sampler, steps))
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Masked]:
-        return self._loaded(self._valid, validation_keys(chunks))
+        return self._loaded(self._valid, valid_keys(self._streamed[1], chunks))
 
     def valid_samples(self, count: int) -> tuple[Tensor, Tensor]:
         """The first validation samples: uint8 (n, size, size, 3) pictures and uint8 (n, size, size) masks, on

@@ -5,6 +5,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,11 +15,23 @@ from torch import Tensor
 from ddptrain.errors import UserError
 from ddptrain.text import fonts_for
 
+
+class Encoded(BytesIO):
+    """A picture's file in memory. name: for errors."""
+
+    def __init__(self, content: bytes, name: str) -> None:
+        super().__init__(content)
+        self._name = name
+
+    def __str__(self) -> str:
+        return self._name
+
+
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
 
-    Named = str | os.PathLike[str] | Image.Image
-    """A picture, by its file's path or itself."""
+    Named = str | os.PathLike[str] | Encoded | Image.Image
+    """A picture, by its file's path, its file or itself."""
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 _MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
@@ -77,7 +90,7 @@ def claim(folder: Path) -> None:
 
 
 @contextmanager
-def opened(file: "str | os.PathLike[str]") -> Iterator["Image.Image"]:
+def opened(file: "str | os.PathLike[str] | Encoded") -> Iterator["Image.Image"]:
     """The picture, of which only the header is read yet. Raises UserError naming the file, also for what the
     body finds."""
     from PIL import Image
@@ -102,7 +115,7 @@ def decoded(file: "Named", mode: str, side: int = 0) -> "Image.Image":
     mode: L (grey) or RGB. side: pixels that suffice; a JPEG is then decoded at a fraction of its size, which
     is nearly free, but no smaller than that.
     """
-    if not isinstance(file, str | os.PathLike):
+    if not isinstance(file, str | os.PathLike | Encoded):
         _check_depth(file, "picture")
         return seen(file.copy(), mode)
     with opened(file) as picture:
@@ -143,7 +156,7 @@ def resized(picture: Tensor, box: Box, size: tuple[int, int]) -> Tensor:
     return functional.resized_crop(picture, *box, list(size), antialias=True)  # type: ignore[no-any-return]
 
 
-def cropped(file: Path, shape: tuple[int, int, int], box_of: Callable[[int, int], Box]) -> Tensor:
+def cropped(file: Path | Encoded, shape: tuple[int, int, int], box_of: Callable[[int, int], Box]) -> Tensor:
     """uint8 (C, H, W) for a shape (H, W, C): a rectangle of the picture, scaled. box_of: the rectangle by the
     picture's height and width, as it is seen.
 
@@ -182,7 +195,7 @@ def cut(picture: "Image.Image", box: Box, size: tuple[int, int]) -> Tensor:
     return resized(part, Box(0, 0, tall, wide), size)
 
 
-def _decoded_by_torchvision(file: Path, mode: str) -> Tensor | None:
+def _decoded_by_torchvision(file: Path | Encoded, mode: str) -> Tensor | None:
     """A JPEG's pixels, uint8 (C, h, w): those of Pillow, a fifth sooner. None where Pillow has to decode it,
     or to say what is wrong with it."""
     import numpy as np
@@ -193,8 +206,11 @@ def _decoded_by_torchvision(file: Path, mode: str) -> Tensor | None:
         return None
     read = ImageReadMode.GRAY if mode == "L" else ImageReadMode.RGB
     try:
-        # torchvision's own read_file takes no names that aren't UTF-8
-        pixels: Tensor = decode_jpeg(torch.from_numpy(np.fromfile(file, np.uint8)), read)
+        if isinstance(file, Encoded):
+            content = np.frombuffer(bytearray(file.getbuffer()), np.uint8)
+        else:  # torchvision's own read_file takes no names that aren't UTF-8
+            content = np.fromfile(file, np.uint8)
+        pixels: Tensor = decode_jpeg(torch.from_numpy(content), read)
     except RuntimeError:
         return None
     return pixels

@@ -3,13 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor
 
+from ddptrain.api.blocks import Blocks
 from ddptrain.data.pictures import Box, resized
+from ddptrain.data.stream.samples import Samples
 
 
 class Split(ABC):
@@ -23,6 +26,8 @@ class Split(ABC):
     shape: tuple[int, int, int]
     full_size = False
     """Whether `cropped` sees more of an image than `images` gives."""
+    stream: Samples | None = None
+    """What the images are streamed from, where they are."""
 
     @abstractmethod
     def images(self, ids: Tensor) -> Tensor:
@@ -38,6 +43,14 @@ class Split(ABC):
         """
         picture = self.images(torch.tensor([i]))[0].permute(2, 0, 1).contiguous()
         return resized(picture, box_of(*picture.shape[1:]), self.shape[:2])
+
+    def encoded(self, i: int) -> bytes:
+        """One as a picture's file, with the pixels that are stored: a PNG, unless it lies in a file."""
+        from torchvision.transforms.v2.functional import to_pil_image
+
+        buffer = BytesIO()
+        to_pil_image(self.images(torch.tensor([i]))[0].permute(2, 0, 1)).save(buffer, "PNG")
+        return buffer.getvalue()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -70,6 +83,10 @@ class ImageSet:
     """Pixels to which the short side is scaled before the middle is cut out, in evaluation (`fit`)."""
     held_out: bool = False
     """Whether the validation part is every tenth sample of a set that has no other."""
+    blocks: Blocks | None = None
+    """`Data.blocks`."""
+    identity: str = ""
+    """`Data.identity`."""
 
 
 class ImageSource(ABC):

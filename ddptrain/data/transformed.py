@@ -14,6 +14,7 @@ from ddptrain.data.draws import Draws, SampleKey
 from ddptrain.data.generators import restored, seed_all
 from ddptrain.data.mixing import Mix, mixed_pixels, soft_targets
 from ddptrain.data.source import Split
+from ddptrain.data.stream.samples import neighbours
 from ddptrain.data.transforms import CROP, RandomResizedCrop, Transforms
 from ddptrain.data.workers import Key
 from ddptrain.errors import UserError
@@ -87,7 +88,9 @@ class TransformedImages(Dataset[Any]):
         height, width, _ = self._split.shape
         images, partners, shares = [], [], []
         for epoch, sample, _ in keys:
-            mixture = mix.params((self._seed, epoch, sample), len(self), height, width)
+            near = neighbours(self._split.stream, sample, len(self))
+            mixture = mix.params((self._seed, epoch, sample), len(near), height, width)
+            mixture = mixture._replace(partner=near[mixture.partner])
             if not mixture.shows_partner:
                 image = self._one(epoch, sample)
             elif not mixture.shows_own:

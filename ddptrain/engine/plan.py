@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ddptrain.api.blocks import Blocks
 from ddptrain.api.recipe import At
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
@@ -50,6 +51,8 @@ class Plan:
     """The step at which this process stops, if the run does not end before."""
     sample_weights: Tensor | None = field(default=None, compare=False)
     """`Data.sample_weights`."""
+    blocks: Blocks | None = field(default=None, compare=False)
+    """`Data.blocks`, of which `data` tells."""
     reads: ProgressReads = field(default_factory=ProgressReads, compare=False)
 
     def sampler(self, world: World) -> Sampler:
@@ -63,6 +66,7 @@ class Plan:
             self.micro_batch,
             self.shards,
             self.sample_weights,
+            self.blocks,
         )
 
     def check_equal_passes(self, world: World) -> None:
@@ -151,6 +155,7 @@ def plan_run(
     data: str = "",
     shards: int | None = None,
     sample_weights: Tensor | None = None,
+    blocks: Blocks | None = None,
 ) -> Plan:
     """The plan a config makes for a training set of this size and identity. shards: `Strategy.shards`."""
     train = config.train
@@ -176,6 +181,7 @@ def plan_run(
         verify_every=train.verify_every,
         step_limit=train.step_limit,
         sample_weights=sample_weights,
+        blocks=blocks,
         reads=ProgressReads(seen=config.compile != "off"),  # what is compiled can't be watched
     )
 

@@ -83,6 +83,8 @@ def _on_computing(run: Run, timing: Timing, shares: dict[str, float], late: int 
 
 def _on_data(run: Run) -> str:
     loading, share = run.loading, max(1, cores() // run.world.local_size)
+    if loading.reading is not None and loading.reading().network > loading.reading().decoding:
+        return "the store is too slow, or too far: a larger data.source.cache_gb, or a copy nearby"
     if loading.workers is None:
         if not loading.resident:
             return "let train_batches read ahead, in a thread or a DataLoader's workers"

@@ -72,7 +72,7 @@ class Console(Observer):
             event.seconds,
         )
         if event.timing.samples:
-            log.info("time       %s", format_shares(event.timing))
+            log.info("time       %s", format_shares(event.timing, self._reading()))
 
     def end(self, event: End) -> None:
         if self._progress is not None:
@@ -83,8 +83,19 @@ class Console(Observer):
             log.info("%s: %s after %d steps in %s", result.outcome, metrics, event.step, seconds)
             if times.timing.samples:
                 if self._evaluations != 1:  # else the line was printed above
-                    log.info("time       %s", format_shares(times.timing))
+                    log.info("time       %s", format_shares(times.timing, self._reading()))
+                if (reading := self._run.loading.reading) is not None:
+                    log.info("stream     %s", reading().fetched)
                 log.info("advice     %s", advise(self._run, times))
+
+    def _reading(self) -> str:
+        """What waiting for data was made of, so far, where the set lies elsewhere."""
+        reading = self._run.loading.reading
+        if reading is None:
+            return ""
+        network, decoding, _ = reading()
+        share = network / max(network + decoding, 1e-9)
+        return f" (network {share:.0%}, decoding {1 - share:.0%})"
 
 
 def open_log(path: str | None, first: bool) -> None:

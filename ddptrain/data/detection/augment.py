@@ -89,11 +89,12 @@ class Augment:
             if not 0 <= value <= bound:
                 raise UserError(f"data.augment.{name}={value}: must be in [0, {bound:g}].")
 
-    def tiles(self, draws: Draws, i: int, sample: int, size: int, progress: float) -> list[int]:
-        """Which of a set's ``size`` pictures make the i-th sample: itself, or itself and three more."""
+    def tiles(self, draws: Draws, i: int, sample: int, near: range, progress: float) -> list[int]:
+        """Which pictures make the i-th sample: itself, or itself and three more, out of ``near``."""
         if progress >= self.mosaic_until or draws.one(i, "mosaic") >= self.mosaic:
             return [sample]
-        return [sample, *(int(draws.one(i, name, 0, size)) for name in ("second", "third", "fourth"))]
+        others = (int(draws.one(i, name, 0, len(near))) for name in ("second", "third", "fourth"))
+        return [sample, *(near[other] for other in others)]
 
     def apply(self, tiles: Sequence[Seen], draws: Draws, i: int, side: int) -> Seen:
         """The i-th sample, (3, side, side), from the pictures that `tiles` named, at most ``side`` long."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from ddptrain.api.blocks import Blocks
 from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
@@ -18,7 +19,8 @@ from ddptrain.data.detection.batch import Batch, coloured
 from ddptrain.data.detection.samples import Samples, decoded_bytes
 from ddptrain.data.detection.source import DetectionSource, Scenes
 from ddptrain.data.detection.write import write_coco, write_yolo
-from ddptrain.data.workers import TrainingKeys, check_workers, read_by_workers, spare_cores, validation_keys
+from ddptrain.data.stream.samples import training_keys, valid_keys
+from ddptrain.data.workers import check_workers, read_by_workers, spare_cores, validation_keys
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
@@ -106,8 +108,13 @@ class DetectionData(Data):
         return len(self._set.valid)
 
     @property
+    def blocks(self) -> Blocks | None:
+        return self._set.blocks
+
+    @property
     def loading(self) -> Loading:
-        return Loading(self._workers, self._in_memory)
+        stream = self._set.train.stream
+        return Loading(self._workers, self._in_memory, None if stream is None else stream.reading)
 
     def metadata(self) -> Mapping[str, Any]:
         return {"classes": list(self.classes), "side": self.side}
@@ -117,21 +124,29 @@ class DetectionData(Data):
         self.side = int(metadata["side"]) if self._asked_side == "auto" else self._asked_side
         self._workers, self._device = 0, world.device
 
-    def write(self, folder: Path, layout: Literal["yolo", "coco"] = "yolo") -> Iterator[str]:
-        """As PNG and text files in the layout of YOLO's family, or as PNG and JSON in COCO's."""
-        writer = {"yolo": write_yolo, "coco": write_coco}[layout]
+    def write(
+        self, folder: Path, layout: Literal["yolo", "coco", "stream"] = "yolo", block_mb: float = 32.0
+    ) -> Iterator[str]:
+        """As PNG and text files in the layout of YOLO's family, as PNG and JSON in COCO's, or as blocks that
+        ``data=stream_boxes`` reads. block_mb: about so many 10^6 bytes a block."""
+        from ddptrain.data.stream.boxes import write_boxes
+
         self._source.fetch(self._root)
-        yield from writer(self._source.open(self._root), folder)
+        opened = self._source.open(self._root)
+        if layout == "stream":
+            yield from write_boxes(opened, folder, block_mb)
+            return
+        yield from {"yolo": write_yolo, "coco": write_coco}[layout](opened, folder)
 
     @property
     def reads_progress(self) -> bool:
         return self._augment.mosaic > 0 and 0 < self._augment.mosaic_until < 1
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
-        return self._loaded(self._train, TrainingKeys(sampler, steps))
+        return self._loaded(self._train, training_keys(self._set.train.stream, sampler, steps))
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Batch]:
-        return self._loaded(self._valid, validation_keys(chunks))
+        return self._loaded(self._valid, valid_keys(self._set.valid.stream, chunks))
 
     def batches_of(self, scenes: Scenes) -> Iterator[Batch]:
         """Any pictures, one at a time, as the validation's are seen."""
@@ -164,6 +179,9 @@ class DetectionData(Data):
     @cached_property
     def identity(self) -> str:
         seen = hashlib.sha256(repr((self.side, tuple(self.classes))).encode())
+        if self._set.identity:
+            seen.update(self._set.identity.encode())
+            return seen.hexdigest()
         for part in (self._set.train, self._set.valid):
             for i, name in enumerate(part.names):
                 on_it = part.objects[i]

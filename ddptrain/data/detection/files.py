@@ -85,6 +85,12 @@ class FileScenes(Scenes):
             )
         return pixels
 
+    def encoded(self, i: int) -> bytes:
+        try:
+            return Path(self.files[i]).read_bytes()
+        except OSError as error:
+            raise UserError(f"{self.files[i]}: can't be read ({error.strerror}).") from error
+
 
 @final
 class Problems:

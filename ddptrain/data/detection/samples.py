@@ -11,6 +11,7 @@ from ddptrain.data.detection.augment import Augment, Draws, Seen
 from ddptrain.data.detection.batch import Batch, stacked
 from ddptrain.data.detection.letterbox import GREY, Letterbox, fitted, letterbox
 from ddptrain.data.detection.source import Objects, PackedObjects, Scenes
+from ddptrain.data.stream.samples import neighbours
 from ddptrain.data.workers import AS_IT_IS, Key
 from ddptrain.errors import UserError
 
@@ -57,6 +58,7 @@ class Samples(Dataset[Any]):
         self._placed = letterbox(scenes.sizes, side)
         self._pictures = ScaledPictures(scenes, side, resident)
         self._objects = _to_learn(scenes.objects, self._placed)
+        self._stream = scenes.stream
         self._side = side
         self._augment = augment
         self._seed = seed
@@ -79,7 +81,8 @@ class Samples(Dataset[Any]):
 
     def _augmented(self, draws: Draws, i: int, key: Key) -> Seen:
         _, sample, progress = key
-        tiles = self._augment.tiles(draws, i, sample, len(self), progress)
+        near = neighbours(self._stream, sample, len(self))
+        tiles = self._augment.tiles(draws, i, sample, near, progress)
         return self._augment.apply([self._scaled(tile) for tile in tiles], draws, i, self._side)
 
     def _scaled(self, i: int) -> Seen:

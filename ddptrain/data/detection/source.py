@@ -3,12 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
 from typing import final, overload
 
 import torch
 from torch import Tensor
+
+from ddptrain.api.blocks import Blocks
+from ddptrain.data.stream.samples import Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,8 @@ class Scenes(ABC):
     names: Sequence[str]
     sizes: Tensor
     objects: Sequence[Objects]
+    stream: Samples | None = None
+    """What the pictures are streamed from, where they are."""
 
     @abstractmethod
     def image(self, i: int) -> Tensor:
@@ -81,6 +87,14 @@ class Scenes(ABC):
 
         Raises UserError naming the file where it can't be read.
         """
+
+    def encoded(self, i: int) -> bytes:
+        """The i-th as a picture's file: a PNG, unless it lies in a file already."""
+        from torchvision.transforms.v2.functional import to_pil_image
+
+        buffer = BytesIO()
+        to_pil_image(self.image(i)).save(buffer, "PNG")
+        return buffer.getvalue()
 
     def __len__(self) -> int:
         return len(self.objects)
@@ -109,6 +123,10 @@ class DetectionSet:
     classes: Sequence[str]
     skipped: Sequence[str] = field(default=())
     """What ``on_error=skip`` left out: one line each, as an error would have said it."""
+    blocks: Blocks | None = None
+    """`Data.blocks`."""
+    identity: str = ""
+    """A hash of the samples and their order, where it is known without reading all of them."""
 
 
 class DetectionSource(ABC):

@@ -1,0 +1,55 @@
+"""The order of samples that are stored in blocks: blocks are shuffled, and then the samples of a few of them
+together. So a training reads a few blocks at a time, each once an epoch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ddptrain.api.rng import mixed
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Samples 0, 1, ... lie in blocks, in this order.
+
+    sizes: int64 (blocks,), samples of each, 1 or more. window: blocks whose samples are shuffled together.
+    """
+
+    sizes: Tensor
+    window: int
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        """int64 (samples,): the sample indices of an epoch; each once."""
+        generator = torch.Generator().manual_seed(mixed(seed, epoch))
+        starts = self.sizes.cumsum(0) - self.sizes
+        shuffled = []
+        for blocks in self._shuffled(generator).split(self.window):
+            sizes = self.sizes[blocks]
+            before = sizes.cumsum(0) - sizes
+            places = torch.arange(int(sizes.sum()))
+            samples = places + (starts[blocks] - before).repeat_interleave(sizes)
+            shuffled.append(samples[torch.randperm(len(samples), generator=generator)])
+        return torch.cat(shuffled)
+
+    def windows(self, seed: int, epoch: int) -> Iterator[tuple[int, list[int]]]:
+        """Of each window of an epoch: where it begins in `order`, and its blocks."""
+        generator = torch.Generator().manual_seed(mixed(seed, epoch))
+        begin = 0
+        for blocks in self._shuffled(generator).split(self.window):
+            yield begin, blocks.tolist()
+            begin += int(self.sizes[blocks].sum())
+
+    def of(self, samples: Sequence[int]) -> list[tuple[int, int]]:
+        """(block, place in it) of each sample."""
+        ends = self.sizes.cumsum(0)
+        ids = torch.as_tensor(samples)
+        blocks = torch.searchsorted(ends, ids, right=True)
+        places = ids - (ends - self.sizes)[blocks]
+        return list(zip(blocks.tolist(), places.tolist(), strict=True))
+
+    def _shuffled(self, generator: torch.Generator) -> Tensor:
+        return torch.randperm(len(self.sizes), generator=generator)

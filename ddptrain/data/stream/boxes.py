@@ -1,0 +1,115 @@
+"""Pictures with boxes of a streamed set."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ddptrain.data.detection.source import DetectionSet, DetectionSource, Objects, PackedObjects, Scenes
+from ddptrain.data.pictures import Encoded, decoded
+from ddptrain.data.stream.opened import OpenedPart, Streamed
+from ddptrain.data.stream.samples import Samples
+from ddptrain.data.stream.write import PartToWrite, Writer
+from ddptrain.errors import UserError
+
+
+@final
+class Numbered(Sequence[str]):
+    """Names of pictures that have none."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, i: int) -> str:  # type: ignore[override]
+        return self._samples.named(range(len(self))[i])
+
+
+@final
+class StreamScenes(Scenes):
+    """Pictures as their files have them, decoded when asked for."""
+
+    def __init__(self, part: OpenedPart) -> None:
+        columns = {name: column.mapped() for name, column in part.columns.items()}
+        self.stream: Samples = part.samples
+        self.names = Numbered(part.samples)
+        self.sizes = columns["sizes"]
+        packed = Objects(columns["boxes"], columns["labels"], columns["crowd"])
+        self.objects = PackedObjects([0, *columns["ends"].tolist()], packed)
+
+    def image(self, i: int) -> Tensor:
+        from torchvision.transforms.v2.functional import pil_to_tensor
+
+        def made(content: Encoded) -> Tensor:
+            return pil_to_tensor(decoded(content, "RGB"))  # type: ignore[no-any-return]
+
+        return self.stream.made([i], "image", made)[0]
+
+    def encoded(self, i: int) -> bytes:
+        ((content,),) = self.stream.read([i], ["image"])
+        return content
+
+
+@final
+class StreamBoxes(DetectionSource):
+    """Pictures with boxes that lie in a bucket, on a web server or in a folder, in blocks.
+
+    url, valid_url, cache, cache_gb, shuffle_blocks, retry_s: as `Streamed` has them.
+    """
+
+    name = "stream"
+
+    def __init__(
+        self,
+        url: str | None = None,
+        valid_url: str | None = None,
+        cache: str | None = "data/stream",
+        cache_gb: float = 50.0,
+        shuffle_blocks: int = 16,
+        retry_s: float = 120.0,
+    ) -> None:
+        self._streamed = Streamed(url, valid_url, cache, cache_gb, shuffle_blocks, retry_s)
+
+    def fetch(self, root: Path) -> None:
+        self._streamed.fetch()
+
+    def open(self, root: Path) -> DetectionSet:
+        opened = self._streamed.open()
+        if opened.kind != "boxes":
+            raise UserError(
+                f"data.source.url: holds a set of {opened.kind or 'another program'}, not of boxes. Write one"
+                " by `python -m ddptrain write recipe=... layout=stream out=...`."
+            )
+        train, valid = StreamScenes(opened.train), StreamScenes(opened.valid)
+        blocks = opened.train.samples.blocks
+        return DetectionSet(train, valid, opened.about["classes"], blocks=blocks, identity=opened.identity)
+
+
+def write_boxes(opened: DetectionSet, folder: Path, block_mb: float) -> Iterator[str]:
+    """A set with boxes as blocks; image files go in as they are, other pictures as PNGs."""
+    writer = Writer(folder, "boxes", {"image": "bytes"}, {"classes": list(opened.classes)}, block_mb)
+    parts = [("train", opened.train), ("valid", opened.valid)]
+    yield from writer.write([
+        PartToWrite(name, len(scenes), partial(_sample, scenes), partial(_columns, scenes))
+        for name, scenes in parts
+    ])  # fmt: skip
+
+
+def _sample(scenes: Scenes, i: int) -> list[bytes]:
+    return [scenes.encoded(i)]
+
+
+def _columns(scenes: Scenes, order: Tensor) -> Mapping[str, Tensor]:
+    objects = [scenes.objects[i] for i in order.tolist()]
+    return {
+        "sizes": scenes.sizes[order],
+        "ends": torch.tensor([len(on_it) for on_it in objects]).cumsum(0),
+        "boxes": torch.cat([on_it.boxes for on_it in objects]),
+        "labels": torch.cat([on_it.labels for on_it in objects]),
+        "crowd": torch.cat([on_it.crowd for on_it in objects]),
+    }

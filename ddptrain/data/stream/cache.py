@@ -1,0 +1,294 @@
+"""Blocks on a node's own disk: a bounded folder that its ranks, their workers and other jobs share.
+
+A block appears under its name when it is whole. Readers open it for the moment of a read, so that one may be
+removed at any time. The oldest use goes first; what a job still needs it touches again and again (`Ahead`).
+"""
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, NamedTuple, final, overload
+
+import torch
+from torch import Tensor
+
+from ddptrain.data.paths import Paths
+from ddptrain.data.stream.store import Damaged, Store
+from ddptrain.errors import UserError
+
+log = logging.getLogger("ddptrain")
+
+_DIGEST_BYTES = 32
+_UNKNOWN = "00" * _DIGEST_BYTES
+_PIECE = 2**22
+_FETCHED, _PART = ".block", ".part"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_LONGEST_WAIT_S = 60.0
+FETCHED, BYTES, DAMAGED, NETWORK_S, DECODING_S = range(5)
+"""Of `BlockCache.counts`."""
+
+
+class Block(NamedTuple):
+    """key: of the object. samples: how many; -1, not known yet. size: bytes; -1, not known. sha256: '' where
+    nobody has said it."""
+
+    key: str
+    samples: int
+    size: int
+    sha256: str
+
+
+@final
+class BlockTable(Sequence[Block]):
+    """All blocks of a part, in tensors, which a loader's workers share: tuples would be copied to each."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._keys = Paths(Path(), (block.key for block in blocks))
+        self._numbers = torch.tensor([[block.samples, block.size] for block in blocks], dtype=torch.int64)
+        digests = b"".join(bytes.fromhex(block.sha256 or _UNKNOWN) for block in blocks)
+        self._digests = torch.frombuffer(bytearray(digests), dtype=torch.uint8).view(-1, _DIGEST_BYTES)
+
+    @property
+    def samples(self) -> Tensor:
+        """int64 (blocks,)"""
+        return self._numbers[:, 0]
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, which: int) -> Block: ...
+    @overload
+    def __getitem__(self, which: slice) -> list[Block]: ...
+    def __getitem__(self, which: int | slice) -> Block | list[Block]:
+        if isinstance(which, slice):
+            return [self[i] for i in range(len(self))[which]]
+        samples, size = self._numbers[which].tolist()
+        digest = self._digests[which].numpy().tobytes().hex()
+        key = self._keys[which].removeprefix("./")
+        return Block(key, samples, size, "" if digest == _UNKNOWN else digest)
+
+
+@final
+class BlockCache:
+    """A set's blocks, in ``folder`` once they were needed; None: they are read in the store's own folder.
+
+    limit: bytes of all blocks in the folder, of whatever set. convert: a fetched object's file as a block's
+    bytes; None where it is one. counts: float64, what this set's readers on the node have seen, by `FETCHED`,
+    ...; shared by a rank and its workers.
+    """
+
+    def __init__(
+        self, store: Store, blocks: BlockTable, folder: Path | None, limit: int,
+        convert: Callable[[IO[bytes]], bytes] | None = None,
+    ) -> None:  # fmt: skip
+        self._store = store
+        self.blocks = blocks
+        self.in_place = folder is None
+        self._folder = Path(store.folder or "") if folder is None else folder
+        self.limit = limit
+        self._convert = convert
+        self.counts: Tensor = torch.zeros(5, dtype=torch.float64).share_memory_()
+        """Added to by several processes without a lock: an addition may be lost, now and then."""
+
+    def path(self, i: int) -> Path:
+        """Where the i-th block is, or would be."""
+        block = self.blocks[i]
+        if self.in_place:
+            return self._folder / block.key
+        about = f"{self._store.url} {block.key} {block.size} {block.sha256} {self._convert is not None}"
+        return self._folder / (hashlib.sha256(about.encode()).hexdigest()[:32] + _FETCHED)
+
+    def touch(self, i: int) -> bool:
+        """Say that a block is needed; whether it is there."""
+        try:
+            os.utime(self.path(i))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def fetched(self, i: int) -> Path:
+        """The i-th block's file, fetched if need be. Raises UserError naming what stands against it."""
+        path = self.path(i)
+        if self.in_place:
+            return path
+        began = time.monotonic()
+        while not path.exists():
+            if not self.fetch(i):
+                time.sleep(0.01)  # another process is at it
+        self.counts[NETWORK_S] += time.monotonic() - began
+        return path
+
+    def fetch(self, i: int) -> bool:
+        """Fetch a block, unless it is there. False: another process is just doing so."""
+        path = self.path(i)
+        with self._part_of(path) as part:
+            if part is None:
+                return path.exists()
+            if path.exists():
+                return True
+            block = self.blocks[i]
+            self._make_room(max(block.size, 0) + _DIGEST_BYTES, part)
+            self._store.download(block.key, part, lambda: self._check(part, block))
+            try:
+                self._finish(part)
+            except OSError as error:
+                raise self._refused(error) from error
+            os.rename(path.with_suffix(_PART), path)
+            self.counts[FETCHED] += 1
+            self.counts[BYTES] += os.fstat(part.fileno()).st_size
+        return True
+
+    def drop_if_damaged(self, i: int) -> bool:
+        """Look at a block's every byte; a damaged one is removed, counted, and said."""
+        path = self.path(i)
+        if self.in_place:
+            return False
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size - _DIGEST_BYTES
+                if size >= 0 and _digest(file, size) == file.read(_DIGEST_BYTES):
+                    return False
+        except FileNotFoundError:
+            return False
+        path.unlink(missing_ok=True)
+        self.counts[DAMAGED] += 1
+        log.warning("data       %s (%s) is damaged; it is fetched again", path, self.blocks[i].key)
+        return True
+
+    def _check(self, part: IO[bytes], block: Block) -> None:
+        size = os.fstat(part.fileno()).st_size
+        if block.size >= 0 and size != block.size:
+            raise Damaged(f"it has {size} bytes, and should have {block.size}")
+        part.seek(0)
+        if block.sha256 and _digest(part, size).hex() != block.sha256:
+            raise Damaged("its SHA-256 is another one than the set's manifest says")
+
+    def _finish(self, part: IO[bytes]) -> None:
+        """Bring it into the form of a block, its digest behind it."""
+        if self._convert is not None:
+            part.seek(0)
+            content = self._convert(part)
+            part.seek(0)
+            part.write(content)
+            part.truncate()
+        size = os.fstat(part.fileno()).st_size
+        part.seek(0)
+        digest = _digest(part, size)
+        part.seek(size)
+        part.write(digest)
+        part.flush()
+
+    @contextmanager
+    def _part_of(self, path: Path) -> Iterator[IO[bytes] | None]:
+        """A file to fetch into, held by this process alone; None where another one holds it. The system takes
+        the lock back from a process that dies."""
+        name = path.with_suffix(_PART)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part = os.fdopen(os.open(name, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        except OSError as error:
+            raise self._refused(error) from error
+        with part:
+            if not _locked(part) or not _is(name, part):
+                yield None
+                return
+            try:
+                yield part
+            finally:
+                if _is(name, part):  # else it has become the block
+                    name.unlink()
+
+    def _make_room(self, size: int, part: IO[bytes]) -> None:
+        """Remove what was not needed for longest, and take the room."""
+        until = time.monotonic() + _LONGEST_WAIT_S
+        while not self._took_room(size, part):
+            if time.monotonic() > until:
+                raise UserError(
+                    f"data.source.cache_gb: {self._folder} may hold {self.limit / 1e9:.1f} GB, and all of it"
+                    " is being fetched by others at once. Make it larger.",
+                    everywhere=False,
+                )
+            time.sleep(0.05)
+
+    def _took_room(self, size: int, part: IO[bytes]) -> bool:
+        with (self._folder / "room.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            files = [(entry.stat(), entry.path) for entry in _entries(self._folder)]
+            used = sum(max(status.st_size, 0) for status, _ in files)
+            for status, name in sorted(files, key=lambda file: file[0].st_mtime_ns):
+                if used + size <= self.limit:
+                    break
+                if not _is(Path(name), part) and _removed(name):
+                    used -= status.st_size
+            if used + size > self.limit:
+                return False
+            try:
+                os.posix_fallocate(part.fileno(), 0, size)
+            except OSError as error:
+                raise self._refused(error) from error
+        return True
+
+    def _refused(self, error: OSError) -> UserError:
+        full = error.errno in _NO_ROOM
+        helps = "Make room, or data.source.cache_gb smaller" if full else "Name another folder"
+        return UserError(
+            f"data.source.cache={self._folder}: can't be written ({error.strerror}). {helps}.",
+            everywhere=False,
+        )
+
+
+def _entries(folder: Path) -> "Iterator[os.DirEntry[str]]":
+    with os.scandir(folder) as found:
+        for entry in found:
+            if entry.name.endswith((_FETCHED, _PART)):
+                with suppress(FileNotFoundError):
+                    entry.stat()
+                    yield entry
+
+
+def _removed(name: str) -> bool:
+    """A block, or what a process that died was fetching."""
+    if name.endswith(_FETCHED):
+        Path(name).unlink(missing_ok=True)
+        return True
+    try:
+        with open(name, "rb") as part:
+            if not _locked(part):
+                return False
+            Path(name).unlink(missing_ok=True)
+    except FileNotFoundError:
+        pass
+    return True
+
+
+def _locked(file: IO[bytes]) -> bool:
+    """Whether it is now held by this process, until it is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is(name: Path, file: IO[bytes]) -> bool:
+    """Whether an open file still has this name."""
+    try:
+        return os.path.samestat(name.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _digest(file: IO[bytes], size: int) -> bytes:
+    """SHA-256 of the next ``size`` bytes."""
+    digest = hashlib.sha256()
+    while size and (piece := file.read(min(_PIECE, size))):
+        digest.update(piece)
+        size -= len(piece)
+    return digest.digest()

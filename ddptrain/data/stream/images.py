@@ -1,0 +1,120 @@
+"""Labelled pictures of a streamed set."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
+from ddptrain.data.pictures import Box, cropped, fitted
+from ddptrain.data.source import ImageSet, ImageSource, Split
+from ddptrain.data.stream.manifest import PICTURE
+from ddptrain.data.stream.opened import Column, OpenedPart, Streamed
+from ddptrain.data.stream.samples import Samples
+from ddptrain.errors import UserError
+
+
+@final
+class StreamSplit(Split):
+    """Pictures as their files have them, decoded when asked for, cut and scaled to a square as `fitted` does
+    it."""
+
+    full_size = True
+
+    def __init__(
+        self, samples: Samples, labels: Column, shape: tuple[int, int, int], resize: int | None = None
+    ) -> None:
+        """labels: as `Split` has them."""
+        self.stream: Samples = samples
+        self.labels = labels.mapped()
+        self.shape = shape
+        self._column = labels
+        self._resize = resize
+        self._picture = next(name for name in samples.fields if name in PICTURE)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A loader's worker maps the labels itself."""
+        return StreamSplit, (self.stream, self._column, self.shape, self._resize)
+
+    def images(self, ids: Tensor) -> Tensor:
+        make = partial(fitted, shape=self.shape, resize=self._resize)
+        return torch.stack(self.stream.made(ids.tolist(), self._picture, make))
+
+    def cropped(self, i: int, box_of: Callable[[int, int], Box]) -> Tensor:
+        make = partial(cropped, shape=self.shape, box_of=box_of)
+        return self.stream.made([i], self._picture, make)[0]
+
+    def encoded(self, i: int) -> bytes:
+        ((content,),) = self.stream.read([i], [self._picture])
+        return content
+
+
+@final
+class StreamImages(ImageSource):
+    """Labelled pictures that lie in a bucket, on a web server or in a folder, in blocks.
+
+    url, valid_url, cache, cache_gb, shuffle_blocks, retry_s: as `Streamed` has them. classes: their names, or
+    how many there are; None where the set's manifest names them. size, resize: as `ImageFolder` has them.
+    """
+
+    name = "stream"
+
+    def __init__(
+        self,
+        url: str | None = None,
+        valid_url: str | None = None,
+        classes: list[str] | int | None = None,
+        size: int = 224,
+        resize: int | None = None,
+        cache: str | None = "data/stream",
+        cache_gb: float = 50.0,
+        shuffle_blocks: int = 16,
+        retry_s: float = 120.0,
+    ) -> None:
+        check_sizes(size, resize)
+        self._streamed = Streamed(url, valid_url, cache, cache_gb, shuffle_blocks, retry_s)
+        self._classes = classes
+        self._size = size
+        self._resize = resize
+
+    def fetch(self, root: Path) -> None:
+        self._streamed.fetch()
+
+    def open(self, root: Path) -> ImageSet:
+        opened = self._streamed.open()
+        if opened.kind not in ("", "classes"):
+            raise UserError(f"data.source.url: holds a set of {opened.kind}; use data=stream_{opened.kind}.")
+        about = opened.about
+        shape = (self._size, self._size, int(about.get("channels", 3)))
+        train, valid = (
+            StreamSplit(part.samples, _labels(part), shape, resize)
+            for part, resize in ((opened.train, None), (opened.valid, self._resize))
+        )
+        classes = self._names(about.get("classes"), train.labels, valid.labels)
+        mean, std = about.get("mean", IMAGENET_MEAN), about.get("std", IMAGENET_STD)
+        return ImageSet(
+            train, valid, classes, mean, std, self._resize,
+            blocks=opened.train.samples.blocks, identity=opened.identity,
+        )  # fmt: skip
+
+    def _names(self, noted: list[str] | None, *labels: Tensor) -> list[str]:
+        asked = self._classes
+        named = noted if asked is None else list(map(str, range(asked))) if isinstance(asked, int) else asked
+        if named is None:
+            raise UserError(
+                "data.source.classes: the set's index names none; give their names or their number."
+            )
+        for found in labels:
+            if found.ndim == 1 and len(found) and not 0 <= int(found.min()) <= int(found.max()) < len(named):
+                raise UserError(
+                    f"data.source.classes: has {len(named)}, and the set's labels are {int(found.min())} to"
+                    f" {int(found.max())}. Give their number or all names."
+                )
+        return list(named)
+
+
+def _labels(part: OpenedPart) -> Column:
+    return part.columns["labels"]

@@ -1,0 +1,111 @@
+"""What a set consists of: ddptrain's own manifest, litdata's index.json, or the tars of a pattern."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import IO, Any
+
+from ddptrain.data.stream.cache import Block
+from ddptrain.data.stream.shards import fields_of_litdata, from_tar
+from ddptrain.data.stream.store import Store
+from ddptrain.errors import UserError
+from ddptrain.text import parse_json
+
+NAME, LITDATA = "ddptrain.json", "index.json"
+FORMAT = 1
+_BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
+PICTURE = ("image", "img", "jpg", "jpeg", "png", "webp")
+"""What a field with a picture may be called, or a file's ending in a tar."""
+LABEL = ("label", "class", "cls", "target")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a set as it lies in the store.
+
+    columns: small facts of all samples, by name: the key of a file, what it holds ("int64", ...), its shape
+    and SHA-256; None: another program's set, which has to be read once. convert: makes a block of an object,
+    where that is none.
+    """
+
+    fields: Sequence[str]
+    blocks: Sequence[Block]
+    columns: Mapping[str, Mapping[str, Any]] | None = None
+    convert: Callable[[IO[bytes]], bytes] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """kind: classes, boxes, masks, tokens; '' where nobody has said it. about: what else the writer noted.
+    digest: of all that was read."""
+
+    kind: str
+    train: Part
+    valid: Part | None
+    about: Mapping[str, Any]
+    digest: str
+
+
+def read_manifest(store: Store) -> Manifest:
+    """Of the set at ``store``. Raises UserError where there is none that can be read."""
+    if ".tar" in store.url.rpartition("/")[2]:
+        raise AssertionError("a pattern of tars has no store of its own")
+    for name, make in ((NAME, _own), (LITDATA, _litdata)):
+        try:
+            content = store.read(name)
+        except FileNotFoundError:
+            continue
+        try:
+            return make(
+                parse_json(content.decode()), f"{store.shown}/{name}", hashlib.sha256(content).hexdigest()
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{store.shown}/{name}: is no index of a set ({error!r}).") from error
+    raise UserError(
+        f"data.source.url={store.shown}: holds neither {NAME} (`python -m ddptrain write ... layout=stream`)"
+        f" nor {LITDATA} (litdata's). Name the folder that has one of them, or tars: .../{{000..099}}.tar"
+    )
+
+
+def tars(url: str) -> tuple[str, list[str]]:
+    """The folder and the keys of a pattern like ``s3://bucket/set/train-{000..099}.tar``; no keys where it is
+    none."""
+    folder, _, name = url.rpartition("/")
+    if not name.endswith(".tar"):
+        return url, []
+    ranges = [(first, range(int(first), int(last) + 1)) for first, last in _BRACES.findall(name)]
+    text = _BRACES.sub("{}", name)
+    numbers = [[str(i).zfill(len(first)) for i in found] for first, found in ranges]
+    return folder, [text.format(*chosen) for chosen in product(*numbers)]
+
+
+def of_tars(keys: Sequence[str]) -> Manifest:
+    """A set of tars; how many samples they hold is not known yet."""
+    convert = partial(from_tar, fields=[PICTURE, LABEL])
+    part = Part(["image", "label"], [Block(key, -1, -1, "") for key in keys], convert=convert)
+    return Manifest("classes", part, None, {}, hashlib.sha256(json.dumps(list(keys)).encode()).hexdigest())
+
+
+def _own(found: Mapping[str, Any], where: str, digest: str) -> Manifest:
+    if found["format"] != FORMAT:
+        raise UserError(f"{where}: has format {found['format']}; this ddptrain reads {FORMAT}.")
+    parts = {name: _part(part) for name, part in found["parts"].items()}
+    return Manifest(found["kind"], parts["train"], parts.get("valid"), found["about"], digest)
+
+
+def _part(found: Mapping[str, Any]) -> Part:
+    return Part(found["fields"], [Block(*block) for block in found["blocks"]], found["columns"])
+
+
+def _litdata(found: Mapping[str, Any], where: str, digest: str) -> Manifest:
+    fields = fields_of_litdata(found["config"], where)
+    blocks = [
+        Block(chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"], "") for chunk in found["chunks"]
+    ]
+    return Manifest("", Part(fields, blocks), None, {}, digest)

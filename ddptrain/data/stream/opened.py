@@ -1,0 +1,252 @@
+"""A streamed set made ready on a node: its manifest, the small facts of all samples, and its two parts."""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from ddptrain.api.blocks import Blocks
+from ddptrain.data.disk import exclusive_lock, map_file
+from ddptrain.data.stream.cache import Block, BlockCache, BlockTable
+from ddptrain.data.stream.manifest import LABEL, PICTURE, Manifest, Part, of_tars, read_manifest, tars
+from ddptrain.data.stream.samples import AHEAD, Samples
+from ddptrain.data.stream.shards import count_of, read_samples
+from ddptrain.data.stream.store import Damaged, Store, shown
+from ddptrain.errors import UserError, check_least
+
+log = logging.getLogger("ddptrain")
+
+_SAY_EVERY_S = 10.0
+_THREADS = 8
+
+
+class Column(NamedTuple):
+    """A small fact of all samples, in a file. shape: first dimension, samples."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+    def mapped(self) -> Tensor:
+        """The file, mapped into memory. A loader's worker does so itself: to be sent, it would be copied."""
+        size, dtype = math.prod(self.shape), getattr(torch, self.dtype)
+        return (
+            map_file(self.file, size, dtype).view(self.shape)
+            if size
+            else torch.empty(self.shape, dtype=dtype)
+        )
+
+
+class OpenedPart(NamedTuple):
+    samples: Samples
+    columns: Mapping[str, Column]
+
+
+class OpenedSet(NamedTuple):
+    """about: what the writer noted. identity: a hash of the samples and of their order."""
+
+    train: OpenedPart
+    valid: OpenedPart
+    kind: str
+    about: Mapping[str, Any]
+    identity: str
+
+
+@final
+class Streamed:
+    """Where a set is streamed from and through: what all sources of streamed data are told.
+
+    url: s3://, gs://, az://, https://, or a folder, that holds ddptrain.json (of ``layout=stream``) or
+    litdata's index.json; or WebDataset's tars, like ``s3://bucket/train-{000..099}.tar``. valid_url:
+    likewise, for a set of another program's, whose index knows one part only. cache: folder on the node's own
+    disk; None reads a set that lies in a folder where it is. cache_gb: most that it may hold, in 10^9 bytes,
+    for all who use it.
+    shuffle_blocks: blocks whose samples are shuffled together. retry_s: how long a store that fails is asked
+    again, in seconds.
+    """
+
+    def __init__(
+        self, url: str | None, valid_url: str | None, cache: str | None, cache_gb: float, shuffle_blocks: int,
+        retry_s: float,
+    ) -> None:  # fmt: skip
+        if not url:
+            raise UserError("data.source.url: say where the set lies: data.source.url=s3://bucket/folder")
+        check_least("data.source", 1, shuffle_blocks=shuffle_blocks)
+        for key, value in (("cache_gb", cache_gb), ("retry_s", retry_s)):
+            if not value > 0:
+                raise UserError(f"data.source.{key}={value}: must be more than 0.")
+        if cache is None and any(
+            "://" in address or address.endswith(".tar") for address in (url, valid_url or "")
+        ):
+            raise UserError(
+                "data.source.cache=null: a set is read where it lies only from a folder, and not from tars."
+                " Name a folder on this machine's own disk."
+            )
+        self._url, self._valid_url = url, valid_url
+        self._cache = None if cache is None else Path(cache)
+        self._limit = int(cache_gb * 1e9)
+        self._window = shuffle_blocks
+        self._retry_s = retry_s
+
+    def fetch(self) -> None:
+        """Bring the index and the columns to this node. Runs in one process a node."""
+        for url, manifest, part in self._parts():
+            folder = self._index_folder(url, manifest)
+            folder.mkdir(parents=True, exist_ok=True)
+            with exclusive_lock(folder / ".lock"):
+                if part.columns is None:
+                    self._index(url, part, folder)
+                for column in (part.columns or {}).values():
+                    _fetch_column(self._store(url), column, folder)
+
+    def open(self) -> OpenedSet:
+        """The set, once `fetch` has run on this node."""
+        (url, manifest, train), (valid_url, valid_manifest, valid) = self._parts()
+        facts = [manifest.digest, valid_manifest.digest, self._window]
+        identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        first, second = self._opened(url, manifest, train), self._opened(valid_url, valid_manifest, valid)
+        self._check_room(first.samples.cache.blocks)
+        return OpenedSet(first, second, manifest.kind, manifest.about, identity)
+
+    def _parts(self) -> list[tuple[str, Manifest, Part]]:
+        """For training and for validation: the folder's address, and what it holds."""
+        url, manifest = self._manifest(self._url)
+        if self._valid_url is not None:
+            valid_url, valid = self._manifest(self._valid_url)
+            return [(url, manifest, manifest.train), (valid_url, valid, valid.train)]
+        if manifest.valid is None:
+            raise UserError(
+                f"data.source.url={shown(self._url)}: its index knows one part only. Name the one for"
+                " validation: data.source.valid_url=..."
+            )
+        return [(url, manifest, manifest.train), (url, manifest, manifest.valid)]
+
+    def _manifest(self, url: str) -> tuple[str, Manifest]:
+        folder, keys = tars(url)
+        return folder, of_tars(keys) if keys else read_manifest(self._store(folder))
+
+    def _store(self, url: str) -> Store:
+        return Store(url, self._retry_s)
+
+    def _blocks(self, url: str, part: Part) -> BlockCache:
+        store = self._store(url)
+        folder = None if self._cache is None else self._cache / "blocks"
+        return BlockCache(store, BlockTable(part.blocks), folder, self._limit, part.convert)
+
+    def _opened(self, url: str, manifest: Manifest, part: Part) -> OpenedPart:
+        folder = self._index_folder(url, manifest)
+        if part.columns is None:
+            part = _indexed(part, folder)
+        cache = self._blocks(url, part)
+        columns = {
+            name: Column(_file_of(column, folder), column["dtype"], tuple(column["shape"]))
+            for name, column in (part.columns or {}).items()
+        }
+        return OpenedPart(Samples(cache, part.fields, Blocks(cache.blocks.samples, self._window)), columns)
+
+    def _check_room(self, blocks: BlockTable) -> None:
+        if self._cache is None:
+            return
+        largest = sorted((block.size for block in blocks), reverse=True)[: self._window]
+        if sum(largest) > AHEAD * self._limit:
+            raise UserError(
+                f"data.source.cache_gb={self._limit / 1e9:g}: samples are shuffled within"
+                f" data.source.shuffle_blocks={self._window} blocks, which are up to"
+                f" {sum(largest) / 1e9:.3g} GB together and must be there at once, better twice. Make the"
+                " cache larger, or shuffle fewer blocks."
+            )
+
+    def _index_folder(self, url: str, manifest: Manifest) -> Path:
+        name = hashlib.sha256(f"{url} {manifest.digest}".encode()).hexdigest()[:16]
+        return (self._cache or Path("data/stream")) / "index" / name
+
+    def _index(self, url: str, part: Part, folder: Path) -> None:
+        """Read another program's set once: how many samples its blocks hold, and the samples' labels."""
+        if (folder / _INDEX).exists():
+            return
+        label = next((i for i, name in enumerate(part.fields) if name in LABEL), None)
+        if label is None or not any(name in PICTURE for name in part.fields):
+            raise UserError(
+                f"data.source.url={shown(url)}: its samples have the fields {', '.join(part.fields)}; a"
+                f" picture ({' or '.join(PICTURE)}) and a label ({' or '.join(LABEL)}) are needed."
+            )
+        cache = self._blocks(url, part)
+        log.info("data       %s is read once, to index it: %d blocks", shown(url), len(part.blocks))
+
+        def one(i: int) -> list[int]:
+            path = cache.fetched(i)
+            count = count_of(path)
+            samples = read_samples(path, range(count), len(part.fields))
+            return [_number(sample[label], part.blocks[i]) for sample in samples]
+
+        labels, counts, said = [], [], time.monotonic()
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for i, found in enumerate(pool.map(one, range(len(part.blocks)))):
+                labels += found
+                counts.append(len(found))
+                if time.monotonic() - said > _SAY_EVERY_S:
+                    said = time.monotonic()
+                    log.info("data       %d of %d blocks", i + 1, len(part.blocks))
+        written = torch.tensor(labels, dtype=torch.int64).numpy().tobytes()
+        _write(folder / "labels", written)
+        column = {"key": "labels", "dtype": "int64", "shape": [len(labels)], "sha256": _hex(written)}
+        _write(folder / _INDEX, json.dumps({"samples": counts, "columns": {"labels": column}}).encode())
+
+
+_INDEX = "index.json"
+
+
+def _indexed(part: Part, folder: Path) -> Part:
+    found = json.loads((folder / _INDEX).read_text())
+    blocks = [
+        Block(block.key, count, block.size, block.sha256)
+        for block, count in zip(part.blocks, found["samples"], strict=True)
+    ]
+    return replace(part, blocks=blocks, columns=found["columns"])
+
+
+def _number(label: bytes, block: Block) -> int:
+    """As litdata writes it, 8 bytes, or in words, as tars have it."""
+    try:
+        return int(label) if label.strip().isdigit() else int(struct.unpack("<q", label)[0])
+    except struct.error:
+        raise UserError(f"{block.key}: a label is {label[:20]!r}; must be a whole number.") from None
+
+
+def _fetch_column(store: Store, column: Mapping[str, Any], folder: Path) -> None:
+    file = _file_of(column, folder)
+    if file.exists() and _hex(file.read_bytes()) == column["sha256"]:
+        return
+
+    def check(content: bytes) -> None:
+        if _hex(content) != column["sha256"]:
+            raise Damaged("its SHA-256 is another one than the manifest says")
+
+    _write(file, store.read(column["key"], check))
+
+
+def _file_of(column: Mapping[str, Any], folder: Path) -> Path:
+    return folder / str(column["key"]).replace("/", "-")
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Aside, and then renamed."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as aside:
+        aside.write(content)
+    os.rename(aside.name, file)
+
+
+def _hex(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,174 @@
+"""The samples of a part of a set, wherever it lies: read by their indices, in any order."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import final
+
+from torch import Tensor
+
+from ddptrain.api.blocks import Blocks
+from ddptrain.api.recipe import Reading
+from ddptrain.api.sampler import Sampler
+from ddptrain.data.pictures import Encoded
+from ddptrain.data.stream.ahead import Ahead, Need
+from ddptrain.data.stream.cache import DECODING_S, BlockCache
+from ddptrain.data.stream.shards import read_samples
+from ddptrain.data.stream.store import Damaged
+from ddptrain.data.workers import Key, TrainingKeys, validation_keys
+from ddptrain.errors import UserError
+
+AHEAD = 0.9
+"""Share of the cache's room that is filled ahead; the rest is for validation, or another job."""
+_ATTEMPTS = 3
+
+
+@final
+class Samples:
+    """cache: its blocks. fields: a sample's, by name; what a reader gets of each is bytes. blocks: the order
+    of a training; None where samples are only read one after the other."""
+
+    def __init__(self, cache: BlockCache, fields: Sequence[str], blocks: Blocks) -> None:
+        self.cache = cache
+        self.fields = tuple(fields)
+        self.blocks = blocks
+
+    def __len__(self) -> int:
+        return int(self.blocks.sizes.sum())
+
+    def read(self, ids: Sequence[int], fields: Sequence[str]) -> list[list[bytes]]:
+        """Of each sample these fields. Raises UserError naming what can't be had."""
+        which = [self.fields.index(name) for name in fields]
+        by_block: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for at, (block, place) in enumerate(self.blocks.of(ids)):
+            by_block[block].append((place, at))
+        found: list[list[bytes]] = [[]] * len(ids)
+        for block, wanted in by_block.items():
+            samples = self._of_block(block, [place for place, _ in wanted])
+            for (_, at), sample in zip(wanted, samples, strict=True):
+                found[at] = [sample[i] for i in which]
+        return found
+
+    def named(self, i: int) -> str:
+        """Where a sample is, for errors."""
+        ((block, place),) = self.blocks.of([i])
+        return f"sample {place} of {self.cache.blocks[block].key}"
+
+    def in_block_of(self, i: int) -> range:
+        """The samples of its block."""
+        ((block, place),) = self.blocks.of([i])
+        return range(i - place, i - place + int(self.blocks.sizes[block]))
+
+    def made(self, ids: Sequence[int], field: str, make: Callable[[Encoded], Tensor]) -> list[Tensor]:
+        """What ``make`` gives of that field of each. Of one that it refuses, once more if its block has
+        suffered on this node's disk."""
+        read = self.read(ids, [field])
+        began = time.monotonic()
+        found = [self._made(i, field, make, content) for i, (content,) in zip(ids, read, strict=True)]
+        self.cache.counts[DECODING_S] += time.monotonic() - began
+        return found
+
+    def _made(self, i: int, field: str, make: Callable[[Encoded], Tensor], content: bytes) -> Tensor:
+        try:
+            return make(Encoded(content, self.named(i)))
+        except UserError:
+            ((block, _),) = self.blocks.of([i])
+            if not self.cache.drop_if_damaged(block):
+                raise
+        ((content,),) = self.read([i], [field])
+        return make(Encoded(content, self.named(i)))
+
+    def _of_block(self, block: int, places: list[int]) -> list[list[bytes]]:
+        problem: Exception = Damaged()
+        for _ in range(_ATTEMPTS):
+            path = self.cache.fetched(block)
+            try:
+                return read_samples(path, places, len(self.fields))
+            except FileNotFoundError as error:  # removed since: the cache is small, or shared
+                problem = error
+            except Damaged as error:
+                problem = error
+                self.cache.drop_if_damaged(block)
+            except OSError as error:
+                raise _unreadable(path, error) from error
+        key = self.cache.blocks[block].key
+        if isinstance(problem, FileNotFoundError) and self.cache.in_place:
+            raise UserError(f"{path}: is not there, and belongs to the set.", everywhere=False)
+        if isinstance(problem, FileNotFoundError):
+            raise UserError(
+                f"data.source.cache_gb: {key} was removed from the cache three times before it could be read."
+                " Make it larger, or give each job a cache of its own.",
+                everywhere=False,
+            )
+        raise UserError(f"{key}: is no block of this set ({problem}). Write the set anew.", everywhere=False)
+
+    def following_training(
+        self, keys: Iterable[list[Key]], sampler: Sampler, steps: range
+    ) -> Iterator[list[Key]]:
+        """The same keys; blocks are fetched ahead of them."""
+        if self.cache.in_place:
+            yield from keys
+            return
+        per_step = len(sampler.micro_sizes)
+        with Ahead(self.cache, self._needs(sampler, steps), self._share) as ahead:
+            for i, batch in enumerate(keys):
+                ahead.at((steps.start + i // per_step) * sampler.batch_size)
+                yield batch
+
+    def following(self, keys: Iterable[list[Key]]) -> Iterator[list[Key]]:
+        """The same for batches that are known already."""
+        if self.cache.in_place:
+            yield from keys
+            return
+        batches = list(keys)
+        needs = []
+        for i, batch in enumerate(batches):
+            blocks = dict.fromkeys(block for block, _ in self.blocks.of([sample for _, sample, _ in batch]))
+            needs.append(Need(i, list(blocks)))
+        with Ahead(self.cache, needs, self._share) as ahead:
+            for i, batch in enumerate(batches):
+                ahead.at(i)
+                yield batch
+
+    def reading(self) -> Reading:
+        """By this rank and its workers."""
+        fetched, size, damaged, network, decoding = self.cache.counts.tolist()
+        again = f", {damaged:.0f} of them again, for they were damaged" if damaged else ""
+        words = f"{fetched:,.0f} blocks fetched, {size / 1e6:,.1f} MB{again}"
+        return Reading(network, decoding, words)
+
+    @property
+    def _share(self) -> int:
+        return int(self.cache.limit * AHEAD)
+
+    def _needs(self, sampler: Sampler, steps: range) -> Iterator[Need]:
+        first, last = steps.start * sampler.batch_size, steps.stop * sampler.batch_size
+        for epoch in range(first // sampler.size, -(-last // sampler.size)):
+            windows = list(self.blocks.windows(sampler.seed, epoch))
+            ends = [begin for begin, _ in windows[1:]] + [sampler.size]
+            for (begin, blocks), end in zip(windows, ends, strict=True):
+                begin, end = epoch * sampler.size + begin, epoch * sampler.size + end
+                if end > first and begin < last:
+                    yield Need(begin, blocks)
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: can't be read ({error.strerror}).", everywhere=False)
+
+
+def training_keys(stream: Samples | None, sampler: Sampler, steps: range) -> Iterable[list[Key]]:
+    """What a training reads, batch by batch; of a stream, blocks are fetched ahead of it."""
+    keys = TrainingKeys(sampler, steps)
+    return keys if stream is None else stream.following_training(keys, sampler, steps)
+
+
+def valid_keys(stream: Samples | None, chunks: Sequence[range]) -> Iterable[list[Key]]:
+    """What an evaluation reads, likewise."""
+    keys = validation_keys(chunks)
+    return keys if stream is None else stream.following(keys)
+
+
+def neighbours(stream: Samples | None, i: int, size: int) -> range:
+    """The samples that the i-th may be mixed with: of a set of that size all, of a stream its block's."""
+    return range(size) if stream is None else stream.in_block_of(i)

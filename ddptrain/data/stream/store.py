@@ -1,0 +1,227 @@
+"""Where a set lies: a bucket, a web server or a folder. Objects are read whole; what helps is tried again."""
+
+import logging
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar, final
+
+from ddptrain.errors import UserError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+log = logging.getLogger("ddptrain")
+
+_SCHEMES = ("s3", "gs", "az", "http", "https")
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 15.0
+_PIECE = 8 * 2**20
+"""Bytes handed over at a time."""
+_STALLED_S = 30
+"""A request that takes longer is begun anew."""
+_REFUSED = re.compile(
+    r"ExpiredToken|TokenRefreshRequired|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|RequestTimeTooSkewed"
+    r"|AccessDenied|InvalidClientTokenId"
+)
+"""Error codes of S3 that come as a plain 400, and for which trying again is of no use."""
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or a profile of ~/.aws",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+
+
+Result = TypeVar("Result")
+
+
+class Damaged(Exception):
+    """What was fetched is not what was asked for; it can be fetched again."""
+
+
+@final
+class Store:
+    """Objects by their keys below ``url``: s3://bucket/folder, gs://, az://, https://, or a folder.
+
+    Credentials come from the environment, or, for S3, from the files that boto3 reads. retry_s: how long a
+    store that does not answer, answers with 5xx or breaks off is asked again. Any process may use it; each
+    opens connections of its own.
+    """
+
+    def __init__(self, url: str, retry_s: float) -> None:
+        scheme, found, _ = url.partition("://")
+        if found and scheme not in _SCHEMES:
+            schemes = ", ".join(f"{name}://" for name in _SCHEMES)
+            raise UserError(f"data.source.url={shown(url)}: must begin with {schemes}, or be a folder.")
+        self.url = url.rstrip("/")
+        self.shown = shown(self.url)
+        self.retry_s = retry_s
+        self.folder = None if found else Path(url)
+        self._scheme = scheme if found else ""
+        self._opened: ObjectStore | None = None
+        self._pid = 0
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A worker opens connections of its own."""
+        return Store, (self.url, self.retry_s)
+
+    def read(self, key: str, check: Callable[[bytes], None] = lambda content: None) -> bytes:
+        """A small object. check: looks at it, and raises Damaged. Raises FileNotFoundError, or UserError as
+        `download` does."""
+
+        def once() -> bytes:
+            content = self._read(key)
+            check(content)
+            return content
+
+        return self._patiently(key, once)
+
+    def download(self, key: str, to: IO[bytes], check: Callable[[], None]) -> None:
+        """An object into a file, from its beginning. check: looks at the file, and raises Damaged.
+
+        Raises UserError naming the object where the store refuses it, lacks it, or has not delivered it whole
+        after ``retry_s`` seconds.
+        """
+
+        def once() -> None:
+            to.seek(0)
+            self._copy(key, to)
+            to.truncate()
+            check()
+
+        try:
+            self._patiently(key, once)
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.shown}/{key}: is not there (404), and belongs to the set. Was it removed, or the set"
+                " written anew? Bring it back, or start a new run.",
+                everywhere=False,
+            ) from None
+
+    def _patiently(self, key: str, work: Callable[[], Result]) -> Result:
+        began, pause = time.monotonic(), _FIRST_PAUSE_S
+        damaged = 0
+        while True:
+            try:
+                return work()
+            except (FileNotFoundError, UserError):
+                raise
+            except Damaged as error:
+                damaged += 1
+                if damaged == 3:
+                    raise UserError(
+                        f"{self.shown}/{key}: {error}, also when fetched again. It has changed since the set"
+                        " was written, or is damaged there. Write the set anew.",
+                        everywhere=False,
+                    ) from None
+                problem: Exception = error
+            except Exception as error:
+                if not _of_a_store(error):
+                    raise
+                self._check_worth_it(key, error)
+                problem = error
+            if time.monotonic() - began + pause > self.retry_s:
+                raise UserError(
+                    f"{self.shown}/{key}: was not to be had for {self.retry_s:.0f} seconds"
+                    f" ({_reason(problem)}). Is the store up? data.source.retry_s says how long to wait.",
+                    everywhere=False,
+                ) from None
+            # ranks that failed together must not ask again together
+            time.sleep(pause * random.Random().uniform(0.5, 1))
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _check_worth_it(self, key: str, error: Exception) -> None:
+        """Raises UserError where trying again is of no use."""
+        name, text = type(error).__name__, str(error)
+        code = _REFUSED.search(text)
+        if name in ("PermissionDeniedError", "UnauthenticatedError") or code:
+            which = code.group() if code else "403" if name == "PermissionDeniedError" else "401"
+            known = _CREDENTIALS.get(self._scheme)
+            helps = f" Check {known}; have they expired?" if known else " May this machine read it?"
+            raise UserError(
+                f"{self.shown}/{key}: the store refuses it ({which}).{helps}", everywhere=False
+            ) from None
+        if isinstance(error, OSError) and self.folder is not None:
+            raise UserError(f"{self.folder / key}: can't be read ({error.strerror}).", everywhere=False)
+
+    def _read(self, key: str) -> bytes:
+        if self.folder is not None:
+            return (self.folder / key).read_bytes()
+        import obstore
+
+        return bytes(obstore.get(self._store(), key).bytes())
+
+    def _copy(self, key: str, to: IO[bytes]) -> None:
+        if self.folder is not None:
+            with (self.folder / key).open("rb") as file:
+                while piece := file.read(_PIECE):
+                    to.write(piece)
+            return
+        import obstore
+
+        for piece in obstore.get(self._store(), key).stream(min_chunk_size=_PIECE):
+            to.write(piece)
+
+    def _store(self) -> "ObjectStore":
+        """obstore's threads don't outlive a fork, so each process has its own."""
+        if self._opened is None or self._pid != os.getpid():
+            self._opened, self._pid = _connected(self.url, self._scheme), os.getpid()
+        return self._opened
+
+
+def shown(url: str) -> str:
+    """An address for people, without a password in it."""
+    return re.sub(r"//[^/@]*@", "//***@", url)
+
+
+def _connected(url: str, scheme: str) -> "ObjectStore":
+    try:
+        from obstore.store import from_url
+    except ImportError:
+        raise UserError(
+            f"data.source.url={shown(url)}: needs obstore: pip install 'ddptrain[stream]'"
+        ) from None
+    more: dict[str, Any] = {}
+    if scheme == "s3" and "AWS_ACCESS_KEY_ID" not in os.environ:
+        more = _from_usual_files()
+    client: Any = {"timeout": f"{_STALLED_S}s", "allow_http": True}
+    # `Store` itself tries again: it also knows a broken download, and what is not worth it
+    return from_url(
+        url, client_options=client, retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
+        **more,
+    )  # fmt: skip
+
+
+def _of_a_store(error: Exception) -> bool:
+    """Whether the store, or the way to it, is at fault; obstore's kinds of errors say little more."""
+    return isinstance(error, OSError) or type(error).__module__.startswith("obstore")
+
+
+def _from_usual_files() -> dict[str, Any]:
+    """What ~/.aws, or a machine's own role, says."""
+    import boto3  # type: ignore[import-untyped]
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    session = boto3.Session()
+    if session.get_credentials() is None:
+        if os.environ.get("AWS_SKIP_SIGNATURE"):
+            return {}
+        raise UserError(
+            f"data.source.url: there are no credentials for s3://: set {_CREDENTIALS['s3']}. For a bucket"
+            " that anybody may read: AWS_SKIP_SIGNATURE=true"
+        )
+    return {"credential_provider": Boto3CredentialProvider(session)}
+
+
+def _reason(error: Exception) -> str:
+    """An error of obstore's in a line: the innermost cause stands last."""
+    text = " ".join(str(error).split())
+    status = re.search(r"\b[45]\d\d [A-Z][A-Za-z ]+", text)
+    return (
+        status.group().strip()
+        if status
+        else text[:100] + (" ... " + text[-100:] if len(text) > 220 else text[100:])
+    )

@@ -1,0 +1,203 @@
+"""What can go wrong between a bucket and a training, and a cache that several processes share."""
+
+import logging
+import multiprocessing
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from bucket import BUCKET, Answer, Door, Fault, bucket, upload
+from streamed_sets import assert_same, blocks, pictures, streamed, trained
+
+from ddptrain.data.stream.cache import Block, BlockCache, BlockTable
+from ddptrain.data.stream.store import Store
+from ddptrain.errors import UserError
+
+__all__ = ["blocks", "pictures"]  # fixtures
+
+STEPS = range(15)
+EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    with bucket() as opened:
+        for name, value in opened.variables.items():
+            monkeypatch.setenv(name, value)
+        yield opened
+
+
+def once_for_each_block(answer: Answer) -> Fault:
+    return lambda path, number: answer if path.endswith(".bin") and number == 0 else None
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        once_for_each_block(Answer(500)),
+        once_for_each_block(Answer(503)),
+        once_for_each_block(Answer(0)),
+        once_for_each_block(Answer(cut=100)),
+        once_for_each_block(Answer(body=b"not what was asked for")),
+        lambda path, number: Answer(500) if number < 3 and not path.endswith(".bin") else None,
+    ],
+    ids=["500", "503", "dead line", "cut", "other bytes", "500 for the index"],
+)
+def test_what_passes_is_waited_for(blocks: Path, tmp_path: Path, door: Door, fault: Fault) -> None:
+    expected = trained(streamed(blocks, None), STEPS)
+    url = upload(door, blocks, "set")
+    door.fault = fault
+    assert_same(trained(streamed(url, tmp_path), STEPS), expected)
+
+
+def last_block(answer: Answer) -> Fault:
+    return lambda path, number: answer if path.endswith("train/chunk-0-5.bin") else None
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (last_block(Answer(403)), r"chunk-0-5\.bin: the store refuses it \(403\).*AWS_ACCESS_KEY_ID"),
+        (last_block(Answer(404)), r"chunk-0-5\.bin: is not there \(404\)"),
+        (
+            last_block(Answer(500)),
+            r"chunk-0-5\.bin: was not to be had for 2 seconds \(500 Internal Server Error",
+        ),
+        (last_block(Answer(400, EXPIRED)), r"chunk-0-5\.bin: the store refuses it \(ExpiredToken\).*expired"),
+        (last_block(Answer(body=b"changed")), r"chunk-0-5\.bin: it has 7 bytes.*Write the set anew"),
+        (last_block(Answer(cut=100)), r"chunk-0-5\.bin: was not to be had for 2 seconds"),
+        (lambda path, number: Answer(403), r"ddptrain\.json: the store refuses it"),
+    ],
+    ids=["403", "404", "500", "expired", "changed", "cut", "403 for the index"],
+)
+def test_what_does_not_pass_is_named(
+    blocks: Path, tmp_path: Path, door: Door, fault: Fault, said: str
+) -> None:
+    url = upload(door, blocks, "set")
+    door.fault = fault
+    with pytest.raises(UserError, match=said) as found:
+        trained(streamed(url, tmp_path, retry_s=2), STEPS)
+    assert "never-in-a-log" not in str(found.value)
+
+
+def test_a_store_that_hangs_is_asked_again(
+    blocks: Path, tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddptrain.data.stream.store._STALLED_S", 1)
+    url = upload(door, blocks, "set")
+
+    def fault(path: str, number: int) -> Answer | None:
+        if path.endswith("chunk-0-3.bin") and number == 0:
+            time.sleep(5)
+        return None
+
+    door.fault = fault
+    assert_same(trained(streamed(url, tmp_path), STEPS), trained(streamed(blocks, None), STEPS))
+
+
+def cached(cache: Path) -> list[Path]:
+    return sorted((cache / "blocks").glob("*.block"))
+
+
+def test_a_damaged_block_is_fetched_again_and_counted(
+    blocks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = trained(streamed(blocks, None), STEPS)
+    assert_same(trained(streamed(blocks, tmp_path), STEPS), expected)
+    files = cached(tmp_path)
+    for file, damage in zip(files[:3], (b"", b"half", None), strict=True):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 255
+        file.write_bytes(content if damage is None else damage)
+    caplog.set_level(logging.WARNING, "ddptrain")
+    data = streamed(blocks, tmp_path)
+    assert_same(trained(data, STEPS), expected)
+    assert 1 <= len(re.findall("is damaged; it is fetched again", caplog.text)) <= 3
+    assert data.loading.reading is not None
+
+
+def make_cache(folder: Path, store: Path, limit: int, count: int = 12, size: int = 1000) -> BlockCache:
+    store.mkdir(exist_ok=True)
+    for i in range(count if not any(store.iterdir()) else 0):
+        (store / f"{i}").write_bytes(random.Random(i).randbytes(size))
+    table = BlockTable([Block(f"{i}", 1, size, "") for i in range(count)])
+    return BlockCache(Store(str(store), 5), table, folder, limit)
+
+
+def used(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def test_the_folder_stays_within_its_bounds_and_what_was_needed_last_stays(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path / "cache", tmp_path / "store", limit=5500)
+    for i in range(12):
+        cache.fetched(i)
+        assert used(tmp_path / "cache") <= 5500
+        cache.touch(0)
+    assert cache.path(0).exists()
+    assert [i for i in range(1, 12) if cache.path(i).exists()] == [8, 9, 10, 11]
+
+
+def fill(folder: Path, store: Path, seed: int) -> None:
+    cache = make_cache(folder, store, limit=6500)
+    order = random.Random(seed)
+    for _ in range(300):
+        i = order.randrange(12)
+        try:
+            content = cache.fetched(i).read_bytes()
+        except FileNotFoundError:  # removed since
+            continue
+        assert content[:1000] == (store / f"{i}").read_bytes()
+
+
+def test_jobs_share_a_cache_and_may_be_killed_while_they_fill_it(tmp_path: Path) -> None:
+    make_cache(tmp_path / "cache", tmp_path / "store", limit=6500)
+    context = multiprocessing.get_context("forkserver")
+    dice = random.Random(3)
+    for turn in range(6):
+        jobs = [
+            context.Process(target=fill, args=(tmp_path / "cache", tmp_path / "store", 10 * turn + i))
+            for i in range(3)
+        ]
+        for job in jobs:
+            job.start()
+        time.sleep(0.2 + 0.3 * dice.random())
+        victim = jobs[dice.randrange(3)]
+        if victim.pid is not None and victim.is_alive():
+            os.kill(victim.pid, signal.SIGKILL)
+        for job in jobs:
+            job.join(60)
+            assert job is victim or job.exitcode == 0
+        assert used(tmp_path / "cache") <= 6500
+
+
+def test_two_jobs_train_from_one_small_cache(blocks: Path, tmp_path: Path, door: Door) -> None:
+    expected = trained(streamed(blocks, None), STEPS)
+    url = upload(door, blocks, "set")
+    size = sum(file.stat().st_size for file in (blocks / "train").iterdir())
+    found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def job(number: int) -> None:
+        found[number] = trained(streamed(url, tmp_path, cache_gb=size / 2e9), STEPS)
+
+    threads = [threading.Thread(target=job, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_same(found[0], expected)
+    assert_same(found[1], expected)
+
+
+def test_no_secret_lands_in_a_folder(blocks: Path, tmp_path: Path, door: Door) -> None:
+    trained(streamed(upload(door, blocks, "set"), tmp_path), range(3))
+    for file in tmp_path.rglob("*"):
+        assert not file.is_file() or b"never-in-a-log" not in file.read_bytes()
+    assert BUCKET in str(door.asked)

@@ -1,0 +1,145 @@
+"""A real S3 server on loopback (moto's), with a door before it that can be slow, lie, or be shut."""
+
+import http.client
+import http.server
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BUCKET = "sets"
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "test-key", "AWS_SECRET_ACCESS_KEY": "never-in-a-log", "AWS_REGION": "us-east-1",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}  # fmt: skip
+
+
+@dataclass
+class Answer:
+    """What the door says in the server's place. body: None hands on the server's own, cut to ``cut`` bytes."""
+
+    status: int = 200
+    body: bytes | None = None
+    cut: int | None = None
+
+
+Fault = Callable[[str, int], Answer | None]
+"""By an object's path and which request of it this is, from 0; None: nothing is wrong."""
+
+
+@dataclass
+class Door:
+    """fault: see above. latency: seconds before each answer. bandwidth: bytes a second, of all together."""
+
+    port: int = 0
+    fault: Fault = lambda path, number: None
+    latency: float = 0.0
+    bandwidth: float = 0.0
+    asked: Counter[str] = field(default_factory=Counter)
+    """Requests by path."""
+    free_at: float = 0.0
+    lock: Any = field(default_factory=threading.Lock)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of the environment of who comes by it."""
+        return {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}"}
+
+    def paced(self, size: int) -> None:
+        if self.bandwidth:
+            with self.lock:
+                self.free_at = max(self.free_at, time.monotonic()) + size / self.bandwidth
+                wait = self.free_at - time.monotonic()
+            if wait > 0:
+                time.sleep(wait)
+
+
+@contextmanager
+def bucket() -> Iterator[Door]:
+    """An empty bucket, `BUCKET`, and the door before it."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, inner = server.get_host_and_port()
+    door = Door()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            with door.lock:
+                number, door.asked[path] = door.asked[path], door.asked[path] + 1
+            time.sleep(door.latency)
+            answer = door.fault(path, number) or Answer()
+            if answer.status == 0:  # the line goes dead
+                self.close_connection = True
+                return
+            status, headers, content = answer.status, {}, answer.body
+            if content is None and status == 200:
+                connection = http.client.HTTPConnection("127.0.0.1", inner)
+                connection.request("GET", self.path, headers=dict(self.headers))
+                reply = connection.getresponse()
+                status, content, headers = reply.status, reply.read(), dict(reply.headers)
+            content = content or b""
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            for name in ("ETag", "Last-Modified"):
+                if name in headers:
+                    self.send_header(name, headers[name])
+            self.end_headers()
+            if answer.cut is not None:
+                content, self.close_connection = content[: answer.cut], True
+            for begin in range(0, len(content), 2**18):
+                piece = content[begin : begin + 2**18]
+                door.paced(len(piece))
+                self.wfile.write(piece)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as outer:
+        outer.daemon_threads = True
+        door.port = outer.server_address[1]
+        threading.Thread(target=outer.serve_forever, daemon=True).start()
+        _client(inner).create_bucket(Bucket=BUCKET)
+        door.upload = lambda folder, prefix: _upload(inner, folder, prefix)  # type: ignore[attr-defined]
+        try:
+            yield door
+        finally:
+            outer.shutdown()
+            server.stop()
+
+
+def upload(door: Door, folder: Path, prefix: str) -> str:
+    """All files of a folder; returns their address."""
+    door.upload(folder, prefix)  # type: ignore[attr-defined]
+    return f"s3://{BUCKET}/{prefix}"
+
+
+def _upload(port: int, folder: Path, prefix: str) -> None:
+    client = _client(port)
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            client.put_object(
+                Bucket=BUCKET,
+                Key=f"{prefix}/{file.relative_to(folder)}",
+                Body=file.read_bytes(),
+                ACL="public-read",
+            )
+
+
+def _client(port: int) -> Any:
+    import boto3
+
+    return boto3.client(
+        "s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1",
+        aws_access_key_id="test-key", aws_secret_access_key="never-in-a-log",
+    )  # fmt: skip
