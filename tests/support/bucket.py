@@ -20,7 +20,8 @@ KEYS = {
 
 @dataclass
 class Answer:
-    """What the door says in the server's place. body: None hands on the server's own, cut to ``cut`` bytes."""
+    """What the door says in the server's place. body: None hands on the server's own. cut: after so many bytes
+    the line goes dead."""
 
     status: int = 200
     body: bytes | None = None
@@ -99,8 +100,6 @@ def bucket() -> Iterator[Door]:
                 piece = content[begin : begin + 2**18]
                 door.paced(len(piece))
                 self.wfile.write(piece)
-
-        do_HEAD = do_GET
 
         def log_message(self, *_: Any) -> None:
             pass

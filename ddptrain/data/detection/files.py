@@ -63,7 +63,7 @@ class FileScenes(Scenes):
             starts.append(len(labels))
         self.sizes = torch.tensor(sizes, dtype=torch.int64).view(-1, 2)
         self.objects = PackedObjects(
-            starts,
+            torch.tensor(starts),
             Objects(
                 boxes=torch.tensor(boxes, dtype=torch.float32).view(-1, 4),
                 labels=torch.tensor(labels, dtype=torch.int64),

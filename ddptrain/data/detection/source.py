@@ -37,17 +37,17 @@ class PackedObjects(Sequence[Objects]):
     """The objects of all pictures in three tensors: a tensor each would cost a loader's workers a file
     descriptor each.
 
-    starts: where each picture's begin, and where the last one's end.
+    starts: int64 (pictures + 1,), where each picture's begin, and where the last one's end.
     """
 
-    def __init__(self, starts: Sequence[int], packed: Objects) -> None:
+    def __init__(self, starts: Tensor, packed: Objects) -> None:
         self._starts = starts
         self._packed = packed
 
     @classmethod
     def of(cls, pictures: Sequence[Objects]) -> "PackedObjects":
         """The same objects, packed."""
-        starts = [0, *accumulate(map(len, pictures))]
+        starts = torch.tensor([0, *accumulate(map(len, pictures))])
         boxes, labels, crowd = (
             torch.cat([getattr(on_it, name) for on_it in pictures]) for name in ("boxes", "labels", "crowd")
         )
@@ -64,7 +64,7 @@ class PackedObjects(Sequence[Objects]):
         if isinstance(which, slice):
             return [self[i] for i in range(len(self))[which]]
         i = range(len(self))[which]
-        part, packed = slice(self._starts[i], self._starts[i + 1]), self._packed
+        part, packed = slice(*self._starts[i : i + 2].tolist()), self._packed
         return Objects(packed.boxes[part], packed.labels[part], packed.crowd[part])
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import final
 
@@ -40,7 +41,12 @@ class StreamScenes(Scenes):
         self.names = Numbered(part.samples)
         self.sizes = columns["sizes"]
         packed = Objects(columns["boxes"], columns["labels"], columns["crowd"])
-        self.objects = PackedObjects([0, *columns["ends"].tolist()], packed)
+        self.objects = PackedObjects(columns["starts"], packed)
+        self._part = part
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A loader's worker maps the columns itself."""
+        return StreamScenes, (self._part,)
 
     def image(self, i: int) -> Tensor:
         from torchvision.transforms.v2.functional import pil_to_tensor
@@ -108,7 +114,7 @@ def _columns(scenes: Scenes, order: Tensor) -> Mapping[str, Tensor]:
     objects = [scenes.objects[i] for i in order.tolist()]
     return {
         "sizes": scenes.sizes[order],
-        "ends": torch.tensor([len(on_it) for on_it in objects]).cumsum(0),
+        "starts": torch.tensor([0, *accumulate(map(len, objects))]),
         "boxes": torch.cat([on_it.boxes for on_it in objects]),
         "labels": torch.cat([on_it.labels for on_it in objects]),
         "crowd": torch.cat([on_it.crowd for on_it in objects]),
