@@ -1,6 +1,6 @@
 """What an MLflow tracker costs a training: a server that answers, and one that hangs, beside no tracker.
 
-    python benchmarks/trackers.py                           # a table, in some 15 minutes; needs mlflow
+    python benchmarks/trackers.py --write docs/trackers.md    # some 25 minutes; needs mlflow
 
 The same short training, one after the other in turns. What is compared is the time from the first step to the
 last, evaluations, plots and checkpoints included: the run's own `time` in summary.json.
@@ -32,8 +32,8 @@ WAYS = ("no tracker", "MLflow", "MLflow's server hangs")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7, help="(%(default)s)")
-    parser.add_argument("--steps", type=int, default=800, help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=1600, help="(%(default)s)")
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
     )

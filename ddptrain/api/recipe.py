@@ -17,6 +17,7 @@ from ddptrain.errors import UserError
 if TYPE_CHECKING:
     from ddptrain.api.blocks import Blocks
     from ddptrain.api.sampler import Sampler
+    from ddptrain.api.timing import Reading
     from ddptrain.api.world import World
 
 Batch = Any
@@ -131,17 +132,6 @@ class Deployed:
     the file, and into an ONNX file."""
 
 
-class Reading(NamedTuple):
-    """What reading a set that lies elsewhere has taken so far, of a rank and its workers."""
-
-    network: float
-    """Seconds that readers have waited for what was not there yet."""
-    decoding: float
-    """Seconds."""
-    fetched: str
-    """How much, in words."""
-
-
 @dataclass(frozen=True, slots=True)
 class Loading:
     """How data is loaded. None where there is no such setting."""
@@ -150,7 +140,7 @@ class Loading:
     """Loader processes per rank."""
     resident: bool | None = None
     """The whole set is in memory; without ``workers``, batches are made in the training process."""
-    reading: Callable[[], Reading] | None = None
+    reading: "Callable[[], Reading] | None" = None
     """Of a set that lies elsewhere."""
 
 

@@ -60,6 +60,17 @@ class Lap(NamedTuple):
         return self.end.since(self.start)
 
 
+class Reading(NamedTuple):
+    """What reading a set that lies elsewhere has taken so far, of a rank and its workers."""
+
+    network: float
+    """Seconds that readers have waited for what was not there yet."""
+    decoding: float
+    """Seconds."""
+    fetched: str
+    """How much, in words."""
+
+
 def format_shares(timing: Timing, data: str = "") -> str:
     """The split of the training time in one line; phases below 0.5 % are omitted. data: what waiting for data
     was made of."""

@@ -1,5 +1,5 @@
-"""Streamed sets at their real size: killed and resumed, how much memory an index takes, and what shuffling within
-blocks costs. Minutes each."""
+"""Streamed sets at their real size: killed and resumed, how much memory an index takes, and what shuffling
+within blocks costs. Minutes each."""
 
 import json
 import multiprocessing
@@ -48,7 +48,8 @@ def words(url: str, run: str, cache: Path, workers: int, cache_gb: float) -> lis
         "recipe=cnn_cifar10", "data=stream", f"data.source.url={url}", "data.source.size=32", "model.width=4",
         "data.augment.crop=2", f"data.source.cache={cache}", f"data.source.cache_gb={cache_gb}",
         f"data.workers={workers}", "device=cpu", "train.batch_size=256", f"train.steps={STEPS}",
-        "log.every=1", "train.eval_every=80", "checkpoint.every=10", "observers=[console,jsonl]", f"run.dir={run}",
+        "log.every=1", "train.eval_every=80", "checkpoint.every=10", "observers=[console,jsonl]",
+        f"run.dir={run}",
     ]  # fmt: skip
 
 

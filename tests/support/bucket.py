@@ -20,8 +20,8 @@ KEYS = {
 
 @dataclass
 class Answer:
-    """What the door says in the server's place. body: None hands on the server's own. cut: after so many bytes
-    the line goes dead."""
+    """What the door says in the server's place. body: None hands on the server's own. cut: after so many
+    bytes the line goes dead."""
 
     status: int = 200
     body: bytes | None = None

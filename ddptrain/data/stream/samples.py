@@ -9,8 +9,8 @@ from typing import final
 from torch import Tensor
 
 from ddptrain.api.blocks import Blocks
-from ddptrain.api.recipe import Reading
 from ddptrain.api.sampler import Sampler
+from ddptrain.api.timing import Reading
 from ddptrain.data.pictures import Encoded
 from ddptrain.data.stream.ahead import Ahead, Need
 from ddptrain.data.stream.cache import DECODING_S, BlockCache
