@@ -11,7 +11,7 @@ from ddptrain.errors import UserError
 
 _THREADS = 4
 """Requests of a rank at a time: one waits for its first byte while others deliver."""
-_AGAIN_S, _POLL_S = 0.5, 0.05
+_AGAIN_S, _POLL_S, _LAST_S = 0.5, 0.05, 3.0
 
 
 class Need(NamedTuple):
@@ -52,8 +52,9 @@ class Ahead:
         with self._changed:
             self._over = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(timeout=5)  # a request that is on its way may take longer; the thread is a daemon
+        until = time.monotonic() + _LAST_S
+        for thread in self._threads:  # a request that is on its way may take longer; the thread is a daemon
+            thread.join(timeout=max(0.0, until - time.monotonic()))
 
     def at(self, position: int) -> None:
         """What is read now."""

@@ -134,7 +134,8 @@ class BlockCache:
             if path.exists():
                 return True
             block = self.blocks[i]
-            self._make_room(max(block.size, 0) + _DIGEST_BYTES, part)
+            size = block.size if block.size >= 0 else self._store.size(block.key)
+            self._make_room(size + _DIGEST_BYTES, part)
             self._store.download(block.key, part, lambda: self._check(part, block))
             try:
                 self._finish(part)
@@ -220,12 +221,14 @@ class BlockCache:
     def _took_room(self, size: int, part: IO[bytes]) -> bool:
         with (self._folder / "room.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            own = os.fstat(part.fileno())
             files = [(entry.stat(), entry.path) for entry in _entries(self._folder)]
-            used = sum(max(status.st_size, 0) for status, _ in files)
+            files = [(status, name) for status, name in files if not os.path.samestat(status, own)]
+            used = sum(status.st_size for status, _ in files)
             for status, name in sorted(files, key=lambda file: file[0].st_mtime_ns):
                 if used + size <= self.limit:
                     break
-                if not _is(Path(name), part) and _removed(name):
+                if _removed(name):
                     used -= status.st_size
             if used + size > self.limit:
                 return False

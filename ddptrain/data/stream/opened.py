@@ -159,7 +159,7 @@ class Streamed:
     def _check_room(self, blocks: BlockTable) -> None:
         if self._cache is None:
             return
-        largest = sorted((block.size for block in blocks), reverse=True)[: self._window]
+        largest = sorted((max(block.size, 0) for block in blocks), reverse=True)[: self._window]
         if sum(largest) > AHEAD * self._limit:
             raise UserError(
                 f"data.source.cache_gb={self._limit / 1e9:g}: samples are shuffled within"

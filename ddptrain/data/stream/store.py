@@ -79,6 +79,21 @@ class Store:
 
         return self._patiently(key, once)
 
+    def size(self, key: str) -> int:
+        """Bytes of an object. Raises as `download` does."""
+
+        def once() -> int:
+            if self.folder is not None:
+                return (self.folder / key).stat().st_size
+            import obstore
+
+            return obstore.head(self._store(), key)["size"]
+
+        try:
+            return self._patiently(key, once)
+        except FileNotFoundError:
+            raise self._missing(key) from None
+
     def download(self, key: str, to: IO[bytes], check: Callable[[], None]) -> None:
         """An object into a file, from its beginning. check: looks at the file, and raises Damaged.
 
@@ -95,11 +110,14 @@ class Store:
         try:
             self._patiently(key, once)
         except FileNotFoundError:
-            raise UserError(
-                f"{self.shown}/{key}: is not there (404), and belongs to the set. Was it removed, or the set"
-                " written anew? Bring it back, or start a new run.",
-                everywhere=False,
-            ) from None
+            raise self._missing(key) from None
+
+    def _missing(self, key: str) -> UserError:
+        return UserError(
+            f"{self.shown}/{key}: is not there (404), and belongs to the set. Was it removed, or the set"
+            " written anew? Bring it back, or start a new run.",
+            everywhere=False,
+        )
 
     def _patiently(self, key: str, work: Callable[[], Result]) -> Result:
         began, pause = time.monotonic(), _FIRST_PAUSE_S
