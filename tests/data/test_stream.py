@@ -130,6 +130,14 @@ def test_global_batches_don_t_depend_on_ranks_and_workers(
     assert_same(joined, expected)  # type: ignore[arg-type]
 
 
+def test_chunks_of_litdata_are_read_too(blocks: Path, tmp_path: Path) -> None:
+    """What ``write`` makes has litdata's index in each part's folder."""
+    data = streamed(
+        blocks / "train", tmp_path, valid_url=str(blocks / "valid"), classes=["cats", "dogs", "owls"]
+    )
+    assert_same(trained(data, range(9)), trained(streamed(blocks, None), range(9)))
+
+
 def test_tars_are_read_too(pictures: Path, tmp_path: Path) -> None:
     for part in ("train", "val"):
         files = sorted((pictures / part).rglob("*.jpg"))
