@@ -113,7 +113,7 @@ def _held_by_eight(samples: Samples, order: list[int]) -> int:
 
 
 def test_what_eight_workers_hold_of_ten_million_samples(tmp_path: Path) -> None:
-    """Beside what they hold of ten samples: Python and torch."""
+    """Beside what they hold of a small set, which is Python and torch: some 280 MB, shared by all."""
     from ddptrain.data.stream.shards import packed
 
     content = packed([[b"x"] for _ in range(640)])
@@ -130,7 +130,6 @@ def test_what_eight_workers_hold_of_ten_million_samples(tmp_path: Path) -> None:
     many = _held_by_eight(much, [i * 99_991 % 10_000_000 for i in range(1000)])
     print(f"eight workers: {few / 1e6:.0f} MB with 640 samples, {many / 1e6:.0f} MB with 10,000,000")
     assert many - few < 20e6
-    assert many < 150e6
 
 
 def test_shuffling_within_blocks_costs_no_accuracy(tmp_path: Path) -> None:
@@ -144,7 +143,8 @@ def test_shuffling_within_blocks_costs_no_accuracy(tmp_path: Path) -> None:
             more = [
                 "recipe=cnn_cifar10", "data=stream", f"data.source.url={folder}", "data.source.size=32",
                 "data.source.cache=null", f"data.source.shuffle_blocks={window}", "data.resident=false",
-                "data.workers=0", "device=cpu", "model.width=8", "train.batch_size=100", "train.epochs=3",
+                "data.workers=0", "data.augment.crop=2", "device=cpu", "model.width=8", "train.batch_size=100",
+                "train.epochs=6",
                 "observers=[jsonl]", f"run.dir={run}", f"seed={seed}",
             ]  # fmt: skip
             done = ddptrain(tmp_path, more, OMP_NUM_THREADS="1")
