@@ -3,6 +3,7 @@ together. So a training reads a few blocks at a time, each once an epoch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -22,10 +23,15 @@ class Blocks:
     sizes: Tensor
     window: int
 
+    @cached_property
+    def ends(self) -> Tensor:
+        """int64 (blocks,): the index after each block's last sample."""
+        return self.sizes.cumsum(0)
+
     def order(self, seed: int, epoch: int) -> Tensor:
         """int64 (samples,): the sample indices of an epoch; each once."""
         generator = torch.Generator().manual_seed(mixed(seed, epoch))
-        starts = self.sizes.cumsum(0) - self.sizes
+        starts = self.ends - self.sizes
         shuffled = []
         for blocks in self._shuffled(generator).split(self.window):
             sizes = self.sizes[blocks]
@@ -45,10 +51,9 @@ class Blocks:
 
     def of(self, samples: Sequence[int]) -> list[tuple[int, int]]:
         """(block, place in it) of each sample."""
-        ends = self.sizes.cumsum(0)
         ids = torch.as_tensor(samples)
-        blocks = torch.searchsorted(ends, ids, right=True)
-        places = ids - (ends - self.sizes)[blocks]
+        blocks = torch.searchsorted(self.ends, ids, right=True)
+        places = ids - self.ends[blocks] + self.sizes[blocks]
         return list(zip(blocks.tolist(), places.tolist(), strict=True))
 
     def _shuffled(self, generator: torch.Generator) -> Tensor:

@@ -17,14 +17,14 @@ from ddptrain.text import fonts_for
 
 
 class Encoded(BytesIO):
-    """A picture's file in memory. name: for errors."""
+    """A picture's file in memory. name: for errors, whose text is asked for only then."""
 
-    def __init__(self, content: bytes, name: str) -> None:
+    def __init__(self, content: bytes, name: object) -> None:
         super().__init__(content)
         self._name = name
 
     def __str__(self) -> str:
-        return self._name
+        return str(self._name)
 
 
 if TYPE_CHECKING:

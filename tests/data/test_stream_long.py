@@ -143,9 +143,9 @@ def test_shuffling_within_blocks_costs_no_accuracy(tmp_path: Path) -> None:
             more = [
                 "recipe=cnn_cifar10", "data=stream", f"data.source.url={folder}", "data.source.size=32",
                 "data.source.cache=null", f"data.source.shuffle_blocks={window}", "data.resident=false",
-                "data.workers=0", "data.augment.crop=2", "device=cpu", "model.width=8", "train.batch_size=100",
-                "train.epochs=6",
-                "observers=[jsonl]", f"run.dir={run}", f"seed={seed}",
+                "data.workers=0", "data.augment.crop=2", "device=cpu", "model.width=8",
+                "train.batch_size=100", "train.epochs=6", "observers=[jsonl]", f"run.dir={run}",
+                f"seed={seed}",
             ]  # fmt: skip
             done = ddptrain(tmp_path, more, OMP_NUM_THREADS="1")
             assert done.code == 0, done.err[-2000:]

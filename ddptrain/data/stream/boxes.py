@@ -12,7 +12,7 @@ from torch import Tensor
 from ddptrain.data.detection.source import DetectionSet, DetectionSource, Objects, PackedObjects, Scenes
 from ddptrain.data.pictures import Encoded, decoded
 from ddptrain.data.stream.opened import OpenedPart, Streamed
-from ddptrain.data.stream.samples import Samples
+from ddptrain.data.stream.samples import Name, Samples
 from ddptrain.data.stream.write import PartToWrite, Writer
 from ddptrain.errors import UserError
 
@@ -28,7 +28,7 @@ class Numbered(Sequence[str]):
         return len(self._samples)
 
     def __getitem__(self, i: int) -> str:  # type: ignore[override]
-        return self._samples.named(range(len(self))[i])
+        return str(Name(self._samples, range(len(self))[i]))
 
 
 @final

@@ -9,7 +9,7 @@ from torch import Tensor
 from ddptrain.data.mask_files import Pair
 from ddptrain.data.pictures import Encoded
 from ddptrain.data.stream.opened import Streamed
-from ddptrain.data.stream.samples import Samples
+from ddptrain.data.stream.samples import Name, Samples
 from ddptrain.data.stream.write import PartToWrite, Writer
 from ddptrain.errors import UserError
 
@@ -26,7 +26,7 @@ class StreamPairs(Sequence[Pair]):
 
     def __getitem__(self, i: int) -> Pair:  # type: ignore[override]
         ((picture, mask),) = self.stream.read([i], ["image", "mask"])
-        name = self.stream.named(i)
+        name = Name(self.stream, i)
         return Pair(Encoded(picture, name), Encoded(mask, f"the mask of {name}"))
 
 

@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor
 
@@ -26,8 +26,7 @@ _ATTEMPTS = 3
 
 @final
 class Samples:
-    """cache: its blocks. fields: a sample's, by name; what a reader gets of each is bytes. blocks: the order
-    of a training; None where samples are only read one after the other."""
+    """cache: its blocks. fields: a sample's, by name; what a reader gets of each is bytes."""
 
     def __init__(self, cache: BlockCache, fields: Sequence[str], blocks: Blocks) -> None:
         self.cache = cache
@@ -50,11 +49,6 @@ class Samples:
                 found[at] = [sample[i] for i in which]
         return found
 
-    def named(self, i: int) -> str:
-        """Where a sample is, for errors."""
-        ((block, place),) = self.blocks.of([i])
-        return f"sample {place} of {self.cache.blocks[block].key}"
-
     def in_block_of(self, i: int) -> range:
         """The samples of its block."""
         ((block, place),) = self.blocks.of([i])
@@ -71,13 +65,13 @@ class Samples:
 
     def _made(self, i: int, field: str, make: Callable[[Encoded], Tensor], content: bytes) -> Tensor:
         try:
-            return make(Encoded(content, self.named(i)))
+            return make(Encoded(content, Name(self, i)))
         except UserError:
             ((block, _),) = self.blocks.of([i])
             if not self.cache.drop_if_damaged(block):
                 raise
         ((content,),) = self.read([i], [field])
-        return make(Encoded(content, self.named(i)))
+        return make(Encoded(content, Name(self, i)))
 
     def _of_block(self, block: int, places: list[int]) -> list[list[bytes]]:
         problem: Exception = Damaged()
@@ -151,6 +145,17 @@ class Samples:
                 begin, end = epoch * sampler.size + begin, epoch * sampler.size + end
                 if end > first and begin < last:
                     yield Need(begin, blocks)
+
+
+class Name(NamedTuple):
+    """Where a sample is, for people."""
+
+    samples: Samples
+    i: int
+
+    def __str__(self) -> str:
+        ((block, place),) = self.samples.blocks.of([self.i])
+        return f"sample {place} of {self.samples.cache.blocks[block].key}"
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
