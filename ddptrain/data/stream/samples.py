@@ -19,8 +19,8 @@ from ddptrain.data.stream.store import Damaged
 from ddptrain.data.workers import Key, TrainingKeys, validation_keys
 from ddptrain.errors import UserError
 
-AHEAD = 0.9
-"""Share of the cache's room that is filled ahead; the rest is for validation, or another job."""
+AHEAD, AHEAD_OF_VALIDATION = 0.8, 0.15
+"""Shares of the cache's room that are filled ahead: a training's blocks stay while it is evaluated."""
 _ATTEMPTS = 3
 
 
@@ -105,7 +105,7 @@ class Samples:
             yield from keys
             return
         per_step = len(sampler.micro_sizes)
-        with Ahead(self.cache, self._needs(sampler, steps), self._share) as ahead:
+        with Ahead(self.cache, self._needs(sampler, steps), int(AHEAD * self.cache.limit)) as ahead:
             for i, batch in enumerate(keys):
                 ahead.at((steps.start + i // per_step) * sampler.batch_size)
                 yield batch
@@ -120,7 +120,7 @@ class Samples:
         for i, batch in enumerate(batches):
             blocks = dict.fromkeys(block for block, _ in self.blocks.of([sample for _, sample, _ in batch]))
             needs.append(Need(i, list(blocks)))
-        with Ahead(self.cache, needs, self._share) as ahead:
+        with Ahead(self.cache, needs, int(AHEAD_OF_VALIDATION * self.cache.limit)) as ahead:
             for i, batch in enumerate(batches):
                 ahead.at(i)
                 yield batch
@@ -131,10 +131,6 @@ class Samples:
         again = f", {damaged:.0f} of them again, for they were damaged" if damaged else ""
         words = f"{fetched:,.0f} blocks fetched, {size / 1e6:,.1f} MB{again}"
         return Reading(network, decoding, words)
-
-    @property
-    def _share(self) -> int:
-        return int(self.cache.limit * AHEAD)
 
     def _needs(self, sampler: Sampler, steps: range) -> Iterator[Need]:
         first, last = steps.start * sampler.batch_size, steps.stop * sampler.batch_size
