@@ -69,7 +69,7 @@ REFUSED = {
     PICTURES.replace("pictures", "nowhere"): "data.root=nowhere: there is no such folder",
     PICTURES.replace("pictures", "empty"): "data.root=empty: no image found",
     f"{PICTURES} data.resident=true": "pictures/cats/3.png: can't be read as an image",
-    "write recipe=cnn_digits out=new": "write: ImageData offers none",
+    "write recipe=transformer_translate out=new": "write: DatePairs offers none",
     "write recipe=yolo_shapes out=full": "out=full: exists and isn't empty",
     "write recipe=yolo_shapes out=file": "out=file: can't be made",
     "write recipe=yolo_shapes out=new layout=voc": "layout=voc: must be one of",

@@ -208,7 +208,7 @@ def test_mosaics_are_a_share_of_the_samples_until_they_end() -> None:
         Augment(mosaic=0.5, mosaic_until=0.8),
         Draws(0, torch.zeros(500).long(), torch.arange(500)),
     )
-    tiles = [augment.tiles(draws, i, i, 500, 0.79) for i in range(500)]
+    tiles = [augment.tiles(draws, i, i, range(500), 0.79) for i in range(500)]
     four = [of for of in tiles if len(of) == 4]
     assert {len(of) for of in tiles} == {1, 4}
     assert 200 < len(four) < 300
@@ -216,7 +216,7 @@ def test_mosaics_are_a_share_of_the_samples_until_they_end() -> None:
     assert len({tile for of in four for tile in of[1:]}) > 200
     assert all(0 <= tile < 500 for of in four for tile in of)
     for progress in (0.8, 0.99):
-        assert all(augment.tiles(draws, i, i, 500, progress) == [i] for i in range(500))
+        assert all(augment.tiles(draws, i, i, range(500), progress) == [i] for i in range(500))
 
 
 def test_colours_turn_saturate_and_scale() -> None:
