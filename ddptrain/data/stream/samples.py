@@ -3,8 +3,9 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import final
+from typing import TypeVar, final
 
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from ddptrain.errors import UserError
 AHEAD = 0.9
 """Share of the cache's room that is filled ahead; the rest is for validation, or another job."""
 _ATTEMPTS = 3
+
+Result = TypeVar("Result")
 
 
 @final
@@ -45,7 +48,9 @@ class Samples:
             by_block[block].append((place, at))
         found: list[list[bytes]] = [[]] * len(ids)
         for block, wanted in by_block.items():
-            samples = self._of_block(block, [place for place, _ in wanted])
+            places = [place for place, _ in wanted]
+            read = partial(read_samples, places=places, fields=len(self.fields))
+            samples = read_block(self.cache, block, read)
             for (_, at), sample in zip(wanted, samples, strict=True):
                 found[at] = [sample[i] for i in which]
         return found
@@ -79,30 +84,6 @@ class Samples:
         ((content,),) = self.read([i], [field])
         return make(Encoded(content, self.named(i)))
 
-    def _of_block(self, block: int, places: list[int]) -> list[list[bytes]]:
-        problem: Exception = Damaged()
-        for _ in range(_ATTEMPTS):
-            path = self.cache.fetched(block)
-            try:
-                return read_samples(path, places, len(self.fields))
-            except FileNotFoundError as error:  # removed since: the cache is small, or shared
-                problem = error
-            except Damaged as error:
-                problem = error
-                self.cache.drop_if_damaged(block)
-            except OSError as error:
-                raise _unreadable(path, error) from error
-        key = self.cache.blocks[block].key
-        if isinstance(problem, FileNotFoundError) and self.cache.in_place:
-            raise UserError(f"{path}: is not there, and belongs to the set.", everywhere=False)
-        if isinstance(problem, FileNotFoundError):
-            raise UserError(
-                f"data.source.cache_gb: {key} was removed from the cache three times before it could be read."
-                " Make it larger, or give each job a cache of its own.",
-                everywhere=False,
-            )
-        raise UserError(f"{key}: is no block of this set ({problem}). Write the set anew.", everywhere=False)
-
     def following_training(
         self, keys: Iterable[list[Key]], sampler: Sampler, steps: range
     ) -> Iterator[list[Key]]:
@@ -111,7 +92,7 @@ class Samples:
             yield from keys
             return
         per_step = len(sampler.micro_sizes)
-        with Ahead(self.cache, self._needs(sampler, steps), self._share) as ahead:
+        with Ahead(self.cache, training_needs(self.blocks, sampler, steps), self._share) as ahead:
             for i, batch in enumerate(keys):
                 ahead.at((steps.start + i // per_step) * sampler.batch_size)
                 yield batch
@@ -133,24 +114,57 @@ class Samples:
 
     def reading(self) -> Reading:
         """By this rank and its workers."""
-        fetched, size, damaged, network, decoding = self.cache.counts.tolist()
-        again = f", {damaged:.0f} of them again, for they were damaged" if damaged else ""
-        words = f"{fetched:,.0f} blocks fetched, {size / 1e6:,.1f} MB{again}"
-        return Reading(network, decoding, words)
+        return reading_of(self.cache)
 
     @property
     def _share(self) -> int:
         return int(self.cache.limit * AHEAD)
 
-    def _needs(self, sampler: Sampler, steps: range) -> Iterator[Need]:
-        first, last = steps.start * sampler.batch_size, steps.stop * sampler.batch_size
-        for epoch in range(first // sampler.size, -(-last // sampler.size)):
-            windows = list(self.blocks.windows(sampler.seed, epoch))
-            ends = [begin for begin, _ in windows[1:]] + [sampler.size]
-            for (begin, blocks), end in zip(windows, ends, strict=True):
-                begin, end = epoch * sampler.size + begin, epoch * sampler.size + end
-                if end > first and begin < last:
-                    yield Need(begin, blocks)
+
+def read_block(cache: BlockCache, block: int, read: Callable[[Path], Result]) -> Result:
+    """What ``read`` gets out of a block's file; fetched again where that was removed since, or is damaged.
+    Raises UserError naming what can't be had."""
+    problem: Exception = Damaged()
+    for _ in range(_ATTEMPTS):
+        path = cache.fetched(block)
+        try:
+            return read(path)
+        except FileNotFoundError as error:  # removed since: the cache is small, or shared
+            problem = error
+        except Damaged as error:
+            problem = error
+            cache.drop_if_damaged(block)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    key = cache.blocks[block].key
+    if isinstance(problem, FileNotFoundError) and cache.in_place:
+        raise UserError(f"{path}: is not there, and belongs to the set.", everywhere=False)
+    if isinstance(problem, FileNotFoundError):
+        raise UserError(
+            f"data.source.cache_gb: {key} was removed from the cache three times before it could be read."
+            " Make it larger, or give each job a cache of its own.",
+            everywhere=False,
+        )
+    raise UserError(f"{key}: is no block of this set ({problem}). Write the set anew.", everywhere=False)
+
+
+def reading_of(cache: BlockCache) -> Reading:
+    """What this rank and its workers have read by it."""
+    fetched, size, damaged, network, decoding = cache.counts.tolist()
+    again = f", {damaged:.0f} of them again, for they were damaged" if damaged else ""
+    return Reading(network, decoding, f"{fetched:,.0f} blocks fetched, {size / 1e6:,.1f} MB{again}")
+
+
+def training_needs(blocks: Blocks, sampler: Sampler, steps: range) -> Iterator[Need]:
+    """What the steps read, by the samples before it."""
+    first, last = steps.start * sampler.batch_size, steps.stop * sampler.batch_size
+    for epoch in range(first // sampler.size, -(-last // sampler.size)):
+        windows = list(blocks.windows(sampler.seed, epoch))
+        ends = [begin for begin, _ in windows[1:]] + [sampler.size]
+        for (begin, some), end in zip(windows, ends, strict=True):
+            begin, end = epoch * sampler.size + begin, epoch * sampler.size + end
+            if end > first and begin < last:
+                yield Need(begin, some)
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
