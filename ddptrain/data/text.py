@@ -215,6 +215,11 @@ class TextData(Data):
                 f"data.window={self.window}: the text to train on has {train} tokens (and {valid} are held"
                 " out), and a window takes one more than its length. Take a longer text or a shorter window."
             )
+        if self.blocks is not None and int(self.blocks.sizes.min()) == 0:
+            raise UserError(
+                f"data.window={self.window}: the set has a block of less tokens, and windows lie within"
+                " blocks. Take a shorter window, or write larger blocks (block_mb=...)."
+            )
         if valid < 2:
             raise UserError(
                 f"data.source: {valid} tokens are held out (every 20th file, or a file's last 20th), too few"

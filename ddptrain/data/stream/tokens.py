@@ -83,12 +83,13 @@ class TokenBlocks:
 
     def needs_of(self, position: int, starts: Tensor, length: int) -> Need:
         """The blocks of runs of consecutive tokens."""
-        edges = torch.stack([starts, starts + length - 1]) % len(self)
-        first, last = torch.searchsorted(self._ends, edges, right=True)
-        count = len(self._sizes)
+        count, total = len(self._sizes), len(self)
+        places = starts % total
+        edges = torch.stack([places, places + length - 1])
+        first, last = torch.searchsorted(self._ends, edges % total, right=True) + edges // total * count
         found: dict[int, None] = {}
         for a, b in zip(first.tolist(), last.tolist(), strict=True):
-            found.update((block % count, None) for block in range(a, (b if b >= a else b + count) + 1))
+            found.update((block % count, None) for block in range(a, b + 1))
         return Need(position, list(found))
 
     def needs_of_streams(self, origins: Tensor, window: int, steps: range) -> Iterator[Need]:
