@@ -12,7 +12,7 @@ import pytest
 from bucket import Door, bucket, upload
 from running import Job, assert_same_outcome, kill_at_random
 from shell import ddptrain
-from streamed_texts import folder_of_texts, small_tokenizer
+from streamed_texts import folder_of_texts, small_tokenizer, written
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
@@ -130,17 +130,24 @@ def test_an_epoch_of_a_large_text_through_a_small_cache(
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("recipe", "order"), [("transformer_text", "shuffled"), ("lstm_text", "streams")])
+@pytest.mark.parametrize(
+    ("recipe", "order", "batch", "window"),
+    [("transformer_text", "shuffled", 48, 512), ("lstm_text", "streams", 12, 1024)],
+)
 def test_a_large_text_is_trained_on_killed_and_resumed_to_the_bit(
-    door: Door, url: str, tmp_path: Path, recipe: str, order: str
+    door: Door, url: str, tmp_path: Path, recipe: str, order: str, batch: int, window: int
 ) -> None:
+    written(
+        folder_of_texts(tmp_path / "texts"), tmp_path / "small"
+    )  # to evaluate by: that of 10 MB takes long
+
     def job(run: str, ranks: int, restarts: int = 0) -> Job:
         return Job(
-            f"recipe={recipe} data=stream_text data.source.url={url} data.source.cache_gb={CACHE_GB}"
-            f" data.source.cache=cache-{run} data.source.shuffle_blocks=4 data.window=1024 data.order={order}"
-            f" {TINY} model.layers=1 model.ngrams=[2] train.batch_size=12 train.steps=400 train.eval_every=400"
-            " train.eval_batch_size=64 data.valid_piece=65536 elastic=strict"
-            f" checkpoint.every=20 observers=[console,jsonl] run.dir={run}".split(),
+            f"recipe={recipe} data=stream_text data.source.url={url} data.source.valid_url=small"
+            f" data.source.cache_gb={CACHE_GB} data.source.cache=cache-{run} data.source.shuffle_blocks=4"
+            f" data.window={window} data.order={order} train.batch_size={batch} train.steps=150 {TINY}"
+            " model.layers=1 model.ngrams=[2] train.eval_every=75 checkpoint.every=10 elastic=strict"
+            f" observers=[console,jsonl] run.dir={run}".split(),
             tmp_path, ranks, restarts, variables=door.variables,
         )  # fmt: skip
 
@@ -148,7 +155,7 @@ def test_a_large_text_is_trained_on_killed_and_resumed_to_the_bit(
         calm = job(f"calm{ranks}", ranks)
         assert calm.wait(600) == 0, calm.text[-3000:]
         killed = job(f"killed{ranks}", ranks, 3)
-        met = kill_at_random(killed, random.Random(ranks), 10, 3)
+        met = kill_at_random(killed, random.Random(ranks), 8, 3)
         assert killed.wait(900) == 0, killed.text[-3000:]
         assert met >= 2
         assert_same_outcome(tmp_path / f"calm{ranks}", tmp_path / f"killed{ranks}")
