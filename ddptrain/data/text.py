@@ -145,8 +145,8 @@ class TextData(Data):
         train = self._tokens.train
         if isinstance(train, TokenBlocks):
             if self.in_streams:
-                first, stop = sampler.share
-                train.check_room(stop - first, self._world.local_size)
+                ranks = self._world.local_size  # not this rank's own rows: all must come to the same answer
+                train.check_room(-(-sampler.batch_size * ranks // sampler.world_size), ranks)
             return self._moved(self._streamed(train, sampler, steps))
         starts = self._stream_starts if self.in_streams else self._shuffled_starts
         return self._moved(

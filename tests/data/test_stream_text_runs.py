@@ -131,20 +131,18 @@ def test_an_epoch_of_a_large_text_through_a_small_cache(
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("recipe", "order", "batch", "window"),
-    [("transformer_text", "shuffled", 48, 512), ("lstm_text", "streams", 12, 1024)],
+    ("recipe", "order", "batch", "window", "cache_gb"),
+    [("transformer_text", "shuffled", 48, 512, 0.005), ("lstm_text", "streams", 12, 1024, CACHE_GB)],
 )
 def test_a_large_text_is_trained_on_killed_and_resumed_to_the_bit(
-    door: Door, url: str, tmp_path: Path, recipe: str, order: str, batch: int, window: int
+    door: Door, url: str, tmp_path: Path, recipe: str, order: str, batch: int, window: int, cache_gb: float
 ) -> None:
-    written(
-        folder_of_texts(tmp_path / "texts"), tmp_path / "small"
-    )  # to evaluate by: that of 10 MB takes long
+    written(folder_of_texts(tmp_path / "texts"), tmp_path / "small")  # to evaluate by, sooner
 
     def job(run: str, ranks: int, restarts: int = 0) -> Job:
         return Job(
             f"recipe={recipe} data=stream_text data.source.url={url} data.source.valid_url=small"
-            f" data.source.cache_gb={CACHE_GB} data.source.cache=cache-{run} data.source.shuffle_blocks=4"
+            f" data.source.cache_gb={cache_gb} data.source.cache=cache-{run} data.source.shuffle_blocks=4"
             f" data.window={window} data.order={order} train.batch_size={batch} train.steps=150 {TINY}"
             " model.layers=1 model.ngrams=[2] train.eval_every=75 checkpoint.every=10 elastic=strict"
             f" observers=[console,jsonl] run.dir={run}".split(),

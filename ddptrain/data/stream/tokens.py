@@ -103,17 +103,16 @@ class TokenBlocks:
             left = self._ends[torch.searchsorted(self._ends, last, right=True)] - last
             step += max(1, -(-int(left.min()) // window))
 
-    def check_room(self, rows: int, sharers: int) -> None:
-        """Raises UserError unless the cache holds the blocks that so many rows of each of the node's ranks
-        are in at once, and the next."""
+    def check_room(self, rows: int, ranks: int) -> None:
+        """Raises UserError unless the cache holds the blocks that so many rows are in at once, and for each
+        rank the next. rows, ranks: of a node."""
         if self._cache.in_place:
             return
-        sizes = sorted((block.size for block in self._cache.blocks), reverse=True)
-        needed = min(sharers * sum(sizes[: rows + 1]), sum(sizes))
+        needed = sum(sorted((block.size for block in self._cache.blocks), reverse=True)[: rows + ranks])
         if needed > AHEAD * self._cache.limit:
             raise UserError(
                 f"data.source.cache_gb={self._cache.limit / 1e9:g}: data.order=streams reads the text at"
-                f" {rows * sharers} places at once on each node, and the blocks that these lie in have"
+                f" {rows} places at once on each node, and the blocks that these lie in have"
                 f" {needed / 1e9:.3g} GB. Make the cache larger, train.batch_size or the set's blocks"
                 " smaller, or take data.order=shuffled."
             )
