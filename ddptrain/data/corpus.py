@@ -14,7 +14,7 @@ from ddptrain.errors import UserError
 HELD_OUT = 20
 """Every 20th file, or the last 20th of a single one, is held out."""
 _BLOCK = 1 << 24
-_CONTINUATION = bytes(range(0x80, 0xC0))  # Bytes that in UTF-8 continue a character
+CONTINUATION = bytes(range(0x80, 0xC0))  # Bytes that in UTF-8 continue a character
 _OF_A_RUN = ("config.yaml", "command.txt")  # Files by which a folder is known to be a run of ddptrain
 
 
@@ -159,6 +159,6 @@ def _split_file(path: Path) -> Corpus:
         file.seek(cut)
         head = file.read(max(3, at_most))
     line_end = head.find(b"\n", 0, at_most)
-    begun = len(head[:3]) - len(head[:3].lstrip(_CONTINUATION))
+    begun = len(head[:3]) - len(head[:3].lstrip(CONTINUATION))
     cut += line_end + 1 if line_end >= 0 else begun
     return Corpus(train=[Document(path, 0, cut)], valid=[Document(path, cut)])

@@ -1,21 +1,30 @@
 """Text for language models: runs of consecutive tokens, in order or shuffled."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from ddptrain.api.recipe import Data
+from ddptrain.api.blocks import Blocks
+from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.rng import draw_below
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.corpus import TextSource
 from ddptrain.data.prefetch import on_device
-from ddptrain.data.tokens import Level, Vocabulary, open_tokens, tokens_folder, write_tokens
+from ddptrain.data.stream.ahead import Need
+from ddptrain.data.stream.samples import training_needs
+from ddptrain.data.stream.text import OpenedText, StreamText
+from ddptrain.data.stream.tokens import TokenBlocks
+from ddptrain.data.stream.write_text import write_text
+from ddptrain.data.tokenizer import BYTES, Tokenizer, read_tokenizer
+from ddptrain.data.tokens import Level, Tokens, Vocabulary, open_tokens, tokens_folder, write_tokens
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError, check_least
 
@@ -38,19 +47,20 @@ class Windows(NamedTuple):
 @final
 @dataclass(eq=False)
 class TextData(Data):
-    """A corpus as token files under ``root``, cut into windows.
+    """A corpus as token files under ``root``, or streamed from elsewhere, cut into windows.
 
-    level: a token is a byte, or a character.
+    level: a token is a byte, or a character; a streamed text has tokens of its own.
     order: ``streams`` for recurrent models: the text is a ring, row b of n of the global batch starts at its
     b-th n-th and reads one window after the other, so a state can be carried from window to window; each
     rank owns whole rows. ``shuffled``: each epoch cuts the ring into windows from another place on and
-    takes them in random order.
+    takes them in random order; of a streamed text, it does so with each block, and takes those of a few
+    blocks in random order.
     window: tokens of a training sample.
     valid_piece: the held-out text is scored in pieces of so many tokens, each after up to ``valid_context``
     tokens that are read but not scored, so that no token is judged without a past.
     """
 
-    source: TextSource
+    source: TextSource | StreamText
     level: Level = "bytes"
     order: Literal["streams", "shuffled"] = "streams"
     window: int = 64
@@ -63,14 +73,27 @@ class TextData(Data):
         check_least("data", 0, valid_context=self.valid_context)
 
     def prepare(self, world: World, seed: int) -> None:
-        self._tokens = open_tokens(once_a_node(world, self._tokens_folder))
+        if isinstance(self.source, StreamText):
+            once_a_node(world, self.source.fetch)
+            self._tokens: Tokens | OpenedText = self.source.open()
+        else:
+            self._tokens = open_tokens(once_a_node(world, partial(self._tokens_folder, self.source)))
+        self._vocabulary: Vocabulary | Tokenizer = self._tokens.vocabulary
+        self._world = world
         self._device = world.device
         self._seed = seed
         self._check_size()
 
+    def metadata(self) -> Mapping[str, Any]:
+        """Of a streamed text its tokenizer; other texts are read again."""
+        return {"tokenizer": self._vocabulary.saved} if isinstance(self._vocabulary, Tokenizer) else {}
+
+    def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
+        self._vocabulary = Tokenizer(str(metadata["tokenizer"]), "the checkpoint's tokenizer")
+
     @property
-    def vocabulary(self) -> Vocabulary:
-        return self._tokens.vocabulary
+    def vocabulary(self) -> Vocabulary | Tokenizer:
+        return self._vocabulary
 
     @property
     def identity(self) -> str:
@@ -79,7 +102,8 @@ class TextData(Data):
 
     @property
     def outputs(self) -> Sequence[str]:
-        return self.vocabulary.characters or ()
+        vocabulary = self.vocabulary
+        return vocabulary.names if isinstance(vocabulary, Tokenizer) else vocabulary.characters or ()
 
     @property
     def in_streams(self) -> bool:
@@ -88,7 +112,17 @@ class TextData(Data):
 
     @property
     def train_size(self) -> int:
-        return len(self._tokens.train) // self.window
+        return len(self._tokens.train) // self.window if self.blocks is None else int(self.blocks.sizes.sum())
+
+    @property
+    def blocks(self) -> Blocks | None:
+        train = self._tokens.train
+        return train.windows(self.window) if isinstance(train, TokenBlocks) and not self.in_streams else None
+
+    @property
+    def loading(self) -> Loading:
+        train = self._tokens.train
+        return Loading(reading=train.reading) if isinstance(train, TokenBlocks) else Loading()
 
     @property
     def valid_size(self) -> int:
@@ -108,11 +142,42 @@ class TextData(Data):
                 f" tokens are less than a window of {self.window} for each. Take"
                 f" {size // self.window} or fewer."
             )
+        train = self._tokens.train
+        if isinstance(train, TokenBlocks):
+            if self.in_streams:
+                ranks = self._world.local_size  # not this rank's own rows: all must come to the same answer
+                train.check_room(-(-sampler.batch_size * ranks // sampler.world_size), ranks)
+            return self._moved(self._streamed(train, sampler, steps))
         starts = self._stream_starts if self.in_streams else self._shuffled_starts
-        return self._moved(Windows(self._read(first), rows) for first, rows in starts(sampler, steps))
+        return self._moved(
+            Windows(self._pinned(_read(train, first, self.window + 1)), rows)
+            for first, rows in starts(sampler, steps)
+        )
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Windows]:
+        valid = self._tokens.valid
+        if isinstance(valid, TokenBlocks):
+            needs = (self._need(valid, i, chunk) for i, chunk in enumerate(chunks))
+            return self._moved(map(self._pieces, valid.fetching(chunks, count(), needs)))
         return self._moved(map(self._pieces, chunks))
+
+    def write(
+        self, folder: Path, layout: Literal["stream"] = "stream", block_mb: float = 32.0,
+        tokenizer: str = BYTES,
+    ) -> Iterator[str]:  # fmt: skip
+        """As blocks of tokens that ``data=stream_text`` reads from a bucket, a web server or a folder.
+
+        block_mb: about so many 10^6 bytes a block. tokenizer: ``bytes``, or a file of the tokenizers library,
+        its tokenizer.json.
+        """
+        if isinstance(self.source, StreamText):
+            raise UserError("write: this text is in blocks already. Name the text: data=text.")
+        if self.level != "bytes":
+            raise UserError(
+                f"data.level={self.level}: a streamed text has bytes, or the tokens of tokenizer=<file>."
+            )
+        corpus = self.source.corpus(leave_out=Path(self.root))
+        yield from write_text(folder, corpus, read_tokenizer(tokenizer), block_mb)
 
     def _moved(self, batches: Iterable[Windows]) -> Iterator[Windows]:
         """Tokens go to the device in their own dtype, an eighth of the bytes."""
@@ -124,6 +189,8 @@ class TextData(Data):
 
     def describe(self) -> str:
         kind = "byte values" if self.level == "bytes" else "characters"
+        if isinstance(self.vocabulary, Tokenizer):
+            kind = "kinds of tokens"
         order = "streams" if self.in_streams else "shuffled"
         train, valid = self._tokens.documents
         return (
@@ -132,10 +199,10 @@ class TextData(Data):
             f" windows of {self.window} ({order})"
         )
 
-    def _tokens_folder(self) -> Path:
+    def _tokens_folder(self, source: TextSource) -> Path:
         """Where the tokens are, once they are. The files are looked at here alone: they may be changing."""
-        corpus = self.source.corpus(leave_out=Path(self.root))
-        folder = tokens_folder(Path(self.root), self.source.name, corpus, self.level)
+        corpus = source.corpus(leave_out=Path(self.root))
+        folder = tokens_folder(Path(self.root), source.name, corpus, self.level)
         write_tokens(folder, corpus, self.level)
         return folder
 
@@ -148,6 +215,11 @@ class TextData(Data):
                 f"data.window={self.window}: the text to train on has {train} tokens (and {valid} are held"
                 " out), and a window takes one more than its length. Take a longer text or a shorter window."
             )
+        if self.blocks is not None and int(self.blocks.sizes.min()) == 0:
+            raise UserError(
+                f"data.window={self.window}: the set has a block of less tokens, and windows lie within"
+                " blocks. Take a shorter window, or write larger blocks (block_mb=...)."
+            )
         if valid < 2:
             raise UserError(
                 f"data.source: {valid} tokens are held out (every 20th file, or a file's last 20th), too few"
@@ -155,24 +227,43 @@ class TextData(Data):
             )
 
     def _stream_starts(self, sampler: Sampler, steps: range) -> Iterator[tuple[Tensor, slice]]:
-        size, (first, stop) = len(self._tokens.train), sampler.share
-        origins = torch.arange(first, stop) * size // sampler.batch_size
+        origins = self._origins(sampler)
         for step in steps:
             row = 0
-            for count in sampler.micro_sizes:
-                rows = slice(row, row + count)
+            for size in sampler.micro_sizes:
+                rows = slice(row, row + size)
                 yield origins[rows] + step * self.window, rows
-                row += count
+                row += size
+
+    def _origins(self, sampler: Sampler) -> Tensor:
+        """int64 (rows,): where this rank's rows begin."""
+        return torch.arange(*sampler.share) * len(self._tokens.train) // sampler.batch_size
 
     def _shuffled_starts(self, sampler: Sampler, steps: range) -> Iterator[tuple[Tensor, None]]:
         for ids, epochs in sampler.samples(steps, torch.device("cpu")):
             shift = draw_below(self.window, self._seed, epochs, torch.zeros_like(ids), _SHIFT)
             yield ids * self.window + shift, None
 
-    def _read(self, starts: Tensor) -> Tensor:
-        """Windows of the training ring, in its own dtype, pinned where they go to a GPU."""
-        places = starts[:, None] + torch.arange(self.window + 1)
-        return self._pinned(self._tokens.train[places % len(self._tokens.train)])
+    def _streamed(self, train: TokenBlocks, sampler: Sampler, steps: range) -> Iterator[Windows]:
+        """Windows out of blocks that are fetched ahead of them."""
+        if sampler.blocks is not None:
+            ids = sampler.samples(steps, torch.device("cpu"))
+            positions = (step * sampler.batch_size for step in steps for _ in sampler.micro_sizes)
+            needs = training_needs(sampler.blocks, sampler, steps)
+            for some, epochs in train.fetching(ids, positions, needs):
+                yield Windows(self._pinned(train.read_windows(some, epochs, self.window, self._seed)))
+            return
+        positions = (step for step in steps for _ in sampler.micro_sizes)
+        needs = train.needs_of_streams(self._origins(sampler), self.window, steps)
+        starts = self._stream_starts(sampler, steps)
+        for some, rows in train.fetching(starts, positions, needs, self._world.local_size):
+            yield Windows(self._pinned(train.read(some, self.window + 1)), rows)
+
+    def _need(self, valid: TokenBlocks, i: int, chunk: range) -> Need:
+        """The blocks of some pieces of the held-out text."""
+        begin = max(0, chunk.start * self.valid_piece - self.valid_context)
+        stop = min(len(valid), chunk.stop * self.valid_piece + 1)
+        return valid.needs_of(i, torch.tensor([begin]), stop - begin)
 
     def _pieces(self, chunk: range) -> Windows:
         """Some pieces of the held-out text with their context; what lies beyond its end is padding."""
@@ -183,8 +274,15 @@ class TextData(Data):
         places = starts + torch.arange(length + 1)
         targets = places[:, 1:]
         scored = (targets >= first_scored) & (targets < first_scored + self.valid_piece) & (targets <= last)
-        tokens = self._tokens.valid[places.clamp(max=last)]
+        tokens = _read(self._tokens.valid, starts[:, 0], length + 1)
         return Windows(self._pinned(tokens), None, self._pinned(scored))
 
     def _pinned(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
+
+
+def _read(ring: Tensor | TokenBlocks, starts: Tensor, length: int) -> Tensor:
+    """(n, length) in their own dtype: runs of consecutive tokens, around the ring. starts: int64 (n,)."""
+    if isinstance(ring, TokenBlocks):
+        return ring.read(starts, length)
+    return ring[(starts[:, None] + torch.arange(length)) % len(ring)]

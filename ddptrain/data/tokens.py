@@ -24,6 +24,7 @@ Level = Literal["bytes", "characters"]
 _FORMAT = 2
 _ABOUT = "about.json"
 _PARTS = ("train", "valid")
+_HELP = "Convert the file, or use data.level=bytes."
 
 
 @final
@@ -185,7 +186,7 @@ def _dtype(vocabulary: int) -> torch.dtype:
 def _alphabet(documents: Sequence[Document]) -> str:
     found: set[str] = set()
     for document in documents:
-        for text in _decoded(document):
+        for text in decoded(document, _HELP):
             found |= set(text)
     return "".join(sorted(found))
 
@@ -197,12 +198,14 @@ def _encoded(documents: Sequence[Document], alphabet: str | None) -> Iterator[by
         return
     codes = _codes(alphabet)
     for document in documents:
-        for text in _decoded(document):
+        for text in decoded(document, _HELP):
             tokens = torch.searchsorted(codes, _codes(text)).to(_dtype(len(alphabet)))
             yield tokens.numpy().tobytes()
 
 
-def _decoded(document: Document) -> Iterator[str]:
+def decoded(document: Document, helps: str) -> Iterator[str]:
+    """A document's text, a few megabytes at a time. Raises UserError where it is no UTF-8; helps: what to do
+    about that."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     read = document.start
     for block in chain(document.blocks(), [b""]):
@@ -213,7 +216,7 @@ def _decoded(document: Document) -> Iterator[str]:
             at = read - held_back + error.start
             raise UserError(
                 f"{document.path}: byte {at} is not UTF-8 (0x{error.object[error.start]:02x}), so it has no"
-                " characters. Convert the file, or use data.level=bytes.",
+                f" characters. {helps}",
                 everywhere=False,
             ) from error
         read += len(block)
