@@ -30,7 +30,7 @@ from ddptrain.data.mask_files import (
     scaled,
 )
 from ddptrain.data.pictures import decoded
-from ddptrain.data.stream.masks import StreamMasks, write_masks
+from ddptrain.data.stream.masks import StreamMasks, StreamPairs, write_masks
 from ddptrain.data.stream.samples import Samples, training_keys, valid_keys
 from ddptrain.data.workers import (
     AS_IT_IS,
@@ -86,7 +86,11 @@ class MaskedPictures(Dataset[Any]):
         return torch.stack(pictures), torch.stack(masks)
 
     def _one(self, epoch: int, sample: int) -> tuple[Tensor, Tensor]:
-        picture, mask = read_pair(self._pairs[sample], self._classes)
+        pairs = self._pairs
+        if isinstance(pairs, StreamPairs):
+            picture, mask = pairs.decoded(sample, self._classes)
+        else:
+            picture, mask = read_pair(pairs[sample], self._classes)
         training = epoch != AS_IT_IS
         window = scaled(picture.height, picture.width, self._size)
         if training:

@@ -55,10 +55,12 @@ class Mix:
         if not self.mixup and not self.cutmix:
             raise UserError("data.augment.mix: mixup and cutmix are both 0; set data.augment.mix=null.")
 
-    def params(self, key: SampleKey, size: int, height: int, width: int) -> Mixture:
-        """size: of the training set. height, width: of its pictures."""
+    def params(self, key: SampleKey, near: range, height: int, width: int) -> Mixture:
+        """near: the samples that this one, which is among them, may be mixed with. height, width: of the
+        set's pictures."""
         draws, sample = Draws(*key, _MIX), key[2]
-        partner = (sample + 1 + draws.below(max(size - 1, 1))) % size
+        place = sample - near.start + 1 + draws.below(max(len(near) - 1, 1))
+        partner = near[place % len(near)]
         cuts = draws.below(2) == 1 if self.mixup and self.cutmix else bool(self.cutmix)
         if not cuts:
             return Mixture(partner, draws.beta(self.mixup), None)

@@ -26,6 +26,8 @@ class Encoded(BytesIO):
     def __str__(self) -> str:
         return str(self._name)
 
+    __repr__ = __str__
+
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont

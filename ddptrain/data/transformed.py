@@ -89,8 +89,7 @@ class TransformedImages(Dataset[Any]):
         images, partners, shares = [], [], []
         for epoch, sample, _ in keys:
             near = neighbours(self._split.stream, sample, len(self))
-            mixture = mix.params((self._seed, epoch, sample), len(near), height, width)
-            mixture = mixture._replace(partner=near[mixture.partner])
+            mixture = mix.params((self._seed, epoch, sample), near, height, width)
             if not mixture.shows_partner:
                 image = self._one(epoch, sample)
             elif not mixture.shows_own:

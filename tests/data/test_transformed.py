@@ -143,7 +143,7 @@ def test_a_partner_is_augmented_as_it_is_as_a_sample_of_its_own(mix: Mix) -> Non
     assert targets.dtype == torch.float32
     assert targets.shape == (50, 10)
     for i in range(50):
-        mixture = mix.params((SEED, 3, i), 50, 32, 32)
+        mixture = mix.params((SEED, 3, i), range(50), 32, 32)
         expected = mixed_pixels(planes[i], planes[mixture.partner], mixture)
         assert torch.equal(found[i].permute(2, 0, 1), expected)
         row = torch.zeros(10)

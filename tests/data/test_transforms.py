@@ -263,35 +263,35 @@ def test_rectangles_lie_in_pictures_of_any_size(
             assert 0 <= box.left <= box.left + box.width <= width
     made = resized(picture(height, width), crop.params(Draws(0, 0, sample, 0), height, width), (7, 5))
     assert made.shape == (3, 7, 5)
-    left, top, right, bottom = Mix(0, 1).params((0, 0, sample), 9, height, width).box or (0, 0, 0, 0)
+    left, top, right, bottom = Mix(0, 1).params((0, 0, sample), range(9), height, width).box or (0, 0, 0, 0)
     assert 0 <= left <= right <= width
     assert 0 <= top <= bottom <= height
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
 def test_mixing_is_drawn_as_torchvision_draws_it(alpha: float) -> None:
-    up = [Mix(alpha, 0).params((3, 1, i), COUNT, 20, 30) for i in range(COUNT)]
+    up = [Mix(alpha, 0).params((3, 1, i), range(COUNT), 20, 30) for i in range(COUNT)]
     theirs = of_torchvision(v2.MixUp(alpha=alpha, num_classes=2), 20, 30)
     assert_same_distribution([mixture.share for mixture in up], [drawn["lam"] for drawn in theirs])
-    cut = [Mix(0, alpha).params((3, 1, i), COUNT, 20, 30) for i in range(COUNT)]
+    cut = [Mix(0, alpha).params((3, 1, i), range(COUNT), 20, 30) for i in range(COUNT)]
     theirs = of_torchvision(v2.CutMix(alpha=alpha, num_classes=2), 20, 30)
     assert_same_distribution([mixture.share for mixture in cut], [drawn["lam_adjusted"] for drawn in theirs])
     for side in range(4):
         assert_same_distribution(
             [mixture.box[side] for mixture in cut if mixture.box], [drawn["box"][side] for drawn in theirs]
         )
-    both = [Mix(alpha, alpha).params((3, 1, i), COUNT, 20, 30) for i in range(COUNT)]
+    both = [Mix(alpha, alpha).params((3, 1, i), range(COUNT), 20, 30) for i in range(COUNT)]
     assert abs(sum(mixture.box is None for mixture in both) / COUNT - 0.5) < 0.03
 
 
 def test_a_partner_is_any_other_sample() -> None:
-    partners = [Mix().params((0, 0, i % 9), 9, 8, 8).partner - i % 9 for i in range(9)]
+    partners = [Mix().params((0, 0, i % 9), range(9), 8, 8).partner - i % 9 for i in range(9)]
     assert 0 not in partners
-    found = torch.tensor([Mix().params((0, epoch, 4), 9, 8, 8).partner for epoch in range(8000)])
+    found = torch.tensor([Mix().params((0, epoch, 4), range(9), 8, 8).partner for epoch in range(8000)])
     counts = torch.bincount(found, minlength=9)
     assert counts[4] == 0
     assert (counts[counts > 0] - 1000).abs().max() < 150
-    assert Mix().params((0, 0, 0), 1, 8, 8).partner == 0  # there is no other
+    assert Mix().params((0, 0, 0), range(1), 8, 8).partner == 0  # there is no other
 
 
 @settings(deadline=None, max_examples=100)
@@ -316,7 +316,7 @@ def test_mixed_pixels_are_torchvisions_rounded_and_what_is_unseen_may_be_left_ou
 def test_cut_pixels_are_torchvisions() -> None:
     own, other = picture(20, 30), picture(20, 30, seed=1)
     for i in range(200):
-        mixture = Mix(0, 1).params((0, 0, i), 50, 20, 30)
+        mixture = Mix(0, 1).params((0, 0, i), range(50), 20, 30)
         params = {"box": mixture.box, "labels": torch.zeros(2), "batch_size": 2}
         reference = v2.CutMix(num_classes=2).transform(torch.stack([own, other]), params)[0]
         found = mixed_pixels(own, other, mixture)

@@ -7,11 +7,10 @@ from itertools import chain
 from typing import NamedTuple, final
 
 from ddptrain.data.stream.cache import BlockCache
-from ddptrain.errors import UserError
 
 _THREADS = 4
 """Requests of a rank at a time: one waits for its first byte while others deliver."""
-_AGAIN_S, _POLL_S, _LAST_S = 0.5, 0.05, 3.0
+_AGAIN_S, _POLL_S, _LAST_S = 1.0, 0.1, 3.0
 
 
 class Need(NamedTuple):
@@ -36,7 +35,11 @@ class Ahead:
         self._position = -1
         self._wanted: list[int] = []
         self._busy: set[int] = set()
-        self._checked: set[int] = set()
+        self._missing: list[int] = []
+        """Of the wanted ones, as it was looked last; what is needed first stands last."""
+        self._look_at = 0.0
+        self._elsewhere: dict[int, float] = {}
+        """Blocks that another process fetches, and when to see whether it has."""
         self._failed: set[int] = set()
         self._changed = threading.Condition()
         self._over = False
@@ -66,20 +69,23 @@ class Ahead:
         with self._changed:
             while len(self._known) > 1 and self._known[1].position <= position:
                 self._known.pop(0)
-            self._wanted = self._next()
+            self._wanted, self._missing, self._look_at = self._next(), [], 0.0
             self._changed.notify_all()
 
     def _next(self) -> list[int]:
         """The blocks that are read now and those after them, as far as the room goes."""
-        wanted: dict[int, int] = {}
-        unseen = self._unseen()
-        for need in chain(list(self._known), unseen):
+        wanted: dict[int, None] = {}
+        taken = 0
+        for need in chain(list(self._known), self._unseen()):
             for block in need.blocks:
-                wanted[block] = max(self._cache.blocks[block].size, 1)
-            if sum(wanted.values()) > self._share or len(wanted) == len(self._cache.blocks):
+                if block in wanted:
+                    continue
+                taken += self._cache.blocks[block].size
+                if wanted and taken > self._share:
+                    return list(wanted)
+                wanted[block] = None
+            if len(wanted) == len(self._cache.blocks):
                 break
-        while sum(wanted.values()) > self._share and len(wanted) > 1:
-            wanted.popitem()
         return list(wanted)
 
     def _unseen(self) -> Iterator[Need]:
@@ -93,12 +99,11 @@ class Ahead:
             if block is None:
                 continue
             try:
-                if block not in self._checked:
+                if not self._cache.is_sound(block):
                     self._cache.drop_if_damaged(block)
-                    self._checked.add(block)
-                if not self._cache.fetch(block):  # another process is at it
-                    time.sleep(_POLL_S)
-            except UserError:  # who reads the block gets it, and says so
+                if not self._cache.fetch(block):
+                    self._elsewhere[block] = time.monotonic() + _POLL_S
+            except Exception:  # who reads the block gets it, and says so
                 self._failed.add(block)
             finally:
                 with self._changed:
@@ -107,13 +112,20 @@ class Ahead:
     def _take(self) -> int | None:
         """A block to look at or to fetch; after a while without any, None. Those that are there are kept."""
         with self._changed:
-            missing = None
-            for block in reversed(self._wanted):  # what is needed last is the first to go
-                done = self._cache.touch(block) and block in self._checked
-                if not done and block not in self._busy and block not in self._failed:
-                    missing = block
-            if missing is None:
-                self._changed.wait(_AGAIN_S)
-            else:
-                self._busy.add(missing)
-            return missing
+            now = time.monotonic()
+            if not self._missing and now > self._look_at:
+                self._look_at = now + _AGAIN_S
+                # what is needed last is touched first, and the first to go
+                kept = [(block, self._cache.touch(block)) for block in reversed(self._wanted)]
+                self._missing = [
+                    block for block, there in kept
+                    if not (there and self._cache.is_sound(block)) and block not in self._failed
+                ]  # fmt: skip
+            for at in range(len(self._missing) - 1, -1, -1):
+                block = self._missing[at]
+                if block not in self._busy and self._elsewhere.get(block, 0.0) < now:
+                    del self._missing[at]
+                    self._busy.add(block)
+                    return block
+            self._changed.wait(_POLL_S if self._missing else _AGAIN_S)
+            return None

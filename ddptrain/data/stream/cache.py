@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, NamedTuple, final, overload
+from typing import IO, NamedTuple, TypeVar, final, overload
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _LONGEST_WAIT_S = 60.0
 FETCHED, BYTES, DAMAGED, NETWORK_S, DECODING_S = range(5)
 """Of `BlockCache.counts`."""
+
+
+Result = TypeVar("Result")
 
 
 class Block(NamedTuple):
@@ -96,10 +99,14 @@ class BlockCache:
         self._convert = convert
         self.counts: Tensor = torch.zeros(5, dtype=torch.float64).share_memory_()
         """Added to by several processes without a lock: an addition may be lost, now and then."""
+        self._sound: Tensor = torch.zeros(len(blocks), dtype=torch.bool).share_memory_()
+        """Blocks that this rank or its workers have fetched, or looked at."""
 
     def path(self, i: int) -> Path:
         """Where the i-th block is, or would be."""
-        block = self.blocks[i]
+        return self._path_of(self.blocks[i])
+
+    def _path_of(self, block: Block) -> Path:
         if self.in_place:
             return self._folder / block.key
         about = f"{self._store.url} {block.key} {block.size} {block.sha256} {self._convert is not None}"
@@ -114,37 +121,53 @@ class BlockCache:
         return True
 
     def fetched(self, i: int) -> Path:
-        """The i-th block's file, fetched if need be. Raises UserError naming what stands against it."""
+        """The i-th block's file, fetched if need be, and looked at before its first use. Raises UserError
+        naming what stands against it."""
         path = self.path(i)
         if self.in_place:
             return path
         began = time.monotonic()
-        while not path.exists():
+        while not path.exists() or (not self._sound[i] and self.drop_if_damaged(i)):
             if not self.fetch(i):
                 time.sleep(0.01)  # another process is at it
         self.counts[NETWORK_S] += time.monotonic() - began
         return path
 
+    def is_sound(self, i: int) -> bool:
+        """Whether a block has been looked at, or was fetched since."""
+        return bool(self._sound[i])
+
     def fetch(self, i: int) -> bool:
         """Fetch a block, unless it is there. False: another process is just doing so."""
         path = self.path(i)
-        with self._part_of(path) as part:
-            if part is None:
-                return path.exists()
-            if path.exists():
-                return True
-            block = self.blocks[i]
-            size = block.size if block.size >= 0 else self._store.size(block.key)
-            self._make_room(size + _DIGEST_BYTES, part)
-            self._store.download(block.key, part, lambda: self._check(part, block))
+        try:
+            with self._part_of(path) as part:
+                if part is None or path.exists():
+                    return path.exists()
+                self._download(self.blocks[i], part)
+                os.rename(path.with_suffix(_PART), path)
+        except FileNotFoundError:  # the folder has vanished
+            return False
+        except OSError as error:
+            raise self._refused(error) from error
+        self._sound[i] = True
+        return True
+
+    def learn(self, i: int, look: Callable[[IO[bytes]], Result]) -> tuple[Block, Result]:
+        """Fetch a block of which only the key is known. Returns what is now known of it, and what ``look``
+        finds in its file."""
+        block = self.blocks[i]
+        while True:
             try:
-                self._finish(part)
+                with self._part_of(self.path(i)) as part:
+                    if part is not None:
+                        known = self._download(block, part)
+                        found = look(part)
+                        os.rename(self.path(i).with_suffix(_PART), self._path_of(known))
+                        return known, found
             except OSError as error:
                 raise self._refused(error) from error
-            os.rename(path.with_suffix(_PART), path)
-            self.counts[FETCHED] += 1
-            self.counts[BYTES] += os.fstat(part.fileno()).st_size
-        return True
+            time.sleep(0.05)
 
     def drop_if_damaged(self, i: int) -> bool:
         """Look at a block's every byte; a damaged one is removed, counted, and said."""
@@ -155,6 +178,7 @@ class BlockCache:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size - _DIGEST_BYTES
                 if size >= 0 and _digest(file, size) == file.read(_DIGEST_BYTES):
+                    self._sound[i] = True
                     return False
         except FileNotFoundError:
             return False
@@ -163,40 +187,47 @@ class BlockCache:
         log.warning("data       %s (%s) is damaged; it is fetched again", path, self.blocks[i].key)
         return True
 
-    def _check(self, part: IO[bytes], block: Block) -> None:
-        size = os.fstat(part.fileno()).st_size
-        if block.size >= 0 and size != block.size:
-            raise Damaged(f"it has {size} bytes, and should have {block.size}")
-        part.seek(0)
-        if block.sha256 and _digest(part, size).hex() != block.sha256:
-            raise Damaged("its SHA-256 is another one than the set's manifest says")
+    def _download(self, block: Block, part: IO[bytes]) -> Block:
+        """The block's object, brought into the form of a block, its digest behind it. Returns the block with
+        size and SHA-256 of the object."""
+        expected = block.size if block.size >= 0 else self._store.size(block.key)
+        self._make_room(expected + _DIGEST_BYTES, part)
+        known = [block]
 
-    def _finish(self, part: IO[bytes]) -> None:
-        """Bring it into the form of a block, its digest behind it."""
-        if self._convert is not None:
+        def check() -> None:
+            size = os.fstat(part.fileno()).st_size
+            if block.size >= 0 and size != block.size:
+                raise Damaged(f"it has {size} bytes, and should have {block.size}")
             part.seek(0)
-            content = self._convert(part)
-            part.seek(0)
-            part.write(content)
-            part.truncate()
+            digest = _digest(part, size).hex()
+            if block.sha256 and digest != block.sha256:
+                raise Damaged("its SHA-256 is another one than the set's index says")
+            known[0] = block._replace(size=size, sha256=digest)
+            if self._convert is not None:
+                part.seek(0)
+                content = self._convert(part)
+                part.seek(0)
+                part.write(content)
+                part.truncate()
+
+        self._store.download(block.key, part, check)
         size = os.fstat(part.fileno()).st_size
         part.seek(0)
         digest = _digest(part, size)
         part.seek(size)
         part.write(digest)
         part.flush()
+        self.counts[FETCHED] += 1
+        self.counts[BYTES] += size
+        return known[0]
 
     @contextmanager
     def _part_of(self, path: Path) -> Iterator[IO[bytes] | None]:
         """A file to fetch into, held by this process alone; None where another one holds it. The system takes
         the lock back from a process that dies."""
         name = path.with_suffix(_PART)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            part = os.fdopen(os.open(name, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-        except OSError as error:
-            raise self._refused(error) from error
-        with part:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(name, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as part:
             if not _locked(part) or not _is(name, part):
                 yield None
                 return
@@ -232,10 +263,7 @@ class BlockCache:
                     used -= status.st_size
             if used + size > self.limit:
                 return False
-            try:
-                os.posix_fallocate(part.fileno(), 0, size)
-            except OSError as error:
-                raise self._refused(error) from error
+            os.posix_fallocate(part.fileno(), 0, size)
         return True
 
     def _refused(self, error: OSError) -> UserError:
@@ -263,7 +291,7 @@ def _removed(name: str) -> bool:
         return True
     try:
         with open(name, "rb") as part:
-            if not _locked(part):
+            if not _locked(part) or not _is(Path(name), part):  # it is at work, or has become a block
                 return False
             Path(name).unlink(missing_ok=True)
     except FileNotFoundError:

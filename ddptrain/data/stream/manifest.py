@@ -34,6 +34,8 @@ class Part:
 
     fields: Sequence[str]
     blocks: Sequence[Block]
+    int64_label: bool = False
+    """Whether a label is a number of 8 bytes, and not a word."""
     columns: Mapping[str, Mapping[str, Any]] | None = None
     convert: Callable[[IO[bytes]], bytes] | None = None
 
@@ -52,12 +54,14 @@ class Manifest:
 
 def read_manifest(store: Store) -> Manifest:
     """Of the set at ``store``. Raises UserError where there is none that can be read."""
-    if ".tar" in store.url.rpartition("/")[2]:
-        raise AssertionError("a pattern of tars has no store of its own")
+    refused: UserError | None = None
     for name, make in ((NAME, _own), (LITDATA, _litdata)):
         try:
             content = store.read(name)
         except FileNotFoundError:
+            continue
+        except UserError as error:  # S3 refuses what is missing to those who may not list a bucket
+            refused = refused or error
             continue
         try:
             return make(
@@ -67,6 +71,8 @@ def read_manifest(store: Store) -> Manifest:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"{store.shown}/{name}: is no index of a set ({error!r}).") from error
+    if refused is not None:
+        raise refused
     raise UserError(
         f"data.source.url={store.shown}: holds neither {NAME} (`python -m ddptrain write ... layout=stream`)"
         f" nor {LITDATA} (litdata's). Name the folder that has one of them, or tars: .../{{000..099}}.tar"
@@ -79,10 +85,16 @@ def tars(url: str) -> tuple[str, list[str]]:
     folder, _, name = url.rpartition("/")
     if not name.endswith(".tar"):
         return url, []
-    ranges = [(first, range(int(first), int(last) + 1)) for first, last in _BRACES.findall(name)]
-    text = _BRACES.sub("{}", name)
-    numbers = [[str(i).zfill(len(first)) for i in found] for first, found in ranges]
-    return folder, [text.format(*chosen) for chosen in product(*numbers)]
+    between = _BRACES.split(name)[::3]
+    numbers = [
+        [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)]
+        for first, last in _BRACES.findall(name)
+    ]
+    return folder, [_joined(between, chosen) for chosen in product(*numbers)]
+
+
+def _joined(between: Sequence[str], numbers: Sequence[str]) -> str:
+    return between[0] + "".join(map("".join, zip(numbers, between[1:], strict=True)))
 
 
 def of_tars(keys: Sequence[str]) -> Manifest:
@@ -100,12 +112,14 @@ def _own(found: Mapping[str, Any], where: str, digest: str) -> Manifest:
 
 
 def _part(found: Mapping[str, Any]) -> Part:
-    return Part(found["fields"], [Block(*block) for block in found["blocks"]], found["columns"])
+    return Part(found["fields"], [Block(*block) for block in found["blocks"]], columns=found["columns"])
 
 
 def _litdata(found: Mapping[str, Any], where: str, digest: str) -> Manifest:
     fields = fields_of_litdata(found["config"], where)
+    formats = dict(zip(fields, found["config"]["data_format"], strict=True))
+    numbers = any(formats[name] == "int" for name in fields if name in LABEL)
     blocks = [
         Block(chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"], "") for chunk in found["chunks"]
     ]
-    return Manifest("", Part(fields, blocks), None, {}, digest)
+    return Manifest("", Part(fields, blocks, numbers), None, {}, digest)

@@ -1,17 +1,22 @@
 """Pictures with masks of a streamed set."""
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from torch import Tensor
 
-from ddptrain.data.mask_files import Pair
+from ddptrain.data.mask_files import Pair, read_pair
 from ddptrain.data.pictures import Encoded
+from ddptrain.data.stream.cache import DECODING_S
 from ddptrain.data.stream.opened import Streamed
 from ddptrain.data.stream.samples import Name, Samples
 from ddptrain.data.stream.write import PartToWrite, Writer
 from ddptrain.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 @final
@@ -25,9 +30,25 @@ class StreamPairs(Sequence[Pair]):
         return len(self.stream)
 
     def __getitem__(self, i: int) -> Pair:  # type: ignore[override]
-        ((picture, mask),) = self.stream.read([i], ["image", "mask"])
+        return self._read(i)
+
+    def _read(self, i: int, suspect: bool = False) -> Pair:
+        ((picture, mask),) = self.stream.read([i], ["image", "mask"], suspect)
         name = Name(self.stream, i)
         return Pair(Encoded(picture, name), Encoded(mask, f"the mask of {name}"))
+
+    def decoded(self, i: int, classes: int) -> "tuple[Image.Image, Image.Image]":
+        """As `read_pair`; once more of a sample whose block has suffered on this node's disk."""
+        pair, began = self[i], time.monotonic()
+        try:
+            return read_pair(pair, classes)
+        except UserError:
+            again = self._read(i, suspect=True)
+            if [file.getvalue() for file in again] == [file.getvalue() for file in pair]:  # type: ignore[union-attr]
+                raise
+        finally:
+            self.stream.cache.counts[DECODING_S] += time.monotonic() - began
+        return read_pair(again, classes)
 
 
 class MaskSet(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import IO, Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -22,14 +22,14 @@ from ddptrain.data.disk import exclusive_lock, map_file
 from ddptrain.data.stream.cache import Block, BlockCache, BlockTable
 from ddptrain.data.stream.manifest import LABEL, PICTURE, Manifest, Part, of_tars, read_manifest, tars
 from ddptrain.data.stream.samples import AHEAD, Samples
-from ddptrain.data.stream.shards import count_of, read_samples
+from ddptrain.data.stream.shards import count_of, samples_of
 from ddptrain.data.stream.store import Damaged, Store, shown
 from ddptrain.errors import UserError, check_least
 
 log = logging.getLogger("ddptrain")
 
 _SAY_EVERY_S = 10.0
-_THREADS = 8
+_THREADS = 4
 
 
 class Column(NamedTuple):
@@ -104,20 +104,28 @@ class Streamed:
         """Bring the index and the columns to this node. Runs in one process a node."""
         for url, manifest, part in self._parts():
             folder = self._index_folder(url, manifest)
-            folder.mkdir(parents=True, exist_ok=True)
-            with exclusive_lock(folder / ".lock"):
-                if part.columns is None:
-                    self._index(url, part, folder)
-                for column in (part.columns or {}).values():
-                    _fetch_column(self._store(url), column, folder)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with exclusive_lock(folder / ".lock"):
+                    if part.columns is None:
+                        self._index(url, part, folder)
+                    for column in (part.columns or {}).values():
+                        _fetch_column(self._store(url), column, folder)
+            except OSError as error:
+                raise UserError(
+                    f"data.source.cache={self._cache}: {folder} can't be written ({error.strerror}). Make"
+                    " room, or name another folder.",
+                    everywhere=False,
+                ) from error
 
     def open(self) -> OpenedSet:
         """The set, once `fetch` has run on this node."""
         (url, manifest, train), (valid_url, valid_manifest, valid) = self._parts()
-        facts = [manifest.digest, valid_manifest.digest, self._window]
-        identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         first, second = self._opened(url, manifest, train), self._opened(valid_url, valid_manifest, valid)
-        self._check_room(first.samples.cache.blocks)
+        blocks = [list(part.samples.cache.blocks) for part in (first, second)]
+        self._check_room(blocks[0])
+        facts = [manifest.digest, valid_manifest.digest, self._window, blocks]
+        identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         return OpenedSet(first, second, manifest.kind, manifest.about, identity)
 
     def _parts(self) -> list[tuple[str, Manifest, Part]]:
@@ -156,10 +164,10 @@ class Streamed:
         }
         return OpenedPart(Samples(cache, part.fields, Blocks(cache.blocks.samples, self._window)), columns)
 
-    def _check_room(self, blocks: BlockTable) -> None:
+    def _check_room(self, blocks: list[Block]) -> None:
         if self._cache is None:
             return
-        largest = sorted((max(block.size, 0) for block in blocks), reverse=True)[: self._window]
+        largest = sorted((block.size for block in blocks), reverse=True)[: self._window]
         if sum(largest) > AHEAD * self._limit:
             raise UserError(
                 f"data.source.cache_gb={self._limit / 1e9:g}: samples are shuffled within"
@@ -185,24 +193,23 @@ class Streamed:
         cache = self._blocks(url, part)
         log.info("data       %s is read once, to index it: %d blocks", shown(url), len(part.blocks))
 
-        def one(i: int) -> list[int]:
-            path = cache.fetched(i)
-            count = count_of(path)
-            samples = read_samples(path, range(count), len(part.fields))
-            return [_number(sample[label], part.blocks[i]) for sample in samples]
+        def look(file: IO[bytes]) -> list[int]:
+            samples = samples_of(file, range(count_of(file)), len(part.fields))
+            return [_number(sample[label], part.int64_label) for sample in samples]
 
-        labels, counts, said = [], [], time.monotonic()
+        labels: list[int] = []
+        blocks, said = [], time.monotonic()
         with ThreadPoolExecutor(_THREADS) as pool:
-            for i, found in enumerate(pool.map(one, range(len(part.blocks)))):
+            for known, found in pool.map(lambda i: cache.learn(i, look), range(len(part.blocks))):
                 labels += found
-                counts.append(len(found))
+                blocks.append(known._replace(samples=len(found)))
                 if time.monotonic() - said > _SAY_EVERY_S:
                     said = time.monotonic()
-                    log.info("data       %d of %d blocks", i + 1, len(part.blocks))
+                    log.info("data       %d of %d blocks", len(blocks), len(part.blocks))
         written = torch.tensor(labels, dtype=torch.int64).numpy().tobytes()
         _write(folder / "labels", written)
         column = {"key": "labels", "dtype": "int64", "shape": [len(labels)], "sha256": _hex(written)}
-        _write(folder / _INDEX, json.dumps({"samples": counts, "columns": {"labels": column}}).encode())
+        _write(folder / _INDEX, json.dumps({"blocks": blocks, "columns": {"labels": column}}).encode())
 
 
 _INDEX = "index.json"
@@ -210,19 +217,15 @@ _INDEX = "index.json"
 
 def _indexed(part: Part, folder: Path) -> Part:
     found = json.loads((folder / _INDEX).read_text())
-    blocks = [
-        Block(block.key, count, block.size, block.sha256)
-        for block, count in zip(part.blocks, found["samples"], strict=True)
-    ]
-    return replace(part, blocks=blocks, columns=found["columns"])
+    return replace(part, blocks=[Block(*block) for block in found["blocks"]], columns=found["columns"])
 
 
-def _number(label: bytes, block: Block) -> int:
-    """As litdata writes it, 8 bytes, or in words, as tars have it."""
+def _number(label: bytes, int64: bool) -> int:
+    """As litdata writes a number, or in words, as tars have it."""
     try:
-        return int(label) if label.strip().isdigit() else int(struct.unpack("<q", label)[0])
-    except struct.error:
-        raise UserError(f"{block.key}: a label is {label[:20]!r}; must be a whole number.") from None
+        return int(struct.unpack("<q", label)[0]) if int64 else int(label)
+    except (ValueError, struct.error):
+        raise UserError(f"data.source.url: a label is {label[:20]!r}; must be a whole number.") from None
 
 
 def _fetch_column(store: Store, column: Mapping[str, Any], folder: Path) -> None:

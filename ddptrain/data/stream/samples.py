@@ -1,5 +1,6 @@
 """The samples of a part of a set, wherever it lies: read by their indices, in any order."""
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,14 +40,17 @@ class Samples:
     def __len__(self) -> int:
         return int(self.blocks.sizes.sum())
 
-    def read(self, ids: Sequence[int], fields: Sequence[str]) -> list[list[bytes]]:
-        """Of each sample these fields. Raises UserError naming what can't be had."""
+    def read(self, ids: Sequence[int], fields: Sequence[str], suspect: bool = False) -> list[list[bytes]]:
+        """Of each sample these fields. suspect: their blocks are looked at first, and fetched anew where they
+        have suffered on this node's disk. Raises UserError naming what can't be had."""
         which = [self.fields.index(name) for name in fields]
         by_block: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for at, (block, place) in enumerate(self.blocks.of(ids)):
             by_block[block].append((place, at))
         found: list[list[bytes]] = [[]] * len(ids)
         for block, wanted in by_block.items():
+            if suspect:
+                self.cache.drop_if_damaged(block)
             places = [place for place, _ in wanted]
             read = partial(read_samples, places=places, fields=len(self.fields))
             samples = read_block(self.cache, block, read)
@@ -72,11 +76,10 @@ class Samples:
         try:
             return make(Encoded(content, Name(self, i)))
         except UserError:
-            ((block, _),) = self.blocks.of([i])
-            if not self.cache.drop_if_damaged(block):
+            ((again,),) = self.read([i], [field], suspect=True)
+            if again == content:
                 raise
-        ((content,),) = self.read([i], [field])
-        return make(Encoded(content, Name(self, i)))
+        return make(Encoded(again, Name(self, i)))
 
     def following_training(
         self, keys: Iterable[list[Key]], sampler: Sampler, steps: range
@@ -98,11 +101,12 @@ class Samples:
             yield from keys
             return
         batches = list(keys)
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each reads another part
         needs = []
         for i, batch in enumerate(batches):
             blocks = dict.fromkeys(block for block, _ in self.blocks.of([sample for _, sample, _ in batch]))
             needs.append(Need(i, list(blocks)))
-        with Ahead(self.cache, needs, int(AHEAD_OF_VALIDATION * self.cache.limit)) as ahead:
+        with Ahead(self.cache, needs, int(AHEAD_OF_VALIDATION * self.cache.limit) // ranks) as ahead:
             for i, batch in enumerate(batches):
                 ahead.at(i)
                 yield batch

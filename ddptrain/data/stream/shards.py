@@ -37,13 +37,16 @@ def packed(samples: Sequence[Sample]) -> bytes:
 def read_samples(path: Path, places: Sequence[int], fields: int) -> list[list[bytes]]:
     """Some samples of a block, each a list of its fields. Raises Damaged where it has none such, and
     FileNotFoundError."""
-    descriptor = os.open(path, os.O_RDONLY)
+    with path.open("rb") as file:
+        return samples_of(file, places, fields)
+
+
+def samples_of(file: IO[bytes], places: Sequence[int], fields: int) -> list[list[bytes]]:
+    """The same of an open file."""
     try:
-        return [_sample(descriptor, place, fields) for place in places]
+        return [_sample(file.fileno(), place, fields) for place in places]
     except struct.error:
         raise Damaged("it is cut short") from None
-    finally:
-        os.close(descriptor)
 
 
 def _sample(descriptor: int, place: int, fields: int) -> list[bytes]:
@@ -60,10 +63,9 @@ def _sample(descriptor: int, place: int, fields: int) -> list[bytes]:
     return found
 
 
-def count_of(path: Path) -> int:
+def count_of(file: IO[bytes]) -> int:
     """Samples in a block."""
-    with path.open("rb") as file:
-        return int(struct.unpack("<I", file.read(4))[0])
+    return int(struct.unpack("<I", os.pread(file.fileno(), 4, 0))[0])
 
 
 def from_tar(file: IO[bytes], fields: Sequence[Sequence[str]]) -> bytes:

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, final
 
@@ -28,6 +29,7 @@ _REFUSED = re.compile(
     r"|AccessDenied|InvalidClientTokenId"
 )
 """Error codes of S3 that come as a plain 400, and for which trying again is of no use."""
+_OUR_FAULT = re.compile(r"status (4(?!08|29)\d\d|3\d\d)\b")
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or a profile of ~/.aws",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
@@ -56,10 +58,15 @@ class Store:
         if found and scheme not in _SCHEMES:
             schemes = ", ".join(f"{name}://" for name in _SCHEMES)
             raise UserError(f"data.source.url={shown(url)}: must begin with {schemes}, or be a folder.")
-        self.url = url.rstrip("/")
+        if found and re.search(r"//[^/]*@|\?", url):
+            raise UserError(
+                f"data.source.url={shown(url)}: holds a password or a query, which would be written to the"
+                " run's folder. Give credentials by the environment."
+            )
+        self.url = url.rstrip("/") if found else str(Path(url).expanduser().absolute())
         self.shown = shown(self.url)
         self.retry_s = retry_s
-        self.folder = None if found else Path(url)
+        self.folder = None if found else Path(self.url)
         self._scheme = scheme if found else ""
         self._opened: ObjectStore | None = None
         self._pid = 0
@@ -141,14 +148,15 @@ class Store:
                     raise
                 self._check_worth_it(key, error)
                 problem = error
-            if time.monotonic() - began + pause > self.retry_s:
+            left = self.retry_s - (time.monotonic() - began)
+            if left <= 0:
                 raise UserError(
                     f"{self.shown}/{key}: was not to be had for {self.retry_s:.0f} seconds"
                     f" ({_reason(problem)}). Is the store up? data.source.retry_s says how long to wait.",
                     everywhere=False,
                 ) from None
             # ranks that failed together must not ask again together
-            time.sleep(pause * random.Random().uniform(0.5, 1))
+            time.sleep(min(left, pause * random.Random().uniform(0.5, 1)))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _check_worth_it(self, key: str, error: Exception) -> None:
@@ -161,6 +169,12 @@ class Store:
             helps = f" Check {known}; have they expired?" if known else " May this machine read it?"
             raise UserError(
                 f"{self.shown}/{key}: the store refuses it ({which}).{helps}", everywhere=False
+            ) from None
+        if found := _OUR_FAULT.search(text):
+            raise UserError(
+                f"{self.shown}/{key}: the store does not take the request ({found.group(1)}). Are address and"
+                " region right?",
+                everywhere=False,
             ) from None
         if isinstance(error, OSError) and self.folder is not None:
             raise UserError(f"{self.folder / key}: can't be read ({error.strerror}).", everywhere=False)
@@ -191,20 +205,30 @@ class Store:
 
 
 def shown(url: str) -> str:
-    """An address for people, without a password in it."""
-    return re.sub(r"//[^/@]*@", "//***@", url)
+    """An address for people, without a password or a key in it."""
+    return re.sub(r"//[^/]*@", "//***@", url.partition("?")[0])
 
 
 def _connected(url: str, scheme: str) -> "ObjectStore":
-    try:
-        from obstore.store import from_url
-    except ImportError:
-        raise UserError(
-            f"data.source.url={shown(url)}: needs obstore: pip install 'ddptrain[stream]'"
-        ) from None
+    if find_spec("obstore") is None:
+        raise UserError(f"data.source.url={shown(url)}: needs obstore: pip install 'ddptrain[stream]'")
     more: dict[str, Any] = {}
     if scheme == "s3" and "AWS_ACCESS_KEY_ID" not in os.environ:
         more = _from_usual_files()
+    try:
+        return _client(url, more)
+    except (ValueError, OSError, UserError):
+        raise
+    except Exception as error:
+        raise UserError(
+            f"data.source.url={shown(url)}: can't be opened ({_reason(error)}). Check"
+            f" {_CREDENTIALS.get(scheme, 'the address')}."
+        ) from error
+
+
+def _client(url: str, more: dict[str, Any]) -> "ObjectStore":
+    from obstore.store import from_url
+
     client: Any = {"timeout": f"{_STALLED_S}s", "allow_http": True}
     # `Store` itself tries again: it also knows a broken download, and what is not worth it
     return from_url(
@@ -223,8 +247,12 @@ def _from_usual_files() -> dict[str, Any]:
     import boto3  # type: ignore[import-untyped]
     from obstore.auth.boto3 import Boto3CredentialProvider
 
-    session = boto3.Session()
-    if session.get_credentials() is None:
+    try:
+        session = boto3.Session()
+        credentials = session.get_credentials()
+    except Exception as error:  # of botocore: a profile that does not exist, a file that can't be read
+        raise UserError(f"data.source.url: credentials for s3:// can't be read ({error}).") from error
+    if credentials is None:
         if os.environ.get("AWS_SKIP_SIGNATURE"):
             return {}
         raise UserError(
@@ -236,7 +264,7 @@ def _from_usual_files() -> dict[str, Any]:
 
 def _reason(error: Exception) -> str:
     """An error of obstore's in a line: the innermost cause stands last."""
-    text = " ".join(str(error).split())
+    text = re.sub(r"https?://\S+", lambda found: shown(found.group()), " ".join(str(error).split()))
     status = re.search(r"\b[45]\d\d [A-Z][A-Za-z ]+", text)
     return (
         status.group().strip()

@@ -37,7 +37,6 @@ class TokenBlocks:
         self._shuffle_blocks = shuffle_blocks
         self._sizes = cache.blocks.samples
         self._ends = self._sizes.cumsum(0)
-        self._checked: set[int] = set()
 
     def __len__(self) -> int:
         """Tokens."""
@@ -146,7 +145,4 @@ class TokenBlocks:
                 os.close(descriptor)
             self._cache.counts[DECODING_S] += time.monotonic() - began
 
-        if block not in self._checked:  # any bytes are tokens: what the disk has spoilt is not seen later
-            self._cache.drop_if_damaged(block)
-            self._checked.add(block)
         read_block(self._cache, block, read)

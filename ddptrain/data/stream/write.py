@@ -83,10 +83,12 @@ class SetFolder:
         progress = self._out / _PROGRESS
         if not progress.exists():
             claim(self._out)
-            progress.write_text(json.dumps({"set": digest}) + "\n")
+            write_file(progress, (json.dumps({"set": digest}) + "\n").encode())
             return {}
-        lines = progress.read_text().split("\n")[:-1]  # a line without its end was being written
-        first, *rest = [parse_json(line) for line in lines]
+        text = progress.read_text()
+        whole = text[: text.rfind("\n") + 1]  # a line without its end was being written
+        os.truncate(progress, len(whole.encode()))
+        first, *rest = [parse_json(line) for line in whole.splitlines()]
         if first["set"] != digest:
             raise UserError(
                 f"out={self._out}: holds a part of another set, or of this one in other blocks. Name a new"
