@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import threading
 import time
@@ -14,9 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 from bucket import BUCKET, Answer, Door, Fault, bucket, upload
-from streamed_sets import assert_same, blocks, pictures, streamed, trained
+from masked import mask_set
+from streamed_sets import assert_same, blocks, pictures, streamed, trained, written
 
+from ddptrain.api.world import World
+from ddptrain.data.masks import MaskData
 from ddptrain.data.stream.cache import Block, BlockCache, BlockTable
+from ddptrain.data.stream.masks import StreamMasks
 from ddptrain.data.stream.store import Store
 from ddptrain.errors import UserError
 
@@ -121,6 +126,67 @@ def test_a_damaged_block_is_fetched_again_and_counted(
     assert_same(trained(data, STEPS), expected)
     assert 1 <= len(re.findall("is damaged; it is fetched again", caplog.text)) <= 3
     assert data.loading.reading is not None
+
+
+def test_what_a_disk_has_spoilt_is_seen_before_its_first_use(
+    pictures: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every picture of every block is another one, though most can still be decoded."""
+    blocks = written(pictures, tmp_path / "set", block_mb=0.03)
+    expected = trained(streamed(blocks, None), STEPS)
+    trained(streamed(blocks, tmp_path / "cache"), STEPS)
+    for file in cached(tmp_path / "cache"):
+        content = bytearray(file.read_bytes())
+        for i in range(700, len(content), 400):
+            content[i] ^= 4
+        file.write_bytes(content)
+    caplog.set_level(logging.ERROR, "ddptrain")
+    assert_same(trained(streamed(blocks, tmp_path / "cache"), STEPS), expected)
+
+
+def test_masks_of_a_spoilt_block_are_read_again(tmp_path: Path) -> None:
+    files = MaskData(str(mask_set(tmp_path / "files")), size=64)
+    list(files.write(tmp_path / "set", "stream", 0.002))
+    source = StreamMasks(str(tmp_path / "set"), cache=str(tmp_path / "cache"), shuffle_blocks=2)
+    data = MaskData(size=64, source=source)
+    data.prepare(World(), seed=5)
+    expected = data.valid_samples(4)
+    for file in cached(tmp_path / "cache"):
+        content = bytearray(file.read_bytes())
+        content[100:-100:7] = b"x" * len(content[100:-100:7])
+        file.write_bytes(content)
+    for found, before in zip(data.valid_samples(4), expected, strict=True):
+        assert torch.equal(found, before)
+
+
+def test_a_set_of_another_program_that_changes_is_refused(blocks: Path, tmp_path: Path) -> None:
+    """Its index holds no digests; ours of the first reading does."""
+    folder = tmp_path / "set"
+    shutil.copytree(blocks / "train", folder)
+    more = {"valid_url": str(blocks / "valid"), "classes": 3}
+    streamed(folder, tmp_path / "cache", **more)
+    shutil.rmtree(tmp_path / "cache" / "blocks")
+    first = folder / "chunk-0-0.bin"
+    content = bytearray(first.read_bytes())
+    content[-1] ^= 1
+    first.write_bytes(content)
+    with pytest.raises(UserError, match=r"chunk-0-0\.bin: its SHA-256 is another one"):
+        trained(streamed(folder, tmp_path / "cache", **more), STEPS)
+
+
+def test_a_refused_manifest_hides_no_other_index(blocks: Path, tmp_path: Path, door: Door) -> None:
+    """S3 answers 403 for what is missing to those who may not list a bucket."""
+    url = upload(door, blocks, "set")
+    door.fault = lambda path, number: Answer(403) if path.endswith("ddptrain.json") else None
+    data = streamed(f"{url}/train", tmp_path, valid_url=f"{url}/valid", classes=3)
+    assert data.train_size == 60
+
+
+def test_an_address_with_a_key_in_it_is_refused() -> None:
+    for url in ("https://user:pass@word@host/x", "https://host/x?sig=secret"):
+        with pytest.raises(UserError, match="holds a password or a query") as found:
+            streamed(url, Path("cache"))
+        assert not re.search("pass|word@|secret", str(found.value).replace("holds a password", ""))
 
 
 def make_cache(folder: Path, store: Path, limit: int, count: int = 12, size: int = 1000) -> BlockCache:
