@@ -143,8 +143,8 @@ def test_a_large_text_is_trained_on_killed_and_resumed_to_the_bit(
         return Job(
             f"recipe={recipe} data=stream_text data.source.url={url} data.source.valid_url=small"
             f" data.source.cache_gb={cache_gb} data.source.cache=cache-{run} data.source.shuffle_blocks=4"
-            f" data.window={window} data.order={order} train.batch_size={batch} train.steps=150 {TINY}"
-            " model.layers=1 model.ngrams=[2] train.eval_every=75 checkpoint.every=10 elastic=strict"
+            f" data.window={window} data.order={order} train.batch_size={batch} train.steps=200 {TINY}"
+            " model.layers=1 model.ngrams=[2] train.eval_every=100 checkpoint.every=10 elastic=strict"
             f" observers=[console,jsonl] run.dir={run}".split(),
             tmp_path, ranks, restarts, variables=door.variables,
         )  # fmt: skip
@@ -153,15 +153,10 @@ def test_a_large_text_is_trained_on_killed_and_resumed_to_the_bit(
         calm = job(f"calm{ranks}", ranks)
         assert calm.wait(600) == 0, calm.text[-3000:]
         killed = job(f"killed{ranks}", ranks, 3)
-        met = kill_at_random(killed, random.Random(ranks), 8, 3)
+        met = kill_at_random(killed, random.Random(ranks), 3, 3)
         assert killed.wait(900) == 0, killed.text[-3000:]
         assert met >= 2
         assert_same_outcome(tmp_path / f"calm{ranks}", tmp_path / f"killed{ranks}")
         assert losses(tmp_path / f"calm{ranks}") == losses(tmp_path / "calm1")
-        print(
-            recipe,
-            ranks,
-            killed.text.count("plan       steps"),
-            "starts",
-            calm.text.partition("stream  ")[2][:60],
-        )
+        fetched = calm.text.partition("stream  ")[2].partition("\n")[0]
+        print(f"{recipe}, {ranks} ranks: {met} kills met somebody;{fetched}")
