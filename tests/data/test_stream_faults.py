@@ -20,7 +20,8 @@ from streamed_sets import assert_same, blocks, pictures, streamed, trained, writ
 
 from ddptrain.api.world import World
 from ddptrain.data.masks import MaskData
-from ddptrain.data.stream.cache import Block, BlockCache, BlockTable
+from ddptrain.data.stream.block_table import Block, BlockTable
+from ddptrain.data.stream.cache import BlockCache
 from ddptrain.data.stream.masks import StreamMasks
 from ddptrain.data.stream.store import Store
 from ddptrain.errors import UserError

@@ -18,7 +18,8 @@ from ddptrain.api.blocks import Blocks
 from ddptrain.data.augment import Augment
 from ddptrain.data.images import ImageData
 from ddptrain.data.shapes import Shapes
-from ddptrain.data.stream.cache import Block, BlockCache, BlockTable
+from ddptrain.data.stream.block_table import Block, BlockTable
+from ddptrain.data.stream.cache import BlockCache
 from ddptrain.data.stream.samples import Samples
 from ddptrain.data.stream.store import Store
 

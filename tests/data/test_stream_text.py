@@ -16,7 +16,8 @@ from streamed_texts import folder_of_texts, small_tokenizer, streamed, tokens_of
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.data.corpus import Document, TextFiles
-from ddptrain.data.stream.cache import Block, BlockCache, BlockTable
+from ddptrain.data.stream.block_table import Block, BlockTable
+from ddptrain.data.stream.cache import BlockCache
 from ddptrain.data.stream.store import Store
 from ddptrain.data.stream.tokens import TokenBlocks
 from ddptrain.data.stream.write_text import cut

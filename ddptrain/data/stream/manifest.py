@@ -9,7 +9,7 @@ from functools import partial
 from itertools import product
 from typing import IO, Any
 
-from ddptrain.data.stream.cache import Block
+from ddptrain.data.stream.block_table import Block
 from ddptrain.data.stream.shards import fields_of_litdata, from_tar
 from ddptrain.data.stream.store import Store
 from ddptrain.errors import UserError

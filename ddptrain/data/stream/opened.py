@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ddptrain.api.blocks import Blocks
 from ddptrain.data.disk import exclusive_lock, map_file
-from ddptrain.data.stream.cache import Block, BlockCache, BlockTable
+from ddptrain.data.stream.block_table import Block, BlockTable
+from ddptrain.data.stream.cache import BlockCache
 from ddptrain.data.stream.manifest import LABEL, PICTURE, Manifest, Part, of_tars, read_manifest, tars
 from ddptrain.data.stream.samples import AHEAD, Samples
 from ddptrain.data.stream.shards import count_of, samples_of

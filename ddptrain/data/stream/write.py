@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddptrain.api.rng import mixed
 from ddptrain.data.pictures import claim
-from ddptrain.data.stream.cache import Block
+from ddptrain.data.stream.block_table import Block
 from ddptrain.data.stream.manifest import FORMAT, LITDATA, NAME
 from ddptrain.data.stream.shards import MOST_BYTES, Sample, index_of_litdata, packed
 from ddptrain.distributed.cpu import cores
