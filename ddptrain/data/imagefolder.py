@@ -16,7 +16,7 @@ from ddptrain.data.disk import size_and_time
 from ddptrain.data.folders import parts_of, pictures_by_class, unpacked
 from ddptrain.data.packed import open_packed, pack, packed_folder
 from ddptrain.data.paths import Paths
-from ddptrain.data.pictures import Box, cropped, decoders, fitted
+from ddptrain.data.pictures import Box, content_of, cropped, decoders, fitted
 from ddptrain.data.source import ImageSet, ImageSource, Split
 from ddptrain.errors import UserError
 
@@ -46,10 +46,7 @@ class FolderSplit(Split):
         return cropped(Path(self.files[i]), self.shape, box_of)
 
     def encoded(self, i: int) -> bytes:
-        try:
-            return Path(self.files[i]).read_bytes()
-        except OSError as error:
-            raise UserError(f"{self.files[i]}: can't be read ({error.strerror}).") from error
+        return content_of(self.files[i])
 
 
 @final

@@ -126,6 +126,25 @@ def decoded(file: "Named", mode: str, side: int = 0) -> "Image.Image":
         return seen(picture, mode)
 
 
+def content_of(file: "str | os.PathLike[str] | Encoded") -> bytes:
+    """A picture's file as it is. Raises UserError where it can't be read."""
+    if isinstance(file, Encoded):
+        return file.getvalue()
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise UserError(f"{file}: can't be read ({error.strerror}).") from error
+
+
+def as_png(picture: Tensor) -> bytes:
+    """The file of a picture, uint8 (C, H, W)."""
+    from torchvision.transforms.v2.functional import to_pil_image
+
+    buffer = BytesIO()
+    to_pil_image(picture).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def fitted(file: "Named", shape: tuple[int, int, int], resize: int | None = None) -> Tensor:
     """uint8 ``shape`` (height, width, channels): the picture as `fit` brings it into that form."""
     height, width, channels = shape

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import final
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.api.blocks import Blocks
-from ddptrain.data.pictures import Box, resized
+from ddptrain.data.pictures import Box, as_png, resized
 from ddptrain.data.stream.samples import Samples
 
 
@@ -46,11 +45,7 @@ class Split(ABC):
 
     def encoded(self, i: int) -> bytes:
         """One as a picture's file, with the pixels that are stored: a PNG, unless it lies in a file."""
-        from torchvision.transforms.v2.functional import to_pil_image
-
-        buffer = BytesIO()
-        to_pil_image(self.images(torch.tensor([i]))[0].permute(2, 0, 1)).save(buffer, "PNG")
-        return buffer.getvalue()
+        return as_png(self.images(torch.tensor([i]))[0].permute(2, 0, 1))
 
     def __len__(self) -> int:
         return len(self.labels)

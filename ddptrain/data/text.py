@@ -18,8 +18,8 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.corpus import TextSource
 from ddptrain.data.prefetch import on_device
-from ddptrain.data.stream.ahead import Need
-from ddptrain.data.stream.samples import training_needs
+from ddptrain.data.stream.ahead import AHEAD, Need, validation_share
+from ddptrain.data.stream.samples import training_needs, training_positions
 from ddptrain.data.stream.text import OpenedText, StreamText
 from ddptrain.data.stream.tokens import TokenBlocks
 from ddptrain.data.stream.write_text import write_text
@@ -158,7 +158,7 @@ class TextData(Data):
         valid = self._tokens.valid
         if isinstance(valid, TokenBlocks):
             needs = (self._need(valid, i, chunk) for i, chunk in enumerate(chunks))
-            return self._moved(map(self._pieces, valid.fetching(chunks, count(), needs)))
+            return self._moved(map(self._pieces, valid.fetching(chunks, count(), needs, validation_share())))
         return self._moved(map(self._pieces, chunks))
 
     def write(
@@ -248,15 +248,15 @@ class TextData(Data):
         """Windows out of blocks that are fetched ahead of them."""
         if sampler.blocks is not None:
             ids = sampler.samples(steps, torch.device("cpu"))
-            positions = (step * sampler.batch_size for step in steps for _ in sampler.micro_sizes)
             needs = training_needs(sampler.blocks, sampler, steps)
-            for some, epochs in train.fetching(ids, positions, needs):
+            for some, epochs in train.fetching(ids, training_positions(sampler, steps), needs, AHEAD):
                 yield Windows(self._pinned(train.read_windows(some, epochs, self.window, self._seed)))
             return
         positions = (step for step in steps for _ in sampler.micro_sizes)
         needs = train.needs_of_streams(self._origins(sampler), self.window, steps)
         starts = self._stream_starts(sampler, steps)
-        for some, rows in train.fetching(starts, positions, needs, self._world.local_size):
+        # the ranks of a node fetch other blocks into the same cache
+        for some, rows in train.fetching(starts, positions, needs, AHEAD / self._world.local_size):
             yield Windows(self._pinned(train.read(some, self.window + 1)), rows)
 
     def _need(self, valid: TokenBlocks, i: int, chunk: range) -> Need:

@@ -3,7 +3,6 @@
 import http.client
 import http.server
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,29 +33,18 @@ Fault = Callable[[str, int], Answer | None]
 
 @dataclass
 class Door:
-    """fault: see above. latency: seconds before each answer. bandwidth: bytes a second, of all together."""
+    """fault: see above."""
 
     port: int = 0
     fault: Fault = lambda path, number: None
-    latency: float = 0.0
-    bandwidth: float = 0.0
     asked: Counter[str] = field(default_factory=Counter)
     """Requests by path."""
-    free_at: float = 0.0
     lock: Any = field(default_factory=threading.Lock)
 
     @property
     def variables(self) -> dict[str, str]:
         """Of the environment of who comes by it."""
         return {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}"}
-
-    def paced(self, size: int) -> None:
-        if self.bandwidth:
-            with self.lock:
-                self.free_at = max(self.free_at, time.monotonic()) + size / self.bandwidth
-                wait = self.free_at - time.monotonic()
-            if wait > 0:
-                time.sleep(wait)
 
 
 @contextmanager
@@ -76,7 +64,6 @@ def bucket() -> Iterator[Door]:
             path = self.path.partition("?")[0]
             with door.lock:
                 number, door.asked[path] = door.asked[path], door.asked[path] + 1
-            time.sleep(door.latency)
             answer = door.fault(path, number) or Answer()
             if answer.status == 0:  # the line goes dead
                 self.close_connection = True
@@ -96,10 +83,7 @@ def bucket() -> Iterator[Door]:
             self.end_headers()
             if answer.cut is not None:
                 content, self.close_connection = content[: answer.cut], True
-            for begin in range(0, len(content), 2**18):
-                piece = content[begin : begin + 2**18]
-                door.paced(len(piece))
-                self.wfile.write(piece)
+            self.wfile.write(content)
 
         def log_message(self, *_: Any) -> None:
             pass

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.data.detection.source import DetectionSet, Objects, PackedObjects, Scenes
-from ddptrain.data.pictures import decoded, opened
+from ddptrain.data.pictures import content_of, decoded, opened
 from ddptrain.errors import UserError
 
 OnError = Literal["stop", "skip"]
@@ -86,10 +86,7 @@ class FileScenes(Scenes):
         return pixels
 
     def encoded(self, i: int) -> bytes:
-        try:
-            return Path(self.files[i]).read_bytes()
-        except OSError as error:
-            raise UserError(f"{self.files[i]}: can't be read ({error.strerror}).") from error
+        return content_of(self.files[i])
 
 
 @final

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
 from typing import final, overload
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.api.blocks import Blocks
+from ddptrain.data.pictures import as_png
 from ddptrain.data.stream.samples import Samples
 
 
@@ -90,11 +90,7 @@ class Scenes(ABC):
 
     def encoded(self, i: int) -> bytes:
         """The i-th as a picture's file: a PNG, unless it lies in a file already."""
-        from torchvision.transforms.v2.functional import to_pil_image
-
-        buffer = BytesIO()
-        to_pil_image(self.image(i)).save(buffer, "PNG")
-        return buffer.getvalue()
+        return as_png(self.image(i))
 
     def __len__(self) -> int:
         return len(self.objects)

@@ -1,16 +1,24 @@
 """Fetches blocks before they are needed: threads of the rank's main process, which know the order."""
 
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeVar, final
 
 from ddptrain.data.stream.cache import BlockCache
 
+AHEAD = 0.8
+"""Share of the cache's room that is filled ahead of a training."""
+_AHEAD_OF_VALIDATION = 0.15
+"""Of an evaluation, by all ranks of a node together: a training's blocks stay meanwhile."""
 _THREADS = 4
 """Requests of a rank at a time: one waits for its first byte while others deliver."""
 _AGAIN_S, _POLL_S, _LAST_S = 1.0, 0.1, 3.0
+
+
+Item = TypeVar("Item")
 
 
 class Need(NamedTuple):
@@ -129,3 +137,22 @@ class Ahead:
                     return block
             self._changed.wait(_POLL_S if self._missing else _AGAIN_S)
             return None
+
+
+def fetched_ahead(
+    cache: BlockCache, items: Iterable[Item], positions: Iterable[int], needs: Iterable[Need], share: float
+) -> Iterator[Item]:
+    """The same items, whose blocks are read at these positions; blocks are fetched ahead of them, into this
+    share of the cache."""
+    if cache.in_place:
+        yield from items
+        return
+    with Ahead(cache, needs, int(share * cache.limit)) as ahead:
+        for item, position in zip(items, positions, strict=False):
+            ahead.at(position)
+            yield item
+
+
+def validation_share() -> float:
+    """This rank's: each reads another part of the set."""
+    return _AHEAD_OF_VALIDATION / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -14,7 +14,6 @@ from ddptrain.data.pictures import Encoded, decoded
 from ddptrain.data.stream.opened import OpenedPart, Streamed
 from ddptrain.data.stream.samples import Name, Samples
 from ddptrain.data.stream.write import PartToWrite, Writer
-from ddptrain.errors import UserError
 
 
 @final
@@ -54,7 +53,7 @@ class StreamScenes(Scenes):
         def made(content: Encoded) -> Tensor:
             return pil_to_tensor(decoded(content, "RGB"))  # type: ignore[no-any-return]
 
-        return self.stream.made([i], "image", made)[0]
+        return self.stream.made([i], ["image"], made)[0]
 
     def encoded(self, i: int) -> bytes:
         ((content,),) = self.stream.read([i], ["image"])
@@ -85,12 +84,7 @@ class StreamBoxes(DetectionSource):
         self._streamed.fetch()
 
     def open(self, root: Path) -> DetectionSet:
-        opened = self._streamed.open()
-        if opened.kind != "boxes":
-            raise UserError(
-                f"data.source.url: holds a set of {opened.kind or 'another program'}, not of boxes. Write one"
-                " by `python -m ddptrain write recipe=... layout=stream out=...`."
-            )
+        opened = self._streamed.open_as("boxes")
         train, valid = StreamScenes(opened.train), StreamScenes(opened.valid)
         blocks = opened.train.samples.blocks
         return DetectionSet(train, valid, opened.about["classes"], blocks=blocks, identity=opened.identity)

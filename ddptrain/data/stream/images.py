@@ -12,7 +12,7 @@ from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
 from ddptrain.data.pictures import Box, cropped, fitted
 from ddptrain.data.source import ImageSet, ImageSource, Split
 from ddptrain.data.stream.manifest import PICTURE
-from ddptrain.data.stream.opened import Column, OpenedPart, Streamed
+from ddptrain.data.stream.opened import Column, Streamed
 from ddptrain.data.stream.samples import Samples
 from ddptrain.errors import UserError
 
@@ -41,11 +41,11 @@ class StreamSplit(Split):
 
     def images(self, ids: Tensor) -> Tensor:
         make = partial(fitted, shape=self.shape, resize=self._resize)
-        return torch.stack(self.stream.made(ids.tolist(), self._picture, make))
+        return torch.stack(self.stream.made(ids.tolist(), [self._picture], make))
 
     def cropped(self, i: int, box_of: Callable[[int, int], Box]) -> Tensor:
         make = partial(cropped, shape=self.shape, box_of=box_of)
-        return self.stream.made([i], self._picture, make)[0]
+        return self.stream.made([i], [self._picture], make)[0]
 
     def encoded(self, i: int) -> bytes:
         ((content,),) = self.stream.read([i], [self._picture])
@@ -90,7 +90,7 @@ class StreamImages(ImageSource):
         about = opened.about
         shape = (self._size, self._size, int(about.get("channels", 3)))
         train, valid = (
-            StreamSplit(part.samples, _labels(part), shape, resize)
+            StreamSplit(part.samples, part.columns["labels"], shape, resize)
             for part, resize in ((opened.train, None), (opened.valid, self._resize))
         )
         classes = self._names(about.get("classes"), train.labels, valid.labels)
@@ -114,7 +114,3 @@ class StreamImages(ImageSource):
                     f" {int(found.max())}. Give their number or all names."
                 )
         return list(named)
-
-
-def _labels(part: OpenedPart) -> Column:
-    return part.columns["labels"]

@@ -1,22 +1,23 @@
 """Pictures with masks of a streamed set."""
 
-import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from torch import Tensor
 
 from ddptrain.data.mask_files import Pair, read_pair
-from ddptrain.data.pictures import Encoded
-from ddptrain.data.stream.cache import DECODING_S
+from ddptrain.data.pictures import Encoded, content_of
 from ddptrain.data.stream.opened import Streamed
-from ddptrain.data.stream.samples import Name, Samples
+from ddptrain.data.stream.samples import Samples
 from ddptrain.data.stream.write import PartToWrite, Writer
-from ddptrain.errors import UserError
 
 if TYPE_CHECKING:
     from PIL import Image
+
+
+_FIELDS = ("image", "mask")
 
 
 @final
@@ -30,25 +31,13 @@ class StreamPairs(Sequence[Pair]):
         return len(self.stream)
 
     def __getitem__(self, i: int) -> Pair:  # type: ignore[override]
-        return self._read(i)
-
-    def _read(self, i: int, suspect: bool = False) -> Pair:
-        ((picture, mask),) = self.stream.read([i], ["image", "mask"], suspect)
-        name = Name(self.stream, i)
-        return Pair(Encoded(picture, name), Encoded(mask, f"the mask of {name}"))
+        (contents,) = self.stream.read([i], _FIELDS)
+        return Pair(*self.stream.encoded(i, _FIELDS, contents))
 
     def decoded(self, i: int, classes: int) -> "tuple[Image.Image, Image.Image]":
-        """As `read_pair`; once more of a sample whose block has suffered on this node's disk."""
-        pair, began = self[i], time.monotonic()
-        try:
-            return read_pair(pair, classes)
-        except UserError:
-            again = self._read(i, suspect=True)
-            if [file.getvalue() for file in again] == [file.getvalue() for file in pair]:  # type: ignore[union-attr]
-                raise
-        finally:
-            self.stream.cache.counts[DECODING_S] += time.monotonic() - began
-        return read_pair(again, classes)
+        """As `read_pair`."""
+        make = partial(_read_pair, classes=classes)
+        return self.stream.made([i], _FIELDS, make)[0]
 
 
 class MaskSet(NamedTuple):
@@ -81,12 +70,7 @@ class StreamMasks:
         self._streamed.fetch()
 
     def open(self) -> MaskSet:
-        opened = self._streamed.open()
-        if opened.kind != "masks":
-            raise UserError(
-                f"data.source.url: holds a set of {opened.kind or 'another program'}, not of masks. Write one"
-                " by `python -m ddptrain write recipe=... layout=stream out=...`."
-            )
+        opened = self._streamed.open_as("masks")
         train, valid = (StreamPairs(part.samples) for part in (opened.train, opened.valid))
         return MaskSet(train, valid, tuple(opened.about["classes"]), opened.identity)
 
@@ -97,23 +81,16 @@ def write_masks(
     """Pictures and masks as blocks, their files as they are."""
 
     def part(name: str, pairs: Sequence[Pair]) -> PartToWrite:
-        return PartToWrite(name, len(pairs), lambda i: [_content(file) for file in pairs[i]], _no_columns)
+        return PartToWrite(name, len(pairs), lambda i: [content_of(file) for file in pairs[i]], _no_columns)
 
-    writer = Writer(
-        folder, "masks", {"image": "bytes", "mask": "bytes"}, {"classes": list(classes)}, block_mb
-    )
+    writer = Writer(folder, "masks", dict.fromkeys(_FIELDS, "bytes"), {"classes": list(classes)}, block_mb)
     yield from writer.write(
         [part(name, pairs) for name, pairs in zip(("train", "valid"), parts, strict=True)]
     )
 
 
-def _content(file: Path | Encoded) -> bytes:
-    if isinstance(file, Encoded):
-        return file.getvalue()
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{file}: can't be read ({error.strerror}).") from error
+def _read_pair(picture: Encoded, mask: Encoded, classes: int) -> "tuple[Image.Image, Image.Image]":
+    return read_pair(Pair(picture, mask), classes)
 
 
 def _no_columns(order: Tensor) -> dict[str, Tensor]:

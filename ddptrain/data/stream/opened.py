@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple, final
 
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from ddptrain.api.blocks import Blocks
 from ddptrain.data.disk import exclusive_lock, map_file
+from ddptrain.data.stream.ahead import AHEAD
 from ddptrain.data.stream.block_table import Block, BlockTable
 from ddptrain.data.stream.cache import BlockCache
 from ddptrain.data.stream.manifest import LABEL, PICTURE, Manifest, Part, of_tars, read_manifest, tars
-from ddptrain.data.stream.samples import AHEAD, Samples
+from ddptrain.data.stream.samples import Samples
 from ddptrain.data.stream.shards import count_of, samples_of
 from ddptrain.data.stream.store import Damaged, Store, shown
 from ddptrain.errors import UserError, check_least
@@ -103,7 +105,7 @@ class Streamed:
 
     def fetch(self) -> None:
         """Bring the index and the columns to this node. Runs in one process a node."""
-        for url, manifest, part in self._parts():
+        for url, manifest, part in self._parts:
             folder = self._index_folder(url, manifest)
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +123,7 @@ class Streamed:
 
     def open(self) -> OpenedSet:
         """The set, once `fetch` has run on this node."""
-        (url, manifest, train), (valid_url, valid_manifest, valid) = self._parts()
+        (url, manifest, train), (valid_url, valid_manifest, valid) = self._parts
         first, second = self._opened(url, manifest, train), self._opened(valid_url, valid_manifest, valid)
         blocks = [list(part.samples.cache.blocks) for part in (first, second)]
         self._check_room(blocks[0])
@@ -129,6 +131,17 @@ class Streamed:
         identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         return OpenedSet(first, second, manifest.kind, manifest.about, identity)
 
+    def open_as(self, kind: str) -> OpenedSet:
+        """The same. Raises UserError for a set of another kind."""
+        opened = self.open()
+        if opened.kind != kind:
+            raise UserError(
+                f"data.source.url: holds a set of {opened.kind or 'another program'}, not of {kind}. Write"
+                " one by `python -m ddptrain write recipe=... layout=stream out=...`."
+            )
+        return opened
+
+    @cached_property
     def _parts(self) -> list[tuple[str, Manifest, Part]]:
         """For training and for validation: the folder's address, and what it holds."""
         url, manifest = self._manifest(self._url)

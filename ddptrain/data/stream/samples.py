@@ -1,28 +1,24 @@
 """The samples of a part of a set, wherever it lies: read by their indices, in any order."""
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TypeVar, final
-
-from torch import Tensor
 
 from ddptrain.api.blocks import Blocks
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.timing import Reading
 from ddptrain.data.pictures import Encoded
-from ddptrain.data.stream.ahead import Ahead, Need
+from ddptrain.data.stream.ahead import AHEAD, Need, fetched_ahead, validation_share
 from ddptrain.data.stream.cache import DECODING_S, BlockCache
 from ddptrain.data.stream.shards import read_samples
 from ddptrain.data.stream.store import Damaged
 from ddptrain.data.workers import Key, TrainingKeys, validation_keys
 from ddptrain.errors import UserError
 
-AHEAD, AHEAD_OF_VALIDATION = 0.8, 0.15
-"""Shares of the cache's room that are filled ahead: a training's blocks stay while it is evaluated."""
 _ATTEMPTS = 3
 
 Result = TypeVar("Result")
@@ -63,53 +59,46 @@ class Samples:
         ((block, place),) = self.blocks.of([i])
         return range(i - place, i - place + int(self.blocks.sizes[block]))
 
-    def made(self, ids: Sequence[int], field: str, make: Callable[[Encoded], Tensor]) -> list[Tensor]:
-        """What ``make`` gives of that field of each. Of one that it refuses, once more if its block has
-        suffered on this node's disk."""
-        read = self.read(ids, [field])
+    def made(self, ids: Sequence[int], fields: Sequence[str], make: Callable[..., Result]) -> list[Result]:
+        """What ``make`` gives of these fields of each, which it is given as `Encoded`. Of a sample that it
+        refuses, once more if the block has suffered on this node's disk."""
+        read = self.read(ids, fields)
         began = time.monotonic()
-        found = [self._made(i, field, make, content) for i, (content,) in zip(ids, read, strict=True)]
+        found = [self._made(i, fields, make, contents) for i, contents in zip(ids, read, strict=True)]
         self.cache.counts[DECODING_S] += time.monotonic() - began
         return found
 
-    def _made(self, i: int, field: str, make: Callable[[Encoded], Tensor], content: bytes) -> Tensor:
+    def encoded(self, i: int, fields: Sequence[str], contents: Sequence[bytes]) -> list[Encoded]:
+        """Fields of a sample, with their names: the first one's is the sample's own."""
+        names = [Name(self, i), *(Name(self, i, f"the {field} of ") for field in fields[1:])]
+        return [Encoded(content, name) for content, name in zip(contents, names, strict=True)]
+
+    def _made(
+        self, i: int, fields: Sequence[str], make: Callable[..., Result], contents: list[bytes]
+    ) -> Result:
         try:
-            return make(Encoded(content, Name(self, i)))
+            return make(*self.encoded(i, fields, contents))
         except UserError:
-            ((again,),) = self.read([i], [field], suspect=True)
-            if again == content:
+            (again,) = self.read([i], fields, suspect=True)
+            if again == contents:
                 raise
-        return make(Encoded(again, Name(self, i)))
+        return make(*self.encoded(i, fields, again))
 
     def following_training(
         self, keys: Iterable[list[Key]], sampler: Sampler, steps: range
     ) -> Iterator[list[Key]]:
         """The same keys; blocks are fetched ahead of them."""
-        if self.cache.in_place:
-            yield from keys
-            return
-        per_step = len(sampler.micro_sizes)
         needs = training_needs(self.blocks, sampler, steps)
-        with Ahead(self.cache, needs, int(AHEAD * self.cache.limit)) as ahead:
-            for i, batch in enumerate(keys):
-                ahead.at((steps.start + i // per_step) * sampler.batch_size)
-                yield batch
+        return fetched_ahead(self.cache, keys, training_positions(sampler, steps), needs, AHEAD)
 
-    def following(self, keys: Iterable[list[Key]]) -> Iterator[list[Key]]:
+    def following(self, keys: Sequence[list[Key]]) -> Iterator[list[Key]]:
         """The same for batches that are known already."""
-        if self.cache.in_place:
-            yield from keys
-            return
-        batches = list(keys)
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each reads another part
-        needs = []
-        for i, batch in enumerate(batches):
-            blocks = dict.fromkeys(block for block, _ in self.blocks.of([sample for _, sample, _ in batch]))
-            needs.append(Need(i, list(blocks)))
-        with Ahead(self.cache, needs, int(AHEAD_OF_VALIDATION * self.cache.limit) // ranks) as ahead:
-            for i, batch in enumerate(batches):
-                ahead.at(i)
-                yield batch
+        needs = (Need(i, self._blocks_of(batch)) for i, batch in enumerate(keys))
+        return fetched_ahead(self.cache, keys, count(), needs, validation_share())
+
+    def _blocks_of(self, batch: list[Key]) -> list[int]:
+        """Each once, in order."""
+        return list(dict.fromkeys(block for block, _ in self.blocks.of([sample for _, sample, _ in batch])))
 
     def reading(self) -> Reading:
         """By this rank and its workers."""
@@ -162,15 +151,21 @@ def training_needs(blocks: Blocks, sampler: Sampler, steps: range) -> Iterator[N
                 yield Need(begin, some)
 
 
+def training_positions(sampler: Sampler, steps: range) -> Iterator[int]:
+    """How many samples, of all ranks, come before the step of each of this rank's micro-batches."""
+    return (step * sampler.batch_size for step in steps for _ in sampler.micro_sizes)
+
+
 class Name(NamedTuple):
     """Where a sample is, for people."""
 
     samples: Samples
     i: int
+    what: str = ""
 
     def __str__(self) -> str:
         ((block, place),) = self.samples.blocks.of([self.i])
-        return f"sample {place} of {self.samples.cache.blocks[block].key}"
+        return f"{self.what}sample {place} of {self.samples.cache.blocks[block].key}"
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:

@@ -13,9 +13,9 @@ from torch import Tensor
 from ddptrain.api.blocks import Blocks
 from ddptrain.api.rng import draw_below
 from ddptrain.api.timing import Reading
-from ddptrain.data.stream.ahead import Ahead, Need
+from ddptrain.data.stream.ahead import AHEAD, Need, fetched_ahead
 from ddptrain.data.stream.cache import DECODING_S, BlockCache
-from ddptrain.data.stream.samples import AHEAD, read_block, reading_of
+from ddptrain.data.stream.samples import read_block, reading_of
 from ddptrain.data.stream.store import Damaged
 from ddptrain.errors import UserError
 
@@ -67,18 +67,10 @@ class TokenBlocks:
         return reading_of(self._cache)
 
     def fetching(
-        self, batches: Iterable[Batch], positions: Iterable[int], needs: Iterable[Need], sharers: int = 1
+        self, batches: Iterable[Batch], positions: Iterable[int], needs: Iterable[Need], share: float
     ) -> Iterator[Batch]:
-        """The same batches, read at these positions; blocks are fetched ahead of them. sharers: how many
-        ranks fetch other blocks than this one into the same cache."""
-        if self._cache.in_place:
-            yield from batches
-            return
-        share = int(self._cache.limit * AHEAD) // sharers
-        with Ahead(self._cache, needs, share) as ahead:
-            for batch, position in zip(batches, positions, strict=False):
-                ahead.at(position)
-                yield batch
+        """As `fetched_ahead`."""
+        return fetched_ahead(self._cache, batches, positions, needs, share)
 
     def needs_of(self, position: int, starts: Tensor, length: int) -> Need:
         """The blocks of runs of consecutive tokens."""

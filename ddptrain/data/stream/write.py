@@ -126,9 +126,9 @@ class Writer:
         as folders would give them, a training would see a few classes at a time."""
         plan = {part.name: self._cut(part) for part in parts}
         facts = {"kind": self._kind, "about": self._about, "fields": list(self._fields)}
+        facts_of = {part.name: part.columns(plan[part.name][0]) for part in parts}
         cuts = {
-            part.name: [part.count, plan[part.name][1], _digest_of(part.columns(plan[part.name][0]))]
-            for part in parts
+            part.name: [part.count, plan[part.name][1], _digest_of(facts_of[part.name])] for part in parts
         }
         folder = SetFolder(self._out, [facts, cuts])
         listed: dict[str, Any] = {}
@@ -139,7 +139,7 @@ class Writer:
             )
             columns = {
                 name: folder.column(f"{part.name}-{name}.bin", values)
-                for name, values in part.columns(order).items()
+                for name, values in facts_of[part.name].items()
             }
             listed[part.name] = {"fields": list(self._fields), "blocks": blocks, "columns": columns}
             index = [(Path(block.key).name, block.samples, block.size) for block in blocks]
