@@ -11,6 +11,7 @@ from torch.nn import functional
 from ddptrain.api import At, ConfusionMatrix, Data, Deployed, Loss, Report, Task, UserError
 from ddptrain.recipes.class_weights import ClassWeights
 from ddptrain.recipes.limits import check_label_smoothing
+from ddptrain.recipes.outputs import check_labels, check_outputs, check_range
 from ddptrain.recipes.pictures import Told, classifier, deployed, predictions
 from ddptrain.recipes.views import Views, check_level
 
@@ -18,6 +19,9 @@ log = logging.getLogger("ddptrain")
 
 _MOST_CLASSES_LISTED = 100
 """More classes have no recall and precision of their own in the log files; the confusion matrix has all."""
+
+_NO_LABEL = -(2**31)
+"""None is left out: torch would leave out those of -100, and they would count in the mean all the same."""
 
 
 @final
@@ -59,26 +63,37 @@ class ImageClassification(Task):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
         images, labels = batch  # int64 (n,) classes, or float32 (n, classes) shares of mixed samples
-        logits = model(images)
-        loss = functional.cross_entropy(
-            logits,
-            labels,
-            self._weights.on(logits.device),
-            reduction="sum",
-            label_smoothing=self._label_smoothing,
-        )
+        logits = self._logits(model, model, images)
+        check_labels(labels, logits, one_each=True)
+        try:
+            loss = functional.cross_entropy(
+                logits,
+                labels,
+                self._weights.on(logits.device),
+                ignore_index=_NO_LABEL,
+                reduction="sum",
+                label_smoothing=self._label_smoothing,
+            )
+        except IndexError as error:
+            check_range(error, logits.shape[1])
+            raise
         return Loss(loss, len(labels))
 
     def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mapping[str, Tensor]:
         images, labels = batch
-        logits = Views(model, self._tta)(images).float()
+        logits = self._logits(model, Views(model, self._tta), images).float()
         classes = logits.shape[1]
+        try:
+            loss = functional.cross_entropy(logits, labels, ignore_index=_NO_LABEL, reduction="sum")
+        except IndexError as error:
+            check_range(error, classes)
+            raise
         cells = labels * classes + logits.argmax(dim=1)
         # bincount would ask the device for the largest cell: a sync point
         counts = cells.new_zeros(classes * classes).scatter_add_(0, cells, torch.ones_like(cells))
         best_five = logits.topk(min(5, classes), dim=1).indices
         return {
-            "loss": functional.cross_entropy(logits, labels, reduction="sum"),
+            "loss": loss,
             "confusion": counts.view(classes, classes),
             "in_top5": (best_five == labels[:, None]).sum(),
         }
@@ -103,10 +118,15 @@ class ImageClassification(Task):
             return Told(cells, ", ".join(lines), lines[0])
 
         def answer(images: Tensor) -> Tensor:
-            logits: Tensor = views(images)
-            return logits.float().softmax(dim=1)
+            return self._logits(model, views, images).float().softmax(dim=1)
 
         yield from predictions(answer, self._data, source, out, heads, told)
+
+    def _logits(self, model: nn.Module, seen_by: nn.Module, images: Tensor) -> Tensor:
+        """(n, classes). Raises UserError where the model has more or fewer outputs than there are classes."""
+        logits: Tensor = seen_by(images)
+        check_outputs(logits, len(self._data.outputs), model, "classes", "(n, classes)")
+        return logits
 
     def deploy(self, model: nn.Module, batch: int | None = None) -> Deployed:
         """float32 (n, C, H, W), normalised as in training -> logits (n, classes), for any n, or for ``batch``
@@ -118,8 +138,7 @@ class ImageClassification(Task):
         right, count = confusion.diagonal(), int(confusion.sum())
         seen, predicted = confusion.sum(dim=1), confusion.sum(dim=0)
         metrics = {"accuracy": int(right.sum()) / count}
-        if self.best_metric == "balanced_accuracy" or len(seen.unique()) > 1:  # else it is the accuracy
-            metrics["balanced_accuracy"] = float((right / seen).nanmean())  # NaN: no sample of the class
+        metrics["balanced_accuracy"] = float((right / seen).nanmean())  # NaN: no sample of the class
         if len(names) > 5:
             metrics["top5"] = int(sums["in_top5"]) / count
         metrics["loss"] = float(sums["loss"]) / count

@@ -10,6 +10,7 @@ from torch.nn import functional
 from ddptrain.api import At, Data, Deployed, Loss, Report, Rows, Task, UserError
 from ddptrain.recipes.class_weights import ClassWeights
 from ddptrain.recipes.limits import check_label_smoothing
+from ddptrain.recipes.outputs import check_labels, check_outputs
 from ddptrain.recipes.pictures import Told, classifier, deployed, predictions
 from ddptrain.recipes.views import Views, check_level
 
@@ -49,7 +50,8 @@ class MultiLabelClassification(Task):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
         images, labels = batch
-        logits = model(images)
+        logits = self._logits(model, model, images)
+        check_labels(labels, logits, one_each=False)
         targets = labels * (1 - self._label_smoothing) + self._label_smoothing / 2
         losses = functional.binary_cross_entropy_with_logits(
             logits, targets, reduction="none", pos_weight=self._weights.on(logits.device)
@@ -58,7 +60,8 @@ class MultiLabelClassification(Task):
 
     def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mapping[str, Tensor | Rows]:
         images, labels = batch
-        logits = Views(model, self._tta)(images).float()
+        logits = self._logits(model, Views(model, self._tta), images).float()
+        check_labels(labels, logits, one_each=False)
         losses = functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         return {"loss": losses.mean(dim=1).sum(), "answers": Rows(torch.stack([logits, labels], dim=1))}
 
@@ -99,10 +102,15 @@ class MultiLabelClassification(Task):
             return Told([f"{share:.6g}" for share in shares], line, line)
 
         def answer(images: Tensor) -> Tensor:
-            logits: Tensor = views(images)
-            return logits.float().sigmoid()
+            return self._logits(model, views, images).float().sigmoid()
 
         yield from predictions(answer, self._data, source, out, names, told)
+
+    def _logits(self, model: nn.Module, seen_by: nn.Module, images: Tensor) -> Tensor:
+        """(n, classes). Raises UserError where the model has more or fewer outputs than there are classes."""
+        logits: Tensor = seen_by(images)
+        check_outputs(logits, len(self._data.outputs), model, "classes", "(n, classes)")
+        return logits
 
     def deploy(self, model: nn.Module, batch: int | None = None) -> Deployed:
         """float32 (n, C, H, W), normalised as in training -> logits (n, classes), for any n, or for ``batch``

@@ -13,6 +13,7 @@ from ddptrain.data.detection.files import probe
 from ddptrain.data.images import ImageData
 from ddptrain.data.pictures import claim, fitted, named_pictures
 from ddptrain.recipes.limits import check_batch
+from ddptrain.recipes.outputs import kind
 from ddptrain.recipes.sheets import COLUMNS, ROWS, Titled, write_sheet
 
 _BATCH = COLUMNS * ROWS
@@ -50,7 +51,7 @@ def classifier(model: Callable[..., nn.Module], data: Data, multi_label: bool) -
         images, labels = _first(data)  # once: it starts the loader processes
         fits = labels.shape[1:] == ((classes,) if multi_label else ())
         fits = fits and (labels.is_floating_point() if multi_label else labels.dtype == torch.int64)
-        _check_labels(fits, _kind(labels), multi_label, classes)
+        _check_labels(fits, kind(labels), multi_label, classes)
         (channels, height, width), examples = images.shape[1:], _no_examples
     return model(num_classes=classes, in_channels=channels, image_size=(height, width), examples=examples)
 
@@ -136,21 +137,14 @@ def _first(data: Data) -> tuple[Tensor, Tensor]:
     if not (
         isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(b, Tensor) for b in batch)
     ):
-        found = ", ".join(map(_kind, batch)) if isinstance(batch, tuple | list) else _kind(batch)
+        found = ", ".join(map(kind, batch)) if isinstance(batch, tuple | list) else kind(batch)
         raise UserError(f"data: batches must be {_WANTED} labels. {type(data).__name__} gives ({found}).")
     images, labels = batch
     if images.ndim != 4 or not images.is_floating_point():
         raise UserError(
-            f"data: batches must be {_WANTED} labels. The images of {type(data).__name__} are"
-            f" {_kind(images)}."
+            f"data: batches must be {_WANTED} labels. The images of {type(data).__name__} are {kind(images)}."
         )
     return images, labels
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)}".replace("torch.", "")
-    return type(value).__name__
 
 
 def _no_examples(count: int) -> Tensor | None:

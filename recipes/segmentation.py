@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from PIL import Image
@@ -19,6 +19,7 @@ from ddptrain.data.mask_files import IGNORED, PALETTE, blended, scaled
 from ddptrain.data.masks import MaskData, Masked
 from ddptrain.data.pictures import check_apart, claim, decoded, named_pictures
 from ddptrain.recipes.limits import check_batch
+from ddptrain.recipes.outputs import check_outputs, kind
 
 log = logging.getLogger("ddptrain")
 
@@ -59,14 +60,14 @@ class Segmentation(Task):
                 " model.name=fcn_resnet50.",
                 everywhere=False,
             ) from error
-        loss = _cross_entropy(found["out"], truth)
+        loss = _cross_entropy(self._logits_in(found, model), truth)
         if "aux" in found:
-            loss = loss + _AUX * _cross_entropy(found["aux"], truth)
+            loss = loss + _AUX * _cross_entropy(self._logits_in(found, model, "aux"), truth)
         return Loss(loss, (truth != IGNORED).sum())
 
     def evaluate(self, model: nn.Module, batch: Masked) -> Mapping[str, Tensor]:
         images, truth = batch
-        logits = model(images)["out"].float()
+        logits = self._logits_in(model(images), model).float()
         classes = logits.shape[1]
         # picking out what counts, or bincount, would ask the device for a number: a sync point
         outside = classes * classes
@@ -128,6 +129,15 @@ class Segmentation(Task):
             _save(to_pil_image(overlay), folder / "overlays" / name.with_suffix(".jpg"))
             yield f"{file}: {_told(classes, self._data.classes)}\n"
         yield f"{out}: masks and overlays of {len(files)} picture{'s' * (len(files) > 1)}"
+
+    def _logits_in(self, found: Any, model: nn.Module, head: str = "out") -> Tensor:
+        """(n, classes, H, W), of a head. Raises UserError where it has not as many outputs as there are
+        classes."""
+        if not isinstance(found, Mapping) or head not in found:
+            raise UserError(f"model: gives {kind(found)}; must be a dictionary with the logits as {head!r}.")
+        logits: Tensor = found[head]
+        check_outputs(logits, len(self._data.classes), model, "classes", "(n, classes, height, width)")
+        return logits
 
     def _classes_of(self, model: nn.Module, picture: Image.Image) -> Tensor:
         """uint8 (H, W), on the CPU: of each pixel in the picture's own size."""

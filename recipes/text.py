@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from ddptrain.api import At, Figure, Loss, Report, Task, TextSample, UserError
 from ddptrain.data.text import TextData, Windows
+from ddptrain.recipes.outputs import check_outputs
 
 State = dict[str, Tensor]
 """What a model knows of the text so far; each tensor's rows are those of the batch."""
@@ -54,6 +55,7 @@ class LanguageModelling(Task):
     def loss(self, model: nn.Module, batch: Windows, at: At) -> Loss:
         inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
         logits, state = model(inputs, self._rank_state.state_of(batch.rows) if batch.rows else None)
+        self._check(logits, model)
         if batch.rows:
             self._rank_state.keep(batch.rows, state)
         return Loss(_nats(logits, targets).sum(), targets.numel())
@@ -72,12 +74,17 @@ class LanguageModelling(Task):
         state: State | None = None
         for span in _spans(inputs.shape[1], self._data.window):
             logits, state = model(inputs[:, span], state)
+            self._check(logits, model)
             nats.append((_nats(logits, targets[:, span]) * batch.scored[:, span].flatten()).sum())
         return {
             "nats": torch.stack(nats).sum(),
             "tokens": batch.scored.sum(),
             "bytes": (bytes_of[targets] * batch.scored).sum(),
         }
+
+    def _check(self, logits: Tensor, model: nn.Module) -> None:
+        """Raise UserError where the model tells more or fewer tokens than there are."""
+        check_outputs(logits, len(self._data.vocabulary), model, "tokens", "(n, length, tokens)")
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         nats = float(sums["nats"])

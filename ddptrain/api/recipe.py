@@ -47,8 +47,8 @@ class Loss:
     (images: 1 each; text: tokens of a window), so the global count needs no communication. A 0-d
     ``Tensor`` may differ from sample to sample (positive anchors): it costs one small all-reduce."""
     logs: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further 0-d sums to log beside the loss, each divided by the same count; the same names on every
-    rank."""
+    """Further 0-d sums to log beside the loss, each divided by the same count. A name that is not there in
+    every step, or not on every rank, has the mean of those that have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,7 @@ class Report:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest absolute difference of two tensors of one shape, relative to the largest value of
-    ``ours``."""
+    """The largest absolute difference of two tensors, relative to the largest value of ``ours``."""
     scale = ours.abs().max().clamp(min=1e-30)
     return float((theirs - ours).abs().max() / scale)
 
@@ -142,6 +141,8 @@ class Loading:
     """The whole set is in memory; without ``workers``, batches are made in the training process."""
     reading: "Callable[[], Reading] | None" = None
     """Of a set that lies elsewhere."""
+    left_out: int = 0
+    """How much of the set ``on_error=skip`` has left out."""
 
 
 class Task(ABC):
@@ -173,7 +174,10 @@ class Task(ABC):
     @abstractmethod
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         """Metrics from `evaluate`'s sums and rows over the whole validation set (on the CPU). Called on rank
-        0 only; every rank gets the result."""
+        0 only; every rank gets the result.
+
+        Before the first step it is called with those of a few batches: metrics without a slash must have the
+        same names then (NaN for one that has no value); what it raises then is only logged."""
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
         """Figures of the model itself, for example sampled text. Called on rank 0 only, after each
@@ -262,9 +266,14 @@ class Data(ABC):
         values. Stored in checkpoints, so that these verbs need no data set; empty if they do."""
         return {}
 
+    def adopt_metadata(self, metadata: Mapping[str, Any]) -> None:  # noqa: B027 # what differs is refused
+        """Called before `prepare` where a trained model is evaluated, with the `metadata` of its training:
+        what belongs to the model (size and normalisation of pictures) is to be as there, whatever this set
+        has. An evaluation whose `metadata` then differs all the same is refused."""
+
     def load_metadata(self, metadata: Mapping[str, Any], world: "World") -> None:
         """Called instead of `prepare`, with the `metadata` of the training."""
-        assert not metadata, "data with metadata has to implement load_metadata"
+        raise UserError(f"data: {type(self).__name__} has no load_metadata. Was another kind trained on?")
 
     def preprocess(self, sample: Any) -> Tensor:
         """The model's input for one thing that a program or a user brings, as a batch of one on the device:
@@ -273,8 +282,7 @@ class Data(ABC):
 
     def write(self, folder: Path, *args: Any, **kwargs: Any) -> Iterator[str]:
         """Write the whole set to disk, for the verb ``write``; yields a line for each thing written. Its
-        further parameters as in `Task.predict`.
-        """
+        further parameters as in `Task.predict`."""
         raise NotImplementedError
 
     @abstractmethod

@@ -22,7 +22,7 @@ from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.saved_checkpoint import STATE, read, unpack
 from ddptrain.errors import UserError
 from ddptrain.observe.console import open_log
-from ddptrain.text import in_columns
+from ddptrain.text import first_few, in_columns
 
 Weights = dict[str, Tensor]
 
@@ -86,7 +86,7 @@ def show(of: RunFolder, checkpoint: str = "last") -> None:
     """What a checkpoint holds: its facts, sizes and norms, and a table of its tensors."""
     saved = named_checkpoint(of.folder, checkpoint)
     state = unpack(saved)
-    model, averaged = state["model"], _averaged(state)
+    model, averaged = _tensors(state["model"]), _tensors(_averaged(state))
     metrics = saved.manifest.get("metrics", {})
     facts = {
         "checkpoint": saved.path,
@@ -143,21 +143,29 @@ def convert(
             f"out={out}: can't be written ({error.strerror}): {len(content):,} bytes. Make room, or name"
             " another file."
         ) from error
-    print(f"{out}: {len(chosen)} tensors, {len(content):,} bytes: the {kind} weights of {saved.path}")
+    tensors = _tensors(chosen)
+    print(f"{out}: {len(tensors)} tensors, {len(content):,} bytes: the {kind} weights of {saved.path}")
+    if (more := [name for name in chosen if name not in tensors]) and target.suffix == ".safetensors":
+        print(f"{out}: without {first_few(more, 3)}, which is no tensor; .pt holds it too")
 
 
-def _averaged(state: Mapping[str, Any]) -> Weights:
-    weights: Weights = state.get("average", {}).get("weights", {})
+def _averaged(state: Mapping[str, Any]) -> dict[str, Any]:
+    weights: dict[str, Any] = state.get("average", {}).get("weights", {})
     return weights
 
 
-def _as_pt(weights: Weights, facts: Mapping[str, str]) -> bytes:
+def _tensors(weights: Mapping[str, Any]) -> Weights:
+    """Without extra state (``get_extra_state``)."""
+    return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+
+
+def _as_pt(weights: Mapping[str, Any], facts: Mapping[str, str]) -> bytes:
     buffer = io.BytesIO()
     torch.save(dict(weights), buffer)
     return buffer.getvalue()
 
 
-def _as_safetensors(weights: Weights, facts: Mapping[str, str]) -> bytes:
+def _as_safetensors(weights: Mapping[str, Any], facts: Mapping[str, str]) -> bytes:
     try:
         from safetensors.torch import save
     except ImportError as error:
@@ -165,7 +173,8 @@ def _as_safetensors(weights: Weights, facts: Mapping[str, str]) -> bytes:
             "out=*.safetensors: needs a library: pip install 'ddptrain[safetensors]'. Or write .pt."
         ) from error
     # the format knows neither tensors that share memory (tied weights) nor other layouts (channels_last)
-    own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
+    tensors = _tensors(weights).items()
+    own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
     return save(own, metadata={"format": "pt", **facts})
 
 

@@ -25,6 +25,7 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
         saved = on_first_rank(world, lambda: named_checkpoint(folder, checkpoint))
         precision = choose_precision(config.precision, world.device)
         model = trained_model(config, task, data, world, saved, needs_data=True)
+        precision.check(model)
         log.info("evaluating %s on %s (%s), %s", saved.path, world.device, reason, precision.name)
         log.info("data       %s", data.describe())
         report = evaluate(task, model, data, world, precision, eval_batch_size(config), watchdog)

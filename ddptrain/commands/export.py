@@ -1,5 +1,6 @@
 """The verb ``export``: a checkpoint as a file that runs without ddptrain, checked before it is done."""
 
+import inspect
 import json
 import logging
 import math
@@ -7,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -85,13 +86,22 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
         log.info("input      %s, float32 (%s)", name, ", ".join(sizes))
     if difference is None:
         log.warning(
-            "UNCHECKED  on both examples eager and the file find nothing; that is all that was compared"
+            "UNCHECKED  on both examples eager and the file find nothing, so there was nothing to compare."
+            " To have it checked, export with a lower threshold; this one was %s",
+            " ".join(f"{name}={value}" for name, value in {**_defaults(task), **arguments}.items()),
         )
     else:
         log.info("checked    against eager on several examples: largest relative difference %.1e", difference)
 
 
+def _defaults(task: Task) -> dict[str, Any]:
+    """The words that the task takes, with their values where the command line has none."""
+    parameters = inspect.signature(task.deploy).parameters.values()
+    return {found.name: found.default for found in parameters if found.default is not found.empty}
+
+
 def _traced(deployed: Deployed) -> torch.export.ExportedProgram:
+    deployed.module(*deployed.inputs)  # what a layer makes in its first pass is there before it is traced
     if not deployed.any_batch:
         return torch.export.export(deployed.module, deployed.inputs)
     free = tuple({0: torch.export.Dim("batch")} for _ in deployed.inputs)

@@ -35,6 +35,7 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
         saved = named_checkpoint(folder, checkpoint)
         precision = choose_precision(config.precision, world.device)
         model = trained_model(config, task, data, world, saved).eval()
+        precision.check(model)
         log.info("predicting by %s on %s (%s), %s", saved.path, world.device, reason, precision.name)
         with torch.inference_mode(), precision.autocast():
             _write(task.predict(model, **arguments))

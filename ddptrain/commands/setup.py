@@ -16,6 +16,7 @@ from ddptrain.api.controller import Controller
 from ddptrain.api.observer import Observer
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
+from ddptrain.commands.agreement import check_same_data, of_same_kind
 from ddptrain.config.instantiate import build, check_node
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import choice_in, is_ddp
@@ -27,16 +28,15 @@ from ddptrain.doctor.examine import why_no_cuda
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.compiled import Compilations
 from ddptrain.engine.early_stop import EarlyStop
+from ddptrain.engine.load_model import fit_model
 from ddptrain.engine.optimizer import arguments_of
 from ddptrain.engine.out_of_memory import lack_of_memory
 from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, unpack
-from ddptrain.engine.state import fit_model
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
 from ddptrain.observe.console import open_log
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.summary import Summary
 from ddptrain.observe.trackers.observer import Tracker
-from ddptrain.text import first_few
 from ddptrain.watchdog.lost_peer import address_of_peer, from_a_lost_rank
 from ddptrain.watchdog.watchdog import Watchdog
 
@@ -212,18 +212,6 @@ def prepare(data: Data, world: World, seed: int) -> None:
             )
 
 
-def check_outputs(data: Data, saved: LoadedCheckpoint) -> None:
-    """Refuse a checkpoint whose model's outputs stand for something else than this data's."""
-    theirs, own = saved.manifest.get("outputs"), list(data.outputs)
-    if theirs != own:
-        pairs = ((set(theirs or []), set(own)), (set(own), set(theirs or [])))
-        gone, new = (first_few([*map(repr, sorted(a - b))], 5) or "none" for a, b in pairs)
-        raise UserError(
-            f"{saved.path}: its model's outputs stand for other classes or characters than this data's, or in"
-            f" another order: {gone} only there, {new} only here. Use the data it was trained with."
-        )
-
-
 def named_checkpoint(folder: Path, name: str) -> LoadedCheckpoint:
     """A checkpoint of the run in ``folder``: ``last``, ``best``, ``step-<n>``, or any by its folder. Empty:
     the best, which the log says, or the last where there is none yet."""
@@ -254,10 +242,14 @@ def trained_model(
     state = unpack(saved)
     metadata = saved.manifest.get("recall")
     if metadata and not needs_data:
-        data.load_metadata(metadata, world)
+        with of_same_kind(data, saved):
+            data.load_metadata(metadata, world)
     else:
+        if metadata:
+            with of_same_kind(data, saved):
+                data.adopt_metadata(metadata)
         prepare(data, world, config.seed)
-        check_outputs(data, saved)
+        check_same_data(data, saved)
     model = make_model(config, task, world.device)
     fit_model(model, state["average"].get("weights") or state["model"], str(saved.path))
     return model

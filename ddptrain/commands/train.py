@@ -21,6 +21,7 @@ from ddptrain.api.observer import Run
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
 from ddptrain.commands import setup
+from ddptrain.commands.agreement import check_same_data, note_other_data
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import is_dp
 from ddptrain.config.suggest import flat_values
@@ -46,7 +47,7 @@ from ddptrain.observe.gauges import own_gauges
 from ddptrain.observe.lock import lock_folder
 from ddptrain.observe.monitor import Monitor, extremes
 from ddptrain.observe.profile import profiled
-from ddptrain.observe.rundir import describe_run, discard_unused, name_run, open_run
+from ddptrain.observe.rundir import check_kept, describe_run, discard_unused, is_described, name_run, open_run
 from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.text import counted, first_few, parse_json
 from ddptrain.torch_private import spare_dynamo
@@ -108,10 +109,12 @@ def run(config: Config, arguments: Sequence[str]) -> None:
         except Diverged as diverged:
             if world.is_first:
                 evidence = folder / f"nonfinite-step-{diverged.evidence['step']}.json"
-                with suppress(OSError):  # the message is what counts
+                with suppress(OSError, UserError):  # the message is what counts
+                    check_kept(folder)
                     evidence.write_text(json.dumps(diverged.evidence) + "\n")
                 log.info("evidence   %s (the samples of that step, by rank)", evidence)
             raise
+        on_first_rank(world, lambda: _leave_whole(folder, config, world, arguments, done))
         if used := extremes(monitor.summary()):
             log.info("devices    %s", used)
         views = {"plots": f"{folder}/plots", "tensorboard": f"tensorboard --logdir {folder.parent}"}
@@ -140,8 +143,10 @@ def make_train_step(
     share_cores(world, strict, workers)
     log.info("cores      %s", cores_in_words(world, workers))
     model = setup.make_model(config, task, torch.device("cpu") if strategy.sharded else world.device)
+    on_all_ranks(world, lambda: precision.check(model))  # nodes may have other GPUs
     if saved is None:
         load_initial_weights(config, model, world)
+        note_other_data(config.init.weights, data)
     known: Mapping[str, Any] = {} if saved is None else saved.manifest
     frozen = _frozen(config, model, plan, known)
     if names := recompute(model, config.train.recompute):
@@ -153,6 +158,8 @@ def make_train_step(
     log.info("model      %s", _model_in_words(model, config))
     check_same_model(world, model)
     log.info("batch      %s", _batch_in_words(plan, world))
+    if (passes := plan.batch_size / data.train_size) > 1:
+        log.warning("note       train.batch_size=%d: a step takes %.3g epochs", plan.batch_size, passes)
     on_all_ranks(world, lambda: check_graphs(config.compile, world, len(plan.sampler(world).pieces)))
     _note_layers_that_see_one_part(model, plan, world)
     if config.compile == "step":
@@ -205,6 +212,15 @@ def _opened_folder(config: Config) -> Path:
     return folder
 
 
+def _leave_whole(folder: Path, config: Config, world: World, arguments: Sequence[str], begun: int) -> None:
+    """At the end: put back what describes the run, if somebody has deleted it meanwhile. Raises UserError
+    where the folder itself is gone."""
+    check_kept(folder)
+    if not is_described(folder):
+        describe_run(folder, config, world, arguments, begun)
+        log.warning("%s was deleted under the run, and is written anew", folder / "config.yaml")
+
+
 def _is_summarised(folder: Path, steps: int) -> bool:
     """Whether a run has got beyond its last checkpoint: evaluated and summarised after its last step."""
     try:
@@ -215,8 +231,7 @@ def _is_summarised(folder: Path, steps: int) -> bool:
 
 
 def _saved(config: Config, checkpointer: Checkpointer, world: World) -> LoadedCheckpoint | None:
-    """The checkpoint that the run's folder holds or run.resume names: on every rank, as rank 0 has read and
-    verified it."""
+    """The checkpoint that the run's folder holds or run.resume names, as rank 0 has read and verified it."""
 
     def found() -> LoadedCheckpoint | None:
         checkpointer.recover()
@@ -230,15 +245,17 @@ def _saved(config: Config, checkpointer: Checkpointer, world: World) -> LoadedCh
 
 def _resume(saved: LoadedCheckpoint, step: TrainStep, data: Data, checkpointer: Checkpointer) -> None:
     """Put the saved state back, on every rank."""
-    where = str(saved.path)
+    where, world = str(saved.path), step.strategy.world
     # of a checkpoint in parts each rank reads its own
-    kept = on_all_ranks(step.strategy.world, lambda: unpack(saved, step.strategy.empty))
+    kept = on_all_ranks(world, lambda: unpack(saved, step.strategy.empty))
     step.plan.check_continues(saved.manifest, where)
-    setup.check_outputs(data, saved)
-    step.state.load_state_dict(kept, where)
+    check_same_data(data, saved)
+    step.state.load_state_dict(kept, where, ours=checkpointer.holds(saved.manifest["step"]))
+    if on_first_rank(world, checkpointer.best) != step.state.best_as(step.task.best_metric):
+        step.state.best = None  # of another run or metric, or replaced by one of steps that come again
     step.state.metrics, step.state.metrics_step = saved.manifest["metrics"], saved.manifest["metrics_step"]
     step.plan.reads.seen |= saved.manifest.get("reads_progress", True)  # absent from earlier checkpoints
-    if step.strategy.world.is_first:
+    if world.is_first:
         checkpointer.set_aside_after(step.state.step)
     log.info("resumed    %s", where)
 

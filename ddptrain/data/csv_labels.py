@@ -1,6 +1,7 @@
 """Pictures that a CSV file lists with their labels."""
 
 import csv
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
@@ -8,13 +9,20 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from ddptrain.data.agreement import check_known
 from ddptrain.data.held_out import is_held_out
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, FolderSplit, check_sizes
 from ddptrain.data.paths import Paths
 from ddptrain.data.source import ImageSet, ImageSource
 from ddptrain.errors import UserError
+from ddptrain.text import first_few
 
-_SPLITS = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "test": 1}
+log = logging.getLogger("ddptrain")
+
+_TRAIN, _VALID, _TEST = range(3)
+_SPLITS = {
+    "train": _TRAIN, "training": _TRAIN, "val": _VALID, "valid": _VALID, "validation": _VALID, "test": _TEST,
+}  # fmt: skip
 _SEPARATOR = ";"
 
 
@@ -24,7 +32,13 @@ class _Rows(NamedTuple):
     names: list[tuple[str, ...]]
     """The classes of each."""
     parts: list[int]
-    """0: training, 1: validation."""
+    """Of `_SPLITS`."""
+
+    def only(self, parts: Sequence[int]) -> "_Rows":
+        """Those of these parts."""
+        kept = [i for i, part in enumerate(self.parts) if part in parts]
+        files, names = [self.files[i] for i in kept], [self.names[i] for i in kept]
+        return _Rows(files, names, [self.parts[i] for i in kept])
 
 
 @final
@@ -33,8 +47,8 @@ class CsvLabels(ImageSource):
 
     The column ``file`` names the picture, relative to ``root``. The labels are in the column ``label``, one
     class each; or in ``labels``, any number of classes with ``;`` between them; or in a column for each
-    class, 1 where the picture has it, else 0. A column ``split`` says train or val; without it every tenth
-    line is held out.
+    class, 1 where the picture has it, else 0. A column ``split`` says train, val or test; without it every
+    tenth line is held out. The lines of test are left out; where there are none of val, they are validation.
 
     size, resize: as `ddptrain.data.imagefolder.ImageFolder` has them.
     """
@@ -44,8 +58,8 @@ class CsvLabels(ImageSource):
     def __init__(self, file: str = "labels.csv", size: int = 224, resize: int | None = None) -> None:
         check_sizes(size, resize)
         self._file = file
-        self._size = size
-        self._resize = resize
+        self.size: int = size
+        self.resize = resize
 
     def fetch(self, root: Path) -> None:
         if not (root / self._file).is_file():
@@ -57,20 +71,39 @@ class CsvLabels(ImageSource):
     def open(self, root: Path) -> ImageSet:
         path = root / self._file
         rows, several, held_out = _read(path, root)
+        held = _VALID if _VALID in rows.parts else _TEST
+        if _TEST in rows.parts:
+            count = rows.parts.count(_TEST)
+            used = "left out: there are lines of val" if held == _VALID else "for validation: none is of val"
+            log.info("data       %s: %d lines have split=test, and are %s", path, count, used)
+        rows = rows.only((_TRAIN, held))
         classes = sorted({name for names in rows.names for name in names})
         if len(classes) < 2:
             raise UserError(f"{path}: names {len(classes)} class(es); a classifier needs two or more.")
+        _check_trained(rows, held, path, held_out)
         labels = _one_hot(rows.names, classes) if several else _indices(rows.names, classes)
         parts = []
-        for part, name in enumerate(("training", "validation")):
+        for part, name in ((_TRAIN, "training"), (held, "validation")):
             ids = [i for i, own in enumerate(rows.parts) if own == part]
             if not ids:
                 raise UserError(f"{path}: no line is left for {name}. Give it some, by a column `split`.")
-            resize = self._resize if part else None
+            resize = None if part == _TRAIN else self.resize
             files = Paths(root, (rows.files[i] for i in ids))
-            parts.append(FolderSplit(files, labels[torch.tensor(ids)], self._size, resize))
+            parts.append(FolderSplit(files, labels[torch.tensor(ids)], self.size, resize))
         train, valid = parts
-        return ImageSet(train, valid, classes, IMAGENET_MEAN, IMAGENET_STD, self._resize, held_out)
+        return ImageSet(train, valid, classes, IMAGENET_MEAN, IMAGENET_STD, self.resize, held_out)
+
+
+def _check_trained(rows: _Rows, held: int, path: Path, held_out: bool) -> None:
+    """Raises UserError for a class that only lines of validation have: its output would never be trained."""
+    trained, judged = ({name for of in rows.only([part]).names for name in of} for part in (_TRAIN, held))
+    if not held_out:
+        check_known(judged, trained, f"{path}, split={'val' if held == _VALID else 'test'}", "split=train")
+    elif only := sorted(judged - trained):
+        log.warning(
+            "note       %s: no training picture has %s; every tenth line is held out. A column `split` says"
+            " which", path, first_few(only, 5),
+        )  # fmt: skip
 
 
 def _read(path: Path, root: Path) -> tuple[_Rows, bool, bool]:
@@ -118,7 +151,7 @@ def _classes_of(line: Mapping[str, str], own: Sequence[str], where: str) -> tupl
 
 def _part_of(line: Mapping[str, str], place: int, where: str) -> int:
     if "split" not in line:
-        return int(is_held_out(place))
+        return _VALID if is_held_out(place) else _TRAIN
     split = line["split"].strip().lower()
     if split not in _SPLITS:
         raise UserError(f"{where}: split={line['split']}: must be one of {', '.join(_SPLITS)}.")

@@ -12,9 +12,12 @@ from ddptrain.api.rng import mixed
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data import held_out
+from ddptrain.data.agreement import check_alike
 from ddptrain.data.generators import restored, seed_all
+from ddptrain.data.left_out import BROKEN, HINT, OnError, Unusable, in_words, readable, tell
 from ddptrain.data.transformed import one_thread
 from ddptrain.data.workers import (
+    AS_IT_IS,
     Key,
     TrainingKeys,
     check_workers,
@@ -42,6 +45,8 @@ class DatasetData(Data):
     out. collate: called with a list of samples (default: torch's ``default_collate``); must not draw random
     numbers. classes: their names, or how many there are; by default those that the dataset names
     (``dataset.classes``, or a Hugging Face dataset's ``label``). workers: loader processes of a rank.
+    on_error: of samples whose file can't be read, "stop" ends the run at the first; "skip" reads all before
+    the training and leaves those out.
 
     Whatever a sample draws from torch's, NumPy's and Python's global generators follows from (seed, epoch,
     sample index), so it is the same for any number of ranks and workers.
@@ -54,6 +59,7 @@ class DatasetData(Data):
         collate: Callable[[list[Any]], Batch] | None = None,
         classes: list[str] | int | None = None,
         workers: int | Literal["auto"] = "auto",
+        on_error: OnError = "stop",
     ) -> None:
         check_workers(workers)
         check_map_style(dataset, "data.dataset")
@@ -63,7 +69,10 @@ class DatasetData(Data):
         self._valid = valid
         self._collate = collate or default_collate
         self._classes = class_names(dataset, classes, "data.classes")
+        _check_classes(dataset, valid, classes)
         self._workers = workers
+        self._on_error = on_error
+        self._skipped: list[str] = []
 
     def prepare(self, world: World, seed: int) -> None:
         self._world = world
@@ -78,6 +87,15 @@ class DatasetData(Data):
         self._loaders = spare_cores(world) if self._workers == "auto" else self._workers
         for part in (self._train, self._held) if self._loaders else ():
             _check_travels(part)
+        if self._on_error == "skip":
+            self._train = self._readable("training", self._train)
+            self._held = self._readable("validation", self._held)
+            tell(self._skipped)
+
+    def _readable(self, name: str, part: "Samples") -> "Samples":
+        ids, lines = readable(self._world, name, len(part), part.check, self._loaders)
+        self._skipped += lines
+        return part.only(ids.tolist())
 
     @property
     def train_size(self) -> int:
@@ -93,7 +111,7 @@ class DatasetData(Data):
 
     @property
     def loading(self) -> Loading:
-        return Loading(self._loaders, resident=False)
+        return Loading(self._loaders, resident=False, left_out=len(self._skipped))
 
     @property
     def reads_progress(self) -> bool:
@@ -112,7 +130,7 @@ class DatasetData(Data):
         name, classes = type(self._dataset).__name__, f", {len(self._classes)} classes" * bool(self._classes)
         return (
             f"{name}: {self.train_size:,} train, {self.valid_size:,} valid{classes}, "
-            f" {read_by(self._loaders)}"
+            f" {read_by(self._loaders)}{in_words(self._skipped)}"
         )
 
 
@@ -131,22 +149,34 @@ class Samples(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._ids)
 
+    def only(self, places: Sequence[int]) -> "Samples":
+        return Samples(self._dataset, [self._ids[place] for place in places], self._collate, self._seed)
+
+    def check(self, place: int) -> None:
+        """Raises Unusable where that sample's file can't be read."""
+        with one_thread(), restored():
+            self._one(AS_IT_IS, place)
+
+    def _one(self, epoch: int, place: int) -> Any:
+        sample = self._ids[place]
+        seed_all(mixed(self._seed, epoch, sample, _PURPOSE))
+        try:
+            return self._dataset[sample]
+        except BROKEN as error:
+            raise Unusable(
+                f"data.dataset: sample {sample} can't be read ({error}).{HINT}", everywhere=False
+            ) from error
+        except Exception as error:
+            error.add_note(f"(in sample {sample} of data.dataset)")
+            raise
+
     def __getitems__(self, keys: list[Key]) -> Batch | UserError:
         """The batch of these samples; a file that can't be read is returned as its UserError."""
-        samples = []
         with one_thread(), restored():
-            for epoch, place, _ in keys:
-                sample = self._ids[place]
-                seed_all(mixed(self._seed, epoch, sample, _PURPOSE))
-                try:
-                    samples.append(self._dataset[sample])
-                except OSError as error:
-                    return UserError(
-                        f"data.dataset: sample {sample} can't be read ({error}).", everywhere=False
-                    )
-                except Exception as error:
-                    error.add_note(f"(in sample {sample} of data.dataset)")
-                    raise
+            try:
+                samples = [self._one(epoch, place) for epoch, place, _ in keys]
+            except UserError as error:
+                return error
         if self._collate is not default_collate:
             return self._collate(samples)
         try:
@@ -182,6 +212,16 @@ def class_names(dataset: Any, classes: list[str] | int | None, key: str) -> tupl
         features = getattr(dataset, "features", None) or {}  # Hugging Face's: a ClassLabel has names
         named = getattr(features["label"], "names", None) if "label" in features else None
     return tuple(map(str, named or ()))
+
+
+def _check_classes(dataset: MapStyle, valid: MapStyle | None, classes: list[str] | int | None) -> None:
+    """Raises UserError where the two name other classes: what a sample holds is theirs, and isn't changed."""
+    own = class_names(valid, None, "data.valid")
+    # classes=[...] may be other words for those that the dataset names
+    asked = () if isinstance(classes, int) else tuple(classes or ())
+    trained = class_names(dataset, None, "data.dataset") or asked
+    if own and trained:
+        check_alike(trained, own, "data.valid", "data.dataset")
 
 
 def _check_travels(part: Samples) -> None:

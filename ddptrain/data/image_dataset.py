@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from ddptrain.data.agreement import note_other_labels, places_among, relabelled
 from ddptrain.data.dataset import MapStyle, check_map_style, class_names
 from ddptrain.data.held_out import is_held_out
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
+from ddptrain.data.left_out import BROKEN, HINT, Unusable
 from ddptrain.data.pictures import Box, cut, fit, seen
 from ddptrain.data.source import ImageSet, ImageSource, Split
 from ddptrain.errors import UserError
@@ -30,10 +32,13 @@ class DatasetSplit(Split):
     full_size = True
 
     def __init__(
-        self, dataset: MapStyle, ids: Tensor, labels: Tensor, size: int, resize: int | None = None
-    ) -> None:
+        self, dataset: MapStyle, ids: Tensor, labels: Tensor, size: int, resize: int | None = None,
+        told: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """told: what the dataset itself says of each sample, where that is not ``labels``."""
         self._dataset = dataset
         self._ids = ids
+        self._told = labels if told is None else told
         self.labels = labels[ids]
         self.shape = (size, size, 3)
         self._resize = resize
@@ -48,11 +53,22 @@ class DatasetSplit(Split):
     def _picture(self, i: int) -> "Image.Image":
         sample = int(self._ids[i])
         try:
-            return _as_picture(_parts(self._dataset[sample])[0])
-        except (OSError, UserError) as error:
-            raise UserError(
-                f"data.source.dataset: sample {sample} can't be used ({error}).", everywhere=False
+            picture, label = _parts(self._dataset[sample])
+            picture = _as_picture(picture)
+        except (*BROKEN, UserError) as error:
+            raise Unusable(
+                f"data.source.dataset: sample {sample} can't be used ({error}).{HINT}",
+                everywhere=False,
             ) from error
+        wanted = int(self._told[sample])
+        if getattr(label, "ndim", 0) or label != wanted:
+            raise UserError(
+                f"data.source.dataset: sample {sample} has the label {label}, and the list of all labels, in"
+                f" {' or '.join(_LABELS)} of {type(self._dataset).__name__}, says {wanted}. Make both the"
+                " same, or leave the list out.",
+                everywhere=False,
+            )
+        return picture
 
 
 @final
@@ -82,8 +98,8 @@ class DatasetImages(ImageSource):
         self._dataset = dataset
         self._valid = valid
         self._classes = classes
-        self._size = size
-        self._resize = resize
+        self.size: int = size
+        self.resize = resize
 
     def fetch(self, root: Path) -> None:
         """The dataset fetches itself."""
@@ -94,12 +110,13 @@ class DatasetImages(ImageSource):
         everything = torch.arange(len(labels))
         tenth = is_held_out(everything)
         if self._valid is None:
-            train = DatasetSplit(self._dataset, everything[~tenth], labels, self._size)
-            valid = DatasetSplit(self._dataset, everything[tenth], labels, self._size, self._resize)
+            train = DatasetSplit(self._dataset, everything[~tenth], labels, self.size)
+            valid = DatasetSplit(self._dataset, everything[tenth], labels, self.size, self.resize)
         else:
-            theirs = _labels(self._valid)
-            train = DatasetSplit(self._dataset, everything, labels, self._size)
-            valid = DatasetSplit(self._valid, torch.arange(len(theirs)), theirs, self._size, self._resize)
+            told = _labels(self._valid)
+            theirs = self._as_trained(told)
+            train = DatasetSplit(self._dataset, everything, labels, self.size)
+            valid = DatasetSplit(self._valid, torch.arange(len(theirs)), theirs, self.size, self.resize, told)
         most = max(int(part.labels.max()) for part in (train, valid) if len(part)) + 1
         classes = named or tuple(map(str, range(most)))
         least = min(int(part.labels.min()) for part in (train, valid) if len(part))
@@ -110,17 +127,43 @@ class DatasetImages(ImageSource):
                 " their number."
             )
         held_out = self._valid is None
-        return ImageSet(train, valid, classes, IMAGENET_MEAN, IMAGENET_STD, self._resize, held_out)
+        return ImageSet(train, valid, classes, IMAGENET_MEAN, IMAGENET_STD, self.resize, held_out)
+
+    def _as_trained(self, labels: Tensor) -> Tensor:
+        """The labels of the dataset for validation, by its classes' names where it has some."""
+        own = class_names(self._valid, None, "data.source.valid")
+        # classes=[...] may be other words for those that the dataset names
+        asked = () if isinstance(self._classes, int) else tuple(self._classes or ())
+        trained = class_names(self._dataset, None, "data.source.dataset") or asked
+        if not own or not trained:
+            return labels
+        where, of = "data.source.valid", "data.source.dataset"
+        places = places_among(trained, own, where, of)
+        note_other_labels(places, where, of)
+        return relabelled(labels, places, len(trained), where)
 
 
 def _labels(dataset: MapStyle) -> Tensor:
     """int64 (n,), of all samples: as the dataset tells them, or by reading it once."""
-    for name in _LABELS:
+    changes = getattr(dataset, "target_transform", None) is not None  # torchvision's lists are without it
+    for name in () if changes else _LABELS:
         told = getattr(dataset, name, None)
         if told is not None and not callable(told) and len(told) == len(dataset):
-            return torch.as_tensor(told).to(torch.int64)
-    log.info("data       %s does not tell its labels (targets); it is read once", type(dataset).__name__)
-    return torch.tensor([int(_parts(dataset[i])[1]) for i in range(len(dataset))], dtype=torch.int64)
+            break
+    else:
+        why = "changes its labels (target_transform)" if changes else "does not tell its labels (targets)"
+        log.info("data       %s %s; it is read once", type(dataset).__name__, why)
+        told = [_parts(dataset[i])[1] for i in range(len(dataset))]
+    try:
+        labels = torch.as_tensor(told)
+    except (TypeError, ValueError, RuntimeError):  # words, lists of several lengths
+        labels = torch.empty(0, 0)
+    if labels.ndim != 1 or not torch.equal(labels.double(), labels.long().double()):
+        raise UserError(
+            f"data.source: the labels of {type(dataset).__name__} must be whole numbers, one for each"
+            f" picture; the first is {told[0]!r}."
+        )
+    return labels.long()
 
 
 def _parts(sample: Any) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ddptrain.data import held_out
+from ddptrain.data.agreement import check_known
 from ddptrain.data.disk import size_and_time
 from ddptrain.data.folders import parts_of, pictures_by_class, unpacked
+from ddptrain.data.left_out import skippable
 from ddptrain.data.packed import open_packed, pack, packed_folder
 from ddptrain.data.paths import Paths
 from ddptrain.data.pictures import Box, content_of, cropped, decoders, fitted
@@ -40,10 +42,12 @@ class FolderSplit(Split):
         self._resize = resize
 
     def images(self, ids: Tensor) -> Tensor:
-        return torch.stack([fitted(Path(self.files[i]), self.shape, self._resize) for i in ids.tolist()])
+        with skippable():
+            return torch.stack([fitted(Path(self.files[i]), self.shape, self._resize) for i in ids.tolist()])
 
     def cropped(self, i: int, box_of: Callable[[int, int], Box]) -> Tensor:
-        return cropped(Path(self.files[i]), self.shape, box_of)
+        with skippable():
+            return cropped(Path(self.files[i]), self.shape, box_of)
 
     def encoded(self, i: int) -> bytes:
         return content_of(self.files[i])
@@ -70,9 +74,10 @@ class ImageFolder(ImageSource):
                 "data.source.cache=: must name a folder; it is empty, as of a shell variable that isn't set."
                 " Use data.source.cache=null to do without."
             )
-        self._size = size
-        self._resize = resize
+        self.size: int = size
+        self.resize = resize
         self._cache = None if cache is None else Path(cache)
+        self.no_skip = "" if cache is None else "data.source.cache packs all pictures of the folder"
 
     def fetch(self, root: Path) -> None:
         if not root.is_dir():
@@ -87,7 +92,7 @@ class ImageFolder(ImageSource):
                     " another folder."
                 )
             listed = self._image_set(root)
-            about = {"root": str(root.resolve()), "size": self._size, "resize": self._resize}
+            about = {"root": str(root.resolve()), "size": self.size, "resize": self.resize}
             parts = {"train": listed.train, "valid": listed.valid}
             pack(self._packed(root, self._cache, listed), parts, about)
 
@@ -115,8 +120,8 @@ class ImageFolder(ImageSource):
             if isinstance(part, FolderSplit)
         ]
         # a folder that was packed before there was resize keeps its name
-        size = self._size if self._resize is None else [self._size, self._resize]
-        return packed_folder(cache, f"{self.name}-{self._size}", [size, decoders(), files])
+        size = self.size if self.resize is None else [self.size, self.resize]
+        return packed_folder(cache, f"{self.name}-{self.size}", [size, decoders(), files])
 
     def _image_set(self, root: Path) -> ImageSet:
         parts = parts_of(unpacked(root))
@@ -127,7 +132,7 @@ class ImageFolder(ImageSource):
             valid = {name: held for name, (_, held) in halves.items()}
         else:
             valid = pictures_by_class(parts.valid)
-            _check_known(valid, train, parts.valid)
+            check_known(valid, train, str(parts.valid), "the training folder")
         classes = sorted(train)
         if len(classes) < 2:
             raise UserError(
@@ -140,11 +145,11 @@ class ImageFolder(ImageSource):
             )
         return ImageSet(
             train=self._split(parts.train, train, classes),
-            valid=self._split(parts.valid or parts.train, valid, classes, self._resize),
+            valid=self._split(parts.valid or parts.train, valid, classes, self.resize),
             classes=classes,
             mean=IMAGENET_MEAN,
             std=IMAGENET_STD,
-            resize=self._resize,
+            resize=self.resize,
             held_out=parts.valid is None,
         )
 
@@ -154,7 +159,7 @@ class ImageFolder(ImageSource):
         listed = [files.get(name, []) for name in classes]
         counts = torch.tensor([len(names) for names in listed])
         paths = Paths(folder, chain.from_iterable(listed))
-        return FolderSplit(paths, torch.arange(len(classes)).repeat_interleave(counts), self._size, resize)
+        return FolderSplit(paths, torch.arange(len(classes)).repeat_interleave(counts), self.size, resize)
 
 
 def check_sizes(size: int, resize: int | None) -> None:
@@ -166,14 +171,3 @@ def check_sizes(size: int, resize: int | None) -> None:
             f"data.source.resize={resize}: must be data.source.size={size} or more, out of which that is cut,"
             " or null."
         )
-
-
-def _check_known(valid: Mapping[str, object], train: Mapping[str, object], folder: Path) -> None:
-    """Raises UserError naming a class of ``folder`` that is none of training's."""
-    plain = {"".join(name.split()).casefold(): name for name in train}
-    for name in sorted(valid.keys() - train.keys()):
-        alike = plain.get("".join(name.split()).casefold())
-        rule = "Both need the same classes."
-        if alike is not None:
-            rule = f"{alike!r} is, which differs in capitals or spaces alone. Rename one of them."
-        raise UserError(f"{folder}: class {name!r} is not in the training folder. {rule}")

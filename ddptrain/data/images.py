@@ -1,7 +1,7 @@
 """Labelled images for training, from any `ImageSource`, by either loading path."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -13,6 +13,7 @@ from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.augment import Augment, Normalise
+from ddptrain.data.left_out import OnError, check_skip, in_words, opened_set
 from ddptrain.data.loaders import (
     AugmentedImages,
     FileLoader,
@@ -27,7 +28,7 @@ from ddptrain.data.source import ImageSource, Split
 from ddptrain.data.stream.write import PartToWrite, Writer
 from ddptrain.data.transformed import OwnTransform, TransformedImages
 from ddptrain.data.transforms import Transforms
-from ddptrain.data.workers import check_workers, spare_cores
+from ddptrain.data.workers import asked_workers, check_workers
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
@@ -54,7 +55,8 @@ class ImageData(Data):
     the CPU varies the images, in its memory; ``auto`` if it is small enough. Both ways give the same pixels.
     channels_last: memory format of the batches. balance: how far classes of few training images are made up
     for, in [0, 1]: 0, each image is seen once an epoch; 1, each class is seen equally often; between, in
-    proportion to its number of images to the power of ``1 - balance``.
+    proportion to its number of images to the power of ``1 - balance``. on_error: of files that can't be read,
+    "stop" ends the run at the first; "skip" reads all before the training and leaves those out.
     """
 
     source: ImageSource
@@ -64,24 +66,33 @@ class ImageData(Data):
     resident: bool | Literal["auto"] = "auto"
     channels_last: bool = True
     balance: float = 0.0
+    on_error: OnError = "stop"
 
     def __post_init__(self) -> None:
         check_workers(self.workers)
         if not 0 <= self.balance <= 1:
             raise UserError(f"data.balance={self.balance}: must be from 0 (off) to 1.")
+        check_skip(self.on_error, self.source.no_skip)
         self._normalise: Normalise | None = None
         self._training: Split | None = None
+        self._normal: Mapping[str, Any] = {}
+        """A trained model's mean and deviation, in place of the set's own."""
+
+    def adopt_metadata(self, metadata: Mapping[str, Any]) -> None:
+        self.source.bring_to(_shape_of(metadata), metadata.get("resize"))
+        self._normal = {name: metadata[name] for name in ("mean", "std")}
 
     def prepare(self, world: World, seed: int) -> None:
         once_a_node(world, lambda: self.source.fetch(Path(self.root)))
         self._world = world
-        self._set = self.source.open(Path(self.root))
+        workers = asked_workers(self.workers, world)
+        opened = opened_set(self.source, Path(self.root), self.on_error, world, workers)
+        self._set = opened.normalised_as(**self._normal) if self._normal else opened
         self._training = self._set.train
         self.classes, self.shape = tuple(self._set.classes), self._set.train.shape
         self.resize, self.multi_label = self._set.resize, self._set.train.labels.ndim == 2
         self._normalise = normalise = self._normaliser(self._set.mean, self._set.std)
         fill = normalise.mean.round().to(torch.uint8)
-        workers = spare_cores(world) if self.workers == "auto" else self.workers
         augment = self.augment
         if isinstance(augment, Augment):
             pipeline = ImagePipeline(self._set.train, self._set.valid, augment, normalise, fill, seed)
@@ -148,7 +159,7 @@ class ImageData(Data):
 
     @property
     def loading(self) -> Loading:
-        return self._loader.loading
+        return replace(self._loader.loading, left_out=len(self._set.skipped))
 
     def metadata(self) -> Mapping[str, Any]:
         mean, std = ([float(value) for value in of] for of in (self._set.mean, self._set.std))
@@ -175,8 +186,8 @@ class ImageData(Data):
         }
 
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
-        height, width, channels = metadata["shape"]
-        self.classes, self.shape = tuple(metadata["classes"]), (height, width, channels)
+        self.classes, self.shape = tuple(metadata["classes"]), _shape_of(metadata)
+        self.source.bring_to(self.shape, metadata.get("resize"))
         self.resize, self.multi_label = metadata.get("resize"), metadata.get("multi_label", False)
         self._world = world
         self._normalise = self._normaliser(metadata["mean"], metadata["std"]) if "mean" in metadata else None
@@ -222,7 +233,9 @@ class ImageData(Data):
         block_mb: about so many 10^6 bytes a block.
         """
         self.source.fetch(Path(self.root))
-        opened = self.source.open(Path(self.root))
+        world = World()
+        workers = asked_workers(self.workers, world)
+        opened = opened_set(self.source, Path(self.root), self.on_error, world, workers)
         about = {
             "classes": list(opened.classes), "channels": opened.train.shape[2],
             "mean": [float(value) for value in opened.mean], "std": [float(value) for value in opened.std],
@@ -255,6 +268,7 @@ class ImageData(Data):
         return (
             f"{self.source.name}: {self.train_size:,} train, {self.valid_size:,} valid{held_out},"
             f" {len(self.classes)} classes, {height}x{width}x{channels}, {self._loader.describe()}"
+            f"{in_words(self._set.skipped)}"
         )
 
     def _normaliser_of_source(self) -> Normalise:
@@ -275,6 +289,11 @@ class ImageData(Data):
             total = torch.cuda.get_device_properties(self._world.device).total_memory
             return size * self._world.sharers <= _RESIDENT_SHARE_OF_GPU * total
         return size <= _RESIDENT_ON_CPU
+
+
+def _shape_of(metadata: Mapping[str, Any]) -> tuple[int, int, int]:
+    height, width, channels = metadata["shape"]
+    return height, width, channels
 
 
 def _to_write(name: str, split: Split) -> PartToWrite:

@@ -1,15 +1,18 @@
 """Pictures with masks in files: which there are, how a pair is read, and how it is brought into a square."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ddptrain.api.world import World
 from ddptrain.data import held_out
 from ddptrain.data.detection.files import read_text
 from ddptrain.data.folders import VALID_NAMES
+from ddptrain.data.left_out import readable, skippable, tell
 from ddptrain.data.pictures import ENDINGS, Encoded, check_apart, decoded, opened
 from ddptrain.errors import UserError
 from ddptrain.text import first_few
@@ -137,6 +140,25 @@ def read_pair(pair: Pair, classes: int) -> tuple["Image.Image", "Image.Image"]:
             everywhere=False,
         )
     return picture, mask
+
+
+def readable_pairs(
+    parts: tuple[Sequence[Pair], Sequence[Pair]], classes: int, world: World, workers: int
+) -> tuple[tuple[Sequence[Pair], Sequence[Pair]], list[str]]:
+    """Both parts without the pairs that `read_pair` refuses, and why it does. As `left_out.readable`."""
+    kept, skipped = [], []
+    for name, pairs in zip(("training", "validation"), parts, strict=True):
+        ids, lines = readable(world, name, len(pairs), partial(_check, pairs, classes), workers)
+        kept.append([pairs[i] for i in ids.tolist()])
+        skipped += lines
+    tell(skipped)
+    train, valid = kept
+    return (train, valid), skipped
+
+
+def _check(pairs: Sequence[Pair], classes: int, i: int) -> None:
+    with skippable():
+        read_pair(pairs[i], classes)
 
 
 def scaled(height: int, width: int, side: int) -> Window:

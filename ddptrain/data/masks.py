@@ -14,10 +14,12 @@ from ddptrain.api.blocks import Blocks
 from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
+from ddptrain.data.agreement import note_checkpoints_own
 from ddptrain.data.augment import Normalise
 from ddptrain.data.disk import size_and_time
 from ddptrain.data.draws import Draws
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD
+from ddptrain.data.left_out import OnError, check_skip, in_words, skippable
 from ddptrain.data.mask_files import (
     Pair,
     Window,
@@ -27,19 +29,13 @@ from ddptrain.data.mask_files import (
     mask_in_square,
     picture_in_square,
     read_pair,
+    readable_pairs,
     scaled,
 )
 from ddptrain.data.pictures import decoded
 from ddptrain.data.stream.masks import StreamMasks, StreamPairs, write_masks
 from ddptrain.data.stream.samples import Samples, training_keys, valid_keys
-from ddptrain.data.workers import (
-    AS_IT_IS,
-    Key,
-    check_workers,
-    read_by,
-    read_by_workers,
-    spare_cores,
-)
+from ddptrain.data.workers import AS_IT_IS, Key, asked_workers, check_workers, read_by, read_by_workers
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
@@ -90,7 +86,8 @@ class MaskedPictures(Dataset[Any]):
         if isinstance(pairs, StreamPairs):
             picture, mask = pairs.decoded(sample, self._classes)
         else:
-            picture, mask = read_pair(pairs[sample], self._classes)
+            with skippable():
+                picture, mask = read_pair(pairs[sample], self._classes)
         training = epoch != AS_IT_IS
         window = scaled(picture.height, picture.width, self._size)
         if training:
@@ -125,6 +122,7 @@ class MaskData(Data):
     are; None to read the names from ``root/classes.txt``, one a line. scale: a training picture's longer side
     becomes ``size`` times a share drawn from this range; of what is larger than the square a random window is
     taken. In evaluation the share is 1. horizontal_flip: share of training samples that are mirrored.
+    on_error: as `ddptrain.data.images.ImageData` has it, of pictures and masks.
     """
 
     def __init__(
@@ -137,6 +135,7 @@ class MaskData(Data):
         workers: int | Literal["auto"] = "auto",
         channels_last: bool = True,
         source: StreamMasks | None = None,
+        on_error: OnError = "stop",
     ) -> None:
         check_workers(workers)
         if not _LEAST <= size <= _MOST:
@@ -154,24 +153,36 @@ class MaskData(Data):
         self._asked_workers = workers
         self._channels_last = channels_last
         self._source = source
+        self._on_error = on_error
+        check_skip(on_error, "" if source is None else source.no_skip)
+
+    def adopt_metadata(self, metadata: Mapping[str, Any]) -> None:
+        if self.size != metadata["size"]:
+            note_checkpoints_own("data.size", self.size, metadata["size"])
+        self.size = int(metadata["size"])
 
     def prepare(self, world: World, seed: int) -> None:
         if self._source is not None:
             once_a_node(world, self._source.fetch)
-        self._find()
+        self._find(world)
         self._train, self._valid = (
             MaskedPictures(pairs, len(self.classes), self.size, self._scale, self._mirror, seed)
             for pairs in self._pairs
         )
-        self._workers = spare_cores(world) if self._asked_workers == "auto" else self._asked_workers
         self._open(world)
 
-    def _find(self) -> None:
+    def _find(self, world: World) -> None:
         """Both parts, their classes, and what is streamed."""
+        self._workers = asked_workers(self._asked_workers, world)
+        self._skipped: Sequence[str] = ()
         self._streamed: tuple[Samples | None, Samples | None] = (None, None)
         if self._source is None:
             self._pairs: tuple[Sequence[Pair], Sequence[Pair]] = find_pairs(self._root)
             self.classes = class_names(self._asked_classes, self._root)
+            if self._on_error == "skip":
+                self._pairs, self._skipped = readable_pairs(
+                    self._pairs, len(self.classes), world, self._workers
+                )
             return
         opened = self._source.open()
         self._pairs, self._streamed = (opened.train, opened.valid), (opened.train.stream, opened.valid.stream)
@@ -184,7 +195,7 @@ class MaskData(Data):
         """As blocks that ``data=stream_masks`` reads. block_mb: about so many 10^6 bytes a block."""
         if self._source is not None:
             self._source.fetch()
-        self._find()
+        self._find(World())
         yield from write_masks(self._pairs, self.classes, folder, block_mb)
 
     def _open(self, world: World) -> None:
@@ -214,13 +225,15 @@ class MaskData(Data):
     @property
     def loading(self) -> Loading:
         stream = self._streamed[0]
-        return Loading(self._workers, False, None if stream is None else stream.reading)
+        reading = None if stream is None else stream.reading
+        return Loading(self._workers, False, reading, len(self._skipped))
 
     def metadata(self) -> Mapping[str, Any]:
         return {"classes": list(self.classes), "size": self.size}
 
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
-        self.classes, self.size = tuple(metadata["classes"]), int(metadata["size"])
+        self.classes = tuple(metadata["classes"])
+        self.adopt_metadata(metadata)
         self._open(world)
 
     def preparation(self) -> Mapping[str, Any]:
@@ -276,7 +289,7 @@ class MaskData(Data):
     def describe(self) -> str:
         return (
             f"masks: {self.train_size:,} train, {self.valid_size:,} valid, {len(self.classes)} classes,"
-            f" {self.size}x{self.size}, {read_by(self._workers)}"
+            f" {self.size}x{self.size}, {read_by(self._workers)}{in_words(self._skipped)}"
         )
 
     def _loaded(self, part: MaskedPictures, keys: Iterable[list[Key]]) -> Iterator[Masked]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar, final
 
@@ -55,7 +56,11 @@ class PackedSplit(Split):
         self._file = file
         self.labels = labels
         self.shape = shape
-        self._pixels = map_file(file, len(labels) * math.prod(shape), torch.uint8).view(-1, *shape)
+
+    @cached_property
+    def _pixels(self) -> Tensor:
+        """Mapped when first read: what a worker meets while it starts would be a traceback."""
+        return map_file(self._file, _bytes_of(self), torch.uint8).view(-1, *self.shape)
 
     def images(self, ids: Tensor) -> Tensor:
         return self._pixels.index_select(0, ids)

@@ -1,8 +1,9 @@
 """Where labelled images come from: what a format has to offer."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor
 
 from ddptrain.api.blocks import Blocks
+from ddptrain.data.agreement import note_checkpoints_own
 from ddptrain.data.pictures import Box, as_png, resized
 from ddptrain.data.stream.samples import Samples
+
+log = logging.getLogger("ddptrain")
 
 
 class Split(ABC):
@@ -82,12 +86,43 @@ class ImageSet:
     """`Data.blocks`."""
     identity: str = ""
     """`Data.identity`."""
+    skipped: Sequence[str] = ()
+    """What ``on_error=skip`` left out, as an error would have said it."""
+
+    def normalised_as(self, mean: Sequence[float], std: Sequence[float]) -> "ImageSet":
+        """With a trained model's mean and deviation, which the log says where this set has others. Of a model
+        for pictures with other channels it is the set as it is: its `metadata` differs, which is refused."""
+        own = [*map(float, self.mean)], [*map(float, self.std)]
+        if own == ([*mean], [*std]) or len(mean) != len(self.mean):
+            return self
+        log.info("note       data: normalised by the mean and deviation of the training, not by its own")
+        return replace(self, mean=mean, std=std)
 
 
 class ImageSource(ABC):
-    """One format or set of labelled images."""
+    """One format or set of labelled images.
+
+    size, resize: pixels to which pictures are brought, as `ddptrain.data.imagefolder.ImageFolder` has them.
+    size: None where the set has one of its own.
+    """
 
     name: str
+    size: int | None = None
+    resize: int | None = None
+    no_skip: str = ""
+    """Why ``on_error=skip`` can't be had, in words; empty where it can."""
+
+    def bring_to(self, shape: tuple[int, int, int], resize: int | None) -> None:
+        """Read pictures at the size that a trained model is used to, whatever was asked for, which the log
+        says. Called before `fetch`. shape: (height, width, channels)."""
+        height, width, _ = shape
+        if self.size is None or height != width:
+            return
+        if self.size != height:
+            note_checkpoints_own("data.source.size", self.size, height)
+        if self.resize != resize:
+            note_checkpoints_own("data.source.resize", self.resize, resize)
+        self.size, self.resize = height, resize
 
     @abstractmethod
     def fetch(self, root: Path) -> None:

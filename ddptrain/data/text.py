@@ -16,6 +16,7 @@ from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.rng import draw_below
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
+from ddptrain.data.agreement import note_checkpoints_own
 from ddptrain.data.corpus import TextSource
 from ddptrain.data.prefetch import on_device
 from ddptrain.data.stream.ahead import AHEAD, Need, validation_share
@@ -85,11 +86,22 @@ class TextData(Data):
         self._check_size()
 
     def metadata(self) -> Mapping[str, Any]:
-        """Of a streamed text its tokenizer; other texts are read again."""
-        return {"tokenizer": self._vocabulary.saved} if isinstance(self._vocabulary, Tokenizer) else {}
+        vocabulary = self._vocabulary
+        if isinstance(vocabulary, Tokenizer):
+            return {"tokenizer": vocabulary.saved, "window": self.window}
+        return {"characters": vocabulary.characters, "window": self.window}
+
+    def adopt_metadata(self, metadata: Mapping[str, Any]) -> None:
+        if self.window != metadata["window"]:
+            note_checkpoints_own("data.window", self.window, metadata["window"])
+        self.window = int(metadata["window"])
 
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
-        self._vocabulary = Tokenizer(str(metadata["tokenizer"]), "the checkpoint's tokenizer")
+        if "tokenizer" in metadata:
+            self._vocabulary = Tokenizer(str(metadata["tokenizer"]), "the checkpoint's tokenizer")
+        else:
+            self._vocabulary = Vocabulary(metadata["characters"])
+        self.adopt_metadata(metadata)
 
     @property
     def vocabulary(self) -> Vocabulary | Tokenizer:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from ddptrain.api import At, Deployed, Figure, Loss, Report, Rows, Task, UserError, mixed
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
+from ddptrain.recipes.outputs import check_outputs
 from ddptrain.recipes.yolo.assign import TaskAligned
 from ddptrain.recipes.yolo.boxes import (
     boxes_at,
@@ -23,7 +24,7 @@ from ddptrain.recipes.yolo.boxes import (
 )
 from ddptrain.recipes.yolo.deploy import Suppression, deployed
 from ddptrain.recipes.yolo.draw import compared
-from ddptrain.recipes.yolo.model import STRIDES
+from ddptrain.recipes.yolo.model import STRIDES, Raw
 from ddptrain.recipes.yolo.predict import predicted
 from ddptrain.recipes.yolo.score import coco_scores
 
@@ -83,7 +84,7 @@ class Detection(Task):
                 f"data.side={_COARSEST}: the coarsest map of a single picture has one cell, and BatchNorm"
                 " needs more than one value. Use a larger side, train.batch_size or train.micro_batch."
             )
-        raw = model(images)
+        raw = self._checked(model(images), model)
         logits, scores = raw.distances.float(), raw.classes.float()
         # DataParallel lays what its replicas say of the anchors, all the same, one below the other
         points, strides = (of[: logits.shape[1]] for of in (raw.points, raw.strides))
@@ -109,8 +110,9 @@ class Detection(Task):
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
         found = []
+        raw = self._checked(model(batch.images), model)
         for i, (boxes, scores, labels) in enumerate(
-            detections(model(batch.images), least_score=0.001, overlap=self._overlap, most=100)
+            detections(raw, least_score=0.001, overlap=self._overlap, most=100)
         ):
             picture = batch.ids[i].expand(len(labels))
             boxes = batch.placed.of(i).back(boxes)
@@ -145,6 +147,11 @@ class Detection(Task):
         suppress = Suppression(score, self._overlap, most) if nms else None
         whole: Deployed = deployed(model, self._data.side, batch, suppress)
         return whole
+
+    def _checked(self, raw: Raw, model: nn.Module) -> Raw:
+        """Raises UserError where the model has more or fewer outputs than there are classes."""
+        check_outputs(raw.classes, len(self._data.classes), model, "classes", "(n, anchors, classes)")
+        return raw
 
     def _clipped(self, found: Tensor) -> Tensor:
         """Detections within their pictures."""

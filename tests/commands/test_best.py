@@ -58,3 +58,26 @@ def test_before_there_is_a_best_it_is_the_last(folder: Path, tmp_path: Path) -> 
     done = asked(tmp_path, "evaluate run=run")
     assert json.loads(done.out)["step"] == 22
     assert "evaluating run/checkpoints/step-22 " in done.err
+
+
+def test_a_branch_has_a_best_of_its_own(folder: Path, tmp_path: Path) -> None:
+    """That of the run it starts from is better, and not in its folder."""
+    words = SMALL.replace("run.dir=run", "run.dir=branch")
+    start = f"{words} run.resume={folder}/run/checkpoints/step-22 train.steps=24 optim.lr=1e-6"
+    asked(tmp_path, start)
+    summary = json.loads((tmp_path / "branch/summary.json").read_text())
+    assert summary["best"]["step"] == 24
+    assert (
+        "checkpoint branch/checkpoints/best: step 24, accuracy" in asked(tmp_path, "evaluate run=branch").err
+    )
+
+
+def test_the_best_in_another_metric_is_another_one(folder: Path, tmp_path: Path) -> None:
+    """It was changed between two processes of a run: an accuracy is no loss."""
+    shutil.copytree(folder / "run", tmp_path / "run")
+    asked(tmp_path, f"{SMALL} train.steps=24 optim.lr=1e-6 +task.best_metric=loss")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["split"] == "valid"][-1]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["best"] == {"loss": last["loss"], "step": 24}
+    assert json.loads(asked(tmp_path, "evaluate run=run").out)["step"] == 24

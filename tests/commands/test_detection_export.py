@@ -22,8 +22,8 @@ from torchvision.io import decode_image
 from torchvision.ops import box_iou
 
 from ddptrain.data.shapes import DISTANCES
+from ddptrain.engine.load_model import fit_model
 from ddptrain.engine.saved_checkpoint import read, unpack
-from ddptrain.engine.state import fit_model
 from ddptrain.recipes.yolo.boxes import decoded, detections
 from ddptrain.recipes.yolo.model import Yolo
 
@@ -268,6 +268,7 @@ def test_an_export_that_nothing_was_compared_of_says_so(folder: Path, tmp_path: 
     )
     assert done.code == 0, done.err
     assert "UNCHECKED" in done.err
+    assert "a lower threshold; this one was nms=True batch=1 score=1.0 most=100" in done.err
     assert "checked    against eager" not in done.err
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
 

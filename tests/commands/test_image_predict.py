@@ -153,12 +153,12 @@ def test_the_probability_is_that_of_the_evaluated_model(photos: Path, tmp_path: 
     assert {tuple(fitted(file, (SIDE, SIDE, 3)).flatten().tolist()) for file in files} == seen
 
 
-def test_any_mode_size_and_orientation_is_taken(digits: Path, photos: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "all kinds"
+def all_kinds(folder: Path) -> None:
+    """A picture of every mode, of extreme sizes and turned by its EXIF tag."""
     folder.mkdir()
     grey = Image.linear_gradient("L").resize((90, 40))
     for mode in MODES:
-        ending = "tif" if mode in ("CMYK", "I;16") else "png"
+        ending = "tif" if mode == "CMYK" else "png"
         deep = Image.fromarray(np.asarray(grey, dtype=np.uint16) * 257)
         picture = deep if mode == "I;16" else grey.convert("RGB").convert(mode)
         picture.save(folder / f"{mode.replace(';', '-')}.{ending}")
@@ -167,15 +167,21 @@ def test_any_mode_size_and_orientation_is_taken(digits: Path, photos: Path, tmp_
     tag = Image.Exif()
     tag[0x0112] = 6
     grey.save(folder / "turned.jpg", exif=tag)
+
+
+def test_any_mode_size_and_orientation_is_taken(digits: Path, photos: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "all kinds"
+    all_kinds(folder)
     for run, shape in ((digits, (8, 8, 1)), (photos, (SIDE, SIDE, 3))):
         out = tmp_path / run.name
         done = predict(tmp_path, [f"run={run}/run", "checkpoint=last", f"source={folder}", f"out={out}"])
         assert done.err.count("\n") == 1, done.err  # no library complains
         assert len(table(out)) == len(MODES) + 4
-        plain, deep = (fitted(folder / name, shape).float() for name in ("L.png", "I-16.tif"))
+        plain, deep = (fitted(folder / name, shape).float() for name in ("L.png", "I-16.png"))
         assert (plain - deep).abs().max() <= 1
         turned = fitted(folder / "turned.jpg", shape).float()
-        upright = torch.from_numpy(np.array(grey.transpose(Image.Transpose.ROTATE_270).resize((1, 90))))
+        grey = Image.linear_gradient("L").resize((90, 40)).transpose(Image.Transpose.ROTATE_270)
+        upright = torch.from_numpy(np.array(grey.resize((1, 90))))
         assert (turned[-1].mean() > turned[0].mean()) == bool(upright[-1] > upright[0])
 
 
@@ -289,10 +295,13 @@ def test_an_export_says_what_predict_says(digits: Path, tmp_path: Path, kind: st
             assert float(share.max()) == pytest.approx(float(row["probability_1"]), rel=1e-3)
 
 
-@pytest.mark.parametrize("rule", ["middle", "short side"])
-def test_an_export_works_by_its_json_alone(rule: str, photos: Path, tmp_path: Path) -> None:
-    """The program that docs/finetuning.md shows, without torch, gives predict's classes and probabilities."""
-    home = photos
+@pytest.mark.parametrize(("mode", "rule"), [("RGB", "middle"), ("RGB", "short side"), ("L", "middle")])
+def test_an_export_works_by_its_json_alone(
+    mode: str, rule: str, photos: Path, digits: Path, tmp_path: Path
+) -> None:
+    """The program that docs/finetuning.md shows, without torch, gives predict's classes and probabilities, of
+    every kind of picture."""
+    home = photos if mode == "RGB" else digits
     if rule == "short side":
         home = tmp_path / "other"
         shutil.copytree(photos / "moved", home / "set")
@@ -302,20 +311,24 @@ def test_an_export_works_by_its_json_alone(rule: str, photos: Path, tmp_path: Pa
     done = ddptrain(home, f"export run=run format=onnx out={tmp_path}/model.onnx", **ONE_THREAD)
     assert done.code == 0, done.err
     about = json.loads((tmp_path / "model.json").read_text())
-    assert about["resize"]["rule"] == rule
+    assert (about["mode"], about["resize"]["rule"]) == (mode, rule)
     properties = {one.key: one.value for one in onnx.load(tmp_path / "model.onnx").metadata_props}
     assert json.loads(properties["ddptrain"]) == about
     page = (Path(__file__).parents[2] / "docs/finetuning.md").read_text()
     script = page.split("```python\n")[1].split("```")[0]
     (tmp_path / "use.py").write_text(script)
-    predict(home, f"run=run source=moved/val out={tmp_path}/seen")
-    rows = table(tmp_path / "seen")
-    files = [str(home / row["file"]) for row in rows]
+    all_kinds(tmp_path / "all kinds")
+    some = home / ("moved/val" if mode == "RGB" else "pictures")
+    rows = []
+    for source in (some, tmp_path / "all kinds"):
+        predict(home, ["run=run", f"source={source}", f"out={tmp_path}/seen-{source.name}"])
+        rows += table(tmp_path / f"seen-{source.name}")
+    files = [row["file"] for row in rows]
     said = subprocess.run(
         [sys.executable, "use.py", *files], cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     for line, row in zip(said, rows, strict=True):
-        of_classes = [float(word) for word in line.split()[-3:]]
+        of_classes = [float(word) for word in line.split()[-len(about["classes"]) :]]
         shares = torch.tensor(of_classes).double().softmax(dim=0)
         assert f" {row['label_1']} " in line
         assert float(shares.max()) == pytest.approx(float(row["probability_1"]), abs=1e-4)

@@ -41,7 +41,7 @@ def test_a_run_leaves_one_folder_with_everything_in_it(tmp_path: Path, ranks: in
     run = only_run(tmp_path)
     assert {p.name for p in run.iterdir()} == {
         "config.yaml", "command.txt", "environment.json", "log.txt", "metrics.jsonl", "tensorboard",
-        "checkpoints", "plots", "summary.json", ".lock",
+        "checkpoints", "plots", "summary.json", "times.json", ".lock",
     }  # fmt: skip
     assert {p.name for p in (run / "plots").iterdir()} == {"curves.png", "confusion.png"}
     assert {p.name for p in (run / "checkpoints").iterdir()} == {"step-10", "step-15", "best"}

@@ -175,7 +175,8 @@ def test_writing_goes_on_where_it_was_killed(pictures: Path, blocks: Path, tmp_p
 def test_it_says_what_can_t_be(blocks: Path, tmp_path: Path) -> None:
     for words, key in (
         ({"url": None}, r"data\.source\.url"), ({"url": "ftp://x/y"}, "must begin with"),
-        ({"url": str(tmp_path)}, "holds neither"), ({"cache_gb": 1e-6}, r"data\.source\.cache_gb"),
+        ({"url": str(tmp_path)}, "holds neither"), ({"url": f"{tmp_path}/no"}, "there is no such folder"),
+        ({"cache_gb": 1e-6}, r"data\.source\.cache_gb"),
         ({"shuffle_blocks": 0}, "shuffle_blocks"), ({"classes": 2}, r"data\.source\.classes"),
         ({"url": "s3://sets/same", "cache": None}, r"cache=null"),
     ):  # fmt: skip

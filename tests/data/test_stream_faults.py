@@ -7,6 +7,8 @@ import random
 import re
 import shutil
 import signal
+import socket
+import socketserver
 import threading
 import time
 from collections.abc import Iterator
@@ -91,6 +93,45 @@ def test_what_does_not_pass_is_named(
     with pytest.raises(UserError, match=said) as found:
         trained(streamed(url, tmp_path, retry_s=2), STEPS)
     assert "never-in-a-log" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("http://{port}", "Connection refused, at {port}"),
+        ("http://no.such.host.invalid", ", at no.such.host.invalid"),
+        ("http://{rude}", "it has closed the connection, at {rude}"),
+    ],
+)
+@pytest.mark.parametrize("url", ["s3://bucket/set", "{address}/set"])
+def test_a_store_that_is_not_there_is_told_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, address: str, said: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = f"127.0.0.1:{free.getsockname()[1]}"
+    with socketserver.TCPServer(("127.0.0.1", 0), Rude) as rude:
+        threading.Thread(target=rude.serve_forever, args=(0.05,), daemon=True).start()
+        named = {"port": port, "rude": f"127.0.0.1:{rude.server_address[1]}"}
+        address, said = address.format(**named), said.format(**named)
+        url = url.format(address=address)
+        monkeypatch.setenv("AWS_ENDPOINT", address)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "never-in-a-log")
+        store = Store(url, retry_s=0.1)
+        with pytest.raises(UserError) as found:
+            store.read("ddptrain.json")
+        rude.shutdown()
+    message = str(found.value)
+    assert message.startswith(f"{url}/ddptrain.json: was not to be had for 0 seconds (")
+    assert f"{said})" in message
+    assert len(message) < 250
+
+
+class Rude(socketserver.BaseRequestHandler):
+    """Hears a request and hangs up."""
+
+    def handle(self) -> None:
+        self.request.recv(1000)
 
 
 def test_a_store_that_hangs_is_asked_again(

@@ -132,7 +132,7 @@ def test_an_epoch_of_a_large_text_through_a_small_cache(
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("recipe", "order", "batch", "window", "cache_gb"),
-    [("transformer_text", "shuffled", 48, 512, 0.005), ("lstm_text", "streams", 12, 1024, CACHE_GB)],
+    [("transformer_text", "shuffled", 48, 512, 0.006), ("lstm_text", "streams", 12, 1024, CACHE_GB)],
 )
 def test_a_large_text_is_trained_on_killed_and_resumed_to_the_bit(
     door: Door, url: str, tmp_path: Path, recipe: str, order: str, batch: int, window: int, cache_gb: float
@@ -153,9 +153,9 @@ def test_a_large_text_is_trained_on_killed_and_resumed_to_the_bit(
         calm = job(f"calm{ranks}", ranks)
         assert calm.wait(600) == 0, calm.text[-3000:]
         killed = job(f"killed{ranks}", ranks, 3)
-        met = kill_at_random(killed, random.Random(ranks), 3, 3)
+        met = kill_at_random(killed, random.Random(ranks), range(150), 3)
         assert killed.wait(900) == 0, killed.text[-3000:]
-        assert met >= 2
+        assert met == 3
         assert_same_outcome(tmp_path / f"calm{ranks}", tmp_path / f"killed{ranks}")
         assert losses(tmp_path / f"calm{ranks}") == losses(tmp_path / "calm1")
         fetched = calm.text.partition("stream  ")[2].partition("\n")[0]

@@ -156,11 +156,11 @@ def test_a_partner_is_augmented_as_it_is_as_a_sample_of_its_own(mix: Mix) -> Non
 def test_the_gradient_of_soft_targets_is_that_of_a_loop_over_samples_and_classes(
     label_smoothing: float,
 ) -> None:
-    model = nn.Linear(6, 5).double()
+    model = nn.Linear(6, 10).double()
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(7, 6, generator=generator, dtype=torch.float64)
-    targets = torch.rand(7, 5, generator=generator, dtype=torch.float64).softmax(dim=1)
-    task = ImageClassification(nn.Identity, ImageData(Shapes(), PLAIN), label_smoothing)
+    targets = torch.rand(7, 10, generator=generator, dtype=torch.float64).softmax(dim=1)
+    task = ImageClassification(nn.Identity, prepared(PLAIN), label_smoothing)
     at = At(0, 0, 0.0)
     loss = task.loss(model, (images, targets), at)
     assert loss.count == 7
@@ -169,13 +169,13 @@ def test_the_gradient_of_soft_targets_is_that_of_a_loop_over_samples_and_classes
     model.zero_grad()
     for image, target in zip(images, targets, strict=True):
         logits = model(image)
-        for k in range(5):
-            share = (1 - label_smoothing) * target[k] + label_smoothing / 5
+        for k in range(10):
+            share = (1 - label_smoothing) * target[k] + label_smoothing / 10
             (-share * (logits[k] - logits.exp().sum().log())).backward(retain_graph=True)
     torch.testing.assert_close(found, model.weight.grad)
     # a hard label is a target with one share
     hard = torch.tensor([0, 3, 2, 2, 4, 1, 0])
-    both = (hard, functional.one_hot(hard, 5).double())
+    both = (hard, functional.one_hot(hard, 10).double())
     whole = [task.loss(model, (images, labels), at).sum for labels in both]
     torch.testing.assert_close(*whole)
 

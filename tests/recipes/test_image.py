@@ -18,7 +18,9 @@ class Said(nn.Module):
 
 
 def test_the_confusion_matrix_is_a_loops() -> None:
-    task = ImageClassification(nn.Identity, ImageData(Shapes(), Augment()))
+    data = ImageData(Shapes(), Augment())
+    data.classes = tuple("abcdefg")
+    task = ImageClassification(nn.Identity, data)
     draw = torch.Generator().manual_seed(0)
     images, labels = torch.randn(500, 1, 3, 3, generator=draw), torch.randint(0, 5, (500,), generator=draw)
     images[:, 0, 0, 1] = -9.0  # labels 5 and 6 never come, 1 is never said

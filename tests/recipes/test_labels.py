@@ -23,7 +23,7 @@ from ddptrain.data.csv_labels import CsvLabels
 from ddptrain.data.images import ImageData
 from ddptrain.data.mixing import Mix
 from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
-from ddptrain.data.transforms import Transforms
+from ddptrain.data.transforms import ColorJitter, Transforms
 from ddptrain.errors import UserError
 from ddptrain.recipes.image import ImageClassification
 from ddptrain.recipes.multilabel import MultiLabelClassification, average_precision
@@ -81,6 +81,54 @@ def test_balance_draws_rare_classes_more_often(balance: float) -> None:
     wanted = counts ** (1 - balance) / (counts ** (1 - balance)).sum()
     assert torch.allclose(seen, wanted, atol=0.02)
     assert (data.sample_weights is None) == (balance == 0)
+
+
+class Noisy(nn.Module):
+    """Of the user's own: adds noise to a picture."""
+
+    def forward(self, picture: Tensor) -> Tensor:
+        return picture // 2 + torch.randint(0, 128, picture.shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("augment", "resident"),
+    [
+        (Augment(brightness=0.4, contrast=0.4), True),
+        (Augment(brightness=0.4, contrast=0.4), False),
+        (Transforms(color_jitter=ColorJitter(brightness=0.9)), "auto"),
+        (Transforms(color_jitter=ColorJitter(brightness=0.9), mix=Mix(mixup=1.0, cutmix=0)), "auto"),
+        (Noisy(), "auto"),
+    ],
+    ids=["Augment, resident", "Augment", "Transforms", "Mix", "a module"],
+)
+def test_what_balance_draws_again_is_augmented_anew(augment: Any, resident: Any) -> None:
+    """In an epoch no two pictures are alike, though one sample makes a half of them; the same pictures for
+    any ranks, and from any step on."""
+    data = opened([1, 31], balance=1.0, augment=augment, resident=resident)
+
+    def batches(steps: range, rank: int = 0, ranks: int = 1) -> list[Tensor]:
+        sampler = Sampler(32, 16, 5, rank, ranks, weights=data.sample_weights)
+        return [pixels.clone() for pixels, _ in data.train_batches(sampler, steps)]
+
+    whole = batches(range(4))
+    for epoch in (torch.cat(whole[:2]), torch.cat(whole[2:])):
+        assert len(epoch.flatten(1).unique(dim=0)) == 32
+    assert torch.equal(torch.cat(batches(range(3, 4))), whole[3])
+    halves = [batches(range(4), rank, 2) for rank in range(2)]
+    assert all(torch.equal(torch.cat(of), pixels) for *of, pixels in zip(*halves, whole, strict=True))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("label", [-100, -1, 3])
+def test_a_label_of_no_class_is_refused(label: int, smoothing: float) -> None:
+    """Also that which torch's cross-entropy leaves out."""
+    task = ImageClassification(First, opened([5, 20, 75]), smoothing, class_weights="balanced")
+    batch = torch.randn(2, 3, 4, 4), torch.tensor([0, label])
+    model = task.build()
+    with pytest.raises(UserError, match="a label is beyond the 3 classes, which count from 0 to 2"):
+        task.loss(model, batch, AT)
+    with pytest.raises(UserError, match="a label is beyond the 3 classes, which count from 0 to 2"):
+        task.evaluate(model, batch)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

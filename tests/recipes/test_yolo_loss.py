@@ -281,7 +281,7 @@ def test_each_step_has_a_scale_and_boxes_follow_their_pictures(data: DetectionDa
         def forward(self, images: Tensor) -> Raw:
             shown.append(images)
             points, strides = anchors(images.shape[2], images.shape[3], images.device)
-            return Raw(torch.zeros(1, len(points), 4, BINS), torch.zeros(1, len(points), 2), points, strides)
+            return Raw(torch.zeros(1, len(points), 4, BINS), torch.zeros(1, len(points), 10), points, strides)
 
     watched, images = Watched(), torch.zeros(1, 3, 128, 128)
     images[:, :, 20:90, 8:120] = 1.0

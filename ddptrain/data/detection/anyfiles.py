@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import final
 
 from ddptrain.data.detection.coco import CocoFiles
-from ddptrain.data.detection.files import OnError, checked_path
+from ddptrain.data.detection.files import checked_path
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.detection.yolo import YoloFiles
+from ddptrain.data.left_out import OnError
 from ddptrain.errors import UserError
 
 _EXPECTED = "a data.yaml (YOLO's layout) or a JSON of instances (COCO's)"

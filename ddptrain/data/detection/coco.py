@@ -8,8 +8,9 @@ from typing import Any, final
 
 from ddptrain.data import held_out
 from ddptrain.data.detection import files
-from ddptrain.data.detection.files import FileScenes, ImageFile, OnError, Problems, Row
+from ddptrain.data.detection.files import FileScenes, ImageFile, Problems, Row
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
+from ddptrain.data.left_out import OnError
 from ddptrain.errors import UserError
 from ddptrain.text import parse_json
 

@@ -1,7 +1,6 @@
 """Pictures with boxes for training, from any `DetectionSource`."""
 
 import hashlib
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,23 +13,22 @@ from ddptrain.api.blocks import Blocks
 from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
+from ddptrain.data.agreement import note_checkpoints_own
 from ddptrain.data.detection.augment import Augment
 from ddptrain.data.detection.batch import Batch, coloured
 from ddptrain.data.detection.samples import Samples, decoded_bytes
 from ddptrain.data.detection.source import DetectionSource, Scenes
 from ddptrain.data.detection.write import write_coco, write_yolo
+from ddptrain.data.left_out import in_words, tell
 from ddptrain.data.stream.samples import training_keys, valid_keys
 from ddptrain.data.workers import check_workers, read_by_workers, spare_cores, validation_keys
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
-log = logging.getLogger(__name__)
-
 _COARSEST = 32  # Pixels of the coarsest stride; a picture's side is a multiple of it
 _LARGEST_AUTO = 640
 _RESIDENT = 2 * 2**30  # Bytes up to which ``resident=auto`` keeps the decoded pictures in a node's memory
 _LARGEST = 4096
-_LISTED = 20
 
 
 @final
@@ -75,8 +73,7 @@ class DetectionData(Data):
             if all(bool(on_it.crowd.all()) for on_it in scenes.objects):
                 raise UserError(f"data: none of the {len(scenes):,} {part} pictures has a box on it.")
         self.classes = tuple(opened.classes)
-        for line in opened.skipped[:_LISTED]:
-            log.warning("left out   %s", line)
+        tell(opened.skipped)
         # the smallest multiple of 32 that holds the median of the longer sides
         usual = -(-int(opened.train.sizes.amax(1).median()) // _COARSEST) * _COARSEST
         self.side = min(usual, _LARGEST_AUTO) if self._asked_side == "auto" else self._asked_side
@@ -114,14 +111,21 @@ class DetectionData(Data):
     @property
     def loading(self) -> Loading:
         stream = self._set.train.stream
-        return Loading(self._workers, self._in_memory, None if stream is None else stream.reading)
+        reading = None if stream is None else stream.reading
+        return Loading(self._workers, self._in_memory, reading, len(self._set.skipped))
 
     def metadata(self) -> Mapping[str, Any]:
         return {"classes": list(self.classes), "side": self.side}
 
+    def adopt_metadata(self, metadata: Mapping[str, Any]) -> None:
+        if self._asked_side not in ("auto", metadata["side"]):
+            note_checkpoints_own("data.side", self._asked_side, metadata["side"])
+        self._asked_side = int(metadata["side"])
+
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
         self.classes = tuple(metadata["classes"])
-        self.side = int(metadata["side"]) if self._asked_side == "auto" else self._asked_side
+        self.adopt_metadata(metadata)
+        self.side = int(metadata["side"])
         self._workers, self._device = 0, world.device
 
     def write(
@@ -169,11 +173,10 @@ class DetectionData(Data):
     def describe(self) -> str:
         boxes = sum(map(len, self._set.train.objects))
         where = f"in memory ({self._bytes / 2**20:.0f} MiB)" if self._in_memory else "read from disk"
-        skipped = f", {len(self._set.skipped)} left out" if self._set.skipped else ""
         return (
             f"{self._source.name}: {self.train_size:,} train with {boxes:,} boxes, {self.valid_size:,}"
             f" valid, {len(self.classes)} classes, {self.side}x{self.side}, {where},"
-            f" {self._workers} workers{skipped}"
+            f" {self._workers} workers{in_words(self._set.skipped)}"
         )
 
     @cached_property

@@ -6,16 +6,16 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, final
+from typing import BinaryIO, final
 
 import torch
 from torch import Tensor
 
 from ddptrain.data.detection.source import DetectionSet, Objects, PackedObjects, Scenes
+from ddptrain.data.left_out import OnError
 from ddptrain.data.pictures import content_of, decoded, opened
 from ddptrain.errors import UserError
 
-OnError = Literal["stop", "skip"]
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2 in pixels."""
 Row = tuple[Box, int, bool]

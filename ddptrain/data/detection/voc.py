@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from xml.etree import ElementTree
 
 from ddptrain.data.detection import files
-from ddptrain.data.detection.files import FileScenes, ImageFile, OnError, Problems, Row
+from ddptrain.data.detection.files import FileScenes, ImageFile, Problems, Row
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
+from ddptrain.data.left_out import OnError
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:

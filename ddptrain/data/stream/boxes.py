@@ -9,6 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ddptrain.data.agreement import Relabelling
 from ddptrain.data.detection.source import DetectionSet, DetectionSource, Objects, PackedObjects, Scenes
 from ddptrain.data.pictures import Encoded, decoded
 from ddptrain.data.stream.opened import OpenedPart, Streamed
@@ -34,18 +35,20 @@ class Numbered(Sequence[str]):
 class StreamScenes(Scenes):
     """Pictures as their files have them, decoded when asked for."""
 
-    def __init__(self, part: OpenedPart) -> None:
+    def __init__(self, part: OpenedPart, relabel: Relabelling | None = None) -> None:
         columns = {name: column.mapped() for name, column in part.columns.items()}
         self.stream: Samples = part.samples
         self.names = Numbered(part.samples)
         self.sizes = columns["sizes"]
-        packed = Objects(columns["boxes"], columns["labels"], columns["crowd"])
+        labels = columns["labels"] if relabel is None else relabel(columns["labels"])
+        packed = Objects(columns["boxes"], labels, columns["crowd"])
         self.objects = PackedObjects(columns["starts"], packed)
         self._part = part
+        self._relabel = relabel
 
     def __reduce__(self) -> tuple[object, ...]:
         """A loader's worker maps the columns itself."""
-        return StreamScenes, (self._part,)
+        return StreamScenes, (self._part, self._relabel)
 
     def image(self, i: int) -> Tensor:
         from torchvision.transforms.v2.functional import pil_to_tensor
@@ -85,7 +88,8 @@ class StreamBoxes(DetectionSource):
 
     def open(self, root: Path) -> DetectionSet:
         opened = self._streamed.open_as("boxes")
-        train, valid = StreamScenes(opened.train), StreamScenes(opened.valid)
+        relabel = self._streamed.relabelling(opened, opened.about["classes"])
+        train, valid = StreamScenes(opened.train), StreamScenes(opened.valid, relabel)
         blocks = opened.train.samples.blocks
         return DetectionSet(train, valid, opened.about["classes"], blocks=blocks, identity=opened.identity)
 

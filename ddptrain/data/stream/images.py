@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ddptrain.data.agreement import Relabelling
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
 from ddptrain.data.pictures import Box, cropped, fitted
 from ddptrain.data.source import ImageSet, ImageSource, Split
@@ -25,11 +26,13 @@ class StreamSplit(Split):
     full_size = True
 
     def __init__(
-        self, samples: Samples, labels: Column, shape: tuple[int, int, int], resize: int | None = None
-    ) -> None:
-        """labels: as `Split` has them."""
+        self, samples: Samples, labels: Column, shape: tuple[int, int, int], resize: int | None = None,
+        relabel: Relabelling | None = None,
+    ) -> None:  # fmt: skip
+        """labels: as `Split` has them, once ``relabel`` has changed them."""
         self.stream: Samples = samples
-        self.labels = labels.mapped()
+        self.labels = labels.mapped() if relabel is None else relabel(labels.mapped())
+        self._relabel = relabel
         self.shape = shape
         self._column = labels
         self._resize = resize
@@ -37,7 +40,7 @@ class StreamSplit(Split):
 
     def __reduce__(self) -> tuple[object, ...]:
         """A loader's worker maps the labels itself."""
-        return StreamSplit, (self.stream, self._column, self.shape, self._resize)
+        return StreamSplit, (self.stream, self._column, self.shape, self._resize, self._relabel)
 
     def images(self, ids: Tensor) -> Tensor:
         make = partial(fitted, shape=self.shape, resize=self._resize)
@@ -61,6 +64,7 @@ class StreamImages(ImageSource):
     """
 
     name = "stream"
+    no_skip = Streamed.no_skip
 
     def __init__(
         self,
@@ -77,8 +81,8 @@ class StreamImages(ImageSource):
         check_sizes(size, resize)
         self._streamed = Streamed(url, valid_url, cache, cache_gb, shuffle_blocks, retry_s)
         self._classes = classes
-        self._size = size
-        self._resize = resize
+        self.size: int = size
+        self.resize = resize
 
     def fetch(self, root: Path) -> None:
         self._streamed.fetch()
@@ -88,15 +92,23 @@ class StreamImages(ImageSource):
         if opened.kind not in ("", "classes"):
             raise UserError(f"data.source.url: holds a set of {opened.kind}; use data=stream_{opened.kind}.")
         about = opened.about
-        shape = (self._size, self._size, int(about.get("channels", 3)))
+        shape = (self.size, self.size, int(about.get("channels", 3)))
+        # classes=[...] may be other words for those that the manifest names
+        asked = [] if isinstance(self._classes, int) else self._classes or []
+        relabel = self._streamed.relabelling(opened, about.get("classes") or asked)
         train, valid = (
-            StreamSplit(part.samples, part.columns["labels"], shape, resize)
-            for part, resize in ((opened.train, None), (opened.valid, self._resize))
+            StreamSplit(part.samples, part.columns["labels"], shape, resize, relabel)
+            for part, resize, relabel in ((opened.train, None, None), (opened.valid, self.resize, relabel))
         )
+        if train.labels.ndim != valid.labels.ndim:
+            raise UserError(
+                "data.source.valid_url: pictures have one class each in one of this set and that of"
+                " data.source.url, and any number in the other. Both must be of one kind."
+            )
         classes = self._names(about.get("classes"), train.labels, valid.labels)
         mean, std = about.get("mean", IMAGENET_MEAN), about.get("std", IMAGENET_STD)
         return ImageSet(
-            train, valid, classes, mean, std, self._resize,
+            train, valid, classes, mean, std, self.resize,
             blocks=opened.train.samples.blocks, identity=opened.identity,
         )  # fmt: skip
 
@@ -112,5 +124,10 @@ class StreamImages(ImageSource):
                 raise UserError(
                     f"data.source.classes: has {len(named)}, and the set's labels are {int(found.min())} to"
                     f" {int(found.max())}. Give their number or all names."
+                )
+            if found.ndim == 2 and found.shape[1] != len(named):
+                raise UserError(
+                    f"data.source.classes: has {len(named)}, and the set's labels are of {found.shape[1]}."
+                    " Give their number or all names."
                 )
         return list(named)

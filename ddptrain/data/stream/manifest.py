@@ -73,6 +73,9 @@ def read_manifest(store: Store) -> Manifest:
             raise UserError(f"{store.shown}/{name}: is no index of a set ({error!r}).") from error
     if refused is not None:
         raise refused
+    if store.folder is not None and not store.folder.is_dir():
+        what = "is a file" if store.folder.exists() else "there is no such folder"
+        raise UserError(f"data.source.url={store.shown}: {what}. Name the one that the set was written to.")
     raise UserError(
         f"data.source.url={store.shown}: holds neither {NAME} (`python -m ddptrain write ... layout=stream`)"
         f" nor {LITDATA} (litdata's). Name the folder that has one of them, or tars: .../{{000..099}}.tar"

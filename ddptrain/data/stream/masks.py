@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 from torch import Tensor
 
+from ddptrain.data.agreement import check_alike
 from ddptrain.data.mask_files import Pair, read_pair
 from ddptrain.data.pictures import Encoded, content_of
 from ddptrain.data.stream.opened import Streamed
@@ -54,6 +55,8 @@ class StreamMasks:
     url, valid_url, cache, cache_gb, shuffle_blocks, retry_s: as `Streamed` has them.
     """
 
+    no_skip = Streamed.no_skip
+
     def __init__(
         self,
         url: str | None = None,
@@ -71,8 +74,11 @@ class StreamMasks:
 
     def open(self) -> MaskSet:
         opened = self._streamed.open_as("masks")
+        classes = opened.about["classes"]
+        # the classes are in the pixels of PNGs, which stay as they are
+        check_alike(classes, opened.valid_about["classes"], "data.source.valid_url", "data.source.url")
         train, valid = (StreamPairs(part.samples) for part in (opened.train, opened.valid))
-        return MaskSet(train, valid, tuple(opened.about["classes"]), opened.identity)
+        return MaskSet(train, valid, tuple(classes), opened.identity)
 
 
 def write_masks(

@@ -8,10 +8,10 @@ import os
 import struct
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, final
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.api.blocks import Blocks
+from ddptrain.data.agreement import Relabelling, note_other_labels, places_among, relabelled
 from ddptrain.data.disk import exclusive_lock, map_file
 from ddptrain.data.stream.ahead import AHEAD
 from ddptrain.data.stream.block_table import Block, BlockTable
@@ -58,12 +59,14 @@ class OpenedPart(NamedTuple):
 
 
 class OpenedSet(NamedTuple):
-    """about: what the writer noted. identity: a hash of the samples and of their order."""
+    """about: what the writer noted, of the training part's set; valid_about, of the other's. identity: a hash
+    of the samples and of their order."""
 
     train: OpenedPart
     valid: OpenedPart
     kind: str
     about: Mapping[str, Any]
+    valid_about: Mapping[str, Any]
     identity: str
 
 
@@ -79,6 +82,8 @@ class Streamed:
     shuffle_blocks: blocks whose samples are shuffled together. retry_s: how long a store that fails is asked
     again, in seconds.
     """
+
+    no_skip = "a streamed set is not fetched whole; leave them out where it is written (write ...)"
 
     def __init__(
         self, url: str | None, valid_url: str | None, cache: str | None, cache_gb: float, shuffle_blocks: int,
@@ -129,7 +134,24 @@ class Streamed:
         self._check_room(blocks[0])
         facts = [manifest.digest, valid_manifest.digest, self._window, blocks]
         identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-        return OpenedSet(first, second, manifest.kind, manifest.about, identity)
+        if manifest.kind and valid_manifest.kind and manifest.kind != valid_manifest.kind:
+            raise UserError(
+                f"data.source.valid_url={shown(valid_url)}: holds a set of {valid_manifest.kind}, and"
+                f" data.source.url={shown(url)} one of {manifest.kind}."
+            )
+        return OpenedSet(first, second, manifest.kind, manifest.about, valid_manifest.about, identity)
+
+    def relabelling(self, opened: OpenedSet, trained: Sequence[str]) -> Relabelling | None:
+        """Brings the labels of ``valid_url`` to the classes trained on, by their names; None where one of the
+        two has none. The log says where labels change. Raises UserError for a class that is not trained on.
+        """
+        own = opened.valid_about.get("classes")
+        if self._valid_url is None or not own or not trained:
+            return None
+        where, of = f"data.source.valid_url={shown(self._valid_url)}", f"data.source.url={shown(self._url)}"
+        places = places_among(trained, own, where, of)
+        note_other_labels(places, where, of)
+        return partial(relabelled, places=places, classes=len(trained), where=where)
 
     def open_as(self, kind: str) -> OpenedSet:
         """The same. Raises UserError for a set of another kind."""

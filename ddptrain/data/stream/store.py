@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, final
 
-from ddptrain.errors import UserError
+from ddptrain.errors import UserError, reason
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -30,6 +30,8 @@ _REFUSED = re.compile(
 )
 """Error codes of S3 that come as a plain 400, and for which trying again is of no use."""
 _OUR_FAULT = re.compile(r"status (4(?!08|29)\d\d|3\d\d)\b")
+_ENDED = {"TimedOut": "it does not answer", "IncompleteMessage": "it has closed the connection"}
+"""Ends of a request that have no words of the system's."""
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or a profile of ~/.aws",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
@@ -263,11 +265,14 @@ def _from_usual_files() -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """An error of obstore's in a line: the innermost cause stands last."""
-    text = re.sub(r"https?://\S+", lambda found: shown(found.group()), " ".join(str(error).split()))
-    status = re.search(r"\b[45]\d\d [A-Z][A-Za-z ]+", text)
-    return (
-        status.group().strip()
-        if status
-        else text[:100] + (" ... " + text[-100:] if len(text) > 220 else text[100:])
-    )
+    """An error of obstore's in a few words, and whom it has asked: a status, or the system's own words, which
+    stand innermost in what it prints of its own objects."""
+    head, _, inner = " ".join(str(error).split()).partition(" Debug source: ")
+    asked = re.search(r"performing [A-Z]+ \w+://([^/\s@]*@)?([^/\s?]+)", head)
+    status = re.search(r"\b[45]\d\d [A-Z][A-Za-z ]+", head)
+    system = re.findall(r'(?:message|error): "([^"]+)"', inner)
+    ended = next((words for name, words in _ENDED.items() if name in inner), None)
+    why = status.group().strip() if status else system[-1] if system else ended
+    if why is None:
+        why = reason(Exception(re.sub(r"https?://\S+", lambda found: shown(found.group()), head)))
+    return f"{why}, at {asked[2]}" if asked else why

@@ -1,0 +1,98 @@
+"""Where two places speak of the same thing: the two parts of a set, of their classes; a set and a trained
+model, of the pictures' size."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ddptrain.errors import UserError
+from ddptrain.text import first_few
+
+log = logging.getLogger("ddptrain")
+
+Relabelling = Callable[[Tensor], Tensor]
+"""Labels of a part for validation -> those that training has for the same classes."""
+
+
+def note_checkpoints_own(key: str, asked: object, known: object) -> None:
+    """Log that a model's own value, out of its checkpoint, is used in place of the config's."""
+    told = ["null" if value is None else value for value in (asked, known)]
+    log.info("note       %s=%s: not used; the checkpoint's model was trained with %s", key, *told)
+
+
+def check_known(valid: Iterable[str], train: Iterable[str], where: str, trained: str) -> None:
+    """Raises UserError naming a class of validation, in ``where``, that is none of those in ``trained``."""
+    known = set(train)
+    plain = {"".join(name.split()).casefold(): name for name in known}
+    for name in sorted(set(valid) - known):
+        alike = plain.get("".join(name.split()).casefold())
+        rule = "Both need the same classes."
+        if alike is not None:
+            rule = f"{alike!r} is, which differs in capitals or spaces alone. Rename one of them."
+        raise UserError(f"{where}: class {name!r} is not in {trained}. {rule}")
+
+
+def places_among(train: Sequence[str], valid: Sequence[str], where: str, trained: str) -> list[int]:
+    """Where each class of validation, in the order of its own labels, stands among those of training.
+
+    Raises UserError as `check_known`, and where a name stands for two classes.
+    """
+    if list(valid) == list(train[: len(valid)]):
+        return list(range(len(valid)))
+    check_known(valid, train, where, trained)
+    places = {name: place for place, name in enumerate(train)}
+    for names, of in ((train, trained), (valid, where)):
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if list(names).count(name) > 1)
+            raise UserError(
+                f"{of}: two classes are called {twice!r}, so the classes of {where}, which are in another"
+                " order, can't be found by their names. Give both the same classes in the same order."
+            )
+    return [places[name] for name in valid]
+
+
+def count_alike(places: Sequence[int]) -> bool:
+    """Whether labels mean the same in both parts as they are."""
+    return list(places) == list(range(len(places)))
+
+
+def check_alike(train: Sequence[str], valid: Sequence[str], where: str, trained: str) -> None:
+    """The same, of labels that can't be changed. Raises UserError also for classes in another order."""
+    if not count_alike(places_among(train, valid, where, trained)):
+        raise UserError(
+            f"{where}: its classes are {first_few(list(valid), 5)}, and those of {trained}"
+            f" {first_few(list(train), 5)}: a label stands for another class there. Give both the same"
+            " classes in the same order."
+        )
+
+
+def note_other_labels(places: Sequence[int], where: str, trained: str) -> None:
+    """Log that labels are taken by their names, where they are other numbers."""
+    if not count_alike(places):
+        log.info(
+            "note       %s: counts its classes in another way than %s; they are taken by their names (its"
+            " 0 is %d there, and so on)",
+            *(where, trained, places[0]),
+        )
+
+
+def relabelled(labels: Tensor, places: Sequence[int], classes: int, where: str) -> Tensor:
+    """Validation's labels as training counts them.
+
+    labels: int64 (n,), or (n, len(places)), 1 for each class that a sample has; then the result has
+    ``classes`` columns. Raises UserError for labels beyond the classes that ``where`` names.
+    """
+    if labels.ndim == 2:
+        if labels.shape[1] != len(places):
+            raise UserError(f"{where}: names {len(places)} classes, and its labels have {labels.shape[1]}.")
+        found = labels.new_zeros(len(labels), classes)
+        found[:, list(places)] = labels
+        return found
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(places):
+        raise UserError(
+            f"{where}: names {len(places)} classes, so its labels must be 0 to {len(places) - 1}; they are"
+            f" {int(labels.min())} to {int(labels.max())}."
+        )
+    return labels if count_alike(places) else torch.tensor(places)[labels]
