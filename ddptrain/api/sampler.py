@@ -29,6 +29,8 @@ class Part(NamedTuple):
     stop: int
 
 
+_AGAIN = 2**31 - 1
+"""What drawing a sample again within an epoch adds to its epoch: odd, for what alternates by epochs."""
 MicroBatch = list[Part]
 """Usually one part; more if the batch crosses an epoch's end."""
 
@@ -152,7 +154,11 @@ class Sampler:
 
     def samples(self, steps: range, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of many steps: int64 (n,) sample indices, int64 (n,) the epoch of
-        each, on the device. An epoch's order is copied there once; a step only slices it."""
+        each, on the device. An epoch's order is copied there once; a step only slices it.
+
+        With weights, a sample that is drawn again within an epoch has a large number of its own in place of
+        the epoch, so that what follows from (seed, epoch, sample index) is drawn anew.
+        """
         orders, sizes = _Orders(self, device), self.micro_sizes
         for step in steps:
             for parts in self._cut(step, sizes):
@@ -187,19 +193,41 @@ class _Orders:
     def __init__(self, sampler: Sampler, device: torch.device) -> None:
         self._sampler = sampler
         self._device = device
-        self._orders: dict[int, Tensor] = {}
+        self._orders: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def ids(self, parts: MicroBatch) -> tuple[Tensor, Tensor]:
-        slices = [self._order(part.epoch)[part.start : part.stop] for part in parts]
-        epochs = [torch.full_like(ids, part.epoch) for ids, part in zip(slices, parts, strict=True)]
-        return (slices[0], epochs[0]) if len(parts) == 1 else (torch.cat(slices), torch.cat(epochs))
+        slices = [self._slice(part) for part in parts]
+        if len(parts) == 1:
+            return slices[0]
+        ids, epochs = zip(*slices, strict=True)
+        return torch.cat(ids), torch.cat(epochs)
 
-    def _order(self, epoch: int) -> Tensor:
+    def _slice(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Its samples, and the epoch of each."""
+        order, epochs = self._order(part.epoch)
+        ids = order[part.start : part.stop]
+        return ids, torch.full_like(ids, part.epoch) if epochs is None else epochs[part.start : part.stop]
+
+    def _order(self, epoch: int) -> tuple[Tensor, Tensor | None]:
+        """The samples in order, and the epoch of each where it is not the same."""
         if epoch not in self._orders:
-            order = self._sampler.order(epoch)
-            if self._device.type == "cuda":
-                order = order.pin_memory()  # from pageable memory the copy would wait for the device
-            self._orders[epoch] = order.to(self._device, non_blocking=True)
+            order, epochs = self._sampler.order(epoch), None
+            if self._sampler.weights is not None:
+                epochs = self._on_device(epoch + _AGAIN * _times_before(order))
+            self._orders[epoch] = self._on_device(order), epochs
             for old in sorted(self._orders)[:-2]:
                 del self._orders[old]
         return self._orders[epoch]
+
+    def _on_device(self, values: Tensor) -> Tensor:
+        if self._device.type != "cuda":
+            return values.to(self._device)
+        # from pageable memory the copy would wait for the device
+        return values.pin_memory().to(self._device, non_blocking=True)
+
+
+def _times_before(order: Tensor) -> Tensor:
+    """int64 (n,): how often each value has been there before."""
+    values, places = order.sort(stable=True)
+    times = torch.arange(len(order)) - torch.searchsorted(values, values)
+    return torch.empty_like(times).scatter_(0, places, times)

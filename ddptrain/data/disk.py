@@ -59,6 +59,10 @@ def folder_by_content(parent: Path, name: str, made_of: object) -> Path:
 
 
 def map_file(file: Path, count: int, dtype: torch.dtype) -> Tensor:
-    """The first ``count`` values of a file, mapped into memory."""
-    # private pages: what is read is shared with other processes, and nothing can be written back
-    return torch.from_file(str(file), shared=False, size=count, dtype=dtype)
+    """The first ``count`` values of a file, mapped into memory. Raises UserError where it can't be."""
+    try:
+        # private pages: what is read is shared with other processes, and nothing can be written back
+        return torch.from_file(str(file), shared=False, size=count, dtype=dtype)
+    except RuntimeError:
+        size_and_time(file)  # says what is wrong with it
+        raise

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ step's time, which takes them out."""
 def to_device(batch: Any, device: torch.device) -> Any:
     """A batch (tensors in tuples, lists or dicts) on the device.
 
-    ``non_blocking``: from pinned memory the host does not wait for the copy.
+    From pinned memory to a GPU the host does not wait for the copy. Elsewhere it does: Metal may read what
+    has been freed meanwhile (pytorch#139550).
     """
-    return changed(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    return changed(batch, lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
 
 
 def rows_of(batch: Any, rows: slice) -> Any:
@@ -57,8 +59,15 @@ def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     return _one_ahead(iter(batches), device)
 
 
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all iterators: torch's allocator gives freed memory only to the stream that took it, so each
+    new stream (torch has 32 of them) would take the memory of some batches once more, and keep it."""
+    return torch.cuda.Stream(device)
+
+
 def _one_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    bringing = torch.cuda.Stream(device)
+    bringing = _copy_stream(device)
     bringing.wait_stream(torch.cuda.current_stream(device))  # a resident set may still be on its way
 
     def bring() -> Any:

@@ -2,8 +2,10 @@
 
 import atexit
 import multiprocessing
+import pickle
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
 import torch
@@ -60,13 +62,23 @@ def spare_cores(world: World) -> int:
     return workers_of(cores(), world.local_size, on_cpu=world.device.type == "cpu")
 
 
+def asked_workers(asked: int | Literal["auto"], world: World) -> int:
+    """As many as ``data.workers`` says."""
+    return spare_cores(world) if asked == "auto" else asked
+
+
 def read_by_workers(
     dataset: Dataset[Any], keys: Iterable[list[Any]], workers: int, device: torch.device
 ) -> Iterator[Any]:
     """A batch for each list of keys, by the dataset's ``__getitems__``, on the device.
 
-    A UserError that it returns, for a broken file, is raised here.
+    A UserError that it returns, for a broken file, is raised here. A list of one is read in this process: to
+    start a worker takes a second.
     """
+    if workers and isinstance(keys, list) and len(keys) == 1:
+        # a copy, as a worker would have it: a file that a dataset opens when it is first read, and keeps
+        # open, could not be sent to workers later
+        dataset, workers = pickle.loads(ForkingPickler.dumps(dataset)), 0
     # forkserver: a fork of this process would inherit the locks of its threads (gloo, loggers)
     context = multiprocessing.get_context("forkserver") if workers else None
     if context is not None:

@@ -148,3 +148,33 @@ def test_rounding_is_by_chance_and_equal_weights_are_a_permutation() -> None:
 def test_weights_that_make_no_sense_are_refused(weights: list[float]) -> None:
     with pytest.raises(UserError, match=r"^data\.sample_weights: must be 3 positive numbers"):
         Sampler(3, 1, 0, weights=torch.tensor(weights, dtype=torch.float64))
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    weights=st.lists(st.floats(0.01, 10), min_size=3, max_size=40),
+    batch=st.integers(3, 50),
+    ranks=st.integers(1, 3),
+)
+def test_a_sample_drawn_again_in_an_epoch_has_a_number_of_its_own(
+    weights: list[float], batch: int, ranks: int
+) -> None:
+    """The first time the epoch's own; never one of another epoch; the same for any number of ranks."""
+    size, shares = len(weights), torch.tensor(weights, dtype=torch.float64)
+
+    def draws(rank: int, of: int) -> list[list[tuple[int, int]]]:
+        sampler = Sampler(size, batch, 7, rank, of, weights=shares)
+        return [
+            list(zip(ids.tolist(), epochs.tolist(), strict=True))
+            for ids, epochs in sampler.samples(range(6), CPU)
+        ]
+
+    whole = [draw for step in draws(0, 1) for draw in step]
+    by_rank = [draws(rank, ranks) for rank in range(ranks)]
+    assert [draw for step in zip(*by_rank, strict=True) for share in step for draw in share] == whole
+    assert len(set(whole)) == len(whole)
+    seen = set[tuple[int, int]]()
+    for at, (sample, epoch) in enumerate(whole):
+        own = at // size
+        assert epoch == own or (epoch > 2**30 and (sample, own) in seen)
+        seen.add((sample, own))
