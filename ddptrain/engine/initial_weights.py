@@ -16,16 +16,14 @@ from torch import Tensor, nn
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Init
 from ddptrain.distributed.comm import on_all_ranks, once_a_node
-from ddptrain.engine.checkpoint import Checkpointer
-from ddptrain.engine.saved_checkpoint import read, unpack
-from ddptrain.errors import UserError
+from ddptrain.engine.weights_file import tensors_of, weights_at
+from ddptrain.errors import UserError, reason
 from ddptrain.text import first_few
 
 log = logging.getLogger("ddptrain")
 
-Weights = Mapping[str, Tensor]
-_INSIDE = ("state_dict", "model_state_dict", "model_ema", "model", "weights", "params")
-"""Where other programs' checkpoints keep the weights."""
+Weights = Mapping[str, Any]
+"""Tensors, and the extra state of modules (``get_extra_state``)."""
 _PREFIX = re.compile(r"^(module|_orig_mod|model)\.")
 """Of DataParallel and DDP, of torch.compile, and of Lightning and others."""
 _MOST_WRAPPERS = 3
@@ -54,10 +52,12 @@ class Matched:
     """Which of a model's weights a file has."""
 
     source: str
-    loaded: dict[str, Tensor]
+    loaded: dict[str, Any]
     share: float
     """Of the model's numbers, in [0, 1]."""
     other_size: list[str]
+    cast: list[str]
+    """Loaded from another precision."""
     missing: list[str]
     skipped: list[str]
     unused: list[str]
@@ -67,29 +67,46 @@ class Matched:
         """For the log."""
         parts = {
             "left out, of another size, so random": self.other_size,
+            "of another precision, cast": self.cast,
             "left out by init.skip": self.skipped,
             "not there, so random": self.missing,
             "there, but not in this model": self.unused,
         }
         told = [f"{len(names)} {what}: {first_few(names, 4)}" for what, names in parts.items() if names]
         share = f"{min(self.share, 0.999):.1%}" if self.share < 1 else "100%"
-        return [f"{self.source}: {len(self.loaded)} tensors, {share} of the model", *told]
+        return [f"{self.source}: {len(tensors_of(self.loaded))} tensors, {share} of the model", *told]
 
 
 def match(model: nn.Module, found: Weights, init: Init) -> Matched:
     """Compare a file's weights with a model's. Raises UserError where little or nothing fits."""
-    source, own = f"init.weights={init.weights}", _tensors(model.state_dict())
+    source, own = f"init.weights={init.weights}", tensors_of(model.state_dict())
     for pattern in init.skip:
         if not any(fnmatchcase(name, pattern) for name in own):
             raise UserError(f"init.skip={pattern}: matches no name; there are {first_few(list(own), 4)}.")
     skipped = [name for name in own if any(fnmatchcase(name, pattern) for pattern in init.skip)]
     wanted = {name: value for name, value in own.items() if name not in skipped}
     found = _without_prefix(found, own)
+    extra = {
+        name: found[name]
+        for name in model.state_dict()
+        if name in found and name not in own and not any(fnmatchcase(name, skip) for skip in init.skip)
+    }
+    found = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     same = {name: found[name] for name in wanted if name in found and found[name].shape == wanted[name].shape}
     other_size = [
         f"{name} {tuple(found[name].shape)} there, {tuple(wanted[name].shape)} here"
         for name in wanted
         if name in found and name not in same
+    ]
+    if unlike := [f"{name} {why}" for name in same if (why := _unlike(same[name], wanted[name]))]:
+        raise UserError(
+            f"{source}: {first_few(unlike, 3)}. Save the model's state_dict() as it was before, or name"
+            " what is to stay random: init.skip=[pattern]."
+        )
+    cast = [
+        f"{name} {_named(found[name])} there, {_named(wanted[name])} here"
+        for name in same
+        if found[name].dtype != wanted[name].dtype
     ]
     sizes = {name: value.numel() for name, value in wanted.items()}
     share = sum(sizes[name] for name in same) / max(1, sum(sizes.values()))
@@ -104,7 +121,7 @@ def match(model: nn.Module, found: Weights, init: Init) -> Matched:
         )
     missing = [name for name in wanted if name not in found]
     unused = [name for name in found if name not in own]
-    return Matched(source, same, share, other_size, missing, skipped, unused)
+    return Matched(source, {**same, **extra}, share, other_size, cast, missing, skipped, unused)
 
 
 def read_weights(source: str, model: Mapping[str, Any], world: World) -> Weights:
@@ -126,79 +143,44 @@ def read_weights(source: str, model: Mapping[str, Any], world: World) -> Weights
             " .safetensors file, default (the library's own), torchvision:<name>, timm:<tag> or hub:<name>;"
             " or null for random weights."
         )
-    return _of_folder(path) if path.is_dir() else _of_file(path)
+    return weights_at(path, f"init.weights={source}")
 
 
-def _of_folder(path: Path) -> Weights:
-    """Of a checkpoint, or of a run's best, or else newest; the averaged ones where there are some."""
-    if (path / "checkpoints").is_dir():
-        best = path / "checkpoints" / "best"
-        saved = read(best) if best.is_dir() else Checkpointer(path / "checkpoints", keep=1).newest()
-        if saved is None:
-            raise UserError(f"init.weights={path}: holds no checkpoint yet.")
-    else:
-        saved = read(path)
-    return _inside(unpack(saved), str(saved.path))
+def _unlike(found: Tensor, own: Tensor) -> str | None:
+    """Why a tensor of the right shape would not give the model's the values that were meant; None where it
+    does, but for rounding."""
+    if found.is_meta:
+        return "has no values (device meta)"
+    if found.layout != torch.strided:
+        return f"is sparse ({str(found.layout).removeprefix('torch.')}); to_dense() makes it dense"
+    if found.is_quantized:
+        return f"is quantized ({_named(found)}); dequantize() makes it {_named(own)}"
+    if _kind(found) != _kind(own):
+        return f"is {_named(found)}, and the model's is {_named(own)}"
+    if _kind(own) == "whole" and not torch.equal(found.to(own.dtype).to(found.dtype), found):
+        return f"has values that {_named(own)} can't hold"
+    return None
 
 
-def _of_file(path: Path) -> Weights:
-    if path.suffix == ".safetensors":
-        return _safetensors(path)
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        raise UserError(
-            f"init.weights={path}: holds more than tensors (a pickled model, say), which could run any code."
-            " Save its state_dict() instead."
-        ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise UserError(f"init.weights={path}: can't be read as weights ({error}).") from error
-    return _inside(found, str(path))
+def _kind(tensor: Tensor) -> str:
+    """What a cast keeps. One byte is too little for a weight without a scale, which lies elsewhere."""
+    if tensor.is_floating_point():
+        return "floating" if tensor.itemsize > 1 else _named(tensor)
+    return "complex" if tensor.is_complex() else "whole"
 
 
-def _safetensors(path: Path) -> Weights:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise UserError(
-            f"init.weights={path}: needs safetensors: pip install 'ddptrain[safetensors]'"
-        ) from error
-    try:
-        loaded: dict[str, Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"init.weights={path}: can't be read as weights ({error}).") from error
-    return loaded
-
-
-def _inside(found: Any, where: str) -> Weights:
-    """The weights in what a file holds, as they are or under one of the usual names."""
-    if isinstance(found, Mapping):
-        average = found.get("average")
-        if isinstance(average, Mapping) and average.get("weights"):
-            return _tensors(average["weights"])
-        if tensors := _tensors(found):
-            return tensors
-        for name in _INSIDE:
-            if name in found:
-                return _inside(found[name], where)
-    raise UserError(
-        f"init.weights={where}: holds no weights, as they are or under {', '.join(_INSIDE)}. Save the model's"
-        " state_dict()."
-    )
-
-
-def _tensors(found: Mapping[Any, Any]) -> dict[str, Tensor]:
-    return {
-        name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)
-    }
+def _named(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _without_prefix(found: Weights, own: Weights) -> Weights:
     """The names as the model has them: without what wrappers have put before them."""
     candidates = [found]
     for _ in range(_MOST_WRAPPERS):
-        candidates.append({_PREFIX.sub("", name): value for name, value in candidates[-1].items()})
+        bare = {_PREFIX.sub("", name): value for name, value in candidates[-1].items()}
+        if len(bare) < len(found):  # two names would be one
+            break
+        candidates.append(bare)
     return max(candidates, key=lambda names: len(names.keys() & own.keys()))
 
 
@@ -247,7 +229,7 @@ def _hub(name: str, model: Mapping[str, Any], world: World) -> Weights:
     hub = _imported("huggingface_hub", key)
 
     def fetched() -> Weights:
-        return _safetensors(Path(hub.hf_hub_download(name, "model.safetensors")))
+        return weights_at(Path(hub.hf_hub_download(name, "model.safetensors")), key)
 
     return _downloaded(fetched, key, f"model.safetensors of {name} anywhere, and name that", world)
 
@@ -265,9 +247,11 @@ def _downloaded(fetched: Callable[[], Weights], key: str, by_hand: str, world: W
     def attempt() -> Weights:
         try:
             return fetched()
+        except UserError:
+            raise
         except (OSError, RuntimeError, ValueError, UnpicklingError) as error:  # not there; other bytes
             raise UserError(
-                f"{key}: can't be had ({error}). Without a network, put {by_hand}."
+                f"{key}: can't be had ({reason(error)}). Without a network, put {by_hand}."
                 " Or start from random weights: init.weights=null."
             ) from error
 

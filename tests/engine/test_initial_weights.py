@@ -91,7 +91,7 @@ def no_weights(folder: Path) -> str:
 
 
 def broken_safetensors(folder: Path) -> str:
-    (folder / "w.safetensors").write_bytes(b"x" * 20)
+    (folder / "w.safetensors").write_bytes(b"\xff" * 20)
     return "w.safetensors"
 
 
@@ -113,7 +113,7 @@ def run_without_checkpoint(folder: Path) -> str:
         (pickled_model, "holds more than tensors"),
         (no_weights, "holds no weights"),
         (broken_safetensors, "can't be read as weights"),
-        (empty_folder, "is not a checkpoint"),
+        (empty_folder, "is neither a run's folder nor a checkpoint's"),
         (run_without_checkpoint, "holds no checkpoint yet"),
     ],
 )
