@@ -3,7 +3,7 @@
 import datetime
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -115,11 +115,6 @@ def add_up(world: World, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def saved_buffers(model: nn.Module) -> frozenset[str]:
-    """The names of the buffers in a state_dict: those of ``persistent=False`` are caches."""
-    return frozenset(model.state_dict(keep_vars=True)) & frozenset(name for name, _ in model.named_buffers())
-
-
 def only_statistics(model: nn.Module) -> bool:
     """Whether all buffers are BatchNorm's statistics, which the forward pass in training does not read. So
     DDP need not broadcast them in each step (about 100 small copies for a MobileNetV3): evaluation and
@@ -128,15 +123,14 @@ def only_statistics(model: nn.Module) -> bool:
     return all(type(layer) in _NORMS for layer in owners)
 
 
-def broadcast_buffers(world: World, model: nn.Module, names: Collection[str]) -> None:
-    """Give every rank the first rank's buffers of these names, as the next DDP forward would. A collective
-    for each dtype."""
+def broadcast(world: World, tensors: Iterable[Tensor]) -> None:
+    """Give every rank the first rank's values of these tensors, in place. A collective for each dtype."""
     if world.size > 1:
-        for buffers in by_dtype(buffer for name, buffer in model.named_buffers() if name in names):
-            packed = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        for group in by_dtype(tensors):
+            packed = torch.cat([tensor.reshape(-1) for tensor in group])
             dist.broadcast(packed, src=0)
-            parts = packed.split([buffer.numel() for buffer in buffers])
-            copy_all(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
+            parts = packed.split([tensor.numel() for tensor in group])
+            copy_all(group, [part.view_as(own) for part, own in zip(parts, group, strict=True)])
 
 
 def from_first_rank(world: World, value: Result) -> Result:

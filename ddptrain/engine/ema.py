@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddptrain.api.strategy import Strategy
-from ddptrain.distributed.foreach import copy_all
+from ddptrain.distributed.foreach import mapped
+from ddptrain.distributed.snapshot import saved_buffers
+from ddptrain.engine.load_model import load_model
 
 
 class Average(ABC):
@@ -55,39 +57,39 @@ class NoAverage(Average):
 
 @final
 class ExponentialAverage(Average):
-    """decay * average + (1 - decay) * weights, of parameters and floating buffers.
+    """decay * average + (1 - decay) * weights, of parameters and saved buffers, floating or complex ones.
+    Buffers of whole numbers and extra state (``get_extra_state``) are the model's own.
 
     The decay starts at (1 + t) / (10 + t) after t updates, as in TensorFlow's ExponentialMovingAverage with
     num_updates: otherwise the first weights would dominate a short run.
 
-    Applies torch's averaging function to lists made once. torch's AveragedModel copies the model, which a
+    Applies torch's averaging function to lists of tensors. torch's AveragedModel copies the model, which a
     sharded one does not allow, and reads a counter on the host, a sync point in every step of a GPU.
     """
 
     copies = True
 
     def __init__(self, model: nn.Module, decay: float, strategy: Strategy) -> None:
+        self._model = model
         self._strategy = strategy
-        own = [*model.parameters(), *model.buffers()]
-        averages = {id(tensor): tensor.detach().clone() for tensor in own}
-        self._saved = {n: averages.get(id(v), v) for n, v in model.state_dict(keep_vars=True).items()}
-        """By the names in a checkpoint."""
-        pairs = [(strategy.local(averages[id(tensor)]), strategy.local(tensor.detach())) for tensor in own]
-        self._floats = [(a, b) for a, b in pairs if a.is_floating_point()]
-        self._others = [(a, b) for a, b in pairs if not a.is_floating_point()]
+        self._layers = list(model.modules())
+        own = [strategy.local(parameter.detach()) for parameter in model.parameters()]
+        self._parameters = [(parameter.clone(), parameter) for parameter in own]
+        self._buffers: dict[tuple[nn.Module, str], Tensor] = {}
         self._decay = decay
         self._updates = 0
+        self._pairs()
 
     @torch.no_grad()
     def update(self) -> None:
         self._updates += 1
         average = get_ema_multi_avg_fn(min(self._decay, (1 + self._updates) / (10 + self._updates)))
-        average([a for a, _ in self._floats], [b for _, b in self._floats], self._updates)
-        copy_all([a for a, _ in self._others], [b for _, b in self._others])
+        pairs = self._pairs()
+        average([_real(a) for a, _ in pairs], [_real(b) for _, b in pairs], self._updates)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        pairs = [*self._floats, *self._others]
+        pairs = self._pairs()
         _swap(pairs)
         try:
             yield
@@ -95,14 +97,33 @@ class ExponentialAverage(Average):
             _swap(pairs[::-1])  # in reverse: parameters may share memory
 
     def state_dict(self) -> dict[str, Any]:
-        return {"weights": dict(self._saved), "updates": self._updates}
+        with self.in_use():
+            weights = mapped(self._model.state_dict(), _copied)
+        return {"weights": weights, "updates": self._updates}
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, average in self._saved.items():
-            if isinstance(average, Tensor):
-                average.copy_(self._strategy.part(state["weights"][name], average))
+        with self.in_use():
+            load_model(self._model, state["weights"], self._strategy)
         self._updates = state["updates"]
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each average with what it is of. Buffers are looked up each time: a layer may replace one by
+        another tensor, or make it in its first pass, where its average begins."""
+        pairs = list(self._parameters)
+        for layer, name, own in saved_buffers(self._layers):
+            if own.layout == torch.strided and (own.is_floating_point() or own.is_complex()):
+                if (layer, name) not in self._buffers:
+                    self._buffers[layer, name] = own.detach().clone()
+                pairs.append((self._buffers[layer, name], own))
+        return pairs
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 @torch.no_grad()

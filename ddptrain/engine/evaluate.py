@@ -6,18 +6,19 @@ batch, so the sum over ranks only fills slots and the total is taken in one orde
 order.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from ddptrain.api.recipe import Data, Figure, Report, Rows, Task
+from ddptrain.api.recipe import Batch, Data, Figure, Report, Rows, Task
 from ddptrain.api.world import World
 from ddptrain.distributed.comm import add_up, from_all_ranks, on_first_rank
 from ddptrain.distributed.device import summing_dtype
-from ddptrain.engine.check_task import check_report
+from ddptrain.engine.check_task import check_report, check_sums
 from ddptrain.engine.precision import Precision
+from ddptrain.errors import UserError
 from ddptrain.watchdog.watchdog import LONG_S, Watchdog
 
 
@@ -25,7 +26,6 @@ class Interrupted(Exception):
     """A stop was requested during the evaluation; raised on all ranks."""
 
 
-@torch.no_grad()  # not inference_mode: what a model caches here could not be used in training
 def evaluate(
     task: Task,
     model: nn.Module,
@@ -40,25 +40,72 @@ def evaluate(
     model: the bare module, the same on every rank; DDP's wrapper would communicate in its forward.
     Raises Interrupted where ``watchdog`` was asked to stop.
     """
-    size = data.valid_size
-    chunks = [range(i, min(i + batch_size, size)) for i in range(0, size, batch_size)]
-    mine = range(world.rank, len(chunks), world.size)
-    sums = _Totals(len(chunks), world)
-    with in_evaluation(model):
-        for slot, batch in zip(mine, data.valid_batches([chunks[i] for i in mine]), strict=True):
-            if watchdog.stop:
-                break
-            watchdog.mark("evaluating a batch")
-            with precision.autocast():
-                found = task.evaluate(model, batch)
-            for name, value in found.items():
-                sums.add(slot, name, value)
+    chunks = chunks_of(data.valid_size, batch_size)
+    sums = own_sums(task, model, data, chunks, world, precision, watchdog, "evaluating a batch")
     totals = sums.totals(interrupted=watchdog.stop is not None)
     watchdog.mark("reporting", patience=LONG_S)
     return on_first_rank(world, lambda: check_report(task, task.report(totals)))
 
 
-class _Totals:
+def chunks_of(size: int, batch_size: int) -> list[range]:
+    """The batches into which so many validation samples are cut."""
+    return [range(i, min(i + batch_size, size)) for i in range(0, size, batch_size)]
+
+
+def own_sums(
+    task: Task,
+    model: nn.Module,
+    data: Data,
+    chunks: Sequence[range],
+    world: World,
+    precision: Precision,
+    watchdog: Watchdog,
+    what: str,
+) -> "Totals":
+    """Of those of ``chunks`` that are this rank's; of the first ones only, where ``watchdog`` was asked to
+    stop. No collectives. what: it is told of each batch.
+
+    Raises UserError for what data and task may not return.
+    """
+    mine = range(world.rank, len(chunks), world.size)
+    sums = Totals(len(chunks), world)
+    with torch.no_grad(), in_evaluation(model):  # not inference_mode: training could not use what is cached
+        for slot, batch in zip(mine, _batches(data, [chunks[i] for i in mine]), strict=True):
+            if watchdog.stop:
+                break
+            watchdog.mark(what)
+            with precision.autocast():
+                found = task.evaluate(model, batch)
+            check_sums(task, found)
+            for name, value in found.items():
+                sums.add(slot, name, value)
+    return sums
+
+
+def _batches(data: Data, chunks: Sequence[range]) -> Iterator[Batch]:
+    """One for each range. Raises UserError where the data gives something else."""
+    where = f"{type(data).__name__}.valid_batches"
+    batches = data.valid_batches(chunks)
+    if not isinstance(batches, Iterable):
+        raise UserError(
+            f"{where}: returned {type(batches).__name__}; it must return an iterator, with a batch for each"
+            " range that it is given."
+        )
+    given = 0
+    for batch in batches:
+        given += 1
+        if given > len(chunks):
+            break
+        yield batch
+    if given != len(chunks):
+        raise UserError(
+            f"{where}: gave {'more' if given > len(chunks) else given} batches for {len(chunks)} ranges of"
+            " validation samples; it must give one for each.",
+            everywhere=False,
+        )
+
+
+class Totals:
     """This rank's sums and rows so far."""
 
     def __init__(self, slots: int, world: World) -> None:

@@ -49,9 +49,12 @@ _MAY_LOAD = {
 """All that torch's ``.metadata``, a pickle, needs."""
 
 
-def write_shards(state: dict[str, Any], checkpoints: Path, world: World) -> tuple[dict[str, Any], Shards]:
-    """Write the tensors of which each rank has a part into a new folder in ``checkpoints``, which all ranks
-    see. Returns the state without them. Collectives, if there are any; else nothing happens.
+def write_shards(
+    state: dict[str, Any], place: Callable[[], Path], world: World
+) -> tuple[dict[str, Any], Shards]:
+    """Write the tensors of which each rank has a part into a new folder in that which ``place`` gives on rank
+    0, and which all ranks see. Returns the state without them. Collectives, if there are any; else nothing
+    happens.
 
     Raises UserError, on all ranks, where the disk refuses or is not the same for all.
     """
@@ -67,7 +70,7 @@ def write_shards(state: dict[str, Any], checkpoints: Path, world: World) -> tupl
     if not parts:
         return state, Shards()
     # a name of its own for each: a node of a network file system may remember the one before under its name
-    folder = checkpoints / on_first_rank(world, lambda: _made_in(checkpoints))
+    folder = on_first_rank(world, lambda: _made_in(place()))
     try:
         return rest, Shards(folder, _written(parts, folder, world))
     except UserError:
@@ -76,11 +79,12 @@ def write_shards(state: dict[str, Any], checkpoints: Path, world: World) -> tupl
         raise
 
 
-def _made_in(checkpoints: Path) -> str:
+def _made_in(checkpoints: Path) -> Path:
     try:
+        checkpoints.mkdir(exist_ok=True)
         folder = checkpoints / f".shards-{uuid.uuid4().hex}"
-        folder.mkdir(parents=True)
-        return folder.name
+        folder.mkdir()
+        return folder
     except OSError as error:
         raise _refused(checkpoints, error) from error
 

@@ -17,11 +17,12 @@ from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import from_all_ranks, to_first_rank
-from ddptrain.distributed.foreach import mapped
 from ddptrain.engine.check_model import check_model, check_sparse, sparse_layers
 from ddptrain.engine.compiled import compile_model
+from ddptrain.engine.consistency import check_extra_state
 from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
 from ddptrain.engine.freeze import Frozen
+from ddptrain.engine.load_model import check_fits, load_model, part_of
 from ddptrain.engine.meter import Meter
 from ddptrain.engine.optimizer import build_optimizer, build_schedule, fast_forward
 from ddptrain.engine.parameter_groups import parameter_groups
@@ -60,6 +61,8 @@ class TrainState:
     best: float | None = None
     """Best value of the task's best_metric so far."""
     best_step: int = 0
+    best_loss: float = 0.0
+    """Of the same evaluation; 0 where it has none."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the last evaluation; a checkpoint's manifest holds it."""
     metrics_step: int | None = None
@@ -78,6 +81,7 @@ class TrainState:
         """`state_dict`, complete on rank 0, which writes it: includes the state that each rank has.
         Collectives."""
         self.meter.gather()
+        check_extra_state(world, self.model, self.step)
         if rows := {name: value.cpu() for name, value in task.rank_state().items()}:
             ranks = from_all_ranks(world, rows)
             self.rank_state = {name: torch.cat([rank[name] for rank in ranks]) for name in rows}
@@ -91,14 +95,15 @@ class TrainState:
         """Restore the task's rows for this rank's share of the global batch."""
         task.load_rank_state({name: rows[slice(*share)].to(device) for name, rows in self.rank_state.items()})
 
-    def improves(self, value: float, higher_is_better: bool) -> bool:
-        """Record the value of the best_metric; returns whether it is the best so far. NaN is worse than
-        anything."""
-        known = self.best is not None and not math.isnan(self.best)
+    def improves(self, metrics: Mapping[str, float], name: str, higher_is_better: bool) -> bool:
+        """Record the evaluation if its metric of this name is the best so far; returns whether it is. Of
+        equal ones the best has the lower loss, else it is the later: few samples have few accuracies. NaN is
+        worse than anything."""
         sign = 1 if higher_is_better else -1
-        if known and not sign * value > sign * (self.best or 0.0):
+        rank = _nan_is_least(sign * metrics[name]), _nan_is_least(-metrics.get("loss", 0.0))
+        if self.best is not None and rank < (_nan_is_least(sign * self.best), _nan_is_least(-self.best_loss)):
             return False
-        self.best, self.best_step = value, self.step
+        self.best, self.best_step, self.best_loss = metrics[name], self.step, metrics.get("loss", 0.0)
         return True
 
     def best_as(self, name: str) -> dict[str, float]:
@@ -110,6 +115,7 @@ class TrainState:
         return {
             "model": self.strategy.whole(self.model.state_dict()),
             "optimizer": self.strategy.whole(self.optimizer.state_dict()),
+            "optimizer_on_host": self._kept_on_host(),
             "groups": list(self.groups),
             "optimizer_class": type(self.optimizer).__name__,
             "scaler": self.scaler.state_dict(),
@@ -121,6 +127,7 @@ class TrainState:
             "evaluation_due": self.evaluation_due,
             "best": self.best,
             "best_step": self.best_step,
+            "best_loss": self.best_loss,
             "carried": self.rank_state,
             "unsent": self.unsent,
             "controllers": {name: dict(one.state_dict()) for name, one in self.controllers.items()},
@@ -137,24 +144,27 @@ class TrainState:
         if unsent:
             self.strategy.load_rank_state(unsent)
 
-    def _load_model(self, saved: Mapping[str, Any]) -> None:
-        own, parts = self.model.state_dict(), mapped(saved, lambda value: value)  # keeps modules' versions
-        for name, value in saved.items():
-            parts[name] = self._part(value, own[name])
-        self.model.load_state_dict(parts)
+    def _kept_on_host(self) -> list[str]:
+        """The optimizer's numbers that are not on their parameter's device, by name."""
+        every = ((p, name, kept) for p, slots in self.optimizer.state.items() for name, kept in slots.items())
+        return sorted({n for p, n, kept in every if isinstance(kept, Tensor) and kept.device != p.device})
 
-    def _load_optimizer(self, saved: Mapping[str, Any]) -> None:
+    def _load_optimizer(self, saved: Mapping[str, Any], beside: Sequence[str]) -> None:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         of_parameters = {
-            i: {name: self._part(value, parameters[i]) for name, value in values.items()}
+            i: {name: part_of(value, parameters[i], self.strategy) for name, value in values.items()}
             for i, values in saved["state"].items()
         }
         self.optimizer.load_state_dict({**saved, "state": of_parameters})
-
-    def _part(self, value: Any, like: Any) -> Any:
-        """An optimizer's state has tensors of its parameter's shape and others, which all ranks keep."""
-        is_spread = isinstance(value, Tensor) and value.shape == like.shape
-        return self.strategy.part(value, like) if is_spread else value
+        # torch gives all but `step` the dtype and the device of the parameter: NAdam's product of momenta
+        # would be rounded to bf16, and lie where each step has to wait for it
+        for i, values in of_parameters.items():
+            loaded = self.optimizer.state[parameters[i]]
+            for name, value in values.items():
+                if isinstance(value, Tensor) and name != "step":
+                    device = torch.device("cpu") if name in beside else loaded[name].device
+                    if (loaded[name].dtype, loaded[name].device) != (value.dtype, device):
+                        loaded[name] = value.to(device)
 
     def _check_groups(self, saved: Sequence[str], where: str) -> None:
         """Raise UserError if a checkpoint's optimizer has other groups than this one."""
@@ -167,14 +177,15 @@ class TrainState:
                 f" only there, {here or 'none'} only here). Use the same, or start a new run."
             )
 
-    def load_state_dict(self, state: Mapping[str, Any], where: str) -> None:
-        """Restore a saved state. ``where`` names it in errors.
+    def load_state_dict(self, state: Mapping[str, Any], where: str, ours: bool = True) -> None:
+        """Restore a saved state. ``where`` names it in errors. ours: it is of this run; the controllers of
+        another one have seen other evaluations.
 
         Learning rate, weight decay and other settings stay those of the config; the schedule is advanced.
         Raises UserError if it belongs to another model or another kind of run.
         """
         check_fits(self.model, state["model"], where)
-        self._load_model(state["model"])
+        load_model(self.model, state["model"], self.strategy)
         if bool(state["average"]) != bool(self.average.state_dict()):
             kept = "with averaged weights" if state["average"] else "without averaged weights"
             raise UserError(f"{where}: was saved {kept}; set ema.decay accordingly, or start a new run.")
@@ -190,7 +201,7 @@ class TrainState:
                 f"precision: {where} was saved {kept} fp16's gradient scaler; use the same precision, or"
                 " start a new run."
             )
-        self._check_groups(state.get("groups", self.groups), where)  # absent from earlier checkpoints
+        self._check_groups(state["groups"], where)
         for own, saved in zip(self.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
             for name in _NEED_STATE:
                 if own.get(name) and name in saved and not saved[name]:
@@ -201,7 +212,7 @@ class TrainState:
         settings = [
             {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
         ]
-        self._load_optimizer(state["optimizer"])
+        self._load_optimizer(state["optimizer"], state["optimizer_on_host"])
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
         fast_forward(self.scheduler, state["applied"])
@@ -209,12 +220,17 @@ class TrainState:
         self.average.load_state_dict(state["average"])
         self.meter.load_state_dict(state["meter"])
         self.step, self.best, self.best_step = state["step"], state["best"], state["best_step"]
+        self.best_loss = state["best_loss"]
         self.applied, self.skipped = state["applied"], state["left_out"]
         self.evaluation_due = state["evaluation_due"]
         self.rank_state = state["carried"]
-        for name, controller in self.controllers.items():
-            controller.load_state_dict(state.get("controllers", {}).get(name, {}))
-        self.strategy.scatter(state.get("unsent", {}))  # absent from earlier checkpoints
+        for name, controller in self.controllers.items() if ours else ():
+            controller.load_state_dict(state["controllers"].get(name, {}))
+        self.strategy.scatter(state["unsent"])
+
+
+def _nan_is_least(value: float) -> float:
+    return -math.inf if math.isnan(value) else value
 
 
 def make_state(
@@ -238,6 +254,7 @@ def make_state(
     with frozen.at_the_end(model) if frozen is not None else nullcontext():
         optimizer = build_optimizer(config.optim, model, decays_on, bool(sparse), strategy.sharded)
         groups = tuple(map(str, parameter_groups(model, config.optim, decays_on)))
+        precision.check_gradients(model)
     check_sparse(sparse, optimizer, strategy)
     average: Average = NoAverage()
     if config.ema.decay is not None:
@@ -249,31 +266,8 @@ def make_state(
         scheduler=build_schedule(config.sched, optimizer, steps),
         scaler=precision.scaler,
         average=average,
-        meter=Meter(strategy.world, strategy.shards, finite_only=config.train.nonfinite == "skip"),
+        meter=Meter(strategy.world, strategy.shards),
         strategy=strategy,
         groups=groups,
         frozen=frozen,
     )
-
-
-def fit_model(model: nn.Module, weights: Mapping[str, Any], where: str) -> None:
-    """Load weights into a model, or raise UserError that says how the two differ."""
-    check_fits(model, weights, where)
-    model.load_state_dict(weights)
-
-
-def check_fits(model: nn.Module, weights: Mapping[str, Any], where: str) -> None:
-    """Raise UserError that says how weights and a model differ."""
-    own = model.state_dict()
-    for name in [*own, *weights]:
-        ours, theirs = (_shape(state[name]) if name in state else "absent" for state in (own, weights))
-        if ours != theirs:
-            raise UserError(
-                f"{where}: is of another model: {name} is {theirs} there and {ours} here."
-                " Use the recipe and model it was trained with."
-            )
-
-
-def _shape(value: object) -> str:
-    """Of a tensor; what else a state_dict may hold (get_extra_state) has none."""
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else "no tensor"

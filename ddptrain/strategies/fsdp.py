@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
 from ddptrain.config.suggest import did_you_mean
-from ddptrain.distributed.comm import broadcast_buffers, from_all_ranks, only_statistics
+from ddptrain.distributed.comm import START_TIMEOUT, broadcast, from_all_ranks, only_statistics
 from ddptrain.distributed.foreach import mapped
 from ddptrain.errors import UserError
 
@@ -177,7 +177,10 @@ class Fsdp(Strategy):
         if self._shard_over == "world":
             return init_device_mesh(kind, (world.size,))
         size = world.local_size if self._shard_over == "node" else 1
-        return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+        nodes = torch.arange(world.size).view(-1, size)
+        # groups that a mesh makes by itself wait ten minutes under NCCL, less than an evaluation may take
+        groups = [_group(nodes.t().tolist()), _group(nodes.tolist())]
+        return DeviceMesh.from_group(groups, kind, nodes, mesh_dim_names=("replicate", "shard"))
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
         if self._patterns is None:
@@ -201,7 +204,7 @@ class Fsdp(Strategy):
         """As DDP does, before the first forward pass of a step. Collectives."""
         if torch.is_grad_enabled():
             if self._buffers_are_due:
-                broadcast_buffers(self.world, model, dict(model.named_buffers()))
+                broadcast(self.world, model.buffers())
             self._buffers_are_due = self._syncs
 
     def _on_first(self, value: Any) -> Any:
@@ -210,6 +213,16 @@ class Fsdp(Strategy):
             return value
         whole = value.full_tensor()
         return whole.cpu() if self.world.is_first else whole.new_empty(0)
+
+
+def _group(ranks: list[list[int]]) -> dist.ProcessGroup:
+    """This rank's, of groups that are all ranks together. A collective."""
+    if len(ranks) == 1:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=START_TIMEOUT)
+    assert isinstance(own, dist.ProcessGroup)
+    return own
 
 
 def _prefetch(model: nn.Module, blocks: Sequence[nn.Module]) -> None:

@@ -2,10 +2,11 @@
 
 The global batch is always cut into the same shards. Each has its own backward pass, and the shards' gradients
 are added in a fixed tree, independent of the rank that computed them (see `ddptrain.strategies.shard_sum`).
-Every shard starts from the same buffers; those of the first shard (BatchNorm's running statistics) are kept.
+Every shard starts from the same buffers and extra state; those of the first shard (BatchNorm's running
+statistics) are kept.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import final
 
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 from ddptrain.api.strategy import Flags, Strategy
 from ddptrain.api.world import World, shards_of
-from ddptrain.distributed.comm import broadcast_buffers, saved_buffers
-from ddptrain.distributed.foreach import copy_all
+from ddptrain.distributed.comm import broadcast, from_first_rank
+from ddptrain.distributed.snapshot import Snapshot, saved_buffers, with_extra_state
 from ddptrain.errors import UserError
 from ddptrain.strategies.flag_bucket import FlagBucket
 from ddptrain.strategies.shard_sum import ShardSum, most_sums
@@ -31,10 +32,9 @@ class Strict(Strategy):
         self.shards = shards
         self._sum: ShardSum | None = None
         self._layers: list[nn.Module] = []
-        self._saved_buffers: Collection[str] = ()
-        self._before: list[Tensor] = []
-        """The buffers at the start of this step."""
-        self._first: list[Tensor] = []
+        self._before: Snapshot | None = None
+        """Buffers and extra state at the start of this step."""
+        self._first: Snapshot | None = None
         """On rank 0: those after the first shard."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -45,7 +45,6 @@ class Strict(Strategy):
         trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
         self._sum = ShardSum(self.world, trained, self._count)
         self._layers = list(wrapped.modules())
-        self._saved_buffers = saved_buffers(wrapped)
         return wrapped.hidden()
 
     def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
@@ -83,24 +82,28 @@ class Strict(Strategy):
     @contextmanager
     def _shard(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
         assert self._sum is not None
-        if not self._before:
-            self._before = [buffer.clone() for buffer in self._buffers()]
+        if self._before is None:
+            self._before = Snapshot(self._layers)
         if last:
             self._sum.begin()
         yield
         if not last:
             return
-        buffers = self._buffers()
         if self.world.is_first and self._sum.is_first_shard:
-            self._first = [buffer.clone() for buffer in buffers]
-        is_over = self._sum.end()
-        copy_all(buffers, self._first if is_over and self.world.is_first else self._before)
-        if is_over:
-            broadcast_buffers(self.world, wrapped, self._saved_buffers)
-            self._sum.finish()
-            self._before, self._first = [], []
+            self._first = Snapshot(self._layers)
+        if not self._sum.end():
+            self._before.restore()
+            return
+        if self._first is not None:
+            self._first.restore()
+        self._take_from_first_rank()
+        self._sum.finish()
+        self._before = self._first = None
 
-    def _buffers(self) -> list[Tensor]:
-        """Looked up each time: a layer may replace a buffer by another tensor. `nn.Module.buffers` would take
-        a millisecond for a MobileNetV3."""
-        return [buffer for layer in self._layers for buffer in layer._buffers.values() if buffer is not None]
+    def _take_from_first_rank(self) -> None:
+        """Its buffers and extra state. Collectives, the second only of a model that has such state."""
+        broadcast(self.world, [buffer for *_, buffer in saved_buffers(self._layers)])
+        if stateful := with_extra_state(self._layers):
+            states = from_first_rank(self.world, [layer.get_extra_state() for layer in stateful])
+            for layer, state in zip(stateful, states, strict=True):
+                layer.set_extra_state(state)

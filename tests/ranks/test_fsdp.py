@@ -1,6 +1,7 @@
 """strategy=fsdp: trains like ddp and single, in a part of the memory; its checkpoints fit any world."""
 
 import gc
+import os
 import random
 import re
 import resource
@@ -257,13 +258,15 @@ def test_parts_on_disks_that_are_not_shared_are_refused(tmp_path: Path) -> None:
     fit = Fit(PLAN, Transformer, strategy=fsdp(whole_checkpoint_gb=ALL_IN_PARTS))
 
     def rank(world: World) -> str:
+        (tmp_path / str(world.rank)).mkdir()
+        os.chdir(tmp_path / str(world.rank))
         with pytest.raises(UserError) as found:
-            fit.run(world, tmp_path / str(world.rank))
+            fit.run(world, Path("run"))
         return str(found.value)
 
     for message in run_ranks(rank, 2):
         assert "all nodes need the run's folder on a disk that they share" in message
-    assert not list((tmp_path / "0").iterdir())
+    assert not list((tmp_path / "0/run").iterdir())
 
 
 def test_a_disk_that_refuses_one_rank_leaves_the_checkpoint_before(tmp_path: Path) -> None:

@@ -205,6 +205,7 @@ def test_it_learns_as_well(tmp_path: Path) -> None:
     def accuracy(config: dict[str, Any]) -> float:
         fit = Fit(plan, strategy=config)
         folder = tmp_path / config.get("compression", "none")
+        folder.mkdir()
         found: list[float] = run_ranks(
             lambda world: fit.run(world, folder / str(world.rank))[2].metrics["accuracy"], 2
         )
