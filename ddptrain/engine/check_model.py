@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from ddptrain.api.strategy import Strategy
+from ddptrain.distributed.snapshot import saved_buffers
 from ddptrain.errors import UserError
 
 
@@ -26,6 +27,31 @@ def check_model(model: nn.Module) -> None:
             raise UserError(
                 f"model: {name} of its state_dict (get_extra_state) can't be kept in a checkpoint: this"
                 f" {type(value).__name__} holds other things than tensors, numbers, strings, lists and dicts."
+            )
+
+
+Sizes = dict[tuple[nn.Module, str], tuple[torch.Size, torch.dtype] | None]
+
+
+def buffer_sizes(model: nn.Module) -> Sizes:
+    """Shape and dtype of each buffer that a checkpoint holds; None where no pass has made it yet."""
+    sizes: Sizes = {(layer, name): None for layer in model.modules() for name in layer._buffers}
+    made = {(layer, name): (own.shape, own.dtype) for layer, name, own in saved_buffers(model.modules())}
+    return sizes | made
+
+
+def check_buffers(model: nn.Module, before: Sizes) -> None:
+    """Raises UserError where a pass has given a buffer another size, or has registered one: a new model
+    could not take it from a checkpoint."""
+    names = {layer: name for name, layer in model.named_modules()}
+    for layer, name, own in saved_buffers(model.modules()):
+        known = before.get((layer, name), ())
+        if known is not None and known != (own.shape, own.dtype):
+            was = f"{tuple(known[0])} of {known[1]} and becomes" if known else "registered there, as"
+            raise UserError(
+                f"model: buffer {f'{names[layer]}.{name}'.lstrip('.')} is changed by a forward pass (it is"
+                f" {was} {tuple(own.shape)} of {own.dtype}), so that no checkpoint of it could be loaded."
+                " Register it with its final size, or as None, or with persistent=False if it is a cache."
             )
 
 

@@ -1,12 +1,14 @@
 """What a Task must return. Checked where it costs nothing: in the first batch, and at each evaluation."""
 
 import math
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
-from ddptrain.api.recipe import Loss, Report, Task
+from ddptrain.api.recipe import Loss, Report, Rows, Task
+from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
 
 
@@ -47,6 +49,28 @@ def looks_like_a_mean(whole: Loss, first: Loss, second: Loss) -> bool:
     return 0.99 < counts < 1.01 and 1.8 < sums < 2.2
 
 
+def check_sums(task: Task, sums: Any) -> None:
+    """Raises UserError for results of a batch that can't be added up."""
+    where = f"{type(task).__name__}.evaluate"
+    if not isinstance(sums, Mapping):
+        raise UserError(f"{where}: returned {_kind(sums)}; it must return a dict of tensors and Rows.")
+    for name, value in sums.items():
+        if isinstance(value, Rows):
+            if not isinstance(value.values, Tensor) or not value.values.ndim:
+                said = _kind(value.values)
+                raise UserError(
+                    f"{where}: {name!r}: Rows must hold a tensor of shape (k, ...), and hold {said}."
+                )
+        elif (
+            not isinstance(value, Tensor) or value.is_complex() or (value.ndim and value.is_floating_point())
+        ):
+            hint = " torch.tensor(...) makes a tensor of a number." if isinstance(value, Real) else ""
+            raise UserError(
+                f"{where}: {name!r} must be a 0-d floating tensor (a sum), an integer tensor (counts) or"
+                f" Rows, and is {_kind(value)}.{hint}"
+            )
+
+
 def check_report(task: Task, report: Any) -> Report:
     """The report. Raises UserError for one without the numbers that are asked for."""
     where = f"{type(task).__name__}.report"
@@ -59,7 +83,7 @@ def check_report(task: Task, report: Any) -> Report:
     if best not in report.metrics:
         raise UserError(
             f"{where}: metrics has no {best!r}, which {type(task).__name__}.best_metric names; it has"
-            f" {', '.join(map(repr, report.metrics)) or 'none'}."
+            f" {', '.join(map(repr, report.metrics)) or 'none'}.{did_you_mean(str(best), report.metrics)}"
         )
     return report
 

@@ -14,7 +14,10 @@ from ddptrain import __version__
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import from_all_ranks
+from ddptrain.distributed.foreach import mapped
+from ddptrain.distributed.snapshot import with_extra_state
 from ddptrain.errors import OutOfStep, UserError
+from ddptrain.text import counted
 
 _CHUNK = 1 << 20
 """Values per chunk: the checksum takes eight times the memory of half-precision weights."""
@@ -95,6 +98,31 @@ def check_replicas(world: World, model: nn.Module, step: int) -> None:
         " did something else. Start the same command again: the run goes on from its last checkpoint. If it"
         " comes again, leave that device out."
     )
+
+
+def check_extra_state(world: World, model: nn.Module, step: int) -> None:
+    """Compare the model's extra state (``get_extra_state``) over all ranks. A collective, of a model that has
+    any.
+
+    Raises UserError, on all ranks: a checkpoint has the first rank's, and the others would go on with it.
+    """
+    stateful = {name: layer for name, layer in model.named_modules() if with_extra_state([layer])}
+    if world.size == 1 or not stateful:
+        return
+    own = {name: repr(mapped(layer.get_extra_state(), _plain)) for name, layer in stateful.items()}
+    ranks = from_all_ranks(world, own)
+    for name, layer in stateful.items():
+        if odd := [rank for rank, theirs in enumerate(ranks) if theirs[name] != ranks[0][name]]:
+            raise UserError(
+                f"model: after {counted(step, 'step')} the extra state (get_extra_state) of"
+                f" {name or type(layer).__name__} on rank {odd[0]} differs from rank 0's, which alone a"
+                " checkpoint holds: a resumed run would be another one. Keep what ranks see differently in a"
+                " buffer (register_buffer), of which all get rank 0's, or use elastic=strict."
+            )
+
+
+def _plain(value: object) -> object:
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _checksum(tensor: Tensor) -> Tensor:

@@ -11,19 +11,15 @@ from typing import NoReturn, final
 from ddptrain.api.observer import End, Evaluated, Log, Result, Run, Saved, Start
 from ddptrain.api.recipe import Batch, Data, Figure, Report
 from ddptrain.api.timing import Timing
-from ddptrain.distributed.comm import (
-    broadcast_buffers,
-    from_all_ranks,
-    from_first_rank,
-    on_first_rank,
-    saved_buffers,
-)
+from ddptrain.distributed.comm import broadcast, from_all_ranks, from_first_rank, on_first_rank
+from ddptrain.distributed.snapshot import saved_buffers, unchanged
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.consistency import check_replicas
 from ddptrain.engine.evaluate import Interrupted, evaluate, figures_of
 from ddptrain.engine.flops import peak_flops
 from ddptrain.engine.health import NotFinite
 from ddptrain.engine.nonfinite import divergence, evidence_of, where_it_began
+from ddptrain.engine.rehearsal import rehearse
 from ddptrain.engine.step import TrainStep
 from ddptrain.engine.warmup import check_device, warm_up
 from ddptrain.errors import Diverged, Stopped
@@ -75,6 +71,8 @@ class Engine:
         """
         state, plan, outcome = self._state, self._plan, "failed"
         first_step = state.step
+        if on_first_rank(self._world, lambda: self._checkpointer.holds(first_step)):
+            self._progress.saved_at = first_step  # a controller that ends the run here would save it again
         batches = self._opened(run or Run(world=self._world))
         try:
             goes_on = self._evaluate() if state.evaluation_due else True
@@ -112,19 +110,21 @@ class Engine:
         return self._progress.last
 
     def _opened(self, run: Run) -> Iterator[Batch]:
-        """The remaining batches, after the checks and warm-up passes on the first one; observers are
-        started."""
+        """The remaining batches, after the checks and warm-up passes on the first one and a rehearsal of the
+        evaluation; observers are started."""
         state, plan, step, device = self._state, self._plan, self._step, self._world.device
         steps = range(state.step, plan.steps)
         batches, flops = self._data.train_batches(step.sampler, steps), 0.0
         if steps:
             state.scatter(self._task, step.sampler.share, device)
             batches, flops = self._warmed_up(batches)
+        # an evaluation that comes first shows the same
+        metrics = rehearse(step, self._data) if steps and not state.evaluation_due else ()
         gpus = self._world.size * (1 + len(state.strategy.further_gpus))
         peak = peak_flops(device, step.precision.name) * gpus
         preview = self._data.preview() if self._world.is_first else None
         # a checkpoint is written before the evaluation at its step, so that evaluation is repeated
-        start = Start(state.step, plan.steps, state.evaluation_due, preview, run)
+        start = Start(state.step, plan.steps, state.evaluation_due, preview, run, metrics)
         for controller in self._state.controllers.values():
             controller.start(start)
         self._observers.start(start)
@@ -162,7 +162,7 @@ class Engine:
         self._stopwatch.mark("optimizer")
         step.settle()
         values = state.meter.read()
-        if step.grad_norm is not None:
+        if step.grad_norm is not None and not state.skipped:  # else it is that of a step left out
             values["grad_norm"] = float(step.grad_norm)
         scales = [group.get("lr_scale", 1.0) for group in state.optimizer.param_groups]
         values["lr"] = float(step.rates[0] / scales[0])
@@ -174,6 +174,8 @@ class Engine:
         for controller in self._state.controllers.values():
             controller.log(event)
         self._observers.log(event)
+        if self._observers.lost:
+            self._watchdog.ask_to_stop("the loss of its folder")
         self._stopwatch.mark("logging")
 
     def _evaluate(self) -> bool:
@@ -189,7 +191,7 @@ class Engine:
         metrics = progress.last.metrics
         state.metrics, state.metrics_step = dict(metrics), state.step
         self._stopwatch.mark("evaluating")
-        is_best = state.improves(metrics[task.best_metric], task.higher_is_better)
+        is_best = state.improves(metrics, task.best_metric, task.higher_is_better)
         if is_best:
             state.evaluation_due = False
             self._write("saving the best", self._checkpointer.save_best)
@@ -215,15 +217,16 @@ class Engine:
         """Evaluate the averaged weights, where there are some; returns the figures, on rank 0."""
         state, world, precision = self._state, self._world, self._step.precision
         model, size = state.model, self._plan.eval_batch_size
-        names = saved_buffers(model)
-        broadcast_buffers(world, model, names)
-        with state.average.in_use(), state.strategy.evaluating(model):
+        buffers = [buffer for *_, buffer in saved_buffers(model.modules())]
+        broadcast(world, buffers)
+        with state.average.in_use():
             if state.average.copies:
-                broadcast_buffers(world, model, names)
-            self._progress.last = evaluate(
-                self._task, model, self._data, world, precision, size, self._watchdog
-            )
-            drawn = figures_of(self._task, model, precision) if world.is_first else {}
+                broadcast(world, buffers)
+            with unchanged(model), state.strategy.evaluating(model):
+                self._progress.last = evaluate(
+                    self._task, model, self._data, world, precision, size, self._watchdog
+                )
+                drawn = figures_of(self._task, model, precision) if world.is_first else {}
         return {**self._progress.last.figures, **drawn}
 
     def _save_and_stop(self, why: str) -> NoReturn:

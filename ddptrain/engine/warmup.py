@@ -9,8 +9,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ddptrain.api.recipe import At, Batch
 from ddptrain.data.prefetch import rows_of, tensors_of
+from ddptrain.distributed.snapshot import unchanged
+from ddptrain.engine.check_model import buffer_sizes, check_buffers
 from ddptrain.engine.check_task import check_loss, looks_like_a_mean
 from ddptrain.engine.compiled import eagerly, is_compiled
+from ddptrain.engine.consistency import check_extra_state
 from ddptrain.engine.evaluate import in_evaluation
 from ddptrain.engine.flops import counter
 from ddptrain.engine.step import TrainStep
@@ -31,22 +34,20 @@ def check_device(model: nn.Module, batch: Batch, device: torch.device) -> None:
 
 def warm_up(step: TrainStep, batch: Batch, at: At) -> int:
     """Run the passes that the strategy and the compiler need; returns the FLOPs of one, 0 if unknown.
-    Gradients, buffers and the state of task and strategy are restored afterwards."""
+    Gradients, buffers, extra state and the state of task and strategy are restored afterwards."""
     task, strategy, model = step.task, step.strategy, step.state.model
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    of_task, of_strategy = task.rank_state(), strategy.rank_state()
-    flops = _counted(step, batch, at)
-    _note_a_mean(step, batch, at)
-    task.load_rank_state(of_task)
-    for _ in range(strategy.warm_up_passes(is_compiled(task, model))):
-        step.forward_backward(batch, at, step.micro_batches[0]._replace(ends_shard=True))
-        step.check_gradients(at)
-        step.discard()
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            # a layer may make one in its first forward pass, or replace it by one of another size
-            if name in buffers and buffers[name].shape == buffer.shape:
-                buffer.copy_(buffers[name])
+    of_task, of_strategy, sizes = task.rank_state(), strategy.rank_state(), buffer_sizes(model)
+    with unchanged(model):
+        flops = _counted(step, batch, at)
+        _note_a_mean(step, batch, at)
+        task.load_rank_state(of_task)
+        for _ in range(strategy.warm_up_passes(is_compiled(task, model))):
+            step.forward_backward(batch, at, step.micro_batches[0]._replace(ends_shard=True))
+            step.check_gradients(at)
+            step.discard()
+        check_buffers(model, sizes)
+        if strategy.shards is None:  # else all shards start from the same
+            check_extra_state(strategy.world, model, at.step)
     task.load_rank_state(of_task)
     strategy.load_rank_state(of_strategy)
     return flops

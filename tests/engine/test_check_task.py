@@ -13,6 +13,7 @@ from ddptrain.api.recipe import At, Loss, Report
 from ddptrain.api.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
+from ddptrain.testing import RankFailed, run_ranks
 
 PLAN = Plan(steps=4, train_size=60, batch_size=20, eval_every=2)
 
@@ -86,6 +87,19 @@ def test_a_count_that_is_zero_later(tmp_path: Path) -> None:
             return Loss(super().loss(model, batch, at).sum, 20 if at.step < 2 else 0)
 
     assert "Task.loss: count is 0" in refused(tmp_path, Wrong)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_int_that_is_another_for_each_sample(ranks: int, tmp_path: Path) -> None:
+    """The gradients would be those of another mean."""
+
+    class Wrong(Classify):
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+            seen = batch[0][:, 0] > 0
+            return Loss((model(batch[0]).square().sum(1) * seen).sum(), int(seen.sum()) or 1)
+
+    with pytest.raises((UserError, RankFailed), match=r"count is the int \d+ of \d+ samples, and was \d+"):
+        run_ranks(lambda world: Fit(PLAN, task=Wrong).run(world, tmp_path), ranks)
 
 
 REPORTS: dict[str, tuple[Any, str]] = {
