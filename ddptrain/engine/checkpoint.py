@@ -3,6 +3,8 @@
 ``checkpoints/step-<n>/`` holds ``state.pt``, maybe ``shards/``, and ``manifest.json``, which has the SHA-256
 of each file and of itself. A folder is written under a temporary name, flushed to the disk and renamed: a
 kill at any moment leaves a complete checkpoint or none. A resume uses the newest valid folder.
+
+Where the run's folder was moved, deleted or replaced meanwhile, the state is kept elsewhere and the run ends.
 """
 
 import hashlib
@@ -32,6 +34,8 @@ from ddptrain.engine.saved_checkpoint import (
 )
 from ddptrain.engine.shards import FOLDER, Shards, write_shards
 from ddptrain.errors import UserError
+from ddptrain.observe.lock import Lost, lost
+from ddptrain.text import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +43,8 @@ _ASIDE = ".damaged"
 
 
 class Checkpointer:
-    """The checkpoints of one run. Only rank 0 reads and writes, but for `write_shards`; it sends the others
-    what it has read.
+    """The checkpoints of one run, in its folder. Only rank 0 reads and writes, but for `write_shards`; it
+    sends the others what it has read.
 
     background: a save returns once the state is copied, and a thread hashes and writes it. At most one write
     is in flight. Its error is raised by the next save, or by `finish`.
@@ -51,12 +55,13 @@ class Checkpointer:
         self._keep = keep
         self._writer = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._in_flight: Future[None] | None = None
+        self._began = False
 
     def write_shards(self, state: dict[str, Any], world: World) -> tuple[dict[str, Any], Shards]:
         """Write what each rank has a part of. Returns the rest, and what was written, for `save`.
         Collectives, if there is any."""
         self.finish()
-        return write_shards(state, self._folder, world)
+        return write_shards(state, self._place, world)
 
     def save(self, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Shards | None = None) -> Path:
         """Write ``step-<n>`` and drop the oldest beyond ``keep``. Returns its folder.
@@ -84,6 +89,19 @@ class Checkpointer:
             return []
         found = [(int(m[1]), path) for path in self._folder.iterdir() if (m := STEP.fullmatch(path.name))]
         return [path for _, path in sorted(found)]
+
+    def holds(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step, damaged or not."""
+        return (self._folder / f"step-{step}").is_dir()
+
+    def best(self) -> Mapping[str, float]:
+        """What the folder ``best`` is the best in: value by name, and its step; empty where there is none."""
+        try:
+            manifest = parse_json((self._folder / "best" / MANIFEST).read_text())
+        except (OSError, ValueError):
+            return {}
+        best: Mapping[str, float] = manifest.get("best", {})
+        return best
 
     def recover(self) -> None:
         """Remove what a kill during a save has left behind."""
@@ -131,34 +149,78 @@ class Checkpointer:
             self._in_flight = self._writer.submit(self._write, path, buffer.getvalue(), dict(facts), shards)
         return path
 
+    def _place(self) -> Path:
+        """Where checkpoints go: elsewhere, if the run's folder is no longer this run's. On rank 0 only."""
+        gone = lost(self._folder.parent)
+        if gone is None:
+            return self._folder
+        return gone.beside if gone.now is None else gone.now / self._folder.name
+
     def _write(self, path: Path, payload: bytes, facts: Mapping[str, Any], shards: Shards) -> None:
-        entry = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}
-        files = {STATE: entry, **{f"{FOLDER}/{name}": shards.files[name] for name in sorted(shards.files)}}
-        manifest = sealed({"format": FORMAT, **facts, "files": files})
-        aside = _aside(path)
+        if lost(self._folder.parent) is None:
+            if self._began and not self._folder.is_dir():
+                log.warning("%s was deleted under the run, with the best and earlier ones", self._folder)
+            self._began = True
+            try:
+                _write_new(path, payload, facts, shards)
+            except UserError:
+                if lost(self._folder.parent) is None:
+                    raise
+            else:
+                for old in self.steps()[: -self._keep]:
+                    _remove(old)
+                return
+        gone = lost(self._folder.parent)
+        assert gone is not None
+        kept = self._place() / f"step-{facts['step']}"
         try:
-            shutil.rmtree(aside, ignore_errors=True)
-            if not self._folder.is_dir():
-                self._folder.mkdir(parents=True)
-                flush_folder(self._folder.parent)
-            aside.mkdir()
-            if shards.files:
-                shards.folder.rename(aside / FOLDER)
-                flush_folder(aside / FOLDER)
-            _flushed(aside / STATE, payload)
-            _flushed(aside / MANIFEST, manifest)
-            flush_folder(aside)
-            _replace(aside, path)
-        except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise UserError(
-                f"{path}: can't be saved ({error.strerror}): {len(payload):,} bytes needed,"
-                f" {_free(path):,} free. Older checkpoints are untouched. Make room or allow writing, then"
-                " start the same command again with run.dir=... to go on.",
-                everywhere=False,
-            ) from error
-        for old in self.steps()[: -self._keep]:
-            _remove(old)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            _write_new(kept, payload, facts, shards)
+        except (OSError, UserError) as error:
+            raise _ended(self._folder.parent, gone, f"The state could not be kept: {error}") from error
+        raise _ended(self._folder.parent, gone, f"The state at step {facts['step']} is kept in {kept}.", kept)
+
+
+def _write_new(path: Path, payload: bytes, facts: Mapping[str, Any], shards: Shards) -> None:
+    """Write a checkpoint's folder, beside others. Raises UserError where the disk refuses."""
+    entry = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}
+    files = {STATE: entry, **{f"{FOLDER}/{name}": shards.files[name] for name in sorted(shards.files)}}
+    manifest = sealed({"format": FORMAT, **facts, "files": files})
+    aside = _aside(path)
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        if not path.parent.is_dir():
+            path.parent.mkdir()  # without its parents: they would be another run's folder than that which was
+            flush_folder(path.parent.parent)
+        aside.mkdir()
+        if shards.files:
+            shards.folder.rename(aside / FOLDER)
+            flush_folder(aside / FOLDER)
+        _flushed(aside / STATE, payload)
+        _flushed(aside / MANIFEST, manifest)
+        flush_folder(aside)
+        _replace(aside, path)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise UserError(
+            f"{path}: can't be saved ({error.strerror}): {len(payload):,} bytes needed,"
+            f" {_free(path):,} free. Older checkpoints are untouched. Make room or allow writing, then"
+            " start the same command again with run.dir=... to go on.",
+            everywhere=False,
+        ) from error
+
+
+def _ended(folder: Path, gone: Lost, what: str, kept: Path | None = None) -> UserError:
+    """The end of a run that has lost its folder. kept: the checkpoint that was written instead."""
+    if gone.now is not None:
+        again = f" Go on there: run.dir={gone.now}"
+    else:
+        again = f" Go on from it in another folder: run.dir=... run.resume={kept}" * (kept is not None)
+    return UserError(
+        f"run.dir={folder}: {gone.why}, under the run that was going on in it, which has ended."
+        f" {what}{again}",
+        everywhere=False,
+    )
 
 
 def _aside(path: Path) -> Path:

@@ -18,15 +18,15 @@ class LossScale:
         self._world = strategy.world
         self._sampler = sampler
         self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
+        self._first: tuple[int, int] | None = None
+        """Count and samples of the first micro-batch whose count is an int."""
 
     def weight(self, loss: Loss, size: int) -> Tensor:
         """The factor of a micro-batch's loss sum in the backward pass. size: its samples.
 
         If the count is only known on the device, the global batch's size is used until `rescale`.
         """
-        each = loss.count / size if isinstance(loss.count, int) else 1.0
-        if not each:
-            raise UserError("Task.loss: count is 0; where it may be 0, it must be a 0-d tensor, not an int.")
+        each = self._each(loss.count, size) if isinstance(loss.count, int) else 1.0
         value = self._strategy.averages_over / (each * self._sampler.batch_size)
         key = (value, loss.sum.dtype)
         if key not in self._weights:
@@ -35,6 +35,19 @@ class LossScale:
                 raise RuntimeError(f"Task.loss: sum must be one number, a 0-d tensor, and has shape {shape}")
             self._weights[key] = torch.full((), value, dtype=loss.sum.dtype, device=loss.sum.device)
         return self._weights[key]
+
+    def _each(self, count: int, size: int) -> float:
+        """What an int says of each sample."""
+        if not count:
+            raise UserError("Task.loss: count is 0; where it may be 0, it must be a 0-d tensor, not an int.")
+        self._first = first, samples = self._first or (count, size)
+        if count * samples != first * size:
+            raise UserError(
+                f"Task.loss: count is the int {count} of {size} samples, and was {first} of {samples}: an int"
+                " promises the same for each sample. Where it differs it must be a 0-d tensor (mask.sum()).",
+                everywhere=False,
+            )
+        return count / size
 
     def rescale(self, model: nn.Module, counts: Sequence[tuple[int, Tensor]]) -> None:
         """Divide by the global count instead of the global batch size. One small all-reduce.

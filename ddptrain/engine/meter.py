@@ -2,85 +2,100 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, final
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from ddptrain.api.recipe import Loss
 from ddptrain.api.world import World
-from ddptrain.distributed.comm import add_up, from_first_rank
+from ddptrain.distributed.comm import add_up, from_all_ranks
 from ddptrain.distributed.device import summing_dtype
 
-_COUNT = "count"
 Rows = Tensor | list[list[float]]
-"""Sums, (names, shards)."""
+"""Sum and count of each name in turn, (2 * names, shards)."""
 
 
 class Meter:
     """Sums since the last reading, one for each shard of the global batch.
 
-    The rank that computes a shard keeps its sum, so the sum over ranks only fills slots, and a resume
-    restores every sum. finite_only: skip losses that are not finite.
+    The numbers of a step wait for its outcome: of a step that was left out, none is added. A name has a count
+    of its own, of the micro-batches that log it. The rank that computes a shard keeps its sum, so the sum
+    over ranks only fills slots, and a resume restores every sum.
     """
 
-    def __init__(self, world: World, shards: int | None = None, finite_only: bool = False) -> None:
+    def __init__(self, world: World, shards: int | None = None) -> None:
         self._world = world
         self._shards = shards or world.size
         self._own = world.shards(self._shards)
         self._sums: _Sums = (
-            _HostSums(self._shards, finite_only)
-            if world.device.type == "cpu"
-            else _DeviceSums(self._shards, finite_only, world.device)
+            _HostSums(self._shards) if world.device.type == "cpu" else _DeviceSums(self._shards, world.device)
         )
+        self._steps: deque[list[_Addend]] = deque()
+        """The micro-batches of each step whose outcome is not known yet."""
         self._agreed: list[str] = []
         self._gathered: dict[str, Tensor] = {}
 
+    def begin_step(self) -> None:
+        self._steps.append([])
+
     def add(self, loss: Loss, shard: int) -> None:
-        """Add one micro-batch's sums. Never waits for the device."""
-        if "loss" in loss.logs or _COUNT in loss.logs:
+        """Add one micro-batch to the step that began last. Never waits for the device."""
+        if "loss" in loss.logs or "count" in loss.logs:
             raise RuntimeError("Task.loss: loss and count are the engine's own names; log under another one")
-        self._sums.add(loss, shard)
+        self._steps[-1].append(self._sums.addend(loss, shard))
+
+    def end_step(self, applied: bool) -> None:
+        """The earliest step without an outcome has this one."""
+        for addend in self._steps.popleft():
+            if applied:
+                self._sums.add(addend)
 
     def gather(self) -> None:
         """Gather all ranks' sums for `state_dict`. A collective."""
         names, rows = self._rows()
-        table = torch.as_tensor(rows, dtype=summing_dtype(self._world.device))
-        self._gathered = dict(zip(names, add_up(self._world, table).unbind(), strict=True))
+        table = add_up(self._world, torch.as_tensor(rows, dtype=summing_dtype(self._world.device)))
+        self._gathered = dict(zip(names, table.view(len(names), 2, -1).unbind(), strict=True))
 
     def read(self) -> dict[str, float]:
-        """Means over all ranks since the last reading; then the sums are zero. A collective and a sync
-        point."""
+        """Means over all ranks since the last reading, of what there is; then the sums are zero. A collective
+        and a sync point."""
         names, rows = self._rows()
         if self._world.size > 1:
             rows = add_up(self._world, torch.as_tensor(rows, dtype=summing_dtype(self._world.device)))
         by_shard = rows.tolist() if isinstance(rows, Tensor) else rows
         totals = [sums[0] if self._shards == 1 else _added(sums) for sums in by_shard]
         self._sums.clear()
-        count = max(totals[names.index(_COUNT)], 1)
-        return {name: total / count for name, total in zip(names, totals, strict=True) if name != _COUNT}
+        named = zip(names, totals[::2], totals[1::2], strict=True)
+        # the gradient of a sum over less than one item is divided by 1 too: see LossScale
+        return {name: total / max(count, 1) for name, total, count in named if total or count}
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the last `gather`: of all ranks, by name, (shards,) each."""
+        """As of the last `gather`: of all ranks, by name, sum and count, (2, shards) each."""
         return {"sums": dict(self._gathered)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, saved in state["sums"].items():
-            sums = torch.zeros(self._shards, dtype=torch.float64)
-            if len(saved) == self._shards:
+            sums = torch.zeros(2, self._shards, dtype=torch.float64)
+            if saved.shape == sums.shape:
                 mine = slice(self._own.start, self._own.stop)
-                sums[mine] = saved[mine].to(sums)
+                sums[:, mine] = saved[:, mine].to(sums)
             elif self._world.is_first:  # another number of ranks has summed
-                sums[0] = saved.sum()
+                sums[:, 0] = saved.sum(dim=1)
             self._sums.put(name, sums)
 
     def _rows(self) -> tuple[list[str], Rows]:
+        """With the names that any rank logs, the same on all. A small collective."""
+        assert not self._steps, "a step's outcome is not known"
         names, rows = self._sums.rows()
-        if names != self._agreed:  # rare: the first time, and when a task logs a new name
-            if from_first_rank(self._world, names) != names:
-                raise RuntimeError(f"Task.loss logs other names on rank {self._world.rank}: {names}")
-            self._agreed = names
+        if self._world.size > 1:
+            new = torch.tensor(float(names != self._agreed), device=self._world.device)
+            if add_up(self._world, new):  # rare: the first time, and when a task logs a new name
+                self._agreed = sorted(set().union(*from_all_ranks(self._world, names)))
+                self._sums.open(self._agreed)
+                names, rows = self._sums.rows()
         return names, rows
 
 
@@ -92,19 +107,38 @@ def _added(sums: list[float]) -> float:
         return sum(sums)
 
 
+class _Addend(NamedTuple):
+    """What a micro-batch adds."""
+
+    shard: int
+    names: tuple[str, ...]
+    """That it logs, the loss among them."""
+    values: Any
+    """Their sums."""
+    known: float
+    """The count, or 0 where that is on the device, among the values."""
+
+
 class _Sums(ABC):
-    """One rank's sums by name, the count's among them."""
+    """One rank's sums and counts by name."""
 
     @abstractmethod
-    def add(self, loss: Loss, shard: int) -> None: ...
+    def addend(self, loss: Loss, shard: int) -> _Addend: ...
+
+    @abstractmethod
+    def add(self, addend: _Addend) -> None: ...
+
+    @abstractmethod
+    def open(self, names: Iterable[str]) -> None:
+        """Begin to sum what has these names, where it is not yet so."""
 
     @abstractmethod
     def put(self, name: str, sums: Tensor) -> None:
-        """Set the sums of a name: float64 (shards,), on the CPU."""
+        """Set those of a name: float64 (2, shards), on the CPU."""
 
     @abstractmethod
     def rows(self) -> tuple[list[str], Rows]:
-        """Names in order, and the sums of each."""
+        """Names in order, and sum and count of each."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -115,88 +149,89 @@ class _Sums(ABC):
 class _HostSums(_Sums):
     """For CPUs. Python's floats are float64, and adding to one costs a tenth of a tensor operation."""
 
-    def __init__(self, shards: int, finite_only: bool) -> None:
-        self._zeros = [0.0] * shards
-        self._finite_only = finite_only
-        self._sums: dict[str, list[float]] = {}
-        for name in ("loss", _COUNT):
-            self._open(name)
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
+        self._rows = {"loss": self._zeros()}
 
-    def add(self, loss: Loss, shard: int) -> None:
-        total, count = loss.sum.item(), float(loss.count)
-        if self._finite_only and not math.isfinite(total):
-            total = count = 0.0
-        self._sums["loss"][shard] += total
-        self._sums[_COUNT][shard] += count
-        for name, tensor in loss.logs.items():
-            if name not in self._sums:
-                self._open(name)
-            value = tensor.item()
-            self._sums[name][shard] += 0.0 if self._finite_only and not math.isfinite(value) else value
+    def addend(self, loss: Loss, shard: int) -> _Addend:
+        values = (loss.sum.item(), *(value.item() for value in loss.logs.values()))
+        return _Addend(shard, ("loss", *loss.logs), values, float(loss.count))
+
+    def add(self, addend: _Addend) -> None:
+        shard, names, values, count = addend  # here it is always known
+        self.open(names)
+        for name, value in zip(names, values, strict=True):
+            sums, counts = self._rows[name]
+            sums[shard] += value
+            counts[shard] += count
+
+    def open(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._rows:
+                self._rows[name] = self._zeros()
 
     def put(self, name: str, sums: Tensor) -> None:
-        self._open(name)
-        self._sums[name][:] = sums.tolist()
+        self._rows[name] = sums.tolist()
 
     def rows(self) -> tuple[list[str], Rows]:
-        return list(self._sums), list(self._sums.values())
+        names = sorted(self._rows)
+        return names, [row for name in names for row in self._rows[name]]
 
     def clear(self) -> None:
-        for sums in self._sums.values():
-            sums[:] = self._zeros
+        self._rows = {name: self._zeros() for name in self._rows}
 
-    def _open(self, name: str) -> None:
-        self._sums = dict(sorted({**self._sums, name: list(self._zeros)}.items()))
+    def _zeros(self) -> list[list[float]]:
+        return [[0.0] * self._shards, [0.0] * self._shards]
 
 
 @final
 class _DeviceSums(_Sums):
     """Adding launches two small kernels, for all values together."""
 
-    def __init__(self, shards: int, finite_only: bool, device: torch.device) -> None:
+    def __init__(self, shards: int, device: torch.device) -> None:
         self._shards = shards
-        self._finite_only = finite_only
-        self._names: list[str] = []
-        self._table = torch.zeros(0, shards, device=device, dtype=summing_dtype(device))
+        self._names = ["loss"]
+        self._table = torch.zeros(2, 1, shards, device=device, dtype=summing_dtype(device))
+        """Sums, and the counts that are known on the device alone."""
         self._nothing = torch.zeros((), device=device)
         """Added for a name that a micro-batch does not log."""
-        self._count = [0] * shards
-        """The part that is known on the host."""
+        self._counts = {"loss": [0] * shards}
+        """The counts that are known on the host."""
 
-    def add(self, loss: Loss, shard: int) -> None:
-        total, count = loss.sum.detach(), loss.count
-        logs = {name: value.detach() for name, value in loss.logs.items()}
-        if self._finite_only:
-            finite = torch.isfinite(total)
-            total, count = torch.where(finite, total, 0), finite * count
-            logs = {name: value.nan_to_num(0, 0, 0) for name, value in logs.items()}
-        if isinstance(count, int):
-            self._count[shard] += count
-        else:
-            # float32 can't represent every large integer
-            logs[_COUNT] = count if count.is_floating_point() else count.to(self._table)
-        values = {"loss": total, **logs}
-        for name in values:
-            if name not in self._names:
-                self.put(name, torch.zeros(self._shards))
-        self._table[:, shard] += torch.stack([values.get(name, self._nothing) for name in self._names])
+    def addend(self, loss: Loss, shard: int) -> _Addend:
+        logged = {"loss": loss.sum.detach(), **{name: value.detach() for name, value in loss.logs.items()}}
+        self.open(logged)
+        values = [logged.get(name, self._nothing) for name in self._names]
+        if isinstance(loss.count, int):
+            return _Addend(shard, tuple(logged), torch.stack(values)[None], loss.count)
+        # float32 can't represent every large integer
+        count = loss.count if loss.count.is_floating_point() else loss.count.to(self._table)
+        counts = [count if name in logged else self._nothing for name in self._names]
+        return _Addend(shard, tuple(logged), torch.stack(values + counts).view(2, -1), 0)
+
+    def add(self, addend: _Addend) -> None:
+        rows, names = addend.values.shape  # names that were new since then are last
+        self._table[:rows, :names, addend.shard] += addend.values
+        for name in addend.names:
+            self._counts[name][addend.shard] += int(addend.known)
 
     def put(self, name: str, sums: Tensor) -> None:
-        row = sums.to(self._table)
-        if name in self._names:
-            self._table[self._names.index(name)] = row
-        else:
-            self._names.append(name)
-            self._table = torch.cat([self._table, row[None]])
+        self.open([name])
+        self._table[:, self._names.index(name)] = sums.to(self._table)
 
     def rows(self) -> tuple[list[str], Rows]:
-        if _COUNT not in self._names:
-            self.put(_COUNT, torch.zeros(self._shards))
         names = sorted(self._names)
-        table = torch.stack([self._table[self._names.index(name)] for name in names])
-        table[names.index(_COUNT)] += torch.tensor(self._count).to(table)
+        table = torch.cat([self._table[:, self._names.index(name)] for name in names])
+        table[1::2] += torch.tensor([self._counts[name] for name in names]).to(table)
         return names, table
 
     def clear(self) -> None:
         self._table.zero_()
-        self._count = [0] * self._shards
+        self._counts = {name: [0] * self._shards for name in self._names}
+
+    def open(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._counts:
+                self._names.append(name)
+                self._counts[name] = [0] * self._shards
+                self._table = torch.cat([self._table, self._table.new_zeros(2, 1, self._shards)], dim=1)

@@ -9,6 +9,7 @@ from typing import final
 from ddptrain.api.observer import End, Evaluated, Observer, Start
 from ddptrain.api.recipe import ConfusionMatrix, Curves, Picture, TextSample
 from ddptrain.observe.drawer import Drawer, shared_drawer
+from ddptrain.observe.lock import lost
 
 
 @final
@@ -40,7 +41,11 @@ class Plots(Observer):
         self._drawer.finish()
 
     def _writer(self, name: str) -> Callable[[bytes], None]:
-        return partial(_write, self._folder / f"{name}.png")
+        return partial(self._write_drawn, self._folder / f"{name}.png")
+
+    def _write_drawn(self, path: Path, png: bytes) -> None:
+        if lost(self._folder.parent) is None:  # while it was drawn
+            _write(path, png)
 
 
 def _write(path: Path, png: bytes) -> None:

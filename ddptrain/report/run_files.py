@@ -144,7 +144,7 @@ def _text(run: RunFiles, name: str) -> str:
         run.notes += [f"{name} is missing"] if name != "summary.json" else []  # its state says that
         return ""
     try:
-        return plain(path.read_text(errors="replace"))
+        return plain(path.read_text("utf-8", errors="replace"))
     except OSError as error:
         run.notes.append(f"{name} can't be read ({error.strerror})")
         return ""

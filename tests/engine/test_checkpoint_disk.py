@@ -297,6 +297,7 @@ def test_an_error_in_the_background_surfaces_once(tmp_path: Path, surfaces_at: s
         nexts[surfaces_at]()
     checkpointer.finish()
     (tmp_path / "file").unlink()
+    (tmp_path / "file").mkdir()
     checkpointer.save(state(3), {"step": 3})
     checkpointer.finish()
     assert names(folder) == ["step-3"]

@@ -124,6 +124,14 @@ def test_by_the_command_line(tmp_path: Path) -> None:
     assert message.startswith("stop.metric=loss: needs stop.patience or stop.target")
 
 
+def test_a_run_that_starts_from_another_ones_checkpoint_has_a_patience_of_its_own(tmp_path: Path) -> None:
+    words = f"{DIGITS} model.width=4 optim.lr=1e-30 stop.patience=2"
+    for run, last in (("theirs", 12), ("ours run.resume=theirs/checkpoints/step-12", 20)):
+        ended = ddptrain(tmp_path, f"{words} train.steps=40 run.dir={run}")
+        assert ended.code == 0, ended.err
+        assert f"has not improved for 2 evaluations (stop.patience), at step {last}" in ended.out + ended.err
+
+
 def test_a_sweep_counts_it_done(tmp_path: Path) -> None:
     words = f"--multirun {DIGITS} optim.lr=1e-30,0.003 train.steps=40 stop.target=0.4 sweep.dir=swept"
     ended = ddptrain(tmp_path, words)
@@ -132,3 +140,15 @@ def test_a_sweep_counts_it_done(tmp_path: Path) -> None:
         json.loads(path.read_text())["outcome"] for path in (tmp_path / "swept").rglob("summary.json")
     )
     assert outcomes == ["done", "stopped early"]
+
+
+def test_values_of_another_metric_do_not_count() -> None:
+    """It was changed between two processes of a run."""
+    before = EarlyStop(5, "loss", None)
+    for step in range(3):
+        before.goes_on(at(step, 0.5, loss=0.1))
+    after = EarlyStop(2, None, None)
+    after.load_state_dict(before.state_dict())
+    assert after.goes_on(at(3, 0.2))
+    assert after.goes_on(at(4, 0.1))
+    assert not after.goes_on(at(5, 0.1))
