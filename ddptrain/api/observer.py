@@ -1,7 +1,7 @@
 """Observers receive events on rank 0, with plain numbers. They change nothing and never communicate with
 other ranks. One that raises is reported once and switched off."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, final
@@ -12,6 +12,8 @@ from ddptrain.api.recipe import Figure, Loading
 from ddptrain.api.timing import Lap, Timing
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
+from ddptrain.config.suggest import did_you_mean
+from ddptrain.errors import UserError
 
 
 class Devices(Protocol):
@@ -57,6 +59,12 @@ class Run:
     devices: Devices = NoDevices()
 
 
+def no_such_metric(key: str, name: str, known: Collection[str]) -> UserError:
+    """The error for a name that ``key`` gives, of a metric that the evaluation lacks."""
+    main = ", ".join(metric for metric in known if "/" not in metric)
+    return UserError(f"{key}={name}: the evaluation has {main}.{did_you_mean(name, known)}")
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """Before the first step of this process."""
@@ -69,6 +77,15 @@ class Start:
     preview: Tensor | None
     """Augmented training samples as pictures, uint8 (n, 3, H, W)."""
     run: Run = Run()
+    metrics: Collection[str] = ()
+    """The names of the evaluation's metrics, as its first batches show them. Empty where that is not known:
+    an evaluation comes first, or `Task.report` can't do with so few samples."""
+
+    def check_metric(self, key: str, name: str) -> None:
+        """Raise UserError where the evaluation has no metric of the name that ``key`` gives. A detail (with a
+        slash) may be missing: those of a class that the first batches lack."""
+        if self.metrics and name not in self.metrics and "/" not in name:
+            raise no_such_metric(key, name, self.metrics)
 
 
 class Log(NamedTuple):

@@ -11,7 +11,7 @@ from ddptrain.api.recipe import At, Batch, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.strategy import Strategy
 from ddptrain.data.prefetch import tensors_of
-from ddptrain.distributed.foreach import by_dtype
+from ddptrain.distributed.snapshot import Snapshot
 from ddptrain.engine.compiled import eagerly
 from ddptrain.engine.health import numbers_of
 from ddptrain.errors import Diverged
@@ -25,25 +25,23 @@ _INPUT = "the input"
 
 class Undo:
     """Restores, after a skipped step, what its passes have changed: the model's buffers (BatchNorm's
-    statistics) and the rank state of task and strategy. The decision is made on the device."""
+    statistics) and extra state, and the rank state of task and strategy. The decision is made on the
+    device."""
 
     def __init__(self, task: Task, strategy: Strategy, model: nn.Module) -> None:
         self._carriers: tuple[Task | Strategy, ...] = (task, strategy)
-        self._model = model
-        self._before: list[Tensor] = []
+        self._layers = list(model.modules())
+        self._before = Snapshot(())
         self._rank_state: list[dict[str, Tensor]] = []
 
     def remember(self) -> None:
-        self._before = [_packed(buffers) for buffers in by_dtype(self._model.buffers())]
+        self._before = Snapshot(self._layers)
         self._rank_state = [dict(carrier.rank_state()) for carrier in self._carriers]
 
-    @torch.no_grad()
     def put_back(self, nonfinite: Tensor) -> None:
         """Where ``nonfinite`` (0-d) is not 0."""
         bad = nonfinite != 0
-        for buffers, before in zip(by_dtype(self._model.buffers()), self._before, strict=True):
-            chosen = torch.where(bad, before, _packed(buffers)).split([buffer.numel() for buffer in buffers])
-            torch._foreach_copy_(buffers, [a.view_as(b) for a, b in zip(chosen, buffers, strict=True)])
+        self._before.restore_where(bad)
         for carrier, rank_state in zip(self._carriers, self._rank_state, strict=True):
             after = carrier.rank_state()
             nothing = {name: torch.zeros_like(rows) for name, rows in after.items() if name not in rank_state}
@@ -52,11 +50,6 @@ class Undo:
                 carrier.load_rank_state(
                     {name: torch.where(bad, old[name], rows) for name, rows in after.items()}
                 )
-
-
-def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    """(k,): tensors of one dtype, concatenated."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def where_it_began(step: "TrainStep", batches: Iterator[Batch], at: At) -> str | None:

@@ -84,11 +84,11 @@ class TrainStep:
         state, counts = self.state, []
         if self._undo is not None:
             self._undo.remember()
+        state.meter.begin_step()
         for micro_batch in self.micro_batches:
             with self.phase("data", at.step):
                 batch = next(batches)
-            last = micro_batch.ends_shard
-            with self.phase("all_reduce"), self.strategy.accumulate(state.wrapped, last):
+            with self.phase("all_reduce"), self.strategy.accumulate(state.wrapped, micro_batch.ends_shard):
                 loss = self.forward_backward(batch, at, micro_batch)
             state.meter.add(loss, micro_batch.shard)
             if isinstance(loss.count, Tensor):
@@ -143,7 +143,7 @@ class TrainStep:
         self.state.wrapped.zero_grad(set_to_none=True)
 
     def _apply(self, outcomes: Sequence[Outcome]) -> None:
-        """Average, schedule and counters, by the outcome of each step; the same on all ranks."""
+        """Sums, average, schedule and counters, by the outcome of each step; the same on all ranks."""
         state, rank = self.state, self.strategy.world.rank
         for outcome in outcomes:
             if not outcome.aligned:
@@ -152,6 +152,7 @@ class TrainStep:
                     " a backward pass, or done one more. Look for code that only some ranks run."
                 )
             self.stop_asked |= outcome.stop
+            state.meter.end_step(outcome.finite)
             if outcome.finite:
                 state.average.update()
                 state.scheduler.step()
@@ -160,8 +161,7 @@ class TrainStep:
             state.skipped += 1
             # an overflow in a gradient alone is fp16's scaler finding its scale
             expected = self.precision.scaler.is_enabled() and outcome.loss_finite
-            tolerated = self.plan.skips_nonfinite or expected
-            if not tolerated or state.skipped > self.plan.nonfinite_limit:
+            if not (self.plan.skips_nonfinite or expected) or state.skipped > self.plan.nonfinite_limit:
                 raise NotFinite(outcome.step)
 
 

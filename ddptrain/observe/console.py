@@ -1,15 +1,18 @@
 """Terminal output: a progress bar, or plain lines if there is no terminal."""
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, final
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, final
 
 from ddptrain.api.observer import End, Evaluated, Log, Observer, Run, Start
 from ddptrain.api.timing import format_shares
 from ddptrain.observe.advice import advise
 from ddptrain.observe.clock import clock
+from ddptrain.observe.lock import was_taken
 from ddptrain.observe.monitor import in_short
 
 if TYPE_CHECKING:
@@ -30,9 +33,10 @@ class Console(Observer):
         self._task: TaskID | None = None
         self._metrics = ""
         self._evaluations = 0
+        self._first_step = 0
 
     def start(self, event: Start) -> None:
-        self._run, self._steps = event.run, event.steps
+        self._run, self._steps, self._first_step = event.run, event.steps, event.step
         if not sys.stderr.isatty():
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -55,9 +59,10 @@ class Console(Observer):
         )
         log.info("%s  ETA %s", line, clock(left))
         if self._progress is not None and self._task is not None:
-            pace = f"loss {_short(event.values['loss'])}  {_short(speed)} samples/s"
+            loss = f"loss {_short(event.values['loss'])}" if "loss" in event.values else ""
+            pace = f"{_short(speed)} samples/s"
             status = "  ".join(
-                part for part in (pace, in_short(self._run.devices.latest()), self._metrics) if part
+                part for part in (loss, pace, in_short(self._run.devices.latest()), self._metrics) if part
             )
             self._progress.update(self._task, completed=event.step, status=status)
 
@@ -80,12 +85,15 @@ class Console(Observer):
         result, times = event.result, event.times
         if result.outcome in ("done", "stopped early"):
             metrics, seconds = _format_metrics(result.metrics), clock(times.seconds)
-            log.info("%s: %s after %d steps in %s", result.outcome, metrics, event.step, seconds)
+            last = f", the last {event.step - self._first_step}" if self._first_step else ""
+            log.info("%s: %s after %d steps%s in %s", result.outcome, metrics, event.step, last, seconds)
             if times.timing.samples:
                 if self._evaluations != 1:  # else the line was printed above
                     log.info("time       %s", format_shares(times.timing, self._reading()))
                 if (reading := self._run.loading.reading) is not None:
                     log.info("stream     %s", reading().fetched)
+                if count := self._run.loading.left_out:
+                    log.info("left out   %s of the set, listed above (on_error=skip)", f"{count:,}")
                 log.info("advice     %s", advise(self._run, times))
 
     def _reading(self) -> str:
@@ -123,7 +131,41 @@ def open_log(path: str | None, first: bool) -> None:
     else:
         logger.addHandler(_formatted(logging.StreamHandler(), "%(message)s"))
     if first and path is not None:
-        logger.addHandler(_formatted(logging.FileHandler(path), "%(asctime)s %(message)s"))
+        logger.addHandler(_formatted(_LogFile(Path(path)), "%(asctime)s %(message)s"))
+
+
+class _LogFile(logging.FileHandler):
+    """Says once that the disk refuses, where logging's own prints a traceback for each line. A file that is
+    deleted or replaced under the run is put back."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "a+", "utf-8", errors="backslashreplace")
+        self._path = path
+        self._told = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        try:
+            if self.stream is not None and was_taken(self._path, self.stream.fileno()):
+                _put_back(self._path, self.stream)
+                self.stream = self._open()
+        except OSError:
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 # logging's
+        if isinstance(error := sys.exc_info()[1], OSError) and not self._told:
+            self._told = True
+            print(f"{self.baseFilename} lacks lines ({error.strerror})", file=sys.stderr)
+        elif not isinstance(error, OSError):
+            super().handleError(record)
+
+
+def _put_back(path: Path, taken: TextIO) -> None:
+    taken.seek(0)
+    aside = path.with_suffix(".part")
+    aside.write_bytes(taken.buffer.read())
+    os.replace(aside, path)
+    taken.close()
 
 
 def _formatted(handler: logging.Handler, layout: str) -> logging.Handler:

@@ -6,8 +6,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ddptrain.api.observer import End, Evaluated, Log, Observer, Saved, Start
+from ddptrain.observe.console import Console
+from ddptrain.observe.jsonl import Jsonl
+from ddptrain.observe.lock import lost
+from ddptrain.observe.rundir import check_kept
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +28,7 @@ class Observers:
     """Passes each event to all observers; only rank 0 has any.
 
     Log events are handled by a thread, so a step does not wait for terminal and disk, unless they fall
-    behind. Slow observers have a thread each.
+    behind. Slow observers have a thread each. Where the run's folder is lost, those that write are left out.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -34,8 +39,13 @@ class Observers:
         self._over = threading.Event()
         self._ended: BaseException | None = None
         """The exception by which an observer has ended the thread."""
+        self._folder = Path()
+        self.lost = False
+        """The run's folder is no longer this run's, as of the last event that was handled."""
 
     def start(self, event: Start) -> None:
+        self._folder = event.run.folder
+        check_kept(self._folder)
         self._notify_all(lambda observer: observer.start(event))
         self._over.clear()
         if self._observers:
@@ -43,7 +53,7 @@ class Observers:
 
     def log(self, event: Log) -> None:
         self._waiting.append(event)
-        for slow in self._slow:
+        for slow in () if self.lost else self._slow:
             slow.tell(lambda observer: observer.log(event))
         if len(self._waiting) > _MOST_WAITING or self._ended is not None:
             self.settle()
@@ -54,6 +64,7 @@ class Observers:
             if self._ended is not None:
                 ended, self._ended = self._ended, None
                 raise ended
+            self._look_for_folder()
             while self._waiting:
                 event = self._waiting.popleft()
                 for observer in list(self._observers):
@@ -82,7 +93,7 @@ class Observers:
     def _notify_all(self, what: Callable[[Observer], None]) -> None:
         with self._talking:
             self.settle()
-            for slow in self._slow:
+            for slow in () if self.lost else self._slow:
                 slow.tell(what)
             for observer in list(self._observers):
                 self._notify(observer, what)
@@ -95,12 +106,23 @@ class Observers:
                 self._ended = ended
                 return
 
+    def _look_for_folder(self) -> None:
+        """Leave out those that would write into a folder that is another's now: a moved one's metrics are
+        still its own."""
+        if not self.lost and lost(self._folder) is not None:
+            self.lost = True
+            self._observers = [
+                observer for observer in self._observers if isinstance(observer, Console | Jsonl)
+            ]
+
     def _notify(self, observer: Observer, what: Callable[[Observer], None]) -> None:
         try:
             what(observer)
-        except Exception:  # of any kind: it must not end the training
-            log.exception("%s failed and is switched off", type(observer).__name__)
-            self._observers.remove(observer)
+        except Exception as error:  # of any kind: it must not end the training
+            self._look_for_folder()
+            _tell_of(observer, error, self.lost)
+            if observer in self._observers:
+                self._observers.remove(observer)
 
 
 class _SlowObserver:
@@ -127,6 +149,16 @@ class _SlowObserver:
         while (what := self._events.get()) is not None:
             try:
                 what(self._observer)
-            except Exception:
-                log.exception("%s failed and is switched off", type(self._observer).__name__)
+            except Exception as error:
+                _tell_of(self._observer, error)
                 break
+
+
+def _tell_of(observer: Observer, error: Exception, lost: bool = False) -> None:
+    """One message: a traceback, but where it is the disk that refuses. lost: the folder, of which the run's
+    end tells."""
+    name = type(observer).__name__
+    if isinstance(error, OSError):
+        log.log(logging.DEBUG if lost else logging.WARNING, "%s is switched off: %s", name, error)
+    else:
+        log.error("%s failed and is switched off", name, exc_info=error)

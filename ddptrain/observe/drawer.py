@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, final
 
 from ddptrain.api.recipe import ConfusionMatrix, Curves
 from ddptrain.observe.child import start_module
+from ddptrain.observe.drawing import Drawn
+from ddptrain.text import first_few
 
 log = logging.getLogger("ddptrain")
 
@@ -44,6 +46,8 @@ class Drawer:
         self._waiting: dict[str, _Request] = {}
         self._drawn: _Request | None = None
         """The request in progress."""
+        self._lacking: set[str] = set()
+        """Letters that have been said to be in no font."""
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="drawer", daemon=True).start()
 
@@ -91,21 +95,34 @@ class Drawer:
                 self._drawn = request = self._waiting.pop(name)
             try:
                 self._line.send(request.words)
-                answer = self._line.recv()
+                answer = Drawn(*self._line.recv())
             except (EOFError, OSError):
                 code = self._process.wait()
                 # below 0: ended by a signal, as the run is
-                answer = b"" if code < 0 else f"the drawing process has ended with exit code {code}"
+                ended = "" if code < 0 else f"the drawing process has ended with exit code {code}"
+                answer = Drawn(b"", ended)
             with self._changed:
-                if isinstance(answer, str):
-                    log.warning("%s was not drawn: %s", name, answer)
-                for done in request.done if isinstance(answer, bytes) and answer else ():
+                if answer.error:
+                    log.warning("%s was not drawn: %s", name, answer.error)
+                self._say_lacking(name, answer.lacking)
+                for done in request.done if answer.png else ():
                     try:
-                        done(answer)
-                    except Exception:  # a full disk, for example: it must not end the training
+                        done(answer.png)
+                    except OSError as error:
+                        log.warning("%s was drawn, but could not be saved: %s", name, error)
+                    except Exception:  # of any kind: it must not end the training
                         log.exception("%s was drawn, but could not be saved", name)
                 self._drawn = None
                 self._changed.notify_all()
+
+    def _say_lacking(self, name: str, letters: str) -> None:
+        if new := "".join(letter for letter in letters if letter not in self._lacking):
+            self._lacking |= set(new)
+            log.info(
+                "note       %s: no font on this machine has %s; names with it are drawn as #0, #1 ..."
+                " Install one that has, such as Noto Sans CJK",
+                *(name, first_few(list(new), 5)),
+            )
 
 
 @cache

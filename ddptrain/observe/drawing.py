@@ -10,10 +10,10 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddptrain.observe.metrics_file import read_lines
-from ddptrain.text import fonts_for
+from ddptrain.text import fonts_for, letters_without_font
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -203,16 +203,31 @@ def _png(drawing: "Drawing") -> bytes:
     return written.getvalue()
 
 
-def _drawn(request: tuple[Any, ...]) -> bytes:
+class Drawn(NamedTuple):
+    """What is answered to a request. lacking: letters of its names that no font of the machine has."""
+
+    png: bytes
+    error: str = ""
+    lacking: str = ""
+
+
+def _drawn(request: tuple[Any, ...]) -> Drawn:
     from matplotlib import rc_context
 
     kind, *arguments = request
     if kind == "curves":
         lines = read_lines(Path(arguments[0]))
-        return _png(draw_curves(lines)) if lines else b""
-    names = "".join(map(str, arguments[0] if kind == "lines" else arguments[1]))
-    with rc_context({"font.family": [font.family for font in fonts_for(names)]}):
-        return _png(draw_lines(*arguments) if kind == "lines" else draw_matrix(*arguments))
+        return Drawn(_png(draw_curves(lines)) if lines else b"")
+    names = [*map(str, arguments[0] if kind == "lines" else arguments[1])]
+    lacking = letters_without_font("".join(names))
+    names = [f"#{i}" if set(name) & set(lacking) else name for i, name in enumerate(names)]
+    families = [font.family for font in fonts_for("".join(names))]
+    with rc_context({"font.family": families, "text.parse_math": False}):  # a $ in a name is no formula
+        if kind == "lines":
+            drawing = draw_lines(dict(zip(names, arguments[0].values(), strict=True)), *arguments[1:])
+        else:
+            drawing = draw_matrix(arguments[0], names)
+        return Drawn(_png(drawing), lacking=lacking)
 
 
 def main(descriptor: int) -> None:
@@ -224,10 +239,10 @@ def main(descriptor: int) -> None:
         while True:
             request = line.recv()
             try:
-                answer: bytes | str = _drawn(request)
+                answer = _drawn(request)
             except Exception as error:
-                answer = f"{type(error).__name__}: {error}"
-            line.send(answer)
+                answer = Drawn(b"", f"{type(error).__name__}: {error}")
+            line.send(tuple(answer))  # here this module is __main__, which the rank's is not
 
 
 if __name__ == "__main__":

@@ -1,17 +1,25 @@
 """metrics.jsonl: one JSON object per line, read by plots, reports and tests.
 
+What a full disk refuses is written when there is room again; a file that is deleted or replaced under the
+run is put back.
+
 It holds only what follows from config and seed: a repeated run, or one that was killed and resumed, writes
 the same bytes. Speed goes to TensorBoard and summary.json.
 """
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import final
 
 from ddptrain.api.observer import End, Evaluated, Log, Observer, Start
+from ddptrain.observe.lock import was_taken
 from ddptrain.observe.metrics_file import read_lines
+
+log = logging.getLogger("ddptrain")
 
 
 @final
@@ -26,10 +34,11 @@ class Jsonl(Observer):
             if line["step"] <= event.step
             and not (event.evaluates and line["step"] == event.step and line["split"] == "valid")
         ]
-        aside = self._path.with_suffix(".part")
-        aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(aside, self._path)
-        self._file = self._path.open("a")
+        if event.step and not self._path.exists() and (event.run.folder / "checkpoints").is_dir():
+            log.warning("%s was deleted: it will lack the steps up to %d", self._path, event.step)
+        self._put("".join(json.dumps(line) + "\n" for line in kept).encode())
+        self._waiting = b""
+        """What the disk has refused so far."""
 
     def log(self, event: Log) -> None:
         self._write(event, "train", event.values)
@@ -38,10 +47,27 @@ class Jsonl(Observer):
         self._write(event, "valid", event.metrics)
 
     def end(self, event: End) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
         self._file.close()
 
     def _write(self, event: Log | Evaluated, split: str, values: Mapping[str, float]) -> None:
         line = {"step": event.step, "epoch": event.epoch, "samples": event.samples, "split": split}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({**line, **finite}) + "\n")
-        self._file.flush()
+        self._waiting += json.dumps({**line, **finite}).encode() + b"\n"
+        # what is refused is tried again with the next line; a disk that stays full refuses the next save
+        with suppress(OSError):
+            while self._waiting:  # by parts, where the disk takes a part
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            if was_taken(self._path, self._file.fileno()):
+                taken = self._file
+                taken.seek(0)
+                self._put(taken.read())
+                taken.close()
+
+    def _put(self, lines: bytes) -> None:
+        """Make the file anew, of these lines; further ones are appended."""
+        aside = self._path.with_suffix(".part")
+        aside.write_bytes(lines)
+        os.replace(aside, self._path)
+        self._file = self._path.open("a+b", buffering=0)

@@ -6,7 +6,9 @@ import logging
 import os
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ddptrain.errors import UserError
 
@@ -16,8 +18,33 @@ LOCK = ".lock"
 _PATIENCE_S = 5.0
 """How long to try: rank 0 of a restarted job may still be ending."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-_held: list[int] = []
-"""Open files that this process has locked."""
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+
+class Lost(NamedTuple):
+    """What has become of a locked folder."""
+
+    why: str
+    """What follows its name in a sentence."""
+    now: Path | None
+    """Where it is, still locked; None where that is not known."""
+    beside: Path
+    """A new name beside the one that it had, for what must not be lost with it."""
+
+
+@dataclass
+class _Held:
+    file: int
+    """The open lock file."""
+    inside: int
+    """The open folder: as long as it is held, no other one has its number."""
+    place: Path
+    """The folder, absolute."""
+    lost: Lost | None = None
+
+
+_held: dict[Path, _Held] = {}
+"""What this process has locked, by the folder as it was named."""
 
 
 def lock_folder(folder: Path, key: str = "run.dir", does: str = "is training") -> None:
@@ -28,15 +55,37 @@ def lock_folder(folder: Path, key: str = "run.dir", does: str = "is training") -
     """
     until = time.monotonic() + _PATIENCE_S
     try:
-        while not _lock(folder / LOCK):
+        while not _lock(folder):
             if time.monotonic() > until:
                 raise _in_use(folder, key, does)
             time.sleep(0.1)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise unwritable(folder, error, key) from error
-        why = error.strerror
-        log.warning("%s: its file system does not support locks (%s); start no second run in it", folder, why)
+        raise unwritable(folder, error, key) from error
+
+
+def lost(folder: Path) -> Lost | None:
+    """What has become of a folder that this process has locked, where it may not write there any more; None
+    while it may, and for a folder that it has never locked. Three system calls.
+
+    Once lost, a folder stays so: what was left out meanwhile is missing in it. What has become of it is asked
+    each time, for it may be found half deleted.
+    """
+    held = _held.get(folder)
+    if held is None:
+        return None
+    found = _become_of(folder, held)
+    if found is not None:
+        held.lost = found if held.lost is None else found._replace(beside=held.lost.beside)
+    return held.lost
+
+
+def was_taken(path: Path, file: int) -> bool:
+    """Whether somebody has deleted an open file of a locked folder, or put another in its place, so that it
+    has to be put back: not where the folder itself is lost, for what is there belongs to another run."""
+    try:
+        return not _is_at(path, file) and lost(path.parent) is None
+    except OSError:  # the disk fails: the next write tells of it
+        return False
 
 
 def is_locked(folder: Path) -> bool:
@@ -59,24 +108,82 @@ def unwritable(folder: Path, error: OSError, key: str = "run.dir") -> UserError:
     )
 
 
-def _lock(path: Path) -> bool:
+def _lock(folder: Path) -> bool:
     """Take the lock, unless another process has it, and write this process into it."""
+    path = folder / LOCK
     file, taken = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
     try:
-        if any(os.path.samestat(os.fstat(file), os.fstat(held)) for held in _held):
+        if any(os.path.samestat(os.fstat(file), os.fstat(held.file)) for held in _held.values()):
             return True
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            log.warning(
+                "%s: its file system does not support locks (%s); start no second run in it",
+                folder, error.strerror,
+            )  # fmt: skip
         if os.path.samestat(os.fstat(file), path.stat()):  # else the previous owner has renamed its folder
             os.ftruncate(file, 0)
-            os.write(file, f"{socket.gethostname()} {os.getpid()}".encode())
-            _held.append(file)
+            os.pwrite(file, _own_name().encode(), 0)
+            inside = os.open(folder, os.O_RDONLY)
+            if folder in _held:  # renamed since: nothing is written there any more
+                _close(_held[folder])
+            _held[folder] = _Held(file, inside, folder.absolute())
             taken = True
-    except BlockingIOError:
-        pass
     finally:
         if not taken:
             os.close(file)
     return taken
+
+
+def _become_of(folder: Path, held: _Held) -> Lost | None:
+    """Compares the lock file with what its path names now: that tells a folder that was deleted, moved or
+    replaced, and on a file system without locks a second process, which has written itself into it."""
+    beside = held.place.with_name(f"{held.place.name}.lost-{time.strftime('%Y-%m-%d_%H-%M-%S')}")
+    try:
+        if _is_at(folder / LOCK, held.file):
+            writer = os.pread(held.file, 1000, 0).decode(errors="replace")
+            return None if writer == _own_name() else Lost(f"was taken by process {writer}", None, beside)
+    except OSError:
+        return None  # the disk fails: the next write tells of it
+    now = _place_of(held.inside)
+    if now is not None and now != held.place.resolve():
+        return Lost(f"is {now} now", now if _is_at(now / LOCK, held.file) else None, beside)
+    if not _is_at(folder, held.inside):
+        return Lost("was replaced" if os.path.lexists(folder) else "was deleted", None, beside)
+    return Lost(f"its lock file ({LOCK}) was deleted, so that another process may write there", None, beside)
+
+
+def _is_at(path: Path, file: int) -> bool:
+    """Whether an open file, or folder, is what its path names. Raises OSError where the disk fails."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except OSError as error:
+        if error.errno not in _NOT_THERE:
+            raise
+        return False
+
+
+def _place_of(inside: int) -> Path | None:
+    """Where an open folder is; None where it was deleted, or the system does not tell."""
+    try:
+        path = Path(os.readlink(f"/proc/self/fd/{inside}"))
+        return path if os.path.samestat(path.stat(), os.fstat(inside)) else None
+    except OSError:
+        return None
+
+
+def _close(held: _Held) -> None:
+    os.close(held.file)
+    os.close(held.inside)
+
+
+def _own_name() -> str:
+    return f"{socket.gethostname()} {os.getpid()}"
 
 
 def _in_use(folder: Path, key: str, does: str) -> UserError:
@@ -91,7 +198,7 @@ def _in_use(folder: Path, key: str, does: str) -> UserError:
 def _forget_locks() -> None:
     """Close the lock files in a forked child: a lock is held until the last copy of its file is closed."""
     while _held:
-        os.close(_held.pop())
+        _close(_held.popitem()[1])
 
 
 os.register_at_fork(after_in_child=_forget_locks)

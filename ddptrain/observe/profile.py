@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddptrain.api.world import World
 from ddptrain.config.schema import Debug
+from ddptrain.observe.lock import unwritable
 
 log = logging.getLogger("ddptrain")
 _MOST_ENTRIES = 200_000
@@ -30,7 +31,10 @@ def profiled(steps: range, debug: Debug, world: World, folder: Path) -> Iterator
         yield from steps
         return
     yield from range(steps.start, window.start)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise unwritable(folder.parent, error) from error
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         torch.cuda.memory._record_memory_history(max_entries=_MOST_ENTRIES)

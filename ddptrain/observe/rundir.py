@@ -22,8 +22,9 @@ import yaml
 from ddptrain import __version__
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
+from ddptrain.errors import UserError
 from ddptrain.observe.changes import note_changes
-from ddptrain.observe.lock import LOCK, unwritable
+from ddptrain.observe.lock import LOCK, lost, unwritable
 
 _LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy", "pillow")
 
@@ -55,7 +56,7 @@ def open_run(folder: Path) -> None:
 
 def discard_unused(folder: Path) -> None:
     """Remove the folder of a refused run, if it holds only log and lock."""
-    if not folder.is_dir():  # somebody has removed it
+    if not folder.is_dir() or lost(folder) is not None:  # somebody has removed it
         return
     left = list(folder.iterdir())
     if {path.name for path in left} <= {"log.txt", LOCK}:
@@ -64,10 +65,15 @@ def discard_unused(folder: Path) -> None:
         folder.rmdir()
 
 
+def is_described(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in ("config.yaml", "command.txt", "environment.json"))
+
+
 def describe_run(folder: Path, config: Config, world: World, arguments: Sequence[str], step: int) -> None:
     """Write the config, command and environment, and what of the config is another one from ``step`` on, if
     this goes on with a run. Called after all checks, because the folder may hold a run of another config. On
-    rank 0 only; raises UserError if it can't be written."""
+    rank 0 only; raises UserError if it can't be written, or is not this run's any more."""
+    check_kept(folder)
     theirs = {
         n: node for n, node in config.controllers.items() if not node["_target_"].startswith("ddptrain.")
     }
@@ -77,10 +83,18 @@ def describe_run(folder: Path, config: Config, world: World, arguments: Sequence
         tree = {**asdict(config), "controllers": theirs}
         note_changes(folder, tree, step)
         (folder / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-        (folder / "command.txt").write_text(command_line(world, own) + "\n")
+        (folder / "command.txt").write_text(command_line(world, own) + "\n", encoding="utf-8")
         (folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n")
     except OSError as error:
         raise unwritable(folder, error) from error
+
+
+def check_kept(folder: Path) -> None:
+    """Raise UserError where the run's folder is no longer this run's. On rank 0 only."""
+    if (gone := lost(folder)) is not None:
+        again = " Start again." if gone.now is None else f" Go on there: run.dir={gone.now}"
+        why = f"run.dir={folder}: {gone.why}, under the run that was going on in it."
+        raise UserError(f"{why}{again}", everywhere=False)
 
 
 def command_line(world: World, arguments: Sequence[str]) -> str:
@@ -100,7 +114,7 @@ def environment(world: World) -> dict[str, Any]:
         "ddptrain": __version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "libraries": {d.name: d.version for d in metadata.distributions() if d.name in _LIBRARIES},
+        "libraries": {name: version for name in _LIBRARIES if (version := _version(name)) is not None},
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "device": str(world.device),
@@ -110,6 +124,14 @@ def environment(world: World) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "git_commit": _git_commit(),
     }
+
+
+def _version(library: str) -> str | None:
+    """Asked for by name: to read about all that is installed takes a quarter of a second."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _git_commit() -> str | None:

@@ -1,5 +1,6 @@
 """TensorBoard: scalars under train/, valid/, perf/ and time/, pictures, and HPARAMS with final metrics."""
 
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -29,6 +30,7 @@ class TensorBoard(Observer):
         self._run, self._drawer = event.run, shared_drawer()
         from torch.utils.tensorboard import SummaryWriter
 
+        threading.excepthook = _without_the_writers
         first = event.step if event.evaluates else event.step + 1
         self._writer = SummaryWriter(
             str(event.run.folder / "tensorboard"), purge_step=first, flush_secs=_FLUSH_S
@@ -110,6 +112,12 @@ class TensorBoard(Observer):
             for name, value in named.items()
         ]
         self._writer._get_file_writer().add_summary(Summary(value=values), step)
+
+
+def _without_the_writers(args: threading.ExceptHookArgs) -> None:
+    """Print no traceback of the writer's thread: what it has raised, the writer raises at the next event."""
+    if type(args.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(args)
 
 
 def settings_of(config: Config) -> dict[str, Any]:

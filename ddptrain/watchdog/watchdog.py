@@ -167,7 +167,7 @@ class Watchdog:
         now, name = time.monotonic(), signal.Signals(number).name
         if self._signalled_at is None:
             self._signalled_at = now
-            self._ask(name)
+            self.ask_to_stop(name)
         elif now - self._signalled_at > _ECHO_S:
             self._exit(128 + number, f"{name} again: stopped at once, without saving.")
 
@@ -175,7 +175,7 @@ class Watchdog:
         now, heartbeat = time.monotonic(), self._heartbeat
         if self._limit_at is not None and now > self._limit_at:
             self._limit_at = None
-            self._ask("train.time_limit")
+            self.ask_to_stop("train.time_limit")
         if self._stop is None:
             self._stop = heartbeat.stop
         if self._signalled_at is not None and now > self._signalled_at + self._grace:
@@ -203,7 +203,8 @@ class Watchdog:
                 self._heartbeat.tell_failure(ExitCode.CRASH, gone)
             self._exit(ExitCode.CRASH, gone)
 
-    def _ask(self, who: str) -> None:
+    def ask_to_stop(self, who: str) -> None:
+        """All ranks save and stop after a step that they agree on. who: what asks for it, for the log."""
         if self._stop is None:
             self._stop = who
             self._heartbeat.ask_to_stop(who)

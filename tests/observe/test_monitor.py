@@ -389,6 +389,7 @@ def ratio(interval: float, pairs: int, seconds: float) -> float:
     return statistics.median(found)
 
 
+@pytest.mark.alone
 def test_a_reading_a_second_costs_no_step_time() -> None:
     """Read fifty times as often, it still costs little."""
     assert ratio(interval=0.02, pairs=8, seconds=0.2) < 1.1

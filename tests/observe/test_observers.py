@@ -1,5 +1,6 @@
 """Log steps are told by a thread: in order, before all that comes after them, and not without bound."""
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from ddptrain.api.observer import End, Evaluated, Log, Observer, Result, Saved, Start, Times
 from ddptrain.api.timing import Lap, Timing
+from ddptrain.observe.console import Console
 from ddptrain.observe.dispatch import Observers
 
 START = Start(0, 100, False, None)
@@ -140,3 +142,12 @@ def test_a_slow_one_that_raises_is_dropped() -> None:
     observers.log(logged(1))
     observers.end(END)
     assert slow.events == ["start"]
+
+
+def test_the_progress_bar_goes_on_without_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where all steps since the last log line were left out."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    console = Console()
+    console.start(Start(0, 10, False, None))
+    console.log(Log(5, 0.5, 50, {"lr": 0.1, "left_out": 5.0}, Lap(Timing(), Timing())))
+    console.end(End(5, 10, Result("stopped", {}, {}, True), Times(Timing(), [], 1.0, 1.0)))

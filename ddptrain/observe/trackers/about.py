@@ -39,7 +39,7 @@ class About:
     @property
     def command(self) -> str:
         path = self.folder / "command.txt"
-        return path.read_text().strip() if path.exists() else ""
+        return path.read_text("utf-8").strip() if path.exists() else ""
 
     @property
     def outcome(self) -> str:

@@ -8,6 +8,7 @@ from typing import Literal, final
 from ddptrain.api.observer import End, Observer, Start
 from ddptrain.errors import UserError
 from ddptrain.observe.child import start_module
+from ddptrain.observe.lock import lost
 from ddptrain.observe.trackers.about import write_options
 from ddptrain.observe.trackers.service import is_installed
 
@@ -53,6 +54,9 @@ class Tracker(Observer):
         )  # fmt: skip
 
     def end(self, event: End) -> None:
+        if lost(self._folder) is not None:  # what is there now is not this run's
+            self._process.kill()
+            return
         limit = _STOPPED_S if event.result.outcome == "stopped" else _LAST_S
         try:
             said, _ = self._process.communicate(timeout=limit)  # closes its stdin, which ends it

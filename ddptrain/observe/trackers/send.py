@@ -85,6 +85,14 @@ def locked(folder: Path, to: str, how: int) -> IO[str]:
     return file
 
 
+def _is_still(folder: Path, to: str, lock: IO[str]) -> bool:
+    """Whether the folder is that in which the lock was taken: it may have been deleted, or replaced."""
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), (folder / "trackers" / f"{to}.lock").stat())
+    except OSError:
+        return False
+
+
 def send_once(folder: Path, to: str, project: str | None) -> str:
     """Send all that a tracker lacks of a run; returns where it is. Raises UserError that says what went
     wrong."""
@@ -134,6 +142,8 @@ def follow(folder: Path, to: str) -> str:
     _lock = locked(folder, to, fcntl.LOCK_EX)
     while True:
         ended = over.wait(pause)
+        if not _is_still(folder, to, _lock):
+            os._exit(1)  # what is there now is not this run's
         if ended and until is None:
             until = time.monotonic() + _LAST_S
         began = time.monotonic()
