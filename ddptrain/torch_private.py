@@ -9,6 +9,8 @@
 | `torch._amp_foreach_non_finite_check_and_unscale_` | 2.11 to 2.15 | a check of each gradient: launches |
 | `torch._C._autograd._profiler_enabled` | 2.11 to 2.15 | ranges for a profiler in each step |
 | `torch._subclasses.FakeTensorMode`, `torch.utils._python_dispatch` | 2.11 to 2.15 | no `bench memory=true` |
+| `torch._cudnn_rnn` | 2.11 to 2.15 | recurrent layers under bf16 compute in fp16 on GPUs |
+| `aten.mkldnn_rnn_layer`, `mkldnn._is_mkldnn_bf16_supported` | 2.11 to 2.15 | bf16 LSTMs end on older CPUs |
 | `torch._foreach_*` | 2.11 to 2.15 | a launch for each parameter |
 
 The microseconds refer to a step of 280, measured in alternating turns. With a torch that lacks a name, the
@@ -42,6 +44,7 @@ _WRAPPER = "_use_grad"
 """The name of torch/optim/optimizer.py's wrapper of each optimizer's step."""
 _LSTM_BYTES = {torch.float32: 61, torch.bfloat16: 43}
 """What oneDNN's LSTM keeps for its backward pass, for each number that it returns; measured."""
+_CUDNN_WITH_BF16_RNNS = 91300
 _METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
@@ -197,3 +200,61 @@ def _nothing() -> None: ...
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether it checks ``found_inf`` on the device, as GradScaler expects of fused optimizers."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@functools.cache
+def rnns_in_autocasts_dtype() -> torch.library.Library | None:
+    """From here on, cuDNN's recurrent layers compute in the dtype of the autocast around them: torch's own
+    kernel (2.11 to 2.15) casts them to fp16 under bf16, too, where no scaler keeps their gradients from being
+    subnormal. cuDNN computes in bf16 from 9.13 on; with an older one it is float32.
+
+    The kernel is replaced as long as what this returns is held.
+    """
+    if not hasattr(torch, "_cudnn_rnn"):
+        return None
+
+    def cast_and_call(
+        x: Tensor, weights: Sequence[Tensor], stride: int, buffer: Tensor | None, *states_and_rest: Any
+    ) -> Any:
+        dtype = torch.get_autocast_dtype("cuda")
+        if dtype == torch.bfloat16 and (torch.backends.cudnn.version() or 0) < _CUDNN_WITH_BF16_RNNS:
+            dtype = torch.float32
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+        hx, cx, *rest = states_and_rest
+        with torch.autocast("cuda", enabled=False):
+            # the buffer is the weights as they are, in one piece; torch makes another of cast ones
+            given = [cast(weight) for weight in weights]
+            whole = buffer if given[0] is weights[0] else None
+            cx = None if cx is None else cast(cx)
+            return torch._cudnn_rnn(cast(x), given, stride, whole, cast(hx), cx, *rest)
+
+    kernels = torch.library.Library("aten", "IMPL")
+    kernels.impl("_cudnn_rnn", cast_and_call, "AutocastCUDA")
+    return kernels
+
+
+@functools.cache
+def lstms_in_what_the_cpu_has() -> torch.library.Library | None:
+    """From here on, an LSTM under bf16 or fp16 is float32 on a CPU for which oneDNN has none in that dtype
+    (without AVX-512), as a GRU is on every CPU: torch (2.15) asks oneDNN all the same, which raises.
+
+    The kernel is replaced as long as what this returns is held.
+    """
+    names = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    if not all(hasattr(torch.ops.mkldnn, name) for name in names.values()):
+        return None
+    has = {dtype: getattr(torch.ops.mkldnn, name)() for dtype, name in names.items()}
+
+    def cast_and_call(*given: Any) -> Any:
+        dtype = torch.get_autocast_dtype("cpu")
+        dtype = dtype if has.get(dtype) else torch.float32
+        cast = [one.to(dtype) if isinstance(one, Tensor) else one for one in given]
+        with torch.autocast("cpu", enabled=False):
+            return torch.ops.aten.mkldnn_rnn_layer(*cast)
+
+    kernels = torch.library.Library("aten", "IMPL")
+    kernels.impl("mkldnn_rnn_layer", cast_and_call, "AutocastCPU")
+    return kernels

@@ -44,10 +44,10 @@ def threads_of(cores: int, ranks: int, workers: int) -> int:
 
 
 def workers_of(cores: int, ranks: int, on_cpu: bool) -> int:
-    """Loader processes for each of a node's ranks, eight at most: a core each, and at least one is left for
-    the rank itself; where that computes on cores, too, half of them."""
+    """Loader processes for each of a node's ranks: a core each, and one is left for the rank itself. Where
+    that computes on cores, too, half of them, eight at most: it is slower than eight of them are."""
     share = cores // ranks
-    return max(0, min(8, share // 2 if on_cpu else share - 1))
+    return max(0, min(8, share // 2) if on_cpu else share - 1)
 
 
 def cores_in_words(world: "World", workers: int) -> str:

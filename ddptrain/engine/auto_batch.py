@@ -1,7 +1,9 @@
 """train.micro_batch=auto and train.eval_batch_size=auto: as many samples at once as fit into the memory."""
 
+import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any, final
@@ -13,8 +15,9 @@ from ddptrain.api.recipe import Data, Task
 from ddptrain.api.strategy import Strategy
 from ddptrain.config.schema import Train
 from ddptrain.distributed.comm import from_all_ranks, on_all_ranks
+from ddptrain.distributed.snapshot import unchanged
 from ddptrain.engine.evaluate import in_evaluation
-from ddptrain.engine.out_of_memory import is_lack_of_memory
+from ddptrain.engine.out_of_memory import in_one_line, is_lack_of_memory
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.errors import UserError
@@ -24,6 +27,9 @@ log = logging.getLogger("ddptrain")
 _COPIES = 4
 """What will be held beside weights and gradients, as copies of the trained parameters: DDP's buckets, two
 averages of Adam, averaged weights. Under elastic=strict one more for each sum that it keeps of its shards."""
+_USABLE = 0.9
+"""Of a GPU's memory while sizes are tried. The rest is for what comes later, or beside torch's allocator:
+NCCL's buffers, cuBLAS's workspaces, fragmentation."""
 _EVAL_SHARE = 4
 """Evaluation keeps no activations; so many times the micro-batch are tried first."""
 
@@ -91,37 +97,40 @@ class AutoBatch:
     def _largest(self, most: int, work: Callable[[int], None], key: str) -> int:
         """``most`` divided by the smallest number, rounded up, for which there is room."""
         too_few, parts = 0, 1
-        while not self._has_room(work, -(-most // parts)):
+        while lack := self._lack(work, -(-most // parts)):
             if parts == most:
                 raise UserError(
-                    f"{key}=auto: rank {self._world.rank} has no room for a single sample. Take a smaller"
-                    " model, or a device with more memory.",
+                    f"{key}=auto: rank {self._world.rank} has no room for a single sample ({lack}). Take a"
+                    " smaller model, or a device with more memory.",
                     everywhere=False,
                 )
             too_few, parts = parts, min(2 * parts, most)
         while parts - too_few > 1:
             middle = (too_few + parts) // 2
-            if self._has_room(work, -(-most // middle)):
-                parts = middle
-            else:
+            if self._lack(work, -(-most // middle)):
                 too_few = middle
+            else:
+                parts = middle
         return -(-most // parts)
 
-    def _has_room(self, work: Callable[[int], None], size: int) -> bool:
+    def _lack(self, work: Callable[[int], None], size: int) -> str:
+        """What torch says where ``size`` samples do not fit; '' where they do."""
         trained = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
         sums = len(self._plan.sampler(self._world).own_shards).bit_length()
         copies = _COPIES + sums * (self._plan.shards is not None)
         try:
-            held = torch.empty(copies * trained, dtype=torch.uint8, device=self._world.device)
-            work(size)
+            with _headroom(self._world.device):
+                held = torch.empty(copies * trained, dtype=torch.uint8, device=self._world.device)
+                work(size)
             del held
-            return True
+            return ""
         except RuntimeError as error:
             if not is_lack_of_memory(error):
                 raise
-            return False
+            return in_one_line(error)
         finally:
             if self._world.device.type == "cuda":
+                gc.collect()  # a cycle may hold what the try has left
                 torch.cuda.empty_cache()
 
     def _train(self, size: int) -> None:
@@ -129,22 +138,33 @@ class AutoBatch:
         sampler = replace(self._plan, micro_batch=size).sampler(self._world)
         largest = sampler.micro_sizes.index(max(sampler.micro_sizes))
         batch = next(islice(self._data.train_batches(sampler, range(1)), largest, None))
-        buffers = [buffer.clone() for buffer in self._model.buffers()]
         rank_state = self._task.rank_state()
         try:
-            for _ in range(2):
-                with self._precision.autocast():
-                    loss = self._task.loss(self._model, batch, self._plan.at(0))
-                self._precision.backward(loss.sum, torch.ones_like(loss.sum))
+            with unchanged(self._model):
+                for _ in range(2):
+                    with self._precision.autocast():
+                        loss = self._task.loss(self._model, batch, self._plan.at(0))
+                    self._precision.backward(loss.sum, torch.ones_like(loss.sum))
         finally:
             self._model.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                for buffer, value in zip(self._model.buffers(), buffers, strict=True):
-                    buffer.copy_(value)
             self._task.load_rank_state(rank_state)
 
     @torch.no_grad()
     def _evaluate(self, size: int) -> None:
         (batch,) = self._data.valid_batches([range(size)])
-        with in_evaluation(self._model), self._precision.autocast():
+        with unchanged(self._model), in_evaluation(self._model), self._precision.autocast():
             self._task.evaluate(self._model, batch)
+
+
+@contextmanager
+def _headroom(device: torch.device) -> Iterator[None]:
+    """Inside, torch takes no more of a GPU's memory than what is usable."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(_USABLE * before, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)

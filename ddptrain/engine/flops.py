@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,6 +129,7 @@ def known_peak(name: str, precision: str) -> float | None:
     return None
 
 
+@cache
 def _measured(device: torch.device, precision: str) -> float:
     """The best of a few matrix products and convolutions (on some CPUs convolutions are more than twice as
     fast, by another library). Sync points."""

@@ -60,8 +60,9 @@ def freeze(
     for pattern in patterns:
         found |= matching(pattern, named, f"freeze={pattern}")
     for group in optim.get("groups") or []:
-        if group.get("freeze"):
-            found |= matching(group["params"], named, f"optim.groups, params: {group['params']}")
+        if "freeze" in group:
+            names = matching(group["params"], named, f"optim.groups, params: {group['params']}")
+            found = found | names if group["freeze"] else found - names  # the last one decides
     if not found and until is not None:
         raise UserError("thaw: nothing is frozen that could be thawed. Name it, as freeze=[backbone.*] does.")
     if found and found == named.keys():

@@ -56,7 +56,10 @@ def losses_at(rates: Sequence[float], step: TrainStep, data: Data) -> Iterator[t
             step.settle()
         except NotFinite:
             return
-        loss = step.state.meter.read()["loss"]
+        read = step.state.meter.read()
+        if "loss" not in read:  # the step was left out
+            continue
+        loss = read["loss"]
         if not math.isfinite(loss):
             return
         yield rate, loss

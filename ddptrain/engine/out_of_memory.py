@@ -1,5 +1,6 @@
 """Out of memory: an error message with the override that helps, instead of a traceback."""
 
+import re
 import traceback
 
 from ddptrain.api.world import World
@@ -7,7 +8,14 @@ from ddptrain.config.schema import Config
 from ddptrain.engine.plan import plan_run
 from ddptrain.errors import UserError
 
-_SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
+_SIGNS = re.compile(
+    r"out of memory|DefaultCPUAllocator: can't allocate memory"
+    # of libraries that take memory beside torch's: a workspace, or a handle in a context that is full
+    r"|CUBLAS_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED"
+    r"|CUDNN_STATUS_\w*ALLOC\w*FAILED"
+    # cuDNN's, where no algorithm's workspace fits
+    r"|(?:FIND|GET) was unable to find an engine"
+)
 
 
 def lack_of_memory(error: BaseException, config: Config, world: World, place: str) -> UserError | None:
@@ -17,15 +25,18 @@ def lack_of_memory(error: BaseException, config: Config, world: World, place: st
     """
     if not is_lack_of_memory(error):
         return None
-    # how much was asked for and what there is; then follows what torch's own caches might do about it
-    summary = str(error).partition("\n")[0].partition(" If reserved but")[0].rstrip(".")
-    said = f"rank {world.rank} at {place}: {summary}. {_remedy(error, config, world, place)}"
+    said = f"rank {world.rank} at {place}: {in_one_line(error)}. {_remedy(error, config, world, place)}"
     return UserError(said, everywhere=False)
+
+
+def in_one_line(error: BaseException) -> str:
+    """How much was asked for and what there is, without what torch's own caches might do about it."""
+    return str(error).partition("\n")[0].partition(" If reserved but")[0].rstrip(".")
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
     """Whether torch has raised this error for lack of memory, of a GPU or of the host."""
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and _SIGNS.search(str(error)) is not None
 
 
 def _remedy(error: BaseException, config: Config, world: World, place: str) -> str:

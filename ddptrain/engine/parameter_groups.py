@@ -79,7 +79,7 @@ def parameter_groups(
     titles: dict[str, str] = {}
     for group in optim.get("groups") or []:
         pattern = group["params"]
-        if group.get("freeze") and not any(fnmatchcase(name, pattern) for name in trained):
+        if "freeze" in group and not any(fnmatchcase(name, pattern) for name in trained):
             continue
         for name in matching(pattern, trained, f"optim.groups, params: {pattern}"):
             settings[name] |= group

@@ -5,12 +5,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddptrain import torch_private
 from ddptrain.errors import UserError
 
 log = logging.getLogger("ddptrain")
+_CONVOLUTIONS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
 
 
 class Precision:
@@ -22,18 +25,45 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
-        self._device_type = device.type
+        self._device = device
         self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
         if device.type == "cuda":
             torch.backends.cudnn.allow_tf32 = name == "tf32"
             torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+            torch_private.rnns_in_autocasts_dtype()
+        elif self._dtype is not None:
+            torch_private.lstms_in_what_the_cpu_has()
+
+    def check(self, model: nn.Module) -> None:
+        """Raises UserError where this GPU can't compute the model in this precision."""
+        if self.name != "bf16" or self._device.type != "cuda" or _has_bf16(self._device):
+            return
+        for name, layer in model.named_modules():
+            if isinstance(layer, _CONVOLUTIONS):
+                raise UserError(
+                    f"precision=bf16: {name} of the model is a convolution, and cuDNN has none in bf16 for"
+                    f" {torch.cuda.get_device_name(self._device)} (only from sm_80 on, of 2020)."
+                    " Use precision=fp16 or fp32."
+                )
+
+    def check_gradients(self, model: nn.Module) -> None:
+        """Raises UserError for trained parameters whose gradients torch's scaler can't take."""
+        for name, weight in model.named_parameters() if self.scaler.is_enabled() else ():
+            if not weight.requires_grad or not (weight.is_complex() or weight.dtype == torch.float16):
+                continue
+            kept = "real numbers (torch.view_as_real)" if weight.is_complex() else "float32"
+            raise UserError(
+                f"precision=fp16: {name} of the model is {str(weight.dtype).removeprefix('torch.')}, and the"
+                f" gradient scaler of fp16 takes no such gradients. Keep it as {kept}, or use precision=bf16"
+                " or fp32."
+            )
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Around the forward pass and the loss."""
         if self._dtype is None:
             return nullcontext()
-        return torch.autocast(self._device_type, dtype=self._dtype)
+        return torch.autocast(self._device.type, dtype=self._dtype)
 
     def backward(self, loss: Tensor, weight: Tensor, further: tuple[Tensor, Tensor] | None = None) -> None:
         """Add the gradient of ``weight * loss`` (both 0-d) to the parameters' gradients. further: one more
@@ -50,13 +80,17 @@ class Precision:
             self.scaler.unscale_(optimizer)
 
 
+def _has_bf16(gpu: torch.device) -> bool:
+    return torch.cuda.get_device_capability(gpu) >= (8, 0)
+
+
 def choose_precision(asked: str, device: torch.device) -> Precision:
     """The precision for ``precision=asked``; ``auto`` takes bf16 where the GPU computes in it.
 
     Raises UserError if the device lacks the precision, and warns if it only emulates it.
     """
     on_gpu = device.type == "cuda"
-    has_bf16 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 0)
+    has_bf16 = on_gpu and _has_bf16(device)
     if asked == "auto":
         return Precision("bf16" if has_bf16 else "fp32", device)
     if asked == "tf32" and not has_bf16:  # both came with the Ampere generation

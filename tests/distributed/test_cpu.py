@@ -37,7 +37,16 @@ def test_a_rank_gets_the_threads_that_workers_leave(
 
 @pytest.mark.parametrize(
     ("cores", "ranks", "on_gpu", "on_cpu"),
-    [(1, 1, 0, 0), (2, 1, 1, 1), (4, 1, 3, 2), (4, 2, 1, 1), (4, 4, 0, 0), (4, 8, 0, 0), (64, 2, 8, 8)],
+    [
+        (1, 1, 0, 0),
+        (2, 1, 1, 1),
+        (4, 1, 3, 2),
+        (4, 2, 1, 1),
+        (4, 4, 0, 0),
+        (4, 8, 0, 0),
+        (64, 2, 31, 8),
+        (16, 1, 15, 8),
+    ],
 )
 def test_workers_take_cores_that_are_free(cores: int, ranks: int, on_gpu: int, on_cpu: int) -> None:
     assert workers_of(cores, ranks, on_cpu=False) == on_gpu

@@ -12,7 +12,7 @@ from torch import nn
 import ddptrain
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Train
-from ddptrain.engine.out_of_memory import lack_of_memory
+from ddptrain.engine.out_of_memory import is_lack_of_memory, lack_of_memory
 from ddptrain.engine.plan import Plan
 from ddptrain.watchdog.watchdog import Watchdog
 
@@ -96,11 +96,15 @@ def test_in_a_real_step(where: str, said: str, tmp_path: Path, monkeypatch: pyte
         watchdogs.append(Watchdog(world))
         return watchdogs[0]
 
-    def refused(*_: Any) -> None:
+    kind, method = (torch.optim.SGD, "step") if where == "optimizer" else (nn.Linear, "forward")
+    plain = getattr(kind, method)
+
+    def refused(*given: Any) -> Any:
+        if where == "forward" and not torch.is_grad_enabled():
+            return plain(*given)  # of an evaluation, which comes first
         raise RuntimeError(TORCHS)
 
     monkeypatch.setattr(toy, "Watchdog", watched)
-    kind, method = (torch.optim.SGD, "step") if where == "optimizer" else (nn.Linear, "forward")
     monkeypatch.setattr(kind, method, refused)
     with pytest.raises(RuntimeError) as raised:
         toy.Fit(Plan(steps=4, train_size=256, batch_size=64)).run(World(), tmp_path)
@@ -122,3 +126,23 @@ def test_with_bf16_already_only_a_smaller_model_is_left() -> None:
 )
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
     assert lack_of_memory(error, Config(), World(), "step 0, forward") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "FIND was unable to find an engine to execute this computation",
+        "GET was unable to find an engine to execute this computation",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_libraries_that_find_no_memory_are_recognised(text: str) -> None:
+    assert is_lack_of_memory(RuntimeError(text))
+
+
+@pytest.mark.parametrize("text", ["cuDNN error: CUDNN_STATUS_BAD_PARAM", "CUBLAS_STATUS_EXECUTION_FAILED"])
+def test_their_other_errors_are_not(text: str) -> None:
+    assert not is_lack_of_memory(RuntimeError(text))

@@ -91,6 +91,24 @@ def test_frozen_parameters_and_their_statistics_stay() -> None:
     assert still == {name for name in before if not name.startswith("3.")}
 
 
+@pytest.mark.parametrize(
+    ("groups", "frozen"),
+    [
+        ([("0.*", True), ("*.bias", False)], {"0.weight"}),
+        ([("*.bias", False), ("0.*", True)], {"0.weight", "0.bias"}),
+        ([("0.*", True), ("0.bias", False), ("0.b*", True)], {"0.weight", "0.bias"}),
+    ],
+)
+def test_the_last_pattern_decides_what_is_frozen(groups: list[tuple[str, bool]], frozen: set[str]) -> None:
+    model = small()
+    optim = {**SGD, "groups": [{"params": name, "freeze": on} for name, on in groups]}
+    found = freeze(model, optim, [])
+    assert found is not None
+    assert set(found.parameters) == frozen
+    trained = {id(p) for group in parameter_groups(model, optim) for p in group.parameters}
+    assert {n for n, p in model.named_parameters() if id(p) not in trained} == frozen
+
+
 def test_a_norm_of_which_a_part_is_trained_goes_on_counting() -> None:
     model = small()
     freeze(model, {**SGD, "groups": [{"params": "1.bias", "freeze": True}]}, [])

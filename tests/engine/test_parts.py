@@ -133,11 +133,15 @@ def test_meter_means_over_ranks_and_survives_a_gather() -> None:
         for gathers in (False, True):
             for i in range(3):
                 value = torch.tensor(float(world.rank * 10 + i))
+                meter.begin_step()
                 meter.add(Loss(value, 2, {"half": value / 2}), world.rank)
+                meter.end_step(applied=True)
                 if gathers:
                     meter.gather()
             found.append(meter.read())
+        meter.begin_step()
         meter.add(Loss(torch.tensor(6.0), torch.tensor(1 + world.rank)), world.rank)
+        meter.end_step(applied=True)
         found.append(meter.read())
         return found
 
@@ -166,9 +170,11 @@ def test_a_logged_infinity_is_told_and_does_not_end_the_run() -> None:
     def rank(world: World) -> dict[str, float]:
         meter = Meter(world)
         endless = torch.tensor(float("inf") if world.is_first else float("-inf"))
+        meter.begin_step()
         meter.add(
             Loss(torch.tensor(1.0), 1, {"ratio": endless, "huge": torch.tensor(1e308).double()}), world.rank
         )
+        meter.end_step(applied=True)
         return meter.read()
 
     for found in run_ranks(rank, 2):
