@@ -3,9 +3,10 @@
     python tests/fake_gpu --gpus=2 python tests/fake_gpu/cases.py FOLDER which ...
     python tests/fake_gpu --gpus=2 torchrun --standalone --nproc-per-node=2 tests/fake_gpu/cases.py FOLDER ...
 
-which: ``quick``, ``long``, ``all``, or numbers of cases of the whole matrix. Prints a line a case: what it
-was, its exit code, and the launches of a step: all, and those outside the task's loss and backward pass. Ends
-with 1 where one crashed, or where `watch` found something in it.
+which: ``quick``, ``long``, ``sharded`` (``sharded:1``: the first of them), ``all``, or numbers of cases of a
+whole matrix. Prints a line a case: what it was, its exit code, and the launches of a step: all, and those
+outside the task's loss and backward pass. Ends with 1 where one crashed, or where `watch` found something in
+it.
 """
 
 import contextlib
@@ -64,6 +65,7 @@ RANKS = {
     "batchnorm": ["strategy.sync_batchnorm=true"],
     "verified": ["train.verify_every=2"],
 }
+SHARDED = {"fsdp": ["strategy=fsdp"], "hsdp": ["strategy=hsdp"], "replicate": ["strategy=replicate"]}
 THEN = ("", "resume", "evaluate", "predict", "export")
 """What is done with the run afterwards, by one process."""
 MAY_WAIT = {"batchnorm"}
@@ -120,10 +122,26 @@ def long(world_size: int) -> list[dict[str, str]]:
     return [{"recipe": name, **more, **(alone if world_size == 1 else ranks)} for name in recipes]
 
 
+def sharded(world_size: int) -> list[dict[str, str]]:
+    """Weights in parts, gathered block by block; on four ranks hsdp's, of two nodes. With AdamW, of whose
+    kind alone torch has fused optimizers for parts."""
+    cases = (
+        ("transformer_text", "files", "bf16", "clip", "fsdp", "resume"),
+        ("cnn_cifar10", "files", "fp16", "skip", "fsdp", "evaluate"),
+        ("lstm_text", "files", "fp32", "accumulation", "hsdp", "resume"),
+        ("cnn_digits", "workers", "tf32", "ema", "hsdp", ""),
+        ("yolo_shapes", "files", "fp32", "deterministic", "fsdp", ""),
+        ("transformer_translate", "files", "bf16", "skip", "replicate", "predict"),
+    )
+    axes = ("recipe", "loading", "precision", "option", "strategy", "then")
+    found = [dict(zip(axes, case, strict=True)) for case in cases]
+    return [case for case in found if world_size == 2 or case["strategy"] == "hsdp"]
+
+
 def words(case: dict[str, str], folder: Path) -> list[str]:
     own = [word.format(folder=folder) for word in RECIPES[case["recipe"]]]
     loading = [] if "_text" in case["recipe"] or "translate" in case["recipe"] else LOADING[case["loading"]]
-    strategy = {**ALONE, **RANKS}[case["strategy"]]
+    strategy = {**ALONE, **RANKS, **SHARDED}[case["strategy"]]
     return [f"recipe={case['recipe']}", "device=cuda", f"precision={case['precision']}", *FEW, *own, *loading,
             *OPTIONS[case["option"]], *strategy, *case.get("more", "").split()]  # fmt: skip
 
@@ -207,14 +225,15 @@ def _pairs(case: dict[str, str]) -> set[frozenset[tuple[str, str]]]:
 
 def chosen(which: list[str], world_size: int) -> Iterator[tuple[str, dict[str, str]]]:
     for word in which:
-        cases = {"quick": quick, "long": long}.get(word, matrix)(world_size)
-        picked = [int(word)] if word.isdigit() else range(len(cases))
+        name, _, first = word.partition(":")
+        cases = {"quick": quick, "long": long, "sharded": sharded}.get(name, matrix)(world_size)
+        picked = [int(word)] if word.isdigit() else range(int(first or len(cases)))
         yield from ((f"{word}-{world_size}-{i}", cases[i]) for i in picked)
 
 
 def go(folder: Path, which: list[str]) -> int:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not (folder / "text.txt").exists():
+    if rank == 0 and not (folder / "text.txt").exists():
         prepare(folder)
     crashed = 0
     for name, case in chosen(which, size):

@@ -12,12 +12,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import rnns
 import torch
 from kernels import KERNELS
 from streams import Streams
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 aten = torch.ops.aten
 _NATIVE = {
@@ -33,8 +34,8 @@ _WAITS = (
 )  # fmt: skip
 """Operators whose CUDA code waits for the device or reads numbers from it, by the beginning of their names.
 They run on the CPU alone."""
-_NO_RESULT_YET = ("multinomial", "geqrf", "orgqr", "ormqr", "_embedding_bag")
-"""The native code of these would read numbers that no kernel has made."""
+_NO_RESULT_YET = ("multinomial", "geqrf", "orgqr", "ormqr", "_embedding_bag", "_cudnn_rnn")
+"""The native code of these would read numbers that no kernel has made, or call cuDNN."""
 
 findings: list[str] = []
 """What was found and not yet looked at."""
@@ -70,6 +71,7 @@ def activate() -> None:
             torch.backends.cuda.enable_cudnn_sdp,
         ):
             choose(False)
+        rnns.take_cudnns(find)
         FakeGpu().__enter__()
 
 
@@ -80,6 +82,10 @@ class FakeGpu(TorchDispatchMode):
         _thread.active = True  # autograd's threads bring the mode with them
         kwargs = kwargs or {}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(map(is_traceable_wrapper_subclass, tensors)):
+            return NotImplemented  # a DTensor calls operators on its part, a collective's result waits first
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs)  # DTensor asks for a shape: there is no memory
         device = next((t.device for t in tensors if t.is_cuda), kwargs.get("device"))
         if device is None or torch.device(device).type != "cuda":
             return func(*args, **kwargs)
@@ -88,14 +94,14 @@ class FakeGpu(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         if func.namespace == "c10d":  # its own stream waits for this one, and a later event tells of its end
-            streams.used(func, args, tensors, tensors)
+            streams.used(func, args, kwargs, tensors, tensors)
         if kind == "view" or func.namespace == "c10d":
             return func(*args, **kwargs)
         if kind == "native" or _is_copy_to_host(func, args, kwargs):
             out = func(*args, **kwargs)
         else:
             out = self._computed(func, args, kwargs, torch.device(device), kind)
-        streams.used(func, args, tensors, _tensors(out))
+        streams.used(func, args, kwargs, tensors, _tensors(out))
         return out
 
     def _computed(self, func: Any, args: Any, kwargs: Any, device: torch.device, kind: str) -> Any:
@@ -156,14 +162,15 @@ def _on_cpu(leaf: Any) -> Any:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_cuda]
+    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_cuda]
+    return [leaf for leaf in leaves if not is_traceable_wrapper_subclass(leaf)]
 
 
 @functools.cache
 def _kind_of(func: Any) -> str:
     name = func._schema.name.partition("::")[2] + "." + func._schema.overload_name
     aliases = [returned.alias_info for returned in func._schema.returns]
-    if func.namespace not in ("aten", "torchvision") or func in _NATIVE:
+    if func.namespace not in ("aten", "torchvision", "fsdp") or func in _NATIVE:
         return "native"
     if func.namespace == "aten" and func._can_decompose():
         return "composite"

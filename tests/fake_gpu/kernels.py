@@ -3,6 +3,7 @@ precision that are added up in float32."""
 
 from typing import Any
 
+import rnns
 import torch
 from torch import Tensor
 
@@ -179,5 +180,7 @@ KERNELS: dict[Any, Any] = {
     aten.batch_norm_elemt.default: _normalised,
     aten.batch_norm_backward_reduce.default: _backward_sums,
     aten.batch_norm_backward_elemt.default: _normalised_backward,
+    aten._cudnn_rnn.default: rnns.forward,
+    aten._cudnn_rnn_backward.default: rnns.backward,
     aten.cudnn_is_acceptable.default: lambda *_: False,
 }

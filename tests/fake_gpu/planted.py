@@ -10,6 +10,7 @@ from typing import Any
 
 import emulate
 import pytest
+import rnns
 import torch
 import watch
 from torch import Tensor
@@ -94,16 +95,12 @@ def on_another_stream(images: Tensor, labels: Tensor, total: Tensor, waits: bool
 def without_wait(patch: pytest.MonkeyPatch) -> None:
     """The step does not wait for the stream that brings its batch."""
     wait = torch.cuda.Stream.wait_stream
-    patch.setattr(
-        torch.cuda.Stream, "wait_stream", lambda self, other: None if other in kept else wait(self, other)
-    )
-    made = torch.cuda.Stream
 
-    def remembered(*args: Any, **kwargs: Any) -> Any:
-        kept.append(made(*args, **kwargs))
-        return kept[-1]
+    def waits(self: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        if self != torch.cuda.default_stream(self.device):
+            wait(self, other)
 
-    patch.setattr(prefetch.torch.cuda, "Stream", remembered)
+    patch.setattr(torch.cuda.Stream, "wait_stream", waits)
 
 
 def without_telling(patch: pytest.MonkeyPatch) -> None:
@@ -206,6 +203,19 @@ def test_without_a_bug_nothing_is_found(tmp_path: Path) -> None:
 def test_nor_with_a_stream_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_the_loss(partial(on_another_stream, waits=True, tells=True))(monkeypatch)
     train(tmp_path)
+
+
+def test_a_recurrent_layer_in_fp16_under_bf16_is_found() -> None:
+    """With the kernel that is torch's own."""
+    torchs = torch.library.Library("aten", "IMPL")
+    torchs.impl("_cudnn_rnn", rnns.as_torch_does, "AutocastCUDA")
+    cells, x = torch.nn.GRU(3, 4).cuda(), torch.ones(2, 1, 3, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        cells(x)
+    del torchs
+    assert (
+        "a recurrent layer computes in torch.float16 under autocast to torch.bfloat16" in emulate.findings[0]
+    )
 
 
 @pytest.mark.parametrize("bug", BUGS)

@@ -117,6 +117,25 @@ def test_nor_does_a_step_on_text(tmp_path: Path, model: str, precision: str) -> 
         assert "".join(task.predict(state.model.eval(), prompt="the", tokens=5)).startswith("the")
 
 
+@pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_recurrent_layers_compute_in_bf16(layer: type[torch.nn.RNNBase]) -> None:
+    """In fp16, gradients as small as those of a mean over many tokens would be subnormal, or 0."""
+    torch.manual_seed(0)
+    cells, x = layer(8, 16, num_layers=2, bidirectional=True).to(DEVICE), torch.randn(5, 6, 8, device=DEVICE)
+    gradients = []
+    for precision in ("fp32", "bf16"):
+        made = Precision(precision, DEVICE)
+        with made.autocast():
+            y = cells(x)[0]
+        made.backward(y.float().square().sum(), torch.tensor(1e-9, device=DEVICE))
+        gradients.append([1e9 * p.grad for p in cells.parameters() if p.grad is not None])
+        cells.zero_grad()
+    # float32 where cuDNN is too old for bf16
+    assert y.dtype in (torch.bfloat16, torch.float32)
+    for ours, exact in zip(gradients[1], gradients[0], strict=True):
+        assert (ours - exact).norm() < 0.03 * exact.norm()
+
+
 @pytest.mark.usefixtures("steps_must_not_wait")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_nor_does_a_step_of_the_detector(tmp_path: Path, precision: str) -> None:
@@ -139,6 +158,28 @@ def test_batches_copied_ahead_are_neither_read_early_nor_overwritten() -> None:
         sums.append(batch.double().sum())
         del batch  # its memory may now be reused for a copy, but not before the sum is done
     assert torch.stack(sums).tolist() == [float(i) * size for i in range(count)]
+
+
+class Reserved(Observer):
+    """Keeps how much memory torch held after each evaluation."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def log(self, event: Any) -> None: ...
+
+    def evaluated(self, event: Any) -> None:
+        self.seen.append(torch.cuda.memory_reserved())
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_memory_does_not_grow_with_the_number_of_evaluations(tmp_path: Path, resident: bool) -> None:
+    data = ImageData(Shapes(train=32, valid=64), Augment(4, True, 8), workers=0, resident=resident)
+    plan = Plan(steps=40, train_size=32, batch_size=16, log_every=100, eval_every=1)
+    reserved = Reserved()
+    Fit(plan, observers=[reserved]).train(Classify(cnn), data, World(device=DEVICE), tmp_path)
+    assert len(reserved.seen) == 40
+    assert reserved.seen[-1] <= reserved.seen[4], [size >> 20 for size in reserved.seen]
 
 
 class Ended(Observer):

@@ -35,6 +35,8 @@ class _After(importlib.abc.MetaPathFinder):
 
 
 def _emulate(torch: Any) -> None:
+    import rnns  # noqa: F401  # torch's kernel for autocast, before anybody replaces it
+
     initialise = torch.cuda._lazy_init
 
     def initialised() -> None:
