@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddptrain.observe.clock import clock
 from ddptrain.sweep.ledger import Job
@@ -89,18 +89,24 @@ def jobs_table(jobs: Sequence[Job]) -> "Table":
     found = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="")
     for name in ("job", "status", "overrides"):
         found.add_column(name, overflow="fold")
-    metrics = {job.metric for job in jobs if job.metric}
-    measured = list(objectives) or [metrics.pop() if len(metrics) == 1 else "metric"]
+    metrics = sorted({job.metric for job in jobs if job.metric})
+    several = len(metrics) > 1 and not objectives
+    measured = list(objectives) or ["metric" if len(metrics) != 1 else metrics[0]]
     for name in (*measured, "steps", "time", "GPU"):
         found.add_column(name, justify="right", overflow="fold")
-    for job in sorted(jobs, key=lambda job: (job.number not in best, _place(job, objectives))):
+
+    def place(job: Job) -> tuple[Any, ...]:
+        """Values of several metrics can't be compared."""
+        return job.number not in best, job.metric if several else "", _place(job, objectives)
+
+    for job in sorted(jobs, key=place):
         seconds = job.seconds + (time.time() - job.began if job.status == "running" else 0)
         values = [job.results.get(name) for name in objectives] or [job.value]
         found.add_row(
             f"{job.folder}{' *' * (job.number in best)}",
             Text(_status(job), style=_COLOURS.get(job.status, "")),
             Text(_own_words(job, common)),
-            *("" if value is None else _number(value) for value in values),
+            *("" if value is None else f"{job.metric} " * several + _number(value) for value in values),
             f"{job.step}/{job.steps}" if job.steps else "",
             clock(seconds) if seconds else "",
             " ".join([*["CPU"] * job.on_cpu, ",".join(job.gpus)]).strip(),

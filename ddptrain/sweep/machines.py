@@ -19,7 +19,7 @@ from ddptrain.text import json_object, quoted
 
 OUTPUT = "output.txt"
 """In the job's folder: what it prints, attempt after attempt."""
-_COSTS = ("samples_per_s", "seconds", "peak_memory_mib")
+COSTS = ("samples_per_s", "seconds", "peak_memory_mib")
 """What a summary has beside metrics that a sweep may have for an objective."""
 _LAST_BYTES = 4096
 _AGENT_SAYS = "ddptrain launch: "
@@ -184,7 +184,7 @@ class Machines(ABC):
 def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
     best = summary.get("best", {})
     metric = next((name for name in best if name != "step"), None)
-    costs = {name: summary.get(name) for name in _COSTS}
+    costs = {name: summary.get(name) for name in COSTS}
     results = {**summary.get("metrics", {}), **costs, **({metric: best[metric]} if metric else {})}
     finite = {name: value if _is_finite(value) else None for name, value in results.items()}
     if metric is None:

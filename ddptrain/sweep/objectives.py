@@ -36,6 +36,16 @@ def check_results(job: Job, objectives: Mapping[str, str]) -> None:
             )
 
 
+def check_one_metric(jobs: Sequence[Job], objectives: Mapping[str, str]) -> None:
+    """Raises UserError where jobs without objectives are judged by several metrics."""
+    metrics = sorted({job.metric for job in jobs if job.metric})
+    if len(metrics) > 1 and not objectives:
+        raise UserError(
+            f"sweep.objectives: the jobs' best metrics are {', '.join(metrics)}, which can't be compared."
+            " Name one that all of them have: sweep.objectives={accuracy: max}"
+        )
+
+
 def pareto_best(jobs: Sequence[Job], objectives: Mapping[str, str]) -> set[int]:
     """The numbers of the jobs that are done and on the Pareto front."""
     scores = {job.number: scores_of(job, objectives) for job in jobs if job.status == "done"}

@@ -12,7 +12,7 @@ from ddptrain.config.schema import Config
 from ddptrain.errors import ExitCode, Stopped, UserError
 from ddptrain.sweep.board import Board
 from ddptrain.sweep.ledger import Job, Ledger
-from ddptrain.sweep.machines import Attempt, Machines
+from ddptrain.sweep.machines import COSTS, Attempt, Machines
 from ddptrain.sweep.pruning_rules import PruningRule
 from ddptrain.sweep.questions import Questions
 from ddptrain.sweep.sharing import Sharing
@@ -116,8 +116,10 @@ class Pool:
             began = True
             folder = self._ledger.folder / job.folder
             questions = self._questions[job.number] = Questions(folder)
-            words = self._machines.command(job, self._ledger.folder, self._configs[job.number])
-            words.append(questions.controller(waits=self._rule.prunes))
+            config = self._configs[job.number]
+            words = self._machines.command(job, self._ledger.folder, config)
+            metrics = [name for name in config.sweep.objectives or () if name not in COSTS]
+            words.append(questions.controller(self._rule.prunes, metrics))
             if limit := self._sharing.begins(job):
                 words.append(f"train.step_limit={limit}")
             self._attempts[job.number] += 1

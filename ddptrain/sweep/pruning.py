@@ -3,11 +3,12 @@
 import logging
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
 from ddptrain.api.controller import Controller
-from ddptrain.api.observer import Evaluated
+from ddptrain.api.observer import Evaluated, Start
 from ddptrain.sweep.questions import ANSWERED, ASKED, append, read_from
 
 _ANSWER_TIMEOUT_S = 60.0
@@ -19,7 +20,7 @@ log = logging.getLogger("ddptrain")
 @final
 class Pruning(Controller):
     """Asks the sweep that started this job whether it goes on after an evaluation, by files in the job's
-    ``folder``. waits: for the answer, which else is yes.
+    ``folder``. waits: for the answer, which else is yes. metrics: that ``sweep.objectives`` names.
 
     Without an answer within a minute the job goes on: on other nodes it may outlive its sweep, which judges
     it once it is back.
@@ -27,9 +28,14 @@ class Pruning(Controller):
 
     why = "pruned"
 
-    def __init__(self, folder: str, waits: bool = True) -> None:
+    def __init__(self, folder: str, waits: bool = True, metrics: Sequence[str] = ()) -> None:
         self._folder = Path(folder)
         self._waits = waits
+        self._metrics = metrics
+
+    def start(self, event: Start) -> None:
+        for name in self._metrics:
+            event.check_metric("sweep.objectives", name)
 
     def goes_on(self, event: Evaluated) -> bool:
         question = {

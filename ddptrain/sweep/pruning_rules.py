@@ -1,4 +1,5 @@
-"""Which jobs of a sweep go on: pure rules over the evaluations in its ledger, applied by one process."""
+"""Which jobs of a sweep go on: pure rules over the evaluations in its ledger, applied by one process. Jobs of
+different metrics are not compared."""
 
 import math
 from collections.abc import Sequence
@@ -71,9 +72,12 @@ class Asha(PruningRule):
 
     def _best(self, rung: float, jobs: Sequence[Job]) -> list[Job]:
         """One of eta of the jobs that have got to a rung, the best."""
-        values = {job.number: value for job in jobs if (value := self._value_at(rung, job)) is not None}
-        ranked = sorted(values, key=lambda number: (-_known(values[number]), number))
-        chosen = set(ranked[: len(ranked) // self._eta])
+        chosen: set[int] = set()
+        for metric in {job.metric for job in jobs}:
+            alike = [job for job in jobs if job.metric == metric]
+            values = {job.number: value for job in alike if (value := self._value_at(rung, job)) is not None}
+            ranked = sorted(values, key=lambda number: (-_known(values[number]), number))
+            chosen |= set(ranked[: len(ranked) // self._eta])
         return [job for job in jobs if job.number in chosen]
 
     def _value_at(self, rung: float, job: Job) -> float | None:
@@ -102,7 +106,8 @@ class Median(PruningRule):
         share = job.evaluations[-1].share
         if share < self._first or share >= 1:
             return True
-        means = [mean for other in jobs if other is not job for mean in _mean_up_to(share, other.evaluations)]
+        others = [other for other in jobs if other is not job and other.metric == job.metric]
+        means = [mean for other in others for mean in _mean_up_to(share, other.evaluations)]
         if len(means) < _ENOUGH:
             return True
         return max(_known(evaluation.value) for evaluation in job.evaluations) >= median(means)

@@ -6,7 +6,7 @@ in the same order. A sweep that was away for a while finds all that was asked me
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,12 @@ class Questions:
             raise unwritable(folder, error, "sweep.dir") from error
         self._answered = len(read_from(folder / ANSWERED, 0))
 
-    def controller(self, waits: bool) -> str:
-        """The override that makes the job ask. waits: for the answers."""
+    def controller(self, waits: bool, metrics: Iterable[str]) -> str:
+        """The override that makes the job ask. waits: for the answers. metrics: that it has to have."""
         target = "_target_:ddptrain.sweep.pruning.Pruning"
-        folder = quoted(str(self._folder))
-        return f"+controllers.pruning={{{target},folder:{folder},waits:{str(waits).lower()}}}"
+        folder, names = quoted(str(self._folder)), ",".join(map(quoted, metrics))
+        own = f"folder:{folder},waits:{str(waits).lower()},metrics:[{names}]"
+        return f"+controllers.pruning={{{target},{own}}}"
 
     def unanswered(self) -> list[dict[str, Any]]:
         return read_from(self._folder / ASKED, self._answered)

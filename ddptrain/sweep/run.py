@@ -166,8 +166,10 @@ def _machines(config: Config) -> Machines:
 
 
 def _beginnings(configs: Mapping[int, Config], settings: Sweep) -> Beginnings:
-    """What jobs share; nothing where they are pruned, for then none is sure to get anywhere."""
-    shares = settings.share and settings.prune == "none"
+    """What jobs share; nothing where they are pruned, for then none is sure to get anywhere, or where their
+    time is judged, for then each has to take its own."""
+    timed = {"seconds", "samples_per_s"} & set(settings.objectives or {})
+    shares = settings.share and settings.prune == "none" and not timed
     return Beginnings(configs if shares else {})
 
 

@@ -10,7 +10,7 @@ from typing import final
 from ddptrain.config.schema import Sweep
 from ddptrain.errors import ExitCode
 from ddptrain.sweep.ledger import Job
-from ddptrain.sweep.objectives import check_results, scores_of
+from ddptrain.sweep.objectives import check_one_metric, check_results, scores_of
 from ddptrain.sweep.ranges import Point, Range
 from ddptrain.sweep.samplers import SAMPLERS, Trial, check_sampler
 from ddptrain.text import counted
@@ -66,13 +66,15 @@ class Search:
     def next_point(self, jobs: Sequence[Job]) -> Asked | None:
         """What to try next; None where all points have been asked for, or no new one is found.
 
-        jobs: all of the ledger. Raises UserError where a job that is done lacks an objective.
+        jobs: all of the ledger. Raises UserError where a job that is done lacks an objective, or jobs without
+        objectives are judged by several metrics.
         """
         known = self.points(jobs)
         if len(known) >= self.trials:
             return None
         ranges = list(self._ranges.values())
         tried = {tuple(point.values()) for _, point in known}
+        check_one_metric([job for job, _ in known], self._objectives)
         trials = [self._trial(job, point) for job, point in known]
         sampler, objectives = SAMPLERS[self._asked.search], max(1, len(self._objectives))
         for drawn in sampler(ranges, trials, objectives, self._seeds(len(known))):

@@ -32,7 +32,9 @@ def grid(folder: Path) -> list[Job]:
     """Rate times seed times name; only the rate matters, 0.01 is the best."""
     ledger = Ledger(folder)
     dice = random.Random(0)
-    for rate, seed, name in itertools.product(("0.0001", "0.001", "0.01", "0.1"), "123", ("a $x", "b_$y$")):
+    for rate, seed, name in itertools.product(
+        ("0.0001", "0.001", "0.01", "0.1"), "1234567", ("a $x", "b_$y$")
+    ):
         job = ledger.job(
             f"{rate} {seed} {name}", (f"optim.lr={rate}", "recipe=x", f"seed={seed}", f"n='{name}'")
         )
@@ -47,7 +49,7 @@ def test_settings_of_a_grid(tmp_path: Path) -> None:
     assert found is not None
     assert found.ranges == (
         Numbers("optim.lr", 0.0001, 0.1, log=True),
-        Numbers("seed", 1, 3, whole=True),
+        Numbers("seed", 1, 7, whole=True),
         Choice("n", ("'a $x'", "'b_$y$'")),
     )
     assert found.objectives == {"accuracy": "max"}
@@ -56,6 +58,20 @@ def test_settings_of_a_grid(tmp_path: Path) -> None:
     assert next(iter(shares)) == "optim.lr"
     assert shares["optim.lr"] > 0.8
     assert sum(shares.values()) == pytest.approx(1)
+
+
+def test_of_few_jobs_no_importances_are_told(tmp_path: Path) -> None:
+    """Six say of a setting that moves the results by a tenth of the other's that it is all that counts."""
+    pytest.importorskip("optuna")
+    widths = {8: 0.5, 16: 0.52, 32: 0.54}
+    jobs = []
+    for rate, width in itertools.product((0.1, 0.001), widths):
+        value = widths[width] + (0.3 if rate == 0.1 else 0.0)
+        jobs.append(Job(len(jobs), str(len(jobs)), (f"optim.lr={rate}", f"task.width={width}"), value=value))
+        jobs[-1].status, jobs[-1].metric = "done", "accuracy"
+    found = outcomes_of(jobs)
+    assert found is not None
+    assert importances(found) == {}
 
 
 def test_numbers_drawn_evenly_are_no_logarithms() -> None:

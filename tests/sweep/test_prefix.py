@@ -147,6 +147,10 @@ def test_the_plan_says_what_is_saved(tmp_path: Path) -> None:
     assert plan.wait() == 0
     assert "641 of 960 steps are trained once for several jobs (sweep.share)" in plan.text
     assert not (tmp_path / "sweep").exists()
+    # a branch has not spent the seconds of what it shares
+    plan = start(tmp_path, *GRID, "sweep.dry_run=true", "sweep.objectives={error:min,seconds:min}")
+    assert plan.wait() == 0
+    assert "are trained once" not in plan.text
 
 
 @pytest.mark.long

@@ -16,10 +16,11 @@ EPOCHS = 9
 
 
 def simulated(
-    rule: PruningRule, finals: list[float], slots: int, dice: random.Random
+    rule: PruningRule, finals: list[float], slots: int, dice: random.Random, losses: int = 0
 ) -> tuple[list[Job], float]:
     """The jobs after a sweep of one evaluation an epoch, in which they advance in any order, and the share
-    of the grid's epochs that were trained. A job's metric only rises, and never crosses another's."""
+    of the grid's epochs that were trained. A job's metric only rises, and never crosses another's.
+    losses: of so many, the first ones, it is another one, which is far below."""
     jobs = [Job(number, str(number), ()) for number in range(len(finals))]
     waiting, running, epochs = list(jobs), dict[int, int](), 0
     at = dict.fromkeys(range(len(jobs)), 0)
@@ -38,7 +39,9 @@ def simulated(
         at[job.number] += 1
         epochs += 1
         share = at[job.number] / EPOCHS
-        job.evaluations.append(Evaluation(share, finals[job.number] * share))
+        is_loss = job.number < losses
+        job.metric = "loss" if is_loss else "accuracy"
+        job.evaluations.append(Evaluation(share, finals[job.number] * share - 100 * is_loss))
         goes_on = rule.goes_on(job, jobs, waiting=bool(waiting))
         job.apply({"event": "verdict", "share": share, "goes_on": goes_on})
         if share == 1 or not goes_on:
@@ -61,6 +64,28 @@ def test_asha_brings_the_best_to_the_end(finals: list[float], slots: int, seed: 
     assert {job.status for job in jobs} <= {"done", "pruned"}
     if len(jobs) >= 9:
         assert share <= 0.5 + slots / len(jobs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    finals=st.lists(st.floats(0.01, 1), min_size=6, max_size=30, unique=True),
+    losses=st.integers(3, 27),
+    slots=st.integers(1, 8),
+    seed=st.integers(0, 1000),
+)
+def test_jobs_of_two_metrics_are_not_compared(
+    finals: list[float], losses: int, slots: int, seed: int
+) -> None:
+    """The best of each gets to the end."""
+    losses = min(losses, len(finals) - 3)
+    jobs, _ = simulated(Asha(3, 1), finals, slots, random.Random(seed), losses)
+    for part in (jobs[:losses], jobs[losses:]):
+        best = max(part, key=lambda job: finals[job.number])
+        assert best.status == "done"
+    median = Median(1 / 9)
+    for job in jobs:
+        alike = [other for other in jobs if other.metric == job.metric]
+        assert median.goes_on(job, jobs, False) == median.goes_on(job, alike, False)
 
 
 @settings(max_examples=100, deadline=None)
