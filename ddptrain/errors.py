@@ -41,6 +41,17 @@ def _unpickled(kind: type[UserError], message: str, everywhere: bool) -> UserErr
     return kind(message, everywhere=everywhere)
 
 
+def reason(error: BaseException) -> str:
+    """What an error of a library says, in a line of a message: the system's own words, or the error's; after
+    its kind where those are none or one (``KeyError: 'format'``), and without their middle where they are
+    many."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    words = str(error).split()
+    text = " ".join(words if len(words) > 1 else [f"{type(error).__name__}:", *words]).rstrip(".:")
+    return text if len(text) <= 220 else f"{text[:100]} ... {text[-100:]}"
+
+
 def check_least(key: str, least: int, **values: int) -> None:
     """Raises UserError where one of the values, of the keys ``<key>.<name>``, is less than ``least``."""
     for name, value in values.items():

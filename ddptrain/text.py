@@ -87,7 +87,16 @@ class Font(NamedTuple):
 
 def fonts_for(text: str) -> list[Font]:
     """Matplotlib's own DejaVu Sans, and for the letters that it lacks others that are installed, such as Noto
-    Sans CJK. A letter that none of them has is drawn as a box."""
+    Sans CJK. A letter that none of them has (`letters_without_font`) is drawn as a box."""
+    return _fonts_for(text)[0]
+
+
+def letters_without_font(text: str) -> str:
+    """Those of its letters that no font of the machine has, in their order in Unicode."""
+    return "".join(map(chr, sorted(_fonts_for(text)[1])))
+
+
+def _fonts_for(text: str) -> tuple[list[Font], set[int]]:
     from matplotlib import font_manager
 
     own = font_manager.findfont("DejaVu Sans")
@@ -98,7 +107,7 @@ def fonts_for(text: str) -> list[Font]:
         if (font.style, font.weight) == ("normal", 400) and (found := missing & _letters_of(font.fname)):
             chosen.append(Font(font.name, font.fname))
             missing -= found
-    return chosen
+    return chosen, missing
 
 
 def _letters(text: str) -> set[int]:

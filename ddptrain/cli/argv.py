@@ -4,8 +4,10 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
+from ddptrain.cli.choices import known_keys
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
 
@@ -44,6 +46,9 @@ _LAUNCH_KNOWS = ("help", "module", "no_python", "run_path", "training_script", "
 _NAMES_FILE = re.compile(r"(^|[.-])(dir|resume|root|path|run|out|checkpoint|facts)$")
 """Words whose value names a file or a folder, as those without a value do."""
 _LONGEST_NAME = 255
+_NEAR = 0.7
+"""How much like a key's last word an option must be to have meant it (difflib's ratio)."""
+_MOST_MEANT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +127,25 @@ def parse(words: Sequence[str]) -> Arguments:
                 raise UserError(f"{word}: {name} takes no value here; write {name}.")
             options.append(word)
         else:
-            hint = did_you_mean(name, (*switches, *_INFO, *_TAKE_A_VALUE, *of_torchrun))
+            hint = _key_meant(name, value if equals else rest[0] if rest else "") if verb in _COMPOSES else ""
+            hint = hint or did_you_mean(name, (*switches, *_INFO, *_TAKE_A_VALUE, *of_torchrun))
             raise UserError(f"{word}: there is no such option.{hint}")
     return Arguments(verb, tuple(overrides), tuple(options), tuple(config_dirs), tuple(torchrun))
+
+
+def _key_meant(option: str, value: str) -> str:
+    """A sentence that names the keys which an option such as ``--batch-size`` could mean, written as
+    overrides of this value; '' where there are none."""
+    name = option.strip("-").replace("-", "_")
+    keys = [*GROUPS, *known_keys()]
+    lasts = {key.rpartition(".")[2] for key in keys}
+    near = [name] if name in lasts else get_close_matches(name, lasts, n=1, cutoff=_NEAR)
+    found = [name] if name in keys else [key for key in keys if key.rpartition(".")[2] in near]
+    if len(name) < 2 or not found:
+        return ""
+    shown = value if re.fullmatch(r"[\w./+-]+", value) and not value.startswith("-") else "..."
+    words = " or ".join(f"{key}={shown}" for key in dict.fromkeys(found[:_MOST_MEANT]))
+    return f" Keys of the config are set without dashes: {words}"
 
 
 def _check_length(word: str, value: str) -> None:

@@ -1,12 +1,17 @@
 """The YAMLs in reach, by their names and first lines: for --help and completion, which do without Hydra."""
 
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import ddptrain
+from ddptrain.config.schema import Config
+from ddptrain.config.suggest import flat_values
 from ddptrain.errors import UserError
+from ddptrain.text import parse_yaml
 
 ENTRY_POINTS = "ddptrain.conf"
 """Of installed packages with recipes: their packages of YAMLs."""
@@ -40,3 +45,22 @@ def first_comment(path: Path) -> str:
             if not line.startswith("# @package"):
                 return line.lstrip("# ").rstrip()
     return ""
+
+
+def known_keys() -> list[str]:
+    """The dotted keys of the schema, and then those of our own YAMLs: of models, data, optimizers."""
+    keys = dict.fromkeys(_keys_of(Config))
+    own = yaml_folders([])[0]
+    for path in sorted(own.glob("*/*.yaml")):
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
+        group = path.parent.name
+        keys |= dict.fromkeys(flat_values(tree if group in tree or group == "recipe" else {group: tree}))
+    return [key for key in keys if key.partition(".")[0] != "defaults" and not key.endswith("_")]
+
+
+def _keys_of(section: Any, prefix: str = "") -> list[str]:
+    keys = []
+    for field in fields(section):
+        inner = is_dataclass(field.type)
+        keys += _keys_of(field.type, f"{prefix}{field.name}.") if inner else [f"{prefix}{field.name}"]
+    return keys

@@ -1,4 +1,4 @@
-"""From a command line to a config tree, by Hydra: this module and `ddptrain.cli.search_path` alone import it.
+"""From a command line to a config tree, by Hydra.
 
 A DictConfig never leaves this module, and Hydra's own exceptions leave it as UserErrors.
 """
@@ -14,7 +14,6 @@ from typing import Any
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
@@ -23,18 +22,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddptrain.cli.argv import CONFIG_DIR, ENV, EXPLAIN, GROUPS, Arguments
 from ddptrain.cli.augment_group import Tree, place_augment
-from ddptrain.cli.explain import explained, no_such_key, plain_tree
+from ddptrain.cli.explain import explained, no_section, no_such_key, plain_tree
 from ddptrain.cli.optim_group import place_optim
+from ddptrain.cli.overrides import check_override, expect_one_value, parsed
 from ddptrain.cli.search_path import CONF, look_in
 from ddptrain.config.check import type_message
 from ddptrain.config.limits import few_interpolations, is_below, is_plain_name, read_config
 from ddptrain.config.suggest import did_you_mean, flat_keys
 from ddptrain.errors import UserError
 
-HYDRA_KEYS = ("hydra.searchpath", "hydra/launcher", "hydra/sweeper", "hydra.launcher.*", "hydra.sweeper.*")
-"""Of Hydra's own keys these may be given, and on the command line alone: the others start code (callbacks,
-logging), set the environment, or write files where they like. Launcher and sweeper are installed plugins."""
-_PLUGIN_KEY = re.compile(r"hydra(/(launcher|sweeper)|\.(launcher|sweeper)\.[\w.]+)")
 _NOT_TAKEN = ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun")
 """Options of Hydra that put another config in the place of ours, or unpickle a file."""
 
@@ -53,7 +49,10 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
 
     Raises the first of what the jobs raised.
     """
-    overrides = [override.input_line or "" for override in _checked_overrides(arguments, arguments.overrides)]
+    asked = _checked_overrides(arguments, arguments.overrides)
+    if not arguments.sweeps:
+        expect_one_value(asked)
+    overrides = [override.input_line or "" for override in asked]
     options = [option.partition("=") for option in arguments.options]
     for name, _, _ in options:
         if name in _NOT_TAKEN:
@@ -142,7 +141,7 @@ def _checked_overrides(arguments: Arguments, words: Sequence[str]) -> list[Overr
     look_in(arguments.config_dirs, places, arguments.variables)
     overrides = parsed([word for word in words if word not in named])
     for override in overrides:
-        _check_override(override)
+        check_override(override)
     return overrides
 
 
@@ -196,47 +195,6 @@ def check_places(tree: Tree, words: Sequence[str]) -> None:
         )
 
 
-def parsed(overrides: Sequence[str]) -> list[Override]:
-    """Hydra's overrides of these words. Raises UserError for what is none."""
-    parser = OverridesParser.create()
-    found = []
-    for override in overrides:
-        short = override if len(override) < 200 else f"{override[:60]}..."
-        try:
-            found += parser.parse_overrides([override])
-        except HydraException as error:
-            raise UserError(
-                f"{short}: is no override; write key=value, and quote what holds commas, brackets"
-                " or blanks: 'key=\"a, b\"'."
-            ) from error
-        except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
-            raise UserError(f"{short}: can't be read ({error}).") from error
-    return found
-
-
-def _check_override(override: Override) -> None:
-    """Refuse Hydra's own keys, and choices that are no names: on some Hydra raises a bare ValueError."""
-    key, word = override.key_or_group, override.input_line or ""
-    if not key:
-        raise UserError(f"{word}: is no override; write key=value.")
-    if _PLUGIN_KEY.fullmatch(key) and override.package is None and not override.is_sweep_override():
-        is_name = "/" not in key or is_plain_name(str(override.value()))
-        if is_name and "_target_" not in f"{key} {override.value()}":
-            return
-        raise UserError(f"{word}: plugins are chosen by their names: hydra/launcher=<name>.")
-    if re.match(r"hydra([./]|$)", key):
-        raise UserError(f"{word}: of Hydra's own keys only {', '.join(HYDRA_KEYS)} may be set; leave it out.")
-    if "/" in key or override.package is not None:
-        raise UserError(f"{word}: there is no such key; the groups are {', '.join(GROUPS)}.")
-    choice = word.partition("=")[2]
-    if "." not in key and re.search(r"\.\.|//|\\|^['\"]?[/~]", choice):
-        raise UserError(f"{word}: {key} takes a name, not a path. Folders of recipes go by --config-dir=...")
-    if key not in GROUPS or override.is_delete() or override.is_sweep_override():
-        return
-    if not isinstance(override.value(), str | list):
-        raise UserError(f"{word}: {key} takes the name of a choice; python -m ddptrain --help lists them.")
-
-
 @contextmanager
 def _hydra_errors_as_user_errors(overrides: Sequence[str]) -> Iterator[None]:
     """Turn what Hydra and OmegaConf raise while composing into a UserError."""
@@ -279,6 +237,8 @@ def _bad_override(error: ConfigCompositionException, overrides: Sequence[str]) -
         return _one_line(error)
     if merged := re.search(r"Error merging override (.+)", str(error)):
         return type_message(cause, merged[1])
+    if re.match("Cannot merge|Merge error", str(cause)) and (found := no_section(overrides)):
+        return found
     missing = re.search(r"Could not override '([^']+)'", str(error))
     if missing is None or "not in" not in str(cause):
         return _message(cause)

@@ -7,7 +7,8 @@ import ast
 import dataclasses
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
@@ -59,19 +60,11 @@ def explained(key: str, overrides: Sequence[str]) -> str:
 
     Raises UserError where there is no such key, and Hydra's own exceptions for what can't be composed.
     """
-    GlobalHydra.instance().clear()
     words = list(overrides)
-    with hydra.initialize_config_module(CONF, version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        assert isinstance(loader, ConfigLoaderImpl)
+    with _loader() as loader:
         composed = loader.load_configuration(_ROOT, words, RunMode.RUN)
-        _, repo = loader._parse_overrides_and_create_caching_repo(_ROOT, words)
         defaults = loader.compute_defaults_list(_ROOT, words, RunMode.RUN)
-        layers = [
-            _layer(default, loader._load_single_config(default, repo))
-            for default in defaults.defaults
-            if not (default.config_path or "").startswith("hydra/")
-        ]
+        layers = _layers(loader, words)
     with open_dict(composed):
         del composed["hydra"]
         composed["recipe"] = defaults.overrides.known_choices.get("recipe") or "???"
@@ -93,6 +86,44 @@ def explained(key: str, overrides: Sequence[str]) -> str:
         lines = [f"{key} = {shown}", *([f"  {about}"] if about else [])]
         rows = [*history.nearest(key)]
     return "\n".join([*lines, *(f"  {row}" for row in in_columns(rows))])
+
+
+def no_section(overrides: Sequence[str]) -> str:
+    """What to say where a file gives a value to a key that has keys below it; '' where none does."""
+    with _loader() as loader:
+        layers = _layers(loader, overrides)
+    sections: dict[str, str] = {}
+    for layer in layers:
+        for key in flat_keys(layer.tree):
+            value = _at(layer.tree, key)
+            if isinstance(value, Mapping):
+                sections.setdefault(key, layer.where)
+            elif key in sections and value is not None and not str(value).startswith(("${", "???")):
+                hint = f" To choose one by its name, write in defaults: - override /{key}: ..."
+                return (
+                    f"{layer.where}: {key}: {_as_word(value)}: must hold keys and their values."
+                    f"{hint if key in GROUPS else ''}"
+                )
+    return ""
+
+
+@contextmanager
+def _loader() -> Iterator[ConfigLoaderImpl]:
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_module(CONF, version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        assert isinstance(loader, ConfigLoaderImpl)
+        yield loader
+
+
+def _layers(loader: ConfigLoaderImpl, words: Sequence[str]) -> list[_Layer]:
+    """The files that these words choose, in the order in which they are merged."""
+    _, repo = loader._parse_overrides_and_create_caching_repo(_ROOT, list(words))
+    return [
+        _layer(default, loader._load_single_config(default, repo))
+        for default in loader.compute_defaults_list(_ROOT, list(words), RunMode.RUN).defaults
+        if not (default.config_path or "").startswith("hydra/")
+    ]
 
 
 def no_such_key(key: str, known: Sequence[str]) -> str:

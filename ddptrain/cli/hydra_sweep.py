@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddptrain.cli.argv import GROUPS
 from ddptrain.cli.augment_group import Tree, place_augment
-from ddptrain.cli.compose import check_places, parsed, tree_of
+from ddptrain.cli.compose import check_places, tree_of
+from ddptrain.cli.overrides import parsed
 from ddptrain.errors import ExitCode, RankLost, UserError
 from ddptrain.sweep.ledger import Job
 from ddptrain.sweep.ranges import Choice, Numbers, Point, Range

@@ -275,7 +275,9 @@ def _spell(hint: Any) -> str:
     names[type(None)] = "null"
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if len(kinds := _alternatives(hint)) > 1:
-        return " or ".join(_spell(kind) for kind in kinds if kind in names or typing.get_origin(kind))
+        plain = [_spell(kind) for kind in kinds if kind in names or typing.get_origin(kind)]
+        made = [kind.__name__ for kind in kinds if inspect.isclass(kind) and kind not in names]
+        return " or ".join([*plain, *([f"keys with a _target_ ({', '.join(made)})"] if made else [])])
     if origin is tuple and Ellipsis not in args:
         return f"a list of {len(args)} values: [...]"
     if origin in (tuple, list, Sequence):

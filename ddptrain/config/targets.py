@@ -2,8 +2,10 @@
 
 import importlib
 import inspect
+import pkgutil
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
 from ddptrain.config.suggest import did_you_mean
@@ -28,6 +30,8 @@ _MODULES = ("torch.nn.", "torchvision.models.", "torchvision.transforms.v2.")
 _UNPICKLES = "torchvision.datasets.lsun."
 """A list of keys that lies in the current folder; CIFAR-10's files are unpickled too, after their hashes."""
 _LONGEST = 200
+_ALIKE = 0.8
+"""How like an allowed name's each part must be to have meant it (difflib's ratio)."""
 _opened: set[str] = set()
 
 
@@ -51,6 +55,8 @@ def resolve(node: Node, key: str) -> Callable[..., Any]:
             f"{key}._target_={name[:_LONGEST]}...: is no name; it is longer than {_LONGEST} letters."
         )
     if not _allowed(name, ALLOWED):
+        if meant := _name_meant(name):
+            raise UserError(f"{key}._target_={name}: there is no such name. Did you mean {meant}?")
         raise UserError(
             f"{key}._target_={name}: not allowed. Allowed are {', '.join(a + '*' for a in ALLOWED)}"
             " and your own modules (in the folder of --config-dir, the current folder, or an"
@@ -115,6 +121,19 @@ def _allowed(name: str, prefixes: Sequence[str]) -> bool:
     return name.startswith((*prefixes, *_opened))
 
 
+def _name_meant(name: str) -> str | None:
+    """The name that is allowed and differs from this one by a slip in what stands before the last parts."""
+    parts, found = name.split("."), []
+    for prefix in (*_opened, *ALLOWED):
+        known = prefix.rstrip(".").split(".")
+        begins, rest = parts[: len(known)], parts[len(known) :]
+        pairs = zip(known, begins, strict=False)
+        alike = [SequenceMatcher(None, mine, theirs).ratio() for mine, theirs in pairs]
+        if rest and min(alike) >= _ALIKE:
+            found.append((min(alike), ".".join([*known, *rest])))
+    return max(found, default=(0.0, None))[1]
+
+
 def _import(name: str, key: str) -> Any:
     parts = name.split(".")
     for split in range(len(parts) - 1, 0, -1):
@@ -128,7 +147,8 @@ def _import(name: str, key: str) -> Any:
         for position, part in enumerate(parts[split:], split):
             if not hasattr(found, part):
                 where = ".".join(parts[:position])
-                public = [n for n in vars(found) if not n.startswith("_")]
+                modules = [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", ()))]
+                public = [n for n in (*vars(found), *modules) if not n.startswith("_")]
                 raise UserError(f"{key}._target_={name}: {where} has no {part}.{did_you_mean(part, public)}")
             found = getattr(found, part)
         return found

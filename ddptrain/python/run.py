@@ -20,14 +20,16 @@ class Run:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()
+        """Absolute, so that it is found from any current folder."""
         if not (self.folder / "config.yaml").is_file():
             inside = sorted(path.parent for path in self.folder.glob("*/config.yaml"))
             hint = f" Did you mean {inside[-1]}?" if inside else ""
             raise UserError(f"{self.folder}: is no run's folder; it holds no config.yaml.{hint}")
         self.config: Mapping[str, Any] = self._read("config.yaml")
         """All of it, nested: ``run.config["optim"]["lr"]``."""
-        self.command: str = (self.folder / "command.txt").read_text().strip()
+        command = self.folder / "command.txt"
+        self.command: str = command.read_text("utf-8").strip() if command.exists() else ""
         """The line that repeats the run in a shell."""
         self.curves = Curves(read_lines(self.folder / "metrics.jsonl"))
         """What was logged and evaluated, by rising step."""

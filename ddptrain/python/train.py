@@ -53,11 +53,11 @@ def _run(command: Sequence[str]) -> Run:
     with _Interrupts() as interrupts:
         process = subprocess.Popen(
             command,
-            env={**inherited, AGENT: str(os.getpid())},
+            env={**inherited, AGENT: str(os.getpid()), "PYTHONIOENCODING": "utf-8"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",  # whatever the streams of this process can: the folder is read from the log
             errors="replace",
             start_new_session=True,  # a Ctrl-C at the terminal reaches it through this process alone
         )
@@ -112,12 +112,18 @@ class _Interrupts:
             self._process.send_signal(signal.SIGINT if self.count == 1 else signal.SIGKILL)
 
 
+def _print(line: str) -> None:
+    """As stderr does: a name may hold what the stream lacks."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(line.encode(encoding, "backslashreplace").decode(encoding))
+
+
 def _shower() -> Callable[[str], None]:
     """What shows a line of the log: in a notebook the last step's in one place, else by ``print``."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None or "IPKernelApp" not in shell.config:
-        return print
+        return _print
     from IPython.display import display
 
     place = display({"text/plain": ""}, raw=True, display_id=True)

@@ -60,6 +60,7 @@ def test_a_misspelt_key_is_named_at_once(tmp_path: Path, override: str, said: li
         ("train=5", ["train", "5", "Train"]),
         ("train.epochs=${nope}", ["train.epochs", "nope"]),
         ("~task", ["task", "missing"]),
+        ("run.dir=runs/é", ["beyond ASCII", "\"run.dir='runs/é'\""]),
     ],
 )
 def test_a_wrong_type_is_named_with_the_value_and_the_rule(
@@ -183,6 +184,29 @@ finally:
         [sys.executable, "-c", script, *arguments.split()], cwd=tmp_path, capture_output=True, text=True
     )
     assert ended.stdout.splitlines()[-1] == "False", ended
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("observers: [console, jsonl]", 'observers: ["console", "jsonl"]: must hold keys and their values.'),
+        ("train: [1, 2]", "train: [1, 2]: must hold keys"),
+        (
+            "sched: cosine",
+            "sched: cosine: must hold keys and their values. To choose one by its name, write in",
+        ),
+        ("data: {source: [digits]}", 'data.source: ["digits"]: must hold keys'),
+    ],
+)
+def test_a_list_in_the_place_of_a_section_is_named_with_its_file(
+    tmp_path: Path, line: str, said: str
+) -> None:
+    (tmp_path / "conf/recipe").mkdir(parents=True)
+    (tmp_path / "conf/recipe/mine.yaml").write_text(
+        f"# @package _global_\ndefaults:\n  - cnn_digits\n  - _self_\n{line}\n"
+    )
+    message = early_refusal(tmp_path, "--config-dir=conf recipe=mine device=cpu")
+    assert message.startswith(f"conf/recipe/mine.yaml: {said}")
 
 
 # -- verbs and the environment ---------------------------------------------------------------------

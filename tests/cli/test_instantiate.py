@@ -310,6 +310,30 @@ def test_an_opened_package_is_no_way_to_what_it_imports(
             build({"_target_": f"users_other_module.{name}"}, "model")
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("ddptrain.recipe.cnn.SmallCnn", "ddptrain.recipes.cnn.SmallCnn"),
+        ("torchvison.models.resnet18", "torchvision.models.resnet18"),
+        ("torchvision.model.resnet18", "torchvision.models.resnet18"),
+        ("torch.optin.Adam", "torch.optim.Adam"),
+        ("users_third_modul.Net", "users_third_module.Net"),
+        ("ddptrain.recipes.cn.SmallCnn", "cnn"),
+    ],
+)
+def test_a_misspelt_module_is_told_by_the_one_that_was_meant(written: str, meant: str) -> None:
+    open_package("users_third_module")
+    with pytest.raises(UserError) as refused:
+        build({"_target_": written}, "model")
+    assert str(refused.value).startswith(f"model._target_={written}: ")
+    assert str(refused.value).endswith(f" Did you mean {meant}?")
+
+
+def test_a_name_in_the_place_of_a_node_is_told_what_belongs_there() -> None:
+    (problem,) = check_node({**IMAGES, "augment": "cutout"}, "data", offered=None)
+    assert problem.startswith("data.augment=cutout: must be keys with a _target_ (Augment, Transforms, ")
+
+
 def test_equal_nodes_build_equal_objects() -> None:
     node = {"_target_": "ddptrain.data.augment.Augment", "crop": 2, "flip": True}
     assert build(node, "augment") == build(node, "augment") == Augment(crop=2, flip=True)

@@ -126,6 +126,38 @@ def test_what_torchrun_has_told_this_process_is_not_for_the_training(
     assert (run.outcome, run.step) == ("done", 3)
 
 
+def test_a_process_with_ascii_streams_finds_a_folder_beyond_ascii_from_anywhere(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    program = (
+        "import ddptrain, os; run = ddptrain.train('recipe=cnn_digits', 'device=cpu', 'train.steps=2',"
+        " \"run.dir='läufe/日本'\"); os.chdir('elsewhere'); print('found', run.folder.is_dir(), run.command);"
+        " print(ddptrain.Run(run.folder).outcome, ddptrain.load(run).checkpoint.is_dir())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, timeout=120,
+        env={**os.environ, "PYTHONIOENCODING": "ascii:backslashreplace", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "run läufe/日本".encode("ascii", "backslashreplace") in done.stdout
+    assert done.stdout.splitlines()[-2].startswith(b"found True python -m ddptrain recipe=cnn_digits")
+    assert done.stdout.splitlines()[-1] == b"done True"
+
+
+def test_a_stream_that_has_not_the_letters_shows_the_log_all_the_same(tmp_path: Path) -> None:
+    program = "import ddptrain; ddptrain.train('recipe=cnn_digits', 'train.steps=1', \"run.dir='é'\")"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, timeout=120,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert rb"run \xe9" in done.stdout
+
+
+def test_a_run_without_its_command_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    assert python.Run(tmp_path).command == ""
+
+
 def test_what_is_no_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^ranks=0: must be 1 or more"):
         python.train("recipe=cnn_digits", ranks=0)
