@@ -50,7 +50,7 @@ demo)
     ;;
 test)
     shift
-    if [ $# -eq 0 ]; then set -- -m "promises and not long and not faults"; fi
+    if [ $# -eq 0 ]; then set -- -n auto --maxprocesses=4 --dist=loadfile -m "promises and not long and not faults"; fi
     exec "$VENV/bin/python" -m pytest "$@"
     ;;
 test-all)

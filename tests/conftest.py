@@ -1,7 +1,9 @@
 """One thread for every test: several would fight over the cores of a small, busy machine. And no GPU, but for
 tests/gpu and tests/fake_gpu by themselves."""
 
+import argparse
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,17 +14,40 @@ torch.set_num_threads(1)
 GPU = [Path(__file__).parent / folder for folder in ("gpu", "fake_gpu")]
 
 PROMISES = [
-    *("doors", "engine", "parity", "strategies", "watchdog", "ranks/test_world_size.py"),
-    *("ranks/test_collectives.py", "commands/test_runs.py", "structure"),
+    *("doors", "engine", "parity/test_raw_ddp.py", "strategies", "watchdog", "ranks/test_world_size.py"),
+    *("ranks/test_collectives.py", "commands/test_runs.py"),
 ]
 """What `sh setup.sh test` runs, in at most five minutes on two cores."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slice", metavar="K/N", type=_slice,
+        help="only the K-th of N equal parts of what -m and -k choose: every N-th test, from the K-th on",
+    )  # fmt: skip
+
+
+def _slice(word: str) -> slice:
+    try:
+        part, parts = map(int, word.split("/"))
+    except ValueError:
+        part, parts = 0, 0
+    if not 1 <= part <= parts:
+        raise argparse.ArgumentTypeError(f"{word}: must be K/N, K from 1 to N")
+    return slice(part - 1, None, parts)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     chosen = [Path(__file__).parent / name for name in PROMISES]
     for item in items:
         if any(item.path.is_relative_to(path) for path in chosen):
             item.add_marker(pytest.mark.promises)
+    yield  # -m and -k take their part
+    if asked := config.getoption("slice"):
+        kept = items[asked]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""Equality of nested states, bit for bit."""
+"""Equality of nested states, bit for bit and type for type."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ import torch
 
 def assert_same(a: Any, b: Any, where: str = "state") -> None:
     if isinstance(a, torch.Tensor):
+        assert isinstance(b, torch.Tensor), where
+        assert (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device), where
         assert torch.equal(a, b), where
     elif isinstance(a, dict):
         assert a.keys() == b.keys(), where
@@ -16,4 +18,4 @@ def assert_same(a: Any, b: Any, where: str = "state") -> None:
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
             assert_same(x, y, f"{where}[{i}]")
     else:
-        assert a == b, where
+        assert (type(a), a) == (type(b), b), where

@@ -83,9 +83,30 @@ class Job:
             time.sleep(0.02)
         return True
 
+    def wait_for_step(self, step: int, attempt: int = 1, timeout: float = 240) -> bool:
+        """Until the ranks, begun for the ``attempt``-th time, have logged this step or a later one; 0: until
+        they have begun. False where the job ended before."""
+        deadline = time.monotonic() + timeout
+        while self.process.poll() is None:
+            _, *attempts = self.text.split("plan       steps")
+            if len(attempts) >= attempt:
+                steps = re.findall(r"^step (\d+)/", attempts[attempt - 1], re.MULTILINE)
+                if max(map(int, steps), default=0) >= step:
+                    return True
+            assert time.monotonic() < deadline, f"no step {step} after {timeout} s:\n{self.text[-3000:]}"
+            time.sleep(0.01)
+        return False
+
     def pids(self) -> list[int]:
         """All living processes of the job."""
         return [pid for pid, _ in _marked(self.mark)]
+
+    def left_after(self, seconds: float) -> list[int]:
+        """What still lives after so long, at most."""
+        deadline = time.monotonic() + seconds
+        while (left := self.pids()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
 
     def rank_pids(self) -> dict[int, int]:
         """The ranks' processes: children of the agent, by rank."""
@@ -115,18 +136,21 @@ def faulty_words(*words: str) -> list[str]:
     return [f"--config-dir={FAULTY}", "recipe=faulty", "run.dir=run", *words]
 
 
-def kill_at_random(job: Job, dice: random.Random, seconds: float, kills: int) -> int:
-    """Kill random ranks of a job that restarts, each so many seconds (at most) after the ranks have
-    begun or gone on; returns how many kills have met somebody alive."""
+def kill_at_random(job: Job, dice: random.Random, steps: Sequence[int], kills: int, lag: float = 0.0) -> int:
+    """Kill random ranks of a job that restarts, each at a random one of these steps; returns how many kills
+    have met somebody alive.
+
+    A kill waits for its step's line in the log, and then for a random part of ``lag`` seconds: so it falls
+    into the same part of the run on every machine. Where the run goes on for longer than ``lag`` after each
+    of the steps, none comes too late. Step 0 is the moment at which the ranks have begun.
+    """
     done = 0
-    for turn in range(1, kills + 1):
-        if not job.wait_for("plan       steps", times=turn):
+    for attempt, step in enumerate(sorted(dice.sample(steps, kills)), 1):
+        if not job.wait_for_step(step, attempt):
             break
-        time.sleep(dice.uniform(0, seconds))
-        ranks = job.rank_pids()
-        if not ranks:
-            break
-        done += job.kill(dice.choice(sorted(ranks.values())))
+        time.sleep(dice.uniform(0, lag))
+        ranks = sorted(job.rank_pids().values())
+        done += bool(ranks) and job.kill(dice.choice(ranks))
     return done
 
 

@@ -198,6 +198,8 @@ class Fit:
         step.state.controllers.update(self.controllers)
         if saved is not None:
             step.state.load_state_dict(unpack(saved), "test")
+            step.state.metrics = saved.manifest["metrics"]
+            step.state.metrics_step = saved.manifest["metrics_step"]
         observers = Observers([*self.observers, *([_Killer(stop_at)] if stop_at else [])])
         run = Run(folder, config, world)
         report = Engine(data, step, checkpointer, observers).fit(run, self.step_iterator)
