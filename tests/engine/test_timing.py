@@ -3,6 +3,7 @@
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -180,8 +181,16 @@ def test_a_slow_link_is_named_every_time(times: int, folder: Path, monkeypatch: 
     really slow: tests/launch/test_hosts.py."""
 
     def late(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-        return summed.then(lambda arrived: (time.sleep(0.04), arrived.value()[0] / dist.get_world_size())[1])
+        sending = dist.all_reduce(bucket.buffer(), async_op=True)
+        arrived: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+
+        def receive() -> None:  # in a thread: Future.then would sleep in the backward pass of the later rank
+            sending.wait()
+            time.sleep(0.04)
+            arrived.set_result(bucket.buffer() / dist.get_world_size())
+
+        threading.Thread(target=receive).start()
+        return arrived
 
     wrap = Ddp.wrap
 
