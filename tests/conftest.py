@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 GPU = [Path(__file__).parent / folder for folder in ("gpu", "fake_gpu")]
 
 PROMISES = [
-    *("doors", "engine", "parity/test_raw_ddp.py", "strategies", "watchdog", "ranks/test_world_size.py"),
+    *("engine", "parity/test_raw_ddp.py", "strategies", "watchdog", "ranks/test_world_size.py"),
     *("ranks/test_collectives.py", "commands/test_runs.py"),
 ]
 """What `sh setup.sh test` runs, in at most five minutes on two cores."""
