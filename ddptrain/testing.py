@@ -63,7 +63,9 @@ def run_ranks(fn: Callable[[World], Result], size: int, timeout: float = 60.0) -
 
 
 def _rank(fn: Callable[[World], Any], world: World, store: str, results: Connection) -> None:
-    torch.set_num_threads(1)  # the parent's thread pool does not survive a fork
+    # the parent's thread pool does not survive a fork; told to all that would set another number, too
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
     try:
         if world.size > 1:
             dist.init_process_group(

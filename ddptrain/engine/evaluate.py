@@ -41,7 +41,7 @@ def evaluate(
     Raises Interrupted where ``watchdog`` was asked to stop.
     """
     chunks = chunks_of(data.valid_size, batch_size)
-    sums = own_sums(task, model, data, chunks, world, precision, watchdog, "evaluating a batch")
+    sums = own_sums(task, model, data, chunks, world, precision, watchdog)
     totals = sums.totals(interrupted=watchdog.stop is not None)
     watchdog.mark("reporting", patience=LONG_S)
     return on_first_rank(world, lambda: check_report(task, task.report(totals)))
@@ -60,10 +60,9 @@ def own_sums(
     world: World,
     precision: Precision,
     watchdog: Watchdog,
-    what: str,
 ) -> "Totals":
     """Of those of ``chunks`` that are this rank's; of the first ones only, where ``watchdog`` was asked to
-    stop. No collectives. what: it is told of each batch.
+    stop. No collectives.
 
     Raises UserError for what data and task may not return.
     """
@@ -73,7 +72,7 @@ def own_sums(
         for slot, batch in zip(mine, _batches(data, [chunks[i] for i in mine]), strict=True):
             if watchdog.stop:
                 break
-            watchdog.mark(what)
+            watchdog.mark("evaluating a batch")
             with precision.autocast():
                 found = task.evaluate(model, batch)
             check_sums(task, found)

@@ -35,13 +35,10 @@ def rehearse(step: TrainStep, data: Data) -> tuple[str, ...]:
     count = min(data.valid_size, size * world.size)
     samples = "all" if count == data.valid_size else f"the first {count:,}"
     gpus = [world.device, *step.strategy.further_gpus] if world.device.type == "cuda" else []
-    what = "trying an evaluation"
-    watchdog.mark(what, step.state.step, LONG_S)
+    watchdog.mark("trying an evaluation", step.state.step, LONG_S)
     with restored(), torch.random.fork_rng(gpus), _unchanged(model, task), step.strategy.evaluating(model):
         chunks = chunks_of(count, size)
-        sums = on_all_ranks(
-            world, lambda: own_sums(task, model, data, chunks, world, precision, watchdog, what)
-        )
+        sums = on_all_ranks(world, lambda: own_sums(task, model, data, chunks, world, precision, watchdog))
         try:
             totals = sums.totals(interrupted=watchdog.stop is not None)
         except Interrupted:

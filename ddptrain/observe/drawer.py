@@ -1,6 +1,7 @@
 """A process that draws figures: drawing takes a second, a step may take a millisecond."""
 
 import logging
+import os
 import subprocess
 import threading
 import time
@@ -129,3 +130,6 @@ class Drawer:
 def shared_drawer() -> Drawer:
     """Shared by all observers of this process."""
     return Drawer()
+
+
+os.register_at_fork(after_in_child=shared_drawer.cache_clear)  # a child has not its thread

@@ -3,11 +3,15 @@
 import os
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from ddptrain.api.world import World
 from ddptrain.distributed import cpu
-from ddptrain.distributed.cpu import threads_of, workers_of
+from ddptrain.distributed.cpu import share_cores, threads_of, workers_of
+from ddptrain.testing import run_ranks
 
 
 @pytest.mark.parametrize(("quota", "most"), [(None, 4), (1.5, 1), (0.2, 1), (2.0, 2), (64.0, 4)])
@@ -60,3 +64,22 @@ def test_no_combination_oversubscribes(cores: int, ranks: int, workers: int, on_
     assert ranks * (threads + workers) <= max(cores, ranks * (1 + workers))
     chosen = workers_of(cores, ranks, on_cpu)
     assert ranks * (threads_of(cores, ranks, chosen) + chosen) <= max(cores, ranks)
+
+
+def test_forked_ranks_keep_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool of threads that their parent has is not there, and torch would wait for it."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv(cpu.CORES, "2")
+    torch.set_num_threads(2)
+    large = torch.randn(600, 600)
+    try:
+        expected = large @ large
+
+        def rank(world: World) -> Tensor:
+            share_cores(world, strict=False)
+            return large @ large
+
+        [product] = run_ranks(rank, 1)
+    finally:
+        torch.set_num_threads(1)
+    torch.testing.assert_close(product, expected)

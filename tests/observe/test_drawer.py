@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 from ddptrain.api.recipe import ConfusionMatrix, Curves
-from ddptrain.observe.drawer import Drawer
+from ddptrain.api.world import World
+from ddptrain.observe.drawer import Drawer, shared_drawer
+from ddptrain.testing import run_ranks
 
 PNG = b"\x89PNG"
 MATRIX = ConfusionMatrix([[3, 1], [0, 4]], ["cat", "dog"])
@@ -60,3 +62,19 @@ def test_a_process_that_is_killed_holds_nobody_up() -> None:
     drawer.finish()
     assert time.monotonic() - before < 20
     assert threading.active_count() < 50
+
+
+def test_a_forked_process_draws_by_itself() -> None:
+    """Its parent's drawer has a thread, which is not there."""
+    shared_drawer().draw("one", MATRIX, lambda png: None)
+    shared_drawer().finish()
+
+    def drawn(_: World) -> list[bytes]:
+        found = list[bytes]()
+        shared_drawer().draw("two", MATRIX, found.append)
+        shared_drawer().finish()
+        os.kill(shared_drawer().pid, signal.SIGKILL)
+        return found
+
+    [[png]] = run_ranks(drawn, 1)
+    assert png.startswith(PNG)
