@@ -1,10 +1,11 @@
 """Texts: JSON and YAML that anybody may have written, words and tables for people, fonts to draw them."""
 
 import json
+import math
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -48,6 +49,15 @@ def print_tables(*tables: Any) -> None:
             console.print(table, highlight=False)
     for line in drawn.get().splitlines():  # rich fills its lines with blanks
         print(line.rstrip())
+
+
+def finite(value: Any) -> Any:
+    """A value for JSON, which has no other numbers: None in the place of NaN and infinities."""
+    if isinstance(value, Mapping):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:

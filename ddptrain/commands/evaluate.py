@@ -10,6 +10,7 @@ from ddptrain.distributed.comm import on_first_rank
 from ddptrain.engine.evaluate import evaluate
 from ddptrain.engine.plan import eval_batch_size
 from ddptrain.engine.precision import choose_precision
+from ddptrain.text import finite
 
 log = logging.getLogger("ddptrain")
 
@@ -31,4 +32,4 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
         report = evaluate(task, model, data, world, precision, eval_batch_size(config), watchdog)
         if world.is_first:
             step, where = saved.manifest["step"], str(saved.path)
-            print(json.dumps({"step": step, "checkpoint": where, **report.metrics}))
+            print(json.dumps(finite({"step": step, "checkpoint": where, **report.metrics})))

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from numbers import Real
+from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,11 @@ from torch import Tensor
 from ddptrain.api.recipe import Loss, Report, Rows, Task
 from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
+
+_OF_A_LINE = ("step", "epoch", "samples", "split")
+"""What each line of metrics.jsonl has beside metrics."""
+_LOGGED = ("loss", "count", "lr", "grad_norm", "left_out", *_OF_A_LINE)
+"""What the engine logs itself."""
 
 
 def check_loss(task: Task, loss: Any) -> None:
@@ -35,8 +41,8 @@ def check_loss(task: Task, loss: Any) -> None:
     for name, value in loss.logs.items():
         if not isinstance(value, Tensor) or value.ndim:
             raise UserError(f"{where}: logs[{name!r}] must be a 0-d tensor, and is {_kind(value)}.")
-        if name in ("loss", "count"):
-            raise UserError(f"{where}: logs: loss and count are the engine's own names; use another one.")
+        if name in _LOGGED or name.startswith("lr/"):
+            raise UserError(f"{where}: logs: {name} is one of the engine's own names; use another one.")
 
 
 def looks_like_a_mean(whole: Loss, first: Loss, second: Loss) -> bool:
@@ -72,20 +78,24 @@ def check_sums(task: Task, sums: Any) -> None:
 
 
 def check_report(task: Task, report: Any) -> Report:
-    """The report. Raises UserError for one without the numbers that are asked for."""
+    """The report, its metrics as Python's own numbers: those of NumPy could be saved, and not be loaded.
+    Raises UserError for one without the numbers that are asked for."""
     where = f"{type(task).__name__}.report"
     if not isinstance(report, Report):
         raise UserError(f"{where}: returned {_kind(report)}; it must return a ddptrain.api.Report.")
     for name, value in report.metrics.items():
         if not isinstance(value, Real):
             raise UserError(f"{where}: metrics[{name!r}] must be a number, and is {_kind(value)}.")
+        if name in _OF_A_LINE:
+            raise UserError(f"{where}: metrics: {name} is one of the engine's own names; use another one.")
     best = getattr(task, "best_metric", None)
     if best not in report.metrics:
         raise UserError(
             f"{where}: metrics has no {best!r}, which {type(task).__name__}.best_metric names; it has"
             f" {', '.join(map(repr, report.metrics)) or 'none'}.{did_you_mean(str(best), report.metrics)}"
         )
-    return report
+    plain = {n: int(v) if isinstance(v, Integral) else float(v) for n, v in report.metrics.items()}
+    return replace(report, metrics=plain)
 
 
 def _kind(value: object) -> str:

@@ -67,7 +67,7 @@ def own_sums(
     Raises UserError for what data and task may not return.
     """
     mine = range(world.rank, len(chunks), world.size)
-    sums = Totals(len(chunks), world)
+    sums = Totals(f"{type(task).__name__}.evaluate", len(chunks), world)
     with torch.no_grad(), in_evaluation(model):  # not inference_mode: training could not use what is cached
         for slot, batch in zip(mine, _batches(data, [chunks[i] for i in mine]), strict=True):
             if watchdog.stop:
@@ -105,16 +105,21 @@ def _batches(data: Data, chunks: Sequence[range]) -> Iterator[Batch]:
 
 
 class Totals:
-    """This rank's sums and rows so far."""
+    """This rank's sums and rows so far. where: what returns them, for messages."""
 
-    def __init__(self, slots: int, world: World) -> None:
+    def __init__(self, where: str, slots: int, world: World) -> None:
+        self._where = where
         self._slots = slots
         self._world = world
         self._counts: dict[str, Tensor] = {}
         self._floats: dict[str, Tensor] = {}
         self._rows: dict[str, dict[int, Tensor]] = {}
+        self._kinds: dict[str, str] = {}
+        """In words, by name: the same in every batch."""
 
     def add(self, slot: int, name: str, value: Tensor | Rows) -> None:
+        """Raises UserError where an earlier batch has had another kind of value under this name."""
+        self._check_kinds({name: _kind(value)})
         if isinstance(value, Rows):
             self._rows.setdefault(name, {})[slot] = value.values
         elif value.is_floating_point():
@@ -133,9 +138,10 @@ class Totals:
         world, device = self._world, self._world.device
         own = ({n: v.shape for n, v in self._counts.items()}, {n: v.shape for n, v in self._floats.items()})
         # a rank may have no batch, or names that others lack
-        for was_interrupted, counts, floats in from_all_ranks(world, (interrupted, *own)):
+        for was_interrupted, kinds, counts, floats in from_all_ranks(world, (interrupted, self._kinds, *own)):
             if was_interrupted:
                 raise Interrupted
+            self._check_kinds(kinds)
             for name, shape in counts.items():
                 self._counts.setdefault(name, torch.zeros(shape, dtype=torch.int64, device=device))
             for name, shape in floats.items():
@@ -155,6 +161,23 @@ class Totals:
 
     def _zeros(self, shape: torch.Size, device: torch.device) -> Tensor:
         return torch.zeros(shape, dtype=summing_dtype(device), device=device)
+
+    def _check_kinds(self, kinds: Mapping[str, str]) -> None:
+        for name, kind in kinds.items():
+            if self._kinds.setdefault(name, kind) != kind:
+                raise UserError(
+                    f"{self._where}: {name!r} is {self._kinds[name]} in one batch and {kind} in another."
+                    " Return the same for every batch; torch.bincount needs minlength for that.",
+                    everywhere=False,
+                )
+
+
+def _kind(value: Tensor | Rows) -> str:
+    if isinstance(value, Rows):
+        return f"Rows of {value.values.dtype}, (k, {', '.join(map(str, value.values.shape[1:]))})"
+    if value.is_floating_point():
+        return "a floating sum"
+    return f"integer counts of shape {tuple(value.shape)}"
 
 
 @torch.no_grad()  # not inference_mode: what a model caches here could not be used in training

@@ -20,12 +20,16 @@ class LossScale:
         self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
         self._first: tuple[int, int] | None = None
         """Count and samples of the first micro-batch whose count is an int."""
+        self._kind: type | None = None
+        """Of counts: int or Tensor, as in the first micro-batch."""
 
     def weight(self, loss: Loss, size: int) -> Tensor:
         """The factor of a micro-batch's loss sum in the backward pass. size: its samples.
 
         If the count is only known on the device, the global batch's size is used until `rescale`.
         """
+        if type(loss.count) is not self._kind:
+            self._check_kind(type(loss.count))
         each = self._each(loss.count, size) if isinstance(loss.count, int) else 1.0
         value = self._strategy.averages_over / (each * self._sampler.batch_size)
         key = (value, loss.sum.dtype)
@@ -35,6 +39,17 @@ class LossScale:
                 raise RuntimeError(f"Task.loss: sum must be one number, a 0-d tensor, and has shape {shape}")
             self._weights[key] = torch.full((), value, dtype=loss.sum.dtype, device=loss.sum.device)
         return self._weights[key]
+
+    def _check_kind(self, kind: type) -> None:
+        if self._kind is None and (kind is int or issubclass(kind, Tensor)):
+            self._kind = kind
+            return
+        before = "" if self._kind is None else f", and was {self._kind.__name__} before"
+        raise UserError(
+            f"Task.loss: count is {kind.__name__}{before}: it must always be an int, or, where it differs"
+            " between samples, always a 0-d tensor.",
+            everywhere=False,
+        )
 
     def _each(self, count: int, size: int) -> float:
         """What an int says of each sample."""
@@ -57,6 +72,7 @@ class LossScale:
         shards = torch.zeros(self._sampler.shards or self._world.size, device=self._world.device)
         for shard, count in counts:
             shards[shard] += count
-        factor = self._sampler.batch_size / add_up(self._world, shards).sum().clamp(min=1)
+        total = add_up(self._world, shards).sum()
+        factor = self._sampler.batch_size / torch.where(total == 0, 1, total)
         local = self._strategy.local
         torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], factor)

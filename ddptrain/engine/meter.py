@@ -69,8 +69,7 @@ class Meter:
         totals = [sums[0] if self._shards == 1 else _added(sums) for sums in by_shard]
         self._sums.clear()
         named = zip(names, totals[::2], totals[1::2], strict=True)
-        # the gradient of a sum over less than one item is divided by 1 too: see LossScale
-        return {name: total / max(count, 1) for name, total, count in named if total or count}
+        return {name: total / (count or 1) for name, total, count in named if total or count}
 
     def state_dict(self) -> dict[str, Any]:
         """As of the last `gather`: of all ranks, by name, sum and count, (2, shards) each."""

@@ -9,7 +9,6 @@ the same bytes. Speed goes to TensorBoard and summary.json.
 
 import json
 import logging
-import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import final
 from ddptrain.api.observer import End, Evaluated, Log, Observer, Start
 from ddptrain.observe.lock import was_taken
 from ddptrain.observe.metrics_file import read_lines
+from ddptrain.text import finite
 
 log = logging.getLogger("ddptrain")
 
@@ -53,8 +53,7 @@ class Jsonl(Observer):
 
     def _write(self, event: Log | Evaluated, split: str, values: Mapping[str, float]) -> None:
         line = {"step": event.step, "epoch": event.epoch, "samples": event.samples, "split": split}
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._waiting += json.dumps({**line, **finite}).encode() + b"\n"
+        self._waiting += json.dumps(finite({**line, **values})).encode() + b"\n"
         # what is refused is tried again with the next line; a disk that stays full refuses the next save
         with suppress(OSError):
             while self._waiting:  # by parts, where the disk takes a part

@@ -10,7 +10,7 @@ from typing import Any, final
 from ddptrain.api.observer import End, Evaluated, Log, Observer, Run, Saved, Start
 from ddptrain.api.timing import PHASES, Timing
 from ddptrain.observe.advice import advise
-from ddptrain.text import json_object
+from ddptrain.text import finite, json_object
 
 _PAUSE_S = 1.0
 """Between two notes of what has been spent: a killed process may lose as much, and what its steps have taken
@@ -90,5 +90,5 @@ class Summary(Observer):
 
 def _write(path: Path, facts: dict[str, Any]) -> None:
     aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(facts, indent=2) + "\n")
+    aside.write_text(json.dumps(finite(facts), indent=2) + "\n")
     os.replace(aside, path)

@@ -1,18 +1,26 @@
 """What a recipe's Task may return, and what it is told when it returns something else."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from toy import Classify, Fit
+from toy import Classify, Fit, Vectors, plain
+from toy import weights as weights_of
 
-from ddptrain.api.recipe import At, Loss, Report
+from ddptrain.api.recipe import At, Loss, Report, Rows
+from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.engine.plan import Plan
+from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.errors import UserError
+from ddptrain.observe.jsonl import Jsonl
+from ddptrain.observe.metrics_file import read_lines
 from ddptrain.testing import RankFailed, run_ranks
 
 PLAN = Plan(steps=4, train_size=60, batch_size=20, eval_every=2)
@@ -42,7 +50,11 @@ LOSSES: dict[str, tuple[Any, str]] = {
     "a log as float": (lambda loss: Loss(loss.sum, 4, {"a": 1.0}),  # type: ignore[dict-item]
         "logs['a'] must be a 0-d tensor, and is float"),
     "a log with a shape": (lambda loss: Loss(loss.sum, 4, {"a": torch.ones(1)}), "of shape (1,)"),
-    "the engine's name": (lambda loss: Loss(loss.sum, 4, {"count": loss.sum}), "are the engine's own names"),
+    **{
+        f"the engine's {name}": (lambda loss, name=name: Loss(loss.sum, 4, {name: loss.sum}),
+            f"logs: {name} is one of the engine's own names")
+        for name in ("loss", "count", "lr", "lr/x0.1", "grad_norm", "left_out", "step", "split")
+    },
 }
 # fmt: on
 
@@ -113,6 +125,10 @@ REPORTS: dict[str, tuple[Any, str]] = {
         "metrics has no 'accuracy', which Wrong.best_metric names; it has 'loss'",
     ),
     "no metric": (Report({}), "it has none"),
+    **{
+        f"the engine's {name}": (Report({"accuracy": 1.0, name: 1.0}), f"metrics: {name} is one of the")
+        for name in ("step", "epoch", "samples", "split")
+    },
 }
 
 
@@ -128,3 +144,127 @@ def test_a_report_that_can_not_be_used(kind: str, tmp_path: Path) -> None:
     message = refused(tmp_path, Wrong)
     assert message.startswith("Wrong.report: ")
     assert said in message
+
+
+def test_numbers_of_numpy_are_saved_as_pythons(tmp_path: Path) -> None:
+    """A metric of scikit-learn's is a float of NumPy's, which no checkpoint could give back."""
+
+    class Own(Classify):
+        def report(self, sums: Mapping[str, Tensor]) -> Report:
+            of_torch = super().report(sums).metrics
+            accuracy, loss = np.float64(of_torch["accuracy"]), np.float32(of_torch["loss"])
+            return Report({"accuracy": accuracy, "loss": loss, "count": np.int64(sums["count"])})
+
+    observers = [Jsonl()]
+    Fit(replace(PLAN, save_every=2), task=Own, observers=observers).run(World(), tmp_path)
+    for path in (tmp_path / "step-4", tmp_path / "best"):
+        assert {type(value) for value in read(path).manifest["metrics"].values()} == {float, int}
+        assert type(unpack(read(path))["best"]) is float
+
+
+COUNTS: dict[str, Any] = {
+    "an int, then a tensor": lambda step, n: n if step < 2 else torch.tensor(n),
+    "a tensor, then an int": lambda step, n: torch.tensor(n) if step < 2 else n,
+    "an int, then a float": lambda step, n: n if step < 2 else n / 2,
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_count_is_always_of_one_kind(kind: str, ranks: int, tmp_path: Path) -> None:
+    class Wrong(Classify):
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+            return Loss(super().loss(model, batch, at).sum, COUNTS[kind](at.step, len(batch[1])))
+
+    with pytest.raises((UserError, RankFailed), match=r"count is \w+, and was (Tensor|int) before"):
+        run_ranks(lambda world: Fit(PLAN, task=Wrong).run(world, tmp_path), ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_weighted_mean_does_not_depend_on_the_scale_of_its_weights(ranks: int, tmp_path: Path) -> None:
+    """Also where they add up to less than one."""
+
+    def trained(scale: float) -> tuple[Tensor, list[dict[str, Any]]]:
+        class Weighted(Classify):
+            def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+                features, labels = batch
+                weights = scale * (1 + labels)
+                each = nn.functional.cross_entropy(model(features), labels, reduction="none")
+                return Loss((weights * each).sum(), weights.sum())
+
+        folder = tmp_path / str(scale)
+
+        def rank(world: World) -> Tensor:
+            observers = [Jsonl()] if world.is_first else []
+            plan = replace(PLAN, log_every=1)
+            return weights_of(Fit(plan, task=Weighted, observers=observers).run(world, folder)[0])
+
+        folder.mkdir()
+        return run_ranks(rank, ranks)[0], read_lines(folder / "metrics.jsonl")
+
+    (usual, lines), (small, others) = trained(1.0), trained(2.0**-12)
+    torch.testing.assert_close(small, usual, rtol=0, atol=1e-6)
+    losses, others_losses = ([line["loss"] for line in of] for of in (lines, others))
+    assert others_losses == pytest.approx(losses, rel=1e-5)
+
+
+def kinds_of_results() -> dict[str, tuple[Tensor | Rows, Tensor | Rows]]:
+    ones = torch.ones
+    return {
+        "an int and a sum": (torch.tensor(3), torch.tensor(0.0)),
+        "counts of two shapes": (ones(3).long(), ones(4).long()),
+        "counts that broadcast": (ones(1).long(), ones(4).long()),
+        "rows and a sum": (Rows(ones(2)), torch.tensor(0.0)),
+        "rows of two dtypes": (Rows(ones(2).long()), Rows(ones(2))),
+        "rows of two shapes": (Rows(ones(2, 3)), Rows(ones(2, 4))),
+    }
+
+
+@pytest.mark.parametrize("kind", kinds_of_results())
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_results_of_an_evaluation_are_of_one_kind(kind: str, ranks: int, tmp_path: Path) -> None:
+    """In all batches, whichever rank has them."""
+    usual, other = kinds_of_results()[kind]
+
+    class Wrong(Classify):
+        def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mapping[str, Any]:
+            return {**super().evaluate(model, batch), "own": usual if len(batch[1]) == 40 else other}
+
+    plan = replace(PLAN, eval_batch_size=40)  # of 101: the last one has 21
+    with pytest.raises((UserError, RankFailed), match=r"Wrong.evaluate: 'own' is .* in one batch and "):
+        run_ranks(lambda world: Fit(plan, task=Wrong).run(world, tmp_path), ranks)
+
+
+def test_a_model_that_the_task_keeps_is_not_trained_by_each_rank_for_itself(tmp_path: Path) -> None:
+    class Bare(Classify):
+        def build(self) -> nn.Module:
+            self._own = super().build()
+            return self._own
+
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+            return super().loss(self._own, batch, at)
+
+    with pytest.raises(RankFailed, match=r"Bare.loss: has not called the model that it was given"):
+        run_ranks(lambda world: Fit(PLAN, task=Bare).run(world, tmp_path), 2)
+    Fit(PLAN, task=Bare).run(World(), tmp_path / "alone")
+
+
+@pytest.mark.parametrize("given", [0, 5])
+def test_batches_that_end_too_early(given: int, tmp_path: Path) -> None:
+    class Short(Vectors):
+        def train_batches(self, sampler: Sampler, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
+            return islice(super().train_batches(sampler, steps), given)
+
+    plan = replace(PLAN, micro_batch=10)
+    with pytest.raises(UserError, match=r"Short.train_batches: ended before the last step"):
+        Fit(plan).train(Classify(plain), Short(60), World(), tmp_path)
+
+
+def test_a_share_in_place_of_a_micro_batch(tmp_path: Path) -> None:
+    class Whole(Vectors):
+        def train_batches(self, sampler: Sampler, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
+            return super().train_batches(replace(sampler, micro_batch=None), steps)
+
+    plan = replace(PLAN, micro_batch=5)
+    with pytest.raises(UserError, match=r"Whole.train_batches: gave 20 samples for a micro-batch of 5"):
+        Fit(plan).train(Classify(plain), Whole(60), World(), tmp_path)
