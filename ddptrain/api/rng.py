@@ -7,6 +7,9 @@ The mixer is splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudor
 generators, OOPSLA 2014), constants as in https://prng.di.unimi.it/splitmix64.c.
 """
 
+import random
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,3 +58,15 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 def _signed(x: int) -> int:
     x &= _MASK
     return torch.iinfo(torch.int64).min + (x - 2**63) if x >= 2**63 else x
+
+
+def seed_pythons(seed: int) -> None:
+    """Seed the generators of Python and NumPy. seed: 0 or more."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def state_of_pythons() -> tuple[object, ...]:
+    """Theirs, to be compared: whether something has drawn from them."""
+    name, keys, *place = np.random.get_state()
+    return random.getstate(), name, np.asarray(keys).tobytes(), *place

@@ -15,6 +15,7 @@ from torch import nn
 from ddptrain.api.controller import Controller
 from ddptrain.api.observer import Observer
 from ddptrain.api.recipe import Data, Task
+from ddptrain.api.rng import seed_pythons
 from ddptrain.api.world import World
 from ddptrain.commands.agreement import check_same_data, of_same_kind
 from ddptrain.config.instantiate import build, check_node
@@ -186,6 +187,7 @@ def _made(kind: type[Made], node: Any, key: str, **offered: Any) -> Made:
 
 def make_model(config: Config, task: Task, device: torch.device) -> nn.Module:
     """The seeded model on its device, in its memory format; not yet compiled or wrapped."""
+    seed_pythons(config.seed)
     torch.manual_seed(config.seed)
     model = task.build().train().to(device)
     if config.channels_last:

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from ddptrain.api.rng import seed_pythons
+
 
 def seed_all(seed: int) -> None:
     """seed: 0 or more."""
     # not torch.manual_seed, which seeds the GPUs' generators too
     torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_pythons(seed)
 
 
 @contextmanager

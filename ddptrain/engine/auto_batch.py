@@ -20,6 +20,7 @@ from ddptrain.engine.evaluate import in_evaluation
 from ddptrain.engine.out_of_memory import in_one_line, is_lack_of_memory
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
+from ddptrain.engine.rank_state import same_rank_state
 from ddptrain.errors import UserError
 from ddptrain.watchdog.watchdog import LONG_S, Watchdog
 
@@ -138,16 +139,14 @@ class AutoBatch:
         sampler = replace(self._plan, micro_batch=size).sampler(self._world)
         largest = sampler.micro_sizes.index(max(sampler.micro_sizes))
         batch = next(islice(self._data.train_batches(sampler, range(1)), largest, None))
-        rank_state = self._task.rank_state()
         try:
-            with unchanged(self._model):
+            with unchanged(self._model), same_rank_state(self._task):
                 for _ in range(2):
                     with self._precision.autocast():
                         loss = self._task.loss(self._model, batch, self._plan.at(0))
                     self._precision.backward(loss.sum, torch.ones_like(loss.sum))
         finally:
             self._model.zero_grad(set_to_none=True)
-            self._task.load_rank_state(rank_state)
 
     @torch.no_grad()
     def _evaluate(self, size: int) -> None:

@@ -74,14 +74,34 @@ def check_replicas(world: World, model: nn.Module, step: int) -> None:
 
     Raises OutOfStep, on all ranks, naming the ranks that differ and the first parameter in which.
     """
+    if odd := _other_weights(world, model):
+        raise OutOfStep(
+            f"after step {step} {odd}: a device or memory is faulty, or a rank's code did something else, as"
+            " by a Task.loss that calls another model than it is given. Start the same command again: the run"
+            " goes on from its last checkpoint. If it comes again, leave that device out."
+        )
+
+
+def check_same_weights(world: World, model: nn.Module) -> None:
+    """The same for the weights that a run starts with. Raises UserError."""
+    if odd := _other_weights(world, model):
+        raise UserError(
+            f"model: at the start {odd}. Draw what is random in Task.build from torch, NumPy or Python's"
+            " random, which are seeded alike on all ranks, and leave them as they are."
+        )
+
+
+def _other_weights(world: World, model: nn.Module) -> str:
+    """Which ranks have other weights than the rest, and in which parameter first; '' where all have the same.
+    A collective and a sync point."""
     if world.size == 1:
-        return
+        return ""
     names = [name for name, _ in model.named_parameters()]
     sums = torch.stack([_checksum(parameter.detach()) for parameter in model.parameters()]).tolist()
     digest = hashlib.sha256(repr(sums).encode()).hexdigest()
     digests = from_all_ranks(world, digest)
     if len(set(digests)) == 1:
-        return
+        return ""
     by_rank = from_all_ranks(world, sums)
     common = max(digests, key=digests.count)
     odd = [rank for rank, other in enumerate(digests) if other != common]
@@ -93,11 +113,7 @@ def check_replicas(world: World, model: nn.Module, step: int) -> None:
         who = f"rank {odd[0]} has other weights than the rest"
     else:
         who = f"ranks {', '.join(map(str, odd))} have other weights than the rest"
-    raise OutOfStep(
-        f"after step {step} {who}, first in {names[first]}: a device or memory is faulty, or a rank's code"
-        " did something else. Start the same command again: the run goes on from its last checkpoint. If it"
-        " comes again, leave that device out."
-    )
+    return f"{who}, first in {names[first]}"
 
 
 def check_extra_state(world: World, model: nn.Module, step: int) -> None:

@@ -14,6 +14,7 @@ from ddptrain.data.prefetch import tensors_of
 from ddptrain.distributed.snapshot import Snapshot
 from ddptrain.engine.compiled import eagerly
 from ddptrain.engine.health import numbers_of
+from ddptrain.engine.rank_state import copied_rank_state
 from ddptrain.errors import Diverged
 
 if TYPE_CHECKING:
@@ -29,27 +30,37 @@ class Undo:
     device."""
 
     def __init__(self, task: Task, strategy: Strategy, model: nn.Module) -> None:
-        self._carriers: tuple[Task | Strategy, ...] = (task, strategy)
+        self._task = task
+        self._strategy = strategy
         self._layers = list(model.modules())
         self._before = Snapshot(())
-        self._rank_state: list[dict[str, Tensor]] = []
+        self._of_task: dict[str, Tensor] = {}
+        self._of_strategy: dict[str, Tensor] = {}
 
     def remember(self) -> None:
         self._before = Snapshot(self._layers)
-        self._rank_state = [dict(carrier.rank_state()) for carrier in self._carriers]
+        self._of_task = copied_rank_state(self._task)
+        self._of_strategy = dict(self._strategy.rank_state())
 
     def put_back(self, nonfinite: Tensor) -> None:
         """Where ``nonfinite`` (0-d) is not 0."""
         bad = nonfinite != 0
         self._before.restore_where(bad)
-        for carrier, rank_state in zip(self._carriers, self._rank_state, strict=True):
-            after = carrier.rank_state()
-            nothing = {name: torch.zeros_like(rows) for name, rows in after.items() if name not in rank_state}
-            old = {**nothing, **rank_state}
-            if after:
-                carrier.load_rank_state(
-                    {name: torch.where(bad, old[name], rows) for name, rows in after.items()}
-                )
+        after = self._task.rank_state()
+        if after.keys() != self._of_task.keys():  # made in this step, the first: a sync point
+            if bool(bad):
+                self._task.load_rank_state(self._of_task)
+        elif after:
+            self._task.load_rank_state(
+                {name: torch.where(bad, self._of_task[name], rows) for name, rows in after.items()}
+            )
+        unsent = self._strategy.rank_state()
+        nothing = {name: torch.zeros_like(rows) for name, rows in unsent.items()}
+        before = {**nothing, **self._of_strategy}
+        if unsent:
+            self._strategy.load_rank_state(
+                {name: torch.where(bad, before[name], rows) for name, rows in unsent.items()}
+            )
 
 
 def where_it_began(step: "TrainStep", batches: Iterator[Batch], at: At) -> str | None:

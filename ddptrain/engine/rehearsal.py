@@ -17,6 +17,7 @@ from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.distributed.snapshot import unchanged
 from ddptrain.engine.check_task import check_report
 from ddptrain.engine.evaluate import Interrupted, chunks_of, own_sums
+from ddptrain.engine.rank_state import same_rank_state
 from ddptrain.engine.step import TrainStep
 from ddptrain.errors import UserError
 from ddptrain.watchdog.watchdog import LONG_S
@@ -82,14 +83,12 @@ def _unchanged(model: nn.Module, task: Task) -> Iterator[None]:
     """The model's buffers, extra state and modules' attributes, and the task's rank_state, are the same
     afterwards. What a module keeps in lists or objects of its own is not looked into."""
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-    rows = {name: value.clone() for name, value in task.rank_state().items()}
-    with unchanged(model):  # last: extra state may be made of attributes
+    with unchanged(model), same_rank_state(task):  # these are last: extra state may be made of attributes
         try:
             yield
         finally:
             for now, before in attributes:
                 _put_back(now, before)
-            task.load_rank_state(rows)
 
 
 def _put_back(now: dict[str, Any], before: Mapping[str, Any]) -> None:

@@ -1,15 +1,17 @@
 """Randomness inside a step (dropout) follows from (seed, step, micro-batch): no state has to be saved."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from ddptrain.api.rng import mixed
+from ddptrain.api.rng import mixed, seed_pythons, state_of_pythons
 from ddptrain.api.world import World
 
 
 class StepSeed:
-    """Seeds torch's default generators before each micro-batch, those of further GPUs by other numbers."""
+    """Seeds torch's default generators before each micro-batch, those of further GPUs by other numbers; those
+    of Python and NumPy where they are used (that takes 20 us)."""
 
     def __init__(self, seed: int, world: World, further_gpus: Sequence[int] = ()) -> None:
         self._seed = seed
@@ -19,6 +21,15 @@ class StepSeed:
         if world.device.type == "mps":
             self._seeders.append(torch.mps.manual_seed)
         self._further = [torch.cuda.default_generators[i] for i in further_gpus]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a first pass: if it draws from the generators of Python or NumPy, they are seeded, too, from
+        here on."""
+        before = state_of_pythons()
+        yield
+        if state_of_pythons() != before and seed_pythons not in self._seeders:
+            self._seeders.append(seed_pythons)
 
     def __call__(self, step: int, stream: int) -> None:
         """stream: the micro-batch's number among those of all ranks in this step."""

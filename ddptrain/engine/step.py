@@ -72,7 +72,7 @@ class TrainStep:
         """0-d, of the last step, before clipping."""
         self.rates: list[float] = []
         """Of the optimizer's groups, in the last step."""
-        self._seed = StepSeed(plan.seed, strategy.world, strategy.further_gpus)
+        self.seed = StepSeed(plan.seed, strategy.world, strategy.further_gpus)
         self._loss_scale = LossScale(strategy, self.sampler)
         self._health = Health(state.model, state.wrapped, strategy)
         self._optimizer = OptimizerStep(state.optimizer, precision.scaler)
@@ -124,7 +124,7 @@ class TrainStep:
         return loss
 
     def forward(self, model: nn.Module, batch: Batch, at: At, micro_batch: Piece) -> Loss:
-        self._seed(at.step, micro_batch.stream)
+        self.seed(at.step, micro_batch.stream)
         with self.precision.autocast():
             return self.task.loss(model, batch, at)
 

@@ -1,6 +1,8 @@
 """Before the first step: check devices, count FLOPs, and run the warm-up passes."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from ddptrain.engine.compiled import eagerly, is_compiled
 from ddptrain.engine.consistency import check_extra_state
 from ddptrain.engine.evaluate import in_evaluation
 from ddptrain.engine.flops import counter
+from ddptrain.engine.rank_state import check_rank_state, same_rank_state
 from ddptrain.engine.step import TrainStep
 from ddptrain.errors import UserError
 
@@ -32,25 +35,62 @@ def check_device(model: nn.Module, batch: Batch, device: torch.device) -> None:
             raise RuntimeError(f"the first batch is on {tensor.device}, not on {device}: a bug in its Data")
 
 
+def check_size(step: TrainStep, batch: Batch, name: str) -> None:
+    """Raises UserError where the first batch is this rank's whole share of the global batch, by the rows of
+    its tensors, and not a micro-batch. name: of its Data's class."""
+    start, stop = step.sampler.share
+    share, size = stop - start, step.micro_batches[0].size
+    rows = {len(tensor) if tensor.ndim else 0 for tensor in tensors_of(batch)}
+    if rows == {share} and size != share:
+        raise UserError(
+            f"{name}.train_batches: gave {share} samples for a micro-batch of {size} (train.micro_batch)."
+            " Give a batch for each micro-batch, as sampler.samples(...) and sampler.micro_batches(step) do."
+        )
+
+
 def warm_up(step: TrainStep, batch: Batch, at: At) -> int:
     """Run the passes that the strategy and the compiler need; returns the FLOPs of one, 0 if unknown.
     Gradients, buffers, extra state and the state of task and strategy are restored afterwards."""
     task, strategy, model = step.task, step.strategy, step.state.model
-    of_task, of_strategy, sizes = task.rank_state(), strategy.rank_state(), buffer_sizes(model)
-    with unchanged(model):
-        flops = _counted(step, batch, at)
-        _note_a_mean(step, batch, at)
-        task.load_rank_state(of_task)
-        for _ in range(strategy.warm_up_passes(is_compiled(task, model))):
-            step.forward_backward(batch, at, step.micro_batches[0]._replace(ends_shard=True))
-            step.check_gradients(at)
-            step.discard()
+    of_strategy, sizes = strategy.rank_state(), buffer_sizes(model)
+    with unchanged(model), same_rank_state(task):
+        with same_rank_state(task):
+            with step.seed.watching():
+                flops = _counted(step, batch, at)
+            check_rank_state(task, step.sampler.share, step.micro_batches[0].size)
+            _note_a_mean(step, batch, at)
+        with _calls_are_checked(step):
+            for _ in range(strategy.warm_up_passes(is_compiled(task, model))):
+                step.forward_backward(batch, at, step.micro_batches[0]._replace(ends_shard=True))
+                step.check_gradients(at)
+                step.discard()
         check_buffers(model, sizes)
         if strategy.shards is None:  # else all shards start from the same
             check_extra_state(strategy.world, model, at.step)
-    task.load_rank_state(of_task)
     strategy.load_rank_state(of_strategy)
     return flops
+
+
+@contextmanager
+def _calls_are_checked(step: TrainStep) -> Iterator[None]:
+    """Around warm-up passes. Raises UserError where the loss was not computed by the model that the task was
+    given: the strategy's own would then take no part, and gradients would not be summed."""
+    model, wrapped = step.state.model, step.state.wrapped
+    if wrapped is model or is_compiled(step.task, model) or not step.strategy.warm_up_passes(compiled=False):
+        yield
+        return
+    calls: list[object] = []
+    hook = wrapped.register_forward_pre_hook(lambda *_: calls.append(True))
+    try:
+        yield
+    finally:
+        hook.remove()
+    if not calls:
+        raise UserError(
+            f"{type(step.task).__name__}.loss: has not called the model that it was given. With"
+            f" {step.strategy.describe()} that one sums the gradients; another one, kept by the task, is"
+            " trained by each rank for itself. Call the argument."
+        )
 
 
 def _note_a_mean(step: TrainStep, batch: Batch, at: At) -> None:
