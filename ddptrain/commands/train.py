@@ -30,7 +30,7 @@ from ddptrain.distributed.cpu import cores_in_words, share_cores
 from ddptrain.engine.auto_batch import AutoBatch
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.compiled import check_graphs, compile_loss
-from ddptrain.engine.consistency import check_same_command, check_same_model
+from ddptrain.engine.consistency import check_same_command, check_same_model, check_same_weights
 from ddptrain.engine.freeze import Frozen, freeze
 from ddptrain.engine.initial_weights import load_initial_weights
 from ddptrain.engine.loop import Engine
@@ -157,6 +157,8 @@ def make_train_step(
     model = strategy.prepare(model)
     log.info("model      %s", _model_in_words(model, config))
     check_same_model(world, model)
+    if strategy.sharded:
+        check_same_weights(world, model)
     log.info("batch      %s", _batch_in_words(plan, world))
     if (passes := plan.batch_size / data.train_size) > 1:
         log.warning("note       train.batch_size=%d: a step takes %.3g epochs", plan.batch_size, passes)
@@ -165,6 +167,8 @@ def make_train_step(
     if config.compile == "step":
         compile_loss(task)
     step = make_step(config, task, model, strategy, precision, plan, watchdog, frozen)
+    if not strategy.sharded:  # some have broadcast the first rank's
+        check_same_weights(world, model)
     settings = flat_values(arguments_of(config.optim)).items()
     told = [f"{name} {value}" for name, value in settings if not name.endswith("_target_")]
     log.info("optimizer  %s, %s", type(step.state.optimizer).__name__, ", ".join(told))
@@ -251,8 +255,9 @@ def _resume(saved: LoadedCheckpoint, step: TrainStep, data: Data, checkpointer: 
     step.plan.check_continues(saved.manifest, where)
     check_same_data(data, saved)
     step.state.load_state_dict(kept, where, ours=checkpointer.holds(saved.manifest["step"]))
-    if on_first_rank(world, checkpointer.best) != step.state.best_as(step.task.best_metric):
-        step.state.best = None  # of another run or metric, or replaced by one of steps that come again
+    best = step.state.best_as(step.task.best_metric)
+    if not on_first_rank(world, lambda: checkpointer.restore_best(best)):
+        step.state.best = None  # of another run or metric
     step.state.metrics, step.state.metrics_step = saved.manifest["metrics"], saved.manifest["metrics_step"]
     step.plan.reads.seen |= saved.manifest.get("reads_progress", True)  # absent from earlier checkpoints
     if world.is_first:

@@ -22,6 +22,7 @@ import torch
 
 from ddptrain.api.world import World
 from ddptrain.data.disk import flush_folder
+from ddptrain.engine.plain_state import check_plain
 from ddptrain.engine.saved_checkpoint import (
     FORMAT,
     MANIFEST,
@@ -40,6 +41,9 @@ from ddptrain.text import parse_json
 log = logging.getLogger(__name__)
 
 _ASIDE = ".damaged"
+_BEST, _BEST_BEFORE = "best", "best-before"
+"""The second is the best as the newest step's checkpoint knows it, if there is a better one since: a run that
+is killed then goes on with it."""
 
 
 class Checkpointer:
@@ -74,7 +78,7 @@ class Checkpointer:
         self, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Shards | None = None
     ) -> Path:
         """Write ``best``, replacing the previous one. Returns its folder; raises as `save` does."""
-        return self._save(self._folder / "best", state, facts, shards or Shards())
+        return self._save(self._folder / _BEST, state, facts, shards or Shards())
 
     def finish(self) -> None:
         """Wait for the write in flight, if there is one. Raises its UserError."""
@@ -94,14 +98,16 @@ class Checkpointer:
         """Whether there is a checkpoint of this step, damaged or not."""
         return (self._folder / f"step-{step}").is_dir()
 
-    def best(self) -> Mapping[str, float]:
-        """What the folder ``best`` is the best in: value by name, and its step; empty where there is none."""
-        try:
-            manifest = parse_json((self._folder / "best" / MANIFEST).read_text())
-        except (OSError, ValueError):
-            return {}
-        best: Mapping[str, float] = manifest.get("best", {})
-        return best
+    def restore_best(self, best: Mapping[str, float]) -> bool:
+        """Let the folder ``best`` be as a resumed state knows it: value by name, and its step; empty where it
+        knows none. Returns False where there is no such checkpoint any more."""
+        if _best_in(self._folder / _BEST) == best:
+            return True
+        before = self._folder / _BEST_BEFORE
+        if not best or _best_in(before) != best:
+            return False
+        _replace(before, self._folder / _BEST)
+        return True
 
     def recover(self) -> None:
         """Remove what a kill during a save has left behind."""
@@ -109,6 +115,9 @@ class Checkpointer:
             path = self._folder / old.name.removeprefix(".").removesuffix(".old")
             if not path.exists():
                 old.rename(path)
+        best, before = self._folder / _BEST, self._folder / _BEST_BEFORE
+        if before.exists() and not best.exists():
+            before.rename(best)
         for aside in self._folder.glob(".*"):
             if not aside.name.endswith(_ASIDE):
                 shutil.rmtree(aside, ignore_errors=True)
@@ -141,6 +150,7 @@ class Checkpointer:
 
     def _save(self, path: Path, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Shards) -> Path:
         self.finish()
+        check_plain(state)
         buffer = io.BytesIO()
         torch.save(dict(state), buffer)  # all that has to happen before the next step changes the tensors
         if self._writer is None:
@@ -148,6 +158,11 @@ class Checkpointer:
         else:
             self._in_flight = self._writer.submit(self._write, path, buffer.getvalue(), dict(facts), shards)
         return path
+
+    def _may_go_back(self, step: int) -> bool:
+        """Whether a resume may begin where the best before this step's counts: not at a step that is saved,
+        for there the evaluation comes again."""
+        return bool(self.steps()) and not self.holds(step) and not (self._folder / _BEST_BEFORE).exists()
 
     def _place(self) -> Path:
         """Where checkpoints go: elsewhere, if the run's folder is no longer this run's. On rank 0 only."""
@@ -161,13 +176,15 @@ class Checkpointer:
             if self._began and not self._folder.is_dir():
                 log.warning("%s was deleted under the run, with the best and earlier ones", self._folder)
             self._began = True
+            before = self._folder / _BEST_BEFORE
+            kept = before if path.name == _BEST and self._may_go_back(facts["step"]) else None
             try:
-                _write_new(path, payload, facts, shards)
+                _write_new(path, payload, facts, shards, kept)
             except UserError:
                 if lost(self._folder.parent) is None:
                     raise
             else:
-                for old in self.steps()[: -self._keep]:
+                for old in [*self.steps()[: -self._keep], *([before] if path.name != _BEST else [])]:
                     _remove(old)
                 return
         gone = lost(self._folder.parent)
@@ -181,8 +198,12 @@ class Checkpointer:
         raise _ended(self._folder.parent, gone, f"The state at step {facts['step']} is kept in {kept}.", kept)
 
 
-def _write_new(path: Path, payload: bytes, facts: Mapping[str, Any], shards: Shards) -> None:
-    """Write a checkpoint's folder, beside others. Raises UserError where the disk refuses."""
+def _write_new(
+    path: Path, payload: bytes, facts: Mapping[str, Any], shards: Shards, kept: Path | None = None
+) -> None:
+    """Write a checkpoint's folder, beside others. kept: a name for the one that was there; it is else
+    deleted.
+    Raises UserError where the disk refuses."""
     entry = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}
     files = {STATE: entry, **{f"{FOLDER}/{name}": shards.files[name] for name in sorted(shards.files)}}
     manifest = sealed({"format": FORMAT, **facts, "files": files})
@@ -199,7 +220,7 @@ def _write_new(path: Path, payload: bytes, facts: Mapping[str, Any], shards: Sha
         _flushed(aside / STATE, payload)
         _flushed(aside / MANIFEST, manifest)
         flush_folder(aside)
-        _replace(aside, path)
+        _replace(aside, path, kept)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise UserError(
@@ -223,6 +244,15 @@ def _ended(folder: Path, gone: Lost, what: str, kept: Path | None = None) -> Use
     )
 
 
+def _best_in(folder: Path) -> Mapping[str, float]:
+    """What a checkpoint's manifest says the best is; empty where there is none."""
+    try:
+        best: Mapping[str, float] = parse_json((folder / MANIFEST).read_text()).get("best", {})
+    except (OSError, ValueError):
+        return {}
+    return best
+
+
 def _aside(path: Path) -> Path:
     """The name of a folder while it is written or deleted, which is not a checkpoint's."""
     return path.with_name(f".{path.name}.{os.getpid()}")
@@ -241,10 +271,10 @@ def _flushed(path: Path, payload: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _replace(aside: Path, path: Path) -> None:
+def _replace(aside: Path, path: Path, kept: Path | None = None) -> None:
     """Rename a folder over another one. That takes two steps, so the old one is renamed first; in between
-    `newest` finds the previous step."""
-    old = path.with_name(f".{path.name}.old")
+    `newest` finds the previous step. kept: as `_write_new` has it."""
+    old = kept or path.with_name(f".{path.name}.old")
     if replaces := path.exists():
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
@@ -255,7 +285,8 @@ def _replace(aside: Path, path: Path) -> None:
             old.rename(path)
         raise
     flush_folder(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if kept is None:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:

@@ -3,12 +3,21 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from compare import assert_same
 from shell import Ended, ddptrain
+from toy import auto
+from verbs import train_on
 
+from ddptrain.config.check import checked
+from ddptrain.config.instantiate import open_package
+from ddptrain.config.schema import Config
 from ddptrain.engine.saved_checkpoint import read, unpack
+
+open_package("stateful")  # configs may name what is there
 
 SMALL = "recipe=cnn_digits device=cpu model.width=8 run.dir=run observers=[jsonl]"
 
@@ -81,3 +90,51 @@ def test_the_best_in_another_metric_is_another_one(folder: Path, tmp_path: Path)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["best"] == {"loss": last["loss"], "step": 24}
     assert json.loads(asked(tmp_path, "evaluate run=run").out)["step"] == 24
+
+
+def stateful_run(folder: Path, steps: int, dies_at: int | None = None) -> Config:
+    """Evaluated in each step and saved in each fifth, at a rate that makes it worse now and then."""
+    observers: dict[str, Any] = {"jsonl": {"_target_": "ddptrain.observe.jsonl.Jsonl"}}
+    if dies_at is not None:
+        observers["dying"] = {"_target_": "stateful.Dying", "step": dies_at}
+    return checked(
+        {
+            "recipe": "stateful", "run": {"dir": str(folder)}, "device": "cpu", "strategy": auto(),
+            "task": {"_target_": "stateful.Guess"}, "data": {"_target_": "stateful.Points"},
+            "optim": {"_target_": "torch.optim.SGD", "lr": 0.4}, "sched": {"name": "constant"},
+            "observers": observers,
+            "train": {"steps": steps, "batch_size": 6, "eval_every": 1}, "checkpoint": {"every": 5},
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The accuracy after each step of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train_on(1, stateful_run(folder, 24))
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["accuracy"] for line in lines if line["split"] == "valid"]
+
+
+def test_a_killed_run_goes_on_with_the_best_of_its_own_evaluations(
+    values: list[float], tmp_path: Path
+) -> None:
+    """Killed after every evaluation, resumed from the save before, and ended where the one that was better
+    since has not come again."""
+    saves = {dies_at: dies_at // 5 * 5 for dies_at in range(6, 24) if dies_at % 5}
+    better = [at for at, saved in saves.items() if max(values[saved:at]) >= max(values[:saved])]
+    assert len(better) > 2
+    for dies_at in better[:4]:
+        saved = saves[dies_at]
+        alone, killed = tmp_path / f"alone-{dies_at}", tmp_path / f"killed-{dies_at}"
+        train_on(1, stateful_run(alone, saved + 1))
+        with pytest.raises(AssertionError, match=r"exit codes \[137\]"):
+            train_on(1, stateful_run(killed, 24, dies_at))
+        train_on(1, stateful_run(killed, saved + 1))
+        for path in ("summary.json", "checkpoints/best/manifest.json"):
+            ours, theirs = (json.loads((of / path).read_text())["best"] for of in (killed, alone))
+            assert ours == theirs
+        bests = [unpack(read(of / "checkpoints/best")) for of in (killed, alone)]
+        assert_same(bests[0]["model"], bests[1]["model"])
+        assert not (killed / "checkpoints/best-before").exists()

@@ -95,9 +95,13 @@ def test_pickled_code_is_not_run(tmp_path: Path) -> None:
 def test_saving_over_a_folder_replaces_it(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, 5)
     checkpointer.save_best(state(1), {"step": 1})
-    checkpointer.save_best(state(2), {"step": 2})
-    assert unpack(read(tmp_path / "best"))["step"] == 2
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "step-5"]
+    for step in (2, 3):
+        checkpointer.save_best(state(step), {"step": step})
+        assert unpack(read(tmp_path / "best"))["step"] == step
+        assert unpack(read(tmp_path / "best-before"))["step"] == 1
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "best-before", "step-5"]
+    checkpointer.save(state(6), {"step": 6})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "step-5", "step-6"]
 
 
 def test_a_disk_that_refuses_is_named_with_the_bytes_needed(tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ def test_everything_is_on_the_disk_before_it_is_renamed(
     events.clear()
     best = checkpointer.save_best(state(3), {"step": 3})
     checkpointer.finish()
-    assert events == written(best, ("rename", "checkpoints/best", "checkpoints/.best.old"))
-    assert names(folder) == ["best", "step-2"]
+    assert events == written(best, ("rename", "checkpoints/best", "checkpoints/best-before"))
+    assert names(folder) == ["best", "best-before", "step-2"]
 
 
 # -- a disk that refuses ---------------------------------------------------------------------------
@@ -200,14 +200,17 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path, where: str) -
     assert [read(path).manifest["step"] for path in older] == ([1] if where == "checkpoints" else [])
 
 
-def test_what_can_not_be_renamed_leaves_the_best_before(tmp_path: Path) -> None:
-    """Between its two renames the second one fails: the first is taken back."""
+@pytest.mark.parametrize("steps", [[], [0]])
+def test_what_can_not_be_renamed_leaves_the_best_before(steps: list[int], tmp_path: Path) -> None:
+    """Between its two renames the second one fails: the first is taken back. steps: that are saved."""
     checkpointer = Checkpointer(tmp_path, keep=1)
+    for step in steps:
+        checkpointer.save(state(step), {"step": step})
     checkpointer.save_best(state(1), {"step": 1})
     rename = os.rename
 
     def fails(source: Any, target: Any) -> None:
-        if Path(target).name == "best" and ".old" not in Path(source).name:
+        if Path(target).name == "best" and Path(source).name not in (".best.old", "best-before"):
             raise OSError(28, "No space left on device")
         rename(source, target)
 
@@ -215,7 +218,7 @@ def test_what_can_not_be_renamed_leaves_the_best_before(tmp_path: Path) -> None:
         patch.setattr(os, "rename", fails)
         with pytest.raises(UserError, match="No space left"):
             checkpointer.save_best(state(2), {"step": 2})
-    assert names(tmp_path) == ["best"]
+    assert names(tmp_path) == ["best", *(f"step-{step}" for step in steps)]
     assert read(tmp_path / "best").manifest["step"] == 1
 
 
