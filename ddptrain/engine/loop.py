@@ -3,10 +3,12 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import NoReturn, final
+from typing import final
 
 from ddptrain.api.observer import End, Evaluated, Log, Result, Run, Saved, Start
 from ddptrain.api.recipe import Batch, Data, Figure, Report
@@ -19,10 +21,11 @@ from ddptrain.engine.evaluate import Interrupted, evaluate, figures_of
 from ddptrain.engine.flops import peak_flops
 from ddptrain.engine.health import NotFinite
 from ddptrain.engine.nonfinite import divergence, evidence_of, where_it_began
+from ddptrain.engine.plain_state import check_plain
 from ddptrain.engine.rehearsal import rehearse
 from ddptrain.engine.step import TrainStep
-from ddptrain.engine.warmup import check_device, warm_up
-from ddptrain.errors import Diverged, Stopped
+from ddptrain.engine.warmup import check_device, check_size, warm_up
+from ddptrain.errors import Diverged, Stopped, UserError
 from ddptrain.observe.dispatch import Observers
 from ddptrain.watchdog.watchdog import LONG_S
 
@@ -70,7 +73,7 @@ class Engine:
         Raises Stopped if it was asked to stop, Diverged if the loss or a gradient is not finite.
         """
         state, plan, outcome = self._state, self._plan, "failed"
-        first_step = state.step
+        first_step, self._progress.last = state.step, Report(state.metrics)
         if on_first_rank(self._world, lambda: self._checkpointer.holds(first_step)):
             self._progress.saved_at = first_step  # a controller that ends the run here would save it again
         batches = self._opened(run or Run(world=self._world))
@@ -114,7 +117,7 @@ class Engine:
         evaluation; observers are started."""
         state, plan, step, device = self._state, self._plan, self._step, self._world.device
         steps = range(state.step, plan.steps)
-        batches, flops = self._data.train_batches(step.sampler, steps), 0.0
+        batches, flops = self._all_batches(steps), 0.0
         if steps:
             state.scatter(self._task, step.sampler.share, device)
             batches, flops = self._warmed_up(batches)
@@ -125,12 +128,23 @@ class Engine:
         preview = self._data.preview() if self._world.is_first else None
         # a checkpoint is written before the evaluation at its step, so that evaluation is repeated
         start = Start(state.step, plan.steps, state.evaluation_due, preview, run, metrics)
-        for controller in self._state.controllers.values():
+        for name, controller in self._state.controllers.items():
             controller.start(start)
+            check_plain({f"controllers.{name}": dict(controller.state_dict())})
         self._observers.start(start)
         self._stopwatch.begin(flops, peak)
         state.strategy.time_waits(state.wrapped, self._stopwatch.mark_early)
         return batches
+
+    def _all_batches(self, steps: range) -> Iterator[Batch]:
+        """Raises UserError where the data has fewer."""
+        batches = self._data.train_batches(self._step.sampler, steps)
+        yield from batches
+        raise UserError(
+            f"{type(self._data).__name__}.train_batches: ended before the last step; it must give"
+            " a batch for each micro-batch of each step in the range that it is given, over all epochs.",
+            everywhere=False,
+        )
 
     def _warmed_up(self, batches: Iterator[Batch]) -> tuple[Iterator[Batch], float]:
         """All of the batches again, after the checks and warm-up passes on the first one; the FLOPs of a
@@ -138,6 +152,7 @@ class Engine:
         step, state = self._step, self._state
         first = next(batches)
         check_device(state.model, first, self._world.device)
+        check_size(step, first, type(self._data).__name__)
         flops = warm_up(step, first, self._plan.at(state.step)) / step.micro_batches[0].size
         return chain([first], batches), flops
 
@@ -187,7 +202,8 @@ class Engine:
         try:
             figures = self._report()
         except Interrupted:
-            self._save_and_stop("stopped in the evaluation")
+            self._save_once()
+            raise Stopped(f"stopped in the evaluation at step {state.step}") from None
         metrics = progress.last.metrics
         state.metrics, state.metrics_step = dict(metrics), state.step
         self._stopwatch.mark("evaluating")
@@ -203,15 +219,27 @@ class Engine:
         )  # fmt: skip
         self._observers.evaluated(event)
         self._stopwatch.mark("drawing")
-        for controller in self._state.controllers.values():
-            if on_first_rank(self._world, lambda asked=controller: asked.goes_on(event)):  # type: ignore[misc]
-                continue
-            if not controller.completes:
-                self._save_and_stop(controller.why)
+        return self._go_on(event)
+
+    def _go_on(self, event: Evaluated) -> bool:
+        """Ask all controllers. Returns False if one of them has completed the run; raises Stopped if one
+        pauses it."""
+        state, controllers = self._state, self._state.controllers
+        before = {name: deepcopy(dict(one.state_dict())) for name, one in controllers.items()}
+        ending = [
+            one for one in controllers.values() if not on_first_rank(self._world, partial(one.goes_on, event))
+        ]
+        if not ending:
+            return True
+        if completing := [one for one in ending if one.completes]:
+            # a resume evaluates again and asks again, so that it ends again, or goes on under other settings
+            for name, controller in controllers.items():
+                controller.load_state_dict(before[name])
             self._save_once()
-            log.info("ended      %s at step %d", controller.why, state.step)
+            log.info("ended      %s at step %d", completing[0].why, state.step)
             return False
-        return True
+        self._save(evaluated=True)
+        raise Stopped(f"{ending[0].why} at step {state.step}")
 
     def _report(self) -> dict[str, Figure]:
         """Evaluate the averaged weights, where there are some; returns the figures, on rank 0."""
@@ -229,20 +257,17 @@ class Engine:
                 drawn = figures_of(self._task, model, precision) if world.is_first else {}
         return {**self._progress.last.figures, **drawn}
 
-    def _save_and_stop(self, why: str) -> NoReturn:
-        self._save_once()
-        raise Stopped(f"{why} at step {self._state.step}")
-
     def _save_once(self) -> None:
         """Save, unless this step has been saved."""
         if self._progress.saved_at != self._state.step:
             self._save()
 
-    def _save(self) -> None:
+    def _save(self, evaluated: bool = False) -> None:
+        """evaluated: the evaluation at this step is over, and its controllers have been asked."""
         state = self._state
         self._step.settle()
         self._stopwatch.settle()
-        state.evaluation_due = self._plan.evaluates(state.step)
+        state.evaluation_due = self._plan.evaluates(state.step) and not evaluated
         path = self._write("saving", self._checkpointer.save)
         if path is not None:
             self._observers.saved(Saved(state.step, path))

@@ -1,0 +1,37 @@
+"""What a checkpoint may hold: what ``torch.load(weights_only=True)`` reads, which runs no code."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddptrain.errors import UserError
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def check_plain(state: Mapping[str, Any]) -> None:
+    """Raises UserError that names the first value which could be written and not be read again."""
+    for place, value in _others(state, ""):
+        raise UserError(
+            f"checkpoint: {place.lstrip('.')} is a {type(value).__module__}.{type(value).__qualname__}, which"
+            " could not be loaded again. State is made of tensors and Python's own numbers, texts, lists and"
+            " dicts: convert it (float(...), list(...))."
+        )
+
+
+def _others(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """What is neither plain nor made of plain values; exact types, for NumPy's float is one of Python's."""
+    if isinstance(value, Tensor) or type(value) in _PLAIN:
+        return
+    if type(value) in (dict, OrderedDict):
+        for name, inner in value.items():
+            yield from _others(name, f"{place}.{name} (the key)")
+            yield from _others(inner, f"{place}.{name}")
+    elif type(value) in (list, tuple, set):
+        for i, inner in enumerate(value):
+            yield from _others(inner, f"{place}[{i}]")
+    else:
+        yield place, value
