@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddptrain.engine.parameter_groups import matching
+from ddptrain.engine.parameter_groups import matching_parameters
 from ddptrain.errors import UserError
 
 
@@ -55,13 +55,13 @@ def freeze(
     BatchNorms all of whose parameters match go into evaluation mode, in which their statistics stay as they
     are. Raises UserError where a pattern matches nothing, or all.
     """
-    named = dict(model.named_parameters())
+    named, every = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
     found: set[str] = set()
     for pattern in patterns:
-        found |= matching(pattern, named, f"freeze={pattern}")
+        found |= matching_parameters(pattern, every, f"freeze={pattern}")
     for group in optim.get("groups") or []:
         if "freeze" in group:
-            names = matching(group["params"], named, f"optim.groups, params: {group['params']}")
+            names = matching_parameters(group["params"], every, f"optim.groups, params: {group['params']}")
             found = found | names if group["freeze"] else found - names  # the last one decides
     if not found and until is not None:
         raise UserError("thaw: nothing is frozen that could be thawed. Name it, as freeze=[backbone.*] does.")

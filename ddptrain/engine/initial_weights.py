@@ -83,7 +83,11 @@ def match(model: nn.Module, found: Weights, init: Init) -> Matched:
     for pattern in init.skip:
         if not any(fnmatchcase(name, pattern) for name in own):
             raise UserError(f"init.skip={pattern}: matches no name; there are {first_few(list(own), 4)}.")
-    skipped = [name for name in own if any(fnmatchcase(name, pattern) for pattern in init.skip)]
+    named = model.state_dict(keep_vars=True)
+    skipped_values = {
+        id(value) for name, value in named.items() if any(fnmatchcase(name, skip) for skip in init.skip)
+    }
+    skipped = [name for name in own if id(named[name]) in skipped_values]  # under each of its names
     wanted = {name: value for name, value in own.items() if name not in skipped}
     found = _without_prefix(found, own)
     extra = {

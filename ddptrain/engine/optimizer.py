@@ -70,6 +70,11 @@ def build_optimizer(
     built = build(arguments_of(node), "optim", params=groups, **({"fused": True} if fused else {}))
     if not isinstance(built, Optimizer):
         raise UserError(f"optim._target_={node['_target_']}: must be a torch.optim.Optimizer.")
+    if "weight_decay" not in built.defaults and any(group.get("weight_decay") for group in groups):
+        raise UserError(
+            f"optim.groups: weight_decay: {node['_target_']} has no weight decay. Leave it out, or use"
+            " another optimizer."
+        )
     optimizer: Optimizer = built
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

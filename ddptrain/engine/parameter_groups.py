@@ -73,15 +73,16 @@ def parameter_groups(
     a pattern matches nothing.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    every = {n: p for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     decay = optim.get("layer_decay")
     depths = layer_depths(model) if decay is not None else {}
     settings: dict[str, dict[str, Any]] = {name: {} for name in trained}
     titles: dict[str, str] = {}
     for group in optim.get("groups") or []:
         pattern = group["params"]
-        if "freeze" in group and not any(fnmatchcase(name, pattern) for name in trained):
+        if "freeze" in group and not any(fnmatchcase(name, pattern) for name in every):
             continue
-        for name in matching(pattern, trained, f"optim.groups, params: {pattern}"):
+        for name in matching_parameters(pattern, every, f"optim.groups, params: {pattern}"):
             settings[name] |= group
             titles[name] = pattern
     found: dict[tuple[str, float, float | None], list[str]] = {}
@@ -166,6 +167,13 @@ def matching(pattern: str, named: Collection[str], key: str, what: str = "parame
         hint = did_you_mean(pattern, list(named)) or f" There are {', '.join(list(named)[:4])}, ..."
         raise UserError(f"{key}: matches the name of no {what}.{hint}")
     return found
+
+
+def matching_parameters(pattern: str, named: Mapping[str, nn.Parameter], key: str) -> set[str]:
+    """The parameters one of whose names matches, each by its first name. named: all names of each, as
+    ``named_parameters(remove_duplicate=False)`` has them. Raises as `matching`."""
+    first = {parameter: name for name, parameter in reversed(list(named.items()))}
+    return {first[named[name]] for name in matching(pattern, named, key)}
 
 
 def _is_number(value: object) -> bool:

@@ -1,5 +1,6 @@
 """Frozen parameters, groups with rates of their own, and rates that fall towards the input."""
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from torch import nn
 from torchvision import models
 
-from ddptrain.config.schema import Sched
+from ddptrain.config.schema import Init, Sched
 from ddptrain.engine.freeze import freeze
+from ddptrain.engine.initial_weights import match
 from ddptrain.engine.optimizer import build_optimizer, build_schedule, check_optimizer
 from ddptrain.engine.parameter_groups import layer_depths, parameter_groups
 from ddptrain.errors import UserError
@@ -142,3 +144,38 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
         build_optimizer({**SGD, "groups": [{"params": "head.*", "lr": 2}]}, small())
     with pytest.raises(UserError, match=r"^freeze: matches every parameter"):
         freeze(small(), SGD, ["*"])
+
+
+class Tied(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.decoder.weight = self.encoder.weight
+
+
+@pytest.mark.parametrize("pattern", ["decoder.*", "encoder.*", "*coder.*t"])
+def test_a_parameter_is_found_by_each_of_its_names(pattern: str) -> None:
+    model = Tied()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    meant = {named[name] for name in named if fnmatchcase(name, pattern)}
+    frozen = freeze(model, SGD, [pattern])
+    assert frozen is not None
+    assert {p for p in model.parameters() if not p.requires_grad} == meant
+    model.requires_grad_(True)
+    groups = parameter_groups(model, {**SGD, "groups": [{"params": pattern, "lr": 0.5}]})
+    assert {p for group in groups if group.lr_scale == 0.5 for p in group.parameters} == meant
+    found = match(model, Tied().state_dict(), Init("w", [pattern]))
+    assert {named[name] for name in found.skipped} == meant
+    assert not {named[name] for name in found.loaded} & meant
+
+
+@pytest.mark.parametrize("name", ["Rprop", "SGD"])
+def test_a_weight_decay_that_the_optimizer_has_not_is_refused(name: str) -> None:
+    node = {"_target_": f"torch.optim.{name}", "lr": 0.1, "groups": [{"params": "3.*", "weight_decay": 0.5}]}
+    if name == "SGD":
+        build_optimizer(node, small())
+        return
+    with pytest.raises(UserError, match=r"optim.groups: weight_decay: torch.optim.Rprop has no weight decay"):
+        build_optimizer(node, small())
