@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ddptrain.api.observer import End, Evaluated, Log, Observer, Saved, Start
@@ -54,7 +55,7 @@ class Observers:
     def log(self, event: Log) -> None:
         self._waiting.append(event)
         for slow in () if self.lost else self._slow:
-            slow.tell(lambda observer: observer.log(event))
+            slow.tell(lambda observer: observer.log(_copied(event)))
         if len(self._waiting) > _MOST_WAITING or self._ended is not None:
             self.settle()
 
@@ -68,10 +69,10 @@ class Observers:
             while self._waiting:
                 event = self._waiting.popleft()
                 for observer in list(self._observers):
-                    self._notify(observer, lambda one, event=event: one.log(event))  # type: ignore[misc]
+                    self._notify(observer, lambda one, event=event: one.log(_copied(event)))  # type: ignore[misc]
 
     def evaluated(self, event: Evaluated) -> None:
-        self._notify_all(lambda observer: observer.evaluated(event))
+        self._notify_all(lambda observer: observer.evaluated(replace(event, metrics=dict(event.metrics))))
 
     def saved(self, event: Saved) -> None:
         self._notify_all(lambda observer: observer.saved(event))
@@ -152,6 +153,11 @@ class _SlowObserver:
             except Exception as error:
                 _tell_of(self._observer, error)
                 break
+
+
+def _copied(event: Log) -> Log:
+    """With numbers of its own: what an observer changes is seen by no other."""
+    return event._replace(values=dict(event.values))
 
 
 def _tell_of(observer: Observer, error: Exception, lost: bool = False) -> None:

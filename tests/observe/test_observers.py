@@ -61,6 +61,30 @@ def test_events_come_in_order_and_a_log_step_soon_by_itself() -> None:
     assert heard.events[-2:] == ["log 5", "end"]
 
 
+def test_what_one_changes_is_seen_by_no_other() -> None:
+    seen: list[dict[str, float]] = []
+
+    class Meddling(Heard):
+        def log(self, event: Log) -> None:
+            seen.append(dict(event.values))
+            event.values["loss"] = 0.0  # type: ignore[index]
+
+        def evaluated(self, event: Evaluated) -> None:
+            seen.append(dict(event.metrics))
+            event.metrics["loss"] = 0.0  # type: ignore[index]
+
+    slow = type("Slow", (Meddling,), {"slow": True})
+    observers = Observers([Meddling(), Meddling(), slow()])
+    observers.start(START)
+    log = logged(1)._replace(values={"loss": 1.0})
+    observers.log(log)
+    evaluated = Evaluated(1, 0.0, 0, {"loss": 2.0}, {}, 0.0, False, Timing(), "loss", False, 9)
+    observers.evaluated(evaluated)
+    observers.end(END)
+    assert sorted(one["loss"] for one in seen) == [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+    assert (log.values, evaluated.metrics) == ({"loss": 1.0}, {"loss": 2.0})
+
+
 def test_one_that_raises_is_dropped_and_the_others_go_on() -> None:
     def broken(step: int) -> None:
         raise OSError("no space left")
