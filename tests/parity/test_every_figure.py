@@ -118,7 +118,7 @@ def expected(plan: Plan, case: Mapping[str, Any], bad: Mapping[int, set[int]]) -
                     total, count = sums.get(name, (0.0, 0.0))
                     sums[name] = [total + value, count + items_of(sample, case["count"])]
         if (step + 1) % plan.log_every == 0 or step + 1 == plan.steps:
-            means = {name: total / max(count, 1) for name, (total, count) in sums.items()}
+            means = {name: total / (count or 1) for name, (total, count) in sums.items()}
             epoch, samples = (step + 1) * BATCH / TRAIN, (step + 1) * BATCH
             line = {"step": step + 1, "epoch": epoch, "samples": samples, "split": "train", **means}
             lines.append(line | ({"left_out": left_out} if left_out else {}))
@@ -138,6 +138,7 @@ def bad_samples(plan: Plan, case: Mapping[str, Any], ranks: int) -> dict[int, se
 
 def check(folder: Path, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = case["ranks"]
+    folder.mkdir(exist_ok=True)
     plan = Plan(
         steps=STEPS, train_size=TRAIN, batch_size=BATCH, micro_batch=case["micro_batch"], save_every=1,
         log_every=case["log_every"], eval_every=STEPS, skips_nonfinite=case["how"] != "fp16", seed=3,
@@ -160,7 +161,7 @@ def check(folder: Path, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
             patch.setattr(meter, "_HostSums", lambda shards: sums(shards, torch.device("cpu")))
         if case["killed"] is not None:
             stop_at, fewer = case["killed"]
-            with pytest.raises(RankFailed):
+            with pytest.raises(RankFailed, match="died without a message"):
                 run_ranks(lambda world: rank(world, stop_at), ranks)
             ranks = max(1, ranks - fewer)
         run_ranks(lambda world: rank(world, None), ranks)

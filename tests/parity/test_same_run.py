@@ -22,6 +22,7 @@ from ddptrain.api.controller import Controller
 from ddptrain.api.observer import Evaluated, Log
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
+from ddptrain.distributed.comm import on_first_rank
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.early_stop import EarlyStop
 from ddptrain.engine.plan import Plan
@@ -156,7 +157,8 @@ SETTINGS: dict[str, Sequence[Any]] = {
     "controller": ["", *CONTROLLERS],
     "clipped": [False, True],
     "pieces": [False, True],
-    "carried": [False, True],
+    "carried": ["", "anew", "in_place"],
+    "drawn": [False, True],
     **KIND_SETTINGS,
 }
 FEWER: dict[str, Sequence[Any]] = {
@@ -199,8 +201,8 @@ def possible(case: Case) -> bool:
         return False
     if case["norm"] and case["dtype"] != "float32" and case["precision"] != "fp32":
         return False  # torch's has no such kernel
-    if case["complex"] and case["precision"] == "fp16":
-        return False  # nor has its gradient scaler
+    if case["precision"] == "fp16" and (case["complex"] or case["dtype"] == "bfloat16" or case["types"]):
+        return False  # nor has its gradient scaler; and autocast to fp16 takes no bf16
     return not (case["carried"] and (case["pieces"] or strategy.startswith("strict")))
 
 
@@ -216,12 +218,12 @@ def train(case: Case, world: World, folder: Path, kill: Kill) -> None:
         steps=STEPS, train_size=60, batch_size=18, micro_batch=4 if case["pieces"] else None,
         eval_batch_size=16, log_every=5, eval_every=EVALUATES, save_every=SAVES, verify_every=4, seed=5,
         clip_norm=0.5 if case["clipped"] else None, shards=3 if elastic else None,
-        skips_nonfinite=bool(case["left_out"]), nonfinite_limit=3,
+        skips_nonfinite=bool(case["left_out"]), nonfinite_limit=8,  # fp16's scaler looks for its scale
     )  # fmt: skip
     frozen = ("first.*",) if case["frozen"] else ONLY.get(case["optimizer"], ())
     controllers = {} if not case["controller"] else {"own": CONTROLLERS[case["controller"]]()}
     kinds = [kind for kind in KINDS if case[kind]]
-    task = Guess(kinds, case["dtype"], LEFT_OUT[case["left_out"]], case["carried"])
+    task = Guess(kinds, case["dtype"], LEFT_OUT[case["left_out"]], case["carried"], case["drawn"])
     data = KilledPoints(kill)
     fit = Fit(
         plan, optim=OPTIMIZERS[case["optimizer"]], sched=Sched(case["sched"], warmup=0.2),
@@ -252,6 +254,7 @@ def both(case: Case, place: Path, world: World) -> int:
     train(case, world, whole, Kill())
     kills = 0
     for kill in (*KILLS[case["kills"]], Kill()):
+        on_first_rank(world, lambda: None)  # it may still be writing what the others go on from
         try:
             train(case, world, killed, kill)
         except Killed:

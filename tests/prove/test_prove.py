@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -245,3 +246,15 @@ def test_kills_fall_into_what_is_left_of_a_run(tmp_path: Path) -> None:
     assert {kill.moment.step for kill in first if kill} == {21}
     (tmp_path / "checkpoints/step-40").mkdir()
     assert next_kill(draw, timeline, tmp_path, ranks=2, still=1) is None
+
+
+def test_the_test_that_the_page_shows_passes(tmp_path: Path) -> None:
+    """On the recipe that docs/recipes.md shows."""
+    page = (HERE.parent / "docs/prove.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "test_mine.py").write_text(code)
+    shutil.copy(HERE / "packaging/my_recipe/my_recipe.py", tmp_path)
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout

@@ -4,13 +4,17 @@ Each kind is a layer that moves its state in training, and whose state says some
 that is lost, left behind or taken from elsewhere shows in the loss.
 """
 
+import os
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from ddptrain.api.observer import Evaluated, Observer
 from ddptrain.api.recipe import At, Data, Deployed, Loss, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
@@ -271,7 +275,8 @@ class Guess(Task):
     """Cross-entropy of a `Stateful` model.
 
     kinds: keys of `KINDS`. dtype: of its parameters and buffers. bad_steps: their loss is not finite.
-    carried: each row of the batch has a number that goes on from step to step.
+    carried: each row of the batch has a number that goes on from step to step, made ``anew`` in each or
+    changed ``in_place``. drawn: the generators of Python and NumPy have a say.
     """
 
     best_metric = "accuracy"
@@ -282,9 +287,11 @@ class Guess(Task):
         kinds: Sequence[str] = (),
         dtype: str = "float32",
         bad_steps: Sequence[int] = (),
-        carried: bool = False,
+        carried: Literal["", "anew", "in_place"] = "",
+        drawn: bool = False,
     ) -> None:
         self._kinds, self._bad_steps, self._carried = tuple(kinds), tuple(bad_steps), carried
+        self._drawn = drawn
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._rows: Tensor | None = None
 
@@ -301,7 +308,13 @@ class Guess(Task):
         if self._carried:
             before = torch.zeros(len(labels), 1) if self._rows is None else self._rows
             features = features + 0.1 * before
-            self._rows = 0.5 * before + features.mean(dim=1, keepdim=True)
+            after = 0.5 * before + features.mean(dim=1, keepdim=True)
+            if self._carried == "in_place" and self._rows is not None:
+                self._rows.copy_(after)
+            else:
+                self._rows = after
+        if self._drawn:
+            features = features * (1 + 0.1 * random.random() + 0.1 * float(np.random.rand()))
         logits = model(features).float()
         total = nn.functional.cross_entropy(logits, labels, reduction="sum")
         if at.step in self._bad_steps:
@@ -330,6 +343,17 @@ class Guess(Task):
     def deploy(self, model: nn.Module) -> Deployed:
         example = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(1))
         return Deployed(model, (example,), ("features",), ("logits",), any_batch=True)
+
+
+class Dying(Observer):
+    """Ends the process, with nothing flushed or closed, after the evaluation at a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def evaluated(self, event: Evaluated) -> None:
+        if event.step >= self._step:
+            os._exit(137)
 
 
 class Points(Data):
