@@ -1,5 +1,6 @@
 """Scales sums over micro-batches to the gradient of the mean over the global batch."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -73,6 +74,8 @@ class LossScale:
         for shard, count in counts:
             shards[shard] += count
         total = add_up(self._world, shards).sum()
-        factor = self._sampler.batch_size / torch.where(total == 0, 1, total)
+        size = self._sampler.batch_size
+        # a total of 0 counts as 1, in one launch
+        factor = torch.nan_to_num(size / total, nan=math.nan, posinf=size)
         local = self._strategy.local
         torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], factor)

@@ -96,11 +96,11 @@ def test_train_interrupt_go_on_load_predict_plot(tmp_path: Path, monkeypatch: py
     first, second, third, _ = (said(client, cell) for cell in range(4))
     (run,) = tmp_path.glob("runs/cnn_digits/*")
     (step,) = stopped_steps(first.partition("<Run")[0])
-    assert f"<Run runs/cnn_digits/{run.name}: stopped at step {step}" in first
+    assert f"<Run {run}: stopped at step {step}" in first
     (live,) = (o for o in client.nb.cells[0].outputs if o.output_type == "display_data")
     assert re.match(r"step \d+/\d+  epoch", live["data"]["text/plain"])  # the last one, in place
     assert len(re.findall(r"^step ", first, re.MULTILINE)) == 1
-    assert f"resumed    runs/cnn_digits/{run.name}/checkpoints/step-{step}" in second
+    assert f"resumed    {run}/checkpoints/step-{step}" in second
     assert second.endswith("False"), "no torch in the kernel before load"
     assert json.loads((run / "summary.json").read_text())["outcome"] == "done"
 

@@ -1,4 +1,4 @@
-"""Imports point one way, without a circle, and no module outgrows an afternoon (docs/architecture.md)."""
+"""Imports point one way, without a circle (docs/architecture.md)."""
 
 import ast
 import re
@@ -70,7 +70,6 @@ def test_a_module_imports_only_what_its_room_may(path: Path) -> None:
     if path.name == "__init__.py" and path.parent == ROOT / "ddptrain":
         return
     assert imported(path) <= MAY_IMPORT[room(path)] | {room(path)}
-    assert len(path.read_text().splitlines()) <= 310
 
 
 def test_rooms_stand_in_an_order_with_few_arrows() -> None:
