@@ -105,6 +105,13 @@ def test_every_recipe_trains_with_few_launches(
         assert parts or others <= OTHERS, line
 
 
+@pytest.mark.long
+def test_models_in_parts(tmp_path: Path) -> None:
+    """fsdp, hsdp and replicate with each precision, and what follows a training."""
+    said = told(on_gpus(2, *TORCHRUN, HERE / "cases.py", tmp_path, "sharded"))
+    assert len(re.findall(r"^ok sharded", said, re.MULTILINE)) == 6, said
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_long_training_takes_no_more_memory(jobs: dict[str, "Future[Done]"], ranks: int) -> None:
     assert "ok long" in told(jobs[f"long-{ranks}"].result())

@@ -161,8 +161,8 @@ def check(folder: Path, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
             patch.setattr(meter, "_HostSums", lambda shards: sums(shards, torch.device("cpu")))
         if case["killed"] is not None:
             stop_at, fewer = case["killed"]
-            # which end is heard first, the killed rank's or that of one that talked to it, is up to the system
-            with pytest.raises(RankFailed, match="died without a message|Connection closed by peer"):
+            # the end of the killed rank, or that of the one that talked to it: the system decides which comes first
+            with pytest.raises(RankFailed, match=r"died without a message|Connection closed by peer"):
                 run_ranks(lambda world: rank(world, stop_at), ranks)
             ranks = max(1, ranks - fewer)
         run_ranks(lambda world: rank(world, None), ranks)
