@@ -13,7 +13,7 @@ from ddptrain.data.dataset import MapStyle, check_map_style, class_names
 from ddptrain.data.held_out import is_held_out
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
 from ddptrain.data.left_out import BROKEN, HINT, Unusable
-from ddptrain.data.pictures import Box, cut, fit, seen
+from ddptrain.data.pictures import Box, check_pixels, cut, fit, seen
 from ddptrain.data.source import ImageSet, ImageSource, Split
 from ddptrain.errors import UserError
 
@@ -186,4 +186,5 @@ def _as_picture(found: Any) -> "Image.Image":
         if str(getattr(found, "dtype", "")).removeprefix("torch.") != "uint8" or found.ndim not in (2, 3):
             raise UserError("its picture must be Pillow's, or of uint8; leave transforms out of the dataset")
         found = to_pil_image(found)
+    check_pixels(found, "its picture")
     return seen(found, "RGB")

@@ -39,6 +39,8 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 _MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 _DRAFTABLE = ("JPEG", "MPO")  # formats that libjpeg decodes, at a fraction of the size where asked
 _ORIENTATION = 0x0112
+_BITS, _PHOTOMETRIC, _PLANAR, _SAMPLE_FORMAT = 258, 262, 284, 339  # tags of a TIFF
+_UNSIGNED, _WHITE_IS_0 = 1, 0
 _ON_ITS_SIDE = (5, 6, 7, 8)
 
 
@@ -99,7 +101,7 @@ def opened(file: "str | os.PathLike[str] | Encoded") -> Iterator["Image.Image"]:
 
     try:
         with Image.open(file) as picture:
-            _check_depth(picture, file)
+            check_pixels(picture, file)
             yield picture
     except UserError:
         raise
@@ -118,7 +120,7 @@ def decoded(file: "Named", mode: str, side: int = 0) -> "Image.Image":
     is nearly free, but no smaller than that.
     """
     if not isinstance(file, str | os.PathLike | Encoded):
-        _check_depth(file, "picture")
+        check_pixels(file, "picture")
         return seen(file.copy(), mode)
     with opened(file) as picture:
         if side:
@@ -237,9 +239,31 @@ def _decoded_by_torchvision(file: Path | Encoded, mode: str) -> Tensor | None:
     return pixels
 
 
-def _check_depth(picture: "Image.Image", name: object) -> None:
+def check_pixels(picture: "Image.Image", name: object) -> None:
+    """Raises UserError where Pillow would give other pixels than the picture has: clipped, wrapped, dark or
+    inverted ones."""
+    from PIL.TiffImagePlugin import TiffImageFile
+
+    why = ""
     if picture.mode in ("I", "F"):
-        raise UserError(f"{name}: has 32 bits a pixel; must have 8 or 16. Convert it.", everywhere=False)
+        why = "has 32 bits a pixel, or signed ones"
+    elif isinstance(picture, TiffImageFile):
+        tags = picture.tag_v2
+        bits = max(tags.get(_BITS, (1,)))
+        if any(kind != _UNSIGNED for kind in tags.get(_SAMPLE_FORMAT, ())):
+            why = "has signed pixels"
+        elif 8 < bits < 16:
+            why = f"has {bits} bits a channel"
+        elif bits == 16 and tags.get(_PHOTOMETRIC) == _WHITE_IS_0:
+            why = "has 16 bits of grey that count from white"
+        elif bits == 16 and tags.get(_PLANAR, 1) != 1 and picture.mode != "I;16":
+            why = "has 16 bits a channel, each channel by itself (planar)"
+    if why:
+        raise UserError(
+            f"{name}: {why}; must have 8 or 16 bits a channel, unsigned, 0 for black, the channels of a pixel"
+            " together. Convert it.",
+            everywhere=False,
+        )
 
 
 def _mode(file: object, channels: int) -> str:
