@@ -1,5 +1,6 @@
 """Picture files: which ones a word names, whether one can be read, and its pixels."""
 
+import logging
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ddptrain.errors import UserError
-from ddptrain.text import fonts_for
+from ddptrain.text import first_few, fonts_for
+
+log = logging.getLogger("ddptrain")
 
 
 class Encoded(BytesIO):
@@ -63,12 +66,32 @@ def named_pictures(source: str) -> list[Path]:
     path = Path(source)
     if path.is_file():
         return [path]
-    found = path.rglob("*") if path.is_dir() else map(Path, glob(source, recursive=True))
-    files = sorted(file for file in found if file.suffix.lower() in ENDINGS and file.is_file())
+    if path.is_dir():
+        files = pictures_in(path)
+    else:
+        found = map(Path, glob(source, recursive=True))
+        files = sorted(file for file in found if file.suffix.lower() in ENDINGS and file.is_file())
     if not files:
         why = "it and the folders in it hold none" if path.is_dir() else "no such file or folder"
         raise UserError(f"source={source}: names no picture ({', '.join(ENDINGS)}): {why}.")
     return files
+
+
+def pictures_in(folder: Path, endings: Sequence[str] = ENDINGS) -> list[Path]:
+    """The files in and below a folder with one of these endings, sorted. Of the others the log says how many
+    there are; hidden ones, and those in hidden folders, are none."""
+    names = [file.relative_to(folder) for file in folder.rglob("*") if file.is_file()]
+    seen = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    note_not_read(folder, [str(name) for name in seen if name.suffix.lower() not in endings], endings)
+    return sorted(folder / name for name in seen if name.suffix.lower() in endings)
+
+
+def note_not_read(folder: object, names: Sequence[str], endings: Sequence[str] = ENDINGS) -> None:
+    """Log that files in a folder are not read, if there are any, for their names have none of these
+    endings."""
+    if names:
+        count, shown = f"{len(names):,} file{'s' * (len(names) > 1)}", first_few(sorted(names), 3)
+        log.info("note       %s: %s not read (not %s): %s", folder, count, ", ".join(endings), shown)
 
 
 def check_apart(where: object, names: Sequence[Path]) -> None:

@@ -91,16 +91,22 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     assert folders_of(trained + validated) == {"bus", "train", "tram/old"}
 
 
-def test_files_are_in_the_order_of_their_paths(tmp_path: Path) -> None:
+def test_files_are_in_the_order_of_their_paths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = ("a/1.png", "a-b/1.png", "a.png", "B.PNG", "b/c.png", "b.d/e.png", ".h/i.png", "notes.txt")
     for name in names:
         (tmp_path / "class" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "class" / name).touch()
     (tmp_path / "class" / "loop").symlink_to(tmp_path / "class")
-    _, trained, _ = opened(fill(tmp_path, "other 12"))
-    expected = sorted(Path("class", name) for name in names if name != "notes.txt")
+    (tmp_path / "loose.png").touch()
+    with caplog.at_level(logging.INFO):
+        _, trained, _ = opened(fill(tmp_path, "other 12"))
+    expected = sorted(Path("class", name) for name in names if name not in ("notes.txt", ".h/i.png"))
     assert [Path(file) for file in trained[: len(expected)]] == expected
     assert trained[len(expected) :] == [f"other/{i:02}.png" for i in range(12) if i != 9]
+    told = [record.getMessage() for record in caplog.records]
+    assert f"note       {tmp_path}: 2 files not read (not .jpg, " in told[0]  # but not the hidden one
+    assert told[0].endswith(": class/loop, class/notes.txt")
+    assert told[1] == f"note       {tmp_path}: 1 pictures are in no class folder, and not read: loose.png"
 
 
 def test_classes_of_which_none_is_held_out_are_named(

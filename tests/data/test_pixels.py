@@ -1,6 +1,6 @@
 """A picture file's pixels are those that it says, or it is refused: in every door that pictures come in by.
 
-A generated product of TIFFs, written by hand: bits, signed or floating, byte order, black or white as 0, planes.
+A generated product of TIFFs, written by hand: bits, signed or floating, byte order, where 0 is white, planes.
 """
 
 import struct
@@ -105,6 +105,7 @@ DOORS: dict[str, Callable[[Path], Tensor]] = {
 }  # fmt: skip
 READ = {(8, 1), (16, 1)}
 """Bits and kinds that can be had."""
+REFUSED = {(8, 2), (12, 1), (16, 2), (32, 1), (32, 2), (32, 3)}
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -123,8 +124,7 @@ def test_a_tiff_has_its_own_pixels_or_is_refused(door: str, bits: int, kind: int
         except UnidentifiedImageError:  # of Pillow's own opening, outside of ddptrain
             assert door in ("dataset", "in memory")
             continue
-        except UserError as error:
-            assert "a.tif" in str(error) or door in ("dataset", "in memory")
+        except UserError:
             continue
         read += 1
         assert (pixels - torch.tensor(RAMP)).abs().max() <= 1, (order, white, channels, planar)
@@ -136,5 +136,5 @@ def test_a_dataset_of_32_bits_a_pixel_is_refused(mode: str) -> None:
     """Pillow's own conversion cuts off all above 255."""
     deep = Image.new(mode, (SIDE, SIDE), 700)
     opened = DatasetImages([(deep, i % 2) for i in range(20)], size=SIDE).open(Path())  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="sample 0 can't be used .its picture: has 32 bits a pixel"):
+    with pytest.raises(UserError, match=r"sample 0 can't be used \(its picture: has 32 bits a pixel"):
         opened.train.images(torch.tensor([0]))
