@@ -282,12 +282,13 @@ def test_it_learns_and_answers(pictures: Path, tmp_path: Path) -> None:
         ("file,label\na.png,x\n", "labels.csv: names 1 class(es)"),
         ("file,x,y\na.png,1,2\n", "labels.csv, line 2: y=2: must be 1 (the picture has this class) or 0."),
         ("file,label,split\na.png,x,dev\n", "labels.csv, line 2: split=dev: must be one of train"),
-        ("file,label\na.png,x\na.png,y\n", "labels.csv: no line is left for validation."),
+        ("file,label\na.png,x\nc.png,y\n", "labels.csv: no line is left for validation."),
         ('file,label\na.png,"x\n', "labels.csv: can't be read as CSV in UTF-8 (unexpected end of data)"),
     ],
 )
 def test_mistakes_in_the_file_are_named_by_their_line(tmp_path: Path, text: str, said: str) -> None:
-    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    for name in ("a.png", "c.png"):
+        Image.new("RGB", (4, 4)).save(tmp_path / name)
     (tmp_path / "labels.csv").write_text(text)
     with pytest.raises(UserError) as refused:
         CsvLabels(size=4).open(tmp_path)
