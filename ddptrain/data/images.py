@@ -82,6 +82,10 @@ class ImageData(Data):
         self.source.bring_to(_shape_of(metadata), metadata.get("resize"))
         self._normal = {name: metadata[name] for name in ("mean", "std")}
 
+    def normalise_as(self, mean: Sequence[float], std: Sequence[float]) -> bool:
+        self._normal = {"mean": list(mean), "std": list(std)}
+        return True
+
     def prepare(self, world: World, seed: int) -> None:
         once_a_node(world, lambda: self.source.fetch(Path(self.root)))
         self._world = world
