@@ -12,7 +12,7 @@ from ddptrain.recipes.class_weights import ClassWeights
 from ddptrain.recipes.limits import check_label_smoothing
 from ddptrain.recipes.outputs import check_labels, check_outputs
 from ddptrain.recipes.pictures import Told, classifier, deployed, predictions
-from ddptrain.recipes.views import Views, check_level
+from ddptrain.recipes.views import Views, check_level, note_one_view
 
 
 @final
@@ -115,6 +115,7 @@ class MultiLabelClassification(Task):
     def deploy(self, model: nn.Module, batch: int | None = None) -> Deployed:
         """float32 (n, C, H, W), normalised as in training -> logits (n, classes), for any n, or for ``batch``
         alone; a class's probability is the sigmoid of its logit."""
+        note_one_view(self._tta)
         return deployed(model, self._data, batch)
 
 

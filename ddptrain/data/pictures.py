@@ -33,7 +33,7 @@ class Encoded(BytesIO):
 
 
 if TYPE_CHECKING:
-    from PIL import Image, ImageFont
+    from PIL import Image, ImageFile, ImageFont
 
     Named = str | os.PathLike[str] | Encoded | Image.Image
     """A picture, by its file's path, its file or itself."""
@@ -117,7 +117,7 @@ def claim(folder: Path) -> None:
 
 
 @contextmanager
-def opened(file: "str | os.PathLike[str] | Encoded") -> Iterator["Image.Image"]:
+def opened(file: "str | os.PathLike[str] | Encoded") -> Iterator["ImageFile.ImageFile"]:
     """The picture, of which only the header is read yet. Raises UserError naming the file, also for what the
     body finds."""
     from PIL import Image
