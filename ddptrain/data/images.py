@@ -138,6 +138,11 @@ class ImageData(Data):
         return self._training is None
 
     @property
+    def all_labels(self) -> tuple[Tensor, Tensor]:
+        """Of training and of validation, as `Split.labels`. Needs the prepared set."""
+        return self._set.train.labels, self._set.valid.labels
+
+    @property
     def class_counts(self) -> Tensor:
         """int64 (classes,): training images of each class; of several labels an image, those that have it.
         Needs the prepared set."""

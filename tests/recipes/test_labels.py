@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.augment import Augment
 from ddptrain.data.csv_labels import CsvLabels
+from ddptrain.data.dataset import DatasetData
 from ddptrain.data.images import ImageData
 from ddptrain.data.mixing import Mix
 from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
@@ -210,6 +212,43 @@ def test_labels_of_the_other_kind_are_refused() -> None:
             task(First, opened([5, 5], several)).build()
     with pytest.raises(UserError, match=r"^data\.balance: is for images of one class each"):
         _ = opened([5, 5], several=True, balance=1.0).sample_weights
+
+
+class Odd(Counted):
+    """One label of one part is none. part: 0 for training."""
+
+    def __init__(self, value: float, part: int) -> None:
+        super().__init__([5, 5], several=True)
+        self.value, self.part = value, part
+
+    def open(self, root: Path) -> ImageSet:
+        found, other = super().open(root), super().open(root)
+        parts = [found.train, other.valid]
+        parts[self.part].labels[3, 1] = self.value
+        return replace(found, train=parts[0], valid=parts[1])
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.5, 255.0, float("nan")])
+def test_labels_that_are_neither_0_nor_1_are_refused(value: float) -> None:
+    """-1 for a class that a picture lacks, as some sets have it, would train and be measured all the same."""
+    said = f"^data: a label of several classes a sample is {value:g}; must be 1 where"
+    for part in (0, 1):
+        data = ImageData(Odd(value, part), Augment(), workers=0)
+        data.prepare(World(), 0)
+        with pytest.raises(UserError, match=said):
+            MultiLabelClassification(First, data).build()
+    samples = [(torch.zeros(3, 4, 4), torch.tensor([1.0, value if i == 9 else 0.0])) for i in range(20)]
+    for valid in (samples[9:], samples):  # the first of validation is seen at once
+        whole = DatasetData(samples, valid, classes=2, workers=0)  # type: ignore[arg-type]
+        whole.prepare(World(), 0)
+        task = MultiLabelClassification(First, whole)
+        if valid is not samples:
+            with pytest.raises(UserError, match=said):
+                task.build()
+            continue
+        sums = task.evaluate(task.build(), next(iter(whole.valid_batches([range(20)]))))
+        with pytest.raises(UserError, match=said):
+            task.report({"loss": sums["loss"], "answers": sums["answers"].values})  # type: ignore[union-attr,dict-item]
 
 
 def test_mixed_samples_have_mixed_labels() -> None:
