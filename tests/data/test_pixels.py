@@ -138,3 +138,29 @@ def test_a_dataset_of_32_bits_a_pixel_is_refused(mode: str) -> None:
     opened = DatasetImages([(deep, i % 2) for i in range(20)], size=SIDE).open(Path())  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"sample 0 can't be used \(its picture: has 32 bits a pixel"):
         opened.train.images(torch.tensor([0]))
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("first", [True, False])
+def test_the_channels_of_a_dataset(as_tensor: bool, channels: int, first: bool) -> None:
+    """(C, H, W) of a tensor, (H, W, C) of an array; the other way round is not taken for a picture."""
+    levels = np.repeat(RAMP[..., None], channels, 2).astype(np.uint8)
+    found = levels.transpose(2, 0, 1).copy() if first else levels
+    samples = [(torch.from_numpy(found) if as_tensor else found, i % 2) for i in range(20)]
+    opened = DatasetImages(samples, size=SIDE).open(Path())  # type: ignore[arg-type]
+    if channels in (1, 3, 4) and first == as_tensor:
+        pixels = opened.train.images(torch.tensor([0]))[0].permute(2, 0, 1)
+        assert (pixels - torch.tensor(RAMP)).abs().max() == 0
+        return
+    with pytest.raises(UserError, match="its picture has the shape"):
+        opened.train.images(torch.tensor([0]))
+
+
+def test_a_class_without_a_sample_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Labels that count from 1, say."""
+    samples = [(Image.new("L", (SIDE, SIDE)), 1 + i % 2) for i in range(20)]
+    data = ImageData(DatasetImages(samples, size=SIDE), Augment(), workers=0)  # type: ignore[arg-type]
+    with caplog.at_level("WARNING", logger="ddptrain"):
+        data.prepare(World(), 0)
+    assert "no training sample has the class '0'" in caplog.text
