@@ -44,7 +44,15 @@ def parts_of(root: Path) -> Parts:
     if train is not None and others and valid is None and not _folders(train):
         return Parts(root, None)  # a class called train, say of vehicles
     if train is not None:
+        _note_beside(root, Parts(train, valid))
         return Parts(train, valid)
+    if valid is not None and {folder.name for folder in _folders(valid)} & {one.name for one in others}:
+        raise UserError(
+            f"{root}: holds classes ({others[0].name}, ...) and {valid.name} with folders of their names, and"
+            " no train. Put the classes into train beside it."
+        )
+    if valid is not None and others:
+        log.warning("note       %s: %s is read as a class, for there is no train beside it", root, valid.name)
     if valid is not None and not others:
         raise UserError(f"{root}: holds {valid.name}, and no train. Put train/<class>/* beside it.")
     for inner in others:
@@ -55,6 +63,13 @@ def parts_of(root: Path) -> Parts:
                 f" the only one. Give the one to use: data.root={inner}"
             )
     return Parts(root, None)
+
+
+def _note_beside(root: Path, parts: Parts) -> None:
+    """Log which folders beside the parts are not read."""
+    if beside := [folder.name for folder in _folders(root) if folder not in parts]:
+        used = " and ".join(part.name for part in parts if part is not None)
+        log.info("note       %s: reads %s, and not %s beside it", root, used, first_few(beside, 5))
 
 
 def pictures_by_class(part: Path) -> dict[str, list[str]]:

@@ -91,6 +91,25 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     assert folders_of(trained + validated) == {"bus", "train", "tram/old"}
 
 
+@pytest.mark.parametrize("name", ["val", "test", "Validation"])
+def test_val_beside_classes_is_no_class(tmp_path: Path, name: str) -> None:
+    fill(tmp_path, "cats 10", "dogs 10", f"{name}/cats 3", f"{name}/dogs 3")
+    with pytest.raises(UserError, match=rf"holds classes \(cats, \.\.\.\) and {name} with folders of their"):
+        opened(tmp_path)
+
+
+def test_what_a_folder_beside_the_classes_is_taken_for_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pictures without a class, say, as competitions have them."""
+    with caplog.at_level(logging.INFO):
+        assert opened(fill(tmp_path / "a", "cats 10", "dogs 10", "test 10"))[0] == ["cats", "dogs", "test"]
+    assert "test is read as a class, for there is no train beside it" in caplog.text
+    with caplog.at_level(logging.INFO):
+        opened(fill(tmp_path / "b", "train/x 2", "train/y 2", "val/x 1", "test/x 1", "more/x 1"))
+    assert "b: reads train and val, and not more, test beside it" in caplog.text
+
+
 def test_files_are_in_the_order_of_their_paths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = ("a/1.png", "a-b/1.png", "a.png", "B.PNG", "b/c.png", "b.d/e.png", ".h/i.png", "notes.txt")
     for name in names:
