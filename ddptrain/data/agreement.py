@@ -47,6 +47,16 @@ def check_distinct(names: Iterable[str], where: str) -> None:
             )
 
 
+def check_renamed(asked: Sequence[str], own: Sequence[str], key: str) -> None:
+    """Raises UserError for asked words, in place of a set's own, that stand for other classes there."""
+    for place, (name, known) in enumerate(zip(asked, own, strict=False)):
+        if name != known and name in own:
+            raise UserError(
+                f"{key}: class {place} is {name!r}, and {known!r} in the set, where {name!r} is class"
+                f" {list(own).index(name)}. Leave {key} out, or name the classes in the set's order."
+            )
+
+
 def _plain(name: str) -> str:
     """What two spellings of a name have in common."""
     return "".join(unicodedata.normalize("NFC", name).split()).casefold()

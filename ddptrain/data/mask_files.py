@@ -117,13 +117,19 @@ def class_names(asked: Sequence[str] | int | None, root: Path) -> tuple[str, ...
                 " line, in the order of the masks' values, or data.classes=[background,cat], or their number:"
                 " data.classes=2."
             )
-        source, names = str(file), [line.strip() for line in read_text(file).rstrip().splitlines()]
+        source, names = str(file), listed_names(root)
     if not 2 <= len(names) <= IGNORED:
         raise UserError(f"{source}: has {len(names)} classes; must be 2 to {IGNORED}, background among them.")
     for label, name in enumerate(names):
         if not name.strip() or not name.isprintable() or name in names[:label]:
             raise UserError(f"{source}: class {label} is called {name!r}; give it a name of its own.")
     return tuple(names)
+
+
+def listed_names(root: Path) -> list[str]:
+    """The lines of ``root/classes.txt``; none without it."""
+    file = root / "classes.txt"
+    return [line.strip() for line in read_text(file).rstrip().splitlines()] if file.is_file() else []
 
 
 def read_pair(pair: Pair, classes: int) -> tuple["Image.Image", "Image.Image"]:
