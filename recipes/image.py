@@ -13,7 +13,7 @@ from ddptrain.recipes.class_weights import ClassWeights
 from ddptrain.recipes.limits import check_label_smoothing
 from ddptrain.recipes.outputs import check_labels, check_outputs, check_range
 from ddptrain.recipes.pictures import Told, classifier, deployed, predictions
-from ddptrain.recipes.views import Views, check_level
+from ddptrain.recipes.views import Views, check_level, note_one_view
 
 log = logging.getLogger("ddptrain")
 
@@ -131,6 +131,7 @@ class ImageClassification(Task):
     def deploy(self, model: nn.Module, batch: int | None = None) -> Deployed:
         """float32 (n, C, H, W), normalised as in training -> logits (n, classes), for any n, or for ``batch``
         alone."""
+        note_one_view(self._tta)
         return deployed(model, self._data, batch)
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:

@@ -10,9 +10,9 @@ from torch.nn import functional
 from ddptrain.api import At, Data, Deployed, Loss, Report, Rows, Task, UserError
 from ddptrain.recipes.class_weights import ClassWeights
 from ddptrain.recipes.limits import check_label_smoothing
-from ddptrain.recipes.outputs import check_labels, check_outputs
+from ddptrain.recipes.outputs import check_labels, check_outputs, check_zero_or_one
 from ddptrain.recipes.pictures import Told, classifier, deployed, predictions
-from ddptrain.recipes.views import Views, check_level
+from ddptrain.recipes.views import Views, check_level, note_one_view
 
 
 @final
@@ -66,7 +66,9 @@ class MultiLabelClassification(Task):
         return {"loss": losses.mean(dim=1).sum(), "answers": Rows(torch.stack([logits, labels], dim=1))}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        logits, labels = sums["answers"][:, 0], sums["answers"][:, 1] == 1
+        logits, labels = sums["answers"].unbind(dim=1)
+        check_zero_or_one(labels)
+        labels = labels == 1
         precisions = [average_precision(*pair) for pair in zip(logits.T, labels.T, strict=True)]
         found = [p for p in precisions if p is not None]
         answered = logits > 0
@@ -115,6 +117,7 @@ class MultiLabelClassification(Task):
     def deploy(self, model: nn.Module, batch: int | None = None) -> Deployed:
         """float32 (n, C, H, W), normalised as in training -> logits (n, classes), for any n, or for ``batch``
         alone; a class's probability is the sigmoid of its logit."""
+        note_one_view(self._tta)
         return deployed(model, self._data, batch)
 
 

@@ -43,6 +43,16 @@ def check_labels(labels: Tensor, logits: Tensor, one_each: bool) -> None:
     )
 
 
+def check_zero_or_one(labels: Tensor) -> None:
+    """Raise UserError unless all labels (n, classes) are 0 or 1. A sync point."""
+    other = labels[(labels != 0) & (labels != 1)]
+    if len(other):
+        raise UserError(
+            f"data: a label of several classes a sample is {float(other[0]):g}; must be 1 where the sample"
+            " has the class, else 0."
+        )
+
+
 def check_range(error: IndexError, count: int) -> None:
     """Raise UserError in place of what torch says of a label beyond the classes."""
     if "out of bounds" in str(error):

@@ -13,7 +13,7 @@ from ddptrain.data.detection.files import probe
 from ddptrain.data.images import ImageData
 from ddptrain.data.pictures import claim, fitted, named_pictures
 from ddptrain.recipes.limits import check_batch
-from ddptrain.recipes.outputs import kind
+from ddptrain.recipes.outputs import check_zero_or_one, kind
 from ddptrain.recipes.sheets import COLUMNS, ROWS, Titled, write_sheet
 
 _BATCH = COLUMNS * ROWS
@@ -46,12 +46,17 @@ def classifier(model: Callable[..., nn.Module], data: Data, multi_label: bool) -
         )
     if isinstance(data, ImageData):
         _check_labels(data.multi_label == multi_label, "of the other kind", multi_label, classes)
+        if multi_label and not data.recalled:
+            for labels in data.all_labels:
+                check_zero_or_one(labels)
         (channels, height, width), examples = _shape(data), data.examples
     else:
         images, labels = _first(data)  # once: it starts the loader processes
         fits = labels.shape[1:] == ((classes,) if multi_label else ())
         fits = fits and (labels.is_floating_point() if multi_label else labels.dtype == torch.int64)
         _check_labels(fits, kind(labels), multi_label, classes)
+        if multi_label:
+            check_zero_or_one(labels)
         (channels, height, width), examples = images.shape[1:], _no_examples
     return model(num_classes=classes, in_channels=channels, image_size=(height, width), examples=examples)
 

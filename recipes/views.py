@@ -1,5 +1,6 @@
 """Test-time augmentation: a picture is looked at several times, and the answers are averaged."""
 
+import logging
 from typing import final
 
 import torch
@@ -7,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddptrain.api import UserError
+
+log = logging.getLogger("ddptrain")
 
 
 @final
@@ -42,6 +45,16 @@ class Views(nn.Module):
         half = logits / 2
         mirrored: Tensor = self._model(images.flip(-1))
         return half + mirrored / 2
+
+
+def note_one_view(level: int) -> None:
+    """Log that an exported file looks at a picture once, where evaluation does not."""
+    if level:
+        log.warning(
+            "note       task.tta=%d: evaluate averages %d views of a picture, and the file takes one; its own"
+            " metrics are those of: evaluate run=... task.tta=0",
+            *(level, (1, 2, 6)[level]),
+        )
 
 
 def check_level(level: int) -> None:

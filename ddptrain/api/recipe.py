@@ -271,6 +271,11 @@ class Data(ABC):
         what belongs to the model (size and normalisation of pictures) is to be as there, whatever this set
         has. An evaluation whose `metadata` then differs all the same is refused."""
 
+    def normalise_as(self, mean: Sequence[float], std: Sequence[float]) -> bool:
+        """Called before `prepare` with what a library's weights (``init.weights``) were trained with, of the
+        channels in 0..255. Whether pictures are normalised so from now on, in place of the set's own way."""
+        return False
+
     def load_metadata(self, metadata: Mapping[str, Any], world: "World") -> None:
         """Called instead of `prepare`, with the `metadata` of the training."""
         raise UserError(f"data: {type(self).__name__} has no load_metadata. Was another kind trained on?")

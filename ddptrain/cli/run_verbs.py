@@ -15,6 +15,8 @@ from ddptrain.errors import KNOWN_ENDS, ExitCode, UserError
 from ddptrain.launcher.spinning import choose_spinning
 
 _OF_A_RUN = ("run", "checkpoint")
+_OF_WEIGHTS = ("ema", "init")
+"""Sections that say which weights a training starts from and keeps."""
 _CHECKPOINT_ACTIONS = ("verify", "show", "convert")
 
 
@@ -86,9 +88,26 @@ def _asked(arguments: Arguments, is_own: Callable[[str], bool]) -> tuple[Config,
     own, overrides = divided(arguments.overrides, is_own)
     folder = _run_folder(arguments.verb, own)
     config = checked(saved_tree(folder / "config.yaml", arguments, overrides))
+    if any(word.lstrip("+~").startswith(_OF_WEIGHTS) for word in overrides):
+        _check_weights(config, checked(saved_tree(folder / "config.yaml", arguments, [])), arguments.verb)
     checkpoint = own.pop("checkpoint", "")
     del own["run"]
     return config, folder, checkpoint, own
+
+
+def _check_weights(config: Config, saved: Config, verb: str) -> None:
+    """Raises UserError for overrides that ask for other weights than a checkpoint has: nothing would come of
+    them."""
+    for section in _OF_WEIGHTS:
+        asked, known = (vars(getattr(of, section)) for of in (config, saved))
+        for name, value in asked.items():
+            if value != known[name]:
+                here, there = ("null" if of is None else of for of in (value, known[name]))
+                raise UserError(
+                    f"{section}.{name}={here}: the run was trained with {there}, and {verb} takes the"
+                    " checkpoint's weights as they are, the averaged ones if there are some. Leave it out;"
+                    " those that are not averaged are had by: checkpoint convert weights=model."
+                )
 
 
 def _run_folder(verb: str, own: Mapping[str, str]) -> Path:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.api.recipe import Data
+from ddptrain.config.schema import Config
 from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.initial_weights import normalisation_of
 from ddptrain.engine.saved_checkpoint import MANIFEST, LoadedCheckpoint
 from ddptrain.errors import UserError
 from ddptrain.text import first_few, parse_json
@@ -51,6 +53,22 @@ def check_same_data(data: Data, saved: LoadedCheckpoint) -> None:
             f"{saved.path}: its model was trained on inputs that were made in another way than"
             f" {type(data).__name__} makes them: {differ}. Use data that makes them as in training, or start"
             " a new run."
+        )
+
+
+def normalise_as_weights(config: Config, data: Data, saved: LoadedCheckpoint | None) -> None:
+    """Before `Data.prepare`: pictures are normalised as those that a library's weights (``init.weights``)
+    were trained on; in a run that goes on, as it began."""
+    normal = normalisation_of(config)
+    if normal is not None and saved is not None:
+        known = saved.manifest.get("recall") or {}
+        normal = (known["mean"], known["std"]) if "std" in known else None
+    if normal is not None and not data.normalise_as(*normal):
+        mean, std = (", ".join(f"{value:.4g}" for value in of) for of in normal)
+        log.info(
+            "note       init.weights=%s: trained on pictures normalised by mean %s and deviation %s, of 0 to"
+            " 255; how %s does it is its own",
+            *(config.init.weights, mean, std, type(data).__name__),
         )
 
 

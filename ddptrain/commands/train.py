@@ -21,7 +21,7 @@ from ddptrain.api.observer import Run
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
 from ddptrain.commands import setup
-from ddptrain.commands.agreement import check_same_data, note_other_data
+from ddptrain.commands.agreement import check_same_data, normalise_as_weights, note_other_data
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import is_dp
 from ddptrain.config.suggest import flat_values
@@ -133,6 +133,7 @@ def make_train_step(
     log.info("precision  %s", precision.name)
     ranks, nodes = counted(world.size, "rank"), counted(-(-world.size // world.local_size), "node")
     log.info("strategy   %s, %s on %s", strategy.describe(), ranks, nodes)
+    normalise_as_weights(config, data, saved)
     setup.prepare(data, world, config.seed)
     plan = plan_run(config, data.train_size, data.identity, strategy.shards, data.sample_weights, data.blocks)
     if strategy.sharded:

@@ -2,6 +2,7 @@
 model, of the pictures' size."""
 
 import logging
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -25,13 +26,45 @@ def note_checkpoints_own(key: str, asked: object, known: object) -> None:
 def check_known(valid: Iterable[str], train: Iterable[str], where: str, trained: str) -> None:
     """Raises UserError naming a class of validation, in ``where``, that is none of those in ``trained``."""
     known = set(train)
-    plain = {"".join(name.split()).casefold(): name for name in known}
+    plain = {_plain(name): name for name in known}
     for name in sorted(set(valid) - known):
-        alike = plain.get("".join(name.split()).casefold())
+        alike = plain.get(_plain(name))
         rule = "Both need the same classes."
         if alike is not None:
-            rule = f"{alike!r} is, which differs in capitals or spaces alone. Rename one of them."
+            rule = f"{alike!r} is, which differs in {_difference(name, alike)} alone. Rename one of them."
         raise UserError(f"{where}: class {name!r} is not in {trained}. {rule}")
+
+
+def check_distinct(names: Iterable[str], where: str) -> None:
+    """Raises UserError for two classes that are the same word to people: é in one character, and in two."""
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(unicodedata.normalize("NFC", name), name)
+        if other != name:
+            raise UserError(
+                f"{where}: two classes are called {name!r}, which differ in how Unicode writes them alone"
+                f" ({other!a}, {name!a}). Rename one of them."
+            )
+
+
+def check_renamed(asked: Sequence[str], own: Sequence[str], key: str) -> None:
+    """Raises UserError for asked words, in place of a set's own, that stand for other classes there."""
+    for place, (name, known) in enumerate(zip(asked, own, strict=False)):
+        if name != known and name in own:
+            raise UserError(
+                f"{key}: class {place} is {name!r}, and {known!r} in the set, where {name!r} is class"
+                f" {list(own).index(name)}. Leave {key} out, or name the classes in the set's order."
+            )
+
+
+def _plain(name: str) -> str:
+    """What two spellings of a name have in common."""
+    return "".join(unicodedata.normalize("NFC", name).split()).casefold()
+
+
+def _difference(name: str, other: str) -> str:
+    same = unicodedata.normalize("NFC", name) == unicodedata.normalize("NFC", other)
+    return f"how Unicode writes it ({name!a}, {other!a})" if same else "capitals or spaces"
 
 
 def places_among(train: Sequence[str], valid: Sequence[str], where: str, trained: str) -> list[int]:

@@ -2,6 +2,8 @@
 
 import csv
 import logging
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
@@ -9,7 +11,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from ddptrain.data.agreement import check_known
+from ddptrain.data.agreement import check_distinct, check_known
 from ddptrain.data.held_out import is_held_out
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, FolderSplit, check_sizes
 from ddptrain.data.paths import Paths
@@ -70,7 +72,7 @@ class CsvLabels(ImageSource):
 
     def open(self, root: Path) -> ImageSet:
         path = root / self._file
-        rows, several, held_out = _read(path, root)
+        rows, own, held_out = _read(path, root)
         held = _VALID if _VALID in rows.parts else _TEST
         if _TEST in rows.parts:
             count = rows.parts.count(_TEST)
@@ -80,8 +82,12 @@ class CsvLabels(ImageSource):
         classes = sorted({name for names in rows.names for name in names})
         if len(classes) < 2:
             raise UserError(f"{path}: names {len(classes)} class(es); a classifier needs two or more.")
+        _check_names(classes, path)
         _check_trained(rows, held, path, held_out)
-        labels = _one_hot(rows.names, classes) if several else _indices(rows.names, classes)
+        one_each = own == ["label"]
+        if not one_each and own != ["labels"] and (unseen := [name for name in own if name not in classes]):
+            log.warning("note       %s: no picture has %s, so it is no class", path, first_few(unseen, 5))
+        labels = _indices(rows.names, classes) if one_each else _one_hot(rows.names, classes)
         parts = []
         for part, name in ((_TRAIN, "training"), (held, "validation")):
             ids = [i for i, own in enumerate(rows.parts) if own == part]
@@ -92,6 +98,18 @@ class CsvLabels(ImageSource):
             parts.append(FolderSplit(files, labels[torch.tensor(ids)], self.size, resize))
         train, valid = parts
         return ImageSet(train, valid, classes, IMAGENET_MEAN, IMAGENET_STD, self.resize, held_out)
+
+
+def _check_names(classes: Sequence[str], path: Path) -> None:
+    """Raises UserError for classes that are the same word, or several words that are classes themselves."""
+    check_distinct(classes, str(path))
+    for name in classes:
+        parts = [part.strip() for part in re.split("[,|;]", name)]
+        if _SEPARATOR in name or (len(parts) > 1 and set(parts) <= set(classes)):
+            raise UserError(
+                f"{path}: {name!r} would be one class. Write several of a picture with ; between them, in a"
+                " column `labels`."
+            )
 
 
 def _check_trained(rows: _Rows, held: int, path: Path, held_out: bool) -> None:
@@ -106,10 +124,10 @@ def _check_trained(rows: _Rows, held: int, path: Path, held_out: bool) -> None:
         )  # fmt: skip
 
 
-def _read(path: Path, root: Path) -> tuple[_Rows, bool, bool]:
-    """The lines of the file, whether pictures may have several classes, and whether every tenth is held
-    out."""
+def _read(path: Path, root: Path) -> tuple[_Rows, list[str], bool]:
+    """The lines of the file, the columns that tell the classes, and whether every tenth is held out."""
     found = _Rows([], [], [])
+    seen: dict[str, int] = {}
     try:
         with path.open(newline="", encoding="utf-8-sig") as opened:
             lines = csv.DictReader(opened, strict=True)
@@ -121,18 +139,40 @@ def _read(path: Path, root: Path) -> tuple[_Rows, bool, bool]:
                     " (several, with ; between them) or one column a class. It names"
                     f" {', '.join(columns) or 'none'}."
                 )
+            _check_columns(columns, own, path)
             for line in lines:
                 where = f"{path}, line {lines.line_num}"
                 if None in line or None in line.values():
                     raise UserError(f"{where}: has not as many values as there are columns ({len(columns)}).")
                 if not (root / line["file"]).is_file():
                     raise UserError(f"{where}: file={line['file']}: there is no such file in {root}.")
+                before = seen.setdefault(os.path.normpath(line["file"]), lines.line_num)
+                if before < lines.line_num:
+                    raise UserError(
+                        f"{where}: file={line['file']}: is in line {before} too. Write one line for each"
+                        " picture, with all of its classes."
+                    )
                 found.files.append(line["file"])
                 found.names.append(_classes_of(line, own, where))
                 found.parts.append(_part_of(line, len(found.parts), where))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: can't be read as CSV in UTF-8 ({error}).") from error
-    return found, own != ["label"], "split" not in columns
+    return found, own, "split" not in columns
+
+
+def _check_columns(columns: Sequence[str], own: Sequence[str], path: Path) -> None:
+    """Raises UserError for columns whose meaning isn't clear. own: those that tell the classes."""
+    for name in columns:
+        if columns.count(name) > 1:
+            raise UserError(f"{path}: two columns are called {name!r}. Leave one of them out.")
+        plain = name.strip().lower()
+        if plain != name and plain in ("file", "label", "labels", "split"):
+            raise UserError(f"{path}: a column is called {name!r}. Call it {plain}.")
+    if len(own) > 1 and (words := [name for name in own if name in ("label", "labels")]):
+        others = first_few([name for name in own if name != words[0]], 3)
+        raise UserError(
+            f"{path}: has a column {words[0]}, and {others} beside it. Leave one or the other out."
+        )
 
 
 def _classes_of(line: Mapping[str, str], own: Sequence[str], where: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from ddptrain.api.rng import mixed
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data import held_out
-from ddptrain.data.agreement import check_alike
+from ddptrain.data.agreement import check_alike, check_renamed
 from ddptrain.data.generators import restored, seed_all
 from ddptrain.data.left_out import BROKEN, HINT, OnError, Unusable, in_words, readable, tell
 from ddptrain.data.transformed import one_thread
@@ -205,12 +205,13 @@ def class_names(dataset: Any, classes: list[str] | int | None, key: str) -> tupl
         if classes < 2:
             raise UserError(f"{key}={classes}: must be 2 or more.")
         return tuple(map(str, range(classes)))
-    if classes is not None:
-        return tuple(classes)
     named = getattr(dataset, "classes", None)
     if named is None:
         features = getattr(dataset, "features", None) or {}  # Hugging Face's: a ClassLabel has names
         named = getattr(features["label"], "names", None) if "label" in features else None
+    if classes is not None:
+        check_renamed(classes, list(map(str, named or ())), key)
+        return tuple(classes)
     return tuple(map(str, named or ()))
 
 

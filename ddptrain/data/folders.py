@@ -1,12 +1,16 @@
 """Folders of pictures: which ones are the parts and the classes of a set, and the files in them."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ddptrain.data.pictures import ENDINGS
+from ddptrain.data.pictures import ENDINGS, note_not_read
 from ddptrain.errors import UserError
+from ddptrain.text import first_few
+
+log = logging.getLogger("ddptrain")
 
 _TRAIN_NAMES = ("train", "training")
 VALID_NAMES = ("val", "valid", "validation", "test", "testing")
@@ -40,7 +44,15 @@ def parts_of(root: Path) -> Parts:
     if train is not None and others and valid is None and not _folders(train):
         return Parts(root, None)  # a class called train, say of vehicles
     if train is not None:
+        _note_beside(root, Parts(train, valid))
         return Parts(train, valid)
+    if valid is not None and {folder.name for folder in _folders(valid)} & {one.name for one in others}:
+        raise UserError(
+            f"{root}: holds classes ({others[0].name}, ...) and {valid.name} with folders of their names, and"
+            " no train. Put the classes into train beside it."
+        )
+    if valid is not None and others:
+        log.warning("note       %s: %s is read as a class, for there is no train beside it", root, valid.name)
     if valid is not None and not others:
         raise UserError(f"{root}: holds {valid.name}, and no train. Put train/<class>/* beside it.")
     for inner in others:
@@ -53,12 +65,20 @@ def parts_of(root: Path) -> Parts:
     return Parts(root, None)
 
 
+def _note_beside(root: Path, parts: Parts) -> None:
+    """Log which folders beside the parts are not read."""
+    if beside := [folder.name for folder in _folders(root) if folder not in parts]:
+        used = " and ".join(part.name for part in parts if part is not None)
+        log.info("note       %s: reads %s, and not %s beside it", root, used, first_few(beside, 5))
+
+
 def pictures_by_class(part: Path) -> dict[str, list[str]]:
     """The image files of each class folder, relative to ``part``, in the same order on every machine.
 
     Raises UserError where there are none.
     """
-    found = {folder.name: list(_pictures_below(str(folder), folder.name)) for folder in _folders(part)}
+    files = {folder.name: list(_files_below(str(folder), folder.name)) for folder in _folders(part)}
+    found = {name: [file for file in own if _is_picture(file)] for name, own in files.items()}
     if not any(found.values()) and (loose := _pictures_in(part)):
         raise UserError(
             f"{part}: holds pictures itself ({loose[0]}, ...). Put them into a folder for each class, or"
@@ -72,6 +92,12 @@ def pictures_by_class(part: Path) -> dict[str, list[str]]:
     empty = [name for name, files in found.items() if not files]
     if empty:
         raise UserError(f"{part / empty[0]}: this class folder holds no image. Fill or remove it.")
+    note_not_read(part, [file for own in files.values() for file in own if not _is_picture(file)])
+    if loose := _pictures_in(part):
+        log.warning(
+            "note       %s: %d pictures are in no class folder, and not read: %s",
+            *(part, len(loose), first_few(loose, 3)),
+        )
     return found
 
 
@@ -106,13 +132,16 @@ def _pictures_in(folder: Path) -> list[str]:
     return sorted(entry.name for entry in _entries(folder) if _is_picture(entry.name) and entry.is_file())
 
 
-def _pictures_below(folder: str, name: str) -> Iterator[str]:
-    """In the order of their paths, part by part. name: the folder's, with which the names begin."""
+def _files_below(folder: str, name: str) -> Iterator[str]:
+    """In the order of their paths, part by part, without hidden ones (``.ipynb_checkpoints`` holds copies).
+    name: the folder's, with which the names begin."""
     for entry in sorted(_entries(folder), key=lambda entry: entry.name):
         inner = f"{name}/{entry.name}"
+        if entry.name.startswith("."):
+            continue
         if entry.is_dir(follow_symlinks=False):
-            yield from _pictures_below(entry.path, inner)
-        elif _is_picture(entry.name):
+            yield from _files_below(entry.path, inner)
+        else:
             yield inner
 
 

@@ -13,7 +13,7 @@ from ddptrain.data.dataset import MapStyle, check_map_style, class_names
 from ddptrain.data.held_out import is_held_out
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
 from ddptrain.data.left_out import BROKEN, HINT, Unusable
-from ddptrain.data.pictures import Box, cut, fit, seen
+from ddptrain.data.pictures import Box, check_pixels, cut, fit, seen
 from ddptrain.data.source import ImageSet, ImageSource, Split
 from ddptrain.errors import UserError
 
@@ -185,5 +185,12 @@ def _as_picture(found: Any) -> "Image.Image":
     if not isinstance(found, Image.Image):
         if str(getattr(found, "dtype", "")).removeprefix("torch.") != "uint8" or found.ndim not in (2, 3):
             raise UserError("its picture must be Pillow's, or of uint8; leave transforms out of the dataset")
+        channels = 1 if found.ndim == 2 else found.shape[0 if isinstance(found, Tensor) else -1]
+        if channels not in (1, 3, 4):
+            raise UserError(
+                f"its picture has the shape {tuple(found.shape)}; must be (C, H, W) of a tensor, (H, W, C) of"
+                " an array, of 1 channel, 3, or 4 with alpha"
+            )
         found = to_pil_image(found)
+    check_pixels(found, "its picture")
     return seen(found, "RGB")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.data import held_out
-from ddptrain.data.agreement import check_known
+from ddptrain.data.agreement import check_distinct, check_known
 from ddptrain.data.disk import size_and_time
 from ddptrain.data.folders import parts_of, pictures_by_class, unpacked
 from ddptrain.data.left_out import skippable
@@ -134,6 +134,7 @@ class ImageFolder(ImageSource):
             valid = pictures_by_class(parts.valid)
             check_known(valid, train, str(parts.valid), "the training folder")
         classes = sorted(train)
+        check_distinct(classes, str(parts.train))
         if len(classes) < 2:
             raise UserError(
                 f"data.root={root}: holds one class, {classes[0]!r}; put a folder beside it for each."

@@ -1,5 +1,6 @@
 """Labelled images for training, from any `ImageSource`, by either loading path."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,9 @@ from ddptrain.data.transforms import Transforms
 from ddptrain.data.workers import asked_workers, check_workers
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
+from ddptrain.text import first_few
+
+log = logging.getLogger("ddptrain")
 
 if TYPE_CHECKING:
     from ddptrain.data.pictures import Named
@@ -82,6 +86,10 @@ class ImageData(Data):
         self.source.bring_to(_shape_of(metadata), metadata.get("resize"))
         self._normal = {name: metadata[name] for name in ("mean", "std")}
 
+    def normalise_as(self, mean: Sequence[float], std: Sequence[float]) -> bool:
+        self._normal = {"mean": list(mean), "std": list(std)}
+        return True
+
     def prepare(self, world: World, seed: int) -> None:
         once_a_node(world, lambda: self.source.fetch(Path(self.root)))
         self._world = world
@@ -91,6 +99,10 @@ class ImageData(Data):
         self._training = self._set.train
         self.classes, self.shape = tuple(self._set.classes), self._set.train.shape
         self.resize, self.multi_label = self._set.resize, self._set.train.labels.ndim == 2
+        unseen = (self.class_counts[: len(self.classes)] == 0).nonzero().flatten().tolist()
+        if unseen:
+            shown = first_few([repr(self.classes[i]) for i in unseen], 5)
+            log.warning("note       data: no training sample has the class %s", shown)
         self._normalise = normalise = self._normaliser(self._set.mean, self._set.std)
         fill = normalise.mean.round().to(torch.uint8)
         augment = self.augment
@@ -132,6 +144,11 @@ class ImageData(Data):
     def recalled(self) -> bool:
         """Whether only a checkpoint's `metadata` is known of the set."""
         return self._training is None
+
+    @property
+    def all_labels(self) -> tuple[Tensor, Tensor]:
+        """Of training and of validation, as `Split.labels`. Needs the prepared set."""
+        return self._set.train.labels, self._set.valid.labels
 
     @property
     def class_counts(self) -> Tensor:

@@ -1,5 +1,6 @@
 """Pictures with masks in files: which there are, how a pair is read, and how it is brought into a square."""
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,15 +14,19 @@ from ddptrain.data import held_out
 from ddptrain.data.detection.files import read_text
 from ddptrain.data.folders import VALID_NAMES
 from ddptrain.data.left_out import readable, skippable, tell
-from ddptrain.data.pictures import ENDINGS, Encoded, check_apart, decoded, opened
+from ddptrain.data.pictures import ENDINGS, Encoded, check_apart, decoded, opened, pictures_in
 from ddptrain.errors import UserError
 from ddptrain.text import first_few
 
 if TYPE_CHECKING:
     from PIL import Image
 
+log = logging.getLogger("ddptrain")
+
 IGNORED = 255
 """Of a mask's pixels: those that count neither in training nor in evaluation."""
+_FEWER_BITS = ("L;2", "L;4")
+"""What Pillow calls such grey pixels in a PNG; it spreads them over 0 to 255. (Those of a palette stay.)"""
 _LAYOUT = "It must hold train/images, train/masks, val/images and val/masks, or only images and masks."
 
 
@@ -52,6 +57,11 @@ def find_pairs(root: Path) -> tuple[list[Pair], list[Pair]]:
     valid = next((root / name for name in VALID_NAMES if (root / name).is_dir()), None)
     if train.is_dir() and valid is not None:
         return _pairs(train), _pairs(valid)
+    if valid is not None and (root / "images").is_dir():
+        raise UserError(
+            f"data.root={root}: holds {valid.name}, and no train, so {root / 'images'} may hold all pictures"
+            f" or those for training. Call it train/images, or move {valid.name} elsewhere."
+        )
     pairs = _pairs(train if train.is_dir() else root)
     if len(pairs) < 10:
         raise UserError(
@@ -66,16 +76,14 @@ def _pairs(part: Path) -> list[Pair]:
     for folder in (images, masks):
         if not folder.is_dir():
             raise UserError(f"data.root: there is no folder {folder}. {_LAYOUT}")
-    files = sorted(file for file in images.rglob("*") if file.suffix.lower() in ENDINGS)
+    files = pictures_in(images)
     if not files:
         raise UserError(f"{images}: holds no picture ({', '.join(ENDINGS)}).")
     names = [file.relative_to(images) for file in files]
     check_apart(images, names)
-    found = {
-        mask.relative_to(masks).with_suffix(""): mask
-        for mask in masks.rglob("*")
-        if mask.suffix.lower() == ".png"
-    }
+    there = pictures_in(masks, (".png",))
+    check_apart(masks, [mask.relative_to(masks) for mask in there])
+    found = {mask.relative_to(masks).with_suffix(""): mask for mask in there}
     without = [str(name) for name in names if name.with_suffix("") not in found]
     if without:
         needed = masks / Path(without[0]).with_suffix(".png")
@@ -83,6 +91,12 @@ def _pairs(part: Path) -> list[Pair]:
             f"{images}: {len(without)} of {len(files)} pictures have no mask: {first_few(without, 3)}. The"
             f" first needs {needed}."
         )
+    alone = [
+        str(name.with_suffix(".png")) for name in found.keys() - {name.with_suffix("") for name in names}
+    ]
+    if alone:
+        shown = first_few(sorted(alone), 3)
+        log.warning("note       %s: %d masks have no picture in %s: %s", masks, len(alone), images, shown)
     return [Pair(file, found[name.with_suffix("")]) for file, name in zip(files, names, strict=True)]
 
 
@@ -103,7 +117,7 @@ def class_names(asked: Sequence[str] | int | None, root: Path) -> tuple[str, ...
                 " line, in the order of the masks' values, or data.classes=[background,cat], or their number:"
                 " data.classes=2."
             )
-        source, names = str(file), [line.strip() for line in read_text(file).rstrip().splitlines()]
+        source, names = str(file), listed_names(root)
     if not 2 <= len(names) <= IGNORED:
         raise UserError(f"{source}: has {len(names)} classes; must be 2 to {IGNORED}, background among them.")
     for label, name in enumerate(names):
@@ -112,18 +126,31 @@ def class_names(asked: Sequence[str] | int | None, root: Path) -> tuple[str, ...
     return tuple(names)
 
 
+def listed_names(root: Path) -> list[str]:
+    """The lines of ``root/classes.txt``; none without it."""
+    file = root / "classes.txt"
+    return [line.strip() for line in read_text(file).rstrip().splitlines()] if file.is_file() else []
+
+
 def read_pair(pair: Pair, classes: int) -> tuple["Image.Image", "Image.Image"]:
-    """The picture, RGB, turned as its EXIF tag says, and its mask, of mode L or P.
+    """The picture, RGB, and its mask, of mode L or P, both turned as their EXIF tags say.
 
     Raises UserError naming the file that can't be read, or the mask that does not fit.
     """
+    from PIL import ImageOps
+
     picture = decoded(pair.picture, "RGB")
     with opened(pair.mask) as mask:
-        mask.load()
-    if mask.mode not in ("L", "P"):
+        found = f"has pixels of mode {mask.mode}" if mask.format == "PNG" else f"is a {mask.format} file"
+        if mask.mode == "L" and mask.tile[0].args in _FEWER_BITS:
+            found = "has grey pixels of less than 8 bits, whose values stand for levels from 0 to 255"
+        elif mask.mode in ("L", "P") and mask.format == "PNG":
+            found = ""
+        ImageOps.exif_transpose(mask, in_place=True)
+    if found:
         raise UserError(
-            f"{pair.mask}: has pixels of mode {mask.mode}; a mask must be a grey or palette PNG of 8 bits,"
-            " whose values are classes.",
+            f"{pair.mask}: {found}; a mask must be a grey or palette PNG of 8 bits, whose values are"
+            " classes.",
             everywhere=False,
         )
     if mask.size != picture.size:

@@ -14,7 +14,7 @@ from ddptrain.api.blocks import Blocks
 from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.agreement import note_checkpoints_own
+from ddptrain.data.agreement import check_renamed, note_checkpoints_own
 from ddptrain.data.augment import Normalise
 from ddptrain.data.disk import size_and_time
 from ddptrain.data.draws import Draws
@@ -26,6 +26,7 @@ from ddptrain.data.mask_files import (
     blended,
     class_names,
     find_pairs,
+    listed_names,
     mask_in_square,
     picture_in_square,
     read_pair,
@@ -179,6 +180,8 @@ class MaskData(Data):
         if self._source is None:
             self._pairs: tuple[Sequence[Pair], Sequence[Pair]] = find_pairs(self._root)
             self.classes = class_names(self._asked_classes, self._root)
+            if isinstance(self._asked_classes, list):
+                check_renamed(self.classes, listed_names(self._root), "data.classes")
             if self._on_error == "skip":
                 self._pairs, self._skipped = readable_pairs(
                     self._pairs, len(self.classes), world, self._workers
@@ -186,6 +189,8 @@ class MaskData(Data):
             return
         opened = self._source.open()
         self._pairs, self._streamed = (opened.train, opened.valid), (opened.train.stream, opened.valid.stream)
+        if isinstance(self._asked_classes, list):
+            check_renamed(self._asked_classes, opened.classes, "data.classes")
         self.classes = class_names(self._asked_classes or opened.classes, self._root)
         self._digest = opened.identity
 

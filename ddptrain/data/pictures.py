@@ -1,5 +1,6 @@
 """Picture files: which ones a word names, whether one can be read, and its pixels."""
 
+import logging
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ddptrain.errors import UserError
-from ddptrain.text import fonts_for
+from ddptrain.text import first_few, fonts_for
+
+log = logging.getLogger("ddptrain")
 
 
 class Encoded(BytesIO):
@@ -30,7 +33,7 @@ class Encoded(BytesIO):
 
 
 if TYPE_CHECKING:
-    from PIL import Image, ImageFont
+    from PIL import Image, ImageFile, ImageFont
 
     Named = str | os.PathLike[str] | Encoded | Image.Image
     """A picture, by its file's path, its file or itself."""
@@ -39,6 +42,8 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 _MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 _DRAFTABLE = ("JPEG", "MPO")  # formats that libjpeg decodes, at a fraction of the size where asked
 _ORIENTATION = 0x0112
+_BITS, _PHOTOMETRIC, _PLANAR, _SAMPLE_FORMAT = 258, 262, 284, 339  # tags of a TIFF
+_UNSIGNED, _WHITE_IS_0 = 1, 0
 _ON_ITS_SIDE = (5, 6, 7, 8)
 
 
@@ -61,12 +66,32 @@ def named_pictures(source: str) -> list[Path]:
     path = Path(source)
     if path.is_file():
         return [path]
-    found = path.rglob("*") if path.is_dir() else map(Path, glob(source, recursive=True))
-    files = sorted(file for file in found if file.suffix.lower() in ENDINGS and file.is_file())
+    if path.is_dir():
+        files = pictures_in(path)
+    else:
+        found = map(Path, glob(source, recursive=True))
+        files = sorted(file for file in found if file.suffix.lower() in ENDINGS and file.is_file())
     if not files:
         why = "it and the folders in it hold none" if path.is_dir() else "no such file or folder"
         raise UserError(f"source={source}: names no picture ({', '.join(ENDINGS)}): {why}.")
     return files
+
+
+def pictures_in(folder: Path, endings: Sequence[str] = ENDINGS) -> list[Path]:
+    """The files in and below a folder with one of these endings, sorted. Of the others the log says how many
+    there are; hidden ones, and those in hidden folders, are none."""
+    names = [file.relative_to(folder) for file in folder.rglob("*") if file.is_file()]
+    seen = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    note_not_read(folder, [str(name) for name in seen if name.suffix.lower() not in endings], endings)
+    return sorted(folder / name for name in seen if name.suffix.lower() in endings)
+
+
+def note_not_read(folder: object, names: Sequence[str], endings: Sequence[str] = ENDINGS) -> None:
+    """Log that files in a folder are not read, if there are any, for their names have none of these
+    endings."""
+    if names:
+        count, shown = f"{len(names):,} file{'s' * (len(names) > 1)}", first_few(sorted(names), 3)
+        log.info("note       %s: %s not read (not %s): %s", folder, count, ", ".join(endings), shown)
 
 
 def check_apart(where: object, names: Sequence[Path]) -> None:
@@ -92,14 +117,14 @@ def claim(folder: Path) -> None:
 
 
 @contextmanager
-def opened(file: "str | os.PathLike[str] | Encoded") -> Iterator["Image.Image"]:
+def opened(file: "str | os.PathLike[str] | Encoded") -> Iterator["ImageFile.ImageFile"]:
     """The picture, of which only the header is read yet. Raises UserError naming the file, also for what the
     body finds."""
     from PIL import Image
 
     try:
         with Image.open(file) as picture:
-            _check_depth(picture, file)
+            check_pixels(picture, file)
             yield picture
     except UserError:
         raise
@@ -118,7 +143,7 @@ def decoded(file: "Named", mode: str, side: int = 0) -> "Image.Image":
     is nearly free, but no smaller than that.
     """
     if not isinstance(file, str | os.PathLike | Encoded):
-        _check_depth(file, "picture")
+        check_pixels(file, "picture")
         return seen(file.copy(), mode)
     with opened(file) as picture:
         if side:
@@ -237,9 +262,31 @@ def _decoded_by_torchvision(file: Path | Encoded, mode: str) -> Tensor | None:
     return pixels
 
 
-def _check_depth(picture: "Image.Image", name: object) -> None:
+def check_pixels(picture: "Image.Image", name: object) -> None:
+    """Raises UserError where Pillow would give other pixels than the picture has: clipped, wrapped, dark or
+    inverted ones."""
+    from PIL.TiffImagePlugin import TiffImageFile
+
+    why = ""
     if picture.mode in ("I", "F"):
-        raise UserError(f"{name}: has 32 bits a pixel; must have 8 or 16. Convert it.", everywhere=False)
+        why = "has 32 bits a pixel, or signed ones"
+    elif isinstance(picture, TiffImageFile):
+        tags = picture.tag_v2
+        bits = max(tags.get(_BITS, (1,)))
+        if any(kind != _UNSIGNED for kind in tags.get(_SAMPLE_FORMAT, ())):
+            why = "has signed pixels"
+        elif 8 < bits < 16:
+            why = f"has {bits} bits a channel"
+        elif bits == 16 and tags.get(_PHOTOMETRIC) == _WHITE_IS_0:
+            why = "has 16 bits of grey that count from white"
+        elif bits == 16 and tags.get(_PLANAR, 1) != 1 and picture.mode != "I;16":
+            why = "has 16 bits a channel, each channel by itself (planar)"
+    if why:
+        raise UserError(
+            f"{name}: {why}; must have 8 or 16 bits a channel, unsigned, 0 for black, the channels of a pixel"
+            " together. Convert it.",
+            everywhere=False,
+        )
 
 
 def _mode(file: object, channels: int) -> str:

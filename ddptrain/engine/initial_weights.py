@@ -27,6 +27,8 @@ Weights = Mapping[str, Any]
 _PREFIX = re.compile(r"^(module|_orig_mod|model)\.")
 """Of DataParallel and DDP, of torch.compile, and of Lightning and others."""
 _MOST_WRAPPERS = 3
+_HALF_IN_TORCHVISION = ("googlenet", "inception_v3")
+"""Whose weights take pictures in -1..1; torchvision's ``transform_input=True`` makes them of ImageNet's."""
 _LEAST_SHARE = 0.5
 """Of the model's numbers that have to be found; with fewer it is probably another model's file."""
 
@@ -148,6 +150,33 @@ def read_weights(source: str, model: Mapping[str, Any], world: World) -> Weights
             " or null for random weights."
         )
     return weights_at(path, f"init.weights={source}")
+
+
+def normalisation_of(config: Config) -> tuple[list[float], list[float]] | None:
+    """Mean and deviation of the channels, in 0..255, that a library's weights were trained with. None where
+    they are not known: of files, runs and the hub."""
+    model, source = config.model or {}, config.init.weights or ""
+    library, name = "timm" if "timm" in str(model.get("_target_")) else "torchvision", str(model.get("name"))
+    kind, _, tag = source.partition(":")
+    if source != "default" and kind != library:
+        return None
+    try:
+        if library == "timm":
+            timm = _imported("timm", f"init.weights={source}")
+            used = timm.get_pretrained_cfg(f"{name}.{tag}" if tag not in ("", "default") else name)
+        elif name in _HALF_IN_TORCHVISION and not model.get("transform_input"):
+            return [127.5] * 3, [127.5] * 3
+        else:
+            from torchvision.models import get_model_weights
+
+            used = get_model_weights(name)[tag or "DEFAULT"].transforms()
+    except (ValueError, KeyError, RuntimeError):  # no such model or weights, which `read_weights` says
+        return None
+    if used is None:
+        return None
+    # as the data sets have ImageNet's, to a tenth of a level
+    mean, std = ([round(255 * value, 1) for value in of] for of in (used.mean, used.std))
+    return mean, std
 
 
 def _unlike(found: Tensor, own: Tensor) -> str | None:

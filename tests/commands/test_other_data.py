@@ -36,7 +36,7 @@ def test_pictures_are_normalised_as_in_training(folder: Path) -> None:
     other = ddptrain(folder, f"evaluate run=run checkpoint=last {STREAM} data.source.url=dark", **ONE_THREAD)
     assert other.code == 0, other.err
     assert json.loads(other.out)["loss"] == trained
-    assert "note       data: normalised by the mean and deviation of the training" in other.err
+    assert "note       data: normalised by the model's mean" in other.err
     own = ddptrain(folder, f"evaluate run=run checkpoint=last {STREAM} data.source.url=own", **ONE_THREAD)
     assert json.loads(own.out)["loss"] == trained
     assert "note" not in own.err

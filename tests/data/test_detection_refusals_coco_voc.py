@@ -1,6 +1,7 @@
 """What is wrong with a set in COCO's or VOC's layout is said with its place, its value and the rule."""
 
 import json
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from labelled import HEIGHT, VOC_XML, WIDTH, coco_set, picture, refusal, truncat
 
 from ddptrain.data.detection.coco import CocoFiles
 from ddptrain.data.detection.voc import VocFiles
+from ddptrain.errors import UserError
 
 NOWHERE = Path("nowhere")
 Content = dict[str, Any]
@@ -85,6 +87,31 @@ def test_ids_of_images_are_their_own(tmp_path: Path) -> None:
     assert f"{file}, image 1: 2.png and 1.png have this id" in message
     assert "annotation 12: image_id 2: no image has this id" in message
     assert "2 problems" in message
+
+
+@pytest.mark.parametrize("name", ["1.png", "./1.png"])
+def test_a_picture_is_one_image(tmp_path: Path, name: str) -> None:
+    """As two, each would have the other's objects as its background."""
+    file = coco_set(tmp_path, image(file_name=name))
+    assert f"{file}, image 2: {name} is the picture of image 1 too." in refusal(CocoFiles(str(file)))
+
+
+def test_pictures_in_both_parts_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = coco_set(tmp_path)
+    with caplog.at_level("WARNING", logger="ddptrain"):
+        CocoFiles(str(file)).open(NOWHERE)
+        assert not caplog.records
+        CocoFiles(str(file), str(file)).open(NOWHERE)
+    assert "3 of its pictures are in" in caplog.text
+
+
+def test_class_names_that_unicode_writes_in_two_ways(tmp_path: Path) -> None:
+    def change(content: Content) -> None:
+        for number, form in enumerate(("NFC", "NFD"), 40):
+            content["categories"].append({"id": number, "name": unicodedata.normalize(form, "café")})
+
+    with pytest.raises(UserError, match="in how Unicode writes them alone"):
+        CocoFiles(str(coco_set(tmp_path, change))).open(NOWHERE)
 
 
 def test_labels_of_a_picture_as_it_is_stored_are_told(tmp_path: Path) -> None:

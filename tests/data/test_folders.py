@@ -91,16 +91,41 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     assert folders_of(trained + validated) == {"bus", "train", "tram/old"}
 
 
-def test_files_are_in_the_order_of_their_paths(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["val", "test", "Validation"])
+def test_val_beside_classes_is_no_class(tmp_path: Path, name: str) -> None:
+    fill(tmp_path, "cats 10", "dogs 10", f"{name}/cats 3", f"{name}/dogs 3")
+    with pytest.raises(UserError, match=rf"holds classes \(cats, \.\.\.\) and {name} with folders of their"):
+        opened(tmp_path)
+
+
+def test_what_a_folder_beside_the_classes_is_taken_for_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pictures without a class, say, as competitions have them."""
+    with caplog.at_level(logging.INFO):
+        assert opened(fill(tmp_path / "a", "cats 10", "dogs 10", "test 10"))[0] == ["cats", "dogs", "test"]
+    assert "test is read as a class, for there is no train beside it" in caplog.text
+    with caplog.at_level(logging.INFO):
+        opened(fill(tmp_path / "b", "train/x 2", "train/y 2", "val/x 1", "test/x 1", "more/x 1"))
+    assert "b: reads train and val, and not more, test beside it" in caplog.text
+
+
+def test_files_are_in_the_order_of_their_paths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = ("a/1.png", "a-b/1.png", "a.png", "B.PNG", "b/c.png", "b.d/e.png", ".h/i.png", "notes.txt")
     for name in names:
         (tmp_path / "class" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "class" / name).touch()
     (tmp_path / "class" / "loop").symlink_to(tmp_path / "class")
-    _, trained, _ = opened(fill(tmp_path, "other 12"))
-    expected = sorted(Path("class", name) for name in names if name != "notes.txt")
+    (tmp_path / "loose.png").touch()
+    with caplog.at_level(logging.INFO):
+        _, trained, _ = opened(fill(tmp_path, "other 12"))
+    expected = sorted(Path("class", name) for name in names if name not in ("notes.txt", ".h/i.png"))
     assert [Path(file) for file in trained[: len(expected)]] == expected
     assert trained[len(expected) :] == [f"other/{i:02}.png" for i in range(12) if i != 9]
+    told = [record.getMessage() for record in caplog.records]
+    assert f"note       {tmp_path}: 2 files not read (not .jpg, " in told[0]  # but not the hidden one
+    assert told[0].endswith(": class/loop, class/notes.txt")
+    assert told[1] == f"note       {tmp_path}: 1 pictures are in no class folder, and not read: loose.png"
 
 
 def test_classes_of_which_none_is_held_out_are_named(

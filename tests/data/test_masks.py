@@ -1,5 +1,7 @@
 """Pictures and their masks: found, checked, moved together, and brought into squares as documented."""
 
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from masked import CLASSES, mask_set, save, scene
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.mask_files import Pair, blended
+from ddptrain.data.mask_files import Pair, blended, read_pair
 from ddptrain.data.masks import MaskData, MaskedPictures
 from ddptrain.errors import UserError
 
@@ -227,6 +229,10 @@ EARLY: list[tuple[Callable[[Path], Any], str]] = [
      r"holds 9 pictures, and every tenth"),
     (lambda root: scene(1, 64, 64)[0].save(root / "train/images/003.jpg"),
      r"003\.jpg and 003\.png differ in their ending only"),
+    (lambda root: (root / "train/masks/003.PNG").write_bytes(b""),
+     r"003\.PNG and 003\.png differ in their ending only"),
+    (lambda root: [(root / "train" / kind).rename(root / kind) for kind in ("images", "masks")]
+     and (root / "train").rmdir(), r"holds val, and no train"),
     (removed("classes.txt"), r"data\.classes=null: .*classes\.txt, which does not exist\. Write one name a"),
     (classes("only\n"), r"classes\.txt: has 1 classes; must be 2 to 255"),
     (classes("cat\n\ndog\n"), r"classes\.txt: class 1 is called ''; give it a name of its own"),
@@ -252,6 +258,46 @@ def test_what_the_names_tell_is_refused_before_training(
     assert refused.value.everywhere
 
 
+def grey_png(file: Path, width: int, height: int, bits: int) -> None:
+    """All pixels at its top level, which is 255 of a picture; Pillow itself writes none of so few bits."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0)
+    rows = (b"\0" + b"\xff" * (width * bits // 8)) * height
+    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    file.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*one) for one in chunks))
+
+
+def test_a_mask_is_turned_as_its_tag_says(tmp_path: Path) -> None:
+    """As every other picture is, and as people see it."""
+    picture, mask = scene(3, 48, 48)
+    exif = Image.Exif()
+    for orientation in range(1, 9):
+        exif[0x0112] = orientation
+        for kind, image in (("picture", picture), ("mask", mask)):
+            image.save(tmp_path / f"{kind}.png", exif=exif)
+        files = Pair(tmp_path / "picture.png", tmp_path / "mask.png")
+        seen, classes = read_pair(files, 3)
+        with Image.open(tmp_path / "mask.png") as opened:
+            assert classes.tobytes() == ImageOps.exif_transpose(opened).tobytes()
+        assert seen.size == classes.size
+
+
+def test_what_is_not_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = mask_set(tmp_path)
+    for name in ("train/masks/more.png", "val/images/a.gif", "val/images/.hidden/000.png"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(b"")
+    with caplog.at_level("INFO", logger="ddptrain"):
+        assert prepared(root).valid_size == 4
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    assert f"{root}/train/masks: 1 masks have no picture in {root}/train/images: more.png" in told
+    assert f"{root}/val/images: 1 file not read (not .jpg" in told
+    assert told.endswith(": a.gif")
+
+
 PICTURE, MASK = scene(5, 64, 59)
 FOUND: list[tuple[Callable[[Path], Any], str]] = [
     (change("train/masks", "005.png", Image.new("L", (64, 59), 3)),
@@ -261,6 +307,12 @@ FOUND: list[tuple[Callable[[Path], Any], str]] = [
     (change("train/masks", "005.png", PICTURE),
      r"masks/005\.png: has pixels of mode RGB; a mask must be a grey or palette PNG of 8 bits"),
     (change("train/masks", "005.png", MASK.convert("1")), r"masks/005\.png: has pixels of mode 1;"),
+    (lambda root: MASK.save(root / "train/masks/005.png", format="JPEG"),
+     r"masks/005\.png: is a JPEG file; a mask must be a grey or palette PNG of 8 bits"),
+    (lambda root: grey_png(root / "train/masks/005.png", 64, 59, bits=2),
+     r"masks/005\.png: has grey pixels of less than 8 bits"),
+    (lambda root: grey_png(root / "train/masks/005.png", 64, 59, bits=4),
+     r"masks/005\.png: has grey pixels of less than 8 bits"),
     (lambda root: (root / "train/masks/005.png").write_bytes(b"none"),
      r"masks/005\.png: can't be read as an image"),
     (lambda root: (root / "train/images/005.png").write_bytes(b"none"),

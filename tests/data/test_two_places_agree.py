@@ -18,6 +18,7 @@ from named_sets import (
     box_data,
     image_data,
     in_csv,
+    masks_in,
     prepared,
     seen,
     stream_of,
@@ -28,6 +29,7 @@ from named_sets import (
 
 from ddptrain.data.corpus import TextFiles
 from ddptrain.data.csv_labels import CsvLabels
+from ddptrain.data.dataset import DatasetData
 from ddptrain.data.image_dataset import DatasetImages
 from ddptrain.data.masks import MaskData
 from ddptrain.data.stream.boxes import StreamBoxes
@@ -96,6 +98,49 @@ def test_a_label_means_the_same_in_both_parts_for_any_classes(kind: str, tmp_pat
     for i, names in enumerate(chosen):
         if len(names) > 1 or kind != "stream_masks":  # masks have two classes at least
             check(kind, names, tmp_path / str(i))
+
+
+ASKED = {
+    "the set's": (TRAINED, True),
+    "other words": (("Ameise", "Biene", "Katze"), True),
+    "one other word": (("ant", "bee", "Katze"), True),
+    "another order": (("cat", "ant", "bee"), False),
+    "two in the place of each other": (("bee", "ant", "cat"), False),
+    "one elsewhere": (("dog", "ant", "cow"), False),
+}
+NAMED: dict[str, Callable[[Path, list[str]], Any]] = {
+    "image_dataset": lambda root, names: image_data(
+        DatasetImages(Listed(TRAINED), Listed(TRAINED, tells=False), names, 8)
+    ),
+    "dataset": lambda root, names: DatasetData(Listed(TRAINED, as_tensor=True), classes=names, workers=0),
+    "stream": lambda root, names: image_data(
+        StreamImages(str(stream_of(root / "s", TRAINED)), None, names, 8, cache=None)
+    ),
+    "stream_masks": lambda root, names: MaskData(
+        str(root),
+        32,
+        names,
+        workers=0,
+        source=StreamMasks(str(stream_of_masks(root / "s", TRAINED)), cache=None),
+    ),
+    "masks": lambda root, names: MaskData(
+        str(masks_in(masks_in(root, TRAINED, "train"), TRAINED, "val")), 32, names, workers=0
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("kind", NAMED)
+def test_names_that_are_asked_for_are_those_of_the_set_or_other_words(
+    kind: str, asked: str, tmp_path: Path
+) -> None:
+    """A class's own name for another one would be in every metric, export and prediction."""
+    names, right = ASKED[asked]
+    if right:
+        assert prepared(NAMED[kind](tmp_path, list(names))).outputs == names
+        return
+    with pytest.raises(UserError, match=r"classes: class \d is '\w+', and '\w+' in the set, where"):
+        prepared(NAMED[kind](tmp_path, list(names)))
 
 
 # -- what the parts may be besides ----------------------------------------------------------------------

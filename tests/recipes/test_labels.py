@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.augment import Augment
 from ddptrain.data.csv_labels import CsvLabels
+from ddptrain.data.dataset import DatasetData
 from ddptrain.data.images import ImageData
 from ddptrain.data.mixing import Mix
 from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
@@ -212,6 +214,43 @@ def test_labels_of_the_other_kind_are_refused() -> None:
         _ = opened([5, 5], several=True, balance=1.0).sample_weights
 
 
+class Odd(Counted):
+    """One label of one part is none. part: 0 for training."""
+
+    def __init__(self, value: float, part: int) -> None:
+        super().__init__([5, 5], several=True)
+        self.value, self.part = value, part
+
+    def open(self, root: Path) -> ImageSet:
+        found, other = super().open(root), super().open(root)
+        parts = [found.train, other.valid]
+        parts[self.part].labels[3, 1] = self.value
+        return replace(found, train=parts[0], valid=parts[1])
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.5, 255.0, float("nan")])
+def test_labels_that_are_neither_0_nor_1_are_refused(value: float) -> None:
+    """-1 for a class that a picture lacks, as some sets have it, would train and be measured all the same."""
+    said = f"^data: a label of several classes a sample is {value:g}; must be 1 where"
+    for part in (0, 1):
+        data = ImageData(Odd(value, part), Augment(), workers=0)
+        data.prepare(World(), 0)
+        with pytest.raises(UserError, match=said):
+            MultiLabelClassification(First, data).build()
+    samples = [(torch.zeros(3, 4, 4), torch.tensor([1.0, value if i == 9 else 0.0])) for i in range(20)]
+    for valid in (samples[9:], samples):  # the first of validation is seen at once
+        whole = DatasetData(samples, valid, classes=2, workers=0)  # type: ignore[arg-type]
+        whole.prepare(World(), 0)
+        task = MultiLabelClassification(First, whole)
+        if valid is not samples:
+            with pytest.raises(UserError, match=said):
+                task.build()
+            continue
+        sums = task.evaluate(task.build(), next(iter(whole.valid_batches([range(20)]))))
+        with pytest.raises(UserError, match=said):
+            task.report({"loss": sums["loss"], "answers": sums["answers"].values})  # type: ignore[union-attr,dict-item]
+
+
 def test_mixed_samples_have_mixed_labels() -> None:
     data = opened([10, 10, 10], several=True, augment=Transforms(mix=Mix(1.0, 0)))
     ((_, targets),) = data.train_batches(Sampler(30, 30, 0), range(1))
@@ -282,12 +321,13 @@ def test_it_learns_and_answers(pictures: Path, tmp_path: Path) -> None:
         ("file,label\na.png,x\n", "labels.csv: names 1 class(es)"),
         ("file,x,y\na.png,1,2\n", "labels.csv, line 2: y=2: must be 1 (the picture has this class) or 0."),
         ("file,label,split\na.png,x,dev\n", "labels.csv, line 2: split=dev: must be one of train"),
-        ("file,label\na.png,x\na.png,y\n", "labels.csv: no line is left for validation."),
+        ("file,label\na.png,x\nc.png,y\n", "labels.csv: no line is left for validation."),
         ('file,label\na.png,"x\n', "labels.csv: can't be read as CSV in UTF-8 (unexpected end of data)"),
     ],
 )
 def test_mistakes_in_the_file_are_named_by_their_line(tmp_path: Path, text: str, said: str) -> None:
-    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    for name in ("a.png", "c.png"):
+        Image.new("RGB", (4, 4)).save(tmp_path / name)
     (tmp_path / "labels.csv").write_text(text)
     with pytest.raises(UserError) as refused:
         CsvLabels(size=4).open(tmp_path)

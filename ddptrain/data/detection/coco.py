@@ -1,6 +1,8 @@
 """COCO's layout: one JSON of instances for a part, and a folder of images (cocodataset.org/#format-data)."""
 
 import json
+import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,9 @@ from ddptrain.data.detection.files import FileScenes, ImageFile, Problems, Row
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.left_out import OnError
 from ddptrain.errors import UserError
-from ddptrain.text import parse_json
+from ddptrain.text import first_few, parse_json
+
+log = logging.getLogger("ddptrain")
 
 _VALID_NAMES = ("val", "valid", "validation", "test")
 _RULE = "its edges must lie within it (1 pixel beyond counts as rounding and is cut off)"
@@ -54,6 +58,7 @@ class CocoFiles(DetectionSource):
         else:
             valid = _read(valid_file, problems)
             train_images, valid_images = train.images, valid.images
+            _note_in_both(train, valid)
         for number in sorted(train.categories.keys() | valid.categories.keys()):
             names = [part.categories.get(number, "missing") for part in (valid, train)]
             if names[0] != names[1]:
@@ -77,6 +82,17 @@ class _Instances:
     categories: dict[int, str]
     images: list[dict[str, Any]]
     annotations: dict[Any, list[dict[str, Any]]]
+
+
+def _note_in_both(train: _Instances, valid: _Instances) -> None:
+    """Log where pictures are trained on and measured on."""
+    both = {os.path.realpath(train.folder / image["file_name"]) for image in train.images}
+    both &= {os.path.realpath(valid.folder / image["file_name"]) for image in valid.images}
+    if both:
+        log.warning(
+            "note       %s: %d of its pictures are in %s too, so metrics are of what was trained on: %s",
+            *(valid.file, len(both), train.file, first_few(sorted(both), 3)),
+        )
 
 
 def _sibling(file: Path) -> Path | None:
@@ -141,6 +157,7 @@ def _categories(file: Path, entries: Sequence[dict[str, Any]]) -> dict[int, str]
 
 def _usable_images(file: Path, entries: Sequence[dict[str, Any]], problems: Problems) -> list[dict[str, Any]]:
     images: dict[Any, dict[str, Any]] = {}
+    owners: dict[str, Any] = {}
     for place, entry in enumerate(entries, 1):
         number = entry.get("id")
         missing = [key for key in ("id", "file_name", "width", "height") if key not in entry]
@@ -157,8 +174,14 @@ def _usable_images(file: Path, entries: Sequence[dict[str, Any]], problems: Prob
                 f"{file}, image {number}: {entry['file_name']} and {images[number]['file_name']} have this"
                 " id; each image must have its own."
             )
+        elif (name := os.path.normpath(entry["file_name"])) in owners:
+            problems.add(
+                f"{file}, image {number}: {entry['file_name']} is the picture of image {owners[name]} too."
+                " Give all its annotations one image_id."
+            )
         else:
             images[number] = entry
+            owners[name] = number
     return list(images.values())
 
 

@@ -11,6 +11,7 @@ from typing import BinaryIO, final
 import torch
 from torch import Tensor
 
+from ddptrain.data.agreement import check_distinct
 from ddptrain.data.detection.source import DetectionSet, Objects, PackedObjects, Scenes
 from ddptrain.data.left_out import OnError
 from ddptrain.data.pictures import content_of, decoded, opened
@@ -163,6 +164,7 @@ def checked_names(file: Path, names: Sequence[str]) -> list[str]:
             raise UserError(f"{file}: names: class {i} is called {name!r}; give it a name that can be read.")
         if name in names[:i]:
             raise UserError(f"{file}: names: classes {names.index(name)} and {i} are both called {name}.")
+    check_distinct(names, f"{file}: names")
     return list(names)
 
 

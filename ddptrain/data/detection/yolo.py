@@ -11,7 +11,7 @@ from ddptrain.data.detection import files
 from ddptrain.data.detection.files import FileScenes, ImageFile, Problems, Row
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.left_out import OnError
-from ddptrain.data.pictures import ENDINGS
+from ddptrain.data.pictures import ENDINGS, note_not_read
 from ddptrain.errors import UserError
 from ddptrain.text import parse_yaml
 
@@ -123,8 +123,10 @@ def _images_of_part(layout: _Layout, key: str, entries: Sequence[str], problems:
         if not place.exists() and entry.startswith("../"):  # as Roboflow writes it; Ultralytics does this
             place = layout.root / entry.removeprefix("../")
         if place.is_dir():
-            found_files = (file for file in place.rglob("*") if not file.name.startswith("."))
+            found_files = [file for file in place.rglob("*") if not file.name.startswith(".")]
             found = sorted(file for file in found_files if file.suffix.lower() in ENDINGS)
+            others = (file for file in found_files if file.suffix.lower() not in ("", ".txt", *ENDINGS))
+            note_not_read(place, [str(file.relative_to(place)) for file in others if file.is_file()])
             _report_orphans(place, found, problems)
             images += found
         elif place.suffix == ".txt" and place.is_file():

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ddptrain.data.agreement import Relabelling
+from ddptrain.data.agreement import Relabelling, check_renamed
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
 from ddptrain.data.pictures import Box, cropped, fitted
 from ddptrain.data.source import ImageSet, ImageSource, Split
@@ -114,6 +114,8 @@ class StreamImages(ImageSource):
 
     def _names(self, noted: list[str] | None, *labels: Tensor) -> list[str]:
         asked = self._classes
+        if isinstance(asked, list):
+            check_renamed(asked, noted or [], "data.source.classes")
         named = noted if asked is None else list(map(str, range(asked))) if isinstance(asked, int) else asked
         if named is None:
             raise UserError(
