@@ -228,8 +228,9 @@ class Data(ABC):
 
     @property
     def identity(self) -> str:
-        """A hash of the samples and their order. Ranks with different data are refused, and so is a resume on
-        other data. '': only sizes are compared."""
+        """A hash of the samples of both parts, training and validation, and of their order. Ranks with
+        different data are refused, and so is a resume on other data; an evaluation on other data says so. '':
+        only sizes are compared. Known after `prepare`."""
         return ""
 
     @property

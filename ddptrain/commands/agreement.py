@@ -54,6 +54,22 @@ def check_same_data(data: Data, saved: LoadedCheckpoint) -> None:
         )
 
 
+def note_other_samples(data: Data, saved: LoadedCheckpoint) -> None:
+    """Log where a checkpoint was trained and evaluated with other samples than this data's."""
+    there = saved.manifest
+    if "valid_size" not in there:
+        log.info("note       data: %s is of an earlier version, which notes no validation part", saved.path)
+        return
+    here = {"data": data.identity, "train_size": data.train_size, "valid_size": data.valid_size}
+    if any(there[name] != value for name, value in here.items()):
+        sizes = [f"{of['train_size']:,} + {of['valid_size']:,}" for of in (there, here)]
+        log.warning(
+            "note       data: other samples than %s was trained with and evaluated on (%s there and %s here,"
+            " or other files). If the set has changed since, or a part of it is held out, samples that the"
+            " model was trained on may be among those that it is now judged by", saved.path, *sizes,
+        )  # fmt: skip
+
+
 def note_other_data(weights: str | None, data: Data) -> None:
     """Log where weights of a checkpoint (``init.weights``) were trained for other outputs or inputs."""
     manifest = _manifest_of(Path(weights)) if weights is not None else None

@@ -14,6 +14,7 @@ from ddptrain.api.world import World
 from ddptrain.data import held_out
 from ddptrain.data.agreement import check_alike
 from ddptrain.data.generators import restored, seed_all
+from ddptrain.data.identity import digest, of_samples
 from ddptrain.data.left_out import BROKEN, HINT, OnError, Unusable, in_words, readable, tell
 from ddptrain.data.transformed import one_thread
 from ddptrain.data.workers import (
@@ -26,6 +27,7 @@ from ddptrain.data.workers import (
     spare_cores,
     validation_keys,
 )
+from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
 _PURPOSE = 8  # 0 to 7 are those of `ddptrain.data.transforms`, `mixing` and `transformed`
@@ -91,6 +93,11 @@ class DatasetData(Data):
             self._train = self._readable("training", self._train)
             self._held = self._readable("validation", self._held)
             tell(self._skipped)
+        self._identity = once_a_node(world, self._digest)
+
+    def _digest(self) -> str:
+        facts = [repr((self._classes, len(self._train), len(self._held))).encode()]
+        return digest([*facts, *self._train.told(), *self._held.told()])
 
     def _readable(self, name: str, part: "Samples") -> "Samples":
         ids, lines = readable(self._world, name, len(part), part.check, self._loaders)
@@ -104,6 +111,10 @@ class DatasetData(Data):
     @property
     def valid_size(self) -> int:
         return len(self._held)
+
+    @property
+    def identity(self) -> str:
+        return self._identity
 
     @property
     def outputs(self) -> Sequence[str]:
@@ -151,6 +162,10 @@ class Samples(Dataset[Any]):
 
     def only(self, places: Sequence[int]) -> "Samples":
         return Samples(self._dataset, [self._ids[place] for place in places], self._collate, self._seed)
+
+    def told(self) -> Iterator[bytes]:
+        """What tells each sample from others, without reading it."""
+        return of_samples(self._dataset, self._ids)
 
     def check(self, place: int) -> None:
         """Raises Unusable where that sample's file can't be read."""

@@ -1,7 +1,7 @@
 """Labelled images out of any map-style dataset, to be cut, augmented and scaled by ddptrain."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from ddptrain.data.agreement import note_other_labels, places_among, relabelled
 from ddptrain.data.dataset import MapStyle, check_map_style, class_names
 from ddptrain.data.held_out import is_held_out
+from ddptrain.data.identity import of_samples
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
 from ddptrain.data.left_out import BROKEN, HINT, Unusable
 from ddptrain.data.pictures import Box, cut, fit, seen
@@ -49,6 +50,9 @@ class DatasetSplit(Split):
     def cropped(self, i: int, box_of: Callable[[int, int], Box]) -> Tensor:
         whole = self._picture(i)
         return cut(whole, box_of(whole.height, whole.width), self.shape[:2])
+
+    def told(self, ids: Sequence[int]) -> Iterator[bytes]:
+        return of_samples(self._dataset, [int(self._ids[i]) for i in ids])
 
     def _picture(self, i: int) -> "Image.Image":
         sample = int(self._ids[i])

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,6 +15,7 @@ from ddptrain.data import held_out
 from ddptrain.data.agreement import check_known
 from ddptrain.data.disk import size_and_time
 from ddptrain.data.folders import parts_of, pictures_by_class, unpacked
+from ddptrain.data.identity import of_file
 from ddptrain.data.left_out import skippable
 from ddptrain.data.packed import open_packed, pack, packed_folder
 from ddptrain.data.paths import Paths
@@ -51,6 +52,10 @@ class FolderSplit(Split):
 
     def encoded(self, i: int) -> bytes:
         return content_of(self.files[i])
+
+    def told(self, ids: Sequence[int]) -> Iterator[bytes]:
+        folder, names = self.files.folder, self.files.names()
+        return (of_file(os.path.join(folder, names[i]), names[i]) for i in ids)
 
 
 @final
@@ -109,7 +114,7 @@ class ImageFolder(ImageSource):
             return listed
         folder = self._packed(root, self._cache, listed)
         train, valid = open_packed(folder, "train", listed.train), open_packed(folder, "valid", listed.valid)
-        return replace(listed, train=train, valid=valid)
+        return replace(listed, train=train, valid=valid, identity=listed.digest())
 
     def _packed(self, root: Path, cache: Path, listed: ImageSet) -> Path:
         """The pixels' folder, by all that they follow from: files are known by names, sizes and times,
