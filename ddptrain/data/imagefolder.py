@@ -117,16 +117,15 @@ class ImageFolder(ImageSource):
         return replace(listed, train=train, valid=valid, identity=listed.digest())
 
     def _packed(self, root: Path, cache: Path, listed: ImageSet) -> Path:
-        """The pixels' folder, by all that they follow from: files are known by names, sizes and times,
-        because reading them would take as long as decoding them."""
+        """The pixels' folder, by all that they follow from: files are known by their real folders, names,
+        sizes and times, because reading them would take as long as decoding them."""
+        parts = [part.files for part in (listed.train, listed.valid) if isinstance(part, FolderSplit)]
         files = [
-            [(os.path.relpath(file, root), *size_and_time(Path(file))) for file in part.files]
-            for part in (listed.train, listed.valid)
-            if isinstance(part, FolderSplit)
+            [(os.path.relpath(file, root), *size_and_time(Path(file))) for file in part] for part in parts
         ]
-        # a folder that was packed before there was resize keeps its name
-        size = self.size if self.resize is None else [self.size, self.resize]
-        return packed_folder(cache, f"{self.name}-{self.size}", [size, decoders(), files])
+        folders = dict.fromkeys(os.path.dirname(file) for part in parts for file in part)
+        made_of = [[*map(os.path.realpath, folders)], self.size, self.resize, decoders(), files]
+        return packed_folder(cache, f"{self.name}-{self.size}", made_of)
 
     def _image_set(self, root: Path) -> ImageSet:
         parts = parts_of(unpacked(root))
