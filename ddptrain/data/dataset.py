@@ -1,6 +1,6 @@
 """Any map-style dataset as a recipe's data: torchvision's, Hugging Face's, or a class of one's own."""
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, Protocol, final
 
@@ -28,7 +28,8 @@ from ddptrain.data.workers import (
     validation_keys,
 )
 from ddptrain.distributed.comm import once_a_node
-from ddptrain.errors import UserError
+from ddptrain.errors import UserError, reason
+from ddptrain.text import first_few
 
 _PURPOSE = 8  # 0 to 7 are those of `ddptrain.data.transforms`, `mixing` and `transformed`
 
@@ -207,11 +208,25 @@ class Samples(Dataset[Any]):
 
 def check_map_style(dataset: object, key: str) -> None:
     """Raises UserError where it is something else."""
+    name = type(dataset).__name__
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UserError(
-            f"{key}: {type(dataset).__name__} is not map-style; it needs __len__ and __getitem__ (an"
-            " IterableDataset can't be shuffled, nor continued exactly)."
+            f"{key}: {name} is not map-style; it needs __len__ and __getitem__ (an IterableDataset can't be"
+            f" shuffled, nor continued exactly). Name a class of such, or a function that returns one, by"
+            f" {key}._target_=..."
         )
+    if isinstance(dataset, Mapping):  # as load_dataset(...) of Hugging Face gives all parts
+        raise UserError(
+            f"{key}: {name} has names ({first_few(list(map(str, dataset)), 4)}) where a dataset has samples 0"
+            f" to len - 1. Return one of its parts, say split='train', from the function of {key}._target_."
+        )
+    try:
+        len(dataset)  # type: ignore[arg-type]
+    except Exception as error:  # whatever the dataset's own raises
+        raise UserError(
+            f"{key}: the length of {name} can't be had ({reason(error) or type(error).__name__}). Its __len__"
+            " must return how many samples there are."
+        ) from error
 
 
 def class_names(dataset: Any, classes: list[str] | int | None, key: str) -> tuple[str, ...]:

@@ -110,14 +110,14 @@ class DatasetImages(ImageSource):
 
     def open(self, root: Path) -> ImageSet:
         named = class_names(self._dataset, self._classes, "data.source.classes")
-        labels = _labels(self._dataset)
+        labels = _labels(self._dataset, "data.source.dataset")
         everything = torch.arange(len(labels))
         tenth = is_held_out(everything)
         if self._valid is None:
             train = DatasetSplit(self._dataset, everything[~tenth], labels, self.size)
             valid = DatasetSplit(self._dataset, everything[tenth], labels, self.size, self.resize)
         else:
-            told = _labels(self._valid)
+            told = _labels(self._valid, "data.source.valid")
             theirs = self._as_trained(told)
             train = DatasetSplit(self._dataset, everything, labels, self.size)
             valid = DatasetSplit(self._valid, torch.arange(len(theirs)), theirs, self.size, self.resize, told)
@@ -147,8 +147,12 @@ class DatasetImages(ImageSource):
         return relabelled(labels, places, len(trained), where)
 
 
-def _labels(dataset: MapStyle) -> Tensor:
+def _labels(dataset: MapStyle, key: str) -> Tensor:
     """int64 (n,), of all samples: as the dataset tells them, or by reading it once."""
+    if not len(dataset):
+        raise UserError(
+            f"{key}: {type(dataset).__name__} has no sample. Its __len__ says 0; are its files there?"
+        )
     changes = getattr(dataset, "target_transform", None) is not None  # torchvision's lists are without it
     for name in () if changes else _LABELS:
         told = getattr(dataset, name, None)
@@ -157,17 +161,30 @@ def _labels(dataset: MapStyle) -> Tensor:
     else:
         why = "changes its labels (target_transform)" if changes else "does not tell its labels (targets)"
         log.info("data       %s %s; it is read once", type(dataset).__name__, why)
-        told = [_parts(dataset[i])[1] for i in range(len(dataset))]
+        told = [_label(dataset, i, key) for i in range(len(dataset))]
     try:
         labels = torch.as_tensor(told)
     except (TypeError, ValueError, RuntimeError):  # words, lists of several lengths
         labels = torch.empty(0, 0)
     if labels.ndim != 1 or not torch.equal(labels.double(), labels.long().double()):
         raise UserError(
-            f"data.source: the labels of {type(dataset).__name__} must be whole numbers, one for each"
+            f"{key}: the labels of {type(dataset).__name__} must be whole numbers, one for each"
             f" picture; the first is {told[0]!r}."
         )
     return labels.long()
+
+
+def _label(dataset: MapStyle, i: int, key: str) -> Any:
+    try:
+        return _parts(dataset[i])[1]
+    except (*BROKEN, UserError) as error:
+        raise UserError(
+            f"{key}: sample {i} can't be used ({error}). Mend it, or have the dataset tell all labels"
+            f" ({_LABELS[0]}), which are read from its samples otherwise."
+        ) from error
+    except Exception as error:
+        error.add_note(f"(in sample {i} of {key})")
+        raise
 
 
 def _parts(sample: Any) -> tuple[Any, Any]:
