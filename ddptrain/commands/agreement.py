@@ -54,6 +54,32 @@ def check_same_data(data: Data, saved: LoadedCheckpoint) -> None:
         )
 
 
+def check_metadata(data: Data) -> None:
+    """Refuse `Data.metadata` that a checkpoint would give back as something else, or could not hold."""
+    if wrong := _not_as_stored(data.metadata(), "metadata()"):
+        raise UserError(
+            f"data: {type(data).__name__}.{wrong}. Checkpoints hold it as JSON: dicts whose keys are text,"
+            " lists, texts, numbers, true, false and none. Return it as these, say keys as str(key), and turn"
+            " them back in load_metadata."
+        )
+
+
+def _not_as_stored(value: Any, where: str) -> str:
+    """The first place that JSON would change, in words; '' where there is none."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                return f"{where} has the key {key!r} ({type(key).__name__})"
+            if wrong := _not_as_stored(inner, f"{where}[{key!r}]"):
+                return wrong
+        return ""
+    if isinstance(value, list | tuple):
+        found = (_not_as_stored(inner, f"{where}[{i}]") for i, inner in enumerate(value))
+        return next(filter(None, found), "")
+    plain = isinstance(value, str | int | float | None)
+    return "" if plain else f"{where} is of the kind {type(value).__name__}"
+
+
 def note_other_samples(data: Data, saved: LoadedCheckpoint) -> None:
     """Log where a checkpoint was trained and evaluated with other samples than this data's."""
     there = saved.manifest
