@@ -263,8 +263,8 @@ class Data(ABC):
         return Loading()
 
     def metadata(self) -> Mapping[str, Any]:
-        """What the verbs predict and export need to know about the data (class names, image size), as JSON has
-        it: keys are text. Stored in checkpoints, so that these verbs need no data set; empty if they do."""
+        """What the verbs predict and export need to know about the data (class names, image size), as JSON
+        has it: keys are text. Stored in checkpoints, so that these verbs need no data; empty if they do."""
         return {}
 
     def adopt_metadata(self, metadata: Mapping[str, Any]) -> None:  # noqa: B027 # what differs is refused

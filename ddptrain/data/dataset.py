@@ -221,7 +221,7 @@ def check_map_style(dataset: object, key: str) -> None:
             f" to len - 1. Return one of its parts, say split='train', from the function of {key}._target_."
         )
     try:
-        len(dataset)  # type: ignore[arg-type]
+        len(dataset)
     except Exception as error:  # whatever the dataset's own raises
         raise UserError(
             f"{key}: the length of {name} can't be had ({reason(error) or type(error).__name__}). Its __len__"
