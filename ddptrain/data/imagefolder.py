@@ -55,7 +55,7 @@ class FolderSplit(Split):
 
     def told(self, ids: Sequence[int]) -> Iterator[bytes]:
         folder, names = self.files.folder, self.files.names()
-        return (of_file(os.path.join(folder, names[i]), names[i]) for i in ids)
+        return (of_file(os.path.join(folder, names[i]), names[i], len(ids)) for i in ids)
 
 
 @final

@@ -131,6 +131,12 @@ def test_a_copy_has_the_same_and_a_changed_file_of_either_part_another_one(kind:
         shutil.copytree(tmp_path / "set", other)
         _change(other / name)
         assert _identity(kind, other) != own, name
+        changed = (other / name).read_bytes()
+        found = set()
+        for end in (b"0", b"1"):  # as many bytes
+            (other / name).write_bytes(changed + end)
+            found.add(_identity(kind, other))
+        assert len(found) == 2, name
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "csv", "masks"])
