@@ -228,8 +228,9 @@ class Data(ABC):
 
     @property
     def identity(self) -> str:
-        """A hash of the samples and their order. Ranks with different data are refused, and so is a resume on
-        other data. '': only sizes are compared."""
+        """A hash of the samples of both parts, training and validation, and of their order. Ranks with
+        different data are refused, and so is a resume on other data; an evaluation on other data says so. '':
+        only sizes are compared. Known after `prepare`."""
         return ""
 
     @property
@@ -262,8 +263,8 @@ class Data(ABC):
         return Loading()
 
     def metadata(self) -> Mapping[str, Any]:
-        """What the verbs predict and export need to know about the data (class names, image size), as plain
-        values. Stored in checkpoints, so that these verbs need no data set; empty if they do."""
+        """What the verbs predict and export need to know about the data (class names, image size), as JSON
+        has it: keys are text. Stored in checkpoints, so that these verbs need no data; empty if they do."""
         return {}
 
     def adopt_metadata(self, metadata: Mapping[str, Any]) -> None:  # noqa: B027 # what differs is refused

@@ -72,6 +72,48 @@ def normalise_as_weights(config: Config, data: Data, saved: LoadedCheckpoint | N
         )
 
 
+def check_metadata(data: Data) -> None:
+    """Refuse `Data.metadata` that a checkpoint would give back as something else, or could not hold."""
+    if wrong := _not_as_stored(data.metadata(), "metadata()"):
+        raise UserError(
+            f"data: {type(data).__name__}.{wrong}. Checkpoints hold it as JSON: dicts whose keys are text,"
+            " lists, texts, numbers, true, false and none. Return it as these, say keys as str(key), and turn"
+            " them back in load_metadata."
+        )
+
+
+def _not_as_stored(value: Any, where: str) -> str:
+    """The first place that JSON would change, in words; '' where there is none."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                return f"{where} has the key {key!r} ({type(key).__name__})"
+            if wrong := _not_as_stored(inner, f"{where}[{key!r}]"):
+                return wrong
+        return ""
+    if isinstance(value, list | tuple):
+        found = (_not_as_stored(inner, f"{where}[{i}]") for i, inner in enumerate(value))
+        return next(filter(None, found), "")
+    plain = isinstance(value, str | int | float | None)
+    return "" if plain else f"{where} is of the kind {type(value).__name__}"
+
+
+def note_other_samples(data: Data, saved: LoadedCheckpoint) -> None:
+    """Log where a checkpoint was trained and evaluated with other samples than this data's."""
+    there = saved.manifest
+    if "valid_size" not in there:
+        log.info("note       data: %s is of an earlier version, which notes no validation part", saved.path)
+        return
+    here = {"data": data.identity, "train_size": data.train_size, "valid_size": data.valid_size}
+    if any(there[name] != value for name, value in here.items()):
+        sizes = [f"{of['train_size']:,} + {of['valid_size']:,}" for of in (there, here)]
+        log.warning(
+            "note       data: other samples than %s was trained with and evaluated on (%s there and %s here,"
+            " or other files). If the set has changed since, or a part of it is held out, samples that the"
+            " model was trained on may be among those that it is now judged by", saved.path, *sizes,
+        )  # fmt: skip
+
+
 def note_other_data(weights: str | None, data: Data) -> None:
     """Log where weights of a checkpoint (``init.weights``) were trained for other outputs or inputs."""
     manifest = _manifest_of(Path(weights)) if weights is not None else None

@@ -4,6 +4,7 @@ import json
 import logging
 from pathlib import Path
 
+from ddptrain.commands.agreement import note_other_samples
 from ddptrain.commands.setup import joined_world, make_task, named_checkpoint, trained_model
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import on_first_rank
@@ -27,6 +28,7 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
         precision = choose_precision(config.precision, world.device)
         model = trained_model(config, task, data, world, saved, needs_data=True)
         precision.check(model)
+        note_other_samples(data, saved)
         log.info("evaluating %s on %s (%s), %s", saved.path, world.device, reason, precision.name)
         log.info("data       %s", data.describe())
         report = evaluate(task, model, data, world, precision, eval_batch_size(config), watchdog)

@@ -17,7 +17,7 @@ from ddptrain.api.observer import Observer
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.rng import seed_pythons
 from ddptrain.api.world import World
-from ddptrain.commands.agreement import check_same_data, of_same_kind
+from ddptrain.commands.agreement import check_metadata, check_same_data, of_same_kind
 from ddptrain.config.instantiate import build, check_node
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import choice_in, is_ddp
@@ -198,6 +198,7 @@ def make_model(config: Config, task: Task, device: torch.device) -> nn.Module:
 def prepare(data: Data, world: World, seed: int) -> None:
     """Open the data on every rank, and make sure that all of them see the same."""
     on_all_ranks(world, lambda: data.prepare(world, seed))
+    on_all_ranks(world, lambda: check_metadata(data))
     seen = from_all_ranks(world, (data.identity, data.train_size, data.valid_size))
     for rank, (_, train, valid) in enumerate(seen):
         if seen[rank] != seen[0]:

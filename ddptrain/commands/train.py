@@ -135,7 +135,10 @@ def make_train_step(
     log.info("strategy   %s, %s on %s", strategy.describe(), ranks, nodes)
     normalise_as_weights(config, data, saved)
     setup.prepare(data, world, config.seed)
-    plan = plan_run(config, data.train_size, data.identity, strategy.shards, data.sample_weights, data.blocks)
+    plan = plan_run(
+        config, data.train_size, data.identity, strategy.shards, data.sample_weights, data.blocks,
+        data.valid_size,
+    )  # fmt: skip
     if strategy.sharded:
         plan.check_equal_passes(world)
     data.train_batches(plan.sampler(world), range(0))  # refuses a batch that it can't give

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, get_origin
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ddptrain.config.schema import MISSING, Config, Rule, Sweep
 from ddptrain.config.suggest import did_you_mean
@@ -80,6 +80,9 @@ def type_message(error: OmegaConfBaseException, override: str = "") -> str:
     where = override or error.full_key
     if where and (wrong := _WRONG_TYPE.match(text)):
         return f"{override or f'{where}={wrong[1]}'}: {_MEANT[wrong[2]]}."
+    if where and isinstance(error, MissingMandatoryValue):
+        what = " Name the class, or a function, by its module." * where.endswith("._target_")
+        return f"{where}: has no value, and needs one: {where}=...{what}"
     if where and "is not a ListConfig, list or tuple" in text:
         return f"{where}: must be a list: {where.partition('=')[0]}=[...]."
     return f"{where}: {text}." if where else f"{text}."

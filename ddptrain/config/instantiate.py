@@ -55,7 +55,8 @@ def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list
         elif isinstance(value, str) and (problem := _refused_by(hints.get(name), value)):
             problems.append(f"{key}.{name}={value}: {problem}")
         elif not _fits(value, hints.get(name, Any)):
-            problems.append(f"{key}.{name}={value}: must be {_spell(hints[name])}.")
+            meant = f" Did you mean {key}.{name}._target_={value}?" * _names_a_target(value, hints[name])
+            problems.append(f"{key}.{name}={value}: must be {_spell(hints[name])}.{meant}")
     for name, default in parameters.items() if offered is not None else []:
         if default is inspect.Parameter.empty and name not in node and name not in (offered or ()):
             problems.append(f"{key}.{name}: {node['_target_']} needs it; set {key}.{name}=...")
@@ -83,16 +84,19 @@ def build(node: Node, key: str, **offered: Any) -> Any:
             arguments.setdefault(name, value)
     _check_match(target, node, key, arguments, offered)
     try:
-        return target(**arguments)
+        made = target(**arguments)
     except UserError:
         raise
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # a value, or a file that is not there
         raise UserError(f"{key} ({node['_target_']}): {error}") from error
     except Exception as error:  # **kwargs hide the names and types that check_node would compare
         unknown = open_ended and isinstance(error, TypeError) and "unexpected keyword argument" in str(error)
         if unknown or node["_target_"].startswith(LIBRARIES):
             raise UserError(f"{key} ({node['_target_']}): {error}") from error
         raise
+    if made is None:
+        raise UserError(f"{key} ({node['_target_']}): returns None; it must return what it makes.")
+    return made
 
 
 def _built(value: Any, key: str) -> Any:
@@ -270,6 +274,16 @@ def _fits(value: Any, hint: Any) -> bool:
     return not inspect.isclass(hint)  # an object needs a node of its own
 
 
+def _names_a_target(value: Any, hint: Any) -> bool:
+    """Whether an object is wanted, and this is a dotted name, perhaps of what makes one."""
+    objects = [kind for kind in _alternatives(hint) if inspect.isclass(kind) and not _is_plain(kind)]
+    return bool(objects) and isinstance(value, str) and "." in value.strip(".")
+
+
+def _is_plain(kind: type) -> bool:
+    return kind in (float, int, bool, type(None), dict, list, tuple) or issubclass(kind, str)
+
+
 def _spell(hint: Any) -> str:
     names = {float: "a finite number", int: "a whole number", bool: "true or false", str: "text"}
     names[type(None)] = "null"
@@ -284,4 +298,6 @@ def _spell(hint: Any) -> str:
         return "a list: [...]"
     if origin is Literal:
         return "one of " * (len(args) > 1) + ", ".join(map(str, args))
+    if inspect.isclass(hint) and not _is_plain(hint):
+        return f"keys with a _target_ ({hint.__name__})"
     return names.get(hint) or str(getattr(hint, "__name__", hint))

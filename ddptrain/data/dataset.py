@@ -1,6 +1,6 @@
 """Any map-style dataset as a recipe's data: torchvision's, Hugging Face's, or a class of one's own."""
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, Protocol, final
 
@@ -14,6 +14,7 @@ from ddptrain.api.world import World
 from ddptrain.data import held_out
 from ddptrain.data.agreement import check_alike, check_renamed
 from ddptrain.data.generators import restored, seed_all
+from ddptrain.data.identity import digest, of_samples
 from ddptrain.data.left_out import BROKEN, HINT, OnError, Unusable, in_words, readable, tell
 from ddptrain.data.transformed import one_thread
 from ddptrain.data.workers import (
@@ -26,7 +27,9 @@ from ddptrain.data.workers import (
     spare_cores,
     validation_keys,
 )
-from ddptrain.errors import UserError
+from ddptrain.distributed.comm import once_a_node
+from ddptrain.errors import UserError, reason
+from ddptrain.text import first_few
 
 _PURPOSE = 8  # 0 to 7 are those of `ddptrain.data.transforms`, `mixing` and `transformed`
 
@@ -91,6 +94,11 @@ class DatasetData(Data):
             self._train = self._readable("training", self._train)
             self._held = self._readable("validation", self._held)
             tell(self._skipped)
+        self._identity = once_a_node(world, self._digest)
+
+    def _digest(self) -> str:
+        facts = [repr((self._classes, len(self._train), len(self._held))).encode()]
+        return digest([*facts, *self._train.told(), *self._held.told()])
 
     def _readable(self, name: str, part: "Samples") -> "Samples":
         ids, lines = readable(self._world, name, len(part), part.check, self._loaders)
@@ -104,6 +112,10 @@ class DatasetData(Data):
     @property
     def valid_size(self) -> int:
         return len(self._held)
+
+    @property
+    def identity(self) -> str:
+        return self._identity
 
     @property
     def outputs(self) -> Sequence[str]:
@@ -152,6 +164,10 @@ class Samples(Dataset[Any]):
     def only(self, places: Sequence[int]) -> "Samples":
         return Samples(self._dataset, [self._ids[place] for place in places], self._collate, self._seed)
 
+    def told(self) -> Iterator[bytes]:
+        """What tells each sample from others, without reading it."""
+        return of_samples(self._dataset, self._ids)
+
     def check(self, place: int) -> None:
         """Raises Unusable where that sample's file can't be read."""
         with one_thread(), restored():
@@ -192,11 +208,25 @@ class Samples(Dataset[Any]):
 
 def check_map_style(dataset: object, key: str) -> None:
     """Raises UserError where it is something else."""
+    name = type(dataset).__name__
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UserError(
-            f"{key}: {type(dataset).__name__} is not map-style; it needs __len__ and __getitem__ (an"
-            " IterableDataset can't be shuffled, nor continued exactly)."
+            f"{key}: {name} is not map-style; it needs __len__ and __getitem__ (an IterableDataset can't be"
+            f" shuffled, nor continued exactly). Name a class of such, or a function that returns one, by"
+            f" {key}._target_=..."
         )
+    if isinstance(dataset, Mapping):  # as load_dataset(...) of Hugging Face gives all parts
+        raise UserError(
+            f"{key}: {name} has names ({first_few(list(map(str, dataset)), 4)}) where a dataset has samples 0"
+            f" to len - 1. Return one of its parts, say split='train', from the function of {key}._target_."
+        )
+    try:
+        len(dataset)
+    except Exception as error:  # whatever the dataset's own raises
+        raise UserError(
+            f"{key}: the length of {name} can't be had ({reason(error) or type(error).__name__}). Its __len__"
+            " must return how many samples there are."
+        ) from error
 
 
 def class_names(dataset: Any, classes: list[str] | int | None, key: str) -> tuple[str, ...]:

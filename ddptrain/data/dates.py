@@ -11,6 +11,7 @@ from ddptrain.api.recipe import Data
 from ddptrain.api.rng import mixed
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
+from ddptrain.data.identity import digest
 from ddptrain.data.prefetch import to_device
 from ddptrain.errors import UserError, check_least
 
@@ -108,6 +109,10 @@ class DatePairs(Data):
     @property
     def valid_size(self) -> int:
         return self._sizes[1]
+
+    @property
+    def identity(self) -> str:
+        return digest([repr(("dates", self._sizes, self._seed)).encode()])
 
     @property
     def reads_progress(self) -> bool:

@@ -1,7 +1,7 @@
 """Labelled images out of any map-style dataset, to be cut, augmented and scaled by ddptrain."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from ddptrain.data.agreement import note_other_labels, places_among, relabelled
 from ddptrain.data.dataset import MapStyle, check_map_style, class_names
 from ddptrain.data.held_out import is_held_out
+from ddptrain.data.identity import of_samples
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
 from ddptrain.data.left_out import BROKEN, HINT, Unusable
 from ddptrain.data.pictures import Box, check_pixels, cut, fit, seen
@@ -49,6 +50,9 @@ class DatasetSplit(Split):
     def cropped(self, i: int, box_of: Callable[[int, int], Box]) -> Tensor:
         whole = self._picture(i)
         return cut(whole, box_of(whole.height, whole.width), self.shape[:2])
+
+    def told(self, ids: Sequence[int]) -> Iterator[bytes]:
+        return of_samples(self._dataset, [int(self._ids[i]) for i in ids])
 
     def _picture(self, i: int) -> "Image.Image":
         sample = int(self._ids[i])
@@ -106,14 +110,14 @@ class DatasetImages(ImageSource):
 
     def open(self, root: Path) -> ImageSet:
         named = class_names(self._dataset, self._classes, "data.source.classes")
-        labels = _labels(self._dataset)
+        labels = _labels(self._dataset, "data.source.dataset")
         everything = torch.arange(len(labels))
         tenth = is_held_out(everything)
         if self._valid is None:
             train = DatasetSplit(self._dataset, everything[~tenth], labels, self.size)
             valid = DatasetSplit(self._dataset, everything[tenth], labels, self.size, self.resize)
         else:
-            told = _labels(self._valid)
+            told = _labels(self._valid, "data.source.valid")
             theirs = self._as_trained(told)
             train = DatasetSplit(self._dataset, everything, labels, self.size)
             valid = DatasetSplit(self._valid, torch.arange(len(theirs)), theirs, self.size, self.resize, told)
@@ -143,8 +147,12 @@ class DatasetImages(ImageSource):
         return relabelled(labels, places, len(trained), where)
 
 
-def _labels(dataset: MapStyle) -> Tensor:
+def _labels(dataset: MapStyle, key: str) -> Tensor:
     """int64 (n,), of all samples: as the dataset tells them, or by reading it once."""
+    if not len(dataset):
+        raise UserError(
+            f"{key}: {type(dataset).__name__} has no sample. Its __len__ says 0; are its files there?"
+        )
     changes = getattr(dataset, "target_transform", None) is not None  # torchvision's lists are without it
     for name in () if changes else _LABELS:
         told = getattr(dataset, name, None)
@@ -153,17 +161,30 @@ def _labels(dataset: MapStyle) -> Tensor:
     else:
         why = "changes its labels (target_transform)" if changes else "does not tell its labels (targets)"
         log.info("data       %s %s; it is read once", type(dataset).__name__, why)
-        told = [_parts(dataset[i])[1] for i in range(len(dataset))]
+        told = [_label(dataset, i, key) for i in range(len(dataset))]
     try:
         labels = torch.as_tensor(told)
     except (TypeError, ValueError, RuntimeError):  # words, lists of several lengths
         labels = torch.empty(0, 0)
     if labels.ndim != 1 or not torch.equal(labels.double(), labels.long().double()):
         raise UserError(
-            f"data.source: the labels of {type(dataset).__name__} must be whole numbers, one for each"
+            f"{key}: the labels of {type(dataset).__name__} must be whole numbers, one for each"
             f" picture; the first is {told[0]!r}."
         )
     return labels.long()
+
+
+def _label(dataset: MapStyle, i: int, key: str) -> Any:
+    try:
+        return _parts(dataset[i])[1]
+    except (*BROKEN, UserError) as error:
+        raise UserError(
+            f"{key}: sample {i} can't be used ({error}). Mend it, or have the dataset tell all labels"
+            f" ({_LABELS[0]}), which are read from its samples otherwise."
+        ) from error
+    except Exception as error:
+        error.add_note(f"(in sample {i} of {key})")
+        raise
 
 
 def _parts(sample: Any) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,6 +15,7 @@ from ddptrain.data import held_out
 from ddptrain.data.agreement import check_distinct, check_known
 from ddptrain.data.disk import size_and_time
 from ddptrain.data.folders import parts_of, pictures_by_class, unpacked
+from ddptrain.data.identity import of_file
 from ddptrain.data.left_out import skippable
 from ddptrain.data.packed import open_packed, pack, packed_folder
 from ddptrain.data.paths import Paths
@@ -51,6 +52,10 @@ class FolderSplit(Split):
 
     def encoded(self, i: int) -> bytes:
         return content_of(self.files[i])
+
+    def told(self, ids: Sequence[int]) -> Iterator[bytes]:
+        folder, names = self.files.folder, self.files.names()
+        return (of_file(os.path.join(folder, names[i]), names[i], len(ids)) for i in ids)
 
 
 @final
@@ -109,19 +114,18 @@ class ImageFolder(ImageSource):
             return listed
         folder = self._packed(root, self._cache, listed)
         train, valid = open_packed(folder, "train", listed.train), open_packed(folder, "valid", listed.valid)
-        return replace(listed, train=train, valid=valid)
+        return replace(listed, train=train, valid=valid, identity=listed.digest())
 
     def _packed(self, root: Path, cache: Path, listed: ImageSet) -> Path:
-        """The pixels' folder, by all that they follow from: files are known by names, sizes and times,
-        because reading them would take as long as decoding them."""
+        """The pixels' folder, by all that they follow from: files are known by their real folders, names,
+        sizes and times, because reading them would take as long as decoding them."""
+        parts = [part.files for part in (listed.train, listed.valid) if isinstance(part, FolderSplit)]
         files = [
-            [(os.path.relpath(file, root), *size_and_time(Path(file))) for file in part.files]
-            for part in (listed.train, listed.valid)
-            if isinstance(part, FolderSplit)
+            [(os.path.relpath(file, root), *size_and_time(Path(file))) for file in part] for part in parts
         ]
-        # a folder that was packed before there was resize keeps its name
-        size = self.size if self.resize is None else [self.size, self.resize]
-        return packed_folder(cache, f"{self.name}-{self.size}", [size, decoders(), files])
+        folders = dict.fromkeys(os.path.dirname(file) for part in parts for file in part)
+        made_of = [[*map(os.path.realpath, folders)], self.size, self.resize, decoders(), files]
+        return packed_folder(cache, f"{self.name}-{self.size}", made_of)
 
     def _image_set(self, root: Path) -> ImageSet:
         parts = parts_of(unpacked(root))

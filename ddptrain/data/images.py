@@ -96,6 +96,7 @@ class ImageData(Data):
         workers = asked_workers(self.workers, world)
         opened = opened_set(self.source, Path(self.root), self.on_error, world, workers)
         self._set = opened.normalised_as(**self._normal) if self._normal else opened
+        self._identity = opened.identity or once_a_node(world, opened.digest)
         self._training = self._set.train
         self.classes, self.shape = tuple(self._set.classes), self._set.train.shape
         self.resize, self.multi_label = self._set.resize, self._set.train.labels.ndim == 2
@@ -172,7 +173,7 @@ class ImageData(Data):
 
     @property
     def identity(self) -> str:
-        return self._set.identity
+        return self._identity
 
     @property
     def loading(self) -> Loading:

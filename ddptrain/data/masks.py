@@ -16,8 +16,8 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.agreement import check_renamed, note_checkpoints_own
 from ddptrain.data.augment import Normalise
-from ddptrain.data.disk import size_and_time
 from ddptrain.data.draws import Draws
+from ddptrain.data.identity import of_file
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD
 from ddptrain.data.left_out import OnError, check_skip, in_words, skippable
 from ddptrain.data.mask_files import (
@@ -217,10 +217,10 @@ class MaskData(Data):
         seen = hashlib.sha256(repr((self.size, self.classes)).encode())
         if self._source is not None:
             return hashlib.sha256(seen.digest() + self._digest.encode()).hexdigest()
-        for file in (file for pairs in self._pairs for pair in pairs for file in pair):
-            assert isinstance(file, Path)
-            about = (str(file.relative_to(self._root)), size_and_time(file)[0])
-            seen.update(repr(about).encode(errors="surrogateescape"))
+        for pairs in self._pairs:
+            for file in (file for pair in pairs for file in pair):
+                assert isinstance(file, Path)
+                seen.update(of_file(str(file), str(file.relative_to(self._root)), len(pairs)))
         return seen.hexdigest()
 
     @property

@@ -126,8 +126,8 @@ def _refused(folder: Path, size: int, damage: str, error: OSError) -> UserError:
         many = f"{others[0]} and {len(others) - 1} more" if len(others) > 1 else "".join(others)
         if others:
             found = (
-                f" What is packed there ({many}) was made of other files, sizes or times of change, or by"
-                f" another version of Pillow; {_ABOUT} in it says when and of what."
+                f" What is packed there ({many}) was made of files in other folders, of other names, sizes or"
+                f" times of change, or by another version of Pillow; {_ABOUT} in it says when and of what."
             )
     remedy = "Make room, name" if error.errno in _NO_ROOM else "Name"
     return UserError(

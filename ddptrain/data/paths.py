@@ -17,7 +17,7 @@ class Paths:
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         """names: relative to the folder."""
         encoded = [os.fsencode(name) for name in names]
-        self._folder = str(folder)
+        self.folder = str(folder)
         self._bytes = torch.frombuffer(bytearray(b"".join(encoded)) or bytearray(1), dtype=torch.uint8)
         lengths = torch.tensor([len(name) for name in encoded], dtype=torch.int64)
         self._ends = lengths.cumsum(0)
@@ -29,7 +29,15 @@ class Paths:
         """The i-th file, its folder before its name; i from 0."""
         begin = int(self._ends[i - 1]) if i else 0
         name = self._bytes[begin : int(self._ends[i])].numpy().tobytes()
-        return os.path.join(self._folder, os.fsdecode(name))
+        return os.path.join(self.folder, os.fsdecode(name))
 
     def __iter__(self) -> Iterator[str]:
         return map(self.__getitem__, range(len(self)))
+
+    def names(self) -> list[str]:
+        """All of them, relative to the folder; one by one they take ten times as long."""
+        whole, begin, found = self._bytes.numpy().tobytes(), 0, []
+        for end in self._ends.tolist():
+            found.append(os.fsdecode(whole[begin:end]))
+            begin = end
+        return found

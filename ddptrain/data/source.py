@@ -2,8 +2,9 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import final
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ddptrain.api.blocks import Blocks
 from ddptrain.data.agreement import note_checkpoints_own
+from ddptrain.data.identity import digest, of_tensor
 from ddptrain.data.pictures import Box, as_png, resized
 from ddptrain.data.stream.samples import Samples
 
@@ -51,6 +53,10 @@ class Split(ABC):
         """One as a picture's file, with the pixels that are stored: a PNG, unless it lies in a file."""
         return as_png(self.images(torch.tensor([i]))[0].permute(2, 0, 1))
 
+    def told(self, ids: Sequence[int]) -> Iterator[bytes]:
+        """What tells each of these images from others beside its label, without decoding it."""
+        return repeat(b"", len(ids))
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -66,6 +72,9 @@ class ArraySplit(Split):
 
     def images(self, ids: Tensor) -> Tensor:
         return self._images[ids]
+
+    def told(self, ids: Sequence[int]) -> Iterator[bytes]:
+        return (of_tensor(self._images[i]) for i in ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +94,16 @@ class ImageSet:
     blocks: Blocks | None = None
     """`Data.blocks`."""
     identity: str = ""
-    """`Data.identity`."""
+    """`Data.identity`; '': it is `digest`."""
     skipped: Sequence[str] = ()
     """What ``on_error=skip`` left out, as an error would have said it."""
+
+    def digest(self) -> str:
+        """A hash of the samples of both parts and of their order."""
+        facts = [repr((list(self.classes), len(self.train), len(self.valid))).encode()]
+        for part in (self.train, self.valid):
+            facts += [of_tensor(part.labels), *part.told(range(len(part)))]
+        return digest(facts)
 
     def normalised_as(self, mean: Sequence[float], std: Sequence[float]) -> "ImageSet":
         """With a trained model's mean and deviation, which the log says where this set has others. Of a model

@@ -109,7 +109,9 @@ class TextData(Data):
 
     @property
     def identity(self) -> str:
-        facts = f"{self._tokens.digest} {self.order} {self.window}"
+        sizes = len(self._tokens.train), len(self._tokens.valid)
+        judged = self.valid_piece, self.valid_context
+        facts = f"{self._tokens.digest} {self.order} {self.window} {sizes} {judged}"
         return hashlib.sha256(facts.encode()).hexdigest()
 
     @property

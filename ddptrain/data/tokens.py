@@ -99,10 +99,10 @@ class Tokens:
 def tokens_folder(root: Path, name: str, corpus: Corpus, level: Level) -> Path:
     """Where the token files of a corpus belong: another folder for each state of its files.
 
-    Told by their names, sizes and times, for reading all of a large corpus would take too long.
+    Told by their real paths, sizes and times, for reading all of a large corpus would take too long.
     """
     documents = [
-        [str(document.path), document.start, document.stop, *size_and_time(document.path)]
+        [os.path.realpath(document.path), document.start, document.stop, *size_and_time(document.path)]
         for document in (*corpus.train, *corpus.valid)
     ]
     return folder_by_content(root / "tokens", f"{name}-{level}", [_FORMAT, level, *documents])

@@ -1,6 +1,7 @@
 """What happens after which step: a pure function of the config and the size of the data."""
 
 import hashlib
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,8 @@ from ddptrain.api.world import World
 from ddptrain.config.schema import Config, LogSection, Train
 from ddptrain.engine.progress_reads import ProgressReads
 from ddptrain.errors import UserError
+
+log = logging.getLogger("ddptrain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Plan:
     seed: int = 0
     data: str = ""
     """`Data.identity`."""
+    valid_size: int = 0
     shards: int | None = None
     """Parts of each global batch under elastic=strict; None: one a rank."""
     skips_nonfinite: bool = False
@@ -82,7 +86,7 @@ class Plan:
 
     @property
     def position_facts(self) -> dict[str, int | str | None]:
-        """What determines the samples of a step number."""
+        """What determines the samples of a step number, and those that it is judged by."""
         weights = None
         if self.sample_weights is not None:
             weights = hashlib.sha256(self.sample_weights.numpy().tobytes()).hexdigest()[:16]
@@ -91,31 +95,41 @@ class Plan:
             "batch_size": self.batch_size,
             "data": self.data,
             "train_size": self.train_size,
+            "valid_size": self.valid_size,
             "shards": self.shards,
             "sample_weights": weights,
         }
 
     def check_continues(self, saved: Mapping[str, Any], where: str) -> None:
-        """Raise UserError if a checkpoint's step number stands for other samples than this plan's."""
+        """Raise UserError if a checkpoint's step number stands for other samples than this plan's, or its
+        best was found by others."""
+        facts = self.position_facts
+        if "valid_size" not in saved:  # of an earlier version, whose hash is of fewer kinds and facts
+            log.warning(
+                "note       data: %s is of an earlier version, and does not say which validation files it was"
+                " trained with: only sizes are compared. If files have changed, start a new run", where
+            )  # fmt: skip
+            saved = {**saved, "data": self.data, "valid_size": self.valid_size}
         if saved.get("data") != self.data:
             raise UserError(
                 f"data: {where} was saved while training on other files (have they changed?), or on the same"
-                " in another order. Use the same, or start a new run."
+                " in another order, or it was evaluated on others. Use the same for training and for"
+                " validation, or start a new run. To go on from its weights: init.weights."
             )
         keys = {
             "seed": "seed",
             "batch_size": "train.batch_size",
             "train_size": "data (training samples)",
+            "valid_size": "data (validation samples)",
             "shards": "elastic or strategy.shards",
             "sample_weights": "data (weights of the samples)",
         }
-        facts = self.position_facts
         for name, key in keys.items():
             own = facts[name]
             if saved.get(name) != own:
                 raise UserError(
                     f"{key}={own}: {where} was saved with {saved.get(name)}, so its place in the data"
-                    " would be another one. Use the same, or start a new run."
+                    " or its best would be another one. Use the same, or start a new run."
                 )
 
     def epoch(self, steps_done: int) -> float:
@@ -156,8 +170,9 @@ def plan_run(
     shards: int | None = None,
     sample_weights: Tensor | None = None,
     blocks: Blocks | None = None,
+    valid_size: int = 0,
 ) -> Plan:
-    """The plan a config makes for a training set of this size and identity. shards: `Strategy.shards`."""
+    """The plan a config makes for a set of these sizes and this identity. shards: `Strategy.shards`."""
     train = config.train
     steps = train.steps
     if steps is None:
@@ -175,6 +190,7 @@ def plan_run(
         clip_norm=train.clip_norm,
         seed=config.seed,
         data=data,
+        valid_size=valid_size,
         shards=shards,
         skips_nonfinite=train.nonfinite == "skip",
         nonfinite_limit=train.nonfinite_limit,

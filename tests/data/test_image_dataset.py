@@ -1,5 +1,6 @@
 """Pictures out of any map-style dataset are those of files with the same pixels."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from shell import ddptrain
+from shell import ddptrain, refusal
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
+from ddptrain.config.instantiate import build, check_node, open_package
 from ddptrain.data.image_dataset import DatasetImages
 from ddptrain.data.imagefolder import ImageFolder
 from ddptrain.data.images import ImageData
@@ -135,6 +137,93 @@ def test_what_is_wrong_is_named(use: Callable[[], object], said: str) -> None:
     with pytest.raises(UserError) as refused:
         use()
     assert str(refused.value).startswith(said)
+
+
+MISTAKES = """
+import torch
+from torch.utils.data import IterableDataset
+class Endless(IterableDataset):
+    def __iter__(self): return iter([])
+class NoLength:
+    def __getitem__(self, i): return torch.zeros(3, 8, 8, dtype=torch.uint8), i % 2
+class BadLength(NoLength):
+    def __len__(self): raise NotImplementedError("no length")
+class Empty(NoLength):
+    def __len__(self): return 0
+class Words(Empty):
+    def __len__(self): return 20
+    def __getitem__(self, i): return "x"
+class Torn(Words):
+    def __getitem__(self, i): return open(f"/nowhere/{i}")
+class Gone(Words):
+    def __init__(self): open("/nowhere/at/all")
+class Folder(Words):
+    def __init__(self, folder): pass
+def parts(): return {"train": Words(), "test": Words()}
+def a_class(): return Words
+def nothing(): return None
+"""
+
+
+@pytest.mark.parametrize("key", ["data.source.dataset", "data.source.valid"])
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("Endless", "{key}: Endless is not map-style; it needs __len__ and __getitem__"),
+        ("NoLength", "{key}: NoLength is not map-style; it needs __len__ and __getitem__"),
+        ("nothing", "{key} (mistakes.nothing): returns None; it must return what it makes."),
+        ("BadLength", "{key}: the length of BadLength can't be had (no length). Its __len__ must return"),
+        ("a_class", "{key}: the length of type can't be had"),
+        ("parts", "{key}: dict has names (train, test) where a dataset has samples 0 to len - 1"),
+        ("Empty", "{key}: Empty has no sample. Its __len__ says 0"),
+        ("Words", "{key}: sample 0 can't be used (it must be (picture, label), or a dict with image"),
+        ("Torn", "{key}: sample 0 can't be used ([Errno 2] No such file or directory: '/nowhere/0')"),
+        ("Gone", "{key} (mistakes.Gone): [Errno 2] No such file or directory: '/nowhere/at/all'"),
+        ("Folder", "{key}.folder: mistakes.Folder needs it; set {key}.folder=..."),
+        ("Fodler", "{key}._target_=mistakes.Fodler: mistakes has no Fodler."),
+    ],
+)
+def test_a_dataset_of_no_use_is_told_by_its_key(
+    target: str, said: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mistakes.py").write_text(MISTAKES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mistakes", raising=False)
+    open_package("mistakes")
+    node: dict[str, Any] = {
+        "_target_": "ddptrain.data.image_dataset.DatasetImages",
+        "dataset": {"_target_": "torchvision.datasets.FakeData", "size": 20, "num_classes": 2},
+    }
+    node[key.rpartition(".")[2]] = {"_target_": f"mistakes.{target}"}
+    problems = check_node(node, "data.source")
+    if not problems:
+        with pytest.raises(UserError) as refused:
+            build(node, "data.source").open(tmp_path)
+        problems = [str(refused.value)]
+    assert problems[0].startswith(said.format(key=key))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "data=image_dataset",
+            "data.source.dataset._target_: has no value, and needs one: data.source.dataset._target_=...",
+        ),
+        (
+            "data=image_dataset data.source.dataset=my_code.Birds",
+            "data.source.dataset=my_code.Birds: must be keys with a _target_ (MapStyle). Did you mean"
+            " data.source.dataset._target_=my_code.Birds?",
+        ),
+        (
+            "data=dataset data.dataset=my_code.Birds",
+            "data.dataset=my_code.Birds: must be keys with a _target_ (MapStyle). Did you mean"
+            " data.dataset._target_=my_code.Birds?",
+        ),
+    ],
+)
+def test_a_dataset_that_is_named_wrongly_is_told_by_its_key(tmp_path: Path, words: str, said: str) -> None:
+    assert refusal(tmp_path, f"recipe=cnn_digits {words}").startswith(said)
 
 
 def test_torchvisions_own_is_fine_tuned_and_asked(tmp_path: Path, folder: Path) -> None:

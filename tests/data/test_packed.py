@@ -121,7 +121,42 @@ def test_another_picture_or_size_makes_another_folder(pictures: Path, tmp_path: 
     four = packed(pictures, cache)
     assert len({one, two, three, four}) == 4
     ImageFolder(16, str(cache)).fetch(pictures.rename(tmp_path / "moved"))
-    assert len(list(cache.glob("[!.]*"))) == 4  # the same pictures in another place
+    assert len(list(cache.glob("[!.]*"))) == 5  # the same names, sizes and times may be of others there
+
+
+@pytest.mark.parametrize("link", ["", "train", "train/dogs", "elsewhere"])
+def test_another_set_of_equal_names_sizes_and_times_is_no_other_sets_pixels(
+    link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a link that comes to lead to it, or by the same words in another current folder."""
+    monkeypatch.chdir(tmp_path)
+    for root, colour in (("one", 60), ("two", 160)):
+        for part in ("train/cats", "train/dogs", "val/cats", "val/dogs"):
+            (tmp_path / root / "set" / part).mkdir(parents=True)
+            file = tmp_path / root / "set" / part / "0.bmp"
+            Image.new("RGB", (20, 20), (colour, 0, 0)).save(file)
+            os.utime(file, (1, 1))
+
+    def read() -> int:
+        source = ImageFolder(16, str(tmp_path / "cache"))
+        source.fetch(Path("set"))
+        return int(source.open(Path("set")).train.images(torch.tensor([1]))[0, 0, 0, 0])
+
+    if link == "elsewhere":
+        os.chdir(tmp_path / "one")
+        assert read() == 60
+        os.chdir(tmp_path / "two")
+    else:
+        shutil.copytree("one/set", "set")
+        if link:
+            shutil.rmtree(tmp_path / "set" / link)
+        else:
+            shutil.rmtree(tmp_path / "set")
+        (tmp_path / "set" / link).symlink_to(tmp_path / "one/set" / link)
+        assert read() == 60
+        (tmp_path / "set" / link).unlink()
+        (tmp_path / "set" / link).symlink_to(tmp_path / "two/set" / link)
+    assert read() == 160
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "about", "gone"])
@@ -254,8 +289,9 @@ def test_what_lies_in_a_folder_to_read_only_is_told(pictures: Path, tmp_path: Pa
     [found] = run_ranks(as_nobody, 1)
     told = {
         "damaged": f"{folder.name} there is damaged: train has 0 bytes instead of 21,504.",
-        "of other pictures": f"What is packed there ({folder.name}) was made of other files, sizes or times"
-        " of change, or by another version of Pillow; about.json in it says when and of what.",
+        "of other pictures": f"What is packed there ({folder.name}) was made of files in other folders, of"
+        " other names, sizes or times of change, or by another version of Pillow; about.json in it says when"
+        " and of what.",
     }
     assert found == (
         "data.source.cache=cache: 0.0 MiB of packed pictures can't be written there (Permission denied)."

@@ -3,10 +3,12 @@
 import hashlib
 import http.server
 import io
+import re
 import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -209,3 +211,40 @@ def test_a_class_of_val_that_train_lacks_is_named(tmp_path: Path) -> None:
 def test_an_empty_set_is_refused_whoever_wrote_the_data(train: int, valid: int, named: str) -> None:
     with pytest.raises(UserError, match=f"^data: the {named} set is empty"):
         prepare(Vectors(train, valid), World(), seed=0)
+
+
+class Knowing(Vectors):
+    """Has something for checkpoints."""
+
+    def __init__(self, known: Any) -> None:
+        super().__init__(20, 10)
+        self.known = known
+
+    def metadata(self) -> Any:
+        return self.known
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        (
+            {"names": ["a", "b"], "size": (2, 3), "deep": {"er": [{"est": None}]}, "half": 0.5, "is": True},
+            None,
+        ),
+        ({}, None),
+        ({0: "cat"}, "Knowing.metadata() has the key 0 (int)"),
+        ({"names": {0: "cat", 1: "dog"}}, "Knowing.metadata()['names'] has the key 0 (int)"),
+        ({"a": [{"b": {True: 1}}]}, "Knowing.metadata()['a'][0]['b'] has the key True (bool)"),
+        ({"a": {None: 1}}, "Knowing.metadata()['a'] has the key None (NoneType)"),
+        ({"a": {("x", "y"): 1}}, "Knowing.metadata()['a'] has the key ('x', 'y') (tuple)"),
+        ({"mean": torch.zeros(3)}, "Knowing.metadata()['mean'] is of the kind Tensor"),
+        ({"names": {"a", "b"}}, "Knowing.metadata()['names'] is of the kind set"),
+    ],
+)
+def test_what_a_checkpoint_would_give_back_otherwise_is_refused(known: Any, said: str | None) -> None:
+    """Else the run would be other data than itself."""
+    if said is None:
+        prepare(Knowing(known), World(), seed=0)
+        return
+    with pytest.raises(UserError, match=re.escape(f"data: {said}")):
+        prepare(Knowing(known), World(), seed=0)

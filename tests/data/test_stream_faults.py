@@ -206,14 +206,16 @@ def test_a_set_of_another_program_that_changes_is_refused(blocks: Path, tmp_path
     folder = tmp_path / "set"
     shutil.copytree(blocks / "train", folder)
     more = {"valid_url": str(blocks / "valid"), "classes": 3}
-    streamed(folder, tmp_path / "cache", **more)
+    running = streamed(folder, tmp_path / "cache", **more)
     shutil.rmtree(tmp_path / "cache" / "blocks")
     first = folder / "chunk-0-0.bin"
     content = bytearray(first.read_bytes())
-    content[-1] ^= 1
+    content[100] ^= 1  # in a picture
     first.write_bytes(content)
     with pytest.raises(UserError, match=r"chunk-0-0\.bin: its SHA-256 is another one"):
-        trained(streamed(folder, tmp_path / "cache", **more), STEPS)
+        trained(running, STEPS)
+    # what begins now reads the set as it is, and is no resume of that
+    assert streamed(folder, tmp_path / "cache", **more).identity != running.identity
 
 
 def test_a_refused_manifest_hides_no_other_index(blocks: Path, tmp_path: Path, door: Door) -> None:

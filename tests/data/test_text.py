@@ -90,6 +90,29 @@ def test_what_ddptrain_wrote_itself_is_no_text(tmp_path: Path, monkeypatch: pyte
     assert opened(Path(), Path("data"), window=4).identity != before
 
 
+@pytest.mark.parametrize("way", ["a link", "from elsewhere", "replaced"])
+def test_another_text_of_equal_name_size_and_time_is_read_anew(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i, name in enumerate(("one", "two")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text").write_text(f"text {i}\n" * 100)
+        os.utime(tmp_path / name / "text", (1, 1))
+    monkeypatch.chdir(tmp_path / "one")
+    if way == "a link":
+        Path("linked").symlink_to("text")
+    path = Path("linked" if way == "a link" else "text")
+    before = opened(path, tmp_path / "data", window=4).identity
+    if way == "a link":
+        path.unlink()
+        path.symlink_to("../two/text")
+    elif way == "from elsewhere":
+        monkeypatch.chdir(tmp_path / "two")
+    else:
+        path.write_text("text 1\n" * 100)  # as long
+    assert opened(path, tmp_path / "data", window=4).identity != before
+
+
 def test_a_folder_that_can_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "locked").mkdir()
     scandir = os.scandir

@@ -67,7 +67,7 @@ def test_settings_that_need_more_state_are_refused(
 
 @pytest.mark.parametrize(
     ("change", "key"),
-    [("seed", "seed"), ("batch_size", r"train\.batch_size"), ("train_size", "data")],
+    [("seed", "seed"), ("batch_size", r"train\.batch_size"), ("train_size", "data"), ("valid_size", "data")],
 )
 def test_another_place_in_the_data_is_refused(change: str, key: str) -> None:
     before = plan(3)
@@ -96,6 +96,18 @@ def test_other_data_of_the_same_size_is_refused() -> None:
     before, after = plan(3, data="a hash"), plan(3, data="another")
     with pytest.raises(UserError, match=r"^data: there was saved while training on other files"):
         after.check_continues(before.position_facts, "there")
+
+
+def test_a_checkpoint_that_notes_no_validation_part_is_compared_by_its_size(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An earlier version's, whose hash was of less."""
+    saved = {**plan(3, data="of less").position_facts}
+    del saved["valid_size"]
+    plan(3, data="of both parts").check_continues(saved, "there")
+    assert "there is of an earlier version, and does not say which validation files" in caplog.text
+    with pytest.raises(UserError, match=r"^data \(training samples\)=33: there was saved with"):
+        plan(3, data="of both parts", train_size=33).check_continues(saved, "there")
 
 
 def test_weight_decay_on_other_parameters_is_refused(tmp_path: Path) -> None:

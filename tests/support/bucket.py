@@ -85,6 +85,16 @@ def bucket() -> Iterator[Door]:
                 content, self.close_connection = content[: answer.cut], True
             self.wfile.write(content)
 
+        def do_HEAD(self) -> None:
+            connection = http.client.HTTPConnection("127.0.0.1", inner)
+            connection.request("HEAD", self.path, headers=dict(self.headers))
+            reply = connection.getresponse()
+            self.send_response(reply.status)
+            for name in ("Content-Length", "ETag", "Last-Modified"):
+                if name in reply.headers:
+                    self.send_header(name, reply.headers[name])
+            self.end_headers()
+
         def log_message(self, *_: Any) -> None:
             pass
 

@@ -154,7 +154,7 @@ def in_csv(root: Path, rows: Sequence[tuple[tuple[str, ...], str]], column: str 
 
 
 def stream_of(out: Path, names: Names, several: bool = False, **more: Any) -> Path:
-    """Both parts have these classes; `valid_url` takes the first."""
+    """Both parts have these classes; `valid_url` takes the second."""
     list(image_data(Drawn(names, names, several, **more)).write(out))
     return out
 

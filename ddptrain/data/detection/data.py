@@ -186,9 +186,8 @@ class DetectionData(Data):
             seen.update(self._set.identity.encode())
             return seen.hexdigest()
         for part in (self._set.train, self._set.valid):
-            for i, name in enumerate(part.names):
-                on_it = part.objects[i]
-                seen.update(name.encode(errors="surrogateescape"))
+            for i, on_it in enumerate(part.objects):
+                seen.update(part.told(i))
                 for tensor in (part.sizes[i], on_it.boxes, on_it.labels, on_it.crowd):
                     seen.update(tensor.numpy().tobytes())
         return seen.hexdigest()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ddptrain.data.agreement import check_distinct
 from ddptrain.data.detection.source import DetectionSet, Objects, PackedObjects, Scenes
+from ddptrain.data.identity import of_file
 from ddptrain.data.left_out import OnError
 from ddptrain.data.pictures import content_of, decoded, opened
 from ddptrain.errors import UserError
@@ -88,6 +89,9 @@ class FileScenes(Scenes):
 
     def encoded(self, i: int) -> bytes:
         return content_of(self.files[i])
+
+    def told(self, i: int) -> bytes:
+        return of_file(self.files[i], self.names[i], len(self))
 
 
 @final

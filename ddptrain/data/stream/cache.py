@@ -115,6 +115,8 @@ class BlockCache:
         """Fetch a block of which only the key is known. Returns what is now known of it, and what ``look``
         finds in its file."""
         block = self.blocks[i]
+        if self.in_place:
+            return self._learn_in_place(block, look)
         while True:
             try:
                 with self._part_of(self.path(i)) as part:
@@ -126,6 +128,17 @@ class BlockCache:
             except OSError as error:
                 raise self._refused(error) from error
             time.sleep(0.05)
+
+    def _learn_in_place(self, block: Block, look: Callable[[IO[bytes]], Result]) -> tuple[Block, Result]:
+        path = self._path_of(block)
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                return block._replace(size=size, sha256=_digest(file, size).hex()), look(file)
+        except OSError as error:
+            raise UserError(
+                f"{path}: can't be read ({error.strerror}), and belongs to the set.", everywhere=False
+            ) from error
 
     def drop_if_damaged(self, i: int) -> bool:
         """Look at a block's every byte; a damaged one is removed, counted, and said."""

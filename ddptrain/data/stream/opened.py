@@ -34,6 +34,8 @@ log = logging.getLogger("ddptrain")
 
 _SAY_EVERY_S = 10.0
 _THREADS = 4
+_ASKED_AT_ONCE = 32
+"""Objects of which a store is asked for size and time."""
 
 
 class Column(NamedTuple):
@@ -76,7 +78,8 @@ class Streamed:
 
     url: s3://, gs://, az://, https://, or a folder, that holds ddptrain.json (of ``layout=stream``) or
     litdata's index.json; or WebDataset's tars, like ``s3://bucket/train-{000..099}.tar``. valid_url:
-    likewise, for a set of another program's, whose index knows one part only. cache: folder on the node's own
+    likewise, for validation: the part that the set there has for it, or all of a set of another program's,
+    whose index knows one part only. cache: folder on the node's own
     disk; None reads a set that lies in a folder where it is. cache_gb: most that it may hold, in 10^9 bytes,
     for all who use it.
     shuffle_blocks: blocks whose samples are shuffled together. retry_s: how long a store that fails is asked
@@ -110,8 +113,7 @@ class Streamed:
 
     def fetch(self) -> None:
         """Bring the index and the columns to this node. Runs in one process a node."""
-        for url, manifest, part in self._parts:
-            folder = self._index_folder(url, manifest)
+        for (url, _, part), folder in zip(self._parts, self._index_folders, strict=True):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 with exclusive_lock(folder / ".lock"):
@@ -128,8 +130,11 @@ class Streamed:
 
     def open(self) -> OpenedSet:
         """The set, once `fetch` has run on this node."""
-        (url, manifest, train), (valid_url, valid_manifest, valid) = self._parts
-        first, second = self._opened(url, manifest, train), self._opened(valid_url, valid_manifest, valid)
+        (_, manifest, _), (valid_url, valid_manifest, _) = self._parts
+        first, second = (
+            self._opened(url, part, folder)
+            for (url, _, part), folder in zip(self._parts, self._index_folders, strict=True)
+        )
         blocks = [list(part.samples.cache.blocks) for part in (first, second)]
         self._check_room(blocks[0])
         facts = [manifest.digest, valid_manifest.digest, self._window, blocks]
@@ -137,7 +142,7 @@ class Streamed:
         if manifest.kind and valid_manifest.kind and manifest.kind != valid_manifest.kind:
             raise UserError(
                 f"data.source.valid_url={shown(valid_url)}: holds a set of {valid_manifest.kind}, and"
-                f" data.source.url={shown(url)} one of {manifest.kind}."
+                f" data.source.url={shown(self._url)} one of {manifest.kind}."
             )
         return OpenedSet(first, second, manifest.kind, manifest.about, valid_manifest.about, identity)
 
@@ -169,7 +174,8 @@ class Streamed:
         url, manifest = self._manifest(self._url)
         if self._valid_url is not None:
             valid_url, valid = self._manifest(self._valid_url)
-            return [(url, manifest, manifest.train), (valid_url, valid, valid.train)]
+            held = valid.train if valid.valid is None else valid.valid
+            return [(url, manifest, manifest.train), (valid_url, valid, held)]
         if manifest.valid is None:
             raise UserError(
                 f"data.source.url={shown(self._url)}: its index knows one part only. Name the one for"
@@ -189,8 +195,7 @@ class Streamed:
         folder = None if self._cache is None else self._cache / "blocks"
         return BlockCache(store, BlockTable(part.blocks), folder, self._limit, part.convert)
 
-    def _opened(self, url: str, manifest: Manifest, part: Part) -> OpenedPart:
-        folder = self._index_folder(url, manifest)
+    def _opened(self, url: str, part: Part, folder: Path) -> OpenedPart:
         if part.columns is None:
             part = _indexed(part, folder)
         cache = self._blocks(url, part)
@@ -212,8 +217,20 @@ class Streamed:
                 " cache larger, or shuffle fewer blocks."
             )
 
-    def _index_folder(self, url: str, manifest: Manifest) -> Path:
-        name = hashlib.sha256(f"{url} {manifest.digest}".encode()).hexdigest()[:16]
+    @cached_property
+    def _index_folders(self) -> list[Path]:
+        """Of both parts: another folder for each place, and for each state of what is indexed there."""
+        return [self._index_folder(url, manifest, part) for url, manifest, part in self._parts]
+
+    def _index_folder(self, url: str, manifest: Manifest, part: Part) -> Path:
+        store = self._store(url)
+        place = store.url if store.folder is None else str(store.folder.resolve())
+        versions: list[str] = []
+        if part.columns is None:  # ddptrain's own manifest has the SHA-256 of all that belongs to the set
+            with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+                versions = list(pool.map(store.version, [block.key for block in part.blocks]))
+        made_of = json.dumps([place, manifest.digest, versions])
+        name = hashlib.sha256(made_of.encode()).hexdigest()[:16]
         return (self._cache or Path("data/stream")) / "index" / name
 
     def _index(self, url: str, part: Part, folder: Path) -> None:
@@ -252,7 +269,14 @@ _INDEX = "index.json"
 
 
 def _indexed(part: Part, folder: Path) -> Part:
-    found = json.loads((folder / _INDEX).read_text())
+    try:
+        found = json.loads((folder / _INDEX).read_text())
+    except OSError as error:
+        raise UserError(
+            f"{folder / _INDEX}: can't be read ({error.strerror}). The set that it is an index of has changed"
+            " since the run began. Start again.",
+            everywhere=False,
+        ) from error
     return replace(part, blocks=[Block(*block) for block in found["blocks"]], columns=found["columns"])
 
 

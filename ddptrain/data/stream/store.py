@@ -103,6 +103,24 @@ class Store:
         except FileNotFoundError:
             raise self._missing(key) from None
 
+    def version(self, key: str) -> str:
+        """What becomes another one where an object is replaced: its size, with its time of change or its
+        entity tag. Raises as `download` does."""
+
+        def once() -> str:
+            if self.folder is not None:
+                status = (self.folder / key).stat()
+                return f"{status.st_size} {status.st_mtime_ns}"
+            import obstore
+
+            about = obstore.head(self._store(), key)
+            return f"{about['size']} {about['e_tag']} {about['last_modified']}"
+
+        try:
+            return self._patiently(key, once)
+        except FileNotFoundError:
+            raise self._missing(key) from None
+
     def download(self, key: str, to: IO[bytes], check: Callable[[], None]) -> None:
         """An object into a file, from its beginning. check: looks at the file, and raises Damaged.
 

@@ -66,7 +66,7 @@ class StreamText:
             for part in (opened.train, opened.valid)
         )
         vocabulary = Tokenizer(saved, "data.source.url: its tokenizer")
-        first, second = opened.about["documents"]
+        first, second = opened.about["documents"][0], opened.valid_about["documents"][1]
         return OpenedText(train, valid, vocabulary, (first, second), opened.identity)
 
 

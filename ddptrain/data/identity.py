@@ -1,0 +1,95 @@
+"""What tells samples from others without decoding them, for `Data.identity`."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+
+def digest(facts: Iterable[bytes]) -> str:
+    """A hash of these, in order."""
+    seen = hashlib.sha256()
+    for fact in facts:
+        seen.update(len(fact).to_bytes(8, "little"))
+        seen.update(fact)
+    return seen.hexdigest()
+
+
+_LOOKED_INTO = 10_000
+"""Files of a part up to which each is opened; of a million, it would take a share of them minutes."""
+_TAIL = 64
+
+
+def of_file(file: str, name: str, among: int) -> bytes:
+    """Its name and size, and of a small part, of so many files, its last bytes: a PNG has its checksum there,
+    a JPEG pixels. Not its time: a copy on another node has another one. Not all that it holds: reading a set
+    would take as long as an epoch."""
+    try:
+        size = os.stat(file).st_size
+        tail = b""
+        if among <= _LOOKED_INTO:
+            with open(file, "rb") as opened:
+                opened.seek(max(0, size - _TAIL))
+                tail = opened.read(_TAIL)
+    except OSError:
+        size, tail = -1, b""  # said by who reads it, or it is left out
+    return os.fsencode(name) + b" %d " % size + tail
+
+
+def of_tensor(values: Tensor) -> bytes:
+    return values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def of_samples(dataset: Any, ids: Sequence[int]) -> Iterator[bytes]:
+    """Of these samples of a map-style dataset, what it knows of each: all its attributes that have an entry
+    for each sample (labels, names of files, pixels). A sample itself is not read."""
+    if isinstance(dataset, Subset):
+        yield from of_samples(dataset.dataset, [int(dataset.indices[i]) for i in ids])
+        return
+    if isinstance(dataset, ConcatDataset):
+        each = [fact for inner in dataset.datasets for fact in of_samples(inner, range(len(inner)))]  # type: ignore[arg-type]
+        yield from (each[i] for i in ids)
+        return
+    known = (
+        dataset.tensors if isinstance(dataset, TensorDataset) else getattr(dataset, "__dict__", {}).values()
+    )
+    lists = [
+        value for value in map(_listed, {id(value): value for value in known}.values()) if value is not None
+    ]
+    lists = [value for value in lists if len(value) == len(dataset)]
+    for i in ids:
+        yield b" ".join(_plain(value[i], len(ids)) for value in lists)
+
+
+def _listed(value: Any) -> Sequence[Any] | None:
+    """What may have an entry for each sample; None of all else."""
+    if hasattr(value, "itertuples"):  # pandas
+        return list(value.itertuples(index=False, name=None))
+    if isinstance(value, Tensor | np.ndarray):
+        return value if value.ndim else None  # type: ignore[return-value]
+    return value if isinstance(value, list | tuple) else None
+
+
+def _plain(value: Any, among: int) -> bytes:
+    """The same bytes in every process; none of an object of which that can't be known. among: samples."""
+    if isinstance(value, Tensor):
+        return of_tensor(value) if value.layout == torch.strided else b""
+    if isinstance(value, np.ndarray | np.generic):
+        return b"" if value.dtype.hasobject else value.tobytes()
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str):
+        # a copy of the set lies in another folder
+        return (
+            of_file(value, os.path.basename(value), among) if os.path.isfile(value) else repr(value).encode()
+        )
+    if isinstance(value, list | tuple):
+        return b"(%b)" % b",".join(_plain(item, among) for item in value)
+    if isinstance(value, dict):
+        return _plain(list(value.items()), among)
+    return repr(value).encode() if isinstance(value, int | float | bytes) else b""
