@@ -26,7 +26,6 @@ _ENDLESS = 1_000_000
 _OWN = (
     *(f"train.steps={_ENDLESS}", f"train.eval_every={_ENDLESS}", f"checkpoint.every={_ENDLESS}"),
     *("observers=[]", "hang_timeout=null", "train.verify_every=null", "train.time_limit=null"),
-    "train.step_limit=null",
 )
 """Overrides of every training here: nothing but steps, without end."""
 _NAMED_HERE = (

@@ -109,10 +109,6 @@ class DatePairs(Data):
     def valid_size(self) -> int:
         return self._sizes[1]
 
-    @property
-    def reads_progress(self) -> bool:
-        return False
-
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Pairs]:
         for ids, _ in sampler.samples(steps, self._device):
             yield Pairs(self._train.source[ids], self._train.target[ids])
