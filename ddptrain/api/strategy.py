@@ -169,12 +169,6 @@ class Strategy(ABC):
         """What this rank keeps of a complete tensor, in the form of ``like``, of the same shape."""
         return whole
 
-    def memory(self, model: nn.Module, alone: Mapping[str, int], passes: int) -> dict[str, int]:
-        """Bytes by part of this rank's step of so many passes, for ``bench memory=true``; other ranks are not
-        there. alone: those of one that holds all weights (and buffers), gradients, optimizer, average.
-        A strategy divides what it shards, and adds communication: buckets, gathered blocks in flight."""
-        return dict(alone)
-
     def rank_state(self) -> Mapping[str, Tensor]:
         """State that this rank keeps from step to step: gradients that it has not sent yet. Never changed in
         place."""

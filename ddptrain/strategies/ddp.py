@@ -127,15 +127,6 @@ class Ddp(Strategy):
             wrapped.register_forward_pre_hook(lambda *_: mark("forward"))
             _bucket(wrapped).register_forward_pre_hook(lambda *_: mark("all_reduce"))
 
-    def memory(self, model: nn.Module, alone: Mapping[str, int], passes: int) -> dict[str, int]:
-        """Gradients are views of the buckets, and each is made beside them before it is copied there; or
-        buckets are a copy of all. Compression: half as much again, of this step and the one before; for
-        PowerSGD its errors and what it works on are one more copy each."""
-        trained = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
-        buckets = max(trained, default=0) if self._as_view else alone["gradients"]
-        copies = {"none": 0, "powersgd": 2}.get(self._compression, 1)
-        return {**alone, "communication": buckets + copies * alone["gradients"]}
-
     def rank_state(self) -> Mapping[str, Tensor]:
         return {} if self._powersgd is None else self._powersgd.rank_state()
 
