@@ -161,7 +161,7 @@ def check(folder: Path, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
             patch.setattr(meter, "_HostSums", lambda shards: sums(shards, torch.device("cpu")))
         if case["killed"] is not None:
             stop_at, fewer = case["killed"]
-            # the end of the killed rank, or that of the one that talked to it: the system decides which comes first
+            # the killed rank, or the one that talked to it: either may be heard first
             with pytest.raises(RankFailed, match=r"died without a message|Connection closed by peer"):
                 run_ranks(lambda world: rank(world, stop_at), ranks)
             ranks = max(1, ranks - fewer)
