@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _BUCKETS_MB = (1, 5, 25, 100)
-_COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
+_COMPRESSIONS = ("none", "bf16", "fp16")
 
 
 def ranks_for(config: Config, asked: int | None) -> int:

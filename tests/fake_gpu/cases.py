@@ -61,7 +61,6 @@ RANKS = {
     "static": ["strategy.static_graph=true"],
     "to bf16": ["strategy.compression=bf16"],
     "to fp16": ["strategy.compression=fp16"],
-    "powersgd": ["strategy.compression=powersgd"],
     "batchnorm": ["strategy.sync_batchnorm=true"],
     "verified": ["train.verify_every=2"],
 }
