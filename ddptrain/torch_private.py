@@ -8,7 +8,6 @@
 | `Variable._execution_engine.queue_callback` | 2.11 to 2.15 | called at once: `all_reduce` is timed wrongly |
 | `torch._amp_foreach_non_finite_check_and_unscale_` | 2.11 to 2.15 | a check of each gradient: launches |
 | `torch._C._autograd._profiler_enabled` | 2.11 to 2.15 | ranges for a profiler in each step |
-| `torch._subclasses.FakeTensorMode`, `torch.utils._python_dispatch` | 2.11 to 2.15 | no `bench memory=true` |
 | `torch._cudnn_rnn` | 2.11 to 2.15 | recurrent layers under bf16 compute in fp16 on GPUs |
 | `aten.mkldnn_rnn_layer`, `mkldnn._is_mkldnn_bf16_supported` | 2.11 to 2.15 | bf16 LSTMs end on older CPUs |
 | `torch._foreach_*` | 2.11 to 2.15 | a launch for each parameter |
@@ -42,8 +41,6 @@ _MARK = "__dynamo_disable"
 """Where torch/_compile.py stores the form of a function that is excluded from compilation."""
 _WRAPPER = "_use_grad"
 """The name of torch/optim/optimizer.py's wrapper of each optimizer's step."""
-_LSTM_BYTES = {torch.float32: 61, torch.bfloat16: 43}
-"""What oneDNN's LSTM keeps for its backward pass, for each number that it returns; measured."""
 _CUDNN_WITH_BF16_RNNS = 91300
 _METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
@@ -118,28 +115,6 @@ def _unbroken(step: Callable[..., Any]) -> Callable[..., Any]:
             return inner(optimizer, *arguments, **named)
 
     return called
-
-
-@contextmanager
-def without_numbers(told: Callable[[Tensor], object]) -> Iterator[None]:
-    """Inside, operators return tensors of the right kind that have no numbers, and take no memory. told: of
-    each of them. Raises ImportError if torch lacks the names for it."""
-    from torch._subclasses import FakeTensorMode  # imports much
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_map_only
-
-    class Telling(TorchDispatchMode):
-        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            results = operator(*args, **(kwargs or {}))
-            if operator is torch.ops.aten.mkldnn_rnn_layer.default:  # torch leaves out its last result
-                size = _LSTM_BYTES.get(results[0].dtype, 61) * results[0].numel()
-                results = (*results[:3], results[0].new_empty(size, dtype=torch.uint8))
-            tree_map_only(Tensor, told, results)
-            return results
-
-    telling: Any = Telling
-    with FakeTensorMode(allow_non_fake_inputs=True), telling():
-        yield
 
 
 def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -252,12 +252,6 @@ class Data(ABC):
         return None
 
     @property
-    def reads_progress(self) -> bool:
-        """Whether training samples may depend on ``steps.stop``, the length of the run. Of data that says
-        False, jobs of a sweep that differ in length share their beginning. Known before `prepare`."""
-        return True
-
-    @property
     def loading(self) -> Loading:
         """For the advice on where the time goes. Known after `prepare`."""
         return Loading()

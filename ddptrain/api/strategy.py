@@ -1,9 +1,8 @@
 """How one model is spread over devices. Subclass `Strategy` for another one."""
 
-import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddptrain.api.world import World
-
-log = logging.getLogger("ddptrain")
 
 
 class Flags:
@@ -168,23 +165,3 @@ class Strategy(ABC):
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         """What this rank keeps of a complete tensor, in the form of ``like``, of the same shape."""
         return whole
-
-    def memory(self, model: nn.Module, alone: Mapping[str, int], passes: int) -> dict[str, int]:
-        """Bytes by part of this rank's step of so many passes, for ``bench memory=true``; other ranks are not
-        there. alone: those of one that holds all weights (and buffers), gradients, optimizer, average.
-        A strategy divides what it shards, and adds communication: buckets, gathered blocks in flight."""
-        return dict(alone)
-
-    def rank_state(self) -> Mapping[str, Tensor]:
-        """State that this rank keeps from step to step: gradients that it has not sent yet. Never changed in
-        place."""
-        return {}
-
-    def load_rank_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `rank_state` has returned, in this process."""
-        assert not tensors, "a strategy with a rank_state has to implement load_rank_state"
-
-    def scatter(self, ranks: Mapping[str, Tensor]) -> None:
-        """Restore the `rank_state` of all ranks at a save: each tensor's values, stacked by rank."""
-        if ranks:
-            log.info("note       the errors that strategy.compression=powersgd has kept are dropped")

@@ -136,7 +136,9 @@ def _typical(laps: Sequence[LapTimes]) -> LapTimes:
     whole = steps * statistics.median(lap.ms_per_step for lap in laps) / 1e3
     phases = {name: statistics.median(lap.seconds[name] / lap.steps for lap in laps) for name in last.seconds}
     share = whole / max(sum(phases.values()), 1e-12)
-    return LapTimes(steps, {name: seconds * share for name, seconds in phases.items()}, last.setup)
+    return LapTimes(
+        steps, {name: seconds * share for name, seconds in phases.items()}, last.setup, last.peak_memory
+    )
 
 
 def _helps(result: OverrideResult, noise: float) -> bool:

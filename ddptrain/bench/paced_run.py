@@ -38,6 +38,8 @@ class LapTimes:
     seconds: Mapping[str, float]
     """By phase."""
     setup: Mapping[str, Any]
+    peak_memory: int
+    """Most bytes that a rank has had so far."""
 
     @property
     def ms_per_step(self) -> float:
@@ -114,7 +116,7 @@ class PacedRun:
         laps = [self._go_on() for _ in range(self._stale + times)][self._stale :]
         last = laps[-1]
         seconds = {phase: sum(lap.seconds[phase] for lap in laps) for phase in last.seconds}
-        return LapTimes(times * self._steps, seconds, last.setup)
+        return LapTimes(times * self._steps, seconds, last.setup, last.peak_memory)
 
     def _go_on(self) -> LapTimes:
         for line in self._lines:
@@ -131,7 +133,8 @@ class PacedRun:
     def _finished_lap(self) -> LapTimes:
         """The first rank's lap, once all have done it."""
         laps = {said["rank"]: said for said in map(self._read, self._lines)}
-        return LapTimes(self._steps, laps[0]["seconds"], laps[0]["setup"])
+        peak = max(lap["peak_memory"] for lap in laps.values())
+        return LapTimes(self._steps, laps[0]["seconds"], laps[0]["setup"], peak)
 
     def _read(self, line: socket.socket) -> Mapping[str, Any]:
         line.settimeout(_STARTS_WITHIN_S)

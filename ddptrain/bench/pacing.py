@@ -7,6 +7,7 @@ from typing import Any, final
 
 from ddptrain.api.controller import Controller
 from ddptrain.api.observer import Evaluated, Log, Run, Start
+from ddptrain.distributed.device import peak_memory
 
 _GONE = "the bench that started this training is gone"
 
@@ -37,7 +38,9 @@ class Pacing(Controller):
     def log(self, event: Log) -> None:
         # log lines here are waits for other trainings' turns
         seconds = {**event.timing.seconds, "logging": 0.0}
-        said = {"rank": self._run.world.rank, "seconds": seconds, "setup": _setup(self._run)}
+        world, setup = self._run.world, _setup(self._run)
+        memory = peak_memory(world.device)
+        said = {"rank": world.rank, "seconds": seconds, "setup": setup, "peak_memory": memory}
         try:
             self._bench.sendall(json.dumps(said).encode() + b"\n")
             goes_on = self._bench.recv(1)

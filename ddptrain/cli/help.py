@@ -133,7 +133,7 @@ Exit codes:
     2  the words are wrong""",
     "bench": """\
 python -m ddptrain bench recipe=<name> [overrides] [ranks=<n>] [steps=<n>] [rounds=<n>] [try='<a>;<b>']
-                         [ddp=true] [memory=true]
+                         [ddp=true]
 
 Where the time of a step goes on this machine, and which overrides make it shorter: each is a separate
 training, in turns with the training as it is, so that the ratios hold on a busy machine too.
@@ -145,14 +145,11 @@ training, in turns with the training as it is, so that the ratios hold on a busy
                channels_last, precision, compile, data.resident, data.workers, the fused optimizer and, with
                several ranks, DDP's buckets and compression, as far as the recipe has them. try= tries nothing
   ddp=true     several ranks (by default one for each GPU, else two), and what DDP offers: its buckets, static
-               graph, gradient views, compression; then how long all-reduces take between these ranks, and an
-               upper bound of what more nodes could do
-  memory=true  trains nothing: the memory of a step by part (weights, gradients, optimizer, average,
-               activations, communication) on one of ranks=<n> (by default one for each GPU, else 1)
+               graph, gradient views, compression
 
 The table shows each one's time a step, its ratio to the training as it is (median, least and most of the
-laps), and the split of its time; its first row is the training as it is against itself: what gains no more
-than that differs by is not called faster. Below it stands the fastest command, to copy.
+laps), its peak memory, and the split of its time; its first row is the training as it is against itself:
+what gains no more than that differs by is not called faster. Below it stands the fastest command, to copy.
 Nothing is saved or evaluated meanwhile, and what is trained is thrown away.
 
 With ddp=true the table has what of the all-reduce is exposed: not hidden behind the backward pass.""",

@@ -101,9 +101,6 @@ def _not_as_stored(value: Any, where: str) -> str:
 def note_other_samples(data: Data, saved: LoadedCheckpoint) -> None:
     """Log where a checkpoint was trained and evaluated with other samples than this data's."""
     there = saved.manifest
-    if "valid_size" not in there:
-        log.info("note       data: %s is of an earlier version, which notes no validation part", saved.path)
-        return
     here = {"data": data.identity, "train_size": data.train_size, "valid_size": data.valid_size}
     if any(there[name] != value for name, value in here.items()):
         sizes = [f"{of['train_size']:,} + {of['valid_size']:,}" for of in (there, here)]

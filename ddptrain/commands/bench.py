@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.api.timing import TRAINING
 from ddptrain.bench.ab_compare import Bench, Compared, OverrideResult, compare_candidates
-from ddptrain.bench.ddp import estimate, exposed_table, of_ddp, ranks_for
+from ddptrain.bench.ddp import exposed_table, of_ddp, ranks_for
 from ddptrain.bench.paced_run import LapTimes, Unfit
 from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
@@ -26,7 +26,6 @@ _ENDLESS = 1_000_000
 _OWN = (
     *(f"train.steps={_ENDLESS}", f"train.eval_every={_ENDLESS}", f"checkpoint.every={_ENDLESS}"),
     *("observers=[]", "hang_timeout=null", "train.verify_every=null", "train.time_limit=null"),
-    "train.step_limit=null",
 )
 """Overrides of every training here: nothing but steps, without end."""
 _NAMED_HERE = (
@@ -48,7 +47,6 @@ class _Options:
     ranks: int = 1
     tries: str = ""
     ddp: bool = False
-    memory: bool = False
 
 
 def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
@@ -66,12 +64,6 @@ def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
     for name, value, least in (("steps", own.steps, 1), ("rounds", own.rounds, 3), ("ranks", own.ranks, 1)):
         if value < least:
             raise UserError(f"{name}={value}: must be {least} or more.")
-    if own.memory:
-        if others := typed.keys() - {"memory", "ranks"}:
-            raise UserError(f"{min(others)}: memory=true trains nothing; it takes ranks= alone.")
-        from ddptrain.commands import memory  # imports torch
-
-        return memory.run(config, typed.get("ranks"))
     ranks = ranks_for(config, typed.get("ranks")) if own.ddp else own.ranks
     open_log(None, first=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: its trainings end with it
@@ -88,8 +80,6 @@ def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
         found = compare_candidates(bench, candidates)
         print_tables(exposed_table(found) if own.ddp else _table(found))
         _recommend(bench, found, words)
-        if own.ddp:
-            estimate(bench, config, found.itself)
         return ExitCode.CRASH if tries and not found.results else ExitCode.DONE
     except Unfit as error:
         print(f"bench: FAILED: {error}", flush=True)
@@ -155,7 +145,8 @@ def _table(found: Compared) -> "Table":
     phases = [phase for phase in TRAINING if any(_share(lap, phase) >= 0.005 for lap in laps)]
     table = Table(box=box.SIMPLE)
     table.add_column("override", overflow="fold")
-    for name in ("ratio", "least", "most", "ms/step", *(phase.replace("_", "-") for phase in phases)):
+    shares = [phase.replace("_", "-") for phase in phases]
+    for name in ("ratio", "least", "most", "ms/step", "peak MiB", *shares):
         table.add_column(name, justify="right")
     table.add_row("as it is", *_cells(found.itself, phases))
     for result in sorted(found.results, key=lambda result: result.ratio):
@@ -168,7 +159,8 @@ def _table(found: Compared) -> "Table":
 def _cells(result: OverrideResult, phases: Sequence[str]) -> list[str]:
     compared = [result.ratio, min(result.ratios), max(result.ratios)]
     shares = [f"{_share(result.lap, phase):.0%}" for phase in phases]
-    return [*(f"{ratio:.3f}" for ratio in compared), f"{result.lap.ms_per_step:.2f}", *shares]
+    own = [f"{result.lap.ms_per_step:.2f}", f"{result.lap.peak_memory / 2**20:,.0f}"]
+    return [*(f"{ratio:.3f}" for ratio in compared), *own, *shares]
 
 
 def _share(lap: LapTimes, phase: str) -> float:

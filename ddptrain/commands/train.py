@@ -99,8 +99,6 @@ def run(config: Config, arguments: Sequence[str]) -> None:
         engine = Engine(data, step, checkpointer, Observers(observers if world.is_first else []))
         profiling = partial(profiled, debug=config.debug, world=world, folder=folder / "profile")
         try:
-            if step.plan.stops(done):  # it was there before
-                raise Stopped(f"stopped at step {done}")
             with monitor.running():
                 engine.fit(_run(config, folder, data, step, monitor), profiling)
         except Stopped as stopped:
@@ -263,7 +261,6 @@ def _resume(saved: LoadedCheckpoint, step: TrainStep, data: Data, checkpointer: 
     if not on_first_rank(world, lambda: checkpointer.restore_best(best)):
         step.state.best = None  # of another run or metric
     step.state.metrics, step.state.metrics_step = saved.manifest["metrics"], saved.manifest["metrics_step"]
-    step.plan.reads.seen |= saved.manifest.get("reads_progress", True)  # absent from earlier checkpoints
     if world.is_first:
         checkpointer.set_aside_after(step.state.step)
     log.info("resumed    %s", where)

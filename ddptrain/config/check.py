@@ -156,11 +156,6 @@ def _cross_checks(config: Config) -> list[str]:
     if per_job != "all" and not (type(per_job) is int and per_job >= 1):
         problems.append(f"sweep.gpus_per_job={per_job}: must be a number of at least 1, or all.")
     problems += _search_checks(config.sweep)
-    if config.strategy.get("compression") == "powersgd" and config.precision == "fp16":
-        problems.append(
-            "strategy.compression=powersgd: keeps what it has left out of a gradient for the next step, and"
-            " precision=fp16 changes the gradients' scale in between. Use precision=bf16, or fp32."
-        )
     if config.compile == "False":
         problems.append("compile=False: write compile=off (quoted in YAML, where off means false).")
     return problems

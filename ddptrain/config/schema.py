@@ -70,9 +70,6 @@ class Train:
     """Optimizer steps between comparisons of all ranks' weights (one checksum a parameter); null: never."""
     time_limit: float | None = rule(None, above=0)
     """Seconds after which this process saves and stops with exit code 75, as after SIGTERM."""
-    step_limit: int | None = rule(None, at_least=1)
-    """Optimizer steps after which the run saves and stops with exit code 75, as after SIGTERM. Resumed with
-    a higher limit or none, it goes on."""
 
 
 @dataclass
@@ -194,8 +191,6 @@ class Sweep:
     """ray: the cluster's; null: the one of this machine, or RAY_ADDRESS."""
     dry_run: bool = False
     """Print the plan and start nothing."""
-    share: bool = True
-    """Train the steps once that jobs have in common from the start, and let the others go on from there."""
     prune: str = rule("none", choices=("none", "asha", "median"))
     """End jobs early that do worse than others."""
     eta: int = rule(3, at_least=2)

@@ -125,10 +125,6 @@ class DatasetData(Data):
     def loading(self) -> Loading:
         return Loading(self._loaders, resident=False, left_out=len(self._skipped))
 
-    @property
-    def reads_progress(self) -> bool:
-        return False
-
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
         return read_by_workers(self._train, TrainingKeys(sampler, steps), self._loaders, self._world.device)
 

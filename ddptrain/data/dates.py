@@ -114,10 +114,6 @@ class DatePairs(Data):
     def identity(self) -> str:
         return digest([repr(("dates", self._sizes, self._seed)).encode()])
 
-    @property
-    def reads_progress(self) -> bool:
-        return False
-
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Pairs]:
         for ids, _ in sampler.samples(steps, self._device):
             yield Pairs(self._train.source[ids], self._train.target[ids])

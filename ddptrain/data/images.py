@@ -239,10 +239,6 @@ class ImageData(Data):
     def train_size(self) -> int:
         return len(self._set.train)
 
-    @property
-    def reads_progress(self) -> bool:
-        return False
-
     def write(
         self, folder: Path, layout: Literal["stream"] = "stream", block_mb: float = 32.0
     ) -> Iterator[str]:

@@ -271,10 +271,6 @@ class MaskData(Data):
     def valid_size(self) -> int:
         return len(self._valid)
 
-    @property
-    def reads_progress(self) -> bool:
-        return False
-
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Masked]:
         return self._loaded(self._train, training_keys(self._streamed[0], sampler, steps))
 

@@ -144,10 +144,6 @@ class TextData(Data):
             -(len(self._tokens.valid) - 1) // self.valid_piece
         )  # the first token has nothing to follow from
 
-    @property
-    def reads_progress(self) -> bool:
-        return False
-
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Windows]:
         size = len(self._tokens.train)
         if self.in_streams and size < sampler.batch_size * self.window:

@@ -149,16 +149,6 @@ def from_all_ranks(world: World, value: Result) -> list[Result]:
     return values
 
 
-def to_first_rank(world: World, tensor: Tensor) -> list[Tensor]:
-    """Every rank's tensor (all of one shape), by rank and on the CPU, on rank 0; elsewhere nothing."""
-    if world.size == 1:
-        return [tensor.cpu()]
-    sent = (tensor if backend_for(world) == "nccl" else tensor.cpu()).contiguous()
-    received = [torch.empty_like(sent) for _ in range(world.size)] if world.is_first else None
-    dist.gather(sent, received)
-    return [value.cpu() for value in received or ()]
-
-
 def on_first_rank(world: World, work: Callable[[], Result]) -> Result:
     """Do something on rank 0 only; every rank gets its result, or its UserError."""
     outcome = from_first_rank(world, _attempt(work) if world.is_first else None)

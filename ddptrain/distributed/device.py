@@ -1,6 +1,7 @@
 """Which device this rank trains on, and why. A GPU that was asked for is never replaced by a CPU."""
 
 import os
+import resource
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -89,3 +90,10 @@ def compared(world: World, gpus: Sequence[str]) -> World:
 def summing_dtype(device: torch.device) -> torch.dtype:
     """float64 for sums that must not lose what they add up, float32 where the device has no more."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes that this process has had: on a GPU by torch's allocator, else of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

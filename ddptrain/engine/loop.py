@@ -88,10 +88,9 @@ class Engine:
                     check_replicas(self._world, state.model, done)
                 if plan.logs(done):
                     self._log()
-                stops = self._step.stop_asked or plan.stops(done)
-                if plan.saves(done) or stops:
+                if plan.saves(done) or self._step.stop_asked:
                     self._save()
-                if stops:
+                if self._step.stop_asked:
                     raise Stopped(f"stopped at step {done}")
                 if plan.evaluates(done) and not self._evaluate():
                     break
@@ -276,7 +275,6 @@ class Engine:
     def _write(self, why: str, write: Callable[..., Path]) -> Path | None:
         """Write the whole state, on rank 0. Collectives."""
         whole = self._state.gathered(self._task, self._world)
-        self._plan.reads.agree(self._world)
         self._watchdog.mark(why, self._state.step, LONG_S)
         rest, shards = self._checkpointer.write_shards(whole, self._world)
         path = None
@@ -326,6 +324,5 @@ class Engine:
             "recall": dict(self._data.metadata()),
             "metrics": dict(self._state.metrics),
             "metrics_step": self._state.metrics_step,
-            "reads_progress": self._data.reads_progress or self._plan.reads.seen,
             "best": self._state.best_as(self._task.best_metric),
         }

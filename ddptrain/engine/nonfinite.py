@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ddptrain.api.recipe import At, Batch, Task
 from ddptrain.api.sampler import Sampler
-from ddptrain.api.strategy import Strategy
 from ddptrain.data.prefetch import tensors_of
 from ddptrain.distributed.snapshot import Snapshot
 from ddptrain.engine.compiled import eagerly
@@ -26,21 +25,17 @@ _INPUT = "the input"
 
 class Undo:
     """Restores, after a skipped step, what its passes have changed: the model's buffers (BatchNorm's
-    statistics) and extra state, and the rank state of task and strategy. The decision is made on the
-    device."""
+    statistics) and extra state, and the task's rank state. The decision is made on the device."""
 
-    def __init__(self, task: Task, strategy: Strategy, model: nn.Module) -> None:
+    def __init__(self, task: Task, model: nn.Module) -> None:
         self._task = task
-        self._strategy = strategy
         self._layers = list(model.modules())
         self._before = Snapshot(())
         self._of_task: dict[str, Tensor] = {}
-        self._of_strategy: dict[str, Tensor] = {}
 
     def remember(self) -> None:
         self._before = Snapshot(self._layers)
         self._of_task = copied_rank_state(self._task)
-        self._of_strategy = dict(self._strategy.rank_state())
 
     def put_back(self, nonfinite: Tensor) -> None:
         """Where ``nonfinite`` (0-d) is not 0."""
@@ -53,13 +48,6 @@ class Undo:
         elif after:
             self._task.load_rank_state(
                 {name: torch.where(bad, self._of_task[name], rows) for name, rows in after.items()}
-            )
-        unsent = self._strategy.rank_state()
-        nothing = {name: torch.zeros_like(rows) for name, rows in unsent.items()}
-        before = {**nothing, **self._of_strategy}
-        if unsent:
-            self._strategy.load_rank_state(
-                {name: torch.where(bad, before[name], rows) for name, rows in unsent.items()}
             )
 
 

@@ -64,6 +64,6 @@ def _remedy(error: BaseException, config: Config, world: World, place: str) -> s
     elif within("data/loaders"):
         return "Leave the data in files, and have them read by workers: data.resident=false."
     return (
-        "No batch size makes the model smaller: take a smaller one, or a device with more memory."
-        " python -m ddptrain bench memory=true recipe=<name> shows what takes how much."
+        "No batch size makes the model smaller: take a smaller one, a device with more memory, or several:"
+        " strategy=fsdp."
     )

@@ -14,7 +14,6 @@ from ddptrain.api.recipe import At
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, LogSection, Train
-from ddptrain.engine.progress_reads import ProgressReads
 from ddptrain.errors import UserError
 
 log = logging.getLogger("ddptrain")
@@ -51,13 +50,10 @@ class Plan:
     """Most steps skipped in a row."""
     verify_every: int | None = None
     """Steps between comparisons of the ranks' weights."""
-    step_limit: int | None = None
-    """The step at which this process stops, if the run does not end before."""
     sample_weights: Tensor | None = field(default=None, compare=False)
     """`Data.sample_weights`."""
     blocks: Blocks | None = field(default=None, compare=False)
     """`Data.blocks`, of which `data` tells."""
-    reads: ProgressReads = field(default_factory=ProgressReads, compare=False)
 
     def sampler(self, world: World) -> Sampler:
         """Which samples this rank takes in each step."""
@@ -104,12 +100,6 @@ class Plan:
         """Raise UserError if a checkpoint's step number stands for other samples than this plan's, or its
         best was found by others."""
         facts = self.position_facts
-        if "valid_size" not in saved:  # of an earlier version, whose hash is of fewer kinds and facts
-            log.warning(
-                "note       data: %s is of an earlier version, and does not say which validation files it was"
-                " trained with: only sizes are compared. If files have changed, start a new run", where
-            )  # fmt: skip
-            saved = {**saved, "data": self.data, "valid_size": self.valid_size}
         if saved.get("data") != self.data:
             raise UserError(
                 f"data: {where} was saved while training on other files (have they changed?), or on the same"
@@ -138,10 +128,7 @@ class Plan:
 
     def at(self, step: int) -> At:
         """The position of the training after ``step`` steps."""
-        return self.reads.at(step, step * self.batch_size // self.train_size, step / self.steps)
-
-    def stops(self, done: int) -> bool:
-        return self.step_limit is not None and self.step_limit <= done < self.steps
+        return At(step, step * self.batch_size // self.train_size, step / self.steps)
 
     def verifies(self, done: int) -> bool:
         return self.verify_every is not None and done % self.verify_every == 0
@@ -195,10 +182,8 @@ def plan_run(
         skips_nonfinite=train.nonfinite == "skip",
         nonfinite_limit=train.nonfinite_limit,
         verify_every=train.verify_every,
-        step_limit=train.step_limit,
         sample_weights=sample_weights,
         blocks=blocks,
-        reads=ProgressReads(seen=config.compile != "off"),  # what is compiled can't be watched
     )
 
 

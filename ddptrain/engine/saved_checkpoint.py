@@ -18,7 +18,7 @@ from ddptrain.errors import UserError
 from ddptrain.text import parse_json
 
 STATE, MANIFEST = "state.pt", "manifest.json"
-FORMAT = 4
+FORMAT = 5
 STEP = re.compile(r"step-(\d+)")
 _UNSEALED_FORMATS = (1, 2)
 _SEAL = "sha256"

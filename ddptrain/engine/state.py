@@ -16,7 +16,7 @@ from ddptrain.api.recipe import Task
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
-from ddptrain.distributed.comm import from_all_ranks, to_first_rank
+from ddptrain.distributed.comm import from_all_ranks
 from ddptrain.engine.check_model import check_model, check_sparse, sparse_layers
 from ddptrain.engine.compiled import compile_model
 from ddptrain.engine.consistency import check_extra_state
@@ -74,8 +74,6 @@ class TrainState:
     """The optimizer's groups in words: what is trained, at which share of the rate."""
     frozen: Frozen | None = None
     """Now."""
-    unsent: dict[str, Tensor] = field(default_factory=dict)
-    """On rank 0, current at a save: what each rank has not sent yet of its gradients, stacked by rank."""
 
     def gathered(self, task: Task, world: World) -> dict[str, Any]:
         """`state_dict`, complete on rank 0, which writes it: includes the state that each rank has.
@@ -85,10 +83,6 @@ class TrainState:
         if rows := {name: value.cpu() for name, value in task.rank_state().items()}:
             ranks = from_all_ranks(world, rows)
             self.rank_state = {name: torch.cat([rank[name] for rank in ranks]) for name in rows}
-        for name, value in self.strategy.rank_state().items():
-            by_rank = to_first_rank(world, value)  # one at a time: all ranks' are many times the model
-            if world.is_first:
-                self.unsent[name] = torch.stack(by_rank)
         return self.state_dict()
 
     def scatter(self, task: Task, share: tuple[int, int], device: torch.device) -> None:
@@ -129,7 +123,6 @@ class TrainState:
             "best_step": self.best_step,
             "best_loss": self.best_loss,
             "carried": self.rank_state,
-            "unsent": self.unsent,
             "controllers": {name: dict(one.state_dict()) for name, one in self.controllers.items()},
         }
 
@@ -139,10 +132,7 @@ class TrainState:
         self.frozen.thaw(self.model)
         self.frozen = None
         self.wrapped.zero_grad(set_to_none=True)
-        unsent = self.strategy.rank_state()
         self.wrapped = self.strategy.wrap(self.model)
-        if unsent:
-            self.strategy.load_rank_state(unsent)
 
     def _kept_on_host(self) -> list[str]:
         """The optimizer's numbers that are not on their parameter's device, by name."""
@@ -226,7 +216,6 @@ class TrainState:
         self.rank_state = state["carried"]
         for name, controller in self.controllers.items() if ours else ():
             controller.load_state_dict(state["controllers"].get(name, {}))
-        self.strategy.scatter(state["unsent"])
 
 
 def _nan_is_least(value: float) -> float:

@@ -76,7 +76,7 @@ class TrainStep:
         self._loss_scale = LossScale(strategy, self.sampler)
         self._health = Health(state.model, state.wrapped, strategy)
         self._optimizer = OptimizerStep(state.optimizer, precision.scaler)
-        self._undo = Undo(task, strategy, state.model) if plan.skips_nonfinite else None
+        self._undo = Undo(task, state.model) if plan.skips_nonfinite else None
 
     def __call__(self, batches: Iterator[Batch], at: At) -> None:
         """Raises NotFinite if the run should end because of a number that is not finite, OutOfStep if the

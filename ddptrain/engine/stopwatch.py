@@ -1,7 +1,6 @@
 """The time of each phase: by the host's clock on a CPU, by events in the device's queue on a GPU. Never waits
 for the device."""
 
-import resource
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -13,6 +12,7 @@ import torch
 from ddptrain.api.observer import Times
 from ddptrain.api.timing import PHASES, Lap, Timing
 from ddptrain.data.prefetch import copy_waits
+from ddptrain.distributed.device import peak_memory
 
 
 class Clock(ABC):
@@ -146,9 +146,4 @@ class Stopwatch:
     def times(self, ranks: Sequence[Timing]) -> Times:
         """The times of this process, at its end. ranks: the last known timing of each rank."""
         seconds = time.perf_counter() - self._began
-        return Times(self.total(), ranks, seconds, self._peak_memory() / 2**20)
-
-    def _peak_memory(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Times(self.total(), ranks, seconds, peak_memory(self._device) / 2**20)

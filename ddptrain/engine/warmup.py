@@ -50,9 +50,9 @@ def check_size(step: TrainStep, batch: Batch, name: str) -> None:
 
 def warm_up(step: TrainStep, batch: Batch, at: At) -> int:
     """Run the passes that the strategy and the compiler need; returns the FLOPs of one, 0 if unknown.
-    Gradients, buffers, extra state and the state of task and strategy are restored afterwards."""
+    Gradients, buffers, extra state and the task's state are restored afterwards."""
     task, strategy, model = step.task, step.strategy, step.state.model
-    of_strategy, sizes = strategy.rank_state(), buffer_sizes(model)
+    sizes = buffer_sizes(model)
     with unchanged(model), same_rank_state(task):
         with same_rank_state(task):
             with step.seed.watching():
@@ -67,7 +67,6 @@ def warm_up(step: TrainStep, batch: Batch, at: At) -> int:
         check_buffers(model, sizes)
         if strategy.shards is None:  # else all shards start from the same
             check_extra_state(strategy.world, model, at.step)
-    strategy.load_rank_state(of_strategy)
     return flops
 
 

@@ -11,7 +11,7 @@ from ddptrain.text import parse_yaml
 
 CHANGES = "changes.jsonl"
 """In the run's folder."""
-_OF_ONE_START = ("run.", "sweep.", "train.step_limit")
+_OF_ONE_START = ("run.", "sweep.")
 log = logging.getLogger("ddptrain")
 
 

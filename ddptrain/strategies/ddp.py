@@ -1,7 +1,6 @@
 """DistributedDataParallel: a process for each rank; gradients are averaged during the backward pass."""
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, final
 
@@ -16,9 +15,6 @@ from ddptrain.api.world import World
 from ddptrain.distributed.comm import backend_for, only_statistics
 from ddptrain.errors import UserError
 from ddptrain.strategies.flag_bucket import FlagBucket
-from ddptrain.strategies.powersgd import PowerSgd
-
-log = logging.getLogger("ddptrain")
 
 TORCHS_CAP_MB = 25.0
 """DDP's default. If it is passed explicitly, there is no small first bucket, which is sent early."""
@@ -29,9 +25,8 @@ class Ddp(Strategy):
     """torch's DistributedDataParallel.
 
     bucket_cap_mb: most MB of gradients in one all-reduce. find_unused_parameters: look in each step for
-    parameters without a gradient. compression: of gradients in the all-reduce: rounded, or as thin factors
-    (arXiv 1905.13727) of ``powersgd_rank`` columns. sync_batchnorm: BatchNorm's statistics over all ranks, on
-    GPUs.
+    parameters without a gradient. compression: what gradients are rounded to in the all-reduce.
+    sync_batchnorm: BatchNorm's statistics over all ranks, on GPUs.
     """
 
     takes_sparse_gradients = False
@@ -43,25 +38,20 @@ class Ddp(Strategy):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         find_unused_parameters: bool = False,
-        compression: Literal["none", "bf16", "fp16", "powersgd"] = "none",
-        powersgd_rank: int = 2,
+        compression: Literal["none", "bf16", "fp16"] = "none",
         sync_batchnorm: bool = False,
     ) -> None:
         """Raises UserError for a value out of range."""
         super().__init__(world)
         if bucket_cap_mb <= 0:
             raise UserError(f"strategy.bucket_cap_mb={bucket_cap_mb:g}: must be above 0.")
-        if powersgd_rank < 1:
-            raise UserError(f"strategy.powersgd_rank={powersgd_rank}: must be at least 1.")
         self._bucket_cap_mb = bucket_cap_mb
         self._as_view = gradient_as_bucket_view
         self._static_graph = static_graph
         self._find_unused = find_unused_parameters
         self.needs_all_gradients = not (static_graph or find_unused_parameters)
         self._compression = compression
-        self._powersgd_rank = powersgd_rank
         self._sync_batchnorm = sync_batchnorm
-        self._powersgd: PowerSgd | None = None
 
     def check(self, compiled: bool) -> None:
         if not torch.distributed.is_initialized():
@@ -84,7 +74,7 @@ class Ddp(Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         on_gpu, cap = self.world.device.type == "cuda", self._bucket_cap_mb
         bucket = FlagBucket(model, in_graph=self._find_unused)
-        self._flags = Flags(bucket.rank_flags, exact=self._compression in ("none", "powersgd"))
+        self._flags = Flags(bucket.rank_flags, exact=self._compression == "none")
         with torch_private.wrapping():
             wrapped = DistributedDataParallel(
                 bucket,
@@ -97,7 +87,7 @@ class Ddp(Strategy):
         # in each step; the second is its name from torch 2.14 on, where the first is deprecated
         wrapped.broadcast_buffers = wrapped.forward_sync_buffers = not only_statistics(model)
         bucket.hidden()
-        self._register_hook(wrapped, model)
+        self._register_hook(wrapped)
         return wrapped
 
     def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
@@ -127,46 +117,13 @@ class Ddp(Strategy):
             wrapped.register_forward_pre_hook(lambda *_: mark("forward"))
             _bucket(wrapped).register_forward_pre_hook(lambda *_: mark("all_reduce"))
 
-    def memory(self, model: nn.Module, alone: Mapping[str, int], passes: int) -> dict[str, int]:
-        """Gradients are views of the buckets, and each is made beside them before it is copied there; or
-        buckets are a copy of all. Compression: half as much again, of this step and the one before; for
-        PowerSGD its errors and what it works on are one more copy each."""
-        trained = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
-        buckets = max(trained, default=0) if self._as_view else alone["gradients"]
-        copies = {"none": 0, "powersgd": 2}.get(self._compression, 1)
-        return {**alone, "communication": buckets + copies * alone["gradients"]}
-
-    def rank_state(self) -> Mapping[str, Tensor]:
-        return {} if self._powersgd is None else self._powersgd.rank_state()
-
-    def load_rank_state(self, tensors: Mapping[str, Tensor]) -> None:
-        if self._powersgd is not None:
-            self._powersgd.load_rank_state(tensors)
-
-    def scatter(self, ranks: Mapping[str, Tensor]) -> None:
-        """Each rank gets its own errors back; on another number of ranks each gets the mean, which keeps the
-        sum."""
-        if self._powersgd is None:
-            super().scatter(ranks)
-            return
-        saved = len(next(iter(ranks.values()))) if ranks else self.world.size
-        if saved != self.world.size:
-            log.info("note       powersgd: the errors of %d ranks are averaged over all ranks", saved)
-        own = self.world.rank if saved == self.world.size else None
-        self._powersgd.load_rank_state(
-            {name: rows.mean(dim=0) if own is None else rows[own] for name, rows in ranks.items()}
-        )
-
     def describe(self) -> str:
         return f"ddp over {backend_for(self.world)}"
 
-    def _register_hook(self, wrapped: DistributedDataParallel, model: nn.Module) -> None:
-        if self._compression == "powersgd":
-            self._powersgd = PowerSgd(model, self._powersgd_rank, self.world.size, self._static_graph)
-            wrapped.register_comm_hook(self._powersgd, PowerSgd.reduce)
-        elif self._compression != "none":
-            hook: Any = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-            wrapped.register_comm_hook(None, hook[self._compression])
+    def _register_hook(self, wrapped: DistributedDataParallel) -> None:
+        hooks: Any = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+        if self._compression != "none":
+            wrapped.register_comm_hook(None, hooks[self._compression])
 
 
 def _ddp(wrapped: nn.Module) -> DistributedDataParallel:

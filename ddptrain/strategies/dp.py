@@ -1,6 +1,6 @@
 """One process on all GPUs, by threads (torch.nn.DataParallel)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -37,10 +37,6 @@ class DataParallel(Strategy):
 
     def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def memory(self, model: nn.Module, alone: Mapping[str, int], passes: int) -> dict[str, int]:
-        """Of the first GPU, which has a part of the batch."""
-        return {**alone, "activations": alone["activations"] // (1 + len(self.further_gpus))}
 
     def describe(self) -> str:
         if not self._on_gpu:

@@ -6,7 +6,7 @@ are summed and scattered.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -36,9 +36,8 @@ class Fsdp(Strategy):
     wrap: name patterns of the modules that are gathered one at a time (of nested ones the outermost); None:
     the repeated children of each `nn.Sequential` and `nn.ModuleList`. reshard_after_forward: free a block's
     weights between its forward and its backward pass; else they are gathered once a pass, for more memory.
-    shard_over: all ranks, or those of a node, with replicas over nodes (HSDP), or none: whole replicas, as
-    under ddp. whole_checkpoint_gb: of a model with more GB of weights each rank writes its part of a
-    checkpoint.
+    shard_over: all ranks, or those of a node, with replicas over nodes (HSDP). whole_checkpoint_gb: of a
+    model with more GB of weights each rank writes its part of a checkpoint.
     """
 
     sharded = True
@@ -50,7 +49,7 @@ class Fsdp(Strategy):
         world: World,
         wrap: Sequence[str] | None = None,
         reshard_after_forward: bool = True,
-        shard_over: Literal["world", "node", "none"] = "world",
+        shard_over: Literal["world", "node"] = "world",
         whole_checkpoint_gb: float = 4.0,
     ) -> None:
         super().__init__(world)
@@ -155,29 +154,14 @@ class Fsdp(Strategy):
         value = whole.to(like.device, like.dtype)
         return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
-    def memory(self, model: nn.Module, alone: Mapping[str, int], passes: int) -> dict[str, int]:
-        """Of what is cut its part; and in flight: the weights of what is in no block, a block's and those of
-        the one that is gathered next, and the gradients of one. With several passes gradients are whole."""
-        ranks = {"world": self.world.size, "node": self.world.local_size, "none": 1}[self._shard_over]
-        whole = sum(p.nbytes for p in model.parameters())
-        blocks = [sum(p.nbytes for p in block.parameters()) for block in self._blocks(model)]
-        rest, largest = whole - sum(blocks), max(blocks, default=0)
-        kept = 2 * largest if self._reshard else sum(blocks)
-        cut = {name: alone[name] // ranks for name in ("gradients", "optimizer", "average")}
-        if passes > 1:
-            cut["gradients"] = alone["gradients"]
-        weights = alone["weights"] - whole + whole // ranks
-        return {**alone, "weights": weights, **cut, "communication": rest + kept + max(rest, largest)}
-
     def describe(self) -> str:
-        return {"world": "fsdp", "node": "hsdp", "none": "replicate"}[self._shard_over]
+        return {"world": "fsdp", "node": "hsdp"}[self._shard_over]
 
     def _made_mesh(self) -> DeviceMesh:
         world, kind = self.world, self.world.device.type
         if self._shard_over == "world":
             return init_device_mesh(kind, (world.size,))
-        size = world.local_size if self._shard_over == "node" else 1
-        nodes = torch.arange(world.size).view(-1, size)
+        nodes = torch.arange(world.size).view(-1, world.local_size)
         # groups that a mesh makes by itself wait ten minutes under NCCL, less than an evaluation may take
         groups = [_group(nodes.t().tolist()), _group(nodes.tolist())]
         return DeviceMesh.from_group(groups, kind, nodes, mesh_dim_names=("replicate", "shard"))

@@ -47,15 +47,6 @@ def merged(spans: Sequence[Span], shards: int) -> tuple[list[Span], list[int]]:
     return left, additions
 
 
-def most_sums(own: range, shards: int) -> int:
-    """That a rank with these shards keeps at a time; a gradient is added to the last one, or begins one."""
-    held = most = 0
-    for additions in merged([(i, i + 1) for i in own], shards)[1]:
-        most = max(most, held + (additions == 0))
-        held += 1 - additions
-    return most
-
-
 def _are_siblings(a: Span, b: Span, shards: int) -> bool:
     """Whether two neighbours are the children of one node. A first child has a power of two of shards, a
     second one as many, or those that are left."""

@@ -6,19 +6,19 @@ Every shard starts from the same buffers and extra state; those of the first sha
 statistics) are kept.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import final
 
 from torch import Tensor, nn
 
 from ddptrain.api.strategy import Flags, Strategy
-from ddptrain.api.world import World, shards_of
+from ddptrain.api.world import World
 from ddptrain.distributed.comm import broadcast, from_first_rank
 from ddptrain.distributed.snapshot import Snapshot, saved_buffers, with_extra_state
 from ddptrain.errors import UserError
 from ddptrain.strategies.flag_bucket import FlagBucket
-from ddptrain.strategies.shard_sum import ShardSum, most_sums
+from ddptrain.strategies.shard_sum import ShardSum
 
 
 @final
@@ -60,16 +60,6 @@ class Strict(Strategy):
     def receive_flags(self, wrapped: nn.Module) -> Tensor | None:
         assert isinstance(wrapped, FlagBucket)
         return wrapped.take()
-
-    def memory(self, model: nn.Module, alone: Mapping[str, int], passes: int) -> dict[str, int]:
-        """As many gradients as there are partial sums; each is made beside them."""
-        own = shards_of(self.world.rank, self.world.size, self._count)
-        trained = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
-        return {
-            **alone,
-            "gradients": most_sums(own, self._count) * alone["gradients"],
-            "communication": max(trained, default=0),
-        }
 
     def describe(self) -> str:
         return f"strict, {self._count} shards (equal bits on 1 to {self._count} ranks)"

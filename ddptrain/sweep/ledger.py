@@ -57,8 +57,6 @@ class Job:
     """As ``sweep.on`` was at its last attempt."""
     attempt: int = 0
     """The number of its last attempt, from 1."""
-    limit: int | None = None
-    """The step at which its last attempt had to stop, for others to go on from there."""
     metric: str = ""
     value: float | None = None
     """The best value of the metric."""
@@ -104,7 +102,6 @@ class Job:
                 self.on_cpu, self.on, self.why = event["on_cpu"], event.get("on", "local"), ""
                 self.status = "running" if self.on == "local" else "queued"
                 self.gpus, self.began = tuple(event["gpus"]), event["time"]
-                self.limit = event.get("limit")
                 self.attempt += 1
             case "asked":
                 self.also.append(tuple(event["words"]))
@@ -220,5 +217,4 @@ def read_ledger(folder: Path, live: bool) -> list[Job]:
 def key_of(config: Config) -> str:
     """A hash of all that a job follows from."""
     tree = {name: value for name, value in asdict(config).items() if name not in _NOT_HASHED}
-    del tree["train"]["step_limit"]  # where this start of it stops
     return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()[:16]

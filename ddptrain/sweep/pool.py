@@ -15,7 +15,6 @@ from ddptrain.sweep.ledger import Job, Ledger
 from ddptrain.sweep.machines import COSTS, Attempt, Machines
 from ddptrain.sweep.pruning_rules import PruningRule
 from ddptrain.sweep.questions import Questions
-from ddptrain.sweep.sharing import Sharing
 from ddptrain.text import counted
 
 _AFTER_GRACE_S = 10.0
@@ -33,13 +32,10 @@ More = Callable[[], tuple[Job, Config] | None]
 class Pool:
     """One process does all of it, in one thread: jobs are started, asked to stop and judged here only."""
 
-    def __init__(
-        self, ledger: Ledger, machines: Machines, rule: PruningRule, sharing: Sharing, board: Board
-    ) -> None:
+    def __init__(self, ledger: Ledger, machines: Machines, rule: PruningRule, board: Board) -> None:
         self._ledger = ledger
         self._machines = machines
         self._rule = rule
-        self._sharing = sharing
         self._board = board
         self._running: dict[int, Attempt] = {}
         self._questions: dict[int, Questions] = {}
@@ -69,7 +65,6 @@ class Pool:
             self._adopt(job)
         self._waiting.extend(job for job in mine if job.status == "stopped")
         self._waiting.extend(job for job in mine if job.status in _STARTS[1:])
-        self._share()
         try:
             with self._signals_handled(), self._board.showing():
                 while not self._leaves and (self._start() or self._running):
@@ -120,26 +115,17 @@ class Pool:
             words = self._machines.command(job, self._ledger.folder, config)
             metrics = [name for name in config.sweep.objectives or () if name not in COSTS]
             words.append(questions.controller(self._rule.prunes, metrics))
-            if limit := self._sharing.begins(job):
-                words.append(f"train.step_limit={limit}")
             self._attempts[job.number] += 1
             where = self._machines.take()
             facts = {"on": self._machines.name, "on_cpu": self._machines.on_cpu, "gpus": where}
-            self._ledger.write(job, "started", **facts, limit=limit)
+            self._ledger.write(job, "started", **facts)
             self._running[job.number] = self._machines.start(job, words, folder, where)
             self._board.changed(job)
         return began
 
-    def _share(self) -> None:
-        self._sharing.plan(self._waiting, [attempt.job for attempt in self._running.values()])
-
     def _next(self) -> Job | None:
-        for job in self._waiting:
-            if not self._sharing.waits(job):
-                self._waiting.remove(job)
-                return job
         if self._waiting:
-            return None
+            return self._waiting.popleft()
         return self._revived(idle=False) or self._drawn() or self._revived(idle=not self._running)
 
     def _revived(self, idle: bool) -> Job | None:
@@ -189,29 +175,22 @@ class Pool:
         self._answer(attempt)  # its last question may have come after the look at them
         pruned = bool(job.evaluations) and job.passed < job.evaluations[-1].share
         status, why, figures = attempt.outcome(code, pruned)
-        paused = status == "stopped" and not attempt.stopped_for and self._sharing.has_paused(job)
-        again = status == "stopped" and bool(why) and not paused
+        again = status == "stopped" and bool(why)
         if again:
             self._stalls[number] = 0 if attempt.got_further else self._stalls[number] + 1
             if self._stalls[number] == _MOST_STALLS:
                 status, again = "failed", False
                 why += f"; {_MOST_STALLS} attempts got no further than the checkpoint that they began with"
-        if paused:
-            why = f"at step {job.limit}, from which others go on"
         facts = {"status": status, "code": code, "why": why, "seconds": round(attempt.seconds, 2)}
         facts |= {"objectives": config.sweep.objectives} if config.sweep.objectives else {}
         self._ledger.write(job, "ended", **facts, **figures)
         del self._running[number]
         self._machines.release(job.gpus)
         crashed = status == "failed" and (code in _MENDABLE or code > 128)
-        if paused or again:
+        if again:
             self._attempts[number] -= 1
-        if paused:
-            self._waiting.appendleft(job)
-        elif again or (crashed and self._attempts[number] <= config.sweep.retries):
+        if again or (crashed and self._attempts[number] <= config.sweep.retries):
             self._waiting.append(job)
-        if self._stop is None and self._sharing.concerns(job):
-            self._share()
         self._board.changed(job)
 
     @contextmanager

@@ -15,7 +15,6 @@ from ddptrain.config.schema import Config
 from ddptrain.distributed.cpu import CORES
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.sweep.attempt_file import AttemptFile
-from ddptrain.sweep.branch import manifests
 from ddptrain.sweep.ledger import Job
 from ddptrain.sweep.machines import OUTPUT, Attempt, Machines
 from ddptrain.sweep.slots import memory_share
@@ -76,7 +75,7 @@ class RemoteAttempt(Attempt):
         self._gone_since = math.inf
         self._fate = ""
         self._killed_at = math.inf
-        self._began_with = max(manifests(folder), default=0)
+        self._began_with = _last_saved(folder)
         if asked := self._file.asked_to_stop():
             self.stopped_for, self._kill_at = asked["why"], time.monotonic() + asked["grace"]
 
@@ -96,7 +95,7 @@ class RemoteAttempt(Attempt):
 
     @property
     def got_further(self) -> bool:
-        return max(manifests(self.folder), default=0) > self._began_with
+        return _last_saved(self.folder) > self._began_with
 
     def submit(self) -> None:
         """Unless it has been. Raises BusyError where it is for the next time."""
@@ -236,3 +235,11 @@ def check_remote(config: Config) -> None:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(str(path).encode()).hexdigest()[:8]
+
+
+def _last_saved(folder: Path) -> int:
+    """The step of the last checkpoint in a job's folder; 0 where there is none."""
+    steps = [
+        path.parent.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*/manifest.json")
+    ]
+    return max((int(step) for step in steps if step.isdecimal()), default=0)

@@ -9,7 +9,6 @@ from pathlib import Path
 from ddptrain.config.schema import Config, Sweep
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.lock import is_locked
-from ddptrain.sweep.beginnings import Beginnings
 from ddptrain.sweep.board import Board, common_words, print_table
 from ddptrain.sweep.ledger import Job, Ledger, key_of, read_ledger
 from ddptrain.sweep.local import LocalMachine
@@ -20,7 +19,6 @@ from ddptrain.sweep.ranges import Point, Range, ends
 from ddptrain.sweep.ray_cluster import RayCluster
 from ddptrain.sweep.remote import RemoteMachines, check_remote
 from ddptrain.sweep.search import Search
-from ddptrain.sweep.sharing import Sharing, savings
 from ddptrain.sweep.slots import share_out
 from ddptrain.sweep.slurm import Slurm
 from ddptrain.text import counted
@@ -75,9 +73,6 @@ class SweepRunner:
             jobs = _planned(points, folder)
             plan = {job.number: (job, point.config) for job, point in zip(jobs, points, strict=True)}
             _print_plan(list(plan.values()), folder, machines, rule)
-            configs = {number: config for number, (_, config) in plan.items()}
-            for line in savings(_beginnings(configs, settings), [job for job, _ in plan.values()], folder):
-                print(line)
             return jobs
         self._ledger = ledger = self._ledger or Ledger(folder)
         jobs = [ledger.job(key_of(point.config), point.words) for point in points]
@@ -88,11 +83,7 @@ class SweepRunner:
         done = len(distinct) - len(unfinished(distinct, rule))
         board.say(f"sweep {folder}: {counted(len(distinct), 'job')}, {done} of them done before")
         board.say(machines.describe())
-        beginnings = _beginnings(batch, settings)
-        for line in savings(beginnings, distinct, folder):
-            board.say(line)
-        sharing = Sharing(ledger, beginnings, machines.ranks, board)
-        Pool(ledger, machines, rule, sharing, board).run(batch, self._asked)
+        Pool(ledger, machines, rule, board).run(batch, self._asked)
         _note_late(distinct, rule, board)
         return jobs
 
@@ -135,8 +126,7 @@ class SweepRunner:
             self._asked.add(job.number)
             return job, drawn.config
 
-        sharing = Sharing(ledger, Beginnings({}), machines.ranks, board)  # points come one by one
-        Pool(ledger, machines, rule, sharing, board).run(left, frozenset(self._asked), more)
+        Pool(ledger, machines, rule, board).run(left, frozenset(self._asked), more)
         tried = [job for job, _ in search.points(ledger.jobs)]
         if len(tried) < search.trials:
             board.say(f"note  the search ends after {counted(len(tried), 'point')}: it draws no new ones")
@@ -165,24 +155,12 @@ def _machines(config: Config) -> Machines:
     return RemoteMachines(Slurm(config) if config.sweep.on == "slurm" else RayCluster(config), config)
 
 
-def _beginnings(configs: Mapping[int, Config], settings: Sweep) -> Beginnings:
-    """What jobs share; nothing where they are pruned, for then none is sure to get anywhere, or where their
-    time is judged, for then each has to take its own."""
-    timed = {"seconds", "samples_per_s"} & set(settings.objectives or {})
-    shares = settings.share and settings.prune == "none" and not timed
-    return Beginnings(configs if shares else {})
-
-
 def _settings(points: Sequence[SweepPoint]) -> Sweep:
     first = points[0].config
     for point in points:
         for name, value in asdict(point.config.sweep).items():
             if value != getattr(first.sweep, name):
                 raise UserError(f"sweep.{name}: says how all jobs are run; give it one value.")
-        if point.config.train.step_limit is not None:
-            raise UserError(
-                "train.step_limit: in a sweep it is for jobs that others go on from; leave it out."
-            )
         if point.config.device != first.device:
             raise UserError("device: all jobs of a sweep share the machine's; give it one value.")
     return first.sweep

@@ -105,7 +105,6 @@ RANGES = {
     "sched.milestones=[0.5,0.2]": "rise",
     "sched.milestones=[0,0.5]": "between 0 and 1",
     "sched.milestones=[0.5,inf]": "finite",
-    "strategy.compression=powersgd precision=fp16": "precision=bf16",
     "ema.decay=1": "below 1",
     "ema.decay=0": "above 0",
     "checkpoint.every=0": "at least 1",

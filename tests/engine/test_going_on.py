@@ -98,18 +98,6 @@ def test_other_data_of_the_same_size_is_refused() -> None:
         after.check_continues(before.position_facts, "there")
 
 
-def test_a_checkpoint_that_notes_no_validation_part_is_compared_by_its_size(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """An earlier version's, whose hash was of less."""
-    saved = {**plan(3, data="of less").position_facts}
-    del saved["valid_size"]
-    plan(3, data="of both parts").check_continues(saved, "there")
-    assert "there is of an earlier version, and does not say which validation files" in caplog.text
-    with pytest.raises(UserError, match=r"^data \(training samples\)=33: there was saved with"):
-        plan(3, data="of both parts", train_size=33).check_continues(saved, "there")
-
-
 def test_weight_decay_on_other_parameters_is_refused(tmp_path: Path) -> None:
     Fit(plan(3)).run(World(), tmp_path)
     with pytest.raises(

@@ -21,8 +21,8 @@ TORCHS = (
     " 1.19 GiB is free. If reserved but unallocated memory is large try setting something"
 )
 MODEL = (
-    "No batch size makes the model smaller: take a smaller one, or a device with more memory."
-    " python -m ddptrain bench memory=true recipe=<name> shows what takes how much."
+    "No batch size makes the model smaller: take a smaller one, a device with more memory, or several:"
+    " strategy=fsdp."
 )
 AGAIN = ["blocks.*"]
 HALF = (

@@ -28,7 +28,6 @@ THAW_AT = 6
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": auto(bucket_cap_mb=0.001)},
     "strict": {"elastic": "strict", "strategy": auto(shards=4)},
-    "powersgd": {"strategy": auto(compression="powersgd", powersgd_rank=1)},
     "static graph": {"strategy": auto(static_graph=True)},
 }
 

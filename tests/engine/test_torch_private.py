@@ -99,7 +99,6 @@ ELSEWHERE = {
     "ddptrain/launcher/prefork.py": {"torch._dynamo"},  # imported ahead, for ranks that compile
     "ddptrain/observe/monitor.py": {"torch._C"},  # the type of a store
     "ddptrain/observe/profile.py": {"torch.cuda.memory._"},  # torch's own pages name these
-    "ddptrain/strategies/powersgd.py": {"torch._C"},  # the type of a bucket
     "ddptrain/testing.py": {"torch._dynamo"},  # imported once for all ranks
     "ddptrain/watchdog/heartbeat.py": {"torch._C"},  # the type of a store
     "recipes/muon.py": {"_step_supports_amp_scaling"},  # how an optimizer says that it reads found_inf
@@ -131,11 +130,11 @@ def code_of(file: Path) -> list[str]:
 def test_a_torch_without_a_name_trains_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The way back, on two ranks with PowerSGD, which needs the end of a backward pass."""
+    """The way back, on two ranks."""
     plan = Plan(steps=6, train_size=60, batch_size=12, log_every=3)
 
     def rank(world: World) -> Tensor:
-        fit = Fit(plan, strategy=auto(compression="powersgd", bucket_cap_mb=0.001))
+        fit = Fit(plan, strategy=auto(bucket_cap_mb=0.001))
         return weights(fit.run(world, tmp_path / f"{torch_private_is(name)}-{world.rank}")[0])
 
     def torch_private_is(name: str) -> bool:

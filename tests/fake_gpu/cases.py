@@ -61,11 +61,10 @@ RANKS = {
     "static": ["strategy.static_graph=true"],
     "to bf16": ["strategy.compression=bf16"],
     "to fp16": ["strategy.compression=fp16"],
-    "powersgd": ["strategy.compression=powersgd"],
     "batchnorm": ["strategy.sync_batchnorm=true"],
     "verified": ["train.verify_every=2"],
 }
-SHARDED = {"fsdp": ["strategy=fsdp"], "hsdp": ["strategy=hsdp"], "replicate": ["strategy=replicate"]}
+SHARDED = {"fsdp": ["strategy=fsdp"], "hsdp": ["strategy=hsdp"]}
 THEN = ("", "resume", "evaluate", "predict", "export")
 """What is done with the run afterwards, by one process."""
 MAY_WAIT = {"batchnorm"}
@@ -131,7 +130,7 @@ def sharded(world_size: int) -> list[dict[str, str]]:
         ("lstm_text", "files", "fp32", "accumulation", "hsdp", "resume"),
         ("cnn_digits", "workers", "tf32", "ema", "hsdp", ""),
         ("yolo_shapes", "files", "fp32", "deterministic", "fsdp", ""),
-        ("transformer_translate", "files", "bf16", "skip", "replicate", "predict"),
+        ("transformer_translate", "files", "bf16", "skip", "fsdp", "predict"),
     )
     axes = ("recipe", "loading", "precision", "option", "strategy", "then")
     found = [dict(zip(axes, case, strict=True)) for case in cases]

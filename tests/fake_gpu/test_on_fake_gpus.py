@@ -107,7 +107,7 @@ def test_every_recipe_trains_with_few_launches(
 
 @pytest.mark.long
 def test_models_in_parts(tmp_path: Path) -> None:
-    """fsdp, hsdp and replicate with each precision, and what follows a training."""
+    """fsdp and hsdp with each precision, and what follows a training."""
     said = told(on_gpus(2, *TORCHRUN, HERE / "cases.py", tmp_path, "sharded"))
     assert len(re.findall(r"^ok sharded", said, re.MULTILINE)) == 6, said
 

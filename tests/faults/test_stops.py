@@ -105,24 +105,6 @@ def test_the_time_limit_is_a_stop_too(tmp_path: Path, ranks: int) -> None:
     assert len(steps) >= 1
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.faults)])
-def test_a_step_limit_stops_exactly_there(
-    tmp_path: Path, undisturbed: Callable[..., Path], ranks: int
-) -> None:
-    """Beside a save, at one, at an evaluation, at the last log line; once more; then to the end."""
-    limits = [5, 7, 7, 13, 39]
-    for limit in limits:
-        job = Job(faulty_words(f"train.step_limit={limit}"), tmp_path, ranks)
-        assert job.wait() == 75, job.text[-3000:]
-        assert stopped_steps(job.text) == [limit]
-        newest = max(int(path.name[5:]) for path in (tmp_path / "run/checkpoints").glob("step-*"))
-        assert newest == limit
-    job = Job(faulty_words("train.step_limit=40"), tmp_path, ranks)
-    assert job.wait() == 0, job.text[-3000:]
-    assert not (tmp_path / "run/changes.jsonl").exists()
-    assert_same_outcome(tmp_path / "run", undisturbed(ranks, *faulty_words("data.pace=0.0")))
-
-
 def test_loader_workers_ignore_the_signal(tmp_path: Path) -> None:
     """A scheduler signals every process of a job; the workers must serve the last step."""
     words = [

@@ -19,7 +19,7 @@ from ddptrain.api.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.testing import run_ranks
 
-COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
+COMPRESSIONS = ("none", "bf16", "fp16")
 SMALL = 0.0005
 STEPS = 6
 COUNTED = STEPS - 2
@@ -116,7 +116,7 @@ CASES = [
 
 def test_one_all_reduce_a_bucket_and_the_buffers(tmp_path: Path) -> None:
     """The ranks' flags travel in a bucket, clipping needs no word, and micro-batches before the last are
-    silent. PowerSGD's two factors need a message each, and so does a count that only the device knows."""
+    silent. A count that only the device knows needs a message."""
 
     def rank(world: World) -> list[Sent]:
         return [sent(world, case, tmp_path / f"{i}-{world.rank}") for i, case in enumerate(CASES)]
@@ -126,7 +126,7 @@ def test_one_all_reduce_a_bucket_and_the_buffers(tmp_path: Path) -> None:
     for case, found in zip(CASES, ours, strict=True):
         small = {plain: 2, with_noise: 2, squares: 3}
         buckets = small[case.make] if case.bucket_cap_mb == SMALL else 2 if case.make is wide else 1
-        each = buckets * (2 if case.compression == "powersgd" else 1) + (case.task is CountPositives)
+        each = buckets + (case.task is CountPositives)
         kinds = 2 if case.make is with_a_table else 0  # of dtypes: float32 and BatchNorm's int64 counter
         assert found == Sent(COUNTED * each, COUNTED * kinds, 0, buckets), case
 

@@ -414,12 +414,10 @@ def test_what_is_frozen_stays_and_is_thawed(tmp_path: Path) -> None:
     assert distance(state_in(tmp_path / "many"), state_in(tmp_path / "one")) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["hsdp", "replicate"])
 @pytest.mark.parametrize("gb", [1.0, ALL_IN_PARTS])
-def test_replicas_train_like_single(name: str, gb: float, tmp_path: Path) -> None:
-    """Of two nodes, or of each rank."""
+def test_replicas_of_two_nodes_train_like_single(gb: float, tmp_path: Path) -> None:
     fit = Fit(PLAN, Transformer, ema=0.9)
-    many = replace(fit, strategy=fsdp(name, whole_checkpoint_gb=gb))
+    many = replace(fit, strategy=fsdp("hsdp", whole_checkpoint_gb=gb))
     ran(fit, 1, tmp_path / "one")
     ran(many, 4, tmp_path / "many", stop_at=6, nodes=2)
     ran(many, 4, tmp_path / "many", nodes=2)

@@ -15,7 +15,7 @@ from toy import auto
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World, shards_of
 from ddptrain.strategies.make_strategy import make_strategy
-from ddptrain.strategies.shard_sum import merged, most_sums
+from ddptrain.strategies.shard_sum import merged
 from ddptrain.testing import RankFailed, run_ranks
 
 SHARDS = 8
@@ -259,11 +259,3 @@ def test_a_gradient_in_parts_is_refused() -> None:
 
     with pytest.raises(RankFailed, match=r"UserError: elastic=strict: model.layer.* got its gradient in"):
         run_ranks(rank, 1)
-
-
-@pytest.mark.parametrize(
-    ("own", "shards", "sums"),
-    [(range(1), 8, 1), (range(2), 8, 1), (range(4), 8, 2), (range(8), 8, 3), (range(3, 5), 5, 2)],
-)
-def test_a_rank_keeps_few_sums(own: range, shards: int, sums: int) -> None:
-    assert most_sums(own, shards) == sums

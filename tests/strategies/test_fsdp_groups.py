@@ -1,10 +1,8 @@
-"""strategy=hsdp and replicate: the process groups that a mesh of ranks has."""
+"""strategy=hsdp: the process groups that a mesh of ranks has."""
 
 from dataclasses import replace
 from datetime import timedelta
-from typing import Literal
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,22 +13,14 @@ from ddptrain.strategies.fsdp import Fsdp
 from ddptrain.testing import run_ranks
 
 HOUR = timedelta(hours=1)
-ALL = [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("over", "by_rank"),
-    [
-        ("node", [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]),
-        ("none", [[ALL, [0]], [ALL, [1]], [ALL, [2]], [ALL, [3]]]),
-    ],
-)
-def test_each_group_waits_an_hour(over: Literal["node", "none"], by_rank: list[list[list[int]]]) -> None:
+def test_each_group_waits_an_hour() -> None:
     """As the world's does: torch gives a group ten minutes under NCCL. Two nodes of two ranks."""
 
     def rank(world: World) -> tuple[list[list[int]], list[timedelta], float]:
         world = replace(world, local_rank=world.rank % 2, local_size=2)
-        model = Fsdp(world, shard_over=over).wrap(nn.Linear(4, 4, bias=False))
+        model = Fsdp(world, shard_over="node").wrap(nn.Linear(4, 4, bias=False))
         model(torch.ones(1, 4)).sum().backward()
         weight = next(iter(model.parameters()))
         assert isinstance(weight, DTensor)
@@ -46,6 +36,7 @@ def test_each_group_waits_an_hour(over: Literal["node", "none"], by_rank: list[l
         )
 
     found = run_ranks(rank, 4)
-    assert [ranks for ranks, _, _ in found] == by_rank
-    assert [timeouts for _, timeouts, _ in found] == [[HOUR] * (2 if over == "node" else 1)] * 4
+    of_nodes = [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
+    assert [ranks for ranks, _, _ in found] == of_nodes
+    assert [timeouts for _, timeouts, _ in found] == [[HOUR] * 2] * 4
     assert [total for _, _, total in found] == [16] * 4, "the mean of the ranks' gradients"

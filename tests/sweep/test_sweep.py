@@ -245,8 +245,6 @@ def test_how_a_sweep_is_run_is_not_for_a_recipe_to_say(tmp_path: Path) -> None:
     assert refused.code == 2
     assert "sweep.dir=elsewhere: is for the command line alone" in refused.err
     assert start(tmp_path, ["--multirun", *own, "task.point=1", "sweep.dir=sweep"]).wait() == 0
-    refused = ddptrain(tmp_path, ["--multirun", *own, "sweep.dir=sweep", "train.step_limit=1,2"])
-    assert "train.step_limit: in a sweep it is for jobs that others go on from" in refused.err
 
 
 def test_a_ledger_of_an_earlier_version(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import branches
 import pytest
 from debian import CannotRun
 from ray_nodes import loopback_ray
@@ -206,23 +205,3 @@ def node_jobs(cwd: Path) -> list[int]:
             ):
                 found.append(int(path.name))
     return found
-
-
-def test_common_beginnings_are_trained_once_on_nodes_too(nodes: Nodes, tmp_path: Path) -> None:
-    """The controller is killed while the first job trains for the others."""
-    words = ["sched=wsd", "sched.cooldown=0.25,0.5", "train.steps=40,50"]
-    apart, together = tmp_path / "apart", tmp_path / "together"
-    together.mkdir()
-    branches.swept(apart, *words, "sweep.share=false")
-    line = [*branches.WORDS, *words, f"sweep.on={nodes.on}"]
-    killed = start(together, line, nodes.variables)
-    killed.wait_for("trained once for several jobs")
-    while not (together / "trained").exists():
-        time.sleep(0.2)
-    killed.kill(killed.process.pid, signal.SIGKILL)
-    killed.process.wait()
-    last = start(together, line, nodes.variables)
-    assert last.wait(400) == 0, last.text
-    assert len(branches.shared(together)) == 3
-    ours, theirs = branches.outcomes(together), branches.outcomes(apart)
-    assert [name for name in ours if ours[name] != theirs[name]] == []

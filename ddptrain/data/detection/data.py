@@ -142,10 +142,6 @@ class DetectionData(Data):
             return
         yield from {"yolo": write_yolo, "coco": write_coco}[layout](opened, folder)
 
-    @property
-    def reads_progress(self) -> bool:
-        return self._augment.mosaic > 0 and 0 < self._augment.mosaic_until < 1
-
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
         return self._loaded(self._train, training_keys(self._set.train.stream, sampler, steps))
 
