@@ -14,6 +14,7 @@ def start(script: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", ["throughput.py", "guards.py", "startup.py", "busy.py", "strict.py"])
 def test_no_rounds_are_refused(script: str) -> None:
     done = start(script, "--rounds", "0")

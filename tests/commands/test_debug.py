@@ -47,6 +47,7 @@ def test_a_profile_holds_the_steps_that_were_chosen_and_changes_nothing(tmp_path
     assert (plain / "run/metrics.jsonl").read_bytes() == (profiled / "run/metrics.jsonl").read_bytes()
 
 
+@pytest.mark.long
 def test_a_profile_beyond_the_end_is_told(tmp_path: Path) -> None:
     done = train(tmp_path, "debug.profile=true", "debug.profile_from=19")
     assert done.returncode == 0

@@ -126,6 +126,7 @@ def test_every_box_can_be_trained_on(seen: Path) -> None:
         assert one["area"] > 0, one
 
 
+@pytest.mark.long
 def test_a_file_and_a_pattern(folder: Path, seen: Path, tmp_path: Path) -> None:
     """They show what the folder showed, each picture by itself."""
     for source, count in (("pictures/far/000000.png", 1), ("pictures/**/0*[023].png", 3)):
@@ -141,6 +142,7 @@ def test_a_file_and_a_pattern(folder: Path, seen: Path, tmp_path: Path) -> None:
         assert (tmp_path / ours).read_text() == (seen / "labels" / other).read_text()
 
 
+@pytest.mark.long
 def test_little_is_said_where_little_is_sure(folder: Path, tmp_path: Path) -> None:
     done = predict(tmp_path, f"run={folder}/run source={folder}/pictures/000002.png score=1 checkpoint=best")
     assert done.code == 0, done.err
@@ -151,6 +153,7 @@ def test_little_is_said_where_little_is_sure(folder: Path, tmp_path: Path) -> No
     assert "out=predictions: exists and isn't empty" in again
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -231,6 +234,7 @@ def test_every_anchor_of_an_export_says_what_eager_says(
     torch.testing.assert_close(boxes, decoded(raw), rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["pt2", pytest.param("onnx", marks=pytest.mark.long)])
 def test_an_exported_list_is_what_eager_finds(
     folder: Path, tmp_path: Path, eager: nn.Module, kind: str
@@ -261,6 +265,7 @@ def test_an_exported_list_is_what_eager_finds(
         assert overlaps.fill_diagonal_(0).max() < OVERLAP + 1e-3
 
 
+@pytest.mark.long
 def test_an_export_that_nothing_was_compared_of_says_so(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "model.pt2"
     done = ddptrain(
@@ -273,6 +278,7 @@ def test_an_export_that_nothing_was_compared_of_says_so(folder: Path, tmp_path: 
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -294,6 +300,7 @@ def test_what_export_is_asked_is_checked(folder: Path, seen: Path, words: str, s
     assert named(folder / "run") == before
 
 
+@pytest.mark.long
 def test_what_offers_no_export_says_so(tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt")
     done = ddptrain(

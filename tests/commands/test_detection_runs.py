@@ -119,6 +119,7 @@ def test_tensorboard_shows_every_evaluation(folder: Path) -> None:
 # -- evaluate ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_evaluate_repeats_the_last_metrics(folder: Path, ranks: int) -> None:
     """To the last digit, on any number of ranks."""
@@ -217,6 +218,7 @@ def test_everything_at_once_runs_through(tmp_path: Path) -> None:
 FEW = "device=cpu train.batch_size=2 train.steps=2 run.dir=run"
 
 
+@pytest.mark.long
 def test_every_problem_of_a_set_is_named_at_once(tmp_path: Path) -> None:
     yolo_set(tmp_path / "set", ending=".jpg")
     label(tmp_path / "set", "train", 0, "2 0.5 0.5 0.2 0.2\n")
@@ -243,6 +245,7 @@ def test_every_problem_of_a_set_is_named_at_once(tmp_path: Path) -> None:
     assert len(lines_of(tmp_path / "run", "valid")) == 2, "each epoch"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("described", "said"),
     [
@@ -259,6 +262,7 @@ def test_a_set_that_contradicts_itself_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -51,6 +51,7 @@ def test_the_mean_begins_with_the_first_loss() -> None:
     assert smoothed([1.0, 0.0]) == pytest.approx([1.0, 0.9 / 1.9])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_suggestion_trains_better_than_rates_far_from_it(tmp_path: Path, ranks: int) -> None:
     launcher = (

@@ -295,6 +295,7 @@ def test_an_export_says_what_predict_says(digits: Path, tmp_path: Path, kind: st
             assert float(share.max()) == pytest.approx(float(row["probability_1"]), rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "rule"), [("RGB", "middle"), ("RGB", "short side"), ("L", "middle")])
 def test_an_export_works_by_its_json_alone(
     mode: str, rule: str, photos: Path, digits: Path, tmp_path: Path
@@ -347,6 +348,7 @@ def test_a_model_that_counts_its_samples_is_refused_for_any_number(tmp_path: Pat
         assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.long
 def test_a_batch_may_be_fixed(digits: Path, tmp_path: Path, refused: Refused) -> None:
     done = ddptrain(digits, f"export run=run format=pt2 out={tmp_path / 'm.pt2'} batch=3", **ONE_THREAD)
     assert done.code == 0, done.err

@@ -29,6 +29,7 @@ def test_options_train(tmp_path: Path, words: str) -> None:
     assert "loss" in (tmp_path / "run/metrics.jsonl").read_text()
 
 
+@pytest.mark.long
 def test_a_compiled_model_trains_alike_and_saves_clean_names(tmp_path: Path) -> None:
     for mode in ("off", "default"):
         ended = ddptrain(

@@ -203,6 +203,7 @@ def test_image_classification_says_what_it_takes(tmp_path: Path, name: str, said
     assert refusal(tmp_path, f"{words} train.steps=1 run.dir=run").startswith(said)
 
 
+@pytest.mark.long
 def test_torchvisions_own_by_its_name(tmp_path: Path) -> None:
     """With transforms in a list, and two ranks; exported without the data's picture rules."""
     v2 = "torchvision.transforms.v2"

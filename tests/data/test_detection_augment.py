@@ -83,6 +83,7 @@ def scenes_of(train: int) -> Scenes:
     return DrawnScenes(train=train, valid=1, side=64).open(Path("nowhere")).train
 
 
+@pytest.mark.long
 def test_a_scene_does_not_depend_on_how_many_are_drawn_nor_on_threads() -> None:
     few, many = scenes_of(3), scenes_of(203)
     threads = torch.get_num_threads()

@@ -16,14 +16,16 @@ from ddptrain.errors import UserError
 
 CONTENT = b"0123456789" * 10_000
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
+GOOD = DownloadLimits(largest=2**20)
 QUICK = DownloadLimits(largest=2**20, window=0.4, least=1000)
+"""A server that does not deliver is soon given up."""
 
 
 def test_what_comes_is_written_once_under_its_name(tmp_path: Path) -> None:
     target = tmp_path / "new" / "file"
     with served(CONTENT) as server:
         for _ in range(3):
-            download(server.url, SHA256, target, QUICK)
+            download(server.url, SHA256, target, GOOD)
     assert target.read_bytes() == CONTENT
     assert len(server.requests) == 1
     assert {path.name for path in target.parent.iterdir()} == {"file", ".file.lock"}
@@ -32,7 +34,7 @@ def test_what_comes_is_written_once_under_its_name(tmp_path: Path) -> None:
 def test_a_part_that_a_kill_has_left_is_written_anew(tmp_path: Path) -> None:
     (tmp_path / ".file.part").write_bytes(CONTENT[:500])
     with served(CONTENT) as server:
-        download(server.url, SHA256, tmp_path / "file", QUICK)
+        download(server.url, SHA256, tmp_path / "file", GOOD)
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert not (tmp_path / ".file.part").exists()
 
@@ -42,7 +44,7 @@ def test_a_link_in_the_place_of_the_part_or_the_lock_is_not_followed(tmp_path: P
     (tmp_path / "sets").mkdir()
     (tmp_path / "sets" / ".file.part").symlink_to(tmp_path / "elsewhere")
     with served(CONTENT) as server:
-        download(server.url, SHA256, tmp_path / "sets" / "file", QUICK)
+        download(server.url, SHA256, tmp_path / "sets" / "file", GOOD)
         assert (tmp_path / "elsewhere").read_bytes() == b"precious"
         (tmp_path / "sets" / ".other.lock").symlink_to(tmp_path / "made")
         with pytest.raises(OSError, match="symbolic links"):

@@ -49,6 +49,7 @@ def test_shapes_are_what_their_statistics_say() -> None:
     assert shares.min() > 0.08
 
 
+@pytest.mark.long
 def test_a_linear_model_stays_under_60_percent_on_shapes() -> None:
     torch.manual_seed(0)
     opened = Shapes().open(NOWHERE)

@@ -34,6 +34,7 @@ pytestmark = [
 
 def on_gpus(gpus: int, *words: str | Path, **settings: str) -> Done:
     """``python <words>`` on so many fake GPUs."""
+    libraries.built()
     hidden = {*RANK_VARIABLES, "CUDA_VISIBLE_DEVICES"}
     inherited = {name: value for name, value in os.environ.items() if name not in hidden}
     return subprocess.run(
@@ -46,18 +47,12 @@ def on_gpus(gpus: int, *words: str | Path, **settings: str) -> Done:
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, "Future[Done]"]]:
     """Everything that is run, two at a time from the first test on: each takes one core."""
     folder, cases = tmp_path_factory.mktemp("fake-gpu"), HERE / "cases.py"
-    libraries.built()
-    for name in ("quick-1", "quick-2", "long-1", "long-2"):
+    for name in ("quick-1", "quick-2"):
         (folder / name).mkdir()
     with ThreadPoolExecutor(2) as pool:
         started = {
             "quick-2": pool.submit(on_gpus, 2, *TORCHRUN, cases, folder / "quick-2", "quick"),
-            # half of its precisions: the other jobs have them all
-            "tests": pool.submit(on_gpus, 1, *PYTEST, "tests/gpu", "-k", "not tf32 and not fp16"),
             "quick-1": pool.submit(on_gpus, 2, cases, folder / "quick-1", "quick"),
-            "planted": pool.submit(on_gpus, 2, *PYTEST, HERE / "planted.py"),
-            "long-1": pool.submit(on_gpus, 1, cases, folder / "long-1", "long"),
-            "long-2": pool.submit(on_gpus, 2, *TORCHRUN, cases, folder / "long-2", "long"),
         }
         for i, mistake in enumerate(MISTAKES):
             script = folder / f"ranks{i}.py"
@@ -84,10 +79,19 @@ def told(done: Done) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("name", "passed"), [("tests", 15), ("planted", 30)])
-def test_tests_on_a_gpu(jobs: dict[str, "Future[Done]"], name: str, passed: int) -> None:
-    """``planted``: without a bug nothing is found, and each bug is."""
-    said = told(jobs[name].result())
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("gpus", "passed", "words"),
+    [
+        # half of its precisions: the other jobs have them all
+        (1, 15, ("tests/gpu", "-k", "not tf32 and not fp16")),
+        # without a bug nothing is found, and each bug is
+        (2, 30, (HERE / "planted.py",)),
+    ],
+    ids=["tests", "planted"],
+)
+def test_tests_on_a_gpu(gpus: int, passed: int, words: tuple[str | Path, ...]) -> None:
+    said = told(on_gpus(gpus, *PYTEST, *words))
     assert int(re.findall(r"(\d+) passed", said)[0]) >= passed
 
 
@@ -112,9 +116,11 @@ def test_models_in_parts(tmp_path: Path) -> None:
     assert len(re.findall(r"^ok sharded", said, re.MULTILINE)) == 6, said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_long_training_takes_no_more_memory(jobs: dict[str, "Future[Done]"], ranks: int) -> None:
-    assert "ok long" in told(jobs[f"long-{ranks}"].result())
+def test_a_long_training_takes_no_more_memory(ranks: int, tmp_path: Path) -> None:
+    launcher = TORCHRUN if ranks == 2 else []
+    assert "ok long" in told(on_gpus(ranks, *launcher, HERE / "cases.py", tmp_path, "long"))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

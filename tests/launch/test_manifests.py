@@ -143,6 +143,7 @@ def variables(name: str, index: int, port: int) -> dict[str, str]:
     return {**found, "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}", "PET_NPROC_PER_NODE": "1"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["job Job", "trainjob TrainingRuntime"])
 def test_nodes_with_these_variables_train_one_run(tmp_path: Path, name: str) -> None:
     with socket.socket() as free:

@@ -148,6 +148,7 @@ def test_a_training_that_fails_is_shown(folder: Path) -> None:
     assert "the training has diverged" in ended.out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -79,6 +79,7 @@ def test_one_model_is_judged_alike_on_any_world(tmp_path: Path) -> None:
                 assert found == expected, f"{size} ranks, batches of {batch_size}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_killed_training_ends_with_the_same_bits(tmp_path: Path, size: int) -> None:
     """Across the end of the mosaic, with multi-scale, an average and warm-up on."""

@@ -155,6 +155,7 @@ def test_killed_and_gone_on_with_it_and_without(tmp_path: Path) -> None:
     assert lines == metrics
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "pattern"),
     [

@@ -54,6 +54,7 @@ def check(recipe: str, size: int, home: Path) -> None:
         assert metrics == trained(recipe, 1, auto(), home, 0.0)[1]
 
 
+@pytest.mark.long
 def test_a_transformer_trains_the_same_in_parts(tmp_path: Path) -> None:
     check("transformer_text", 2, tmp_path)
 

@@ -243,6 +243,7 @@ def test_a_prompts_continuation_is_repeatable_and_obeys_its_parameters(tmp_path:
     assert coldest == narrow
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.4, None), (1.0, 3), (2.0, 3)])
 def test_a_continuation_is_drawn_from_the_models_own_probabilities(
     temperature: float, top_k: int | None

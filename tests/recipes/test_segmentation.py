@@ -296,6 +296,7 @@ def test_predict_takes_pictures_of_any_size_kind_and_orientation(run: Path, tmp_
     assert written == sizes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["onnx", "pt2"])
 def test_an_export_says_what_predict_says(kind: str, run: Path, tmp_path: Path) -> None:
     """By the program that docs/segmentation.md shows, which knows the JSON alone; for any number of

@@ -296,6 +296,7 @@ def test_a_checkpoint_needs_no_data_set(tmp_path: Path) -> None:
     assert torch.equal(model(images), other(images))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "least", "steps"),
     [(Shapes(train=2000, valid=500), 0.8, 30), (LargerDigits(), 0.9, 60)],
