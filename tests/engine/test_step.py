@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy import SGD, Classify, Fit, Vectors, plain, weights, with_noise
+from toy import SGD, Classify, CountPositives, Fit, Vectors, plain, weights, with_noise
 
 from ddptrain.api.observer import Log, Observer
 from ddptrain.api.recipe import At, Loss
 from ddptrain.api.world import World
+from ddptrain.config.schema import Sched
 from ddptrain.engine import meter
 from ddptrain.engine.health import Health
 from ddptrain.engine.plan import Plan
@@ -245,3 +247,30 @@ def test_strategy_dp_trains_like_single_where_there_is_no_gpu(tmp_path: Path) ->
         World(), tmp_path / "dp"
     )
     assert torch.equal(weights(single), weights(parallel))
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(1, None), (1, 3), (2, None), (2, 3)])
+def test_gradients_are_clipped_after_they_are_divided_by_the_global_count(
+    tmp_path: Path, ranks: int, micro_batch: int | None
+) -> None:
+    """Beside a plain loop, for a count that only the device knows."""
+    plan = Plan(steps=6, train_size=100, batch_size=20, clip_norm=0.3, seed=1)
+    fit = Fit(
+        replace(plan, micro_batch=micro_batch), make_model=lambda: plain(torch.float64), task=CountPositives,
+        dtype=torch.float64, optim={"_target_": "torch.optim.SGD", "lr": 0.5}, sched=Sched("constant"),
+    )  # fmt: skip
+    found = run_ranks(lambda world: weights(fit.run(world, tmp_path)[0]), ranks)
+
+    torch.manual_seed(plan.seed)
+    model, data = plain(torch.float64), Vectors(plan.train_size, dtype=torch.float64)
+    optimizer, clipped = torch.optim.SGD(model.parameters(), lr=0.5), 0
+    for features, labels in data.train_batches(plan.sampler(World()), range(plan.steps)):
+        optimizer.zero_grad()
+        each = torch.nn.functional.cross_entropy(model(features), labels, reduction="none")[labels > 1]
+        each.mean().backward()
+        clipped += float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)) > 0.3
+        optimizer.step()
+    assert clipped == plan.steps
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for own in found:
+        torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-12)
