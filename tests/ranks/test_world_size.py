@@ -1,12 +1,16 @@
 """The number of GPUs does not change the training (design promise 2) nor its metrics (promise 3)."""
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from toy import Classify, CountPositives, Fit, Lasso, auto, plain, weights
+from torch import Tensor, nn
+from toy import Classify, CountPositives, Fit, Lasso, Vectors, auto, plain, weights
 
+from ddptrain.api.recipe import Report, Rows
 from ddptrain.api.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.testing import run_ranks
@@ -78,6 +82,26 @@ def test_evaluating_one_model_gives_the_same_digits_on_any_world(tmp_path: Path)
         results = {size: [m for _, _, m in trained(tmp_path, size, frozen)] for size in (1, 2, 3, 4)}
         for size, metrics in results.items():
             assert all(m == results[1][0] for m in metrics), f"{size} ranks: {metrics} != {results[1][0]}"
+
+
+class InOrder(Classify):
+    """Reports the rows that it is given, each with its place."""
+
+    def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mapping[str, Rows]:
+        return {"rows": Rows(batch[0][:, 0])}
+
+    def report(self, sums: Mapping[str, Any]) -> Report:
+        places = torch.arange(len(sums["rows"]))
+        return Report({"accuracy": float((sums["rows"] * places).sum())})
+
+
+def test_rows_come_in_the_order_of_the_set(tmp_path: Path) -> None:
+    chosen = Plan(steps=1, train_size=50, batch_size=12, eval_batch_size=7, seed=1)
+    fit = Fit(chosen, task=InOrder, dtype=torch.float64, make_model=lambda: plain(torch.float64))
+    values = Vectors(chosen.train_size, dtype=torch.float64).features[chosen.train_size :, 0]
+    for size in (1, 2, 3):
+        for _, _, metrics in trained(tmp_path, size, fit):
+            assert metrics["accuracy"] == float((values * torch.arange(len(values))).sum())
 
 
 @pytest.mark.parametrize("compression", ["bf16", "fp16"])
