@@ -87,7 +87,7 @@ class Compilations(Observer):
         self._told = 0
 
     def start(self, event: Start) -> None:
-        self._tell("training")
+        self._tell("training and evaluation" if event.metrics else "training")
 
     def evaluated(self, event: Evaluated) -> None:
         self._tell("evaluation, and batches of other sizes")

@@ -277,11 +277,14 @@ def test_characters_keep_their_meaning(tmp_path: Path) -> None:
     done = ddptrain(tmp_path, words, **ONE_THREAD)
     assert done.code == 0, done.err
     text.write_text(text.read_text().replace("c", "z"))
-    for verb in ("evaluate", "predict"):
-        message = refusal(tmp_path, f"{verb} run=run")
-        assert "its model's outputs stand for other classes or characters" in message
-        assert "'c' only there, 'z' only here" in message
-        assert "Use the data it was trained with" in message
+    message = refusal(tmp_path, "evaluate run=run")
+    assert "its model's outputs stand for other classes or characters" in message
+    assert "'c' only there, 'z' only here" in message
+    assert "Use the data it was trained with" in message
+    answer = ddptrain(tmp_path, "predict run=run")  # by the characters that the checkpoint knows
+    assert answer.code == 0, answer.err
+    assert "c" in answer.out
+    assert "z" not in answer.out
     assert "was saved while training on other files" in refusal(tmp_path, f"{words} train.steps=20")
 
 

@@ -40,8 +40,9 @@ def compiled(folder: Path, name: str) -> tuple[str, float]:
 @pytest.mark.long
 def test_the_next_run_takes_the_graphs_from_the_folder(tmp_path: Path) -> None:
     first, seconds = compiled(tmp_path, "first")
-    assert re.search(r"compiled +1 graph for training; .* kept in .*cache/ddptrain/compiled", first)
-    assert "1 graph for evaluation, and batches of other sizes" in first
+    assert re.search(
+        r"compiled +2 graphs for training and evaluation; .* kept in .*cache/ddptrain/compiled", first
+    )
     assert "grad_mode" in first, "torch says why it has compiled again"
     assert any((tmp_path / "cache/ddptrain/compiled").rglob("*"))
     _, again = compiled(tmp_path, "second")
