@@ -59,7 +59,7 @@ def test_a_misspelt_key_is_named_at_once(tmp_path: Path, override: str, said: li
         ("device=null", ["device", "null"]),
         ("train=5", ["train", "5", "Train"]),
         ("train.epochs=${nope}", ["train.epochs", "nope"]),
-        ("~task", ["task", "missing"]),
+        ("~task", ["task: has no value, and needs one"]),
         ("run.dir=runs/é", ["beyond ASCII", "\"run.dir='runs/é'\""]),
     ],
 )
