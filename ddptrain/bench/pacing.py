@@ -60,5 +60,4 @@ def _setup(run: Run) -> Mapping[str, Any]:
         "workers": run.loading.workers,
         "resident": run.loading.resident,
         "gradient_bytes": run.gradient_bytes,
-        "steps_per_epoch": run.steps_per_epoch,
     }

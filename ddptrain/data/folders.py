@@ -77,8 +77,12 @@ def pictures_by_class(part: Path) -> dict[str, list[str]]:
 
     Raises UserError where there are none.
     """
-    files = {folder.name: list(_files_below(str(folder), folder.name)) for folder in _folders(part)}
-    found = {name: [file for file in own if _is_picture(file)] for name, own in files.items()}
+    found: dict[str, list[str]] = {}
+    others: list[str] = []
+    for folder in _folders(part):
+        own = found[folder.name] = []
+        for file in _files_below(str(folder), folder.name):
+            (own if _is_picture(file) else others).append(file)
     if not any(found.values()) and (loose := _pictures_in(part)):
         raise UserError(
             f"{part}: holds pictures itself ({loose[0]}, ...). Put them into a folder for each class, or"
@@ -92,7 +96,7 @@ def pictures_by_class(part: Path) -> dict[str, list[str]]:
     empty = [name for name, files in found.items() if not files]
     if empty:
         raise UserError(f"{part / empty[0]}: this class folder holds no image. Fill or remove it.")
-    note_not_read(part, [file for own in files.values() for file in own if not _is_picture(file)])
+    note_not_read(part, others)
     if loose := _pictures_in(part):
         log.warning(
             "note       %s: %d pictures are in no class folder, and not read: %s",

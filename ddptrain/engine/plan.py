@@ -1,7 +1,6 @@
 """What happens after which step: a pure function of the config and the size of the data."""
 
 import hashlib
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,8 +14,6 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, LogSection, Train
 from ddptrain.errors import UserError
-
-log = logging.getLogger("ddptrain")
 
 
 @dataclass(frozen=True, slots=True)
