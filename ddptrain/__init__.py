@@ -7,13 +7,14 @@ Run it: ``torchrun -m ddptrain recipe=mobilenet_cifar10`` (see the README), or f
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ddptrain.version import __version__
+
 if TYPE_CHECKING:
     from ddptrain.python.curves import Curves
     from ddptrain.python.load import Trained, load
     from ddptrain.python.run import Run
     from ddptrain.python.train import train
 
-__version__ = "0.1.0"
 __all__ = ["Curves", "Run", "Trained", "__version__", "load", "train"]
 
 _MODULES = {"Curves": "curves", "Run": "run", "Trained": "load", "load": "load", "train": "train"}

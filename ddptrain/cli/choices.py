@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import ddptrain
 from ddptrain.config.schema import Config
 from ddptrain.config.suggest import flat_values
 from ddptrain.errors import UserError
@@ -19,7 +18,7 @@ ENTRY_POINTS = "ddptrain.conf"
 
 def yaml_folders(config_dirs: Sequence[Path]) -> list[Path]:
     """Ours, those of installed packages, and those of --config-dir, in the order in which Hydra looks."""
-    own = Path(ddptrain.__file__).parent / "conf"
+    own = Path(__file__).parents[1] / "conf"
     if not own.is_dir():
         raise UserError("ddptrain is not installed here: run pip install -e . in its checkout.")
     installed = []

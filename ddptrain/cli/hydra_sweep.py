@@ -22,36 +22,35 @@ from ddptrain.errors import ExitCode, RankLost, UserError
 from ddptrain.sweep.ledger import Job
 from ddptrain.sweep.ranges import Choice, Numbers, Point, Range
 from ddptrain.sweep.run import SweepPoint, SweepRunner
+from hydra_plugins.ddptrain_sweep._running import RunningSweep, running
 
 Made = tuple[Tree, list[str]]
 """A job's config tree, and the overrides that make it."""
-
-
-_sweeps: list[tuple[SweepRunner, Callable[[Tree, list[str]], SweepPoint]]] = []
-"""Hydra makes the launcher itself, and hands it nothing of ours."""
 
 
 @contextmanager
 def launching(sweep: SweepRunner, point: Callable[[Tree, list[str]], SweepPoint]) -> Iterator[None]:
     """Inside, what Hydra's sweeper comes up with goes to this. point: makes a sweep's point of a tree and the
     overrides that make it."""
-    _sweeps.append((sweep, point))
+
+    def launch(
+        loader: ConfigLoader, master: DictConfig, job_overrides: Sequence[Sequence[str]]
+    ) -> list[JobReturn]:
+        """Run a batch of jobs; what a sweeper optimises is the best value of the task's metric."""
+        make = _composer(loader, master)
+        return [_returned(job) for job in sweep.run([point(*make(words)) for words in job_overrides])]
+
+    def search(loader: ConfigLoader, master: DictConfig, overrides: Sequence[Override]) -> None:
+        _search(sweep, _composer(loader, master), point, master.sweep.search, overrides)
+
+    running.append(RunningSweep(launch, search, _check_grid))
     try:
         yield
     finally:
-        _sweeps.pop()
+        running.pop()
 
 
-def launch(
-    loader: ConfigLoader, master: DictConfig, job_overrides: Sequence[Sequence[str]]
-) -> list[JobReturn]:
-    """Run a batch of jobs; what a sweeper optimises is the best value of the task's metric."""
-    make = _composer(loader, master)
-    sweep, point = _sweeps[-1]
-    return [_returned(job) for job in sweep.run([point(*make(words)) for words in job_overrides])]
-
-
-def check_grid(overrides: Sequence[Override]) -> None:
+def _check_grid(overrides: Sequence[Override]) -> None:
     """Raises UserError where a grid would need a range's values."""
     for override in overrides:
         if override.is_interval_sweep():
@@ -61,13 +60,19 @@ def check_grid(overrides: Sequence[Override]) -> None:
             )
 
 
-def search(loader: ConfigLoader, master: DictConfig, overrides: Sequence[Override]) -> None:
+def _search(
+    sweep: SweepRunner,
+    make: Callable[[Sequence[str]], Made],
+    point: Callable[[Tree, list[str]], SweepPoint],
+    method: str,
+    overrides: Sequence[Override],
+) -> None:
     """Search the ranges that these overrides hold. Raises UserError where one can't be searched."""
     words = {override.get_key_element(): override for override in overrides}
     ranges = [_range(name, override) for name, override in words.items() if override.is_sweep_override()]
     if not ranges:
         raise UserError(
-            f"sweep.search={master.sweep.search}: there is no range to search. Give a key one:"
+            f"sweep.search={method}: there is no range to search. Give a key one:"
             " 'optim.lr=tag(log,interval(1e-4,1e-1))', or values: optim.lr=0.1,0.2"
         )
     fixed = {
@@ -75,8 +80,6 @@ def search(loader: ConfigLoader, master: DictConfig, overrides: Sequence[Overrid
         for name, override in words.items()
         if not override.is_sweep_override()
     }
-    make = _composer(loader, master)
-    sweep, point = _sweeps[-1]
 
     def made(drawn: Point) -> SweepPoint:
         return point(*make([f"{name}={drawn[name] if name in drawn else fixed[name]}" for name in words]))

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ddptrain import __version__
 from ddptrain.cli import plain_verbs
 from ddptrain.cli.argv import ENV, GROUPS, Arguments, action_of, check_sweep, divided, expect_no_sweep, parse
 from ddptrain.cli.augment_group import Tree
@@ -24,6 +23,7 @@ from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
 from ddptrain.launcher.process import end_with_agent, gc_paused
 from ddptrain.launcher.spinning import choose_spinning
+from ddptrain.version import __version__
 
 _WAIT_FOR_FIRST_RANK_S = 30.0
 """Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""

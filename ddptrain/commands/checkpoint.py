@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ddptrain import __version__
 from ddptrain.commands.setup import named_checkpoint
 from ddptrain.config.instantiate import typed_arguments
 from ddptrain.distributed.world import world_from_environment
@@ -23,6 +22,7 @@ from ddptrain.engine.saved_checkpoint import STATE, read, unpack
 from ddptrain.errors import UserError
 from ddptrain.observe.console import open_log
 from ddptrain.text import first_few, in_columns
+from ddptrain.version import __version__
 
 Weights = dict[str, Tensor]
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ddptrain import __version__
 from ddptrain.api.observer import Run
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
@@ -51,6 +50,7 @@ from ddptrain.observe.rundir import check_kept, describe_run, discard_unused, is
 from ddptrain.strategies.make_strategy import make_strategy
 from ddptrain.text import counted, first_few, parse_json
 from ddptrain.torch_private import spare_dynamo
+from ddptrain.version import __version__
 from ddptrain.watchdog.watchdog import Watchdog
 
 log = logging.getLogger("ddptrain")

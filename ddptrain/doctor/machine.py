@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ddptrain.distributed.cpu import quota, text_of
 from ddptrain.doctor.facts import Port, ProcessLimits, System
+from ddptrain.version import __version__
 
 _VARIABLES = re.compile(
     r"CUDA_.*|NVIDIA_.*|NCCL_.*|GLOO_.*|TORCH_.*|PYTORCH_.*|OMP_.*|MKL_NUM_THREADS|KMP_AFFINITY|LD_LIBRARY_PATH|ATEN_.*"
@@ -30,8 +31,6 @@ def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def system(root: Path = Path("/")) -> System:
     """root: of the file system, for a test."""
-    import ddptrain
-
     kernel = text_of(root / "proc/version")
     wsl = "microsoft" in kernel.lower()
     nodes = sorted(f"/dev/{node.name}" for node in (root / "dev").glob("nvidia*") if not node.is_dir())
@@ -48,7 +47,7 @@ def system(root: Path = Path("/")) -> System:
         kernel=platform.release(),
         processor=platform.machine(),
         python=platform.python_version(),
-        ddptrain=ddptrain.__version__,
+        ddptrain=__version__,
         container=_container(root),
         wsl=wsl,
         dxg=(root / "dev/dxg").exists(),

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddptrain import __version__
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import from_all_ranks
@@ -18,6 +17,7 @@ from ddptrain.distributed.foreach import mapped
 from ddptrain.distributed.snapshot import with_extra_state
 from ddptrain.errors import OutOfStep, UserError
 from ddptrain.text import counted
+from ddptrain.version import __version__
 
 _CHUNK = 1 << 20
 """Values per chunk: the checksum takes eight times the memory of half-precision weights."""

@@ -17,10 +17,10 @@ from ddptrain.distributed.comm import broadcast, from_all_ranks, from_first_rank
 from ddptrain.distributed.snapshot import saved_buffers, unchanged
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.consistency import check_replicas
+from ddptrain.engine.divergence import divergence, evidence_of, where_it_began
 from ddptrain.engine.evaluate import Interrupted, evaluate, figures_of
 from ddptrain.engine.flops import peak_flops
 from ddptrain.engine.health import NotFinite
-from ddptrain.engine.nonfinite import divergence, evidence_of, where_it_began
 from ddptrain.engine.plain_state import check_plain
 from ddptrain.engine.rehearsal import rehearse
 from ddptrain.engine.step import TrainStep

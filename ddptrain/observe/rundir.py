@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from ddptrain import __version__
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
 from ddptrain.observe.changes import note_changes
 from ddptrain.observe.lock import LOCK, lost, unwritable
+from ddptrain.version import __version__
 
 _LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy", "pillow")
 

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from ddptrain import __version__
 from ddptrain.report.comparison import NOTHING
 from ddptrain.report.curves import COLOURS
 from ddptrain.report.page_look import STYLE
 from ddptrain.report.page_script import SCRIPT
 from ddptrain.report.run_files import RunFiles
+from ddptrain.version import __version__
 
 
 class Html(str):

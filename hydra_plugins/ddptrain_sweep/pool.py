@@ -12,6 +12,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from hydra_plugins.ddptrain_sweep._running import running
+
 
 class GpuPool(Launcher):
     """Each job becomes a process of its own, on GPUs of its own."""
@@ -21,9 +23,7 @@ class GpuPool(Launcher):
         self._config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from ddptrain.cli.hydra_sweep import launch
-
-        return launch(self._loader, self._config, job_overrides)
+        return running[-1].launch(self._loader, self._config, job_overrides)
 
     @property
     def searches(self) -> bool:
@@ -31,9 +31,7 @@ class GpuPool(Launcher):
 
     def search(self, overrides: Sequence[Override]) -> None:
         """Points of the ranges among these, one at a time."""
-        from ddptrain.cli.hydra_sweep import search
-
-        search(self._loader, self._config, overrides)
+        running[-1].search(self._loader, self._config, overrides)
 
 
 class Grid(BasicSweeper):
@@ -50,9 +48,7 @@ class Grid(BasicSweeper):
         overrides = parser.parse_overrides(arguments)
         if isinstance(self.launcher, GpuPool) and self.launcher.searches:
             return self.launcher.search(overrides)
-        from ddptrain.cli.hydra_sweep import check_grid
-
-        check_grid(overrides)
+        running[-1].check_grid(overrides)
         (batch,) = self.split_arguments(overrides, None)
         if not isinstance(self.launcher, GpuPool):
             self.validate_batch_is_legal(batch)
