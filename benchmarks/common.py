@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -25,24 +25,23 @@ from torch.optim.lr_scheduler import LambdaLR
 from ddptrain.api.observer import Run
 from ddptrain.api.recipe import At, Batch, Data, Loss, Report, Task
 from ddptrain.api.world import World
-from ddptrain.cli.argv import parse
-from ddptrain.cli.compose import composed_tree
-from ddptrain.commands.setup import make_model
 from ddptrain.config.check import checked
+from ddptrain.config.compose import composed_tree
 from ddptrain.config.schema import Config
 from ddptrain.distributed.cpu import cores
+from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.loop import Engine
-from ddptrain.engine.optimizer import arguments_of
-from ddptrain.engine.plan import plan_run
 from ddptrain.engine.precision import choose_precision
-from ddptrain.engine.step import make_step
 from ddptrain.observe.console import Console, open_log
 from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.tensorboard import TensorBoard
-from ddptrain.strategies.make_strategy import make_strategy
-from ddptrain.watchdog.watchdog import Watchdog
+from ddptrain.run.assemble import make_step, plan_run
+from ddptrain.run.make_strategy import make_strategy
+from ddptrain.run.optimizer import arguments_of
+from ddptrain.run.setup import make_model
+from ddptrain.verbs.argv import parse
 
 TOLERANCE = 1e-5
 """How well first losses must agree (relative)."""
@@ -216,7 +215,7 @@ def fit(config: Config, task: Task, data: Data, folder: Path, world: World = Wor
     step = make_step(config, task, model, strategy, precision, plan, Watchdog(world))
     checkpointer = Checkpointer(folder / "checkpoints", keep=1)
     observers = Observers([Console(), Jsonl(), TensorBoard()])
-    Engine(data, step, checkpointer, observers).fit(Run(folder, config, world))
+    Engine(data, step, checkpointer, observers).fit(Run(folder, asdict(config), world))
 
 
 @final

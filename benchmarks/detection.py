@@ -54,12 +54,12 @@ from torchvision.ops import complete_box_iou_loss
 from ddptrain.api.recipe import Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.commands.setup import make_task
 from ddptrain.config.schema import Config
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.recipes.yolo.assign import TaskAligned
 from ddptrain.recipes.yolo.model import Raw, Yolo
+from ddptrain.run.setup import make_task
 
 NAME = "detection"
 """Of the markers."""

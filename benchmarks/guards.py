@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -29,22 +29,22 @@ from ddptrain.api.recipe import At, Data, Loss, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Sched
+from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.health import Health, Outcome
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.phases import Phases
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
-from ddptrain.engine.state import make_state
 from ddptrain.engine.step import TrainStep
 from ddptrain.engine.stopwatch import Stopwatch
 from ddptrain.observe.console import Console, open_log
 from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.tensorboard import TensorBoard
-from ddptrain.strategies.make_strategy import make_strategy
+from ddptrain.run.assemble import make_state
+from ddptrain.run.make_strategy import make_strategy
 from ddptrain.testing import run_ranks
-from ddptrain.watchdog.watchdog import Watchdog
 
 STEPS, WARMUP = 600, 30
 BATCH = 256
@@ -198,7 +198,7 @@ def chunk(world: World, setting: Setting, folder: Path) -> Chunk:
     if not guarded:
         engine._opened = lambda run: opened  # type: ignore[method-assign]
     with watchdog.watching() if guarded else contextlib.nullcontext():
-        engine.fit(Run(folder, config, world))
+        engine.fit(Run(folder, asdict(config), world))
     gaps = [b - a for a, b in zip(task.begins[WARMUP:], task.begins[WARMUP + 1 :], strict=False)]
     worked = (task.worked[-1] - task.worked[WARMUP]) / len(gaps)
     return Chunk(statistics.median(gaps) / 1e9, worked / 1e9, float(task.last.detach()))

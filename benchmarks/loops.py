@@ -6,7 +6,7 @@ Each takes a `Run` and does all of its steps, with a TensorBoard scalar every 50
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, final
@@ -23,19 +23,18 @@ from ddptrain.api.observer import Run as Told
 from ddptrain.api.recipe import At, Loss, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.commands.setup import make_model
 from ddptrain.config.schema import Checkpoint, Config, LogSection, Sched, Train
+from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.loop import Engine
-from ddptrain.engine.plan import plan_run
 from ddptrain.engine.precision import choose_precision
-from ddptrain.engine.step import make_step
 from ddptrain.observe.console import Console, open_log
 from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.tensorboard import TensorBoard
-from ddptrain.strategies.make_strategy import make_strategy
-from ddptrain.watchdog.watchdog import Watchdog
+from ddptrain.run.assemble import make_step, plan_run
+from ddptrain.run.make_strategy import make_strategy
+from ddptrain.run.setup import make_model
 
 AUTO: dict[str, Any] = yaml.safe_load(files("ddptrain.conf").joinpath("strategy/auto.yaml").read_text())
 SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9}
@@ -194,7 +193,7 @@ def with_ddptrain(run: Run) -> None:
     step = make_step(config, task, model, strategy, precision, plan, Watchdog(world))
     observers = Observers([Console(), Jsonl(), TensorBoard()] if world.is_first else [])
     checkpointer = Checkpointer(run.folder / "checkpoints", keep=1)
-    Engine(data, step, checkpointer, observers).fit(Told(run.folder, config, world))
+    Engine(data, step, checkpointer, observers).fit(Told(run.folder, asdict(config), world))
 
 
 @final

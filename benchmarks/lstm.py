@@ -44,11 +44,11 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.tensorboard import SummaryWriter
 
 from ddptrain.api.world import World
-from ddptrain.commands.setup import make_task
 from ddptrain.config.schema import Config
 from ddptrain.data.corpus import StandardLibrary
 from ddptrain.recipes.recurrent import RecurrentModel
 from ddptrain.recipes.text import State
+from ddptrain.run.setup import make_task
 
 NAME = "lstm"
 """Of the markers."""

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from common import check_markers, composed, made_with, markers, publish
 
 from ddptrain.api.world import World
-from ddptrain.commands.setup import make_task, repeat_bits
-from ddptrain.commands.train import make_train_step
+from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.warmup import warm_up
+from ddptrain.run.setup import make_task, repeat_bits
+from ddptrain.run.train import make_train_step
 from ddptrain.testing import run_ranks
-from ddptrain.watchdog.watchdog import Watchdog
 
 NAME = "strict"
 """Of the markers."""

@@ -7,12 +7,12 @@ from typing import NoReturn
 
 def run() -> NoReturn:
     if sys.argv[1:3] == ["completion", "words"]:  # a shell's function, while somebody waits
-        from ddptrain.cli.completion import complete
+        from ddptrain.verbs.complete import complete
 
         sys.exit(complete(*sys.argv[3:]))
     # imported here: a loader's workers import this module again, if their rank began as the command ddptrain
-    from ddptrain.cli.main import main
-    from ddptrain.launcher.process import end_with
+    from ddptrain.distributed.launcher.process import end_with
+    from ddptrain.verbs.main import main
 
     end_with(main, sys.argv[1:])
 

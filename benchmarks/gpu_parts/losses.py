@@ -83,7 +83,7 @@ def main(file: Path, precisions: Sequence[str], words: Sequence[str]) -> None:
     from common import DataWatch, Watched, composed, fit
 
     from ddptrain.api.world import World
-    from ddptrain.commands.setup import make_task
+    from ddptrain.run.setup import make_task
 
     found: dict[str, Any] = {}
     for name in ("cpu", *precisions):

@@ -11,9 +11,8 @@ from torch import Tensor
 from ddptrain.api.recipe import Figure, Loading
 from ddptrain.api.timing import Lap, Timing
 from ddptrain.api.world import World
-from ddptrain.config.schema import Config
-from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean
 
 
 class Devices(Protocol):
@@ -42,7 +41,8 @@ class Run:
     """A description of the run."""
 
     folder: Path = Path()
-    config: Config = field(default_factory=Config)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """All of it, as config.yaml has it: ``config["train"]["batch_size"]``."""
     world: World = World()
     precision: str = "fp32"
     """As chosen: not ``auto``."""
@@ -56,6 +56,8 @@ class Run:
     steps: int = 0
     """Of the whole run."""
     valid_size: int = 0
+    further_gpus: int = 0
+    """Of a rank, beside its device (``strategy=dp``)."""
     devices: Devices = NoDevices()
 
 
@@ -183,6 +185,9 @@ class Observer:
 
     def start(self, event: Start) -> None:
         """Before the first step."""
+
+    reads_metrics_file = False
+    """Whether it reads metrics.jsonl, which the observer ``jsonl`` writes."""
 
     def log(self, event: Log) -> None:
         """Every ``log.every`` steps."""

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ddptrain.config.schema import MISSING, Config, Rule, Sweep
-from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean
 
 
 def checked(tree: dict[str, Any]) -> Config:

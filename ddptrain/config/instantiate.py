@@ -14,11 +14,11 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Union
 
-from ddptrain.config.suggest import did_you_mean
 from ddptrain.config.targets import LIBRARIES, Node, hints_of, made_by, resolve
 from ddptrain.config.targets import open_package as open_package
 from ddptrain.config.targets import opened_packages as opened_packages
 from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean
 
 _DOWNLOADS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")
 """Arguments by which torchvision fetches a file and unpickles it."""

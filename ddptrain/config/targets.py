@@ -8,12 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean
 
 Node = Mapping[str, Any]
 
-OURS = ("ddptrain.strategies.", "ddptrain.observe.", "ddptrain.sweep.pruning.", "ddptrain.bench.pacing.")
+OURS = (
+    "ddptrain.strategies.",
+    "ddptrain.observe.",
+    "ddptrain.tools.sweep.pruning.",
+    "ddptrain.tools.bench.pacing.",
+    "ddptrain.tools.trackers.",
+)
 """Where only strategies, observers and controllers are meant."""
 _DOORS = {
     "ddptrain.api.observer.Observer",

@@ -15,8 +15,8 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.prefetch import on_device
 from ddptrain.distributed.cpu import cores, workers_of
+from ddptrain.distributed.launcher.process import end_with_rank, start_forkserver
 from ddptrain.errors import UserError
-from ddptrain.launcher.process import end_with_rank, start_forkserver
 from ddptrain.text import counted
 
 Key = tuple[int, int, float]
@@ -83,7 +83,7 @@ def read_by_workers(
     context = multiprocessing.get_context("forkserver") if workers else None
     if context is not None:
         # started by another thread, the forkserver would end with that
-        preloads = ["ddptrain.launcher.forkserver_preload"] * (
+        preloads = ["ddptrain.distributed.launcher.forkserver_preload"] * (
             threading.current_thread() is threading.main_thread()
         )
         context.set_forkserver_preload([*preloads, type(dataset).__module__])

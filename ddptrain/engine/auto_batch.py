@@ -6,23 +6,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
 
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.strategy import Strategy
-from ddptrain.config.schema import Train
 from ddptrain.distributed.comm import from_all_ranks, on_all_ranks
 from ddptrain.distributed.snapshot import unchanged
+from ddptrain.distributed.watchdog.watchdog import LONG_S, Watchdog
 from ddptrain.engine.evaluate import in_evaluation
 from ddptrain.engine.out_of_memory import in_one_line, is_lack_of_memory
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.rank_state import same_rank_state
 from ddptrain.errors import UserError
-from ddptrain.watchdog.watchdog import LONG_S, Watchdog
 
 log = logging.getLogger("ddptrain")
 _COPIES = 4
@@ -59,10 +58,16 @@ class AutoBatch:
         self._share = -(-plan.batch_size // (plan.shards or self._world.size))
         """The largest of all ranks': with another number, a rank would cut its share for the rounding."""
 
-    def sized(self, train: Train, saved: Mapping[str, Any], watchdog: Watchdog) -> Plan:
+    def sized(
+        self,
+        micro_batch: int | Literal["auto"] | None,
+        eval_batch_size: int | Literal["auto"],
+        saved: Mapping[str, Any],
+        watchdog: Watchdog,
+    ) -> Plan:
         """The plan with what ``auto`` stands for: as a checkpoint's manifest has it, or the most that every
-        rank has room for. ``train`` has these numbers from here on. Collectives, after the trials."""
-        if "auto" not in (train.micro_batch, train.eval_batch_size):
+        rank has room for. Collectives, after the trials."""
+        if "auto" not in (micro_batch, eval_batch_size):
             return self._plan
         if self._strategy.further_gpus or self._world.shares_device or self._strategy.sharded:
             raise UserError(
@@ -70,16 +75,16 @@ class AutoBatch:
                 " each; neither strategy=dp nor fsdp, nor ranks that share a GPU. Give a number."
             )
         watchdog.mark("trying how many samples fit", patience=LONG_S)
-        if train.micro_batch == "auto":
-            train.micro_batch = saved.get("micro_batch") or self._least(self.micro_batch)
-            log.info("fits       train.micro_batch=%d (auto)", train.micro_batch)
-        if train.eval_batch_size == "auto":
-            share = train.micro_batch or self._share
-            found = saved.get("eval_batch_size")
-            train.eval_batch_size = found or self._least(lambda: self.eval_batch_size(share))
-            log.info("fits       train.eval_batch_size=%d (auto)", train.eval_batch_size)
+        if micro_batch == "auto":
+            micro_batch = int(saved.get("micro_batch") or self._least(self.micro_batch))
+            log.info("fits       train.micro_batch=%d (auto)", micro_batch)
+        if eval_batch_size == "auto":
+            share = micro_batch or self._share
+            known = saved.get("eval_batch_size")
+            eval_batch_size = int(known or self._least(lambda: self.eval_batch_size(share)))
+            log.info("fits       train.eval_batch_size=%d (auto)", eval_batch_size)
         watchdog.mark("starting", patience=LONG_S)
-        return replace(self._plan, micro_batch=train.micro_batch, eval_batch_size=train.eval_batch_size)
+        return replace(self._plan, micro_batch=micro_batch, eval_batch_size=eval_batch_size)
 
     def micro_batch(self) -> int:
         """The most samples that fit, of a rank's share of the global batch in equal parts. Raises UserError

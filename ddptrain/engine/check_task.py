@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ddptrain.api.recipe import Loss, Report, Rows, Task
-from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean
 
 _OF_A_LINE = ("step", "epoch", "samples", "split")
 """What each line of metrics.jsonl has beside metrics."""

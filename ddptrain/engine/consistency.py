@@ -3,7 +3,7 @@ weights. They differ if a device is faulty, or a rank runs other code."""
 
 import hashlib
 import platform
-from dataclasses import asdict
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ddptrain.api.world import World
-from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import from_all_ranks
 from ddptrain.distributed.foreach import mapped
 from ddptrain.distributed.snapshot import with_extra_state
@@ -23,15 +22,15 @@ _CHUNK = 1 << 20
 """Values per chunk: the checksum takes eight times the memory of half-precision weights."""
 
 
-def check_same_command(world: World, config: Config) -> None:
-    """Compare config and versions over all ranks. A collective.
+def check_same_command(world: World, config: Mapping[str, Any]) -> None:
+    """Compare config, a tree, and versions over all ranks. A collective.
 
     Raises UserError, on all ranks, listing what differs and on which rank.
     """
     _compare(
         world,
         {
-            **_flat(asdict(config), ""),
+            **_flat(config, ""),
             "version of ddptrain": __version__,
             "version of Python": platform.python_version(),
             "version of torch": torch.__version__,

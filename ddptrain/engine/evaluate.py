@@ -16,10 +16,10 @@ from ddptrain.api.recipe import Batch, Data, Figure, Report, Rows, Task
 from ddptrain.api.world import World
 from ddptrain.distributed.comm import add_up, from_all_ranks, on_first_rank
 from ddptrain.distributed.device import summing_dtype
+from ddptrain.distributed.watchdog.watchdog import LONG_S, Watchdog
 from ddptrain.engine.check_task import check_report, check_sums
 from ddptrain.engine.precision import Precision
 from ddptrain.errors import UserError
-from ddptrain.watchdog.watchdog import LONG_S, Watchdog
 
 
 class Interrupted(Exception):

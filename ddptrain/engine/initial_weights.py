@@ -3,7 +3,7 @@
 import importlib
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ddptrain.api.world import World
-from ddptrain.config.schema import Config, Init
 from ddptrain.distributed.comm import on_all_ranks, once_a_node
 from ddptrain.engine.weights_file import tensors_of, weights_at
 from ddptrain.errors import UserError, reason
@@ -33,17 +32,17 @@ _LEAST_SHARE = 0.5
 """Of the model's numbers that have to be found; with fewer it is probably another model's file."""
 
 
-def load_initial_weights(config: Config, model: nn.Module, world: World) -> None:
-    """Put what ``init.weights`` names into a new model, and log what fitted. Collectives: it is downloaded
-    once a node, and all ranks learn of one that can't read it.
+def load_initial_weights(
+    source: str, skip: Sequence[str], node: Mapping[str, Any], model: nn.Module, world: World
+) -> None:
+    """Put what ``init.weights`` names, the source, into a new model, but for names that match a pattern of
+    ``skip``, and log what fitted. node: the model's in the config. Collectives: it is downloaded once a node,
+    and all ranks learn of one that can't read it.
 
     Raises UserError where there is no such file, or it is another model's.
     """
-    if config.init.weights is None:
-        return
-    source = config.init.weights
-    found = on_all_ranks(world, lambda: read_weights(source, config.model or {}, world))
-    matched = match(model, found, config.init)
+    found = on_all_ranks(world, lambda: read_weights(source, node, world))
+    matched = match(model, found, source, skip)
     model.load_state_dict({**model.state_dict(), **matched.loaded})
     for line in matched.lines():
         log.info("weights    %s", line)
@@ -79,15 +78,18 @@ class Matched:
         return [f"{self.source}: {len(tensors_of(self.loaded))} tensors, {share} of the model", *told]
 
 
-def match(model: nn.Module, found: Weights, init: Init) -> Matched:
-    """Compare a file's weights with a model's. Raises UserError where little or nothing fits."""
-    source, own = f"init.weights={init.weights}", tensors_of(model.state_dict())
-    for pattern in init.skip:
+def match(model: nn.Module, found: Weights, source: str, skip: Sequence[str]) -> Matched:
+    """Compare a file's weights with a model's. skip: patterns of names that are left as they are.
+
+    Raises UserError where little or nothing fits.
+    """
+    key, own = f"init.weights={source}", tensors_of(model.state_dict())
+    for pattern in skip:
         if not any(fnmatchcase(name, pattern) for name in own):
             raise UserError(f"init.skip={pattern}: matches no name; there are {first_few(list(own), 4)}.")
     named = model.state_dict(keep_vars=True)
     skipped_values = {
-        id(value) for name, value in named.items() if any(fnmatchcase(name, skip) for skip in init.skip)
+        id(value) for name, value in named.items() if any(fnmatchcase(name, pattern) for pattern in skip)
     }
     skipped = [name for name in own if id(named[name]) in skipped_values]  # under each of its names
     wanted = {name: value for name, value in own.items() if name not in skipped}
@@ -95,7 +97,7 @@ def match(model: nn.Module, found: Weights, init: Init) -> Matched:
     extra = {
         name: found[name]
         for name in model.state_dict()
-        if name in found and name not in own and not any(fnmatchcase(name, skip) for skip in init.skip)
+        if name in found and name not in own and not any(fnmatchcase(name, pattern) for pattern in skip)
     }
     found = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     same = {name: found[name] for name in wanted if name in found and found[name].shape == wanted[name].shape}
@@ -106,7 +108,7 @@ def match(model: nn.Module, found: Weights, init: Init) -> Matched:
     ]
     if unlike := [f"{name} {why}" for name in same if (why := _unlike(same[name], wanted[name]))]:
         raise UserError(
-            f"{source}: {first_few(unlike, 3)}. Save the model's state_dict() as it was before, or name"
+            f"{key}: {first_few(unlike, 3)}. Save the model's state_dict() as it was before, or name"
             " what is to stay random: init.skip=[pattern]."
         )
     cast = [
@@ -121,13 +123,13 @@ def match(model: nn.Module, found: Weights, init: Init) -> Matched:
             f"{name} there, {mine} here" for name, mine in zip(found, wanted, strict=False)
         ]
         raise UserError(
-            f"{source}: fits only {share:.1%} of the model, so it is probably another model's:"
+            f"{key}: fits only {share:.1%} of the model, so it is probably another model's:"
             f" {first_few(differ, 3)}. This model is {type(model).__name__}; choose the one that the"
             " weights were trained as (model.name=...), or name what is to stay random: init.skip=[pattern]."
         )
     missing = [name for name in wanted if name not in found]
     unused = [name for name in found if name not in own]
-    return Matched(source, {**same, **extra}, share, other_size, cast, missing, skipped, unused)
+    return Matched(key, {**same, **extra}, share, other_size, cast, missing, skipped, unused)
 
 
 def read_weights(source: str, model: Mapping[str, Any], world: World) -> Weights:
@@ -152,10 +154,9 @@ def read_weights(source: str, model: Mapping[str, Any], world: World) -> Weights
     return weights_at(path, f"init.weights={source}")
 
 
-def normalisation_of(config: Config) -> tuple[list[float], list[float]] | None:
+def normalisation_of(source: str, model: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
     """Mean and deviation of the channels, in 0..255, that a library's weights were trained with. None where
     they are not known: of files, runs and the hub."""
-    model, source = config.model or {}, config.init.weights or ""
     library, name = "timm" if "timm" in str(model.get("_target_")) else "torchvision", str(model.get("name"))
     kind, _, tag = source.partition(":")
     if source != "default" and kind != library:

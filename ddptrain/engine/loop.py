@@ -15,6 +15,7 @@ from ddptrain.api.recipe import Batch, Data, Figure, Report
 from ddptrain.api.timing import Timing
 from ddptrain.distributed.comm import broadcast, from_all_ranks, from_first_rank, on_first_rank
 from ddptrain.distributed.snapshot import saved_buffers, unchanged
+from ddptrain.distributed.watchdog.watchdog import LONG_S
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.consistency import check_replicas
 from ddptrain.engine.divergence import divergence, evidence_of, where_it_began
@@ -27,7 +28,6 @@ from ddptrain.engine.step import TrainStep
 from ddptrain.engine.warmup import check_device, check_size, warm_up
 from ddptrain.errors import Diverged, Stopped, UserError
 from ddptrain.observe.dispatch import Observers
-from ddptrain.watchdog.watchdog import LONG_S
 
 log = logging.getLogger("ddptrain")
 StepIterator = Callable[[range], Iterable[int]]

@@ -1,12 +1,6 @@
-"""Out of memory: an error message with the override that helps, instead of a traceback."""
+"""Whether torch has raised an error for lack of memory."""
 
 import re
-import traceback
-
-from ddptrain.api.world import World
-from ddptrain.config.schema import Config
-from ddptrain.engine.plan import plan_run
-from ddptrain.errors import UserError
 
 _SIGNS = re.compile(
     r"out of memory|DefaultCPUAllocator: can't allocate memory"
@@ -18,17 +12,6 @@ _SIGNS = re.compile(
 )
 
 
-def lack_of_memory(error: BaseException, config: Config, world: World, place: str) -> UserError | None:
-    """A UserError with the remedy, if torch has raised this error for lack of memory; None for any other.
-
-    place: `Watchdog.place`.
-    """
-    if not is_lack_of_memory(error):
-        return None
-    said = f"rank {world.rank} at {place}: {in_one_line(error)}. {_remedy(error, config, world, place)}"
-    return UserError(said, everywhere=False)
-
-
 def in_one_line(error: BaseException) -> str:
     """How much was asked for and what there is, without what torch's own caches might do about it."""
     return str(error).partition("\n")[0].partition(" If reserved but")[0].rstrip(".")
@@ -37,33 +20,3 @@ def in_one_line(error: BaseException) -> str:
 def is_lack_of_memory(error: BaseException) -> bool:
     """Whether torch has raised this error for lack of memory, of a GPU or of the host."""
     return isinstance(error, RuntimeError) and _SIGNS.search(str(error)) is not None
-
-
-def _remedy(error: BaseException, config: Config, world: World, place: str) -> str:
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-
-    def within(part: str) -> bool:
-        return any(f"ddptrain/{part}.py" in file for file in files)
-
-    train = config.train
-    if within("engine/evaluate"):
-        if train.eval_batch_size > 1:
-            fewer = f"train.eval_batch_size={train.eval_batch_size // 2} (now {train.eval_batch_size})"
-            return f"Evaluate fewer samples at once: {fewer}."
-    elif within("engine/loop") and not place.endswith("optimizer"):
-        most = max(plan_run(config, train_size=1).sampler(world).micro_sizes)
-        if most > 1:
-            fewer = f"train.micro_batch={most // 2} (now {most})"
-            batch = f"the global batch stays {train.batch_size}"
-            auto = "train.micro_batch=auto, which finds the number"
-            return f"Put fewer samples through the model at once: {fewer}, or {auto}; {batch}."
-        if not train.recompute:
-            return "Compute activations again instead of keeping them: train.recompute=[<blocks>]."
-        if config.precision in ("fp32", "tf32"):
-            return "What the forward pass keeps is about half as much with precision=bf16."
-    elif within("data/loaders"):
-        return "Leave the data in files, and have them read by workers: data.resident=false."
-    return (
-        "No batch size makes the model smaller: take a smaller one, a device with more memory, or several:"
-        " strategy=fsdp."
-    )

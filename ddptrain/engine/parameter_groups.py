@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ddptrain.config.suggest import did_you_mean
 from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean
 
 KEYS = ("groups", "layer_decay")
 """Of the config's optim node; all others are arguments of the optimizer."""

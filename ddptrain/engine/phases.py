@@ -5,9 +5,9 @@ from typing import final
 
 from torch.profiler import record_function
 
+from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.stopwatch import Stopwatch
 from ddptrain.torch_private import is_profiled
-from ddptrain.watchdog.watchdog import Watchdog
 
 _SAID = {"data": "waiting for a batch"}
 """Names for the watchdog that differ from the phase's."""

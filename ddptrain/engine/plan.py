@@ -12,7 +12,6 @@ from ddptrain.api.blocks import Blocks
 from ddptrain.api.recipe import At
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.config.schema import Config, LogSection, Train
 from ddptrain.errors import UserError
 
 
@@ -29,8 +28,8 @@ class Plan:
     """Samples of a step over all ranks."""
     micro_batch: int | None = None
     """Most samples in one forward pass of a rank."""
-    eval_batch_size: int = Train.eval_batch_size
-    log_every: int = LogSection.every
+    eval_batch_size: int = 256
+    log_every: int = 50
     eval_every: int | None = None
     """None: at the end of each epoch; so for saving."""
     save_every: int | None = None
@@ -43,7 +42,7 @@ class Plan:
     """Parts of each global batch under elastic=strict; None: one a rank."""
     skips_nonfinite: bool = False
     """Whether a step with a number that is not finite is skipped, or ends the run."""
-    nonfinite_limit: int = Train.nonfinite_limit
+    nonfinite_limit: int = 20
     """Most steps skipped in a row."""
     verify_every: int | None = None
     """Steps between comparisons of the ranks' weights."""
@@ -145,50 +144,6 @@ class Plan:
         if every is not None:
             return done % every == 0
         return int(self.epoch(done)) > int(self.epoch(done - 1))
-
-
-def plan_run(
-    config: Config,
-    train_size: int,
-    data: str = "",
-    shards: int | None = None,
-    sample_weights: Tensor | None = None,
-    blocks: Blocks | None = None,
-    valid_size: int = 0,
-) -> Plan:
-    """The plan a config makes for a set of these sizes and this identity. shards: `Strategy.shards`."""
-    train = config.train
-    steps = train.steps
-    if steps is None:
-        assert train.epochs is not None  # the config's checks say so
-        steps = steps_of(train.epochs, train_size, train.batch_size)
-    return Plan(
-        steps=steps,
-        train_size=train_size,
-        batch_size=train.batch_size,
-        micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
-        eval_batch_size=Train.eval_batch_size if train.eval_batch_size == "auto" else train.eval_batch_size,
-        log_every=config.log.every,
-        eval_every=train.eval_every,
-        save_every=config.checkpoint.every,
-        clip_norm=train.clip_norm,
-        seed=config.seed,
-        data=data,
-        valid_size=valid_size,
-        shards=shards,
-        skips_nonfinite=train.nonfinite == "skip",
-        nonfinite_limit=train.nonfinite_limit,
-        verify_every=train.verify_every,
-        sample_weights=sample_weights,
-        blocks=blocks,
-    )
-
-
-def eval_batch_size(config: Config) -> int:
-    """For a command that does not train. Raises UserError for ``auto``, which a training finds."""
-    if config.train.eval_batch_size == "auto":
-        raise UserError("train.eval_batch_size=auto: is found by a training; give a number here.")
-    return int(config.train.eval_batch_size)
 
 
 def steps_of(epochs: float, train_size: int, batch_size: int) -> int:

@@ -15,12 +15,12 @@ from ddptrain.api.recipe import Data, Report, Task
 from ddptrain.data.generators import restored
 from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.distributed.snapshot import unchanged
+from ddptrain.distributed.watchdog.watchdog import LONG_S
 from ddptrain.engine.check_task import check_report
 from ddptrain.engine.evaluate import Interrupted, chunks_of, own_sums
 from ddptrain.engine.rank_state import same_rank_state
 from ddptrain.engine.step import TrainStep
 from ddptrain.errors import UserError
-from ddptrain.watchdog.watchdog import LONG_S
 
 log = logging.getLogger("ddptrain")
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +14,13 @@ from ddptrain.api.controller import Controller
 from ddptrain.api.recipe import Task
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
-from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import from_all_ranks
-from ddptrain.engine.check_model import check_model, check_sparse, sparse_layers
-from ddptrain.engine.compiled import compile_model
 from ddptrain.engine.consistency import check_extra_state
-from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
+from ddptrain.engine.ema import Average
 from ddptrain.engine.freeze import Frozen
 from ddptrain.engine.load_model import check_fits, load_model, part_of
 from ddptrain.engine.meter import Meter
-from ddptrain.engine.optimizer import build_optimizer, build_schedule, fast_forward
-from ddptrain.engine.parameter_groups import parameter_groups
-from ddptrain.engine.precision import Precision
+from ddptrain.engine.schedule import fast_forward
 from ddptrain.errors import UserError
 from ddptrain.text import first_few
 
@@ -220,43 +214,3 @@ class TrainState:
 
 def _nan_is_least(value: float) -> float:
     return -math.inf if math.isnan(value) else value
-
-
-def make_state(
-    config: Config,
-    model: nn.Module,
-    strategy: Strategy,
-    precision: Precision,
-    steps: int,
-    frozen: Frozen | None = None,
-) -> TrainState:
-    """Step 0 of a run of so many steps: optimizer, schedule and average around a model on its device.
-
-    Compiles and wraps the model. The optimizer has what is frozen, if it is trained later.
-    """
-    check_model(model)
-    if config.compile not in ("off", "step"):
-        compile_model(model, config.compile)
-    wrapped = strategy.wrap(model)
-    sparse = sparse_layers(model)
-    decays_on = config.train.weight_decay_on
-    with frozen.at_the_end(model) if frozen is not None else nullcontext():
-        optimizer = build_optimizer(config.optim, model, decays_on, bool(sparse), strategy.sharded)
-        groups = tuple(map(str, parameter_groups(model, config.optim, decays_on)))
-        precision.check_gradients(model)
-    check_sparse(sparse, optimizer, strategy)
-    average: Average = NoAverage()
-    if config.ema.decay is not None:
-        average = ExponentialAverage(model, config.ema.decay, strategy)
-    return TrainState(
-        model=model,
-        wrapped=wrapped,
-        optimizer=optimizer,
-        scheduler=build_schedule(config.sched, optimizer, steps),
-        scaler=precision.scaler,
-        average=average,
-        meter=Meter(strategy.world, strategy.shards),
-        strategy=strategy,
-        groups=groups,
-        frozen=frozen,
-    )

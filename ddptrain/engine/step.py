@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from ddptrain.api.recipe import At, Batch, Loss, Task
 from ddptrain.api.sampler import Piece
 from ddptrain.api.strategy import Strategy
-from ddptrain.config.schema import Config
-from ddptrain.engine.freeze import Frozen
 from ddptrain.engine.health import Health, NotFinite, Outcome
 from ddptrain.engine.loss_scale import LossScale
 from ddptrain.engine.nonfinite import Undo
@@ -22,27 +20,9 @@ from ddptrain.engine.phases import Phases
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.seeding import StepSeed
-from ddptrain.engine.state import TrainState, make_state
-from ddptrain.engine.stopwatch import Stopwatch
+from ddptrain.engine.state import TrainState
 from ddptrain.errors import OutOfStep
 from ddptrain.torch_private import LeanStep, is_fused
-from ddptrain.watchdog.watchdog import Watchdog
-
-
-def make_step(
-    config: Config,
-    task: Task,
-    model: nn.Module,
-    strategy: Strategy,
-    precision: Precision,
-    plan: Plan,
-    watchdog: Watchdog,
-    frozen: Frozen | None = None,
-) -> "TrainStep":
-    """The step of a run, with its state at step 0 around a model on its device."""
-    state = make_state(config, model, strategy, precision, plan.steps, frozen)
-    phases = Phases(watchdog, Stopwatch(strategy.world.device))
-    return TrainStep(task, strategy, precision, plan, state, phases)
 
 
 @final

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from ddptrain.api.observer import Run, Times
 from ddptrain.api.timing import PHASES, Timing
-from ddptrain.config.strategy import is_dp
 from ddptrain.distributed.cpu import cores
 
 _THRESHOLDS = {
@@ -70,14 +69,16 @@ def _on_computing(run: Run, timing: Timing, shares: dict[str, float], late: int 
     said = f"forward and backward pass {passes:.0%} of the run, as it should be"
     if late is not None:
         return "its forward and backward pass are slower. python -m ddptrain doctor on its host says more"
-    if run.convolves and not config.channels_last:
+    if run.convolves and not config["channels_last"]:
         return f"{said}: channels_last=true makes convolutions faster"
-    if on_gpu and config.precision == "fp32":
+    if on_gpu and config["precision"] == "fp32":
         return f"{said}: precision=auto computes in bf16 where the GPU has it"
-    if on_gpu and config.compile == "off" and not is_dp(config.strategy):
+    if on_gpu and config["compile"] == "off" and not run.further_gpus:
         return f"{said}: compile=default saves launches and memory traffic"
     if on_gpu and timing.mfu is not None and timing.mfu < _LOW_MFU:
-        return f"{said}, at {timing.mfu:.0%} of the peak: train.batch_size={2 * config.train.batch_size}"
+        return (
+            f"{said}, at {timing.mfu:.0%} of the peak: train.batch_size={2 * config['train']['batch_size']}"
+        )
     return f"{said}; python -m ddptrain bench tries what could shorten it"
 
 
@@ -94,7 +95,7 @@ def _on_data(run: Run) -> str:
     # more than two per core do not help
     workers = min(max(2 * loading.workers, share), 2 * share)
     remedies = [f"data.workers={workers}"] if workers > loading.workers else []
-    remedies += ["data.resident=true"] if run.config.data.get("resident") is False else []
+    remedies += ["data.resident=true"] if run.config["data"].get("resident") is False else []
     return " or ".join(remedies) or "smaller files, a faster disk, or more cores"
 
 
@@ -104,20 +105,20 @@ def _on_copies(run: Run) -> str:
 
 def _on_gradients(run: Run) -> str:
     config = run.config
-    compresses = config.elastic == "fast" and config.strategy.get("compression") == "none"
+    compresses = config["elastic"] == "fast" and config["strategy"].get("compression") == "none"
     if run.gradient_bytes >= _TRAFFIC and compresses:
         return "strategy.compression=bf16 halves the traffic"
-    return f"train.batch_size={2 * config.train.batch_size} halves how often"
+    return f"train.batch_size={2 * config['train']['batch_size']} halves how often"
 
 
 def _on_optimizer(run: Run) -> str:
     if not run.fused:
         return "an optimizer that torch has fused (optim=adamw, optim=sgd) is one kernel a step"
-    return f"train.batch_size={2 * run.config.train.batch_size} halves how often"
+    return f"train.batch_size={2 * run.config['train']['batch_size']} halves how often"
 
 
 def _on_log(run: Run) -> str:
-    return f"log.every={10 * run.config.log.every}"
+    return f"log.every={10 * run.config['log']['every']}"
 
 
 def _rarer(key: str, every: int | None, run: Run) -> list[str]:
@@ -127,24 +128,24 @@ def _rarer(key: str, every: int | None, run: Run) -> list[str]:
 
 
 def _on_evaluating(run: Run) -> str:
-    train = run.config.train
-    remedies = _rarer("train.eval_every", train.eval_every, run)
-    if run.valid_size > train.eval_batch_size:
-        remedies.append(f"train.eval_batch_size={min(4 * train.eval_batch_size, run.valid_size)}")
+    train = run.config["train"]
+    remedies = _rarer("train.eval_every", train["eval_every"], run)
+    if run.valid_size > train["eval_batch_size"]:
+        remedies.append(f"train.eval_batch_size={min(4 * train['eval_batch_size'], run.valid_size)}")
     return ", or ".join(remedies) or "a smaller validation set"
 
 
 def _on_drawing(run: Run) -> str:
-    remedies = _rarer("train.eval_every", run.config.train.eval_every, run)
-    remedies += ["~observers.plots"] if "plots" in run.config.observers else []
+    remedies = _rarer("train.eval_every", run.config["train"]["eval_every"], run)
+    remedies += ["~observers.plots"] if "plots" in run.config["observers"] else []
     return ", or ".join(remedies) or "a longer run: its time does not grow with the run's length"
 
 
 def _on_saving(run: Run) -> str:
-    checkpoint = run.config.checkpoint
-    if not checkpoint.background:
+    checkpoint = run.config["checkpoint"]
+    if not checkpoint["background"]:
         return "checkpoint.background=true writes while it trains"
-    return "".join(_rarer("checkpoint.every", checkpoint.every, run)) or "a faster disk for run.dir"
+    return "".join(_rarer("checkpoint.every", checkpoint["every"], run)) or "a faster disk for run.dir"
 
 
 _REMEDIES = {

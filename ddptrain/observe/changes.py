@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddptrain.config.suggest import flat_values
+from ddptrain.keys import flat_values
 from ddptrain.text import parse_yaml
 
 CHANGES = "changes.jsonl"

@@ -8,7 +8,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ddptrain.api.world import World
-from ddptrain.config.schema import Debug
 from ddptrain.observe.lock import unwritable
 
 log = logging.getLogger("ddptrain")
@@ -16,18 +15,17 @@ _MOST_ENTRIES = 200_000
 """Most allocations in a memory snapshot."""
 
 
-def profiled(steps: range, debug: Debug, world: World, folder: Path) -> Iterator[int]:
-    """The steps, of which those that ``debug`` names are recorded. Every rank writes its own files:
-    ``trace-rank<n>.json.gz`` for Perfetto or chrome://tracing, ``memory-rank<n>.pickle`` for PyTorch's memory
-    viewer."""
-    begin = steps.start + debug.profile_from - 1
-    window = range(begin, begin + debug.profile_steps)
-    if not debug.profile or window.stop > steps.stop:
-        if debug.profile:
-            log.warning(
-                "debug.profile: the run ends before step %d, so nothing is recorded; set profile_from lower",
-                window.stop,
-            )
+def profiled(steps: range, first: int, count: int, world: World, folder: Path) -> Iterator[int]:
+    """The steps, of which ``count`` are recorded, from the ``first`` on (1: the next). Every rank writes its
+    own files: ``trace-rank<n>.json.gz`` for Perfetto or chrome://tracing, ``memory-rank<n>.pickle`` for
+    PyTorch's memory viewer."""
+    begin = steps.start + first - 1
+    window = range(begin, begin + count)
+    if window.stop > steps.stop:
+        log.warning(
+            "debug.profile: the run ends before step %d, so nothing is recorded; set profile_from lower",
+            window.stop,
+        )
         yield from steps
         return
     yield from range(steps.start, window.start)

@@ -9,8 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import torch.distributed as dist
 import yaml
 
 from ddptrain.api.world import World
-from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
 from ddptrain.observe.changes import note_changes
 from ddptrain.observe.lock import LOCK, lost, unwritable
@@ -29,14 +27,14 @@ from ddptrain.version import __version__
 _LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy", "pillow")
 
 
-def name_run(config: Config) -> Path:
-    """The run's folder: ``run.dir``, or ``runs/<recipe>/<time>-<id>``. Called on rank 0 only.
+def name_run(folder: str | None, recipe: str) -> Path:
+    """The run's folder: that of ``run.dir``, or ``runs/<recipe>/<time>-<id>``. Called on rank 0 only.
 
     The id is torchrun's job id if it is set, so a restarted job finds its folder again.
     """
-    if config.run.dir is not None:
-        return Path(config.run.dir)
-    home = Path("runs") / config.recipe
+    if folder is not None:
+        return Path(folder)
+    home = Path("runs") / recipe
     job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if job == "none":
         return home / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{uuid.uuid4().hex[:6]}"
@@ -69,18 +67,22 @@ def is_described(folder: Path) -> bool:
     return all((folder / name).is_file() for name in ("config.yaml", "command.txt", "environment.json"))
 
 
-def describe_run(folder: Path, config: Config, world: World, arguments: Sequence[str], step: int) -> None:
-    """Write the config, command and environment, and what of the config is another one from ``step`` on, if
-    this goes on with a run. Called after all checks, because the folder may hold a run of another config. On
-    rank 0 only; raises UserError if it can't be written, or is not this run's any more."""
+def describe_run(
+    folder: Path, config: Mapping[str, Any], world: World, arguments: Sequence[str], step: int
+) -> None:
+    """Write the config (a tree), the command and environment, and what of the config is another one from
+    ``step`` on, if this goes on with a run. Called after all checks, because the folder may hold a run of
+    another config. On rank 0 only; raises UserError if it can't be written, or is not this run's any more."""
     check_kept(folder)
     theirs = {
-        n: node for n, node in config.controllers.items() if not node["_target_"].startswith("ddptrain.")
+        name: node
+        for name, node in config["controllers"].items()
+        if not node["_target_"].startswith("ddptrain.")
     }
-    ours = tuple(f"+controllers.{name}=" for name in config.controllers.keys() - theirs.keys())
+    ours = tuple(f"+controllers.{name}=" for name in config["controllers"].keys() - theirs.keys())
     own = [word for word in arguments if not word.startswith(ours)]  # not of sweep or bench
     try:
-        tree = {**asdict(config), "controllers": theirs}
+        tree = {**config, "controllers": theirs}
         note_changes(folder, tree, step)
         (folder / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
         (folder / "command.txt").write_text(command_line(world, own) + "\n", encoding="utf-8")

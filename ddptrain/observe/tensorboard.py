@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any, final
 
@@ -10,7 +9,6 @@ import torch
 
 from ddptrain.api.observer import End, Evaluated, Log, Observer, Start
 from ddptrain.api.recipe import Picture, TextSample
-from ddptrain.config.schema import Config
 from ddptrain.observe.drawer import shared_drawer
 from ddptrain.observe.metrics_file import read_lines
 
@@ -120,11 +118,11 @@ def _without_the_writers(args: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(args)
 
 
-def settings_of(config: Config) -> dict[str, Any]:
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of the config that the training depends on."""
     return {
         name: value
-        for name, value in asdict(config).items()
+        for name, value in config.items()
         if name not in ("run", "sweep", "observers", "controllers")
     }
 

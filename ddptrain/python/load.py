@@ -8,9 +8,9 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from ddptrain.cli.run_verbs import asked_to_load
-from ddptrain.commands.setup import loaded_model
 from ddptrain.python.run import Run
+from ddptrain.run.setup import loaded_model
+from ddptrain.verbs.saved_run import asked_to_load
 
 
 @final

@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from ddptrain.cli.argv import CONFIG_DIR, ENV, parse
+from ddptrain.config.arguments import CONFIG_DIR, ENV
+from ddptrain.distributed.launcher.process import AGENT
 from ddptrain.errors import ExitCode, UserError
-from ddptrain.launcher.process import AGENT
 from ddptrain.python.run import Run
+from ddptrain.verbs.argv import parse
 
 _FIRST_LINE = re.compile(r"ddptrain \S+  recipe .+?  run (.+)")
 """Of the log. It names the folder."""

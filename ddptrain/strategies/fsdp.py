@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
-from ddptrain.config.suggest import did_you_mean
 from ddptrain.distributed.comm import START_TIMEOUT, broadcast, from_all_ranks, only_statistics
 from ddptrain.distributed.foreach import mapped
 from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean
 
 log = logging.getLogger("ddptrain")
 

@@ -61,7 +61,7 @@ def test_between_laps_each_rank_waits_to_be_told(tmp_path: Path) -> None:
             "observers=[console,jsonl,plots]",
         ]
         words.append(
-            f"+controllers.pacing={{_target_:ddptrain.bench.pacing.Pacing,address:'{tmp_path}/turns'}}"
+            f"+controllers.pacing={{_target_:ddptrain.tools.bench.pacing.Pacing,address:'{tmp_path}/turns'}}"
         )
         line = [sys.executable, "-m", "ddptrain", "launch", "--nproc-per-node=2", *words, "train.steps=15"]
         with subprocess.Popen(line, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:

@@ -11,9 +11,9 @@ import pytest
 from running import FAULTY
 from toy import auto
 
-from ddptrain.bench.ddp import of_ddp, ranks_for
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
+from ddptrain.tools.bench.ddp import of_ddp, ranks_for
 
 
 def test_what_is_tried_of_ddp() -> None:

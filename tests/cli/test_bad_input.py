@@ -174,7 +174,7 @@ def test_a_value_that_a_target_refuses_is_named_with_its_section(
 def test_composing_imports_no_torch(tmp_path: Path, arguments: str) -> None:
     script = """
 import sys
-from ddptrain.cli.main import main
+from ddptrain.verbs.main import main
 try:
     main(sys.argv[1:])
 finally:
@@ -314,12 +314,12 @@ def test_targets_outside_the_allowed_packages_are_refused_and_not_run(tmp_path: 
             "model._target_=posix.system",
             f"+model.command='touch {mark}'",
             "data.source._target_=ddptrain.recipes.image.torch.load",
-            "optim._target_=ddptrain.cli.main.os._exit",
+            "optim._target_=ddptrain.verbs.main.os._exit",
         ],
     )
     assert "model._target_=posix.system: not allowed" in message
     assert "data.source._target_=ddptrain.recipes.image.torch.load: " in message
-    assert "optim._target_=ddptrain.cli.main.os._exit: not allowed" in message
+    assert "optim._target_=ddptrain.verbs.main.os._exit: not allowed" in message
     assert not mark.exists()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ddptrain.cli.main import main
+from ddptrain.verbs.main import main
 
 SMALL = "recipe=cnn_digits device=cpu model.width=8 observers=[console,jsonl,plots]"
 BRIEF = f"{SMALL} train.steps=1"

@@ -216,7 +216,7 @@ EARLY = {
 
 JUDGE = """
 import contextlib, io, json, os, sys
-from ddptrain.cli.main import main
+from ddptrain.verbs.main import main
 for line in json.loads(sys.stdin.read()):
     if os.fork():
         os.wait()

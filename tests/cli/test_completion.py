@@ -10,7 +10,9 @@ from debian import CannotRun, unpack
 from shell import refusal, with_imports
 from terminal import terminal
 
-from ddptrain.cli.argv import GROUPS, OF_TORCHRUN, VERBS
+from ddptrain.config.arguments import GROUPS
+from ddptrain.verbs.installed import verb_names
+from ddptrain.verbs.launch import OF_TORCHRUN
 
 CONF = Path(__file__).parents[2] / "conf"
 PROGRAM = Path(sys.executable).with_name("ddptrain")
@@ -57,7 +59,7 @@ def names(group: str) -> list[str]:
 
 def test_the_first_word(folder: Path) -> None:
     words = offered(folder, "ddptrain ")
-    assert {f"{verb} " for verb in VERBS} <= set(words)
+    assert {f"{verb} " for verb in verb_names()} <= set(words)
     assert {"recipe=", "optim=", "optim.", "train.", "seed=", "checkpoint."} <= set(words)
     assert {f"{group}=" for group in GROUPS} <= set(words)
     assert not [word for word in words if "_target_" in word or word.startswith("hydra")]

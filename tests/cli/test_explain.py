@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from shell import early_refusal
 
-from ddptrain.cli.main import main
+from ddptrain.verbs.main import main
 
 MINE = """# @package _global_
 defaults:
@@ -154,7 +154,7 @@ def test_a_recipe_of_an_installed_package_is_named_by_its_path(
         ("recipe=cnn_digits train.batch_size=x --explain train", "train.batch_size"),
         ("recipe=cnn_digits --explain", "--explain: needs a value"),
         ("--multirun recipe=cnn_digits --explain optim.lr", "--explain=optim.lr: shows one config"),
-        ("evaluate run=r --explain optim.lr", "--explain: is for train, launch, write, prove"),
+        ("evaluate run=r --explain optim.lr", "--explain: is for train, launch, bench, prove"),
         ("recipe=cnn_digits --explian=optim.lr", "Did you mean --explain?"),
     ],
 )
@@ -172,7 +172,7 @@ def test_every_verb_that_composes_explains_and_does_nothing_else(
 
 def test_it_comes_at_once_and_loads_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from ddptrain.cli.main import main; code = main(sys.argv[1:]);"
+        "import sys; from ddptrain.verbs.main import main; code = main(sys.argv[1:]);"
         " sys.exit(code or 'torch' in sys.modules)"
     )
     words = ["recipe=cnn_digits", "--explain", "train"]

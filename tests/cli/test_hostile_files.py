@@ -22,9 +22,9 @@ from hostile import Payload, Place
 from PIL import Image
 from served import add
 
-from ddptrain.cli.main import main
 from ddptrain.engine.saved_checkpoint import FORMAT, LoadedCheckpoint, sealed, unpack
 from ddptrain.errors import UserError
+from ddptrain.verbs.main import main
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ from ddptrain.data.tokens import open_tokens
 from ddptrain.doctor.replay import read_facts
 from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, sealed, unpack
 from ddptrain.errors import UserError
-from ddptrain.report.page import write_page
-from ddptrain.report.run_files import read_run
-from ddptrain.sweep.ledger import LEDGER, read_ledger
+from ddptrain.tools.report.page import write_page
+from ddptrain.tools.report.run_files import read_run
+from ddptrain.tools.sweep.ledger import LEDGER, read_ledger
 
 LONGEST_S = 10.0
 MOST_BYTES = 1 << 30

@@ -39,7 +39,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "runpy.run_path": {"path_name": "THEIRS/hubconf.py"},
     "logging.FileHandler": {"filename": "CANARY"},
     "hydra.utils.instantiate": {"config": TOUCH},
-    "ddptrain.cli.main.main": {"words": ["write", "recipe=yolo_shapes", "out=CANARY"]},
+    "ddptrain.verbs.main.main": {"words": ["write", "recipe=yolo_shapes", "out=CANARY"]},
     "ddptrain.testing.run_ranks": {"fn": TOUCH, "size": 1},
     "ddptrain.recipes.cnn.os.system": {"command": "touch CANARY"},
     "ddptrain.recipes.image.torch.load": {"f": PICKLE, "weights_only": False},

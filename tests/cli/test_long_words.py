@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.cli.main import main
+from ddptrain.verbs.main import main
 
 LONG = "a" * 300
 TRAIN = ["recipe=cnn_digits", "device=cpu", "train.steps=1"]

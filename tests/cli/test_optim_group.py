@@ -7,8 +7,8 @@ import pytest
 import yaml
 from shell import ddptrain
 
-from ddptrain.cli.argv import parse
-from ddptrain.cli.compose import composed_tree
+from ddptrain.config.compose import composed_tree
+from ddptrain.verbs.argv import parse
 
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.001, "betas": [0.9, 0.999], "weight_decay": 0.01}
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": False}

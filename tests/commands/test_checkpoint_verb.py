@@ -205,7 +205,7 @@ def test_a_target_that_can_not_be_written_is_named(trained: Path, tmp_path: Path
 
 def test_a_missing_library_is_named_with_its_installation(trained: Path, tmp_path: Path) -> None:
     program = (
-        "import sys; sys.modules['safetensors'] = None; from ddptrain.cli.main import main;"
+        "import sys; sys.modules['safetensors'] = None; from ddptrain.verbs.main import main;"
         f"sys.exit(main(['checkpoint', 'convert', 'run=run', 'out={tmp_path}/weights.safetensors']))"
     )
     ended = subprocess.run(

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torchvision import models
 
-from ddptrain.cli.main import main
+from ddptrain.verbs.main import main
 
 FINETUNE = (
     "recipe=finetune device=cpu data.workers=0 data.source.size=16 model.name=resnet18 train.steps=1"

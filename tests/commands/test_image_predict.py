@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import to_pil_image
 
 from ddptrain.api.recipe import Deployed
-from ddptrain.cli.main import main
-from ddptrain.commands import export
 from ddptrain.data.digits import Digits
 from ddptrain.data.imagefolder import ImageFolder
 from ddptrain.data.pictures import fitted
 from ddptrain.data.source import Split
 from ddptrain.engine.saved_checkpoint import sealed
 from ddptrain.errors import ExitCode, UserError
+from ddptrain.run import export
+from ddptrain.verbs.main import main
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 SIDE = 24

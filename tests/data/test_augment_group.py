@@ -12,15 +12,15 @@ from compare import assert_same
 from composed import made
 from shell import ddptrain
 
-from ddptrain.cli.argv import parse
-from ddptrain.cli.compose import composed_tree
 from ddptrain.config.check import checked
+from ddptrain.config.compose import composed_tree
 from ddptrain.config.instantiate import check_node
 from ddptrain.data.augment import Augment
 from ddptrain.data.images import ImageData
 from ddptrain.data.transforms import Transforms
 from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.errors import UserError
+from ddptrain.verbs.argv import parse
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted(path.stem for path in (ROOT / "conf/augment").glob("*.yaml"))

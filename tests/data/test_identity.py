@@ -36,7 +36,6 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from ddptrain.api.recipe import Data
 from ddptrain.api.world import World
-from ddptrain.commands.setup import prepare
 from ddptrain.data.corpus import TextFiles
 from ddptrain.data.csv_labels import CsvLabels
 from ddptrain.data.dataset import DatasetData
@@ -50,6 +49,7 @@ from ddptrain.data.shapes import Shapes
 from ddptrain.data.stream.images import StreamImages
 from ddptrain.data.text import TextData
 from ddptrain.errors import UserError
+from ddptrain.run.setup import prepare
 from ddptrain.testing import RankFailed, run_ranks
 
 # -- sets in files ------------------------------------------------------------------------------------

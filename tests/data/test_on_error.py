@@ -21,9 +21,8 @@ from shell import ddptrain, refusal
 from verbs import train_on
 
 from ddptrain.api.world import World
-from ddptrain.cli.argv import parse
-from ddptrain.cli.compose import composed_tree
 from ddptrain.config.check import checked
+from ddptrain.config.compose import composed_tree
 from ddptrain.config.schema import Config
 from ddptrain.data.augment import Augment
 from ddptrain.data.csv_labels import CsvLabels
@@ -36,6 +35,7 @@ from ddptrain.data.masks import MaskData
 from ddptrain.data.stream.images import StreamImages
 from ddptrain.data.stream.masks import StreamMasks
 from ddptrain.errors import UserError
+from ddptrain.verbs.argv import parse
 
 SIDE = 24
 FORK = multiprocessing.get_context("fork")

@@ -16,13 +16,13 @@ from PIL import Image
 from toy import Vectors
 
 from ddptrain.api.world import World
-from ddptrain.commands.setup import prepare
 from ddptrain.data.cifar10 import ARCHIVE, Cifar10
 from ddptrain.data.digits import Digits
 from ddptrain.data.imagefolder import ImageFolder
 from ddptrain.data.shapes import DISTANCES, Shapes
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
+from ddptrain.run.setup import prepare
 from ddptrain.testing import run_ranks
 
 NOWHERE = Path("nowhere")

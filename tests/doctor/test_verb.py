@@ -15,7 +15,6 @@ import torch
 from shell import RANK_VARIABLES, ddptrain, refusal
 
 from ddptrain.api.world import World
-from ddptrain.cli.main import main
 from ddptrain.doctor import examine, meet
 from ddptrain.doctor.facts import (
     Asked,
@@ -32,6 +31,7 @@ from ddptrain.doctor.facts import (
 from ddptrain.doctor.rules_cluster import examine_cluster
 from ddptrain.doctor.show import json_of, print_cluster
 from ddptrain.testing import run_ranks
+from ddptrain.verbs.main import main
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 
@@ -119,7 +119,7 @@ def test_wrong_words_are_refused(words: str, said: str, capsys: pytest.CaptureFi
 def test_under_torchrun_it_wants_to_know_whether_all_nodes_are_meant(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ddptrain.cli.main.end_with_agent", lambda: None)
+    monkeypatch.setattr("ddptrain.verbs.main.end_with_agent", lambda: None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert main(["doctor"]) == 2
     assert "Add --cluster" in capsys.readouterr().err

@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from toy import CLASSES, FEATURES, Classify, Vectors, auto
 
 from ddptrain.api.world import World
-from ddptrain.config.schema import Train
+from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.auto_batch import AutoBatch
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import UserError
-from ddptrain.strategies.make_strategy import make_strategy
+from ddptrain.run.make_strategy import make_strategy
 from ddptrain.testing import run_ranks
-from ddptrain.watchdog.watchdog import Watchdog
 
 BATCH = 90
 MODEL = '''
@@ -81,7 +80,7 @@ def test_all_ranks_take_what_the_smallest_has_room_for(shards: int | None, tries
             strategy = make_strategy(node, world, strict=shards is not None)
             task = Classify(nn.Identity)
             trial = AutoBatch(task, model, data, Precision("fp32", world.device), plan, strategy)
-            sized = trial.sized(Train(micro_batch="auto", eval_batch_size="auto"), {}, Watchdog(world))
+            sized = trial.sized("auto", "auto", {}, Watchdog(world))
             assert_same(before, dict(model.state_dict()))
             assert all(parameter.grad is None for parameter in model.parameters())
             assert sized.micro_batch == expected(BATCH // (shards or world.size), min(rooms))
@@ -102,7 +101,7 @@ def test_where_all_fits_no_rank_cuts_its_share() -> None:
         strategy = make_strategy(auto(), world, strict=False)
         precision = Precision("fp32", world.device)
         trial = AutoBatch(Classify(nn.Identity), Roomy(99), Vectors(200), precision, plan, strategy)
-        return trial.sized(Train(micro_batch="auto"), {}, Watchdog(world)).micro_batch
+        return trial.sized("auto", 256, {}, Watchdog(world)).micro_batch
 
     assert run_ranks(rank, 3) == [22, 22, 22]
 
@@ -117,7 +116,7 @@ def test_no_room_at_all_is_said() -> None:
     with pytest.raises(
         UserError, match=r"^train\.micro_batch=auto: rank 0 has no room for a single sample \(CUDA"
     ):
-        trial.sized(Train(micro_batch="auto"), {}, Watchdog(world))
+        trial.sized("auto", 256, {}, Watchdog(world))
 
 
 def test_the_run_is_that_of_the_number_written_out_killed_or_not(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from ddptrain.api.world import World
 from ddptrain.engine.early_stop import EarlyStop
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
-from ddptrain.sweep.pruning import Pruning
 from ddptrain.testing import run_ranks
+from ddptrain.tools.sweep.pruning import Pruning
 
 PLAN = Plan(steps=6, train_size=96, batch_size=24, eval_batch_size=10, eval_every=3, save_every=3, seed=5)
 FSDP = yaml.safe_load((Path(__file__).parents[2] / "conf/strategy/fsdp.yaml").read_text())

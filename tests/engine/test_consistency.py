@@ -2,7 +2,7 @@
 
 import os
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from toy import Classify, Fit, Vectors, plain, run_killed_at, weights, with_nois
 
 from ddptrain.api.recipe import At, Loss
 from ddptrain.api.world import World
-from ddptrain.commands.setup import make_model
 from ddptrain.config.schema import Config, Train
 from ddptrain.engine.consistency import (
     check_replicas,
@@ -26,6 +25,7 @@ from ddptrain.engine.consistency import (
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.errors import OutOfStep, UserError
+from ddptrain.run.setup import make_model
 from ddptrain.testing import run_ranks
 
 
@@ -91,7 +91,7 @@ def test_what_differs_at_the_start_is_listed() -> None:
             config = replace(config, optim={"lr": 0.2}, train=Train(batch_size=64))
             model = with_noise()
         with pytest.raises(UserError) as caught:
-            check_same_command(world, config)
+            check_same_command(world, asdict(config))
         with pytest.raises(UserError) as other:
             check_same_model(world, model)
         return f"{caught.value}\n{other.value}"
@@ -102,7 +102,7 @@ def test_what_differs_at_the_start_is_listed() -> None:
     assert "train.batch_size: 64 on rank 1, 128 on rank 0." in first
     assert "parameter 1.weight: (32,) torch.float32 on rank 1, absent on rank 0." in first
     config = Config(recipe="x", task={}, data={}, optim={})
-    run_ranks(lambda world: check_same_command(world, config), 3)
+    run_ranks(lambda world: check_same_command(world, asdict(config)), 3)
     run_ranks(lambda world: check_same_model(world, plain()), 3)
 
 

@@ -11,7 +11,6 @@ from shell import ddptrain, refusal
 from torch import nn
 
 from ddptrain.api.world import World
-from ddptrain.config.schema import Init
 from ddptrain.engine.initial_weights import match, read_weights
 from ddptrain.errors import UserError
 
@@ -42,7 +41,7 @@ WRAPPINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_a_file_is_understood_however_its_names_are_wrapped(how: str, tmp_path: Path) -> None:
     theirs, model = small(), small()
     torch.save(WRAPPINGS[how](theirs.state_dict()), tmp_path / "w.pth")
-    found = match(model, read_weights(str(tmp_path / "w.pth"), {}, World()), Init("w.pth"))
+    found = match(model, read_weights(str(tmp_path / "w.pth"), {}, World()), "w.pth", [])
     assert found.loaded.keys() == model.state_dict().keys()
     assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in found.loaded.items())
     assert found.share == 1
@@ -50,7 +49,7 @@ def test_a_file_is_understood_however_its_names_are_wrapped(how: str, tmp_path: 
 
 def test_a_head_of_another_size_is_left_out_and_said_so(tmp_path: Path) -> None:
     save_file(small(7).state_dict(), tmp_path / "w.safetensors")
-    found = match(small(), read_weights(str(tmp_path / "w.safetensors"), {}, World()), Init("w"))
+    found = match(small(), read_weights(str(tmp_path / "w.safetensors"), {}, World()), "w", [])
     assert found.other_size == [
         "3.weight (7, 40) there, (5, 40) here",
         "3.bias (7,) there, (5,) here",
@@ -59,16 +58,16 @@ def test_a_head_of_another_size_is_left_out_and_said_so(tmp_path: Path) -> None:
 
 
 def test_what_is_skipped_stays_random(tmp_path: Path) -> None:
-    found = match(small(), small().state_dict(), Init("w", ["3.*"]))
+    found = match(small(), small().state_dict(), "w", ["3.*"])
     assert found.skipped == ["3.weight", "3.bias"]
     assert not {"3.weight", "3.bias"} & found.loaded.keys()
     with pytest.raises(UserError, match=r"^init\.skip=head\.\*: matches no name; there are 0\.weight"):
-        match(small(), small().state_dict(), Init("w", ["head.*"]))
+        match(small(), small().state_dict(), "w", ["head.*"])
 
 
 def test_another_models_file_is_refused() -> None:
     with pytest.raises(UserError, match=r"^init\.weights=w: fits only 0\.0% of the model"):
-        match(small(), {"layer.weight": torch.ones(3)}, Init("w"))
+        match(small(), {"layer.weight": torch.ones(3)}, "w", [])
 
 
 def no_such(folder: Path) -> str:

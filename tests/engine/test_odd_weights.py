@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ddptrain.api.world import World
-from ddptrain.config.schema import Config, Init
 from ddptrain.engine.initial_weights import load_initial_weights
 from ddptrain.errors import UserError
 
@@ -97,8 +96,7 @@ def write(state: State, container: str, form: str, folder: Path) -> Path:
 
 
 def load(file: Path, model: nn.Module) -> None:
-    config = Config(recipe="toy", task={}, data={}, optim={}, init=Init(str(file)))
-    load_initial_weights(config, model, World())
+    load_initial_weights(str(file), [], {}, model, World())
 
 
 def refused(kind: str, given: Tensor, own: Tensor) -> str | None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from ddptrain.engine.optimizer import build_optimizer
 from ddptrain.engine.step import OptimizerStep
+from ddptrain.run.optimizer import build_optimizer
 
 ZERO = torch.zeros(())
 

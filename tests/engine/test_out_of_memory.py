@@ -12,9 +12,10 @@ from torch import nn
 import ddptrain
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Train
-from ddptrain.engine.out_of_memory import is_lack_of_memory, lack_of_memory
+from ddptrain.distributed.watchdog.watchdog import Watchdog
+from ddptrain.engine.out_of_memory import is_lack_of_memory
 from ddptrain.engine.plan import Plan
-from ddptrain.watchdog.watchdog import Watchdog
+from ddptrain.run.out_of_memory import lack_of_memory
 
 TORCHS = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.25 GiB of which"

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 from torchvision import models
 
-from ddptrain.config.schema import Init, Sched
+from ddptrain.config.schema import Sched
 from ddptrain.engine.freeze import freeze
 from ddptrain.engine.initial_weights import match
-from ddptrain.engine.optimizer import build_optimizer, build_schedule, check_optimizer
 from ddptrain.engine.parameter_groups import layer_depths, parameter_groups
 from ddptrain.errors import UserError
+from ddptrain.run.optimizer import build_optimizer, check_optimizer
+from ddptrain.run.schedule import build_schedule
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
@@ -166,7 +167,7 @@ def test_a_parameter_is_found_by_each_of_its_names(pattern: str) -> None:
     model.requires_grad_(True)
     groups = parameter_groups(model, {**SGD, "groups": [{"params": pattern, "lr": 0.5}]})
     assert {p for group in groups if group.lr_scale == 0.5 for p in group.parameters} == meant
-    found = match(model, Tied().state_dict(), Init("w", [pattern]))
+    found = match(model, Tied().state_dict(), "w", [pattern])
     assert {named[name] for name in found.skipped} == meant
     assert not {named[name] for name in found.loaded} & meant
 

@@ -12,8 +12,9 @@ from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
 from ddptrain.engine.ema import ExponentialAverage
 from ddptrain.engine.meter import Meter
-from ddptrain.engine.optimizer import build_optimizer, build_schedule
 from ddptrain.engine.plan import Plan, steps_of
+from ddptrain.run.optimizer import build_optimizer
+from ddptrain.run.schedule import build_schedule
 from ddptrain.strategies.single import Single
 from ddptrain.testing import run_ranks
 

@@ -6,6 +6,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ddptrain.api.timing import PHASES, TRAINING, Timing, format_shares
 from ddptrain.api.world import World
 from ddptrain.config.schema import Checkpoint, Config, LogSection, Train
 from ddptrain.distributed.cpu import cores
+from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.flops import counter, known_peak
 from ddptrain.engine.phases import Phases
 from ddptrain.engine.plan import Plan
@@ -32,7 +34,6 @@ from ddptrain.strategies.ddp import Ddp
 from ddptrain.strategies.flag_bucket import FlagBucket
 from ddptrain.strategies.strict import Strict
 from ddptrain.testing import run_ranks
-from ddptrain.watchdog.watchdog import Watchdog
 
 STEPS = 12
 EVERY_TIME = pytest.mark.parametrize("times", [3, pytest.param(10, marks=pytest.mark.long)])
@@ -123,7 +124,7 @@ def setup(world: World = ALONE, loading: Loading = UNKNOWN, **config: Any) -> Ru
     given["strategy"] = auto(compression="none")
     return Run(
         Path(),
-        Config(**{**given, **config}),
+        asdict(Config(**{**given, **config})),
         world,
         "fp32",
         loading,

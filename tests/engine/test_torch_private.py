@@ -21,7 +21,7 @@ TRAINING = """
 import sys
 if sys.argv[1] == "compiler":
     import torch._dynamo
-from ddptrain.cli.main import main
+from ddptrain.verbs.main import main
 assert main(sys.argv[2:]) == 0
 heavy = {"torch._dynamo", "torch.onnx", "torchvision", "triton", "sklearn", "pandas", "IPython"}
 print(*sorted(heavy & sys.modules.keys()))
@@ -88,7 +88,7 @@ PRIVATE = re.compile(
     r"\btorch(?:\.\w+)*\._(?!foreach_|_)\w+|\b_execution_engine\b|\b_step_supports_\w+|\b_opt_called\b"
 )
 ELSEWHERE = {
-    "ddptrain/commands/export.py": {"torch._dynamo"},  # the error that torch.export raises
+    "ddptrain/run/export.py": {"torch._dynamo"},  # the error that torch.export raises
     "ddptrain/distributed/comm.py": {"torch._C"},  # the type of a store
     "ddptrain/doctor/torch_facts.py": {"torch._C"},  # which GPUs torch was built for
     "ddptrain/engine/compiled.py": {
@@ -96,11 +96,11 @@ ELSEWHERE = {
         "torch._logging",
         "torch.utils._pytree",
     },  # what was compiled, and why again
-    "ddptrain/launcher/prefork.py": {"torch._dynamo"},  # imported ahead, for ranks that compile
+    "ddptrain/distributed/launcher/prefork.py": {"torch._dynamo"},  # imported ahead, for ranks that compile
     "ddptrain/observe/monitor.py": {"torch._C"},  # the type of a store
     "ddptrain/observe/profile.py": {"torch.cuda.memory._"},  # torch's own pages name these
     "ddptrain/testing.py": {"torch._dynamo"},  # imported once for all ranks
-    "ddptrain/watchdog/heartbeat.py": {"torch._C"},  # the type of a store
+    "ddptrain/distributed/watchdog/heartbeat.py": {"torch._C"},  # the type of a store
     "recipes/muon.py": {"_step_supports_amp_scaling"},  # how an optimizer says that it reads found_inf
 }
 """Private names outside of torch_private.py: this list can only get shorter."""

@@ -10,7 +10,6 @@ from named_sets import TRAINED, in_folders
 from shell import ddptrain
 from torchvision import models
 
-from ddptrain.config.schema import Config, Init
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD
 from ddptrain.engine.initial_weights import normalisation_of
 
@@ -21,7 +20,7 @@ TIMM = "ddptrain.recipes.classifiers.timm_classifier"
 def known(
     weights: str | None, target: str = TORCHVISION, **model: Any
 ) -> tuple[list[float], list[float]] | None:
-    return normalisation_of(Config(model={"_target_": target, **model}, init=Init(weights)))
+    return normalisation_of(weights or "", {"_target_": target, **model})
 
 
 def test_of_every_classifier_of_torchvision() -> None:

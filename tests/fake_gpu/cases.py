@@ -202,7 +202,7 @@ def _said(words: list[str], told: Path) -> tuple[int, str]:
     """told: a file for what is said, which is left where the process ends in the middle."""
     import emulate
 
-    from ddptrain.cli.main import main
+    from ddptrain.verbs.main import main
 
     if "MASTER_PORT" in os.environ:  # a store of its own, without another training's keys
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"

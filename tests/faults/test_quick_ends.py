@@ -11,7 +11,7 @@ from shell import ddptrain
 from sweeps import SWEPT
 
 from ddptrain.errors import ExitCode
-from ddptrain.sweep.questions import Questions
+from ddptrain.tools.sweep.questions import Questions
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 RUNS, AT_ONCE = 45, 3
@@ -31,7 +31,7 @@ def test_a_run_that_is_pruned_at_once_never_aborts(tmp_path: Path) -> None:
     def one(run: int) -> int:
         folder = tmp_path / str(run)
         words = f"launch --nproc-per-node=2 --config-dir={SWEPT} recipe=swept device=cpu run.dir=run"
-        return ddptrain(folder, f"{words} {asking[run].controller(waits=True)}", OMP_NUM_THREADS="1").code
+        return ddptrain(folder, f"{words} {asking[run].controller(True, ())}", OMP_NUM_THREADS="1").code
 
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(mine)})

@@ -24,10 +24,10 @@ from compare import assert_same
 from PIL import Image
 from running import Job, assert_same_outcome, faulty_words
 
-from ddptrain.cli.main import main
+from ddptrain.distributed.launcher.process import end_with
 from ddptrain.engine.saved_checkpoint import read, unpack
-from ddptrain.launcher.process import end_with
 from ddptrain.observe.metrics_file import read_lines
+from ddptrain.verbs.main import main
 
 FORK = multiprocessing.get_context("fork")
 WORDS = faulty_words("device=cpu", "log.every=1", "train.steps=60", "data.pace=0.02")

@@ -20,11 +20,12 @@ from toy import Classify, Fit, auto
 
 from ddptrain.api.observer import End, Observer
 from ddptrain.api.world import World
-from ddptrain.config.schema import Config, Debug, Ema
+from ddptrain.config.schema import Config, Ema
 from ddptrain.data.augment import Augment
 from ddptrain.data.images import ImageData
 from ddptrain.data.prefetch import on_device
 from ddptrain.data.shapes import Shapes
+from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.doctor import proof
 from ddptrain.doctor.facts import Proof
 from ddptrain.engine.checkpoint import Checkpointer
@@ -32,11 +33,11 @@ from ddptrain.engine.loop import Engine, StepIterator
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.state import TrainState
-from ddptrain.engine.step import TrainStep, make_step
+from ddptrain.engine.step import TrainStep
 from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.profile import profiled
-from ddptrain.strategies.make_strategy import make_strategy
-from ddptrain.watchdog.watchdog import Watchdog
+from ddptrain.run.assemble import make_step
+from ddptrain.run.make_strategy import make_strategy
 
 DEVICE = torch.device("cuda", 0)
 PICTURES = 32 * 3 * 32 * 32
@@ -212,8 +213,8 @@ def test_the_split_adds_up_to_the_wall_time(tmp_path: Path, resident: bool) -> N
 @on_a_real_one
 def test_copies_run_beside_the_computing_in_the_trace(tmp_path: Path) -> None:
     """Host-to-device copies of later batches lie on another stream, inside the time of the step's kernels."""
-    debug = Debug(profile=True, profile_from=10, profile_steps=8)
-    profiling = partial(profiled, debug=debug, world=World(device=DEVICE), folder=tmp_path / "profile")
+    world = World(device=DEVICE)
+    profiling = partial(profiled, first=10, count=8, world=world, folder=tmp_path / "profile")
     fit(tmp_path / "run", "fp32", resident=False, steps=40, step_iterator=profiling)
     with gzip.open(tmp_path / "profile/trace-rank0.json.gz") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]

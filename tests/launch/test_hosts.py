@@ -11,7 +11,7 @@ import pytest
 from hosts import MULTINODE, Hosts, Started, hosts_of
 from running import FAULTY, Job, assert_same_outcome
 
-from ddptrain.launcher.rendezvous import LAST_WORD_S
+from ddptrain.distributed.launcher.rendezvous import LAST_WORD_S
 
 ENDPOINT = "host1:29400"
 HANG_S = 4

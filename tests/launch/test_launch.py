@@ -13,7 +13,7 @@ from running import stopped_steps
 from shell import ddptrain, refusal, without_torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ddptrain.launcher.agent import Cause, cause_of
+from ddptrain.distributed.launcher.agent import Cause, cause_of
 
 TWO = ["--nproc-per-node=2"]
 TYPED = "recipe=cnn_cifar10 data=shapes device=cpu"

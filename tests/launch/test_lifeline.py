@@ -67,7 +67,7 @@ def test_workers_end_with_their_rank_however_it_ends(reader: Path, how: str, cod
 
 LEAVING = """
 import os, threading
-from ddptrain.launcher.process import AGENT, leave
+from ddptrain.distributed.launcher.process import AGENT, leave
 
 def after() -> None:
     threading.main_thread().join()  # it ends first where Python shuts down

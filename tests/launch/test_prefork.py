@@ -13,7 +13,7 @@ import pytest
 from jobs import FAULTY, Job, launch
 from torch.distributed.run import get_args_parser
 
-from ddptrain.cli import argv
+from ddptrain.verbs.launch import OF_TORCHRUN
 
 TWO = ["--nproc-per-node=2"]
 ENDLESS = [*FAULTY, "train.steps=100000", "data.pace=0.01"]
@@ -115,6 +115,6 @@ def test_the_options_that_are_known_without_torch_are_torchruns() -> None:
     theirs = {
         name: action.nargs != 0 for action in get_args_parser()._actions for name in action.option_strings
     }
-    for name, takes_a_value in argv.OF_TORCHRUN.items():
+    for name, takes_a_value in OF_TORCHRUN.items():
         assert theirs[name] == takes_a_value
         assert name[:2] + name[2:].replace("-", "_") in theirs

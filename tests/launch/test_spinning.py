@@ -7,7 +7,7 @@ import pytest
 
 CHOICE = """
 import os, time
-from ddptrain.launcher.spinning import choose_spinning
+from ddptrain.distributed.launcher.spinning import choose_spinning
 
 time.sleep(0.3)
 choose_spinning()

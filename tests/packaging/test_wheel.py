@@ -95,7 +95,7 @@ def test_the_wheel_holds_the_tracked_files_and_nothing_else(wheel: Path) -> None
 def test_the_installed_wheel_trains_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     script = """
 import sys
-from ddptrain.cli.main import main
+from ddptrain.verbs.main import main
 assert main(sys.argv[1:]) == 0
 for name, module in sys.modules.items():
     if name.split(".")[0] == "ddptrain":

@@ -162,7 +162,7 @@ def check(folder: Path, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
         if case["killed"] is not None:
             stop_at, fewer = case["killed"]
             # the killed rank, or the one that talked to it: either may be heard first
-            with pytest.raises(RankFailed, match=r"died without a message|Connection closed by peer"):
+            with pytest.raises(RankFailed, match=r"died without a message|Connection (closed|reset) by peer"):
                 run_ranks(lambda world: rank(world, stop_at), ranks)
             ranks = max(1, ranks - fewer)
         run_ranks(lambda world: rank(world, None), ranks)

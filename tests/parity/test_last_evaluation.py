@@ -27,11 +27,11 @@ from verbs import train_on
 import ddptrain
 from ddptrain.api.recipe import Data, Rows, Task
 from ddptrain.api.world import World
-from ddptrain.commands import checkpoint, evaluate, export
-from ddptrain.commands.setup import make_task
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
 from ddptrain.engine.initial_weights import load_initial_weights
+from ddptrain.run import checkpoint, evaluate, export
+from ddptrain.run.setup import make_task
 from ddptrain.testing import run_ranks
 from ddptrain.text import finite
 
@@ -158,10 +158,9 @@ def converted(config: Config, folder: Path) -> nn.Module:
 
 def begun(config: Config, folder: Path) -> nn.Module:
     """A new model that starts from the run's last checkpoint (init.weights)."""
-    begins = copy.deepcopy(config)
-    begins.init.weights = str(folder / "checkpoints" / f"step-{STEPS}")
     model = _new(config)
-    load_initial_weights(begins, model, World())
+    source = str(folder / "checkpoints" / f"step-{STEPS}")
+    load_initial_weights(source, [], config.model or {}, model, World())
     return model
 
 

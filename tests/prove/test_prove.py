@@ -13,9 +13,9 @@ import pytest
 import torch
 from shell import RANK_VARIABLES, Ended, refusal
 
-from ddptrain.prove.kill_schedule import Moment, marks, next_kill
-from ddptrain.prove.process import short
-from ddptrain.prove.state_diff import differences, first_line_apart, gradients_apart
+from ddptrain.tools.prove.kill_schedule import Moment, marks, next_kill
+from ddptrain.tools.prove.process import short
+from ddptrain.tools.prove.state_diff import differences, first_line_apart, gradients_apart
 
 HERE = Path(__file__).parents[1]
 WORDS = ["--config-dir=mine", "recipe=my_recipe", "device=cpu"]

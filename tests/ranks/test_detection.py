@@ -13,13 +13,13 @@ from toy import Fit, weights
 
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
+from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.evaluate import evaluate
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.testing import RankFailed, run_ranks
-from ddptrain.watchdog.watchdog import Watchdog
 
 BATCH = 12
 ADAMW: dict[str, Any] = {"_target_": "torch.optim.AdamW", "lr": 2e-3}

@@ -14,7 +14,7 @@ from toy import auto
 
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World, shards_of
-from ddptrain.strategies.make_strategy import make_strategy
+from ddptrain.run.make_strategy import make_strategy
 from ddptrain.strategies.shard_sum import merged
 from ddptrain.testing import RankFailed, run_ranks
 

@@ -13,6 +13,7 @@ from toy import Fit, auto, run_killed_at, weights
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
+from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.evaluate import evaluate
 from ddptrain.engine.plan import Plan
@@ -20,7 +21,6 @@ from ddptrain.engine.precision import Precision
 from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.testing import RankFailed, run_ranks
-from ddptrain.watchdog.watchdog import Watchdog
 
 ROWS = 12
 ADAMW: dict[str, Any] = {"_target_": "torch.optim.AdamW", "lr": 0.01}

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddptrain.config.schema import Sched
-from ddptrain.engine.optimizer import build_optimizer, build_schedule
 from ddptrain.errors import UserError
 from ddptrain.recipes.muon import MuonWithSgd, orthogonalised
+from ddptrain.run.optimizer import build_optimizer
+from ddptrain.run.schedule import build_schedule
 
 RATES = {"lr": 0.2, "head_lr": 3.0, "bias_lr": 0.5}
 SETTINGS = {**RATES, "momentum": 0.6, "sgd_momentum": 0.85, "weight_decay": 0.01, "iterations": 5}

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ddptrain.api.recipe import At
 from ddptrain.api.sampler import Sampler
-from ddptrain.commands.setup import make_model
 from ddptrain.data.prefetch import to_device
+from ddptrain.run.setup import make_model
 
 META = torch.device("meta")
 TASKS = [name for name in RECIPES if name not in ("yolo_coco", "yolo_custom")]  # the same as yolo_shapes

@@ -22,9 +22,9 @@ from toy import Fit, weights
 
 from ddptrain.api.recipe import At, Picture
 from ddptrain.api.world import World
-from ddptrain.cli.main import main
 from ddptrain.data.mask_files import PALETTE
 from ddptrain.data.masks import MaskData
+from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.evaluate import evaluate
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
@@ -32,7 +32,7 @@ from ddptrain.errors import ExitCode, UserError
 from ddptrain.recipes.segmentation import Segmentation
 from ddptrain.recipes.segmenters import SegmenterName, torchvision_segmenter
 from ddptrain.testing import run_ranks
-from ddptrain.watchdog.watchdog import Watchdog
+from ddptrain.verbs.main import main
 
 NAMES = [
     "deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "fcn_resnet50", "lraspp_mobilenet_v3_large"

@@ -23,13 +23,13 @@ from ddptrain.data.images import ImageData
 from ddptrain.data.shapes import Shapes
 from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
 from ddptrain.engine.checkpoint import Checkpointer
-from ddptrain.engine.optimizer import build_optimizer
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import UserError
 from ddptrain.recipes.image import ImageClassification
 from ddptrain.recipes.speedrun import SpeedrunNet, whitening_filters
 from ddptrain.recipes.views import Views
+from ddptrain.run.optimizer import build_optimizer
 from ddptrain.testing import RankFailed, run_ranks
 
 MUON: dict[str, Any] = {

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.report.curves import as_data, as_svg, panels, span, thinned, ticks
-from ddptrain.report.run_files import CurvePoint, RunFiles
+from ddptrain.tools.report.curves import as_data, as_svg, panels, span, thinned, ticks
+from ddptrain.tools.report.run_files import CurvePoint, RunFiles
 
 VALUES = st.lists(st.none() | st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=400)
 

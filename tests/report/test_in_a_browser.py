@@ -12,8 +12,8 @@ import pytest
 from browser import Browser, Tab
 from PIL import Image
 
-from ddptrain.report.page import write_page
-from ddptrain.report.run_files import read_run
+from ddptrain.tools.report.page import write_page
+from ddptrain.tools.report.run_files import read_run
 
 pytestmark = pytest.mark.browser
 MakeRun = Callable[..., Path]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ddptrain.report.page import page, write_page
-from ddptrain.report.run_files import read_run
+from ddptrain.tools.report.page import page, write_page
+from ddptrain.tools.report.run_files import read_run
 
 MakeRun = Callable[..., Path]
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e\x1b[2J"

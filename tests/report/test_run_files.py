@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.report.comparison import compare_settings, metrics, ranking, short_names, time_split
-from ddptrain.report.page import page
-from ddptrain.report.run_files import CurvePoint, RunFiles, flat, is_run, number, plain, read_run
+from ddptrain.tools.report.comparison import compare_settings, metrics, ranking, short_names, time_split
+from ddptrain.tools.report.page import page
+from ddptrain.tools.report.run_files import CurvePoint, RunFiles, flat, is_run, number, plain, read_run
 
 MakeRun = Callable[..., Path]
 

@@ -8,7 +8,7 @@ from toy import auto
 
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
-from ddptrain.strategies.make_strategy import make_strategy
+from ddptrain.run.make_strategy import make_strategy
 from ddptrain.testing import run_ranks
 
 

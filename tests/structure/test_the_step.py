@@ -43,8 +43,8 @@ def step(self, closure=None):
     sys.exit(0)
 
 torch.optim.AdamW.step = step
-from ddptrain.cli.main import main
-from ddptrain.launcher.process import end_with
+from ddptrain.verbs.main import main
+from ddptrain.distributed.launcher.process import end_with
 end_with(main, sys.argv[1:])
 """
 
@@ -56,7 +56,7 @@ def test_the_way_from_the_shell_to_the_optimizer(tmp_path: Path) -> None:
     )
     calls = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("STACK")]
     assert 3 < len(calls) <= 8
-    assert len({file for file, _ in calls}) <= 6
+    assert len({file for file, _ in calls}) <= 7
     page = (ROOT / "docs/architecture.md").read_text().partition("`optimizer.step()`: ")[2]
     for file, name in calls:
         assert f"`{file}`" in page

@@ -9,11 +9,11 @@ from texts import write_text
 
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
-from ddptrain.cli.argv import parse
-from ddptrain.cli.compose import composed_tree
-from ddptrain.commands.setup import make_task
 from ddptrain.config.check import checked
+from ddptrain.config.compose import composed_tree
 from ddptrain.config.schema import Config
+from ddptrain.run.setup import make_task
+from ddptrain.verbs.argv import parse
 
 RECIPES = sorted(
     path.name.removesuffix(".yaml") for path in (files("ddptrain.conf") / "recipe").iterdir()

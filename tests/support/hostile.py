@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ddptrain.cli.main import main
 from ddptrain.config import targets
+from ddptrain.verbs.main import main
 
 SECRET = "hunter2-and-more"
 RECIPE = """# @package _global_

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ddptrain.api.recipe import At, Data, Loss, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Ema, Sched, Train
+from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.freeze import freeze
 from ddptrain.engine.loop import Engine, StepIterator
@@ -24,11 +25,10 @@ from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.engine.state import TrainState
-from ddptrain.engine.step import make_step
 from ddptrain.observe.dispatch import Observers
-from ddptrain.strategies.make_strategy import make_strategy
+from ddptrain.run.assemble import make_step
+from ddptrain.run.make_strategy import make_strategy
 from ddptrain.testing import RankFailed, run_ranks
-from ddptrain.watchdog.watchdog import Watchdog
 
 FEATURES, CLASSES = 12, 5
 
@@ -201,7 +201,7 @@ class Fit:
             step.state.metrics = saved.manifest["metrics"]
             step.state.metrics_step = saved.manifest["metrics_step"]
         observers = Observers([*self.observers, *([_Killer(stop_at)] if stop_at else [])])
-        run = Run(folder, config, world)
+        run = Run(folder, asdict(config), world)
         report = Engine(data, step, checkpointer, observers).fit(run, self.step_iterator)
         return step.state, report
 

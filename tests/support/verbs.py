@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ddptrain.commands import train
 from ddptrain.config.schema import Config
+from ddptrain.run import train
 
 _FORK = multiprocessing.get_context("fork")
 

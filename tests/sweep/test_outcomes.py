@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from shell import ddptrain
 
-from ddptrain.sweep.ledger import Job, Ledger
-from ddptrain.sweep.objectives import pareto_front
-from ddptrain.sweep.outcomes import importances, outcomes_of
-from ddptrain.sweep.parallel import draw_parallel
-from ddptrain.sweep.ranges import Choice, Numbers
+from ddptrain.tools.sweep.ledger import Job, Ledger
+from ddptrain.tools.sweep.objectives import pareto_front
+from ddptrain.tools.sweep.outcomes import importances, outcomes_of
+from ddptrain.tools.sweep.parallel import draw_parallel
+from ddptrain.tools.sweep.ranges import Choice, Numbers
 
 SCORES = st.lists(st.tuples(*[st.integers(0, 5).map(float)] * 2), min_size=1, max_size=30)
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import events, points, start, statuses, swept_words
 
-from ddptrain.sweep.ledger import Evaluation, Job, Ledger, read_ledger
-from ddptrain.sweep.pruning_rules import Asha, Median, PruningRule
+from ddptrain.tools.sweep.ledger import Evaluation, Job, Ledger, read_ledger
+from ddptrain.tools.sweep.pruning_rules import Asha, Median, PruningRule
 
 EPOCHS = 9
 

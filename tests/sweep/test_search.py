@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from shell import ddptrain, early_refusal, refusal, with_imports
 from sweeps import SWEPT, events, start, statuses, swept_words
 
-from ddptrain.cli.overrides import parsed
+from ddptrain.config.overrides import parsed
 from ddptrain.config.schema import Sweep
 from ddptrain.errors import UserError
-from ddptrain.sweep.board import print_table
-from ddptrain.sweep.ledger import Job, Ledger, read_ledger
-from ddptrain.sweep.ranges import Choice, Numbers, Point, Range
-from ddptrain.sweep.search import Search
+from ddptrain.tools.sweep.board import print_table
+from ddptrain.tools.sweep.ledger import Job, Ledger, read_ledger
+from ddptrain.tools.sweep.ranges import Choice, Numbers, Point, Range
+from ddptrain.tools.sweep.search import Search
 
 pytest.importorskip("optuna")
 pytest.importorskip("cmaes")

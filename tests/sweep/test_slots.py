@@ -9,7 +9,7 @@ import pytest
 from shell import Ended, ddptrain
 from sweeps import SWEPT
 
-from ddptrain.sweep.slots import memory_share
+from ddptrain.tools.sweep.slots import memory_share
 
 NVML = """
 class NVMLError(Exception): value = 15

@@ -19,7 +19,7 @@ from shell import ddptrain, early_refusal, refusal, with_imports
 from sweeps import SWEPT, events, points, start, statuses, swept_words
 
 from ddptrain.errors import UserError
-from ddptrain.sweep.ledger import Ledger, read_ledger
+from ddptrain.tools.sweep.ledger import Ledger, read_ledger
 
 TYPED = f"--multirun --config-dir={SWEPT} recipe=swept device=cpu sweep.dir=sweep"
 
@@ -44,7 +44,7 @@ def test_the_plan_imports_no_torch(tmp_path: Path) -> None:
     words = f"{TYPED} task.point=range(12) sweep.dry_run=true"
     ended, imported = with_imports(tmp_path, words)
     assert ended.code == 0, ended.err
-    assert "ddptrain.sweep.run" in imported
+    assert "ddptrain.tools.sweep.run" in imported
     assert not [name for name in imported if name.partition(".")[0] in ("torch", "numpy", "matplotlib")]
 
 

@@ -21,7 +21,7 @@ from ray_nodes import loopback_ray
 from slurm import loopback_cluster
 from sweeps import events, points, start, statuses, swept_words
 
-from ddptrain.sweep.ledger import read_ledger
+from ddptrain.tools.sweep.ledger import read_ledger
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 FAILING, HANGING = (2, 6, 9), (4,)
@@ -200,7 +200,7 @@ def node_jobs(cwd: Path) -> list[int]:
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if (
-                b"ddptrain.sweep.node_job" in (path / "cmdline").read_bytes()
+                b"ddptrain.tools.sweep.node_job" in (path / "cmdline").read_bytes()
                 and (path / "cwd").readlink() == cwd
             ):
                 found.append(int(path.name))

@@ -4,7 +4,7 @@ import _thread
 import threading
 from typing import Any
 
-from ddptrain.watchdog.hang_report import Beat, describe, guilty, stack_of, waits
+from ddptrain.distributed.watchdog.hang_report import Beat, describe, guilty, stack_of, waits
 
 
 def beat(rank: int, waits: str = "engine", marks: int = 50, **changes: Any) -> Beat:

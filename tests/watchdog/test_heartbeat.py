@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from ddptrain.api.world import World
-from ddptrain.watchdog.hang_report import Beat
-from ddptrain.watchdog.heartbeat import Heartbeat, started_at
+from ddptrain.distributed.watchdog.hang_report import Beat
+from ddptrain.distributed.watchdog.heartbeat import Heartbeat, started_at
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are told apart by /proc")
 

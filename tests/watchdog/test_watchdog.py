@@ -6,8 +6,8 @@ import signal
 import time
 
 from ddptrain.api.world import World
+from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.testing import run_ranks
-from ddptrain.watchdog.watchdog import Watchdog
 
 
 def test_a_signal_is_heard_where_more_than_a_thousand_files_are_open() -> None:

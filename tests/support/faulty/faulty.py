@@ -139,7 +139,7 @@ class Faulty(Task):
         return {}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        if self._place == "report":
+        if self._place == "report" and self._begun:  # not in the rehearsal
             happen(self._fault, self._seconds, self._once)
         count = int(sums["count"])
         return Report({"accuracy": int(sums["right"]) / count, "loss": float(sums["loss"]) / count})

@@ -1,1 +1,0 @@
-"""From words to a config. The one room that knows Hydra."""

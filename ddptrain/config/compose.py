@@ -1,0 +1,259 @@
+"""From a command line to a config tree, by Hydra.
+
+A DictConfig never leaves this module, and Hydra's own exceptions leave it as UserErrors.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ddptrain.config.arguments import CONFIG_DIR, ENV, EXPLAIN, GROUPS, Arguments
+from ddptrain.config.augment_group import Tree, place_augment
+from ddptrain.config.check import type_message
+from ddptrain.config.explain import explained, no_section, no_such_key, plain_tree
+from ddptrain.config.limits import few_interpolations, is_below, is_plain_name, read_config
+from ddptrain.config.optim_group import place_optim
+from ddptrain.config.overrides import check_override, expect_one_value, parsed
+from ddptrain.config.search_path import CONF, look_in
+from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean, flat_keys
+
+_NOT_TAKEN = ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun")
+"""Options of Hydra that put another config in the place of ours, or unpickle a file."""
+
+
+def composed_tree(arguments: Arguments) -> tuple[Tree, list[str]] | None:
+    """The config tree of a command line, and its overrides; None where an option like ``--cfg`` or ``--help``
+    has been answered instead."""
+    jobs: list[tuple[Tree, list[str]]] = []
+    run_jobs(arguments, lambda tree, overrides: jobs.append((tree, overrides)))
+    return jobs[0] if jobs else None
+
+
+def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> None:
+    """Call ``job`` with the tree and the overrides of each job (``--multirun`` under a launcher that is not
+    ours: in processes of its choice); or do what an option like ``--cfg`` asks.
+
+    Raises the first of what the jobs raised.
+    """
+    asked = _checked_overrides(arguments, arguments.overrides)
+    if not arguments.sweeps:
+        expect_one_value(asked)
+    overrides = [override.input_line or "" for override in asked]
+    options = [option.partition("=") for option in arguments.options]
+    for name, _, _ in options:
+        if name in _NOT_TAKEN:
+            raise UserError(
+                f"{name}: is not taken. Put a recipe into a folder and name that: --config-dir=..."
+            )
+    for name, _, key in options:
+        if name == EXPLAIN:
+            with _hydra_errors_as_user_errors(overrides):
+                print(explained(key, overrides))
+            return
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us whole instead of being printed
+    of_hydra = ["".join(parts) for parts in options if parts[0] not in (*CONFIG_DIR, ENV)]
+    sys.argv = [sys.argv[0], *of_hydra, *overrides]
+
+    failures: list[Exception] = []
+
+    def task(composed: DictConfig) -> None:
+        try:
+            tree = tree_of(composed, HydraConfig.get().runtime.choices)
+            words = list(HydraConfig.get().overrides.task)
+            tree = place_augment(place_optim(tree, words, _composed_meanwhile), words)
+            check_places(tree, words)
+            job(tree, words)
+        except Exception as error:
+            if arguments.sweeps:  # perhaps in another process: the launcher reports it
+                raise
+            failures.append(error)  # carried past Hydra, which would report it in its own way
+
+    with _hydra_errors_as_user_errors(overrides):
+        hydra.main(config_path=f"pkg://{CONF}", config_name="config", version_base="1.3")(task)()
+    if failures:
+        raise failures[0]
+
+
+def tree_of(composed: DictConfig, choices: Mapping[str, Any]) -> Tree:
+    """A composed config as a plain tree, with the recipe's name. ``choices``: of the groups."""
+    tree = _plain(composed)
+    if choices.get("recipe") is not None:
+        tree["recipe"] = choices["recipe"]
+    return tree
+
+
+def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tree:
+    """A run's saved config with overrides applied: a group's choice replaces its whole section."""
+    saved = read_config(path)
+    asked = _checked_overrides(arguments, overrides)
+    _update_old(saved)
+    for override in sorted(asked, key=lambda override: override.key_or_group not in GROUPS):
+        if override.is_sweep_override() or override.key_or_group == "recipe":
+            raise UserError(
+                f"{override.input_line}: {arguments.verb} takes one value a key, and the run's own recipe."
+            )
+        if override.key_or_group in GROUPS:
+            choice = [override.input_line or ""]
+            with _hydra_errors_as_user_errors(choice):
+                saved[override.key_or_group] = _composed(choice)[override.key_or_group]
+            continue
+        known = flat_keys(_plain(saved))
+        if override.key_or_group not in known and not override.is_add():
+            raise UserError(no_such_key(override.key_or_group, known))
+        OmegaConf.update(saved, override.key_or_group, override.value(), force_add=True)
+    tree = place_augment(_plain(saved), overrides)
+    check_places(tree, ["run.dir"])  # saved as the user gave it; the folder asked is another
+    return tree
+
+
+def _update_old(saved: DictConfig) -> None:
+    """Bring a config up to date that was saved when a strategy had a name and TensorBoard a switch. What the
+    verbs on a saved run do depends on neither."""
+    if OmegaConf.is_missing(saved, "strategy") or "_target_" not in (saved.get("strategy") or {}):
+        saved.strategy = _composed([])["strategy"]
+        if saved.get("log"):
+            saved.log.pop("tensorboard", None)
+
+
+def _checked_overrides(arguments: Arguments, words: Sequence[str]) -> list[Override]:
+    """The overrides of these words without ``hydra.searchpath``, by which this sets where YAMLs are found."""
+    places: list[str] = []
+    named = [word for word in words if word.startswith("hydra.searchpath=")]
+    for word in named:
+        value = parsed([word])[0].value()
+        if not isinstance(value, list) or not all(isinstance(place, str) for place in value):
+            raise UserError(f"{word}: takes a list of folders: 'hydra.searchpath=[...]'.")
+        places += value
+    look_in(arguments.config_dirs, places, arguments.variables)
+    overrides = parsed([word for word in words if word not in named])
+    for override in overrides:
+        check_override(override)
+    return overrides
+
+
+def _composed(overrides: Sequence[str]) -> DictConfig:
+    """What these overrides alone make of the defaults. Raises Hydra's own exceptions."""
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_module(CONF, version_base="1.3"):
+        return hydra.compose("config", list(overrides))
+
+
+def _composed_meanwhile(overrides: Sequence[str]) -> Tree:
+    """The same, while Hydra runs a job."""
+    loader = GlobalHydra.instance().config_loader()
+    return plain_tree(loader.load_configuration("config", list(overrides), RunMode.RUN), resolve=False)
+
+
+def _plain(composed: DictConfig) -> Tree:
+    try:
+        with few_interpolations():
+            tree = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(_message(error)) from error
+    assert isinstance(tree, dict)
+    for section, value in tree.items():
+        for key in value if isinstance(value, dict) else [section]:
+            if not isinstance(key, str):
+                quote = " YAML reads on, off, yes and no as true and false; quote them." * isinstance(
+                    key, bool
+                )
+                raise UserError(f"{section!s}: {key!r} is no key; keys are text.{quote}")
+    return tree  # type: ignore[return-value]
+
+
+def check_places(tree: Tree, words: Sequence[str]) -> None:
+    """Refuse names that would lead out of where a run belongs."""
+    recipe, folder = tree.get("recipe"), (tree.get("run") or {}).get("dir")
+    if recipe not in (None, "???") and not is_plain_name(recipe):
+        raise UserError(f"recipe={recipe}: is no recipe's name.")
+    for name, node in (tree.get("controllers") or {}).items():
+        target = str((node or {}).get("_target_", "")) if isinstance(node, dict) else ""
+        here = any(word.startswith(f"+controllers.{name}=") for word in words)
+        if target.startswith("ddptrain.") and not here:
+            raise UserError(
+                f"controllers.{name}: {target} is for sweeps and benches, which name it themselves."
+            )
+    asked = {word.lstrip("+").partition("=")[0] for word in words}
+    if isinstance(folder, str) and not asked & {"run", "run.dir"} and not is_below(folder):
+        raise UserError(
+            f"run.dir={folder}: a recipe may only name a folder below the current one. If you want this one,"
+            f" say so on the command line: run.dir={folder}"
+        )
+
+
+@contextmanager
+def _hydra_errors_as_user_errors(overrides: Sequence[str]) -> Iterator[None]:
+    """Turn what Hydra and OmegaConf raise while composing into a UserError."""
+    try:
+        yield
+    except MissingConfigException as error:
+        raise UserError(_unknown_choice(error)) from error
+    except ConfigCompositionException as error:
+        raise UserError(_bad_override(error, overrides)) from error
+    except OmegaConfBaseException as error:
+        raise UserError(_message(error)) from error
+    except HydraException as error:
+        raise UserError(_one_line(error)) from error
+    except RecursionError as error:
+        raise UserError("defaults: YAMLs that include each other can't be composed.") from error
+
+
+def _message(error: OmegaConfBaseException) -> str:
+    """OmegaConf's complaint, or ours that it wraps."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, UserError):
+        inner = inner.__cause__ or inner.__context__
+    if inner is None:
+        return type_message(error)
+    return f"{error.full_key}: {inner}" if error.full_key else str(inner)
+
+
+def _unknown_choice(error: MissingConfigException) -> str:
+    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+    options = [option for option in error.options or [] if not option.startswith("_")]
+    if not options:
+        return _one_line(error)
+    hint = did_you_mean(choice, options)
+    return f"{group}={choice}: there is no such choice.{hint} There are {', '.join(options)}."
+
+
+def _bad_override(error: ConfigCompositionException, overrides: Sequence[str]) -> str:
+    cause = error.__cause__ or error.__context__
+    if not isinstance(cause, OmegaConfBaseException):
+        return _one_line(error)
+    if merged := re.search(r"Error merging override (.+)", str(error)):
+        return type_message(cause, merged[1])
+    if re.match("Cannot merge|Merge error", str(cause)) and (found := no_section(overrides)):
+        return found
+    missing = re.search(r"Could not override '([^']+)'", str(error))
+    if missing is None or "not in" not in str(cause):
+        return _message(cause)
+    return no_such_key(missing[1], _known_keys(overrides))
+
+
+def _known_keys(overrides: Sequence[str]) -> list[str]:
+    """The keys of the config that this command line's group choices make."""
+    choices = [override for override in overrides if override.partition("=")[0] in GROUPS]
+    try:
+        composed = _composed(choices)
+    except HydraException:  # a choice that is wrong too
+        composed = _composed([])
+    return flat_keys(plain_tree(composed, resolve=False))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,267 @@
+"""``--explain KEY``: which of the files and words a command line is made of has set a key, and what to.
+
+By Hydra's own defaults list, which is in no public module of it (1.3.8).
+"""
+
+import ast
+import dataclasses
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.defaults_list import Overrides
+from hydra.core.default_element import ResultDefault
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
+from hydra.plugins.config_source import ConfigResult
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from ddptrain.config.arguments import GROUPS
+from ddptrain.config.limits import few_interpolations
+from ddptrain.config.schema import Config, Rule
+from ddptrain.config.search_path import CONF
+from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean, flat_keys
+from ddptrain.text import in_columns
+
+_ROOT = "config"
+_SCHEMA = "_schema_"
+_WORDS = "command line"
+_ABSENT = object()
+
+
+class _Layer(NamedTuple):
+    """One file, or the schema, in the order in which they are merged."""
+
+    name: str
+    """Hydra's: ``optim/adamw``."""
+    where: str
+    """Ours: ``conf/optim/adamw.yaml``."""
+    tree: Mapping[str, Any]
+
+
+class _Setting(NamedTuple):
+    where: str
+    what: str
+
+
+def explained(key: str, overrides: Sequence[str]) -> str:
+    """Lines that say the value of a key and what set it, the oldest first; for a section, each of its keys
+    and what set it last.
+
+    Raises UserError where there is no such key, and Hydra's own exceptions for what can't be composed.
+    """
+    words = list(overrides)
+    with _loader() as loader:
+        composed = loader.load_configuration(_ROOT, words, RunMode.RUN)
+        defaults = loader.compute_defaults_list(_ROOT, words, RunMode.RUN)
+        layers = _layers(loader, words)
+    with open_dict(composed):
+        del composed["hydra"]
+        composed["recipe"] = defaults.overrides.known_choices.get("recipe") or "???"
+    raw, final = plain_tree(composed, resolve=False), plain_tree(composed, resolve=True)
+    value = _at(final, key)
+    if value is _ABSENT:
+        raise UserError(no_such_key(key, flat_keys(raw)))
+    choices = {group: _choice(group, defaults.overrides, layers) for group in GROUPS}
+    history = _History(layers, defaults.config_overrides, choices)
+    rows: list[tuple[str, ...]]
+    if _is_section(value):
+        lines = [f"{key} = {choices[key].what} ({choices[key].where})"] if key in choices else []
+        leaves = [leaf for leaf in flat_keys(value, f"{key}.") if not _is_section(_at(final, leaf))]
+        rows = [(leaf, _as_word(_at(final, leaf)), history.nearest(leaf)[-1].where) for leaf in leaves]
+    else:
+        unresolved, about = _at(raw, key), _documentation(key)
+        is_plain = unresolved is _ABSENT or unresolved == value
+        shown = _as_word(value) if is_plain else f"{_as_word(value)}  ({unresolved})"
+        lines = [f"{key} = {shown}", *([f"  {about}"] if about else [])]
+        rows = [*history.nearest(key)]
+    return "\n".join([*lines, *(f"  {row}" for row in in_columns(rows))])
+
+
+def no_section(overrides: Sequence[str]) -> str:
+    """What to say where a file gives a value to a key that has keys below it; '' where none does."""
+    with _loader() as loader:
+        layers = _layers(loader, overrides)
+    sections: dict[str, str] = {}
+    for layer in layers:
+        for key in flat_keys(layer.tree):
+            value = _at(layer.tree, key)
+            if isinstance(value, Mapping):
+                sections.setdefault(key, layer.where)
+            elif key in sections and value is not None and not str(value).startswith(("${", "???")):
+                hint = f" To choose one by its name, write in defaults: - override /{key}: ..."
+                return (
+                    f"{layer.where}: {key}: {_as_word(value)}: must hold keys and their values."
+                    f"{hint if key in GROUPS else ''}"
+                )
+    return ""
+
+
+@contextmanager
+def _loader() -> Iterator[ConfigLoaderImpl]:
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_module(CONF, version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        assert isinstance(loader, ConfigLoaderImpl)
+        yield loader
+
+
+def _layers(loader: ConfigLoaderImpl, words: Sequence[str]) -> list[_Layer]:
+    """The files that these words choose, in the order in which they are merged."""
+    _, repo = loader._parse_overrides_and_create_caching_repo(_ROOT, list(words))
+    return [
+        _layer(default, loader._load_single_config(default, repo))
+        for default in loader.compute_defaults_list(_ROOT, list(words), RunMode.RUN).defaults
+        if not (default.config_path or "").startswith("hydra/")
+    ]
+
+
+def no_such_key(key: str, known: Sequence[str]) -> str:
+    """What to say of a key that is none of those of a config."""
+    add = f" If the target of its section takes it, add it: +{key}=..." if "." in key else ""
+    last = key.rpartition(".")[2]
+    inner = [
+        name for name in known if name.startswith(f"{key.partition('.')[0]}.") and name.endswith(f".{last}")
+    ]
+    here = f" Did you mean {inner[0]}?" if len(inner) == 1 and "." in key else ""
+    hint = here or _choices_with(key) or did_you_mean(key, known) or add
+    return f"{key}: there is no such key.{hint}"
+
+
+def _choices_with(key: str) -> str:
+    """A sentence that names the choices of the key's group which have it, or ''."""
+    group, _, inner = key.partition(".")
+    if group not in GROUPS or not inner:
+        return ""
+    found = []
+    for path in sorted((Path(str(files(CONF))) / group).glob("*.yaml")):
+        tree = OmegaConf.load(path)
+        assert isinstance(tree, DictConfig)
+        if inner in flat_keys(plain_tree(tree, resolve=False)):
+            found.append(f"{group}={path.stem}")
+    has = "has" if len(found) == 1 else "have"
+    return f" {' and '.join(found)} {has} it; choose that too." if found else ""
+
+
+class _History(NamedTuple):
+    """What has set which key: files, then words."""
+
+    layers: Sequence[_Layer]
+    words: Sequence[Override]
+    choices: Mapping[str, _Setting]
+
+    def nearest(self, key: str) -> list[_Setting]:
+        """Of a key inside of what an interpolation has brought: what has set the interpolation."""
+        found = self.of(key)
+        while not found and "." in key:
+            key = key.rpartition(".")[0]
+            found = self.of(key)
+        return found
+
+    def of(self, key: str) -> list[_Setting]:
+        found = [
+            _Setting(layer.where, _as_word(value))
+            for layer in self.layers
+            if (value := _at(layer.tree, key)) is not _ABSENT and not _is_section(value)
+        ]
+        if key == "recipe":
+            found.append(self.choices[key])
+        for word in self.words:
+            path, _, inside = key.removeprefix(word.key_or_group).partition(".")
+            given = word.value()
+            below = isinstance(given, Mapping) and _at(given, inside) is not _ABSENT
+            if key.startswith(word.key_or_group) and not path and (not inside or below):
+                found.append(_Setting(_WORDS, word.input_line or ""))
+        return found
+
+
+def _layer(default: ResultDefault, loaded: ConfigResult) -> _Layer:
+    name = default.config_path or ""
+    assert isinstance(loaded.config, DictConfig)
+    tree = plain_tree(loaded.config, resolve=False)
+    if name == _SCHEMA:
+        return _Layer(name, "default", tree)
+    scheme, _, place = loaded.path.partition("://")
+    if scheme == "pkg" and place == CONF:
+        folder = Path("conf")
+    else:
+        folder = Path(str(files(place))) if scheme == "pkg" else Path(place)
+    here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    return _Layer(name, f"{here / name}.yaml", tree)
+
+
+def _choice(group: str, overrides: Overrides, layers: Sequence[_Layer]) -> _Setting:
+    """Which YAML of a group was chosen, and by what."""
+    choice, chosen = overrides.known_choices.get(group), overrides.override_metadata.get(group)
+    if chosen is not None and chosen.external_override:
+        return _Setting(_WORDS, f"{group}={choice}" if group == "recipe" else str(choice))
+    by = _ROOT if chosen is None else chosen.containing_config_path
+    where = next((layer.where for layer in layers if layer.name == by), str(by))
+    return _Setting(where, _as_word(choice))
+
+
+def plain_tree(config: DictConfig, resolve: bool) -> dict[str, Any]:
+    """Of a composed config, without Hydra's own section."""
+    with few_interpolations():
+        tree = OmegaConf.to_container(config, resolve=resolve)
+    assert isinstance(tree, dict)
+    return {str(name): value for name, value in tree.items() if name != "hydra"}
+
+
+def _at(tree: Mapping[str, Any], key: str) -> Any:
+    inner: Any = tree
+    for name in key.split("."):
+        if not isinstance(inner, Mapping) or name not in inner:
+            return _ABSENT
+        inner = inner[name]
+    return inner
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value)
+
+
+def _as_word(value: Any) -> str:
+    """As one would write it on the command line."""
+    if value == "???":
+        return "(has to be given)"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _documentation(key: str) -> str:
+    """A key's description in the schema, and its rule."""
+    *sections, name = key.split(".")
+    owner: Any = Config
+    for section in sections:
+        found = {field.name: field.type for field in dataclasses.fields(owner)}.get(section)
+        if not dataclasses.is_dataclass(found):
+            return ""
+        owner = found
+    field = next((field for field in dataclasses.fields(owner) if field.name == name), None)
+    if field is None:
+        return ""
+    rule = field.metadata.get("rule", Rule())
+    rules = [f"{name} {bound:g}" for name, bound in rule.bounds.items()]
+    rules = [f"one of {', '.join(rule.choices)}"] if rule.choices else rules
+    return " ".join([*_written(owner, name), *([f"Must be {', '.join(rules)}."] if rules else [])])
+
+
+@cache
+def _written(owner: type, name: str) -> list[str]:
+    """The words of the docstring below a field in the source."""
+    body = ast.parse(inspect.getsource(owner)).body[0].body  # type: ignore[attr-defined]
+    for field, below in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) == name:
+            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            return str(below.value.value).split() if is_text else []
+    return []

@@ -1,0 +1,126 @@
+"""From a config's values to the engine's parts: the plan, the state at step 0, the step."""
+
+from contextlib import nullcontext
+
+from torch import Tensor, nn
+
+from ddptrain.api.blocks import Blocks
+from ddptrain.api.recipe import Task
+from ddptrain.api.strategy import Strategy
+from ddptrain.config.schema import Config, Train
+from ddptrain.distributed.watchdog.watchdog import Watchdog
+from ddptrain.engine.check_model import check_model, check_sparse, sparse_layers
+from ddptrain.engine.compiled import compile_model
+from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
+from ddptrain.engine.freeze import Frozen
+from ddptrain.engine.meter import Meter
+from ddptrain.engine.parameter_groups import parameter_groups
+from ddptrain.engine.phases import Phases
+from ddptrain.engine.plan import Plan, steps_of
+from ddptrain.engine.precision import Precision
+from ddptrain.engine.state import TrainState
+from ddptrain.engine.step import TrainStep
+from ddptrain.engine.stopwatch import Stopwatch
+from ddptrain.errors import UserError
+from ddptrain.run.optimizer import build_optimizer
+from ddptrain.run.schedule import build_schedule
+
+
+def plan_run(
+    config: Config,
+    train_size: int,
+    data: str = "",
+    shards: int | None = None,
+    sample_weights: Tensor | None = None,
+    blocks: Blocks | None = None,
+    valid_size: int = 0,
+) -> Plan:
+    """The plan a config makes for a set of these sizes and this identity. shards: `Strategy.shards`."""
+    train = config.train
+    steps = train.steps
+    if steps is None:
+        assert train.epochs is not None  # the config's checks say so
+        steps = steps_of(train.epochs, train_size, train.batch_size)
+    return Plan(
+        steps=steps,
+        train_size=train_size,
+        batch_size=train.batch_size,
+        micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
+        eval_batch_size=Train.eval_batch_size if train.eval_batch_size == "auto" else train.eval_batch_size,
+        log_every=config.log.every,
+        eval_every=train.eval_every,
+        save_every=config.checkpoint.every,
+        clip_norm=train.clip_norm,
+        seed=config.seed,
+        data=data,
+        valid_size=valid_size,
+        shards=shards,
+        skips_nonfinite=train.nonfinite == "skip",
+        nonfinite_limit=train.nonfinite_limit,
+        verify_every=train.verify_every,
+        sample_weights=sample_weights,
+        blocks=blocks,
+    )
+
+
+def eval_batch_size(config: Config) -> int:
+    """For a command that does not train. Raises UserError for ``auto``, which a training finds."""
+    if config.train.eval_batch_size == "auto":
+        raise UserError("train.eval_batch_size=auto: is found by a training; give a number here.")
+    return int(config.train.eval_batch_size)
+
+
+def make_state(
+    config: Config,
+    model: nn.Module,
+    strategy: Strategy,
+    precision: Precision,
+    steps: int,
+    frozen: Frozen | None = None,
+) -> TrainState:
+    """Step 0 of a run of so many steps: optimizer, schedule and average around a model on its device.
+
+    Compiles and wraps the model. The optimizer has what is frozen, if it is trained later.
+    """
+    check_model(model)
+    if config.compile not in ("off", "step"):
+        compile_model(model, config.compile)
+    wrapped = strategy.wrap(model)
+    sparse = sparse_layers(model)
+    decays_on = config.train.weight_decay_on
+    with frozen.at_the_end(model) if frozen is not None else nullcontext():
+        optimizer = build_optimizer(config.optim, model, decays_on, bool(sparse), strategy.sharded)
+        groups = tuple(map(str, parameter_groups(model, config.optim, decays_on)))
+        precision.check_gradients(model)
+    check_sparse(sparse, optimizer, strategy)
+    average: Average = NoAverage()
+    if config.ema.decay is not None:
+        average = ExponentialAverage(model, config.ema.decay, strategy)
+    return TrainState(
+        model=model,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        scheduler=build_schedule(config.sched, optimizer, steps),
+        scaler=precision.scaler,
+        average=average,
+        meter=Meter(strategy.world, strategy.shards),
+        strategy=strategy,
+        groups=groups,
+        frozen=frozen,
+    )
+
+
+def make_step(
+    config: Config,
+    task: Task,
+    model: nn.Module,
+    strategy: Strategy,
+    precision: Precision,
+    plan: Plan,
+    watchdog: Watchdog,
+    frozen: Frozen | None = None,
+) -> TrainStep:
+    """The step of a run, with its state at step 0 around a model on its device."""
+    state = make_state(config, model, strategy, precision, plan.steps, frozen)
+    phases = Phases(watchdog, Stopwatch(strategy.world.device))
+    return TrainStep(task, strategy, precision, plan, state, phases)

@@ -1,0 +1,106 @@
+"""``find lr``: which learning rate? By a short training in which it rises."""
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ddptrain.config.schema import Config, Sched
+from ddptrain.distributed.comm import on_first_rank
+from ddptrain.engine.lr_range import Range, losses_at, range_of, rising_rates, smoothed
+from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean
+from ddptrain.run.setup import joined_world, make_task
+from ddptrain.run.train import make_train_step
+
+log = logging.getLogger("ddptrain")
+
+_DEFAULTS = {"steps": 200.0, "lowest": 1e-6, "highest": 10.0}
+_WORDS = (*_DEFAULTS, "out")
+
+
+def run(config: Config, own: Mapping[str, str]) -> None:
+    """Train a few steps of what the config says, as one rank, and keep nothing of it but a picture.
+
+    own: steps, lowest and highest rate, out: the picture. Raises UserError for a word that is wrong, and
+    where no rate makes the loss fall.
+    """
+    asked = _asked(own)
+    out = Path(own.get("out", f"find-lr-{config.recipe.replace('/', '-')}.png"))
+    if out.suffix != ".png" or not out.parent.resolve().parent.is_dir() or out.is_dir():
+        raise UserError(f"out={out}: must be a .png in a folder that is there, or in a new one beside it.")
+    steps = int(asked["steps"])
+    config.train.steps, config.sched, config.ema.decay, config.thaw = steps, Sched("constant"), None, None
+    task, data = make_task(config)
+    with joined_world(config) as (world, reason, watchdog):
+        log.info("device     %s (%s)", world.device, reason)
+        step = make_train_step(config, task, data, world, watchdog, None)
+        step.state.scatter(task, step.sampler.share, world.device)
+        points = list(losses_at(rising_rates(asked["lowest"], asked["highest"], steps), step, data))
+        rates, losses = [rate for rate, _ in points], [loss for _, loss in points]
+        found = range_of(rates, losses)
+        on_first_rank(world, lambda: _write(rates, losses, found, out))
+        if found is None:
+            tried = f"from {asked['lowest']:g} to {max(rates, default=asked['lowest']):g}"
+            raise UserError(
+                f"find lr: {tried} the loss does not fall; see {out}. Try another range (lowest=, highest=)"
+                " or more steps (steps=)."
+            )
+        if world.is_first:
+            low, high = f"{found.falls_from:.1e}", f"{found.lowest_at:.1e}"
+            print(f"the loss falls from lr {low} on, and is lowest at {high}: {out}")
+            print(f"optim.lr={found.suggestion:g}")
+
+
+def _asked(own: Mapping[str, str]) -> dict[str, float]:
+    """Raises UserError for a word that is wrong."""
+    asked = dict(_DEFAULTS)
+    for name, word in own.items():
+        if name not in _WORDS:
+            raise UserError(f"{name}: find lr takes no such word.{did_you_mean(name, _WORDS)}")
+        if name != "out":
+            try:
+                asked[name] = float(word)
+            except ValueError:
+                asked[name] = math.nan
+            if not math.isfinite(asked[name]):
+                raise UserError(f"{name}={word}: must be a number.")
+    if asked["steps"] < 20 or asked["steps"] != int(asked["steps"]):
+        raise UserError(f"steps={own['steps']}: must be a whole number, at least 20.")
+    if not 0 < asked["lowest"] < asked["highest"]:
+        given = f"lowest={asked['lowest']:g}, highest={asked['highest']:g}"
+        raise UserError(f"{given}: must be above 0, and highest above lowest.")
+    return asked
+
+
+def _write(rates: Sequence[float], losses: Sequence[float], found: Range | None, out: Path) -> None:
+    """The picture, and its numbers beside it."""
+    try:
+        out.parent.mkdir(exist_ok=True)
+        _draw(rates, losses, found, out)
+        out.with_suffix(".json").write_text(json.dumps({"lr": rates, "loss": losses}) + "\n")
+    except OSError as error:
+        raise UserError(f"out={out}: can't be written ({error.strerror}). Name another file.") from error
+
+
+def _draw(rates: Sequence[float], losses: Sequence[float], found: Range | None, out: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(rates, losses, color="#2b6cb0", alpha=0.3, linewidth=0.8, label="loss of each step")
+    axes.plot(rates, smoothed(losses), color="#2b6cb0", linewidth=1.8, label="running mean")
+    if found is not None:
+        axes.axvspan(found.falls_from, found.lowest_at, color="#2b6cb0", alpha=0.07, label="the loss falls")
+        axes.axvline(found.suggestion, color="#dd6b20", label=f"optim.lr={found.suggestion:g}")
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss")
+    if losses:
+        start, lowest = losses[0], min(losses)
+        axes.set_ylim(lowest - 0.1 * (start - lowest), start + 0.5 * (start - lowest) or None)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(out, dpi=150)

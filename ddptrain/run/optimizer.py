@@ -1,0 +1,100 @@
+"""The optimizer of a config: torch's own, or one of its kind."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from ddptrain.config.instantiate import build
+from ddptrain.engine.parameter_groups import KEYS, ParameterGroup, check_groups, parameter_groups
+from ddptrain.errors import UserError
+
+_FUSED_IN_PARTS = ("torch.optim.Adam", "torch.optim.AdamW")
+"""Whose fused kernels take DTensors (torch 2.11 to 2.15)."""
+
+
+def check_optimizer(node: Mapping[str, Any]) -> None:
+    """Raise UserError where the optim node's own values are wrong, whatever the model is."""
+    if problems := check_groups(node):
+        raise UserError("\n".join(problems))
+    build_optimizer(arguments_of(node), nn.Linear(1, 1))
+
+
+def arguments_of(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The optim node without what says which parameters get which settings."""
+    return {name: value for name, value in node.items() if name not in KEYS}
+
+
+def build_optimizer(
+    node: Mapping[str, Any],
+    model: nn.Module,
+    weight_decay_on: str = "all",
+    sparse: bool = False,
+    sharded: bool = False,
+) -> Optimizer:
+    """The optimizer of a config node, over the model's trained parameters, in the groups of
+    `parameter_groups`.
+
+    sparse: some gradients are sparse. sharded: a rank has its part of each parameter.
+    Fused where torch supports it: one kernel per step instead of one for each parameter, on CPUs too.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise UserError("model: no parameter requires a gradient, so there is nothing to train.")
+    if sharded and node["_target_"] == "torch.optim.Adafactor":
+        raise UserError("optim: torch's Adafactor takes no parameters in parts. Use AdamW, or strategy=ddp.")
+    chosen = node.get("fused") is None and node.get("foreach") is None
+    groups = [_as_torch(group, node) for group in parameter_groups(model, node, weight_decay_on)]
+    # with dampening the first step differs from the others and must not find a buffer
+    fused = chosen and not node.get("dampening") and not sparse
+    fused = fused and (not sharded or node["_target_"] in _FUSED_IN_PARTS)
+    fused = fused and all(p.is_floating_point() and _is_dense(p) for p in trained)
+    built = build(arguments_of(node), "optim", params=groups, **({"fused": True} if fused else {}))
+    if not isinstance(built, Optimizer):
+        raise UserError(f"optim._target_={node['_target_']}: must be a torch.optim.Optimizer.")
+    if "weight_decay" not in built.defaults and any(group.get("weight_decay") for group in groups):
+        raise UserError(
+            f"optim.groups: weight_decay: {node['_target_']} has no weight decay. Leave it out, or use"
+            " another optimizer."
+        )
+    optimizer: Optimizer = built
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"optim._target_={node['_target_']}: evaluates the loss several times a step, which this"
+            " engine does not; use another optimizer."
+        )
+    if isinstance(optimizer, SGD) and fused:
+        _zero_momentum(optimizer)
+    return optimizer
+
+
+def _as_torch(group: ParameterGroup, node: Mapping[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {"params": list(group.parameters)}
+    if group.lr_scale != 1:
+        made |= {"lr": node["lr"] * group.lr_scale, "lr_scale": group.lr_scale}
+    if group.weight_decay is not None:
+        made["weight_decay"] = group.weight_decay
+    return made
+
+
+def _is_dense(parameter: nn.Parameter) -> bool:
+    """Whether its numbers fill its memory without gaps. Of others torch's fused optimizers (2.11 to 2.15, on
+    CPUs) update the wrong numbers, without an error."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _zero_momentum(optimizer: SGD) -> None:
+    """Set momentum buffers to zero. Fused SGD allocates them in its first step without writing to them; if
+    that step is skipped, the next one would read uninitialised memory."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else []:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

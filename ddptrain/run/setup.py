@@ -1,0 +1,269 @@
+"""What every verb that needs the model sets up: world, task, data, model."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ddptrain.api.controller import Controller
+from ddptrain.api.observer import Observer
+from ddptrain.api.recipe import Data, Task
+from ddptrain.api.rng import seed_pythons
+from ddptrain.api.world import World
+from ddptrain.config.instantiate import build, check_node
+from ddptrain.config.schema import Config
+from ddptrain.config.strategy import choice_in, is_ddp
+from ddptrain.distributed.comm import abandon_group, close_group, from_all_ranks, on_all_ranks, open_group
+from ddptrain.distributed.cpu import share_cores
+from ddptrain.distributed.device import choose_device
+from ddptrain.distributed.watchdog.lost_peer import address_of_peer, from_a_lost_rank
+from ddptrain.distributed.watchdog.watchdog import Watchdog
+from ddptrain.distributed.world import world_from_environment
+from ddptrain.doctor.examine import why_no_cuda
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.compiled import Compilations
+from ddptrain.engine.early_stop import EarlyStop
+from ddptrain.engine.load_model import fit_model
+from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, unpack
+from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
+from ddptrain.observe.console import open_log
+from ddptrain.observe.jsonl import Jsonl
+from ddptrain.observe.summary import Summary
+from ddptrain.run.agreement import check_metadata, check_same_data, of_same_kind
+from ddptrain.run.optimizer import arguments_of
+from ddptrain.run.out_of_memory import lack_of_memory
+
+log = logging.getLogger("ddptrain")
+Made = TypeVar("Made", Task, Data, Observer, Controller)
+
+
+@contextmanager
+def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, str, Watchdog]]:
+    """This rank's world with its device, why that device, and what watches over the rank; the process
+    group is open inside.
+
+    alone: a world of one, whatever torchrun has started.
+    """
+    world = World() if alone else world_from_environment()
+    if config.debug.sync:
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # read when CUDA starts
+        torch.autograd.set_detect_anomaly(True, check_nan=False)  # NaN is the guard's to find
+    try:
+        device, reason = choose_device(config.device, world, why_no_cuda)
+    except UserError as error:
+        error.everywhere = not world.is_first_on_node  # nodes differ: the first rank of each prints it
+        raise
+    world = world.on(device)
+    open_log(None, world.is_first)
+    deterministic = config.deterministic or config.elastic == "strict"
+    share_cores(world, strict=config.elastic == "strict")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = not deterministic
+    repeat_bits(deterministic)
+    world = open_group(world, even_alone=not alone and is_ddp(config.strategy))
+    if world.shares_device:
+        reason = f"{reason}; RANKS SHARE A GPU, so their gradients go by way of the host, over gloo"
+    watchdog = Watchdog(world, None if alone else config.hang_timeout)
+    with watchdog.watching():
+        try:
+            yield world, reason, watchdog
+        except Stopped:
+            try:
+                close_group()
+            except RuntimeError:  # another rank's grace time has ended first
+                abandon_group()
+            raise
+        except BaseException as error:
+            lack = lack_of_memory(error, config, world, watchdog.place)
+            _leave_after_error(lack or error, world, watchdog)
+            if lack is not None:
+                raise lack from None
+            raise
+        close_group()
+
+
+def repeat_bits(deterministic: bool) -> None:
+    """Whether torch may only choose algorithms that give the same bits each time."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only so
+        # else each new tensor is filled with NaN, for code that reads before it writes: a pass over the
+        # memory of most layers (13 % of a MobileNetV3 step on a CPU)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # to ask imports torch's compiler
+        torch.use_deterministic_algorithms(deterministic)
+
+
+def _leave_after_error(error: BaseException, world: World, watchdog: Watchdog) -> None:
+    """Leave the others after an error. Raises RankLost instead where it only follows from another rank's."""
+    agreed = isinstance(error, Diverged | OutOfStep) or (isinstance(error, UserError) and error.everywhere)
+    if world.size > 1 and not agreed:
+        if from_a_lost_rank(error):
+            failure, gone = watchdog.failure_elsewhere(wait=2.0), watchdog.gone()
+            abandon_group()
+            if failure is not None:
+                raise RankLost(failure.said, failure.code) from None
+            address = address_of_peer(error) if world.size > world.local_size else ""
+            where = f" at {address}" if address else ""
+            closed = f"rank {world.rank}: another rank{where} is gone: its connection was closed."
+            raise RankLost(gone or closed, ExitCode.CRASH) from None
+        watchdog.failed(ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.CRASH)
+        abandon_group()
+        if isinstance(error, UserError) and (first := watchdog.failure_elsewhere(wait=1.0)):
+            raise RankLost(first.said, first.code) from None  # that rank's message is enough
+        time.sleep(1.0)  # the others read of the failure first: this rank may hold the store
+        return
+    abandon_group()
+
+
+def make_task(config: Config) -> tuple[Task, Data]:
+    """The recipe's two halves, from their config nodes, once all nodes are known to be right."""
+    problems = check_node(config.task, "task", offered=("model", "data"))
+    if config.model is not None:
+        problems += check_node(config.model, "model", offered=None)
+    problems += check_node(config.data, "data")
+    _refuse([*problems, *check_node(arguments_of(config.optim), "optim", offered=("params",))])
+    data = _made(Data, config.data, "data")  # type: ignore[type-abstract]
+    model = None if config.model is None else partial(build, config.model, "model")
+    task = _made(Task, config.task, "task", model=model, data=data)  # type: ignore[type-abstract]
+    return task, data
+
+
+def check_doors(config: Config) -> None:
+    """Check the nodes that only training builds: strategy, observers, controllers. All problems at once."""
+    problems = []
+    for size in (1, 2):
+        problems += check_node(choice_in(config.strategy, size), "strategy", offered=("world",))
+    for group in ("observers", "controllers"):
+        for name, node in getattr(config, group).items():
+            problems += check_node(node, f"{group}.{name}")
+    _refuse(problems)
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    """Raise UserError with each problem once, if there are any."""
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+
+
+def make_observers(config: Config) -> list[Observer]:
+    """Those of the config, and the two that every run has: the summary, and what was compiled."""
+    found = [_made(Observer, node, f"observers.{name}") for name, node in config.observers.items()]
+    readers = [name for name, made in zip(config.observers, found, strict=True) if made.reads_metrics_file]
+    if readers and not any(isinstance(made, Jsonl) for made in found):
+        raise UserError(f"observers: {readers[0]} sends metrics.jsonl; add jsonl: [jsonl,{readers[0]}].")
+    return [*found, *([Compilations()] if config.compile != "off" else []), Summary()]
+
+
+def make_controllers(config: Config) -> dict[str, Controller]:
+    made: dict[str, Controller] = {
+        name: _made(Controller, node, f"controllers.{name}")  # type: ignore[type-abstract]
+        for name, node in config.controllers.items()
+    }
+    stop = config.stop
+    if stop.patience is not None or stop.target is not None:
+        if "stop" in made:
+            raise UserError(
+                "controllers.stop: this name is that of stop.patience and stop.target; rename yours."
+            )
+        made["stop"] = EarlyStop(stop.patience, stop.metric, stop.target)
+    return made
+
+
+def _made(kind: type[Made], node: Any, key: str, **offered: Any) -> Made:
+    made = build(node, key, **offered)
+    if not isinstance(made, kind):
+        raise UserError(f"{key}._target_={node['_target_']}: must be a ddptrain.api.{kind.__name__}.")
+    return made
+
+
+def make_model(config: Config, task: Task, device: torch.device) -> nn.Module:
+    """The seeded model on its device, in its memory format; not yet compiled or wrapped."""
+    seed_pythons(config.seed)
+    torch.manual_seed(config.seed)
+    model = task.build().train().to(device)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    return model
+
+
+def prepare(data: Data, world: World, seed: int) -> None:
+    """Open the data on every rank, and make sure that all of them see the same."""
+    on_all_ranks(world, lambda: data.prepare(world, seed))
+    on_all_ranks(world, lambda: check_metadata(data))
+    seen = from_all_ranks(world, (data.identity, data.train_size, data.valid_size))
+    for rank, (_, train, valid) in enumerate(seen):
+        if seen[rank] != seen[0]:
+            raise UserError(
+                f"data: rank {rank} sees {train:,} + {valid:,} samples and rank 0 {seen[0][1]:,} +"
+                f" {seen[0][2]:,}, or other ones, or in another order. Every node needs the same files (and"
+                " for the standard library the same Python)."
+            )
+    for name, size in (("training", data.train_size), ("validation", data.valid_size)):
+        if size < 1:
+            raise UserError(
+                f"data: the {name} set is empty, and a run needs both: it trains on the one, and is measured"
+                " on the other. Give it at least one sample."
+            )
+
+
+def named_checkpoint(folder: Path, name: str) -> LoadedCheckpoint:
+    """A checkpoint of the run in ``folder``: ``last``, ``best``, ``step-<n>``, or any by its folder. Empty:
+    the best, which the log says, or the last where there is none yet."""
+    own = folder / "checkpoints" / (name or "best")
+    if not name and own.is_dir():
+        saved = read(own)
+        best = saved.manifest.get("best", {})
+        value = "".join(f", {metric} {best[metric]:.4f}" for metric in best if metric != "step")
+        step = saved.manifest["step"]
+        log.info("checkpoint %s: step %d%s (the best; checkpoint=last is the newest)", own, step, value)
+        return saved
+    if name not in ("", "last"):
+        return read(own if own.is_dir() or name == "best" else Path(name))
+    newest = Checkpointer(folder / "checkpoints", keep=1).newest()
+    if newest is None:
+        raise UserError(f"run={folder}: holds no checkpoint yet.")
+    return newest
+
+
+def trained_model(
+    config: Config, task: Task, data: Data, world: World, saved: LoadedCheckpoint, needs_data: bool = False
+) -> nn.Module:
+    """The model with a checkpoint's weights, the averaged ones where there are some.
+
+    What the checkpoint knows of the data is enough where it is all that the data would tell. needs_data: the
+    caller needs the data itself.
+    """
+    state = unpack(saved)
+    metadata = saved.manifest.get("recall")
+    if metadata and not needs_data:
+        with of_same_kind(data, saved):
+            data.load_metadata(metadata, world)
+    else:
+        if metadata:
+            with of_same_kind(data, saved):
+                data.adopt_metadata(metadata)
+        prepare(data, world, config.seed)
+        check_same_data(data, saved)
+    model = make_model(config, task, world.device)
+    fit_model(model, state["average"].get("weights") or state["model"], str(saved.path))
+    return model
+
+
+def loaded_model(config: Config, folder: Path, checkpoint: str, device: str) -> tuple[nn.Module, Data, Path]:
+    """For a process that is not ours: a checkpoint's model in evaluation mode, without gradients, the data
+    that it knows of, and the checkpoint's folder. device: as the config key. Leaves PyTorch's settings as
+    they are."""
+    task, data = make_task(config)
+    chosen, _ = choose_device(device, World(), why_no_cuda)
+    saved = named_checkpoint(folder, checkpoint)
+    with torch.random.fork_rng(devices=[]):  # the model is seeded before its weights are replaced
+        model = trained_model(config, task, data, World().on(chosen), saved)
+    return model.eval().requires_grad_(False), data, saved.path

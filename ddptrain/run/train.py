@@ -1,0 +1,331 @@
+"""The verb ``train``: compose, train, evaluate, summarise."""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from ddptrain.api.observer import Run
+from ddptrain.api.recipe import Data, Task
+from ddptrain.api.world import World
+from ddptrain.config.schema import Config, Debug
+from ddptrain.config.strategy import is_dp
+from ddptrain.distributed.comm import on_all_ranks, on_first_rank
+from ddptrain.distributed.cpu import cores_in_words, share_cores
+from ddptrain.distributed.watchdog.watchdog import Watchdog
+from ddptrain.engine.auto_batch import AutoBatch
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.compiled import check_graphs, compile_loss
+from ddptrain.engine.consistency import check_same_command, check_same_model, check_same_weights
+from ddptrain.engine.freeze import Frozen, freeze
+from ddptrain.engine.initial_weights import load_initial_weights
+from ddptrain.engine.loop import Engine, StepIterator
+from ddptrain.engine.plan import Plan
+from ddptrain.engine.precision import choose_precision
+from ddptrain.engine.recompute import recompute
+from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, unpack
+from ddptrain.engine.step import TrainStep
+from ddptrain.errors import Diverged, Stopped, UserError
+from ddptrain.keys import flat_values
+from ddptrain.observe.console import open_log
+from ddptrain.observe.dispatch import Observers
+from ddptrain.observe.gauges import own_gauges
+from ddptrain.observe.lock import lock_folder
+from ddptrain.observe.monitor import Monitor, extremes
+from ddptrain.observe.profile import profiled
+from ddptrain.observe.rundir import check_kept, describe_run, discard_unused, is_described, name_run, open_run
+from ddptrain.run import setup
+from ddptrain.run.agreement import check_same_data, normalise_as_weights, note_other_data
+from ddptrain.run.assemble import make_step, plan_run
+from ddptrain.run.make_strategy import make_strategy
+from ddptrain.run.optimizer import arguments_of, check_optimizer
+from ddptrain.text import counted, first_few, parse_json
+from ddptrain.torch_private import spare_dynamo
+from ddptrain.version import __version__
+
+log = logging.getLogger("ddptrain")
+
+
+def run(config: Config, arguments: Sequence[str]) -> None:
+    """Train what the config says, as one rank. ``arguments`` are the command line's overrides.
+
+    Raises UserError for what the user can mend, Diverged where the loss left the finite numbers.
+    """
+    spare_dynamo()
+    task, data = setup.make_task(config)
+    setup.check_doors(config)
+    observers, controllers = setup.make_observers(config), setup.make_controllers(config)
+    check_optimizer(config.optim)
+    with setup.joined_world(config) as (world, reason, watchdog):
+        watchdog.stop_on_signals(config.checkpoint.grace, config.train.time_limit)
+        check_same_command(world, asdict(config))
+        folder = on_first_rank(world, lambda: _opened_folder(config))
+        open_log(str(folder / "log.txt"), world.is_first)
+        log.info("ddptrain %s  recipe %s  run %s", __version__, config.recipe, folder)
+        log.info("device     %s (%s)", world.device, reason)
+        try:
+            gauges, problems = own_gauges(world, spread=is_dp(config.strategy))
+            monitor = Monitor(world, gauges)
+            keep, background = config.checkpoint.keep, config.checkpoint.background
+            checkpointer = Checkpointer(folder / "checkpoints", keep, background)
+            saved = _saved(config, checkpointer, world)
+            step = make_train_step(config, task, data, world, watchdog, saved)
+            step.state.controllers.update(controllers)
+            if saved is not None:
+                _resume(saved, step, data, checkpointer)
+            del saved  # as large as the model with its optimizer's state
+            done, steps = step.state.step, step.plan.steps
+            log.info("plan       steps %d to %d, %.4g epochs", done, steps, step.plan.epoch(steps))
+            if done > steps or (done == steps and _is_summarised(folder, steps)):
+                log.info("this run is finished; raise train.epochs or train.steps to go on")
+                return
+            on_first_rank(world, lambda: describe_run(folder, asdict(config), world, arguments, done))
+        except UserError:
+            if world.is_first:
+                discard_unused(folder)
+            raise
+        for problem in problems:
+            log.info("devices    %s", problem)
+        engine = Engine(data, step, checkpointer, Observers(observers if world.is_first else []))
+        profiling = _profiling(config.debug, world, folder / "profile")
+        try:
+            with monitor.running():
+                engine.fit(_run(config, folder, data, step, monitor), profiling)
+        except Stopped as stopped:
+            log.info("%s and saved; start this again with run.dir=%s and it goes on", stopped, folder)
+            raise
+        except Diverged as diverged:
+            if world.is_first:
+                evidence = folder / f"nonfinite-step-{diverged.evidence['step']}.json"
+                with suppress(OSError, UserError):  # the message is what counts
+                    check_kept(folder)
+                    evidence.write_text(json.dumps(diverged.evidence) + "\n")
+                log.info("evidence   %s (the samples of that step, by rank)", evidence)
+            raise
+        on_first_rank(world, lambda: _leave_whole(folder, config, world, arguments, done))
+        if used := extremes(monitor.summary()):
+            log.info("devices    %s", used)
+        views = {"plots": f"{folder}/plots", "tensorboard": f"tensorboard --logdir {folder.parent}"}
+        if shown := [view for name, view in views.items() if name in config.observers]:
+            log.info("look       %s", ", or ".join(shown))
+
+
+def make_train_step(
+    config: Config, task: Task, data: Data, world: World, watchdog: Watchdog, saved: LoadedCheckpoint | None
+) -> TrainStep:
+    """The train step with all that it is made of, at step 0. saved: will be put into it."""
+    compiled, strict = config.compile != "off", config.elastic == "strict"
+    # each rank by itself: nodes may have other GPUs, and what one can't do ends all
+    strategy = on_all_ranks(world, lambda: make_strategy(config.strategy, world, compiled, strict))
+    precision = on_all_ranks(world, lambda: choose_precision(config.precision, world.device))
+    log.info("precision  %s", precision.name)
+    ranks, nodes = counted(world.size, "rank"), counted(-(-world.size // world.local_size), "node")
+    log.info("strategy   %s, %s on %s", strategy.describe(), ranks, nodes)
+    normalise_as_weights(config, data, saved)
+    setup.prepare(data, world, config.seed)
+    plan = plan_run(
+        config, data.train_size, data.identity, strategy.shards, data.sample_weights, data.blocks,
+        data.valid_size,
+    )  # fmt: skip
+    if strategy.sharded:
+        plan.check_equal_passes(world)
+    data.train_batches(plan.sampler(world), range(0))  # refuses a batch that it can't give
+    log.info("data       %s", data.describe())
+    workers = data.loading.workers or 0
+    share_cores(world, strict, workers)
+    log.info("cores      %s", cores_in_words(world, workers))
+    model = setup.make_model(config, task, torch.device("cpu") if strategy.sharded else world.device)
+    on_all_ranks(world, lambda: precision.check(model))  # nodes may have other GPUs
+    if saved is None:
+        if config.init.weights is not None:
+            load_initial_weights(config.init.weights, config.init.skip, config.model or {}, model, world)
+        note_other_data(config.init.weights, data)
+    known: Mapping[str, Any] = {} if saved is None else saved.manifest
+    frozen = _frozen(config, model, plan, known)
+    if names := recompute(model, config.train.recompute):
+        log.info("recompute  %s: %s", counted(len(names), "module"), first_few(names, 4))
+    with frozen.at_the_end(model) if frozen is not None else nullcontext():
+        # before `prepare`: a SyncBatchNorm would wait for ranks that try other sizes
+        train = config.train
+        trials = AutoBatch(task, model, data, precision, plan, strategy)
+        plan = trials.sized(train.micro_batch, train.eval_batch_size, known, watchdog)
+        # as found, from here on: the config of the run is written with these
+        train.micro_batch, train.eval_batch_size = plan.micro_batch, plan.eval_batch_size
+    model = strategy.prepare(model)
+    log.info("model      %s", _model_in_words(model, config))
+    check_same_model(world, model)
+    if strategy.sharded:
+        check_same_weights(world, model)
+    log.info("batch      %s", _batch_in_words(plan, world))
+    if (passes := plan.batch_size / data.train_size) > 1:
+        log.warning("note       train.batch_size=%d: a step takes %.3g epochs", plan.batch_size, passes)
+    on_all_ranks(world, lambda: check_graphs(config.compile, world, len(plan.sampler(world).pieces)))
+    _note_layers_that_see_one_part(model, plan, world)
+    if config.compile == "step":
+        compile_loss(task)
+    step = make_step(config, task, model, strategy, precision, plan, watchdog, frozen)
+    if not strategy.sharded:  # some have broadcast the first rank's
+        check_same_weights(world, model)
+    settings = flat_values(arguments_of(config.optim)).items()
+    told = [f"{name} {value}" for name, value in settings if not name.endswith("_target_")]
+    log.info("optimizer  %s, %s", type(step.state.optimizer).__name__, ", ".join(told))
+    if len(step.state.groups) > 1:
+        for group in step.state.groups:
+            log.info("group      %s", group)
+    return step
+
+
+def _frozen(config: Config, model: nn.Module, plan: Plan, saved: Mapping[str, Any]) -> Frozen | None:
+    """What is frozen at the step of a checkpoint's manifest, or at the start, and is now. What a run has
+    thawed is not frozen again, should a resume make it longer."""
+    until = None if config.thaw is None else math.ceil(config.thaw * plan.steps)
+    done = saved.get("step", 0) if saved.get("frozen", True) else plan.steps
+    frozen = freeze(model, config.optim, config.freeze, until, done)
+    if frozen is not None:
+        count = counted(len(frozen.parameters), "tensor")
+        ends = "" if until is None else f", until step {until}"
+        log.info("frozen     %s%s: %s", count, ends, first_few(frozen.parameters, 4))
+    return frozen
+
+
+def _opened_folder(config: Config) -> Path:
+    """The run's folder, locked. Under ``run.resume=never`` what it held is renamed: nothing on disk is
+    lost."""
+    folder = name_run(config.run.dir, config.recipe)
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if config.run.resume == "never" and not restarted and (folder / "checkpoints").is_dir():
+        old = folder.resolve()
+        if Path.cwd().is_relative_to(old):
+            raise UserError(
+                f"run.resume=never: run.dir={folder} is the current folder or above it, so it can't"
+                " be renamed to make place. Start from another folder, or name another run.dir."
+            )
+        lock_folder(folder)  # no running job's folder is renamed away under it
+        try:
+            old.rename(old.with_name(f"{old.name}.{time.strftime('%Y-%m-%d_%H-%M-%S')}"))
+        except OSError as error:
+            raise UserError(
+                f"run.resume=never: {folder} holds a run and can't be renamed to make place"
+                f" ({error.strerror}). Name another run.dir."
+            ) from error
+    open_run(folder)
+    lock_folder(folder)
+    return folder
+
+
+def _leave_whole(folder: Path, config: Config, world: World, arguments: Sequence[str], begun: int) -> None:
+    """At the end: put back what describes the run, if somebody has deleted it meanwhile. Raises UserError
+    where the folder itself is gone."""
+    check_kept(folder)
+    if not is_described(folder):
+        describe_run(folder, asdict(config), world, arguments, begun)
+        log.warning("%s was deleted under the run, and is written anew", folder / "config.yaml")
+
+
+def _is_summarised(folder: Path, steps: int) -> bool:
+    """Whether a run has got beyond its last checkpoint: evaluated and summarised after its last step."""
+    try:
+        summary = parse_json((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(summary.get("outcome") == "done" and summary.get("step", 0) >= steps)
+
+
+def _saved(config: Config, checkpointer: Checkpointer, world: World) -> LoadedCheckpoint | None:
+    """The checkpoint that the run's folder holds or run.resume names, as rank 0 has read and verified it."""
+
+    def found() -> LoadedCheckpoint | None:
+        checkpointer.recover()
+        saved = checkpointer.newest()
+        if saved is None and config.run.resume not in ("auto", "never"):
+            saved = read(Path(config.run.resume))
+        return saved
+
+    return on_first_rank(world, found)
+
+
+def _resume(saved: LoadedCheckpoint, step: TrainStep, data: Data, checkpointer: Checkpointer) -> None:
+    """Put the saved state back, on every rank."""
+    where, world = str(saved.path), step.strategy.world
+    # of a checkpoint in parts each rank reads its own
+    kept = on_all_ranks(world, lambda: unpack(saved, step.strategy.empty))
+    step.plan.check_continues(saved.manifest, where)
+    check_same_data(data, saved)
+    step.state.load_state_dict(kept, where, ours=checkpointer.holds(saved.manifest["step"]))
+    best = step.state.best_as(step.task.best_metric)
+    if not on_first_rank(world, lambda: checkpointer.restore_best(best)):
+        step.state.best = None  # of another run or metric
+    step.state.metrics, step.state.metrics_step = saved.manifest["metrics"], saved.manifest["metrics_step"]
+    if world.is_first:
+        checkpointer.set_aside_after(step.state.step)
+    log.info("resumed    %s", where)
+
+
+def _run(config: Config, folder: Path, data: Data, step: TrainStep, monitor: Monitor) -> Run:
+    state = step.state
+    trained = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
+    return Run(
+        folder,
+        asdict(config),
+        step.strategy.world,
+        step.precision.name,
+        data.loading,
+        convolves=any(isinstance(layer, nn.Conv2d) for layer in state.model.modules()),
+        gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
+        fused=bool(state.optimizer.defaults.get("fused")),
+        steps_per_epoch=-(-data.train_size // config.train.batch_size),
+        steps=step.plan.steps,
+        valid_size=data.valid_size,
+        further_gpus=len(step.strategy.further_gpus),
+        devices=monitor,
+    )
+
+
+def _profiling(debug: Debug, world: World, folder: Path) -> StepIterator:
+    if not debug.profile:
+        return iter
+    first, count = debug.profile_from, debug.profile_steps
+    return partial(profiled, first=first, count=count, world=world, folder=folder)
+
+
+def _batch_in_words(plan: Plan, world: World) -> str:
+    sizes = plan.sampler(world).micro_sizes
+    split = f"{plan.batch_size} global, {sum(sizes)} on this rank"
+    return f"{split} in {len(sizes)} micro-batches of {max(sizes)}" if len(sizes) > 1 else split
+
+
+def _model_in_words(model: nn.Module, config: Config) -> str:
+    count = sum(p.numel() for p in model.parameters())
+    traits = [f"{count:,} parameters"]
+    traits += ["channels_last"] if config.channels_last else []
+    traits += [f"compiled ({config.compile})"] if config.compile != "off" else []
+    traits += [f"averaged (decay {config.ema.decay})"] if config.ema.decay is not None else []
+    return f"{type(model).__name__}, {', '.join(traits)}"
+
+
+def _note_layers_that_see_one_part(model: nn.Module, plan: Plan, world: World) -> None:
+    """Log which layers make the training depend on the number of ranks or micro-batches."""
+    parts = world.size * len(plan.sampler(world).micro_sizes)
+    if parts == 1 or plan.shards is not None:  # shards are the same on any number of ranks
+        return
+    layers = list(model.modules())
+    if any(isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in layers):
+        log.info(
+            "note       BatchNorm normalises over each of the %d parts of a global batch by itself, so this"
+            " model trains slightly differently on another number of ranks or micro-batches",
+            parts,
+        )
+    if any(isinstance(m, _DropoutNd) and m.p > 0 for m in layers):
+        log.info("note       dropout draws another mask on each rank and for each micro-batch")

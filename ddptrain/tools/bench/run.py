@@ -1,0 +1,167 @@
+"""The verb ``bench``: where a recipe's step goes on this machine, and which overrides make it faster."""
+
+import shlex
+import shutil
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddptrain.api.timing import TRAINING
+from ddptrain.config.instantiate import typed_arguments
+from ddptrain.config.schema import Config
+from ddptrain.errors import ExitCode, UserError
+from ddptrain.observe.console import open_log
+from ddptrain.text import print_tables
+from ddptrain.tools.bench.ab_compare import Bench, Compared, OverrideResult, compare_candidates
+from ddptrain.tools.bench.ddp import exposed_table, of_ddp, ranks_for
+from ddptrain.tools.bench.paced_run import LapTimes, Unfit
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_ENDLESS = 1_000_000
+_OWN = (
+    *(f"train.steps={_ENDLESS}", f"train.eval_every={_ENDLESS}", f"checkpoint.every={_ENDLESS}"),
+    *("observers=[]", "hang_timeout=null", "train.verify_every=null", "train.time_limit=null"),
+)
+"""Overrides of every training here: nothing but steps, without end."""
+_NAMED_HERE = (
+    *("run.", "log.every", "observers", "checkpoint.every"),
+    *("train.steps", "train.epochs", "train.eval_every"),
+)
+_OTHER_NUMBERS = {
+    "precision=": "another precision computes",
+    "strategy.compression=": "compressed gradients are",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The words of the verb itself."""
+
+    steps: int = 10
+    rounds: int = 6
+    ranks: int = 1
+    tries: str = ""
+    ddp: bool = False
+
+
+def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
+    """Measure the training that ``words`` (options and overrides, checked by the caller) describe, alone and
+    in turns with itself under other overrides.
+
+    asked: the verb's own words, see `_Options`. Raises UserError for what the user can mend.
+    """
+    typed = typed_arguments(_Options, {("tries" if n == "try" else n): v for n, v in asked.items()}, "bench")
+    own = _Options(**typed)
+    tries = None if "tries" not in typed else [word.strip() for word in own.tries.split(";") if word.strip()]
+    for word in [*words, *(word for override in tries or () for word in _words(override))]:
+        if word.lstrip("+").startswith(_NAMED_HERE):
+            raise UserError(f"{word}: bench decides that itself; leave it out.")
+    for name, value, least in (("steps", own.steps, 1), ("rounds", own.rounds, 3), ("ranks", own.ranks, 1)):
+        if value < least:
+            raise UserError(f"{name}={value}: must be {least} or more.")
+    ranks = ranks_for(config, typed.get("ranks")) if own.ddp else own.ranks
+    open_log(None, first=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: its trainings end with it
+        signal.signal(number, signal.default_int_handler)
+    folder = Path(tempfile.mkdtemp(prefix="ddptrain-bench-"))
+    bench = Bench([*words, *_OWN], ranks, own.steps, own.rounds, folder)
+
+    def candidates(setup: Mapping[str, Any]) -> Sequence[str]:
+        if tries is not None:
+            return tries
+        return of_ddp(config, setup) if own.ddp else _candidates(config, setup)
+
+    try:
+        found = compare_candidates(bench, candidates)
+        print_tables(exposed_table(found) if own.ddp else _table(found))
+        _recommend(bench, found, words)
+        return ExitCode.CRASH if tries and not found.results else ExitCode.DONE
+    except Unfit as error:
+        print(f"bench: FAILED: {error}", flush=True)
+        return ExitCode.USER_ERROR if error.code == ExitCode.USER_ERROR else ExitCode.CRASH
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _words(override: str) -> list[str]:
+    """The words of one entry of ``try``. Raises UserError where one is no override."""
+    try:
+        words = shlex.split(override)
+    except ValueError as error:
+        raise UserError(f"try={override}: {error}. Close the quote.") from error
+    for word in words:
+        if "=" not in word and not word.startswith("~"):
+            raise UserError(
+                f"try={word}: is no override. Give key=value, several with ; between them, in quotes:"
+                " try='channels_last=true;compile=default'."
+            )
+    return words
+
+
+def _recommend(bench: Bench, found: Compared, words: Sequence[str]) -> None:
+    """The fastest command, to copy."""
+    launch = [] if bench.ranks == 1 else ["launch", f"--nproc-per-node={bench.ranks}"]
+    heading, more = "nothing tried is faster than it is:", list[str]()
+    if fastest := found.fastest:
+        heading, more = f"{1 / fastest.ratio:.2f} times as fast:", shlex.split(fastest.override)
+    print(f"{heading} python -m ddptrain {shlex.join([*launch, *words, *more])}", flush=True)
+    for key, what in _OTHER_NUMBERS.items():
+        if any(word.startswith(key) for word in more):
+            print(f"({what} other numbers: compare the metrics too)", flush=True)
+
+
+def _candidates(config: Config, setup: Mapping[str, Any]) -> list[str]:
+    """Overrides that could help this run and change nothing that it is meant to learn."""
+    on_gpu = setup["device"] == "cuda"
+    found = []
+    if setup["convolves"]:
+        found.append(f"channels_last={str(not config.channels_last).lower()}")
+    precisions = ("fp32", "tf32", "bf16", "fp16") if on_gpu else ("fp32", "bf16")
+    found += [f"precision={name}" for name in precisions if name != setup["precision"]]
+    if config.compile == "off":
+        found += ["compile=default", *(["compile=reduce-overhead"] if on_gpu else [])]
+    if setup["resident"] is not None and "resident" in config.data:
+        found.append(f"data.resident={str(not setup['resident']).lower()}")
+    if "workers" in config.data and not (setup["resident"] and setup["workers"] is None):
+        workers = setup["workers"] or 0
+        found += [f"data.workers={count}" for count in sorted({0, 2, 4, 2 * workers} - {workers})]
+    if setup["ranks"] > 1:
+        found += ["strategy.bucket_cap_mb=5", "strategy.bucket_cap_mb=100", "strategy.compression=bf16"]
+    if config.optim.get("fused") is None and config.optim.get("foreach") is None:
+        found.append(f"+optim.fused={str(not setup['fused']).lower()}")
+    return found
+
+
+def _table(found: Compared) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    laps = [found.itself.lap, *(result.lap for result in found.results)]
+    phases = [phase for phase in TRAINING if any(_share(lap, phase) >= 0.005 for lap in laps)]
+    table = Table(box=box.SIMPLE)
+    table.add_column("override", overflow="fold")
+    shares = [phase.replace("_", "-") for phase in phases]
+    for name in ("ratio", "least", "most", "ms/step", "peak MiB", *shares):
+        table.add_column(name, justify="right")
+    table.add_row("as it is", *_cells(found.itself, phases))
+    for result in sorted(found.results, key=lambda result: result.ratio):
+        table.add_row(
+            result.override, *_cells(result, phases), style="green" if result in found.helping else ""
+        )
+    return table
+
+
+def _cells(result: OverrideResult, phases: Sequence[str]) -> list[str]:
+    compared = [result.ratio, min(result.ratios), max(result.ratios)]
+    shares = [f"{_share(result.lap, phase):.0%}" for phase in phases]
+    own = [f"{result.lap.ms_per_step:.2f}", f"{result.lap.peak_memory / 2**20:,.0f}"]
+    return [*(f"{ratio:.3f}" for ratio in compared), *own, *shares]
+
+
+def _share(lap: LapTimes, phase: str) -> float:
+    return lap.seconds[phase] / max(sum(lap.seconds.values()), 1e-9)

@@ -1,0 +1,114 @@
+"""The proof that the number of ranks does not change the training."""
+
+from rich.table import Table
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from ddptrain.config.schema import Config
+from ddptrain.errors import UserError
+from ddptrain.text import first_few
+from ddptrain.tools.prove.process import Case, ProofResult, Trials
+from ddptrain.tools.prove.state_diff import (
+    State,
+    differences,
+    first_line_apart,
+    gradients_apart,
+    last_state,
+    weights_apart,
+)
+
+_ROUNDING, _COARSE_ROUNDING = 1e-4, 0.1
+"""What is rounding, as `gradients_apart` counts: of fp32, and of anything else."""
+_LOSS_ROUNDING = 1e-4
+
+
+def prove_world(case: Case, ranks: int = 4) -> ProofResult:
+    """Any number of ranks trains the same: equal bits with elastic=strict, else equal to rounding, but for
+    layers that see one rank's part only."""
+    if ranks < 2:
+        raise UserError(f"prove world: ranks={ranks}: must be 2 or more.")
+    if case.config.elastic == "strict":
+        table = Table("ranks", "largest difference", title="world, elastic=strict")
+        broken = _differing_bits(case.trials(ranks), ranks, table)
+        summary = f"BROKEN: {broken}" if broken else f"HOLDS: on 1 to {ranks} ranks all bits are equal."
+        return ProofResult(not broken, summary, table)
+    precision = case.config.precision if case.says("precision") else "fp32"
+    is_fine = precision == "fp32" and case.config.strategy.get("compression", "none") == "none"
+    tolerance = _ROUNDING if is_fine else _COARSE_ROUNDING
+    table = Table("ranks", "largest difference", "weights", "gradients", title=f"world, {precision}")
+    trials = case.trials(ranks, f"precision={precision}")
+    ours, beyond = _trained(trials, 1), 0
+    for size in range(2, ranks + 1):
+        theirs = _trained(trials, size)
+        apart = max(gradients_apart(ours, theirs).values())
+        table.add_row(str(size), _largest(ours, theirs), f"{weights_apart(ours, theirs):.1e}", f"{apart:.1e}")
+        beyond = beyond or (size if apart > tolerance else 0)
+    if not beyond:
+        limit = f"gradients differ by less than {tolerance:.0e} of their norm"
+        return ProofResult(True, f"HOLDS: 1 to {ranks} ranks train the same, to rounding ({limit}).", table)
+    model = case.make_model()
+    layers = _seeing_their_part(model, case.config)
+    if not layers:
+        return ProofResult(False, f"BROKEN: {_where(trials, model, case.config, beyond, tolerance)}", table)
+    differ = f"weights differ, as they have to, by {' and '.join(layers)}"
+    broken = _differing_bits(case.trials(ranks, "elastic=strict"), ranks, table)
+    if broken:
+        return ProofResult(False, f"BROKEN: {differ}, but elastic=strict does not mend it: {broken}", table)
+    return ProofResult(True, f"EXPECTED: {differ}; with elastic=strict all bits are equal.", table)
+
+
+def _trained(trials: Trials, ranks: int, name: str = "on", *more: str) -> State:
+    """The last state of a training on so many ranks."""
+    return last_state(trials.trained(f"{name}-{ranks}", ranks, *more))
+
+
+def _differing_bits(trials: Trials, ranks: int, table: Table) -> str:
+    """Train under elastic=strict; the first value that is not equal bit for bit, in words, or ''."""
+    ours, broken = _trained(trials, 1, "strict"), ""
+    for size in range(2, ranks + 1):
+        theirs = _trained(trials, size, "strict")
+        table.add_row(f"{size}, strict", _largest(ours, theirs))
+        if not broken and (found := differences(ours, theirs)):
+            broken = f"on {size} ranks {len(found)} of {len(ours)} values differ, the first is {found[0]}."
+    return broken
+
+
+def _largest(ours: State, theirs: State) -> str:
+    found = differences(ours, theirs)
+    weights = [difference for difference in found if difference.name.startswith("model.")]
+    return str(max(weights or found, key=lambda one: one.largest)) if found else "all bits equal"
+
+
+def _seeing_their_part(model: nn.Module, config: Config) -> list[str]:
+    """The kinds of layers that see one rank's part of a global batch by itself, with names, in words."""
+    norms, dropouts = [], []
+    for name, layer in model.named_modules():
+        share = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0.0)
+        if isinstance(layer, _BatchNorm) and not config.strategy.get("sync_batchnorm"):
+            norms.append(name)
+        elif isinstance(share, float) and share > 0:  # nn.LSTM and nn.MultiheadAttention have a number
+            dropouts.append(name)
+    kinds = {"BatchNorm": norms, "dropout": dropouts}
+    return [f"{kind} in {first_few(names, 3)}" for kind, names in kinds.items() if names]
+
+
+def _where(trials: Trials, model: nn.Module, config: Config, ranks: int, tolerance: float) -> str:
+    """The first layer of the model that parts in the first step, or where the log shows later ones do."""
+    ours, theirs = (_trained(trials, size, "one-step", "train.steps=1") for size in (1, ranks))
+    apart = [name for name, share in gradients_apart(ours, theirs).items() if share > tolerance]
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    order = [name for name, _ in parameters]
+    if config.train.weight_decay_on == "matrices":
+        parameters.sort(key=lambda pair: pair[1].ndim < 2)  # as the optimizer numbers them
+    parted = {
+        parameters[int(name.split(".")[2])][0] if name.startswith("optimizer.") else name[len("model.") :]
+        for name in apart
+    }
+    for name in order:
+        if name in parted:
+            count = f"{len(parted)} of {len(order)} parameters"
+            return f"on {ranks} ranks the first step has other gradients, from {name} on ({count})."
+    line = first_line_apart(trials.folder / "on-1", trials.folder / f"on-{ranks}", _LOSS_ROUNDING)
+    later = f"; metrics.jsonl parts at {line}" if line else ""
+    return f"on {ranks} ranks the first step is the same, later ones are not{later}."

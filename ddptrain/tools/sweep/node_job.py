@@ -1,0 +1,71 @@
+"""Runs an attempt at a job: ``python -m ddptrain.tools.sweep.node_job <folder> <attempt> <words>``."""
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+from ddptrain.distributed.launcher.process import AGENT, end_with_agent
+from ddptrain.tools.sweep.attempt_file import AttemptFile
+from ddptrain.tools.sweep.machines import OUTPUT
+
+_TICK_S = 0.2
+
+
+def main(folder: Path, number: int, words: list[str]) -> int:
+    """Returns the command's exit code. It is asked to save and stop by a scheduler's signal, or by the
+    sweep."""
+    end_with_agent()  # where a process of Ray's has started this one
+    file = AttemptFile(folder, number)
+    with (folder / OUTPUT).open("ab") as output:
+        told = {"node": socket.gethostname(), "began": time.time(), "output_from": output.tell()}
+        if not file.claim(told):
+            print("the sweep has given this attempt up", file=sys.stderr)
+            return 0
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+        process = subprocess.Popen(
+            words,
+            env={**inherited, AGENT: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a scheduler may signal this process's whole group
+        )
+
+    told_to_stop = threading.Event()
+
+    def stop(_: int = 0, __: FrameType | None = None) -> None:
+        if not told_to_stop.is_set():  # a second one would end it without saving
+            told_to_stop.set()
+            process.send_signal(signal.SIGTERM)
+
+    for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(one, stop)
+    asked_at = math.inf
+    while (code := process.poll()) is None:
+        if asked := file.asked_to_stop():
+            if asked_at == math.inf:
+                asked_at = time.monotonic()
+                stop()
+            if time.monotonic() - asked_at > asked["grace"]:
+                _kill(process)
+        time.sleep(_TICK_S)
+    _kill(process)  # what it may have left in its group
+    file.rewrite({**told, "ended": time.time(), "code": code})
+    return 128 - code if code < 0 else code
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))

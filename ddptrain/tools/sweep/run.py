@@ -1,0 +1,230 @@
+"""A sweep from its points to its ledger."""
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ddptrain.config.schema import Config, Sweep
+from ddptrain.errors import ExitCode, UserError
+from ddptrain.observe.lock import is_locked
+from ddptrain.text import counted
+from ddptrain.tools.sweep.board import Board, common_words, print_table
+from ddptrain.tools.sweep.ledger import Job, Ledger, key_of, read_ledger
+from ddptrain.tools.sweep.local import LocalMachine
+from ddptrain.tools.sweep.machines import Machines
+from ddptrain.tools.sweep.pool import Pool, unfinished
+from ddptrain.tools.sweep.pruning_rules import PruningRule, pruning_rule
+from ddptrain.tools.sweep.ranges import Point, Range, ends
+from ddptrain.tools.sweep.ray_cluster import RayCluster
+from ddptrain.tools.sweep.remote import RemoteMachines, check_remote
+from ddptrain.tools.sweep.search import Search
+from ddptrain.tools.sweep.slots import share_out
+from ddptrain.tools.sweep.slurm import Slurm
+
+_FIRST_POINTS = 8
+"""Of a search, that the plan shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """One job that a sweep asks for."""
+
+    config: Config
+    words: tuple[str, ...]
+    """The command line that makes this config."""
+
+
+class _Configs(dict[int, Config]):
+    """Of jobs by number, each made when it is first looked at: that costs 10 ms, and of hundreds that were
+    pruned most stay so."""
+
+    def __init__(self, make: Callable[[Point], SweepPoint], points: Mapping[int, Point]) -> None:
+        self._make = make
+        self._points = points
+
+    def __contains__(self, number: object) -> bool:
+        return super().__contains__(number) or number in self._points
+
+    def __missing__(self, number: int) -> Config:
+        config = self[number] = self._make(self._points[number]).config
+        return config
+
+
+class SweepRunner:
+    """Runs one sweep: a sweeper may come up with its points batch by batch."""
+
+    def __init__(self) -> None:
+        self._ledger: Ledger | None = None
+        self._asked: set[int] = set()
+
+    def run(self, points: Sequence[SweepPoint]) -> list[Job]:
+        """Run what is not done yet of these points; returns each one's job. Or, under ``sweep.dry_run``, say
+        what would be run.
+
+        Raises UserError for what can't be packed, Stopped and KeyboardInterrupt as `Pool.run`.
+        """
+        if not points:
+            raise UserError("--multirun: these values make no job; one of the lists is empty.")
+        settings, folder = _settings(points), _folder(points)
+        machines, rule = _machines(points[0].config), pruning_rule(settings)
+        if settings.dry_run:
+            jobs = _planned(points, folder)
+            plan = {job.number: (job, point.config) for job, point in zip(jobs, points, strict=True)}
+            _print_plan(list(plan.values()), folder, machines, rule)
+            return jobs
+        self._ledger = ledger = self._ledger or Ledger(folder)
+        jobs = [ledger.job(key_of(point.config), point.words) for point in points]
+        batch = {job.number: point.config for job, point in zip(jobs, points, strict=True)}
+        self._asked |= batch.keys()
+        distinct = [job for job in ledger.jobs if job.number in batch]
+        board = Board(common_words(distinct))
+        done = len(distinct) - len(unfinished(distinct, rule))
+        board.say(f"sweep {folder}: {counted(len(distinct), 'job')}, {done} of them done before")
+        board.say(machines.describe())
+        Pool(ledger, machines, rule, board).run(batch, self._asked)
+        _note_late(distinct, rule, board)
+        return jobs
+
+    def search(self, ranges: Sequence[Range], make: Callable[[Point], SweepPoint]) -> None:
+        """Try points of these ranges, as ``sweep.search`` says. make: a point's job. Raises as `run`, and
+        UserError for what can't be searched."""
+        corners = [make(point) for point in ends(ranges)]  # what is refused there is refused now
+        settings, folder = _settings(corners), _folder(corners)
+        names = {each.name for each in ranges}
+        fixed = [word for word in corners[0].words if word.partition("=")[0] not in names]
+        search = Search(settings, ranges, fixed)
+        machines, rule = _machines(corners[0].config), pruning_rule(settings)
+        if settings.dry_run:
+            _print_search(search, [str(each) for each in ranges], make, folder, machines)
+            return
+        self._ledger = ledger = Ledger(folder)
+        before = search.points(ledger.jobs)
+        self._asked = {job.number for job, _ in before}
+        left = _Configs(make, {job.number: point for job, point in before if _may_run(job)})
+        board = Board(fixed)
+        board.say(f"sweep {folder}: {search.describe()}, {len(before)} of them asked for before")
+        board.say(machines.describe())
+
+        def more() -> tuple[Job, Config] | None:
+            while (asked := search.next_point(ledger.jobs)) is not None:
+                try:
+                    drawn = make(asked.point)
+                    break
+                except UserError as error:  # values that can't go together
+                    words = search.words(asked.point)
+                    refused = ledger.job(f"refused {shlex.join(words)}", words, asked.generation)
+                    ledger.write(refused, "ended", status="failed", code=2, why=str(error), seconds=0.0)
+                    self._asked.add(refused.number)
+                    board.changed(refused)
+            else:
+                return None
+            job = ledger.job(key_of(drawn.config), drawn.words, asked.generation)
+            if drawn.words not in (job.words, *job.also):
+                ledger.write(job, "asked", words=list(drawn.words))
+            self._asked.add(job.number)
+            return job, drawn.config
+
+        Pool(ledger, machines, rule, board).run(left, frozenset(self._asked), more)
+        tried = [job for job, _ in search.points(ledger.jobs)]
+        if len(tried) < search.trials:
+            board.say(f"note  the search ends after {counted(len(tried), 'point')}: it draws no new ones")
+        _note_late(tried, rule, board)
+
+    def close(self) -> ExitCode:
+        """Print the outcomes of all points. Returns the exit code: a crash where one has failed,
+        stopped where one is only half done."""
+        if self._ledger is None or not self._asked:
+            return ExitCode.DONE
+        folder = self._ledger.folder
+        jobs = read_ledger(folder, live=False)
+        print_table(jobs)
+        print(f"look  {folder}/<job>/plots, or tensorboard --logdir {folder}", file=sys.stderr)
+        statuses = {job.status for job in jobs if job.number in self._asked}
+        if statuses & {"failed", "timeout"}:
+            return ExitCode.CRASH
+        return ExitCode.DONE if statuses <= {"done", "pruned"} else ExitCode.STOPPED
+
+
+def _machines(config: Config) -> Machines:
+    """Where the jobs run. Raises UserError where there is no such place."""
+    if config.sweep.on == "local":
+        return LocalMachine(share_out(config))
+    check_remote(config)
+    return RemoteMachines(Slurm(config) if config.sweep.on == "slurm" else RayCluster(config), config)
+
+
+def _settings(points: Sequence[SweepPoint]) -> Sweep:
+    first = points[0].config
+    for point in points:
+        for name, value in asdict(point.config.sweep).items():
+            if value != getattr(first.sweep, name):
+                raise UserError(f"sweep.{name}: says how all jobs are run; give it one value.")
+        if point.config.device != first.device:
+            raise UserError("device: all jobs of a sweep share the machine's; give it one value.")
+    return first.sweep
+
+
+def _folder(points: Sequence[SweepPoint]) -> Path:
+    recipes = "+".join(sorted({point.config.recipe for point in points}))
+    return Path(points[0].config.sweep.dir or Path("sweeps", recipes))
+
+
+def _note_late(jobs: Sequence[Job], rule: PruningRule, board: Board) -> None:
+    late = [job for job in jobs if job.evaluations and job.evaluations[0].share >= 1]
+    if rule.prunes and late:
+        board.say(
+            f"note  {counted(len(late), 'job')} first evaluated at the end: set train.eval_every to prune"
+        )
+
+
+def _planned(points: Sequence[SweepPoint], folder: Path) -> list[Job]:
+    """The jobs as the ledger would have them; nothing is written."""
+    known = {job.key: job for job in read_ledger(folder, is_locked(folder))}
+    keys = [key_of(point.config) for point in points]
+    return [known.setdefault(key, Job(len(known), key, p.words)) for key, p in zip(keys, points, strict=True)]
+
+
+def _print_plan(
+    plan: Sequence[tuple[Job, Config]], folder: Path, machines: Machines, rule: PruningRule
+) -> None:
+    left = unfinished([job for job, _ in plan], rule)
+    print(f"sweep {folder}: {counted(len(plan), 'job')}, {len(left)} to run; {machines.describe()}")
+    _print_commands(plan, folder, machines)
+
+
+def _print_commands(plan: Sequence[tuple[Job, Config]], folder: Path, machines: Machines) -> None:
+    for job, config in plan:
+        line = shlex.join(machines.command(job, folder, config)[1:])
+        print(f"{job.folder}  {job.status:8} python {line}")
+
+
+def _may_run(job: Job) -> bool:
+    """Not done, and not refused by the checks of its config."""
+    return job.status != "done" and not (job.status == "failed" and job.attempt == 0)
+
+
+def _print_search(
+    search: Search,
+    ranges: Sequence[str],
+    make: Callable[[Point], SweepPoint],
+    folder: Path,
+    machines: Machines,
+) -> None:
+    """The ranges, and the points that would be started at once."""
+    jobs = read_ledger(folder, is_locked(folder))
+    before = search.points(jobs)
+    print(
+        f"sweep {folder}: {search.describe()}, {len(before)} of them asked for before; {machines.describe()}"
+    )
+    print(*ranges, sep="\n")
+    plan = [(job, make(point).config) for job, point in before if _may_run(job)]
+    while len(plan) < min(machines.parallel, _FIRST_POINTS) and (asked := search.next_point(jobs)):
+        jobs.append(Job(len(jobs), "", search.words(asked.point), generation=asked.generation))
+        try:
+            plan.append((jobs[-1], make(asked.point).config))
+        except UserError as error:
+            jobs[-1].status, jobs[-1].code = "failed", ExitCode.USER_ERROR
+            print(f"refused  {error}")
+    _print_commands(plan[:_FIRST_POINTS], folder, machines)

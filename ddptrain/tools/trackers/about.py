@@ -1,0 +1,120 @@
+"""What a tracker is told of a run, and what is kept of it in the run's folder: ``trackers/``."""
+
+import fcntl
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddptrain.keys import flat_values
+from ddptrain.text import parse_json, parse_yaml
+
+_HOME = "trackers"
+_OF_A_SWEEP = "ledger.jsonl"
+"""In the folder above a job's."""
+_DOCUMENTS = ("config.yaml", "command.txt", "environment.json", "changes.jsonl", "summary.json")
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """A run as a tracker sees it. id: the same in every tracker and after every restart."""
+
+    id: str
+    name: str
+    folder: Path
+    project: str
+    checkpoints: str
+    sweep: "About | None"
+    """The parent, of a sweep's job."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """By dotted key."""
+        path = self.folder / "config.yaml"
+        return flat_values(parse_yaml(path.read_text())) if path.exists() else {}
+
+    @property
+    def command(self) -> str:
+        path = self.folder / "command.txt"
+        return path.read_text("utf-8").strip() if path.exists() else ""
+
+    @property
+    def outcome(self) -> str:
+        """Of the last process that ended by itself; '' if there was none."""
+        path = self.folder / "summary.json"
+        return str(parse_json(path.read_text()).get("outcome", "")) if path.exists() else ""
+
+    @property
+    def home(self) -> Path:
+        return self.folder / _HOME
+
+    def documents(self) -> list[Path]:
+        """The files that describe the run, as far as they are there."""
+        return [path for name in _DOCUMENTS if (path := self.folder / name).exists()]
+
+    def plots(self) -> list[Path]:
+        """The newest pictures and texts."""
+        return sorted(path for path in (self.folder / "plots").glob("*.*") if path.suffix in (".png", ".txt"))
+
+    def checkpoint(self) -> Path | None:
+        """The one that is to be sent."""
+        saved = self.folder / "checkpoints"
+        if self.checkpoints == "best" and (saved / "best").is_dir():
+            return saved / "best"
+        steps = sorted(saved.glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
+        return steps[-1] if self.checkpoints == "last" and steps else None
+
+
+def about(folder: Path, to: str, project: str | None = None) -> About:
+    """Of a run's folder. project: another than the run's own options say."""
+    options = _read(folder / _HOME / f"{to}.json")
+    recipe = str(parse_yaml((folder / "config.yaml").read_text()).get("recipe", "ddptrain"))
+    above = folder.resolve().parent
+    project = project or options.get("project") or recipe
+    sweep = None
+    if (above / _OF_A_SWEEP).exists():
+        sweep = About(_id_of(above), above.name, above, project, "none", None)
+    return About(
+        _id_of(folder), folder.resolve().name, folder, project, options.get("checkpoints", "none"), sweep
+    )
+
+
+def write_options(folder: Path, to: str, options: Mapping[str, Any]) -> None:
+    """Keep a tracker's options with the run."""
+    _write(folder / _HOME / f"{to}.json", options)
+
+
+def sent_so_far(run: About, to: str) -> dict[str, int]:
+    """The last step that was sent to the run's project, by split."""
+    return dict(_read(run.home / f"{to}.sent.json").get(run.project, {}))
+
+
+def write_sent(run: About, to: str, sent: Mapping[str, int]) -> None:
+    """By the one process that sends this run to this tracker."""
+    path = run.home / f"{to}.sent.json"
+    _write(path, {**_read(path), run.project: sent})
+
+
+def _id_of(folder: Path) -> str:
+    """Made once. Several jobs of a sweep may ask for their sweep's at the same time."""
+    path = folder / _HOME / "run.json"
+    path.parent.mkdir(exist_ok=True)
+    with (path.parent / "run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _write(path, {"id": uuid.uuid4().hex[:16]})
+    return str(_read(path)["id"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return dict(parse_json(path.read_text())) if path.exists() else {}
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    aside = path.with_suffix(".part")
+    aside.write_text(json.dumps(values) + "\n")
+    os.replace(aside, path)

@@ -1,0 +1,103 @@
+"""What the verbs that compose a config share. Hydra is imported when there is one to compose."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from ddptrain.config.arguments import ENV, GROUPS, Arguments
+from ddptrain.config.augment_group import Tree
+from ddptrain.config.choices import choices, yaml_folders
+from ddptrain.config.schema import Config
+from ddptrain.errors import KNOWN_ENDS, UserError
+from ddptrain.keys import did_you_mean
+from ddptrain.verbs.argv import divided
+
+OF_A_RUN = ("run", "checkpoint")
+"""Words that name a run and its checkpoint, though sections of the config have these names."""
+
+
+def composed(arguments: Arguments) -> tuple[Config, list[str]] | None:
+    """The checked config of a command line, and its overrides; None where an option like ``--cfg`` has been
+    answered instead."""
+    if arguments.sweeps:
+        raise UserError(f"{arguments.verb}: takes one config; a sweep is python -m ddptrain --multirun ...")
+    from ddptrain.config.compose import composed_tree
+    from ddptrain.config.search_path import open_user_code
+
+    open_user_code(arguments.config_dirs)
+    if (known := composed_tree(arguments)) is None:
+        return None
+    tree, overrides = known
+    return complete(tree, arguments), overrides
+
+
+def without_own(arguments: Arguments, words: Sequence[str]) -> tuple[dict[str, str], Arguments]:
+    """The words that are no keys of a config, for the verb itself, and the command line without them, which
+    has to name a recipe."""
+    keys = {field.name for field in dataclasses.fields(Config)}
+    own, overrides = divided(words, lambda name: name.isidentifier() and name not in keys)
+    asked = dataclasses.replace(arguments, overrides=tuple(overrides))
+    expect_a_recipe(asked)
+    return own, asked
+
+
+def expect_a_recipe(arguments: Arguments) -> None:
+    if not arguments.options and not any(word.startswith("recipe=") for word in arguments.overrides):
+        for key in (word.partition("=")[0] for word in arguments.overrides):
+            if "." not in key and key not in GROUPS and (hint := did_you_mean(key, GROUPS)):
+                raise UserError(f"{key}: there is no such key.{hint}")
+        raise UserError(_welcome(arguments))
+
+
+def complete(tree: Tree, arguments: Arguments) -> Config:
+    if tree.get("recipe") in (None, "???"):
+        raise UserError(_welcome(arguments))
+    from ddptrain.config.check import checked
+
+    return checked(tree)
+
+
+def expect_no_sweep(arguments: Arguments) -> None:
+    """Raise UserError for words that say how a sweep is run."""
+    for word in arguments.overrides:
+        if word.lstrip("+").startswith("sweep."):
+            raise UserError(f"{word}: is for --multirun with its own launcher; here it would do nothing.")
+
+
+def own_options(arguments: Arguments) -> list[str]:
+    """The options that are not Hydra's: where the user's own recipes are, and what they may read."""
+    folders = [f"--config-dir={folder}" for folder in arguments.config_dirs]
+    return [*folders, *(f"{ENV}={name}" for name in arguments.variables)]
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Inside, a crash is recorded for torchrun, which then shows its traceback. Known ends are no crash."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    handler = get_error_handler()
+    handler.initialize()
+    try:
+        yield
+    except KNOWN_ENDS:
+        raise
+    except Exception as error:
+        handler.record_exception(error)
+        raise
+
+
+def is_no_key(name: str) -> bool:
+    """Whether a word is the verb's own, not an override of the config."""
+    of_config = {field.name for field in dataclasses.fields(Config)} - {"seed", *OF_A_RUN}
+    return name.isidentifier() and name not in of_config
+
+
+def _welcome(arguments: Arguments) -> str:
+    names = "\n".join(f"  {name}" for name in choices("recipe", yaml_folders(arguments.config_dirs)))
+    given = "" if arguments.sweeps else "".join(f" {word}" for word in arguments.overrides)
+    return f"""\
+say what to train: recipe=<name>. There are:
+{names}
+For example:
+  python -m ddptrain recipe=cnn_cifar10 data=shapes{given}
+  torchrun --standalone --nproc-per-node=2 -m ddptrain recipe=mobilenet_cifar10 data=shapes"""

@@ -1,0 +1,37 @@
+"""``export``: a trained model as a file for other programs."""
+
+from ddptrain.config.arguments import Arguments
+from ddptrain.distributed.launcher.spinning import choose_spinning
+from ddptrain.errors import ExitCode
+from ddptrain.verbs.composing import recorded
+from ddptrain.verbs.saved_run import CHECKPOINT_WORDS, asked_with_words
+from ddptrain.verbs.verb import Verb
+
+HELP = f"""\
+python -m ddptrain export run=<folder> [checkpoint=<which>] format=onnx|pt2 [out=<file>] [its own words]
+
+A file that runs without ddptrain, checked against the model on the same batch before it is called done.
+
+{CHECKPOINT_WORDS}
+  batch=<n>             images: a model for that many at once; by default any number
+
+  python -m ddptrain export run=runs/cnn format=onnx out=model.onnx"""
+
+
+def export(arguments: Arguments) -> int:
+    """Words that are no keys of the config are for the task."""
+    config, folder, checkpoint, own = asked_with_words(arguments)
+    choose_spinning()
+    from ddptrain.run import export
+
+    with recorded():
+        export.run(config, folder, checkpoint, own)
+    return ExitCode.DONE
+
+
+VERB = Verb(
+    run=export,
+    summary="a trained model as ONNX or torch.export's file",
+    help=HELP,
+    of_a_run=True,
+)

@@ -1,0 +1,32 @@
+"""The verbs that there are: entry points of the group ``ddptrain.verbs``, ours and other packages'."""
+
+from functools import cache
+from importlib import metadata
+
+from ddptrain.errors import UserError
+from ddptrain.verbs.verb import Verb
+
+ENTRY_POINTS = "ddptrain.verbs"
+_ORDER = (
+    *("train", "launch", "evaluate", "predict", "export", "checkpoint", "report"),
+    *("bench", "prove", "find", "doctor", "write", "completion"),
+)
+"""In which ours are listed; others follow by name."""
+
+
+@cache
+def verb_names() -> tuple[str, ...]:
+    """Raises UserError where ddptrain itself is not installed."""
+    names = {entry.name for entry in metadata.entry_points(group=ENTRY_POINTS)}
+    if "train" not in names:
+        raise UserError("ddptrain is not installed here: run pip install -e . in its checkout.")
+    return (*(name for name in _ORDER if name in names), *sorted(names - {*_ORDER}))
+
+
+def verb_named(name: str) -> Verb:
+    """Imports its module."""
+    (entry, *_) = metadata.entry_points(group=ENTRY_POINTS, name=name)
+    verb = entry.load()
+    if not isinstance(verb, Verb):
+        raise UserError(f"{name}: the entry point {entry.value} must name a ddptrain.verbs.verb.Verb.")
+    return verb

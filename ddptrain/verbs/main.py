@@ -1,0 +1,84 @@
+"""The command line: ``-m ddptrain [verb] [overrides]``.
+
+Nothing here imports torch before the config is known to be good, so ``--cfg job`` and a typo's message come
+at once; nor Hydra before there is a config to compose, so help and completion do.
+"""
+
+import io
+import os
+import select
+import sys
+import time
+from collections.abc import Sequence
+
+from ddptrain.config.choices import yaml_folders
+from ddptrain.distributed.launcher.process import end_with_agent
+from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
+from ddptrain.verbs.argv import (
+    parse,
+)
+from ddptrain.verbs.help import overview
+from ddptrain.verbs.installed import verb_named
+from ddptrain.version import __version__
+
+_WAIT_FOR_FIRST_RANK_S = 30.0
+"""Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""
+_BY_SIGPIPE = 141
+"""What a shell says of a program that ended so."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a command line; returns the exit code."""
+    end_with_agent()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: a name may hold what the terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        arguments = parse(words)
+        if "--version" in words:
+            print(f"ddptrain {__version__}")
+            return ExitCode.DONE
+        verb = verb_named(arguments.verb)
+        if arguments.asks_help and verb.help:
+            print(verb.help)
+            return ExitCode.DONE
+        if arguments.asks_help and not arguments.overrides:
+            print(overview(yaml_folders(arguments.config_dirs)))
+            return ExitCode.DONE
+        code = verb.run(arguments)
+        sys.stdout.flush()  # while a reader that has ended is still met here
+        return code
+    except UserError as error:
+        _print_once(error, error.everywhere)
+        return ExitCode.USER_ERROR
+    except (Diverged, OutOfStep) as error:
+        _print_once(error, everywhere=True)
+        return ExitCode.DIVERGED if isinstance(error, Diverged) else ExitCode.CRASH
+    except RankLost as error:
+        if str(error):
+            print(f"ddptrain: {error}", file=sys.stderr, flush=True)
+        return error.code
+    except Stopped:  # the log has said so
+        return ExitCode.STOPPED
+    except BrokenPipeError:
+        if not _nobody_reads_stdout():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return _BY_SIGPIPE
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+
+
+def _nobody_reads_stdout() -> bool:
+    """Whether a pipe's reader has ended: ``| head`` has seen enough."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _print_once(error: Exception, everywhere: bool) -> None:
+    """Print what ends the run. Ranks that know rank 0 prints it wait for that: the first rank to exit
+    makes torchrun end the others."""
+    if not everywhere or os.environ.get("RANK", "0") == "0":
+        print(f"ddptrain: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_WAIT_FOR_FIRST_RANK_S)

@@ -1,0 +1,54 @@
+"""``--multirun``: a sweep of trainings."""
+
+from collections.abc import Sequence
+
+from ddptrain.config.arguments import EXPLAIN, Arguments
+from ddptrain.config.augment_group import Tree
+from ddptrain.config.compose import run_jobs
+from ddptrain.config.search_path import open_user_code
+from ddptrain.errors import UserError
+from ddptrain.tools.sweep.hydra_sweep import launching
+from ddptrain.tools.sweep.run import SweepPoint, SweepRunner
+from ddptrain.verbs.argv import INFO
+from ddptrain.verbs.composing import complete, expect_no_sweep, own_options
+
+
+def multirun(arguments: Arguments) -> int:
+    _check(arguments)
+    open_user_code(arguments.config_dirs)
+    places = [word for word in arguments.overrides if word.startswith("hydra.searchpath=")]
+    sweep = SweepRunner()
+
+    def point(tree: Tree, words: Sequence[str]) -> SweepPoint:
+        own = [word for word in words if not word.lstrip("+").startswith("sweep.")]
+        return SweepPoint(complete(tree, arguments), (*own_options(arguments), *places, *own))
+
+    def job(tree: Tree, overrides: list[str]) -> None:  # under a launcher that is not ours
+        open_user_code(arguments.config_dirs)  # in a process of its making
+        config = complete(tree, arguments)
+        from ddptrain.run import train
+
+        train.run(config, [*own_options(arguments), *overrides])
+
+    try:
+        with launching(sweep, point):
+            run_jobs(arguments, job)
+    finally:
+        code = sweep.close()
+    return code
+
+
+def _check(arguments: Arguments) -> None:
+    """Raise UserError for words that ``--multirun`` can't go with."""
+    for option in arguments.options:
+        if option.partition("=")[0] in ("--cfg", "-c", EXPLAIN, *INFO):
+            raise UserError(f"{option}: shows one config; leave --multirun out.")
+    launchers = [word for word in arguments.overrides if word.startswith("hydra/launcher=")]
+    if launchers and launchers[-1] != "hydra/launcher=gpu_pool":
+        expect_no_sweep(arguments)
+    for word in arguments.overrides:
+        if word.startswith(("run.dir=", "run.resume=")):
+            raise UserError(
+                f"{word}: the jobs of a sweep have folders of their own, below sweep.dir, and go on there;"
+                " leave it out."
+            )

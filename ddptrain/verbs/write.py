@@ -1,0 +1,49 @@
+"""``write``: a recipe's data set as files."""
+
+import dataclasses
+from pathlib import Path
+
+from ddptrain.config.arguments import Arguments
+from ddptrain.errors import ExitCode, UserError
+from ddptrain.verbs.argv import divided
+from ddptrain.verbs.composing import complete, is_no_key, recorded
+from ddptrain.verbs.verb import Verb
+
+HELP = """\
+python -m ddptrain write recipe=<name> [overrides] layout=<one of the data's> out=<new folder>
+
+Write a recipe's data set to disk: of detection as layout=yolo or coco."""
+
+
+def write(arguments: Arguments) -> int:
+    """What is no key of a config is for the data: a layout."""
+    own, overrides = divided(arguments.overrides, is_no_key)
+    if arguments.sweeps:
+        raise UserError("write: writes one set of data; leave --multirun out.")
+    if not own.get("out"):
+        raise UserError("write: name a new folder: write recipe=<name> out=<folder>")
+    out = Path(own.pop("out"))
+
+    from ddptrain.config.compose import composed_tree
+    from ddptrain.config.search_path import open_user_code
+
+    open_user_code(arguments.config_dirs)
+    composed = composed_tree(dataclasses.replace(arguments, overrides=tuple(overrides)))
+    if composed is None:
+        return ExitCode.DONE
+    if composed[0].get("recipe") in (None, "???"):
+        raise UserError("write: say whose data: write recipe=<name> out=<folder>")
+    config = complete(composed[0], arguments)
+    from ddptrain.run import write
+
+    with recorded():
+        write.run(config, out, own)
+    return ExitCode.DONE
+
+
+VERB = Verb(
+    run=write,
+    summary="a recipe's data set as files",
+    help=HELP,
+    composes=True,
+)

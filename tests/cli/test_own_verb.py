@@ -1,0 +1,54 @@
+"""A verb of a package of one's own, as docs/verbs.md shows it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from shell import ddptrain
+
+PAGE = Path(__file__).parents[2] / "docs/verbs.md"
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> str:
+    """The folder of a package with the page's verb."""
+    module, project = re.findall(r"```(?:python|toml)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "sizes.py").write_text(module)
+    (source / "pyproject.toml").write_text(project)
+    target = tmp_path / "installed"
+    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([sys.executable, *pip, "--target", str(target), str(source)], check=True)
+    return str(target)
+
+
+def test_a_verb_of_a_package(installed: str, tmp_path: Path) -> None:
+    step = tmp_path / "run/checkpoints/step-10"
+    step.mkdir(parents=True)
+    (step / "state.pt").write_bytes(bytes(3 * 2**20))
+    told = ddptrain(tmp_path, "sizes run=run", PYTHONPATH=installed)
+    assert (told.code, told.out) == (0, "step-10  3.0\n")
+    wrong = ddptrain(tmp_path, "sizes run=nowhere", PYTHONPATH=installed)
+    assert (wrong.code, wrong.out) == (2, "")
+    assert wrong.err.startswith("ddptrain: run=nowhere: must name a run's folder")
+    assert "The size of each checkpoint" in ddptrain(tmp_path, "sizes --help", PYTHONPATH=installed).out
+    assert re.search(r"^  sizes +the size of", ddptrain(tmp_path, "--help", PYTHONPATH=installed).out, re.M)
+
+
+def test_it_is_completed(installed: str) -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "ddptrain", "completion", "words", "ddptrain siz"],
+        env={**os.environ, "PYTHONPATH": installed}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert said.stdout == "sizes \n"
+
+
+def test_an_unknown_verb_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    wrong = ddptrain(tmp_path, "evalute run=x")
+    assert wrong.code == 2
+    assert "evalute: there is no such verb; there are train, launch, evaluate" in wrong.err
+    assert wrong.err.rstrip().endswith("Did you mean evaluate?")
