@@ -1,7 +1,6 @@
 """A training that compiles nothing imports no compiler, and trains as one that does."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,49 +80,6 @@ def test_without_the_compiler_the_bits_are_the_same(tmp_path: Path) -> None:
 
 def test_a_compiler_that_comes_later_is_asked_as_ever(tmp_path: Path) -> None:
     assert run(LATE, cwd=tmp_path) == "[0.0, 0.0] torch._dynamo.eval_frame"
-
-
-ROOT = Path(__file__).parents[2]
-PRIVATE = re.compile(
-    r"\btorch(?:\.\w+)*\._(?!foreach_|_)\w+|\b_execution_engine\b|\b_step_supports_\w+|\b_opt_called\b"
-)
-ELSEWHERE = {
-    "ddptrain/run/export.py": {"torch._dynamo"},  # the error that torch.export raises
-    "ddptrain/distributed/comm.py": {"torch._C"},  # the type of a store
-    "ddptrain/doctor/torch_facts.py": {"torch._C"},  # which GPUs torch was built for
-    "ddptrain/engine/compiled.py": {
-        "torch._dynamo",
-        "torch._logging",
-        "torch.utils._pytree",
-    },  # what was compiled, and why again
-    "ddptrain/distributed/launcher/prefork.py": {"torch._dynamo"},  # imported ahead, for ranks that compile
-    "ddptrain/observe/monitor.py": {"torch._C"},  # the type of a store
-    "ddptrain/observe/profile.py": {"torch.cuda.memory._"},  # torch's own pages name these
-    "ddptrain/testing.py": {"torch._dynamo"},  # imported once for all ranks
-    "ddptrain/distributed/watchdog/heartbeat.py": {"torch._C"},  # the type of a store
-    "recipes/muon.py": {"_step_supports_amp_scaling"},  # how an optimizer says that it reads found_inf
-}
-"""Private names outside of torch_private.py: this list can only get shorter."""
-
-
-def test_private_names_are_in_one_file_and_its_page_lists_them() -> None:
-    found: dict[str, set[str]] = {}
-    for file in [*ROOT.glob("ddptrain/**/*.py"), *ROOT.glob("recipes/**/*.py")]:
-        if names := {name for line in code_of(file) for name in PRIVATE.findall(line)}:
-            found[str(file.relative_to(ROOT))] = names
-    found.pop("ddptrain/torch_private.py")
-    for file, names in found.items():
-        allowed = ELSEWHERE.get(file, set())
-        assert all(any(name.startswith(known) for known in allowed) for name in names), f"{file}: {names}"
-    page = (ROOT / "ddptrain/torch_private.py").read_text().split('"""')[1]
-    for name in ("run_backward", "queue_callback", "_amp_foreach_non_finite_check_and_unscale_", "_use_grad"):
-        assert name in page
-
-
-def code_of(file: Path) -> list[str]:
-    """A file's lines without comments and docstrings."""
-    text = re.sub(r'"""(?:.|\n)*?"""', "", file.read_text())
-    return [line.partition("#")[0] for line in text.splitlines()]
 
 
 @pytest.mark.parametrize("name", ["_run_backward", "_queue_callback"])
