@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, final
@@ -155,7 +156,8 @@ class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 # logging's
         if isinstance(error := sys.exc_info()[1], OSError) and not self._told:
             self._told = True
-            print(f"{self.baseFilename} lacks lines ({error.strerror})", file=sys.stderr)
+            with suppress(OSError):  # stderr may lie on the same disk
+                print(f"{self.baseFilename} lacks lines ({error.strerror})", file=sys.stderr, flush=True)
         elif not isinstance(error, OSError):
             super().handleError(record)
 

@@ -37,7 +37,7 @@ ENVIRONMENTS = {
     "LANG=C without UTF-8 mode": Env({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
     "an ASCII terminal, in a folder beyond ASCII": Env({"PYTHONIOENCODING": "ascii"}, folder="mañana/日本"),
     "no HOME": Env({"HOME": ""}),
-    "a HOME that is not there": Env({"HOME": "/nowhere/at/all"}),
+    "a HOME that is not there": Env({"HOME": "/proc/nowhere"}),
     "no PATH": Env({"PATH": ""}),
     "a narrow terminal": Env({"COLUMNS": "10", "LINES": "2"}),
     "TERM=dumb": Env({"TERM": "dumb", "NO_COLOR": "1"}),

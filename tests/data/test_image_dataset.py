@@ -154,9 +154,9 @@ class Words(Empty):
     def __len__(self): return 20
     def __getitem__(self, i): return "x"
 class Torn(Words):
-    def __getitem__(self, i): return open(f"/nowhere/{i}")
+    def __getitem__(self, i): return open(f"/proc/nowhere/{i}")
 class Gone(Words):
-    def __init__(self): open("/nowhere/at/all")
+    def __init__(self): open("/proc/nowhere")
 class Folder(Words):
     def __init__(self, folder): pass
 def parts(): return {"train": Words(), "test": Words()}
@@ -177,8 +177,8 @@ def nothing(): return None
         ("parts", "{key}: dict has names (train, test) where a dataset has samples 0 to len - 1"),
         ("Empty", "{key}: Empty has no sample. Its __len__ says 0"),
         ("Words", "{key}: sample 0 can't be used (it must be (picture, label), or a dict with image"),
-        ("Torn", "{key}: sample 0 can't be used ([Errno 2] No such file or directory: '/nowhere/0')"),
-        ("Gone", "{key} (mistakes.Gone): [Errno 2] No such file or directory: '/nowhere/at/all'"),
+        ("Torn", "{key}: sample 0 can't be used ([Errno 2] No such file or directory: '/proc/nowhere/0')"),
+        ("Gone", "{key} (mistakes.Gone): [Errno 2] No such file or directory: '/proc/nowhere'"),
         ("Folder", "{key}.folder: mistakes.Folder needs it; set {key}.folder=..."),
         ("Fodler", "{key}._target_=mistakes.Fodler: mistakes has no Fodler."),
     ],
