@@ -129,7 +129,7 @@ class _NoHealth(Health):
 
     def all(self) -> list[Outcome]:
         steps, self._pending = self._pending, []
-        return [Outcome(step, True, True, False, True) for step in steps]  # type: ignore[arg-type]
+        return [Outcome(step, True, True, False) for step in steps]  # type: ignore[arg-type]
 
 
 class _NoStopwatch(Stopwatch):

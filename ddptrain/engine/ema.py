@@ -7,10 +7,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddptrain.api.strategy import Strategy
-from ddptrain.distributed.foreach import mapped
+from ddptrain.distributed.foreach import by_dtype, mapped
 from ddptrain.distributed.snapshot import saved_buffers
 from ddptrain.engine.load_model import load_model
 
@@ -22,8 +21,9 @@ class Average(ABC):
     """Whether there are weights and buffers beside the model's own."""
 
     @abstractmethod
-    def update(self) -> None:
-        """Add the model's new weights, after each optimizer step."""
+    def update(self, step: int, nonfinite: Tensor) -> None:
+        """Add the model's new weights after an optimizer step, counted from 0, unless ``nonfinite`` (0-d) is
+        not 0. Never waits for the device."""
 
     @abstractmethod
     def in_use(self) -> AbstractContextManager[None]:
@@ -42,7 +42,7 @@ class NoAverage(Average):
 
     copies = False
 
-    def update(self) -> None:
+    def update(self, step: int, nonfinite: Tensor) -> None:
         pass
 
     def in_use(self) -> AbstractContextManager[None]:
@@ -60,11 +60,11 @@ class ExponentialAverage(Average):
     """decay * average + (1 - decay) * weights, of parameters and saved buffers, floating or complex ones.
     Buffers of whole numbers and extra state (``get_extra_state``) are the model's own.
 
-    The decay starts at (1 + t) / (10 + t) after t updates, as in TensorFlow's ExponentialMovingAverage with
-    num_updates: otherwise the first weights would dominate a short run.
+    The decay of step t, counted from 1, is (1 + t) / (10 + t) until that is more, as in TensorFlow's
+    ExponentialMovingAverage with num_updates: otherwise the first weights would dominate a short run.
 
-    Applies torch's averaging function to lists of tensors. torch's AveragedModel copies the model, which a
-    sharded one does not allow, and reads a counter on the host, a sync point in every step of a GPU.
+    torch's AveragedModel copies the model, which a sharded one does not allow, and reads a counter on the
+    host, a sync point in every step of a GPU.
     """
 
     copies = True
@@ -77,15 +77,24 @@ class ExponentialAverage(Average):
         self._parameters = [(parameter.clone(), parameter) for parameter in own]
         self._buffers: dict[tuple[nn.Module, str], Tensor] = {}
         self._decay = decay
-        self._updates = 0
         self._pairs()
 
     @torch.no_grad()
-    def update(self) -> None:
-        self._updates += 1
-        average = get_ema_multi_avg_fn(min(self._decay, (1 + self._updates) / (10 + self._updates)))
+    def update(self, step: int, nonfinite: Tensor) -> None:
+        on_host = nonfinite.device.type == "cpu"
+        if on_host and nonfinite:
+            return
+        weight = 1 - min(self._decay, (2 + step) / (11 + step))
         pairs = self._pairs()
-        average([_real(a) for a, _ in pairs], [_real(b) for _, b in pairs], self._updates)
+        averages, new = [_real(average) for average, _ in pairs], [_real(own) for _, own in pairs]
+        if on_host:  # one pass over them instead of three
+            torch._foreach_lerp_(averages, new, weight)
+            return
+        weights = torch.where(nonfinite == 0, weight, 0.0)
+        for some, own in zip(by_dtype(averages), by_dtype(new), strict=True):
+            change = torch._foreach_sub(own, some)
+            torch._foreach_mul_(change, weights.to(some[0].dtype))
+            torch._foreach_add_(some, change)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -99,12 +108,11 @@ class ExponentialAverage(Average):
     def state_dict(self) -> dict[str, Any]:
         with self.in_use():
             weights = mapped(self._model.state_dict(), _copied)
-        return {"weights": weights, "updates": self._updates}
+        return {"weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with self.in_use():
             load_model(self._model, state["weights"], self._strategy)
-        self._updates = state["updates"]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each average with what it is of. Buffers are looked up each time: a layer may replace one by

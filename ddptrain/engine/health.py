@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ddptrain.api.recipe import Loss
 from ddptrain.api.strategy import Strategy
 from ddptrain.distributed.foreach import by_dtype
-from ddptrain.errors import UserError
+from ddptrain.errors import OutOfStep, UserError
 from ddptrain.text import first_few
 from ddptrain.torch_private import check_finite
 
@@ -36,8 +36,6 @@ class Outcome(NamedTuple):
     loss_finite: bool
     stop: bool
     """A rank wants to stop."""
-    aligned: bool
-    """All ranks were at this step."""
 
 
 class _Pending(NamedTuple):
@@ -134,11 +132,14 @@ class Health:
         self._loss = None
 
     def ready(self) -> list[Outcome]:
-        """The outcomes that are known without waiting: on a CPU all, on a GPU none."""
+        """The outcomes that are known without waiting: on a CPU all, on a GPU none. Raises as `all`."""
         return [] if self._on_gpu else self.all()
 
     def all(self) -> list[Outcome]:
-        """Every outcome that was not read yet. On a GPU the host waits for their steps."""
+        """Every outcome that was not read yet. On a GPU the host waits for their steps.
+
+        Raises OutOfStep if the ranks are at different steps.
+        """
         pending, self._pending = self._pending, []
         return [self._outcome(one) for one in pending]
 
@@ -155,11 +156,16 @@ class Health:
             pending.arrived.synchronize()
         finite = not pending.nonfinite.item()
         if pending.is_loss:
-            return Outcome(pending.step, finite, math.isfinite(pending.flags.item()), pending.stop, True)
+            return Outcome(pending.step, finite, math.isfinite(pending.flags.item()), pending.stop)
         stop, at = pending.flags.tolist()
         if not math.isfinite(stop + at):  # the flags are lost in the sum; they come again in the next step
-            return Outcome(pending.step, finite, False, False, True)
-        return Outcome(pending.step, finite, True, stop > 0, self._strategy.same_step(at, pending.step))
+            return Outcome(pending.step, finite, False, False)
+        if not self._strategy.same_step(at, pending.step):
+            raise OutOfStep(
+                f"the ranks are not at the same step (rank {self._strategy.world.rank} is at {pending.step}):"
+                " one has skipped a backward pass, or done one more. Look for code that only some ranks run."
+            )
+        return Outcome(pending.step, finite, True, stop > 0)
 
 
 def _is_odd(gradient: Tensor) -> bool:

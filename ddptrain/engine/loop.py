@@ -176,14 +176,14 @@ class Engine:
         self._stopwatch.mark("optimizer")
         step.settle()
         values = state.meter.read()
-        if step.grad_norm is not None and not state.skipped:  # else it is that of a step left out
+        if step.grad_norm is not None and not state.left_out_in_a_row:  # else it is that of a step left out
             values["grad_norm"] = float(step.grad_norm)
-        scales = [group.get("lr_scale", 1.0) for group in state.optimizer.param_groups]
-        values["lr"] = float(step.rates[0] / scales[0])
-        if len(set(scales)) > 1:
-            values |= {f"lr/x{scale:.4g}": rate for scale, rate in zip(scales, step.rates, strict=True)}
-        if state.step > state.applied:
-            values["left_out"] = float(state.step - state.applied)
+        rates = [(group.get("lr_scale", 1.0), group["lr"]) for group in state.optimizer.param_groups]
+        values["lr"] = float(rates[0][1] / rates[0][0])
+        if len({scale for scale, _ in rates}) > 1:
+            values |= {f"lr/x{scale:.4g}": rate for scale, rate in rates}
+        if state.left_out:
+            values["left_out"] = float(state.left_out)
         event = Log(state.step, *self._position(), values, self._stopwatch.lap("log"))
         for controller in self._state.controllers.values():
             controller.log(event)
@@ -293,7 +293,7 @@ class Engine:
         own = islice(batches, len(train_step.micro_batches))
         began = where_it_began(train_step, own, self._plan.at(step))
         ranks = from_all_ranks(self._world, evidence_of(began, train_step.sampler, step))
-        return divergence(step, self._state.skipped, ranks)
+        return divergence(step, self._state.left_out_in_a_row, ranks)
 
     def _end(self, outcome: str) -> None:
         state, task, progress = self._state, self._task, self._progress

@@ -1,17 +1,31 @@
-"""Advancing a learning-rate schedule."""
+"""The learning rate of each step."""
 
 import warnings
+from typing import final
 
 from torch.optim.lr_scheduler import LRScheduler
 
 
-def fast_forward(schedule: LRScheduler, steps: int) -> None:
-    """Advance a new schedule by so many steps.
+@final
+class Schedule:
+    """One of torch's schedules as a function of the step, which does not ask what a step has come to.
 
     Not restored from a checkpoint: a resumed run follows the config it is given, with more epochs or another
     rate; with the same config the rates are the same, bit for bit.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        for _ in range(steps):
-            schedule.step()
+
+    def __init__(self, schedule: LRScheduler) -> None:
+        self._schedule = schedule
+        self._step = 0
+
+    def at(self, step: int) -> None:
+        """Give the optimizer's groups the rates of this step, counted from 0; an earlier one changes
+        nothing."""
+        if step == self._step + 1 > 1:
+            self._schedule.step()
+        elif step > self._step:  # torch would warn that the optimizer has not stepped
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                for _ in range(self._step, step):
+                    self._schedule.step()
+        self._step = max(step, self._step)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ddptrain.api.controller import Controller
 from ddptrain.api.recipe import Task
@@ -20,7 +19,7 @@ from ddptrain.engine.ema import Average
 from ddptrain.engine.freeze import Frozen
 from ddptrain.engine.load_model import check_fits, load_model, part_of
 from ddptrain.engine.meter import Meter
-from ddptrain.engine.schedule import fast_forward
+from ddptrain.engine.schedule import Schedule
 from ddptrain.errors import UserError
 from ddptrain.text import first_few
 
@@ -39,17 +38,16 @@ class TrainState:
     model: nn.Module
     wrapped: nn.Module
     optimizer: Optimizer
-    scheduler: LRScheduler
+    schedule: Schedule
     scaler: torch.amp.GradScaler
     average: Average
     meter: Meter
     strategy: Strategy
     step: int = 0
-    """Optimizer steps done, including those skipped because a number was not finite."""
-    applied: int = 0
-    """Steps that changed the weights and the schedule."""
-    skipped: int = 0
-    """Consecutive skipped steps, up to now."""
+    """Optimizer steps done, including those left out because a number was not finite."""
+    left_out: int = 0
+    left_out_in_a_row: int = 0
+    """Up to now."""
     evaluation_due: bool = False
     """This state was saved before the evaluation at its step."""
     best: float | None = None
@@ -110,8 +108,8 @@ class TrainState:
             "average": self.strategy.whole(self.average.state_dict()),
             "meter": self.meter.state_dict(),
             "step": self.step,
-            "applied": self.applied,
-            "left_out": self.skipped,
+            "left_out": self.left_out,
+            "left_out_in_a_row": self.left_out_in_a_row,
             "evaluation_due": self.evaluation_due,
             "best": self.best,
             "best_step": self.best_step,
@@ -165,7 +163,7 @@ class TrainState:
         """Restore a saved state. ``where`` names it in errors. ours: it is of this run; the controllers of
         another one have seen other evaluations.
 
-        Learning rate, weight decay and other settings stay those of the config; the schedule is advanced.
+        Learning rate, weight decay and other settings stay those of the config.
         Raises UserError if it belongs to another model or another kind of run.
         """
         check_fits(self.model, state["model"], where)
@@ -199,13 +197,13 @@ class TrainState:
         self._load_optimizer(state["optimizer"], state["optimizer_on_host"])
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
-        fast_forward(self.scheduler, state["applied"])
         self.scaler.load_state_dict(state["scaler"])
         self.average.load_state_dict(state["average"])
         self.meter.load_state_dict(state["meter"])
         self.step, self.best, self.best_step = state["step"], state["best"], state["best_step"]
+        self.schedule.at(self.step - 1)  # the rates of the last step, as in a run that was not killed
         self.best_loss = state["best_loss"]
-        self.applied, self.skipped = state["applied"], state["left_out"]
+        self.left_out, self.left_out_in_a_row = state["left_out"], state["left_out_in_a_row"]
         self.evaluation_due = state["evaluation_due"]
         self.rank_state = state["carried"]
         for name, controller in self.controllers.items() if ours else ():

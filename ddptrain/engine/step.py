@@ -1,6 +1,6 @@
 """One optimizer step over one global batch. Start reading here.
 
-Nothing here waits for the device, except, on a GPU, for the outcome of the previous step.
+Nothing here waits for the device, except, on a GPU, for the outcome of the previous step: is the run to end?
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,6 @@ from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.seeding import StepSeed
 from ddptrain.engine.state import TrainState
-from ddptrain.errors import OutOfStep
 from ddptrain.torch_private import LeanStep, is_fused
 
 
@@ -50,8 +49,6 @@ class TrainStep:
         """Some rank wants to stop."""
         self.grad_norm: Tensor | None = None
         """0-d, of the last step, before clipping."""
-        self.rates: list[float] = []
-        """Of the optimizer's groups, in the last step."""
         self.seed = StepSeed(plan.seed, strategy.world, strategy.further_gpus)
         self._loss_scale = LossScale(strategy, self.sampler)
         self._health = Health(state.model, state.wrapped, strategy)
@@ -65,6 +62,7 @@ class TrainStep:
         if self._undo is not None:
             self._undo.remember()
         state.meter.begin_step()
+        state.schedule.at(at.step)
         for micro_batch in self.micro_batches:
             with self.phase("data", at.step):
                 batch = next(batches)
@@ -77,15 +75,15 @@ class TrainStep:
             self.precision.unscale(state.optimizer)
             if counts:
                 self._loss_scale.rescale(state.model, counts)
-            self._apply(self._health.all())  # on a GPU: of the step before
+            self._count(self._health.all())  # on a GPU: the step before
             nonfinite = self._health.check(at.step)
             if self.plan.clip_norm is not None:
                 self.grad_norm = self.strategy.clip(state.model, self.plan.clip_norm)
-            self.rates = [group["lr"] for group in state.optimizer.param_groups]
             self._optimizer(nonfinite)
             if self._undo is not None:
                 self._undo.put_back(nonfinite)
-            self._apply(self._health.ready())  # on a CPU: of this step
+            state.average.update(at.step, nonfinite)
+            self._count(self._health.ready())  # on a CPU: this step
         self.phase.stopwatch.count(self.sampler.batch_size)
 
     def forward_backward(self, batch: Batch, at: At, micro_batch: Piece) -> Loss:
@@ -114,34 +112,28 @@ class TrainStep:
         self._health.check_gradients(at.step)
 
     def settle(self) -> None:
-        """Apply the outcomes of all steps so far. On a GPU a sync point."""
-        self._apply(self._health.all())
+        """Count all steps so far. On a GPU a sync point."""
+        self._count(self._health.all())
 
     def discard(self) -> None:
         """Drop the gradients and flags of a pass that is not a step (warm-up)."""
         self._health.discard()
         self.state.wrapped.zero_grad(set_to_none=True)
 
-    def _apply(self, outcomes: Sequence[Outcome]) -> None:
-        """Sums, average, schedule and counters, by the outcome of each step; the same on all ranks."""
-        state, rank = self.state, self.strategy.world.rank
+    def _count(self, outcomes: Sequence[Outcome]) -> None:
+        """What each step has come to; the same on all ranks. Raises NotFinite if the run should end."""
+        state = self.state
         for outcome in outcomes:
-            if not outcome.aligned:
-                raise OutOfStep(
-                    f"the ranks are not at the same step (rank {rank} is at {outcome.step}): one has skipped"
-                    " a backward pass, or done one more. Look for code that only some ranks run."
-                )
             self.stop_asked |= outcome.stop
             state.meter.end_step(outcome.finite)
             if outcome.finite:
-                state.average.update()
-                state.scheduler.step()
-                state.applied, state.skipped = state.applied + 1, 0
+                state.left_out_in_a_row = 0
                 continue
-            state.skipped += 1
+            state.left_out, state.left_out_in_a_row = state.left_out + 1, state.left_out_in_a_row + 1
             # an overflow in a gradient alone is fp16's scaler finding its scale
             expected = self.precision.scaler.is_enabled() and outcome.loss_finite
-            if not (self.plan.skips_nonfinite or expected) or state.skipped > self.plan.nonfinite_limit:
+            goes_on = self.plan.skips_nonfinite or expected
+            if not goes_on or state.left_out_in_a_row > self.plan.nonfinite_limit:
                 raise NotFinite(outcome.step)
 
 

@@ -32,7 +32,7 @@ def build_schedule(sched: Sched, optimizer: Optimizer, steps: int) -> LRSchedule
         return OneCycleLR(
             optimizer,
             max_lr=peaks,
-            total_steps=steps + 1,  # one more: the last step is followed by a schedule step too
+            total_steps=steps + 1,  # the rate of the last one would be nearly 0
             pct_start=sched.warmup or 0.3,
             final_div_factor=1 / (25 * sched.final) if sched.final else 1e4,
             cycle_momentum=_has_momentum(optimizer),

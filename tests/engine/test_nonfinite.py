@@ -19,6 +19,7 @@ from ddptrain.errors import Diverged
 from ddptrain.testing import run_ranks
 
 BAD_STEP, BAD_RANK = 6, 1
+CONSTANT = Sched("constant")
 
 
 def plan(**changes: Any) -> Plan:
@@ -105,8 +106,8 @@ def test_data_that_are_not_finite_are_named_by_their_sample(tmp_path: Path, rank
 def test_a_left_out_step_leaves_no_trace_but_its_number(
     tmp_path: Path, ranks: int, how: str, precision: str
 ) -> None:
-    """The weights, buffers and rates are those of a run that stands still for one step. fp16's scaler leaves
-    steps out by itself."""
+    """The weights and buffers are those of a run that stands still for one step; the schedule goes on.
+    fp16's scaler leaves steps out by itself."""
     skips = precision == "fp32"
 
     def rank(world: World) -> tuple[list[float], Any]:
@@ -125,7 +126,7 @@ def test_a_left_out_step_leaves_no_trace_but_its_number(
             sched=Sched("cosine", warmup=0.2), observers=[rates] if world.is_first else [],
         )  # fmt: skip
         state, _, _ = fit.run(world, tmp_path / f"{how}{precision}{ranks}-{world.rank}")
-        assert state.applied == state.step - 1 == 14
+        assert (state.step, state.left_out) == (15, 1)
         assert all(bool(v.isfinite().all()) for v in state.model.state_dict().values())
         before, after = at_skip[BAD_STEP], at_skip[BAD_STEP + 1]
         moved = [n for n in before if not torch.equal(before[n], after[n]) and "running" not in n]
@@ -139,7 +140,7 @@ def test_a_left_out_step_leaves_no_trace_but_its_number(
     Fit(plan(), make_model=with_noise, sched=Sched("cosine", warmup=0.2), observers=[keep]).run(
         World(), tmp_path / "good"
     )
-    assert results[0][0] == [*keep.seen[: BAD_STEP + 1], *keep.seen[BAD_STEP:-1]]
+    assert results[0][0] == keep.seen
     for _, model in results:
         own = {n: v for n, v in model.items() if "running" not in n and "num_batches" not in n}
         assert_same(own, {n: results[0][1][n] for n in own})
@@ -163,7 +164,7 @@ def test_a_skipping_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: P
         return unpack(saved)
 
     whole = final(tmp_path / "whole")
-    assert (whole["step"], whole["applied"], whole["left_out"]) == (15, 13, 0)
+    assert (whole["step"], whole["left_out"], whole["left_out_in_a_row"]) == (15, 2, 0)
     assert_same(whole, final(tmp_path / "killed", 6, 8))
 
 
@@ -201,7 +202,7 @@ def test_the_first_step_may_be_left_out(tmp_path: Path, precision: str) -> None:
     for trial in range(5):
         fit = Fit(plan(skips_nonfinite=True, steps=6), task=bad(how, (0,)), precision=precision)
         state, _, _ = fit.run(World(), tmp_path / str(trial))
-        assert state.applied == 5
+        assert state.left_out == 1
         assert weights(state).abs().max() < 10
 
 
@@ -223,7 +224,7 @@ def test_fp16_leaves_out_a_loss_that_is_not_finite_too(tmp_path: Path) -> None:
         seen.clear()
         fit = Fit(plan(skips_nonfinite=True, steps=6), task=bad_task(Watched), precision=precision)
         state, _, _ = fit.run(World(), tmp_path / precision)
-        assert state.applied == 5
+        assert state.left_out == 1
         assert_same(seen[3], seen[4])
 
 
@@ -232,9 +233,12 @@ def bad_task(kind: type[Bad]) -> type[Bad]:
 
 
 def test_the_average_stands_still_with_the_weights(tmp_path: Path) -> None:
-    fit = Fit(plan(skips_nonfinite=True, steps=9), task=bad("input", (4, 5, 6)), ema=0.9)
-    state, _, _ = fit.run(World(), tmp_path)
-    assert state.average.state_dict()["updates"] == state.applied == 6
+    fit = Fit(plan(skips_nonfinite=True, steps=9), task=bad("input", (6, 7, 8)), ema=0.9, sched=CONSTANT)
+    state, _, _ = fit.run(World(), tmp_path / "to the end")
+    until = Fit(plan(skips_nonfinite=True, steps=6), ema=0.9, sched=CONSTANT)
+    earlier, _, _ = until.run(World(), tmp_path / "to the sixth step")
+    assert (state.left_out, earlier.left_out) == (3, 0)
+    assert_same(state.average.state_dict(), earlier.average.state_dict())
 
 
 def test_sparse_and_complex_gradients_are_looked_at_too(tmp_path: Path) -> None:
@@ -254,7 +258,7 @@ def test_sparse_and_complex_gradients_are_looked_at_too(tmp_path: Path) -> None:
         )  # fmt: skip
         if not steps:
             state, _, _ = fit.run(World(), tmp_path / "good")
-            assert state.applied == 6
+            assert state.left_out == 0
         else:
             with pytest.raises(Diverged, match="step 4 is not finite"):
                 fit.run(World(), tmp_path / "bad")

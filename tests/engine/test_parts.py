@@ -82,6 +82,7 @@ def test_average_follows_its_formula_for_weights_and_buffers() -> None:
     model, decay = with_noise(), 0.75
     average = ExponentialAverage(model, decay, Single(World()))
     expected = {name: value.clone() for name, value in model.state_dict().items()}
+    finite = torch.zeros(())
     for update in range(1, 41):
         model(torch.randn(8, 12)).sum().backward()
         with torch.no_grad():
@@ -89,7 +90,7 @@ def test_average_follows_its_formula_for_weights_and_buffers() -> None:
                 assert parameter.grad is not None
                 parameter -= 0.01 * parameter.grad
                 parameter.grad = None
-        average.update()
+        average.update(update - 1, finite)
         for name, value in model.state_dict().items():
             if value.is_floating_point():
                 now = min(decay, (1 + update) / (10 + update))

@@ -222,7 +222,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(tmp_path: Path) -> None:
     """Steps 1 and 4 of six are left out: the same state as of a model that never saw them."""
     _, _, report = fit(task=Spoils, ema=0.9, plan={"skips_nonfinite": True}).run(World(), tmp_path)
     state = last_state(tmp_path)
-    assert state["applied"] == 4
+    assert state["left_out"] == 2
     assert state["model"]["passes"] == 4
     assert state["model"]["_extra_state"]["scale"] == pytest.approx(1.01**4)
     assert state["average"]["weights"]["passes"] == 4
