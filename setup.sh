@@ -56,8 +56,8 @@ test)
 test-all)
     shift
     if [ $# -gt 0 ]; then exec "$VENV/bin/python" -m pytest "$@"; fi
-    "$VENV/bin/python" -m pytest -n auto --maxprocesses=8 --dist=loadfile -m "not alone and not $MARKED"
-    exec "$VENV/bin/python" -m pytest -m "alone and not $MARKED"
+    "$VENV/bin/python" -m pytest -n auto --maxprocesses=8 --dist=loadfile -m "not serial and not $MARKED"
+    exec "$VENV/bin/python" -m pytest -m "serial and not $MARKED"
     ;;
 check)
     "$VENV/bin/ruff" check .

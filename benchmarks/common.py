@@ -22,8 +22,8 @@ from loops import BASE, COMPARED, LOG_EVERY, Watch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddptrain.api.observer import Run
-from ddptrain.api.recipe import At, Batch, Data, Loss, Report, Task
+from ddptrain.api.observer import RunInfo
+from ddptrain.api.recipe import Batch, Data, Loss, Progress, Report, Task
 from ddptrain.api.world import World
 from ddptrain.config.check import checked
 from ddptrain.config.compose import composed_tree
@@ -215,7 +215,7 @@ def fit(config: Config, task: Task, data: Data, folder: Path, world: World = Wor
     step = make_step(config, task, model, strategy, precision, plan, Watchdog(world))
     checkpointer = Checkpointer(folder / "checkpoints", keep=1)
     observers = Observers([Console(), Jsonl(), TensorBoard()])
-    Engine(data, step, checkpointer, observers).fit(Run(folder, asdict(config), world))
+    Engine(data, step, checkpointer, observers).fit(RunInfo(folder, asdict(config), world))
 
 
 @final
@@ -233,11 +233,11 @@ class Watched(Task):
     def build(self) -> nn.Module:
         return self._task.build()
 
-    def loss(self, model: nn.Module, batch: Batch, at: At) -> Loss:
-        if at.step == 0:
+    def loss(self, model: nn.Module, batch: Batch, progress: Progress) -> Loss:
+        if progress.step == 0:
             self._watch.restart()  # the engine warms up with the first step
         self._watch.begin()
-        loss = self._task.loss(model, batch, at)
+        loss = self._task.loss(model, batch, progress)
         self._watch.note(loss.sum, loss.count)
         return loss
 

@@ -24,8 +24,8 @@ from loops import AUTO
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddptrain.api.observer import Observer, Run
-from ddptrain.api.recipe import At, Data, Loss, Report, Task
+from ddptrain.api.observer import Observer, RunInfo
+from ddptrain.api.recipe import Data, Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Sched
@@ -103,7 +103,7 @@ class Timed(Task):
             nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
         )
 
-    def loss(self, model: nn.Module, batch: Any, at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: Any, progress: Progress) -> Loss:
         self.begins.append(time.perf_counter_ns())
         self.worked.append(time.thread_time_ns())
         inputs, labels = batch
@@ -198,7 +198,7 @@ def chunk(world: World, setting: Setting, folder: Path) -> Chunk:
     if not guarded:
         engine._opened = lambda run: opened  # type: ignore[method-assign]
     with watchdog.watching() if guarded else contextlib.nullcontext():
-        engine.fit(Run(folder, asdict(config), world))
+        engine.fit(RunInfo(folder, asdict(config), world))
     gaps = [b - a for a, b in zip(task.begins[WARMUP:], task.begins[WARMUP + 1 :], strict=False)]
     worked = (task.worked[-1] - task.worked[WARMUP]) / len(gaps)
     return Chunk(statistics.median(gaps) / 1e9, worked / 1e9, float(task.last.detach()))

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.tensorboard import SummaryWriter
 from workloads import SEED, Batch, Rows, Workload
 
-from ddptrain.api.observer import Run as Told
-from ddptrain.api.recipe import At, Loss, Report, Task
+from ddptrain.api.observer import RunInfo
+from ddptrain.api.recipe import Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.config.schema import Checkpoint, Config, LogSection, Sched, Train
@@ -193,7 +193,7 @@ def with_ddptrain(run: Run) -> None:
     step = make_step(config, task, model, strategy, precision, plan, Watchdog(world))
     observers = Observers([Console(), Jsonl(), TensorBoard()] if world.is_first else [])
     checkpointer = Checkpointer(run.folder / "checkpoints", keep=1)
-    Engine(data, step, checkpointer, observers).fit(Told(run.folder, asdict(config), world))
+    Engine(data, step, checkpointer, observers).fit(RunInfo(run.folder, asdict(config), world))
 
 
 @final
@@ -210,8 +210,8 @@ class Measured(Task):
     def build(self) -> nn.Module:
         return self._workload.build()
 
-    def loss(self, model: nn.Module, batch: Batch, at: At) -> Loss:
-        if at.step == 0:
+    def loss(self, model: nn.Module, batch: Batch, progress: Progress) -> Loss:
+        if progress.step == 0:
             self._watch.restart()  # the engine warms up with the first step
         self._watch.begin()
         total, count = self._workload.loss(model, batch)

@@ -95,7 +95,7 @@ def _turn(world: World, recipe: str, words: Sequence[str]) -> Callable[[], float
     step = make_train_step(config, task, data, world, Watchdog(world), None)
     torch.set_num_threads(1)
     batches = data.train_batches(step.sampler, range(100000))
-    warm_up(step, next(batches), step.plan.at(0))
+    warm_up(step, next(batches), step.plan.progress(0))
     for _ in step.micro_batches[1:]:
         next(batches)
     numbers = iter(range(100000))
@@ -106,7 +106,7 @@ def _turn(world: World, recipe: str, words: Sequence[str]) -> Callable[[], float
             dist.barrier()
         began = time.perf_counter()
         for _ in range(STEPS):
-            step(batches, step.plan.at(next(numbers)))
+            step(batches, step.plan.progress(next(numbers)))
         return (time.perf_counter() - began) / STEPS
 
     return turn

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from ddptrain.version import __version__
 
 if TYPE_CHECKING:
-    from ddptrain.python.curves import Curves
+    from ddptrain.python.curves import MetricRows
     from ddptrain.python.load import Trained, load
     from ddptrain.python.run import Run
     from ddptrain.python.train import train
 
-__all__ = ["Curves", "Run", "Trained", "__version__", "load", "train"]
+__all__ = ["MetricRows", "Run", "Trained", "__version__", "load", "train"]
 
-_MODULES = {"Curves": "curves", "Run": "run", "Trained": "load", "load": "load", "train": "train"}
+_MODULES = {"MetricRows": "curves", "Run": "run", "Trained": "load", "load": "load", "train": "train"}
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of these
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.api import At, ConfusionMatrix, Data, Deployed, Loss, Report, Task, UserError
+from ddptrain.api import ConfusionMatrix, Data, Deployed, Loss, Progress, Report, Task, UserError
 from ddptrain.recipes.class_weights import ClassWeights
 from ddptrain.recipes.limits import check_label_smoothing
 from ddptrain.recipes.outputs import check_labels, check_outputs, check_range
@@ -61,7 +61,7 @@ class ImageClassification(Task):
         self._weights.prepare(self._data)
         return classifier(self._model, self._data, multi_label=False)
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
         images, labels = batch  # int64 (n,) classes, or float32 (n, classes) shares of mixed samples
         logits = self._logits(model, model, images)
         check_labels(labels, logits, one_each=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.api import At, Data, Deployed, Loss, Report, Rows, Task, UserError
+from ddptrain.api import Data, Deployed, Loss, Progress, Report, Rows, Task, UserError
 from ddptrain.recipes.class_weights import ClassWeights
 from ddptrain.recipes.limits import check_label_smoothing
 from ddptrain.recipes.outputs import check_labels, check_outputs, check_zero_or_one
@@ -48,7 +48,7 @@ class MultiLabelClassification(Task):
         self._weights.prepare(self._data)
         return classifier(self._model, self._data, multi_label=True)
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
         images, labels = batch
         logits = self._logits(model, model, images)
         check_labels(labels, logits, one_each=False)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
 
-from ddptrain.api import At, ConfusionMatrix, Deployed, Figure, Loss, Picture, Report, Task, UserError
+from ddptrain.api import ConfusionMatrix, Deployed, Figure, Loss, Picture, Progress, Report, Task, UserError
 from ddptrain.data.detection.files import probe
 from ddptrain.data.mask_files import IGNORED, PALETTE, blended, scaled
 from ddptrain.data.masks import MaskData, Masked
@@ -46,7 +46,7 @@ class Segmentation(Task):
     def build(self) -> nn.Module:
         return self._model(num_classes=len(self._data.classes))
 
-    def loss(self, model: nn.Module, batch: Masked, at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: Masked, progress: Progress) -> Loss:
         """Divided by the pixels that count in the whole global batch: ranks differ in how many they have."""
         images, truth = batch
         try:

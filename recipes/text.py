@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.api import At, Figure, Loss, Report, Task, TextSample, UserError
+from ddptrain.api import Figure, Loss, Progress, Report, Task, TextSample, UserError
 from ddptrain.data.text import TextData, Windows
 from ddptrain.recipes.outputs import check_outputs
 
@@ -52,7 +52,7 @@ class LanguageModelling(Task):
         self._bytes_per_token = vocabulary.bytes_per_token()
         return self._model(vocabulary=len(vocabulary), window=self._data.window)
 
-    def loss(self, model: nn.Module, batch: Windows, at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: Windows, progress: Progress) -> Loss:
         inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
         logits, state = model(inputs, self._rank_state.state_of(batch.rows) if batch.rows else None)
         self._check(logits, model)
@@ -167,7 +167,7 @@ def _nats(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _spans(length: int, window: int) -> Iterator[slice]:
-    return (slice(at, min(at + window, length)) for at in range(0, length, window))
+    return (slice(start, min(start + window, length)) for start in range(0, length, window))
 
 
 class _Carried:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.api import At, Figure, Loss, Report, Task, TextSample, UserError
+from ddptrain.api import Figure, Loss, Progress, Report, Task, TextSample, UserError
 from ddptrain.data.dates import BEGIN, END, VOCABULARY, DatePairs, Pairs, decoded, padded
 from ddptrain.recipes.encoder_decoder import EncoderDecoder
 from ddptrain.recipes.limits import check_label_smoothing
@@ -40,7 +40,7 @@ class Translation(Task):
             vocabulary=VOCABULARY, longest_source=self._data.longest, longest_target=self._data.target_length
         )
 
-    def loss(self, model: nn.Module, batch: Pairs, at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: Pairs, progress: Progress) -> Loss:
         loss = self._nats(model, batch, self._label_smoothing)
         return Loss(loss, batch.target[:, 1:].numel())
 

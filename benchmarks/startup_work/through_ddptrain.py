@@ -8,7 +8,7 @@ import work
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ddptrain.api.recipe import At, Batch, Data, Loss, Report, Task
+from ddptrain.api.recipe import Batch, Data, Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 
@@ -53,8 +53,8 @@ class Classification(Task):
     def build(self) -> nn.Module:
         return work.model()
 
-    def loss(self, model: nn.Module, batch: Batch, at: At) -> Loss:
-        if at.step == 1:
+    def loss(self, model: nn.Module, batch: Batch, progress: Progress) -> Loss:
+        if progress.step == 1:
             work.first_step_is_done()
         inputs, labels = batch
         return Loss(cross_entropy(model(inputs), labels, reduction="sum"), len(labels))

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ddptrain.api.rng import mixed
+from ddptrain.api.rng import derive_seed
 
 
 @final
@@ -30,7 +30,7 @@ class Blocks:
 
     def order(self, seed: int, epoch: int) -> Tensor:
         """int64 (samples,): the sample indices of an epoch; each once."""
-        generator = torch.Generator().manual_seed(mixed(seed, epoch))
+        generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
         starts = self.ends - self.sizes
         shuffled = []
         for blocks in self._shuffled(generator).split(self.window):
@@ -43,7 +43,7 @@ class Blocks:
 
     def windows(self, seed: int, epoch: int) -> Iterator[tuple[int, list[int]]]:
         """Of each window of an epoch: where it begins in `order`, and its blocks."""
-        generator = torch.Generator().manual_seed(mixed(seed, epoch))
+        generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
         begin = 0
         for blocks in self._shuffled(generator).split(self.window):
             yield begin, blocks.tolist()

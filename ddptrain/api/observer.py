@@ -37,7 +37,7 @@ class NoDevices:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunInfo:
     """A description of the run."""
 
     folder: Path = Path()
@@ -78,7 +78,7 @@ class Start:
     """The evaluation at ``step`` is still to come, or is repeated."""
     preview: Tensor | None
     """Augmented training samples as pictures, uint8 (n, 3, H, W)."""
-    run: Run = Run()
+    run: RunInfo = RunInfo()
     metrics: Collection[str] = ()
     """The names of the evaluation's metrics, as its first batches show them. Empty where that is not known:
     an evaluation comes first, or `Task.report` can't do with so few samples."""

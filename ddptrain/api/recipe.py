@@ -17,22 +17,22 @@ from ddptrain.errors import UserError
 if TYPE_CHECKING:
     from ddptrain.api.blocks import Blocks
     from ddptrain.api.sampler import Sampler
-    from ddptrain.api.timing import Reading
+    from ddptrain.api.timing import FetchTimes
     from ddptrain.api.world import World
 
 Batch = Any
 """What `Data` yields and `Task` reads: tensors in tuples, lists or dicts, already on the device."""
 
 
-class At(NamedTuple):
-    """The position of the training, for losses and augmentations that change with time."""
+class Progress(NamedTuple):
+    """How far the training is, for losses and augmentations that change with time."""
 
     step: int
     """Optimizer steps done so far."""
     epoch: int
     """Epoch of the first sample of this step's global batch."""
-    progress: float
-    """Fraction of the training that is done, in [0, 1)."""
+    fraction: float
+    """Of the training, in [0, 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Loading:
     """Loader processes per rank."""
     resident: bool | None = None
     """The whole set is in memory; without ``workers``, batches are made in the training process."""
-    reading: "Callable[[], Reading] | None" = None
+    reading: "Callable[[], FetchTimes] | None" = None
     """Of a set that lies elsewhere."""
     left_out: int = 0
     """How much of the set ``on_error=skip`` has left out."""
@@ -160,7 +160,7 @@ class Task(ABC):
         """The model, on the CPU. Called once per rank, after the seed is set and `Data.prepare`."""
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Batch, at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: Batch, progress: Progress) -> Loss:
         """Forward one micro-batch in training mode, under the engine's autocast."""
 
     @abstractmethod
@@ -291,7 +291,7 @@ class Data(ABC):
 
         The sampler decides on the samples (``sampler.samples(steps, device)``). Augmentation must follow from
         (seed, epoch, sample index) and, if it changes with time, from ``step / steps.stop``, which is
-        `At.progress`.
+        `Progress.fraction`.
         """
 
     @abstractmethod

@@ -19,7 +19,7 @@ _SECOND = 0x94D049BB133111EB
 _MASK = 2**64 - 1
 
 
-def mixed(*keys: int) -> int:
+def derive_seed(*keys: int) -> int:
     """A 63-bit hash of a sequence of integers, for seeding generators."""
     state = 0
     for key in keys:  # inlined: called in every step
@@ -35,7 +35,7 @@ def draw(seed: int, epochs: Tensor, ids: Tensor, purpose: int) -> Tensor:
 
     epochs, ids: int64 (n,) on the same device.
     """
-    state = _mix_tensor(epochs + _signed(mixed(seed, purpose) + _GOLDEN))
+    state = _mix_tensor(epochs + _signed(derive_seed(seed, purpose) + _GOLDEN))
     return _mix_tensor(state + ids + _signed(_GOLDEN)) >> 32 & 0x7FFFFFFF
 
 

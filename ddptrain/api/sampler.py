@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ddptrain.api.blocks import Blocks
-from ddptrain.api.rng import mixed
+from ddptrain.api.rng import derive_seed
 from ddptrain.api.world import shards_of
 from ddptrain.errors import UserError
 
 
-class Part(NamedTuple):
+class EpochSlice(NamedTuple):
     """``order(epoch)[start:stop]``: consecutive samples of one epoch."""
 
     epoch: int
@@ -31,12 +31,10 @@ class Part(NamedTuple):
 
 _AGAIN = 2**31 - 1
 """What drawing a sample again within an epoch adds to its epoch: odd, for what alternates by epochs."""
-MicroBatch = list[Part]
-"""Usually one part; more if the batch crosses an epoch's end."""
 
 
-class Piece(NamedTuple):
-    """The position of a micro-batch in each global batch."""
+class MicroBatch(NamedTuple):
+    """The place of a micro-batch in each global batch."""
 
     size: int
     """Samples."""
@@ -104,25 +102,26 @@ class Sampler:
         return self._shard(self.own_shards[0])[0], self._shard(self.own_shards[-1])[1]
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def micro_batches(self) -> tuple[MicroBatch, ...]:
         """This rank's micro-batches in every step; those of a shard are nearly equal. All shards have equally
         many, unless one has too few samples."""
         count = self.shards or self.world_size
         largest = -(-self.batch_size // count)
         most = 1 if self.micro_batch is None else -(-largest // self.micro_batch)
-        pieces = []
+        micro_batches = []
         for shard in self.own_shards:
             start, stop = self._shard(shard)
             parts = min(most, stop - start)
             cuts = [i * (stop - start) // parts for i in range(parts + 1)]
             for i, (a, b) in enumerate(pairwise(cuts)):
-                pieces.append(Piece(b - a, shard, i * count + shard, ends_shard=i == parts - 1))
-        return tuple(pieces)
+                last = i == parts - 1
+                micro_batches.append(MicroBatch(b - a, shard, i * count + shard, last))
+        return tuple(micro_batches)
 
     @property
     def micro_sizes(self) -> tuple[int, ...]:
         """Sizes of this rank's micro-batches in every step."""
-        return tuple(piece.size for piece in self.pieces)
+        return tuple(micro_batch.size for micro_batch in self.micro_batches)
 
     def order(self, epoch: int) -> Tensor:
         """int64 (size,): the sample indices of an epoch, shuffled.
@@ -134,7 +133,7 @@ class Sampler:
         """
         if self.blocks is not None:
             return self.blocks.order(self.seed, epoch)
-        generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
         order = torch.randperm(self.size, generator=generator)
         if self.weights is None:
             return order
@@ -144,13 +143,14 @@ class Sampler:
         drawn = order[torch.searchsorted(ends, points, right=True).clamp(max=self.size - 1)]
         return drawn[torch.randperm(self.size, generator=generator)]
 
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        """This rank's micro-batches of a step."""
+    def slices(self, step: int) -> list[list[EpochSlice]]:
+        """This rank's samples of a step, for each micro-batch: one slice, more if it crosses an epoch's
+        end."""
         return self._cut(step, self.micro_sizes)
 
-    def global_batch(self, step: int) -> MicroBatch:
+    def global_batch(self, step: int) -> list[EpochSlice]:
         """The whole global batch of a step, the same for any world size."""
-        return self._parts(step * self.batch_size, (step + 1) * self.batch_size)
+        return self._slices(step * self.batch_size, (step + 1) * self.batch_size)
 
     def samples(self, steps: range, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of many steps: int64 (n,) sample indices, int64 (n,) the epoch of
@@ -161,14 +161,14 @@ class Sampler:
         """
         orders, sizes = _Orders(self, device), self.micro_sizes
         for step in steps:
-            for parts in self._cut(step, sizes):
-                yield orders.ids(parts)
+            for slices in self._cut(step, sizes):
+                yield orders.ids(slices)
 
-    def _cut(self, step: int, sizes: tuple[int, ...]) -> list[MicroBatch]:
+    def _cut(self, step: int, sizes: tuple[int, ...]) -> list[list[EpochSlice]]:
         at = step * self.batch_size + self.share[0]
         batches = []
         for size in sizes:
-            batches.append(self._parts(at, at + size))
+            batches.append(self._slices(at, at + size))
             at += size
         return batches
 
@@ -177,14 +177,14 @@ class Sampler:
         count = self.shards or self.world_size
         return shard * self.batch_size // count, (shard + 1) * self.batch_size // count
 
-    def _parts(self, start: int, stop: int) -> MicroBatch:
-        parts = []
+    def _slices(self, start: int, stop: int) -> list[EpochSlice]:
+        slices = []
         while start < stop:
             epoch, offset = divmod(start, self.size)
             length = min(stop - start, self.size - offset)
-            parts.append(Part(epoch, offset, offset + length))
+            slices.append(EpochSlice(epoch, offset, offset + length))
             start += length
-        return parts
+        return slices
 
 
 class _Orders:
@@ -195,18 +195,18 @@ class _Orders:
         self._device = device
         self._orders: dict[int, tuple[Tensor, Tensor | None]] = {}
 
-    def ids(self, parts: MicroBatch) -> tuple[Tensor, Tensor]:
-        slices = [self._slice(part) for part in parts]
-        if len(parts) == 1:
-            return slices[0]
-        ids, epochs = zip(*slices, strict=True)
+    def ids(self, slices: list[EpochSlice]) -> tuple[Tensor, Tensor]:
+        pairs = [self._pair(each) for each in slices]
+        if len(pairs) == 1:
+            return pairs[0]
+        ids, epochs = zip(*pairs, strict=True)
         return torch.cat(ids), torch.cat(epochs)
 
-    def _slice(self, part: Part) -> tuple[Tensor, Tensor]:
+    def _pair(self, of: EpochSlice) -> tuple[Tensor, Tensor]:
         """Its samples, and the epoch of each."""
-        order, epochs = self._order(part.epoch)
-        ids = order[part.start : part.stop]
-        return ids, torch.full_like(ids, part.epoch) if epochs is None else epochs[part.start : part.stop]
+        order, epochs = self._order(of.epoch)
+        ids = order[of.start : of.stop]
+        return ids, torch.full_like(ids, of.epoch) if epochs is None else epochs[of.start : of.stop]
 
     def _order(self, epoch: int) -> tuple[Tensor, Tensor | None]:
         """The samples in order, and the epoch of each where it is not the same."""

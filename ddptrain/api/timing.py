@@ -60,7 +60,7 @@ class Lap(NamedTuple):
         return self.end.since(self.start)
 
 
-class Reading(NamedTuple):
+class FetchTimes(NamedTuple):
     """What reading a set that lies elsewhere has taken so far, of a rank and its workers."""
 
     network: float

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from ddptrain.api.recipe import Batch, Data, Loading
-from ddptrain.api.rng import mixed
+from ddptrain.api.rng import derive_seed
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data import held_out
@@ -81,12 +81,12 @@ class DatasetData(Data):
         self._world = world
         everything = range(len(self._dataset))
         if self._valid is not None:
-            train, valid = Samples(self._dataset, everything, self._collate, seed), self._valid
-            self._train, self._held = train, Samples(valid, range(len(valid)), self._collate, seed)
+            train, valid = DatasetSamples(self._dataset, everything, self._collate, seed), self._valid
+            self._train, self._held = train, DatasetSamples(valid, range(len(valid)), self._collate, seed)
         else:
             kept, held = held_out.split(everything)
-            self._train = Samples(self._dataset, kept, self._collate, seed)
-            self._held = Samples(self._dataset, held, self._collate, seed)
+            self._train = DatasetSamples(self._dataset, kept, self._collate, seed)
+            self._held = DatasetSamples(self._dataset, held, self._collate, seed)
         self._loaders = spare_cores(world) if self._workers == "auto" else self._workers
         for part in (self._train, self._held) if self._loaders else ():
             _check_travels(part)
@@ -98,9 +98,9 @@ class DatasetData(Data):
 
     def _digest(self) -> str:
         facts = [repr((self._classes, len(self._train), len(self._held))).encode()]
-        return digest([*facts, *self._train.told(), *self._held.told()])
+        return digest([*facts, *self._train.fingerprints(), *self._held.fingerprints()])
 
-    def _readable(self, name: str, part: "Samples") -> "Samples":
+    def _readable(self, name: str, part: "DatasetSamples") -> "DatasetSamples":
         ids, lines = readable(self._world, name, len(part), part.check, self._loaders)
         self._skipped += lines
         return part.only(ids.tolist())
@@ -143,7 +143,7 @@ class DatasetData(Data):
 
 
 @final
-class Samples(Dataset[Any]):
+class DatasetSamples(Dataset[Any]):
     """Some samples of a dataset, read a batch at a time."""
 
     def __init__(
@@ -157,10 +157,12 @@ class Samples(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._ids)
 
-    def only(self, places: Sequence[int]) -> "Samples":
-        return Samples(self._dataset, [self._ids[place] for place in places], self._collate, self._seed)
+    def only(self, places: Sequence[int]) -> "DatasetSamples":
+        return DatasetSamples(
+            self._dataset, [self._ids[place] for place in places], self._collate, self._seed
+        )
 
-    def told(self) -> Iterator[bytes]:
+    def fingerprints(self) -> Iterator[bytes]:
         """What tells each sample from others, without reading it."""
         return of_samples(self._dataset, self._ids)
 
@@ -171,7 +173,7 @@ class Samples(Dataset[Any]):
 
     def _one(self, epoch: int, place: int) -> Any:
         sample = self._ids[place]
-        seed_all(mixed(self._seed, epoch, sample, _PURPOSE))
+        seed_all(derive_seed(self._seed, epoch, sample, _PURPOSE))
         try:
             return self._dataset[sample]
         except BROKEN as error:
@@ -251,7 +253,7 @@ def _check_classes(dataset: MapStyle, valid: MapStyle | None, classes: list[str]
         check_alike(trained, own, "data.valid", "data.dataset")
 
 
-def _check_travels(part: Samples) -> None:
+def _check_travels(part: DatasetSamples) -> None:
     """Raises UserError where loader processes can't be given the dataset."""
     try:
         ForkingPickler.dumps(part)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.api.recipe import Data
-from ddptrain.api.rng import mixed
+from ddptrain.api.rng import derive_seed
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.identity import digest
@@ -96,10 +96,10 @@ class DatePairs(Data):
         seen: list[int] = []
         held_out: list[int] = []
         for day in range(_FIRST_DAY, _FIRST_DAY + _DAYS):
-            (seen if mixed(day) % _HELD_OUT else held_out).append(day)
+            (seen if derive_seed(day) % _HELD_OUT else held_out).append(day)
         train, valid = self._sizes
-        self._train = to_device(_drawn(train, seen, mixed(self._seed, 0)), world.device)
-        self._valid = to_device(_drawn(valid, held_out, mixed(self._seed, 1)), world.device)
+        self._train = to_device(_drawn(train, seen, derive_seed(self._seed, 0)), world.device)
+        self._valid = to_device(_drawn(valid, held_out, derive_seed(self._seed, 1)), world.device)
         self._device = world.device
 
     @property
@@ -146,9 +146,9 @@ def padded(text: str, key: str) -> list[int]:
 def _drawn(count: int, days: Sequence[int], seed: int) -> Pairs:
     sources, targets = [], []
     for i in range(count):
-        day = datetime.date.fromordinal(days[mixed(seed, i, 0) % len(days)])
-        text = _FORMATS[mixed(seed, i, 1) % len(_FORMATS)](day)
-        text = _CASES[mixed(seed, i, 2) % len(_CASES)](text)
+        day = datetime.date.fromordinal(days[derive_seed(seed, i, 0) % len(days)])
+        text = _FORMATS[derive_seed(seed, i, 1) % len(_FORMATS)](day)
+        text = _CASES[derive_seed(seed, i, 2) % len(_CASES)](text)
         sources.append(padded(text, "data"))
         targets.append([BEGIN, *encoded(day.isoformat(), "data"), END])
     return Pairs(torch.tensor(sources), torch.tensor(targets))

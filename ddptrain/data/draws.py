@@ -2,7 +2,7 @@
 
 import math
 
-from ddptrain.api.rng import mixed
+from ddptrain.api.rng import derive_seed
 
 SampleKey = tuple[int, int, int]
 """Seed, epoch, sample index."""
@@ -17,13 +17,13 @@ class Draws:
     """
 
     def __init__(self, seed: int, epoch: int, sample: int, purpose: int) -> None:
-        self._key = mixed(seed, epoch, sample, purpose)
+        self._key = derive_seed(seed, epoch, sample, purpose)
         self._count = 0
 
     def below(self, bound: int) -> int:
         """Uniform in [0, bound). Bounds are small: the modulo's bias is below bound / 2**63."""
         self._count += 1
-        return mixed(self._key, self._count) % bound
+        return derive_seed(self._key, self._count) % bound
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
         """In [low, high), in steps of 2**-53 of the way."""

@@ -51,7 +51,7 @@ class DatasetSplit(Split):
         whole = self._picture(i)
         return cut(whole, box_of(whole.height, whole.width), self.shape[:2])
 
-    def told(self, ids: Sequence[int]) -> Iterator[bytes]:
+    def fingerprints(self, ids: Sequence[int]) -> Iterator[bytes]:
         return of_samples(self._dataset, [int(self._ids[i]) for i in ids])
 
     def _picture(self, i: int) -> "Image.Image":

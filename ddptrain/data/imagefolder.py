@@ -53,7 +53,7 @@ class FolderSplit(Split):
     def encoded(self, i: int) -> bytes:
         return content_of(self.files[i])
 
-    def told(self, ids: Sequence[int]) -> Iterator[bytes]:
+    def fingerprints(self, ids: Sequence[int]) -> Iterator[bytes]:
         folder, names = self.files.folder, self.files.names()
         return (of_file(os.path.join(folder, names[i]), names[i], len(ids)) for i in ids)
 

@@ -175,8 +175,8 @@ class KeptSplit(Split):
     def encoded(self, i: int) -> bytes:
         return self._split.encoded(int(self._ids[i]))
 
-    def told(self, ids: Sequence[int]) -> Iterator[bytes]:
-        return self._split.told([int(self._ids[i]) for i in ids])
+    def fingerprints(self, ids: Sequence[int]) -> Iterator[bytes]:
+        return self._split.fingerprints([int(self._ids[i]) for i in ids])
 
 
 def _image(split: Split, i: int) -> Tensor:

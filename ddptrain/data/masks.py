@@ -35,7 +35,7 @@ from ddptrain.data.mask_files import (
 )
 from ddptrain.data.pictures import decoded
 from ddptrain.data.stream.masks import StreamMasks, StreamPairs, write_masks
-from ddptrain.data.stream.samples import Samples, training_keys, valid_keys
+from ddptrain.data.stream.samples import StreamSamples, training_keys, valid_keys
 from ddptrain.data.workers import AS_IT_IS, Key, asked_workers, check_workers, read_by, read_by_workers
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
@@ -176,7 +176,7 @@ class MaskData(Data):
         """Both parts, their classes, and what is streamed."""
         self._workers = asked_workers(self._asked_workers, world)
         self._skipped: Sequence[str] = ()
-        self._streamed: tuple[Samples | None, Samples | None] = (None, None)
+        self._streamed: tuple[StreamSamples | None, StreamSamples | None] = (None, None)
         if self._source is None:
             self._pairs: tuple[Sequence[Pair], Sequence[Pair]] = find_pairs(self._root)
             self.classes = class_names(self._asked_classes, self._root)

@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Generator, Tensor
 
-from ddptrain.api.rng import mixed
+from ddptrain.api.rng import derive_seed
 from ddptrain.data.identity import digest
 from ddptrain.data.source import ArraySplit, ImageSet, ImageSource, Split
 from ddptrain.errors import check_least
@@ -54,7 +54,7 @@ class Shapes(ImageSource):
 
     def _drawn(self, count: int, part: int) -> Split:
         chunks = [
-            draw_samples(torch.Generator().manual_seed(mixed(self.seed, part, i)))
+            draw_samples(torch.Generator().manual_seed(derive_seed(self.seed, part, i)))
             for i in range(math.ceil(count / _CHUNK))
         ]
         images, labels = (torch.cat(pieces)[:count] for pieces in zip(*chunks, strict=True))

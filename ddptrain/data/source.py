@@ -15,7 +15,7 @@ from ddptrain.api.blocks import Blocks
 from ddptrain.data.agreement import note_checkpoints_own
 from ddptrain.data.identity import digest, of_tensor
 from ddptrain.data.pictures import Box, as_png, resized
-from ddptrain.data.stream.samples import Samples
+from ddptrain.data.stream.samples import StreamSamples
 
 log = logging.getLogger("ddptrain")
 
@@ -31,7 +31,7 @@ class Split(ABC):
     shape: tuple[int, int, int]
     full_size = False
     """Whether `cropped` sees more of an image than `images` gives."""
-    stream: Samples | None = None
+    stream: StreamSamples | None = None
     """What the images are streamed from, where they are."""
 
     @abstractmethod
@@ -53,7 +53,7 @@ class Split(ABC):
         """One as a picture's file, with the pixels that are stored: a PNG, unless it lies in a file."""
         return as_png(self.images(torch.tensor([i]))[0].permute(2, 0, 1))
 
-    def told(self, ids: Sequence[int]) -> Iterator[bytes]:
+    def fingerprints(self, ids: Sequence[int]) -> Iterator[bytes]:
         """What tells each of these images from others beside its label, without decoding it."""
         return repeat(b"", len(ids))
 
@@ -73,7 +73,7 @@ class ArraySplit(Split):
     def images(self, ids: Tensor) -> Tensor:
         return self._images[ids]
 
-    def told(self, ids: Sequence[int]) -> Iterator[bytes]:
+    def fingerprints(self, ids: Sequence[int]) -> Iterator[bytes]:
         return (of_tensor(self._images[i]) for i in ids)
 
 
@@ -102,7 +102,7 @@ class ImageSet:
         """A hash of the samples of both parts and of their order."""
         facts = [repr((list(self.classes), len(self.train), len(self.valid))).encode()]
         for part in (self.train, self.valid):
-            facts += [of_tensor(part.labels), *part.told(range(len(part)))]
+            facts += [of_tensor(part.labels), *part.fingerprints(range(len(part)))]
         return digest(facts)
 
     def normalised_as(self, mean: Sequence[float], std: Sequence[float]) -> "ImageSet":

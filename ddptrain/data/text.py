@@ -19,7 +19,7 @@ from ddptrain.api.world import World
 from ddptrain.data.agreement import note_checkpoints_own
 from ddptrain.data.corpus import TextSource
 from ddptrain.data.prefetch import on_device
-from ddptrain.data.stream.ahead import AHEAD, Need, validation_share
+from ddptrain.data.stream.block_prefetch import PREFETCH_SHARE, Need, validation_share
 from ddptrain.data.stream.samples import training_needs, training_positions
 from ddptrain.data.stream.text import OpenedText, StreamText
 from ddptrain.data.stream.tokens import TokenBlocks
@@ -259,14 +259,16 @@ class TextData(Data):
         if sampler.blocks is not None:
             ids = sampler.samples(steps, torch.device("cpu"))
             needs = training_needs(sampler.blocks, sampler, steps)
-            for some, epochs in train.fetching(ids, training_positions(sampler, steps), needs, AHEAD):
+            for some, epochs in train.fetching(
+                ids, training_positions(sampler, steps), needs, PREFETCH_SHARE
+            ):
                 yield Windows(self._pinned(train.read_windows(some, epochs, self.window, self._seed)))
             return
         positions = (step for step in steps for _ in sampler.micro_sizes)
         needs = train.needs_of_streams(self._origins(sampler), self.window, steps)
         starts = self._stream_starts(sampler, steps)
         # the ranks of a node fetch other blocks into the same cache
-        for some, rows in train.fetching(starts, positions, needs, AHEAD / self._world.local_size):
+        for some, rows in train.fetching(starts, positions, needs, PREFETCH_SHARE / self._world.local_size):
             yield Windows(self._pinned(train.read(some, self.window + 1)), rows)
 
     def _need(self, valid: TokenBlocks, i: int, chunk: range) -> Need:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ddptrain.api.rng import mixed
+from ddptrain.api.rng import derive_seed
 from ddptrain.data.draws import Draws, SampleKey
 from ddptrain.data.generators import restored, seed_all
 from ddptrain.data.mixing import Mix, mixed_pixels, soft_targets
@@ -39,7 +39,7 @@ class OwnTransform:
     def apply(self, picture: Tensor, fill: Tensor, key: SampleKey) -> Tensor:
         """As `Transforms.apply`. Raises UserError where the module gives something else than a picture."""
         with restored():
-            seed_all(mixed(*key, _OWN))
+            seed_all(derive_seed(*key, _OWN))
             made = self._module(picture)
         if not isinstance(made, Tensor) or made.dtype != torch.uint8 or made.shape != picture.shape:
             found = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__

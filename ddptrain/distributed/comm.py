@@ -30,13 +30,13 @@ def backend_for(world: World) -> str:
     return "nccl" if world.device.type == "cuda" and not world.shares_device else "gloo"
 
 
-def open_group(world: World, even_alone: bool = False) -> World:
+def open_group(world: World, even_single: bool = False) -> World:
     """Join the process group that torchrun's environment describes. Returns the world, which knows now
     whether ranks share a GPU. Raises UserError where some have a GPU and others none.
 
     A world of one needs none, unless DDP itself was asked for.
     """
-    if world.size == 1 and not (even_alone and dist.is_torchelastic_launched()):
+    if world.size == 1 and not (even_single and dist.is_torchelastic_launched()):
         return world
     store = _store_of_this_attempt()
     store.set(f"gpu-{world.rank}", name_of_gpu(world.device))

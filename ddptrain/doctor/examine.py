@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from ddptrain.doctor import rules_cuda, rules_gpu, rules_host, rules_presence
-from ddptrain.doctor.facts import Asked, Facts
+from ddptrain.doctor.facts import Facts, Settings
 from ddptrain.doctor.findings import LEVELS, Finding, Rule, comma_list, ok, problem, problems
 from ddptrain.doctor.probes import collect, of_the_driver, still
 from ddptrain.doctor.torch_facts import as_built, ask_gpus
@@ -102,7 +102,7 @@ def why_no_cuda() -> str:
 
     The driver is asked only where files and variables show no problem: that takes a tenth of a second.
     """
-    asked = Asked("cuda")
+    asked = Settings("cuda")
     torch = as_built()
     first = _first(dataclasses.replace(collect(asked, still()), torch=torch))
     if first is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Asked:
+class Settings:
     """What the command line and torchrun say."""
 
     device: str = "auto"
@@ -191,7 +191,7 @@ class ProbeFailure:
 class Facts:
     """Of one machine. None: that was not asked, or not answered (``failures`` says why)."""
 
-    asked: Asked = Asked()
+    asked: Settings = Settings()
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     system: System | None = None
     limits: ProcessLimits | None = None

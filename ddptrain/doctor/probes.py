@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddptrain.doctor import children, machine
-from ddptrain.doctor.facts import Asked, Facts, ProbeFailure
+from ddptrain.doctor.facts import Facts, ProbeFailure, Settings
 
 TORCHRUN_PORT = 29500
 """Where plain torchrun with several nodes meets by itself."""
@@ -29,7 +29,7 @@ class Probe:
     seconds: float = 10.0
 
 
-def probes(asked: Asked) -> list[Probe]:
+def probes(asked: Settings) -> list[Probe]:
     """All of doctor's. With device=cpu no driver is asked."""
     found = [
         Probe(
@@ -62,7 +62,7 @@ def of_the_driver() -> list[Probe]:
     ]
 
 
-def collect(asked: Asked, probes: Sequence[Probe]) -> Facts:
+def collect(asked: Settings, probes: Sequence[Probe]) -> Facts:
     """Ask all of them at the same time."""
     answers: queue.SimpleQueue[tuple[str, Mapping[str, Any]]] = queue.SimpleQueue()
     began = time.monotonic()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddptrain.doctor.examine import examine, gpu_findings
-from ddptrain.doctor.facts import Asked, Cluster, Facts
+from ddptrain.doctor.facts import Cluster, Facts, Settings
 from ddptrain.doctor.findings import problems
 from ddptrain.doctor.probes import collect, probes
 from ddptrain.doctor.replay import read_facts
@@ -29,7 +29,7 @@ def run(asked: Mapping[str, str], as_json: bool, cluster: bool) -> int:
     return _examine_cluster(words, as_json) if cluster else _report(collect(words, probes(words)), as_json)
 
 
-def _checked(asked: Mapping[str, str], cluster: bool) -> Asked:
+def _checked(asked: Mapping[str, str], cluster: bool) -> Settings:
     for name, value in asked.items():
         if name not in _WORDS:
             known = ", ".join(f"{word}=" for word in _WORDS)
@@ -52,7 +52,7 @@ def _checked(asked: Mapping[str, str], cluster: bool) -> Asked:
             " --standalone --nproc-per-node=2 -m ddptrain doctor --cluster)."
         )
     workers, port = _number("workers", asked, 0, 1024), _number("port", asked, 1, 65535)
-    return Asked(device=device, workers=workers, port=port, under_torchrun=cluster)
+    return Settings(device=device, workers=workers, port=port, under_torchrun=cluster)
 
 
 def _number(name: str, asked: Mapping[str, str], least: int, most: int) -> int | None:
@@ -64,7 +64,7 @@ def _number(name: str, asked: Mapping[str, str], least: int, most: int) -> int |
     return int(text)
 
 
-def _examine_cluster(asked: Asked, as_json: bool) -> int:
+def _examine_cluster(asked: Settings, as_json: bool) -> int:
     """As one rank of all: each node's first asks its machine, and rank 0 judges and prints."""
     from ddptrain.distributed import comm
     from ddptrain.distributed.world import world_from_environment
@@ -74,7 +74,7 @@ def _examine_cluster(asked: Asked, as_json: bool) -> int:
     asked = replace(asked, local_ranks=world.local_size)
     own = collect(asked, probes(asked)) if world.is_first_on_node else None
     try:
-        comm.open_group(world, even_alone=True)
+        comm.open_group(world, even_single=True)
     except RuntimeError as error:
         raise UserError(
             f"--cluster: rank {world.rank} does not reach the others: {str(error).splitlines()[0]} Open the"

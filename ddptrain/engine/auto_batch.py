@@ -148,7 +148,7 @@ class AutoBatch:
             with unchanged(self._model), same_rank_state(self._task):
                 for _ in range(2):
                     with self._precision.autocast():
-                        loss = self._task.loss(self._model, batch, self._plan.at(0))
+                        loss = self._task.loss(self._model, batch, self._plan.progress(0))
                     self._precision.backward(loss.sum, torch.ones_like(loss.sum))
         finally:
             self._model.zero_grad(set_to_none=True)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddptrain.api.recipe import At, Batch
+from ddptrain.api.recipe import Batch, Progress
 from ddptrain.api.sampler import Sampler
 from ddptrain.data.prefetch import tensors_of
 from ddptrain.engine.compiled import eagerly
@@ -18,7 +18,7 @@ from ddptrain.errors import Diverged
 _INPUT = "the input"
 
 
-def where_it_began(step: TrainStep, batches: Iterator[Batch], at: At) -> str | None:
+def where_it_began(step: TrainStep, batches: Iterator[Batch], progress: Progress) -> str | None:
     """Run this rank's micro-batches of a step through the bare model again, and name the first number that is
     not finite: a sample's input, else a layer's output, else the loss, else a gradient that a layer returns,
     else a parameter's. None if all are finite on this rank. Does all passes in any case: under a strategy
@@ -26,7 +26,7 @@ def where_it_began(step: TrainStep, batches: Iterator[Batch], at: At) -> str | N
     task, model = step.task, step.state.model
     task.load_rank_state({name: rows.nan_to_num(0, 0, 0) for name, rows in task.rank_state().items()})
     model.zero_grad(set_to_none=True)
-    shares = step.sampler.samples(range(at.step, at.step + 1), torch.device("cpu"))
+    shares = step.sampler.samples(range(progress.step, progress.step + 1), torch.device("cpu"))
     began: str | None = None
     for micro_batch, (samples, _) in zip(step.micro_batches, shares, strict=True):
         batch = next(batches)
@@ -39,7 +39,7 @@ def where_it_began(step: TrainStep, batches: Iterator[Batch], at: At) -> str | N
                     hooks.callback(layer.register_forward_pre_hook(backward.before(name)).remove)
                     hooks.callback(layer.register_forward_hook(backward.after(name)).remove)
                     hooks.callback(layer.register_forward_hook(_noting(found, name)).remove)
-            loss = step.forward(model, batch, at, micro_batch)
+            loss = step.forward(model, batch, progress, micro_batch)
         loss.sum.backward()
         if began is not None:
             continue

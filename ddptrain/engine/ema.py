@@ -77,24 +77,16 @@ class ExponentialAverage(Average):
         self._parameters = [(parameter.clone(), parameter) for parameter in own]
         self._buffers: dict[tuple[nn.Module, str], Tensor] = {}
         self._decay = decay
+        self._move = _move_on_host if strategy.world.device.type == "cpu" else _move_on_device
         self._pairs()
 
     @torch.no_grad()
     def update(self, step: int, nonfinite: Tensor) -> None:
-        on_host = nonfinite.device.type == "cpu"
-        if on_host and nonfinite:
-            return
         weight = 1 - min(self._decay, (2 + step) / (11 + step))
         pairs = self._pairs()
-        averages, new = [_real(average) for average, _ in pairs], [_real(own) for _, own in pairs]
-        if on_host:  # one pass over them instead of three
-            torch._foreach_lerp_(averages, new, weight)
-            return
-        weights = torch.where(nonfinite == 0, weight, 0.0)
-        for some, own in zip(by_dtype(averages), by_dtype(new), strict=True):
-            change = torch._foreach_sub(own, some)
-            torch._foreach_mul_(change, weights.to(some[0].dtype))
-            torch._foreach_add_(some, change)
+        self._move(
+            [_real(average) for average, _ in pairs], [_real(own) for _, own in pairs], weight, nonfinite
+        )
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -124,6 +116,20 @@ class ExponentialAverage(Average):
                     self._buffers[layer, name] = own.detach().clone()
                 pairs.append((self._buffers[layer, name], own))
         return pairs
+
+
+def _move_on_host(averages: list[Tensor], new: list[Tensor], weight: float, nonfinite: Tensor) -> None:
+    if not nonfinite:
+        torch._foreach_lerp_(averages, new, weight)
+
+
+def _move_on_device(averages: list[Tensor], new: list[Tensor], weight: float, nonfinite: Tensor) -> None:
+    """In few launches. On a CPU it takes five times as long."""
+    weights = torch.where(nonfinite == 0, weight, 0.0)
+    for some, own in zip(by_dtype(averages), by_dtype(new), strict=True):
+        change = torch._foreach_sub(own, some)
+        torch._foreach_mul_(change, weights.to(some[0].dtype))
+        torch._foreach_add_(some, change)
 
 
 def _real(tensor: Tensor) -> Tensor:

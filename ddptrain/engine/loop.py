@@ -10,7 +10,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import final
 
-from ddptrain.api.observer import End, Evaluated, Log, Result, Run, Saved, Start
+from ddptrain.api.observer import End, Evaluated, Log, Result, RunInfo, Saved, Start
 from ddptrain.api.recipe import Batch, Data, Figure, Report
 from ddptrain.api.timing import Timing
 from ddptrain.distributed.comm import broadcast, from_all_ranks, from_first_rank, on_first_rank
@@ -66,7 +66,7 @@ class Engine:
         self._stopwatch = step.phase.stopwatch
         self._progress = _Progress()
 
-    def fit(self, run: Run | None = None, step_iterator: StepIterator = iter) -> Report:
+    def fit(self, run: RunInfo | None = None, step_iterator: StepIterator = iter) -> Report:
         """Train from ``state.step`` to the plan's end; returns the last evaluation.
 
         run: a description for observers and controllers.
@@ -76,13 +76,13 @@ class Engine:
         first_step, self._progress.last = state.step, Report(state.metrics)
         if on_first_rank(self._world, lambda: self._checkpointer.holds(first_step)):
             self._progress.saved_at = first_step  # a controller that ends the run here would save it again
-        batches = self._opened(run or Run(world=self._world))
+        batches = self._opened(run or RunInfo(world=self._world))
         try:
             goes_on = self._evaluate() if state.evaluation_due else True
             for step in step_iterator(range(first_step, plan.steps)) if goes_on else ():
                 if state.frozen is not None and state.frozen.until == step:
                     batches = self._thaw(batches)
-                self._step(batches, plan.at(step))
+                self._step(batches, plan.progress(step))
                 state.step = done = step + 1
                 if plan.verifies(done) and not state.strategy.sharded:
                     check_replicas(self._world, state.model, done)
@@ -95,7 +95,7 @@ class Engine:
                 if plan.evaluates(done) and not self._evaluate():
                     break
             self._checkpointer.finish()
-            self._stopwatch.settle()
+            self._stopwatch.synchronize()
             outcome = "done" if state.step == plan.steps else "stopped early"
         except Stopped:
             self._checkpointer.finish()
@@ -111,7 +111,7 @@ class Engine:
             self._end(outcome)
         return self._progress.last
 
-    def _opened(self, run: Run) -> Iterator[Batch]:
+    def _opened(self, run: RunInfo) -> Iterator[Batch]:
         """The remaining batches, after the checks and warm-up passes on the first one and a rehearsal of the
         evaluation; observers are started."""
         state, plan, step, device = self._state, self._plan, self._step, self._world.device
@@ -152,13 +152,13 @@ class Engine:
         first = next(batches)
         check_device(state.model, first, self._world.device)
         check_size(step, first, type(self._data).__name__)
-        flops = warm_up(step, first, self._plan.at(state.step)) / step.micro_batches[0].size
+        flops = warm_up(step, first, self._plan.progress(state.step)) / step.micro_batches[0].size
         return chain([first], batches), flops
 
     def _thaw(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """From this step on, train what was frozen. Collectives and a sync point. Returns the batches."""
         state, before = self._state, self._step
-        before.settle()
+        before.synchronize()
         self._watchdog.forget_what_is_usual()
         self._watchdog.mark("thawing", state.step, LONG_S)
         state.thaw()
@@ -174,7 +174,7 @@ class Engine:
         """A collective and a sync point, every ``log.every`` steps."""
         state, step = self._state, self._step
         self._stopwatch.mark("optimizer")
-        step.settle()
+        step.synchronize()
         values = state.meter.read()
         if step.grad_norm is not None and not state.left_out_in_a_row:  # else it is that of a step left out
             values["grad_norm"] = float(step.grad_norm)
@@ -195,8 +195,8 @@ class Engine:
     def _evaluate(self) -> bool:
         """Evaluate, and ask the controllers. Returns False if one of them has completed the run."""
         state, task, progress = self._state, self._task, self._progress
-        self._step.settle()
-        self._stopwatch.settle()
+        self._step.synchronize()
+        self._stopwatch.synchronize()
         began = time.perf_counter()
         try:
             figures = self._report()
@@ -264,8 +264,8 @@ class Engine:
     def _save(self, evaluated: bool = False) -> None:
         """evaluated: the evaluation at this step is over, and its controllers have been asked."""
         state = self._state
-        self._step.settle()
-        self._stopwatch.settle()
+        self._step.synchronize()
+        self._stopwatch.synchronize()
         state.evaluation_due = self._plan.evaluates(state.step) and not evaluated
         path = self._write("saving", self._checkpointer.save)
         if path is not None:
@@ -279,7 +279,7 @@ class Engine:
         rest, shards = self._checkpointer.write_shards(whole, self._world)
         path = None
         if self._world.is_first:
-            self._observers.settle()
+            self._observers.flush()
             path = write(rest, self._facts(), shards)
         self._watchdog.mark("saved", self._state.step)
         self._stopwatch.mark("saving")
@@ -291,7 +291,7 @@ class Engine:
         train_step = self._step
         batches = self._data.train_batches(train_step.sampler, range(step, self._plan.steps))
         own = islice(batches, len(train_step.micro_batches))
-        began = where_it_began(train_step, own, self._plan.at(step))
+        began = where_it_began(train_step, own, self._plan.progress(step))
         ranks = from_all_ranks(self._world, evidence_of(began, train_step.sampler, step))
         return divergence(step, self._state.left_out_in_a_row, ranks)
 

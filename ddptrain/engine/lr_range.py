@@ -52,8 +52,8 @@ def losses_at(rates: Sequence[float], step: TrainStep, data: Data) -> Iterator[t
         for group in step.state.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
         try:
-            step(batches, step.plan.at(number))
-            step.settle()
+            step(batches, step.plan.progress(number))
+            step.synchronize()
         except NotFinite:
             return
         read = step.state.meter.read()

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ddptrain.api.blocks import Blocks
-from ddptrain.api.recipe import At
+from ddptrain.api.recipe import Progress
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.errors import UserError
@@ -68,7 +68,7 @@ class Plan:
     def check_equal_passes(self, world: World) -> None:
         """For a strategy that is sharded: raise UserError if ranks have different numbers of
         micro-batches."""
-        ranks = [self.sampler(replace(world, rank=rank)).pieces for rank in range(world.size)]
+        ranks = [self.sampler(replace(world, rank=rank)).micro_batches for rank in range(world.size)]
         if len(set(map(len, ranks))) > 1:
             raise UserError(
                 f"train.micro_batch={self.micro_batch}: the global batch of {self.batch_size} gives the"
@@ -122,9 +122,9 @@ class Plan:
         """Epochs seen after so many steps."""
         return steps_done * self.batch_size / self.train_size
 
-    def at(self, step: int) -> At:
+    def progress(self, step: int) -> Progress:
         """The position of the training after ``step`` steps."""
-        return At(step, step * self.batch_size // self.train_size, step / self.steps)
+        return Progress(step, step * self.batch_size // self.train_size, step / self.steps)
 
     def verifies(self, done: int) -> bool:
         return self.verify_every is not None and done % self.verify_every == 0

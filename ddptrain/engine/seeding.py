@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ddptrain.api.rng import mixed, seed_pythons, state_of_pythons
+from ddptrain.api.rng import derive_seed, seed_pythons, state_of_pythons
 from ddptrain.api.world import World
 
 
@@ -33,8 +33,8 @@ class StepSeed:
 
     def __call__(self, step: int, stream: int) -> None:
         """stream: the micro-batch's number among those of all ranks in this step."""
-        number = mixed(self._seed, step, stream)
+        number = derive_seed(self._seed, step, stream)
         for seed in self._seeders:
             seed(number)
         for i, generator in enumerate(self._further, start=1):
-            generator.manual_seed(mixed(number, i))
+            generator.manual_seed(derive_seed(number, i))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddptrain.api.recipe import At, Batch, Loss, Task
-from ddptrain.api.sampler import Piece
+from ddptrain.api.recipe import Batch, Loss, Progress, Task
+from ddptrain.api.sampler import MicroBatch
 from ddptrain.api.strategy import Strategy
 from ddptrain.engine.health import Health, NotFinite, Outcome
 from ddptrain.engine.loss_scale import LossScale
@@ -44,7 +44,7 @@ class TrainStep:
         self.state = state
         self.phase = phase
         self.sampler = plan.sampler(strategy.world)
-        self.micro_batches = self.sampler.pieces
+        self.micro_batches = self.sampler.micro_batches
         self.stop_asked = False
         """Some rank wants to stop."""
         self.grad_norm: Tensor | None = None
@@ -55,63 +55,63 @@ class TrainStep:
         self._optimizer = OptimizerStep(state.optimizer, precision.scaler)
         self._undo = Undo(task, state.model) if plan.skips_nonfinite else None
 
-    def __call__(self, batches: Iterator[Batch], at: At) -> None:
+    def __call__(self, batches: Iterator[Batch], progress: Progress) -> None:
         """Raises NotFinite if the run should end because of a number that is not finite, OutOfStep if the
         ranks are at different steps."""
         state, counts = self.state, []
         if self._undo is not None:
             self._undo.remember()
         state.meter.begin_step()
-        state.schedule.at(at.step)
+        state.schedule.at(progress.step)
         for micro_batch in self.micro_batches:
-            with self.phase("data", at.step):
+            with self.phase("data", progress.step):
                 batch = next(batches)
             with self.phase("all_reduce"), self.strategy.accumulate(state.wrapped, micro_batch.ends_shard):
-                loss = self.forward_backward(batch, at, micro_batch)
+                loss = self.forward_backward(batch, progress, micro_batch)
             state.meter.add(loss, micro_batch.shard)
             if isinstance(loss.count, Tensor):
                 counts.append((micro_batch.shard, loss.count))
-        with self.phase("optimizer", at.step):
+        with self.phase("optimizer", progress.step):
             self.precision.unscale(state.optimizer)
             if counts:
                 self._loss_scale.rescale(state.model, counts)
             self._count(self._health.all())  # on a GPU: the step before
-            nonfinite = self._health.check(at.step)
+            nonfinite = self._health.check(progress.step)
             if self.plan.clip_norm is not None:
                 self.grad_norm = self.strategy.clip(state.model, self.plan.clip_norm)
             self._optimizer(nonfinite)
             if self._undo is not None:
                 self._undo.put_back(nonfinite)
-            state.average.update(at.step, nonfinite)
+            state.average.update(progress.step, nonfinite)
             self._count(self._health.ready())  # on a CPU: this step
         self.phase.stopwatch.count(self.sampler.batch_size)
 
-    def forward_backward(self, batch: Batch, at: At, micro_batch: Piece) -> Loss:
+    def forward_backward(self, batch: Batch, progress: Progress, micro_batch: MicroBatch) -> Loss:
         """Add the gradients of a micro-batch. In the last one of a shard they are summed over ranks, together
         with the ranks' flags."""
-        with self.phase("forward", at.step):
-            loss = self.forward(self.state.wrapped, batch, at, micro_batch)
+        with self.phase("forward", progress.step):
+            loss = self.forward(self.state.wrapped, batch, progress, micro_batch)
         if micro_batch is self.micro_batches[0]:
             # here and not after the step: memory given back before a forward pass is taken again
             # page by page (measured on CPUs: 6 % of a MobileNetV3 step)
             self._optimizer.forget_gradients()
         stop = self.phase.watchdog.stop is not None
-        flags = self._health.send(at.step, stop, loss, micro_batch.ends_shard)
-        with self.phase("backward", at.step):
+        flags = self._health.send(progress.step, stop, loss, micro_batch.ends_shard)
+        with self.phase("backward", progress.step):
             self.precision.backward(loss.sum, self._loss_scale.weight(loss, micro_batch.size), flags)
         return loss
 
-    def forward(self, model: nn.Module, batch: Batch, at: At, micro_batch: Piece) -> Loss:
-        self.seed(at.step, micro_batch.stream)
+    def forward(self, model: nn.Module, batch: Batch, progress: Progress, micro_batch: MicroBatch) -> Loss:
+        self.seed(progress.step, micro_batch.stream)
         with self.precision.autocast():
-            return self.task.loss(model, batch, at)
+            return self.task.loss(model, batch, progress)
 
-    def check_gradients(self, at: At) -> None:
+    def check_gradients(self, progress: Progress) -> None:
         """After a backward pass: raises UserError where the strategy waits for a gradient that is not
         there."""
-        self._health.check_gradients(at.step)
+        self._health.check_gradients(progress.step)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Count all steps so far. On a GPU a sync point."""
         self._count(self._health.all())
 

@@ -124,7 +124,7 @@ class Stopwatch:
         self._samples += samples
         self._clock.drain()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the device before something that is not training: what is still queued is training time. A
         sync point."""
         self._clock.mark("optimizer")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ddptrain.api.recipe import At, Batch
+from ddptrain.api.recipe import Batch, Progress
 from ddptrain.data.prefetch import rows_of, tensors_of
 from ddptrain.distributed.snapshot import unchanged
 from ddptrain.engine.check_model import buffer_sizes, check_buffers
@@ -44,11 +44,11 @@ def check_size(step: TrainStep, batch: Batch, name: str) -> None:
     if rows == {share} and size != share:
         raise UserError(
             f"{name}.train_batches: gave {share} samples for a micro-batch of {size} (train.micro_batch)."
-            " Give a batch for each micro-batch, as sampler.samples(...) and sampler.micro_batches(step) do."
+            " Give a batch for each micro-batch, as sampler.samples(...) and sampler.slices(step) do."
         )
 
 
-def warm_up(step: TrainStep, batch: Batch, at: At) -> int:
+def warm_up(step: TrainStep, batch: Batch, progress: Progress) -> int:
     """Run the passes that the strategy and the compiler need; returns the FLOPs of one, 0 if unknown.
     Gradients, buffers, extra state and the task's state are restored afterwards."""
     task, strategy, model = step.task, step.strategy, step.state.model
@@ -56,17 +56,17 @@ def warm_up(step: TrainStep, batch: Batch, at: At) -> int:
     with unchanged(model), same_rank_state(task):
         with same_rank_state(task):
             with step.seed.watching():
-                flops = _counted(step, batch, at)
+                flops = _counted(step, batch, progress)
             check_rank_state(task, step.sampler.share, step.micro_batches[0].size)
-            _note_a_mean(step, batch, at)
+            _note_a_mean(step, batch, progress)
         with _calls_are_checked(step):
             for _ in range(strategy.warm_up_passes(is_compiled(task, model))):
-                step.forward_backward(batch, at, step.micro_batches[0]._replace(ends_shard=True))
-                step.check_gradients(at)
+                step.forward_backward(batch, progress, step.micro_batches[0]._replace(ends_shard=True))
+                step.check_gradients(progress)
                 step.discard()
         check_buffers(model, sizes)
         if strategy.shards is None:  # else all shards start from the same
-            check_extra_state(strategy.world, model, at.step)
+            check_extra_state(strategy.world, model, progress.step)
     return flops
 
 
@@ -92,7 +92,7 @@ def _calls_are_checked(step: TrainStep) -> Iterator[None]:
         )
 
 
-def _note_a_mean(step: TrainStep, batch: Batch, at: At) -> None:
+def _note_a_mean(step: TrainStep, batch: Batch, progress: Progress) -> None:
     """Warn of a loss that is no sum, by the first step's batch and its halves: their sums add up to its own,
     and their means to twice its mean. Only for tensors with a row for each sample, and without the layers by
     which samples depend on each other or on chance. Not where a pass is a collective: whether there is one
@@ -102,13 +102,15 @@ def _note_a_mean(step: TrainStep, batch: Batch, at: At) -> None:
     plan, model, size = step.plan, step.state.model, step.micro_batches[0].size
     share, half = plan.batch_size // step.sampler.world_size, size // 2
     rows = {len(tensor) if tensor.ndim else 0 for tensor in tensors_of(batch)}
-    if at.step or min(share, plan.micro_batch or share) < 4 or rows != {size} or step.task.rank_state():
+    if progress.step or min(share, plan.micro_batch or share) < 4 or rows != {size} or step.task.rank_state():
         return
     mixing = [module for module in model.modules() if isinstance(module, _BatchNorm | _DropoutNd)]
     parts = (slice(size), slice(half), slice(half, size))
     try:
         with eagerly(), torch.no_grad(), in_evaluation(*mixing):
-            losses = [step.forward(model, rows_of(batch, part), at, step.micro_batches[0]) for part in parts]
+            losses = [
+                step.forward(model, rows_of(batch, part), progress, step.micro_batches[0]) for part in parts
+            ]
     except Exception as error:  # of half a batch, which a task need not take
         log.info(
             "note       Task.loss is not compared with that of half a batch: %s",
@@ -126,12 +128,12 @@ def _note_a_mean(step: TrainStep, batch: Batch, at: At) -> None:
         )
 
 
-def _counted(step: TrainStep, batch: Batch, at: At) -> int:
+def _counted(step: TrainStep, batch: Batch, progress: Progress) -> int:
     """FLOPs of one pass of the bare model, eagerly. A failure here, under torch's counter, is only logged."""
     model = step.state.model
     try:
         with eagerly(), counter(next(model.parameters()).device) as counted:
-            loss = step.forward(model, batch, at, step.micro_batches[0])
+            loss = step.forward(model, batch, progress, step.micro_batches[0])
             check_loss(step.task, loss)
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             if step.strategy.sharded:  # its own tensors are not those of the pass

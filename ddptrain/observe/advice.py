@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ddptrain.api.observer import Run, Times
+from ddptrain.api.observer import RunInfo, Times
 from ddptrain.api.timing import PHASES, Timing
 from ddptrain.distributed.cpu import cores
 
@@ -34,7 +34,7 @@ _TRAFFIC = 1 << 20
 _LOW_MFU = 0.25
 
 
-def advise(run: Run, times: Times) -> str:
+def advise(run: RunInfo, times: Times) -> str:
     """The advice for these times."""
     late = _late_rank(times.ranks)
     timing = times.timing if late is None else times.ranks[late]
@@ -63,7 +63,7 @@ def _late_rank(ranks: Sequence[Timing]) -> int | None:
     return least if others - waits[least] > _LATE and waits[least] < others / 2 else None
 
 
-def _on_computing(run: Run, timing: Timing, shares: dict[str, float], late: int | None) -> str:
+def _on_computing(run: RunInfo, timing: Timing, shares: dict[str, float], late: int | None) -> str:
     config, on_gpu = run.config, run.world.device.type == "cuda"
     passes = shares["forward"] + shares["backward"]
     said = f"forward and backward pass {passes:.0%} of the run, as it should be"
@@ -82,7 +82,7 @@ def _on_computing(run: Run, timing: Timing, shares: dict[str, float], late: int 
     return f"{said}; python -m ddptrain bench tries what could shorten it"
 
 
-def _on_data(run: Run) -> str:
+def _on_data(run: RunInfo) -> str:
     loading, share = run.loading, max(1, cores() // run.world.local_size)
     if loading.reading is not None and loading.reading().network > loading.reading().decoding:
         return "the store is too slow, or too far: a larger data.source.cache_gb, or a copy nearby"
@@ -99,11 +99,11 @@ def _on_data(run: Run) -> str:
     return " or ".join(remedies) or "smaller files, a faster disk, or more cores"
 
 
-def _on_copies(run: Run) -> str:
+def _on_copies(run: RunInfo) -> str:
     return "data.resident=true" if run.loading.resident is False else "smaller batches, for example uint8"
 
 
-def _on_gradients(run: Run) -> str:
+def _on_gradients(run: RunInfo) -> str:
     config = run.config
     compresses = config["elastic"] == "fast" and config["strategy"].get("compression") == "none"
     if run.gradient_bytes >= _TRAFFIC and compresses:
@@ -111,23 +111,23 @@ def _on_gradients(run: Run) -> str:
     return f"train.batch_size={2 * config['train']['batch_size']} halves how often"
 
 
-def _on_optimizer(run: Run) -> str:
+def _on_optimizer(run: RunInfo) -> str:
     if not run.fused:
         return "an optimizer that torch has fused (optim=adamw, optim=sgd) is one kernel a step"
     return f"train.batch_size={2 * run.config['train']['batch_size']} halves how often"
 
 
-def _on_log(run: Run) -> str:
+def _on_log(run: RunInfo) -> str:
     return f"log.every={10 * run.config['log']['every']}"
 
 
-def _rarer(key: str, every: int | None, run: Run) -> list[str]:
+def _rarer(key: str, every: int | None, run: RunInfo) -> list[str]:
     """Four times less often, if the run is long enough."""
     rarer = min(4 * (every or run.steps_per_epoch), run.steps)
     return [f"{key}={rarer}"] if rarer > (every or run.steps_per_epoch) else []
 
 
-def _on_evaluating(run: Run) -> str:
+def _on_evaluating(run: RunInfo) -> str:
     train = run.config["train"]
     remedies = _rarer("train.eval_every", train["eval_every"], run)
     if run.valid_size > train["eval_batch_size"]:
@@ -135,13 +135,13 @@ def _on_evaluating(run: Run) -> str:
     return ", or ".join(remedies) or "a smaller validation set"
 
 
-def _on_drawing(run: Run) -> str:
+def _on_drawing(run: RunInfo) -> str:
     remedies = _rarer("train.eval_every", run.config["train"]["eval_every"], run)
     remedies += ["~observers.plots"] if "plots" in run.config["observers"] else []
     return ", or ".join(remedies) or "a longer run: its time does not grow with the run's length"
 
 
-def _on_saving(run: Run) -> str:
+def _on_saving(run: RunInfo) -> str:
     checkpoint = run.config["checkpoint"]
     if not checkpoint["background"]:
         return "checkpoint.background=true writes while it trains"

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, final
 
-from ddptrain.api.observer import End, Evaluated, Log, Observer, Run, Start
+from ddptrain.api.observer import End, Evaluated, Log, Observer, RunInfo, Start
 from ddptrain.api.timing import format_shares
 from ddptrain.observe.advice import advise
 from ddptrain.observe.clock import clock
@@ -29,7 +29,7 @@ class Console(Observer):
     ETA."""
 
     def __init__(self) -> None:
-        self._run = Run()
+        self._run = RunInfo()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._metrics = ""

@@ -57,9 +57,9 @@ class Observers:
         for slow in () if self.lost else self._slow:
             slow.tell(lambda observer: observer.log(_copied(event)))
         if len(self._waiting) > _MOST_WAITING or self._ended is not None:
-            self.settle()
+            self.flush()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Handle all queued log events now: before a checkpoint is written."""
         with self._talking:
             if self._ended is not None:
@@ -80,7 +80,7 @@ class Observers:
     def end(self, event: End) -> None:
         try:
             with self._talking:
-                self.settle()
+                self.flush()
                 for observer in list(self._observers):
                     self._notify(observer, lambda one: one.end(event))
             for slow in self._slow:  # last: the others' files are complete
@@ -93,7 +93,7 @@ class Observers:
 
     def _notify_all(self, what: Callable[[Observer], None]) -> None:
         with self._talking:
-            self.settle()
+            self.flush()
             for slow in () if self.lost else self._slow:
                 slow.tell(what)
             for observer in list(self._observers):
@@ -102,7 +102,7 @@ class Observers:
     def _run(self) -> None:
         while not self._over.wait(_PAUSE_S):
             try:
-                self.settle()
+                self.flush()
             except BaseException as ended:  # SystemExit, for example: raised again in the main thread
                 self._ended = ended
                 return

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 
 from ddptrain.api.recipe import ConfusionMatrix, Curves
 from ddptrain.observe.child import start_module
-from ddptrain.observe.drawing import Drawn
+from ddptrain.observe.drawing import RenderedFigure
 from ddptrain.text import first_few
 
 log = logging.getLogger("ddptrain")
@@ -96,12 +96,12 @@ class Drawer:
                 self._drawn = request = self._waiting.pop(name)
             try:
                 self._line.send(request.words)
-                answer = Drawn(*self._line.recv())
+                answer = RenderedFigure(*self._line.recv())
             except (EOFError, OSError):
                 code = self._process.wait()
                 # below 0: ended by a signal, as the run is
                 ended = "" if code < 0 else f"the drawing process has ended with exit code {code}"
-                answer = Drawn(b"", ended)
+                answer = RenderedFigure(b"", ended)
             with self._changed:
                 if answer.error:
                     log.warning("%s was not drawn: %s", name, answer.error)

@@ -203,7 +203,7 @@ def _png(drawing: "Drawing") -> bytes:
     return written.getvalue()
 
 
-class Drawn(NamedTuple):
+class RenderedFigure(NamedTuple):
     """What is answered to a request. lacking: letters of its names that no font of the machine has."""
 
     png: bytes
@@ -211,13 +211,13 @@ class Drawn(NamedTuple):
     lacking: str = ""
 
 
-def _drawn(request: tuple[Any, ...]) -> Drawn:
+def _drawn(request: tuple[Any, ...]) -> RenderedFigure:
     from matplotlib import rc_context
 
     kind, *arguments = request
     if kind == "curves":
         lines = read_lines(Path(arguments[0]))
-        return Drawn(_png(draw_curves(lines)) if lines else b"")
+        return RenderedFigure(_png(draw_curves(lines)) if lines else b"")
     names = [*map(str, arguments[0] if kind == "lines" else arguments[1])]
     lacking = letters_without_font("".join(names))
     names = [f"#{i}" if set(name) & set(lacking) else name for i, name in enumerate(names)]
@@ -227,7 +227,7 @@ def _drawn(request: tuple[Any, ...]) -> Drawn:
             drawing = draw_lines(dict(zip(names, arguments[0].values(), strict=True)), *arguments[1:])
         else:
             drawing = draw_matrix(arguments[0], names)
-        return Drawn(_png(drawing), lacking=lacking)
+        return RenderedFigure(_png(drawing), lacking=lacking)
 
 
 def main(descriptor: int) -> None:
@@ -241,7 +241,7 @@ def main(descriptor: int) -> None:
             try:
                 answer = _drawn(request)
             except Exception as error:
-                answer = Drawn(b"", f"{type(error).__name__}: {error}")
+                answer = RenderedFigure(b"", f"{type(error).__name__}: {error}")
             line.send(tuple(answer))  # here this module is __main__, which the rank's is not
 
 

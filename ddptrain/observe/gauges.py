@@ -21,7 +21,7 @@ _SLOWED = {
 """NVML's reasons for a lower clock, without harmless ones: idle, or a clock that was set."""
 
 
-class Reading(NamedTuple):
+class GaugeReading(NamedTuple):
     values: Mapping[str, float]
     """By name, with the unit in the name; fractions are in percent."""
     throttled_by: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Gauge(Protocol):
     facts: Mapping[str, str | float]
     """Constant facts: a name, a size."""
 
-    def read(self) -> Reading: ...
+    def read(self) -> GaugeReading: ...
 
 
 @final
@@ -63,7 +63,7 @@ class Gpu(Gauge):
         except nvml.NVMLError as error:
             raise Unreadable(str(error)) from error
 
-    def read(self) -> Reading:
+    def read(self) -> GaugeReading:
         """The fields that this GPU supports for this user (a MIG slice supports few). Raises Unreadable if it
         does not answer."""
         nvml, gpu = self._nvml, self._handle
@@ -84,10 +84,10 @@ class Gpu(Gauge):
             except nvml.NVMLError as error:
                 raise Unreadable(str(error)) from error
         if "reasons" not in values:
-            return Reading(values)
+            return GaugeReading(values)
         reasons = int(values.pop("reasons"))
         slowed = [words for name, words in _SLOWED.items() if reasons & self._bit(name)]
-        return Reading({**values, "throttled": float(bool(slowed))}, tuple(slowed))
+        return GaugeReading({**values, "throttled": float(bool(slowed))}, tuple(slowed))
 
     def _facts(self) -> Iterator[tuple[str, str | float]]:
         with contextlib.suppress(*self._refusals):
@@ -125,7 +125,7 @@ class Host(Gauge):
         except _UNLIKE_LINUX as error:
             raise Unreadable(repr(error)) from error
 
-    def read(self) -> Reading:
+    def read(self) -> GaugeReading:
         try:
             now, (used, _) = self._jiffies(), self._memory()
             pages = int((self._root / "proc/self/statm").read_text().split()[1])
@@ -135,7 +135,7 @@ class Host(Gauge):
         self._before = now
         values = {} if total <= 0 else {"cpu": 100 * busy / total}
         own = pages * os.sysconf("SC_PAGE_SIZE")
-        return Reading({**values, "memory_gib": used / _GIB, "process_gib": own / _GIB})
+        return GaugeReading({**values, "memory_gib": used / _GIB, "process_gib": own / _GIB})
 
     def _jiffies(self) -> tuple[int, int]:
         """Busy time and total time since the host started."""

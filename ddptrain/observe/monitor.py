@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from ddptrain.api.world import World
-from ddptrain.observe.gauges import Gauge, Reading, Unreadable
+from ddptrain.observe.gauges import Gauge, GaugeReading, Unreadable
 
 _SOON_S = 0.2
 """When the first reading is taken, so that a short run has one."""
@@ -118,7 +118,7 @@ class _Record:
         self._slowed: Counter[str] = Counter()
         self._lost = ""
 
-    def add(self, reading: Reading) -> None:
+    def add(self, reading: GaugeReading) -> None:
         self._now, self._lost = reading.values, ""
         self._count += 1
         for name, value in reading.values.items():

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from ddptrain.api.observer import End, Evaluated, Log, Observer, Run, Saved, Start
+from ddptrain.api.observer import End, Evaluated, Log, Observer, RunInfo, Saved, Start
 from ddptrain.api.timing import PHASES, Timing
 from ddptrain.observe.advice import advise
 from ddptrain.text import finite, json_object
@@ -24,7 +24,7 @@ class Summary(Observer):
 
     def __init__(self) -> None:
         self._began = self._noted = time.perf_counter()
-        self._run = Run()
+        self._run = RunInfo()
         self._before: dict[str, Any] = {}
         """What the processes before have spent, as in times.json."""
         self._timing = Timing()

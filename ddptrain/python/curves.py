@@ -10,7 +10,7 @@ _MOST_SHOWN = 20
 
 
 @final
-class Curves(list[dict[str, Any]]):
+class MetricRows(list[dict[str, Any]]):
     """The rows of a run's metrics.jsonl: ``step``, ``epoch``, ``samples``, ``split`` (train or valid) and the
     values logged there; None for one that was not finite. ``pandas.DataFrame(curves)`` takes it as it is."""
 

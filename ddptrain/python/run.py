@@ -8,7 +8,7 @@ from typing import Any, final
 from ddptrain.errors import UserError
 from ddptrain.observe.lock import is_locked
 from ddptrain.observe.metrics_file import read_lines
-from ddptrain.python.curves import Curves
+from ddptrain.python.curves import MetricRows
 from ddptrain.text import parse_json, parse_yaml
 
 
@@ -31,7 +31,7 @@ class Run:
         command = self.folder / "command.txt"
         self.command: str = command.read_text("utf-8").strip() if command.exists() else ""
         """The line that repeats the run in a shell."""
-        self.curves = Curves(read_lines(self.folder / "metrics.jsonl"))
+        self.curves = MetricRows(read_lines(self.folder / "metrics.jsonl"))
         """What was logged and evaluated, by rising step."""
         self.checkpoints: Mapping[str, Path] = _checkpoints(self.folder / "checkpoints")
         """By the name that `ddptrain.load` takes: the steps', oldest first, then ``best``."""
@@ -74,6 +74,6 @@ def _checkpoints(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in [*steps, *([best] if best.is_dir() else [])]}
 
 
-def _last_evaluation(rows: Curves) -> dict[str, float]:
+def _last_evaluation(rows: MetricRows) -> dict[str, float]:
     last = next((row for row in reversed(rows) if row["split"] == "valid"), {})
     return {name: v for name, v in last.items() if name not in ("step", "epoch", "samples", "split")}

@@ -68,7 +68,7 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = not deterministic
     repeat_bits(deterministic)
-    world = open_group(world, even_alone=not alone and is_ddp(config.strategy))
+    world = open_group(world, even_single=not alone and is_ddp(config.strategy))
     if world.shares_device:
         reason = f"{reason}; RANKS SHARE A GPU, so their gradients go by way of the host, over gloo"
     watchdog = Watchdog(world, None if alone else config.hang_timeout)

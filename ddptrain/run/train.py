@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ddptrain.api.observer import Run
+from ddptrain.api.observer import RunInfo
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Debug
@@ -171,7 +171,7 @@ def make_train_step(
     log.info("batch      %s", _batch_in_words(plan, world))
     if (passes := plan.batch_size / data.train_size) > 1:
         log.warning("note       train.batch_size=%d: a step takes %.3g epochs", plan.batch_size, passes)
-    on_all_ranks(world, lambda: check_graphs(config.compile, world, len(plan.sampler(world).pieces)))
+    on_all_ranks(world, lambda: check_graphs(config.compile, world, len(plan.sampler(world).micro_batches)))
     _note_layers_that_see_one_part(model, plan, world)
     if config.compile == "step":
         compile_loss(task)
@@ -273,10 +273,10 @@ def _resume(saved: LoadedCheckpoint, step: TrainStep, data: Data, checkpointer: 
     log.info("resumed    %s", where)
 
 
-def _run(config: Config, folder: Path, data: Data, step: TrainStep, monitor: Monitor) -> Run:
+def _run(config: Config, folder: Path, data: Data, step: TrainStep, monitor: Monitor) -> RunInfo:
     state = step.state
     trained = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
-    return Run(
+    return RunInfo(
         folder,
         asdict(config),
         step.strategy.world,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.api import At, Deployed, Figure, Loss, Report, Rows, Task, UserError, mixed
+from ddptrain.api import Deployed, Figure, Loss, Progress, Report, Rows, Task, UserError, derive_seed
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.recipes.outputs import check_outputs
@@ -75,10 +75,10 @@ class Detection(Task):
     def build(self) -> nn.Module:
         return self._model(num_classes=len(self._data.classes))
 
-    def loss(self, model: nn.Module, batch: Batch, at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: Batch, progress: Progress) -> Loss:
         """Every term is added over anchors, weighted by the score they should give, and divided by the sum of
         those weights over the whole global batch: how many anchors learn an object differs between ranks."""
-        images, true = self._scaled(batch.images, batch.boxes, at)
+        images, true = self._scaled(batch.images, batch.boxes, progress)
         if len(images) == 1 and images.shape[-1] == _COARSEST:
             raise UserError(
                 f"data.side={_COARSEST}: the coarsest map of a single picture has one cell, and BatchNorm"
@@ -159,12 +159,12 @@ class Detection(Task):
         most = torch.stack([sizes[:, 1], sizes[:, 0]] * 2, dim=1).to(found.dtype)
         return torch.cat([found[:, :1], found[:, 1:5].clamp(min=0).minimum(most), found[:, 5:]], dim=1)
 
-    def _scaled(self, images: Tensor, boxes: Tensor, at: At) -> tuple[Tensor, Tensor]:
+    def _scaled(self, images: Tensor, boxes: Tensor, progress: Progress) -> tuple[Tensor, Tensor]:
         """The batch at this step's scale, the same on every rank and in every micro-batch."""
         if not self._multi_scale:
             return images, boxes
         side = images.shape[-1]
-        drawn = mixed(self._data.seed, at.step) / 2**63 * 2 - 1
+        drawn = derive_seed(self._data.seed, progress.step) / 2**63 * 2 - 1
         new = max(round(side * (1 + self._multi_scale * drawn) / _COARSEST), 1) * _COARSEST
         if new == side:
             return images, boxes

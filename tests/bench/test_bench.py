@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from running import FAULTY
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.serial
 FAST = ["recipe=faulty", f"--config-dir={FAULTY}", "device=cpu", "rounds=3", "steps=5"]
 
 

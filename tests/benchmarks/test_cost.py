@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.serial
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "throughput.py"
 
 AT_MOST = 1.0

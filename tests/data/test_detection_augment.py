@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.detection.augment import Augment, Draws, Seen
+from ddptrain.data.detection.augment import BoxDraws, DetectionAugment, Seen
 from ddptrain.data.detection.batch import Batch, coloured, stacked
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes, draw_scenes
@@ -20,7 +20,7 @@ from ddptrain.data.detection.letterbox import GREY, letterbox
 from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects, Scenes
 from ddptrain.data.shapes import DISTANCES
 
-PLAIN = dict.fromkeys(Augment.__dataclass_fields__, 0.0)
+PLAIN = dict.fromkeys(DetectionAugment.__dataclass_fields__, 0.0)
 """An augmentation that does nothing."""
 PAINTS = torch.tensor([[255, 0, 0], [0, 255, 0], [0, 0, 255], [255, 255, 0], [255, 0, 255], [0, 255, 255]])
 
@@ -127,7 +127,7 @@ SIDE = 128
 shares = st.sampled_from([0.0, 0.3, 0.5])
 
 
-def applied(augment: Augment, seed: int, mosaic: bool) -> tuple[list[Seen], Seen, Draws]:
+def applied(augment: DetectionAugment, seed: int, mosaic: bool) -> tuple[list[Seen], Seen, BoxDraws]:
     if mosaic:
         tiles = [
             painted(128, 96, 0, 2),
@@ -137,7 +137,7 @@ def applied(augment: Augment, seed: int, mosaic: bool) -> tuple[list[Seen], Seen
         ]
     else:
         tiles = [painted(128, 100, seed % 5, 2)]
-    draws = Draws(seed, torch.tensor([3, 1]), torch.tensor([seed % 7, 4]))
+    draws = BoxDraws(seed, torch.tensor([3, 1]), torch.tensor([seed % 7, 4]))
     return tiles, augment.apply(tiles, draws, 0, SIDE), draws
 
 
@@ -153,7 +153,7 @@ def test_boxes_stay_on_their_objects(
         "upside_down": float(upside_down),
         "keep": 0.2,
     }
-    tiles, (pixels, boxes, labels), draws = applied(Augment(**PLAIN | changes), seed, mosaic)
+    tiles, (pixels, boxes, labels), draws = applied(DetectionAugment(**PLAIN | changes), seed, mosaic)
     assert pixels.shape == (3, SIDE, SIDE)
     assert len(set(labels.tolist())) == len(labels) == len(boxes)
     for box, label in zip(boxes, labels.tolist(), strict=True):
@@ -161,7 +161,7 @@ def test_boxes_stay_on_their_objects(
         assert seen is not None
         torch.testing.assert_close(box, torch.tensor(seen).float(), rtol=0, atol=1.5)
         assert (box[2:] - box[:2]).min() >= 2
-    everything = Augment(**PLAIN | changes | {"keep": 0.0})
+    everything = DetectionAugment(**PLAIN | changes | {"keep": 0.0})
     for box, label in zip(*applied(everything, seed, mosaic)[1][1:], strict=True):
         whole = next(tile.boxes[tile.labels == label][0] for tile in tiles if label in tile.labels)
         magnified = SIDE / round(SIDE / draws.one(0, "zoom", 1 - zoom / 2, 1 + zoom / 2))
@@ -174,7 +174,7 @@ def test_boxes_stay_on_their_objects(
 def test_boxes_grow_with_what_is_turned_and_slanted(
     seed: int, mosaic: bool, most: tuple[float, float]
 ) -> None:
-    augment = Augment(**PLAIN | {"degrees": most[0], "shear": most[1], "zoom": 0.3})
+    augment = DetectionAugment(**PLAIN | {"degrees": most[0], "shear": most[1], "zoom": 0.3})
     _, (pixels, boxes, labels), _ = applied(augment, seed, mosaic)
     for label in range(6):
         seen = extent(pixels, label)
@@ -193,21 +193,21 @@ def test_what_the_mosaics_edge_hides_counts_as_cut_off_also_where_pictures_are_t
     tiles = [Seen(grey, torch.tensor([[0.0, 40, 64, 80]]), torch.tensor([0])), empty, empty, empty]
     changes, shown = PLAIN | {"zoom": 0.5, "shift": 0.5}, 0
     for seed in range(1000):
-        draws = Draws(seed, torch.tensor([0]), torch.tensor([0]))
+        draws = BoxDraws(seed, torch.tensor([0]), torch.tensor([0]))
         # pixels of the first tile that lie left of the canvas
         beyond = SIDE - round(SIDE * draws.one(0, "middle_x", 0.5, 1.5))
-        if 54 <= beyond <= 60 and len(Augment(**changes).apply(tiles, draws, 0, SIDE).labels):
+        if 54 <= beyond <= 60 and len(DetectionAugment(**changes).apply(tiles, draws, 0, SIDE).labels):
             shown += 1
             for degrees in (0.0, 0.01):
-                augment = Augment(**changes | {"degrees": degrees, "keep": 0.2})
+                augment = DetectionAugment(**changes | {"degrees": degrees, "keep": 0.2})
                 assert not len(augment.apply(tiles, draws, 0, SIDE).labels), (seed, degrees)
     assert shown
 
 
 def test_mosaics_are_a_share_of_the_samples_until_they_end() -> None:
     augment, draws = (
-        Augment(mosaic=0.5, mosaic_until=0.8),
-        Draws(0, torch.zeros(500).long(), torch.arange(500)),
+        DetectionAugment(mosaic=0.5, mosaic_until=0.8),
+        BoxDraws(0, torch.zeros(500).long(), torch.arange(500)),
     )
     tiles = [augment.tiles(draws, i, i, range(500), 0.79) for i in range(500)]
     four = [of for of in tiles if len(of) == 4]
@@ -221,15 +221,15 @@ def test_mosaics_are_a_share_of_the_samples_until_they_end() -> None:
 
 
 def test_colours_turn_saturate_and_scale() -> None:
-    draws = Draws(0, torch.zeros(50).long(), torch.arange(50))
-    plain = Augment(**PLAIN).colours(draws)
+    draws = BoxDraws(0, torch.zeros(50).long(), torch.arange(50))
+    plain = DetectionAugment(**PLAIN).colours(draws)
     torch.testing.assert_close(plain, torch.eye(3).expand(50, 3, 3), rtol=0, atol=1e-5)
     grey, red = torch.ones(3) * 0.4, torch.tensor([0.5, 0.1, 0.1])
     for changes in ({"hue": 0.5}, {"saturation": 0.9}):
-        turned = Augment(**PLAIN | changes).colours(draws)
+        turned = DetectionAugment(**PLAIN | changes).colours(draws)
         torch.testing.assert_close(turned @ grey, grey.expand(50, 3), rtol=0, atol=1 / 255)
         assert (turned @ red - red).abs().amax(1).median() > 0.05
-    values = Augment(**PLAIN | {"value": 0.4}).colours(draws)
+    values = DetectionAugment(**PLAIN | {"value": 0.4}).colours(draws)
     torch.testing.assert_close(values, values[:, :1, :1] * torch.eye(3), rtol=0, atol=1e-5)
     assert 0.6 <= values[:, 0, 0].min() < 0.7
     assert 1.3 < values[:, 0, 0].max() <= 1.4
@@ -266,7 +266,7 @@ def loaded(
     resident: bool = True, workers: int = 0, size: tuple[int, int] = (45, 70), ranks: int = 1, rank: int = 0
 ) -> tuple[DetectionData, list[Batch]]:
     """The training batches of steps 2 to 7 of 8, over an epoch's end; mosaics end at step 4."""
-    augment = Augment(mosaic=0.5, mosaic_until=0.5, degrees=5.0)
+    augment = DetectionAugment(mosaic=0.5, mosaic_until=0.5, degrees=5.0)
     data = DetectionData(Oblong(*size), augment, side=64, resident=resident, workers=workers)
     data.prepare(World(), seed=4)
     sampler = Sampler(data.train_size, 6, seed=4, rank=rank, world_size=ranks)

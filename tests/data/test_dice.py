@@ -2,7 +2,7 @@
 
 import torch
 
-from ddptrain.api.rng import draw, draw_below, mixed
+from ddptrain.api.rng import derive_seed, draw, draw_below
 
 
 def splitmix64(state: int) -> int:
@@ -17,7 +17,7 @@ def splitmix64(state: int) -> int:
 def test_one_key_is_splitmix64() -> None:
     # first output for seed 1234567 as published with the algorithm (rosettacode.org, Splitmix64)
     assert splitmix64(1234567) == 6457827717110365317
-    assert mixed(1234567) == 6457827717110365317 >> 1
+    assert derive_seed(1234567) == 6457827717110365317 >> 1
 
 
 def test_tensors_hash_as_python_numbers_do() -> None:
@@ -26,7 +26,7 @@ def test_tensors_hash_as_python_numbers_do() -> None:
     for seed, purpose in ((0, 0), (2**62, 4)):
         expected = []
         for epoch, i in zip(epochs.tolist(), ids.tolist(), strict=True):
-            state = splitmix64((epoch + mixed(seed, purpose)) % 2**64)
+            state = splitmix64((epoch + derive_seed(seed, purpose)) % 2**64)
             expected.append(splitmix64((state + i) % 2**64) >> 32 & 0x7FFFFFFF)
         assert draw(seed, epochs, ids, purpose).tolist() == expected
 

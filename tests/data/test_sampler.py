@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.api.sampler import Part, Sampler
+from ddptrain.api.sampler import EpochSlice, Sampler
 from ddptrain.errors import UserError
 
 CPU = torch.device("cpu")
 
 
-def ids_of(sampler: Sampler, parts: list[Part]) -> list[int]:
+def ids_of(sampler: Sampler, parts: list[EpochSlice]) -> list[int]:
     return [i for part in parts for i in sampler.order(part.epoch)[part.start : part.stop].tolist()]
 
 
@@ -40,7 +40,7 @@ def test_ranks_and_micro_batches_cut_a_global_batch_without_changing_it(
     together: list[int] = []
     for rank in range(world_size):
         sampler = Sampler(size, batch, seed, rank, world_size, micro_batch)
-        micro_batches = sampler.micro_batches(step)
+        micro_batches = sampler.slices(step)
         lengths = [sum(part.stop - part.start for part in parts) for parts in micro_batches]
         assert tuple(lengths) == sampler.micro_sizes
         assert all(0 < length <= (micro_batch or batch) for length in lengths)
@@ -75,9 +75,9 @@ def test_shards_are_the_same_on_any_number_of_ranks(
         found = []
         for rank in range(world_size):
             sampler = Sampler(size, batch, seed, rank, world_size, micro_batch, shards)
-            for piece, (ids, _) in zip(sampler.pieces, sampler.samples(range(3, 4), CPU), strict=True):
-                assert len(ids) == piece.size
-                found.append((piece.shard, piece.stream, piece.ends_shard, ids.tolist()))
+            for own, (ids, _) in zip(sampler.micro_batches, sampler.samples(range(3, 4), CPU), strict=True):
+                assert len(ids) == own.size
+                found.append((own.shard, own.stream, own.ends_shard, ids.tolist()))
         return found
 
     alone = dealt(1)
@@ -104,7 +104,7 @@ def test_no_sample_is_missed_or_repeated_while_the_world_changes(schedule: int) 
         streams = [sampler.samples(range(start, stop), CPU) for sampler in samplers]
         for _ in range(start, stop):
             for sampler, stream in zip(samplers, streams, strict=True):
-                for _ in sampler.pieces:
+                for _ in sampler.micro_batches:
                     seen += next(stream)[0].tolist()
         start = stop
     alone = Sampler(size, batch, 11)

@@ -20,7 +20,7 @@ from ddptrain.data.images import ImageData
 from ddptrain.data.shapes import Shapes
 from ddptrain.data.stream.block_table import Block, BlockTable
 from ddptrain.data.stream.cache import BlockCache
-from ddptrain.data.stream.samples import Samples
+from ddptrain.data.stream.samples import StreamSamples
 from ddptrain.data.stream.store import Store
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
@@ -81,7 +81,7 @@ def test_killed_and_resumed_from_a_bucket_with_a_small_cache_to_the_bit(
     assert used <= cache_gb * 1e9
 
 
-def _hold(samples: Samples, order: list[int], ready: object, go: object) -> None:
+def _hold(samples: StreamSamples, order: list[int], ready: object, go: object) -> None:
     samples.read(order, ["image"])
     ready.release()  # type: ignore[attr-defined]
     go.acquire()  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ def _pss(pid: int) -> int:
     raise AssertionError
 
 
-def _held_by_eight(samples: Samples, order: list[int]) -> int:
+def _held_by_eight(samples: StreamSamples, order: list[int]) -> int:
     """PSS of eight processes that read from a set, together."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ddptrain.data.stream.samples"])
@@ -120,10 +120,10 @@ def test_what_eight_workers_hold_of_ten_million_samples(tmp_path: Path) -> None:
     content = packed([[b"x"] for _ in range(640)])
     (tmp_path / "0").write_bytes(content)
 
-    def samples(count: int) -> Samples:
+    def samples(count: int) -> StreamSamples:
         blocks = BlockTable([Block("0", 640, len(content), "ab" * 32) for _ in range(count)])
         cache = BlockCache(Store(str(tmp_path), 5), blocks, None, 10**9)
-        return Samples(cache, ["image"], Blocks(blocks.samples, 16))
+        return StreamSamples(cache, ["image"], Blocks(blocks.samples, 16))
 
     little, much = samples(1), samples(15_625)
     assert len(much) == 10_000_000

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize, to_pil_image
 
-from ddptrain.api.recipe import At
+from ddptrain.api.recipe import Progress
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.augment import Augment
@@ -161,8 +161,8 @@ def test_the_gradient_of_soft_targets_is_that_of_a_loop_over_samples_and_classes
     images = torch.randn(7, 6, generator=generator, dtype=torch.float64)
     targets = torch.rand(7, 10, generator=generator, dtype=torch.float64).softmax(dim=1)
     task = ImageClassification(nn.Identity, prepared(PLAIN), label_smoothing)
-    at = At(0, 0, 0.0)
-    loss = task.loss(model, (images, targets), at)
+    progress = Progress(0, 0, 0.0)
+    loss = task.loss(model, (images, targets), progress)
     assert loss.count == 7
     loss.sum.backward()
     found = model.weight.grad.clone()  # type: ignore[union-attr]
@@ -176,7 +176,7 @@ def test_the_gradient_of_soft_targets_is_that_of_a_loop_over_samples_and_classes
     # a hard label is a target with one share
     hard = torch.tensor([0, 3, 2, 2, 4, 1, 0])
     both = (hard, functional.one_hot(hard, 10).double())
-    whole = [task.loss(model, (images, labels), at).sum for labels in both]
+    whole = [task.loss(model, (images, labels), progress).sum for labels in both]
     torch.testing.assert_close(*whole)
 
 

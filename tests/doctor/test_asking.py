@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddptrain.doctor import children, machine, proof
-from ddptrain.doctor.facts import Asked, Cuda, DriverGpu, GpuProcess, ProbeFailure, ProcessLimits
+from ddptrain.doctor.facts import Cuda, DriverGpu, GpuProcess, ProbeFailure, ProcessLimits, Settings
 from ddptrain.doctor.probes import Probe, collect
 
 # -- every question by itself ------------------------------------------------------------------------
@@ -29,7 +29,7 @@ def test_what_raises_or_hangs_becomes_a_fact_and_the_rest_is_there() -> None:
         Probe("limits", lambda: {"limits": limits}),
     ]
     began = time.monotonic()
-    facts = collect(Asked("cuda"), probes)
+    facts = collect(Settings("cuda"), probes)
     assert time.monotonic() - began < 5
     assert facts.limits == limits
     assert facts.asked.device == "cuda"
@@ -42,7 +42,7 @@ def test_what_raises_or_hangs_becomes_a_fact_and_the_rest_is_there() -> None:
 def test_questions_are_asked_at_the_same_time() -> None:
     probes = [Probe(str(i), lambda: time.sleep(0.3) or {}) for i in range(10)]
     began = time.monotonic()
-    collect(Asked(), probes)
+    collect(Settings(), probes)
     assert time.monotonic() - began < 2
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from ddptrain.doctor.examine import RULES, examine
 from ddptrain.doctor.facts import (
-    Asked,
     Cuda,
     Driver,
     DriverGpu,
@@ -20,6 +19,7 @@ from ddptrain.doctor.facts import (
     ProbeFailure,
     ProcessLimits,
     Proof,
+    Settings,
     System,
     Torch,
     TorchCuda,
@@ -39,7 +39,7 @@ GPUS = tuple(
 SEEN = tuple(TorchGpu(i, "NVIDIA H100", (9, 0), 80 * GIB, f"{i}a") for i in range(2))
 PROVED = ("matrix product", "convolution", "training step")
 SOUND = Facts(
-    asked=Asked("auto", workers=4),
+    asked=Settings("auto", workers=4),
     environment={"CUDA_VISIBLE_DEVICES": "0,1"},
     system=System(
         "node1", kernel="6.1", processor="x86_64", python="3.11.7", ddptrain="0.1.0", device_nodes=NODES,
@@ -191,7 +191,7 @@ CASES = {
         broken(driver=None, failures=(ProbeFailure("nvml", "No module named 'pynvml'"),)),
         "nvml-quiet", WARNING, "NVML does not answer", "pip install nvidia-ml-py"),
     "macOS": Case(
-        broken(asked=Asked("cuda"), system={"kind": "Darwin", "device_nodes": ()}, **NOTHING),
+        broken(asked=Settings("cuda"), system={"kind": "Darwin", "device_nodes": ()}, **NOTHING),
         "macos", PROBLEM, "macOS has no CUDA", "device=mps"),
     "ROCm": Case(
         broken(torch={"cuda": None, "hip": "7.1"}, system={"device_nodes": ()}, **NOTHING),
@@ -244,7 +244,7 @@ CASES = {
     "variable twice": Case(
         shows("0,1,0"), "cvd-duplicate", PROBLEM, "names a GPU twice", "export CUDA_VISIBLE_DEVICES=0,1"),
     "variable hides what is asked": Case(
-        shows("1", asked=Asked("cuda:1")), "cvd-hides-asked", PROBLEM,
+        shows("1", asked=Settings("cuda:1")), "cvd-hides-asked", PROBLEM,
         "shows 1 of 2 GPUs, counted from 0 anew, so"
         " device=cuda:1 is hidden", "device=cuda:0"),
     "803": Case(start_code(803), "cuda-803", PROBLEM, "two versions of the driver meet", "LD_LIBRARY_PATH"),
@@ -267,7 +267,7 @@ CASES = {
         broken(torch_cuda=TorchCuda(0, "libcudart: undefined symbol"), proofs=(), links=()),
         "cuda-unavailable", PROBLEM, "PyTorch does not start CUDA: libcudart", "--force-reinstall"),
     "asked for cuda:5": Case(
-        broken(asked=Asked("cuda:5"), environment={}),
+        broken(asked=Settings("cuda:5"), environment={}),
         "no-such-device", PROBLEM, "device=cuda:5 is not there: this machine has GPUs 0 to 1",
         "device=cuda:1"),
     # -- does it compute, is it free?
@@ -294,7 +294,7 @@ CASES = {
         "--force-reinstall"),
     "prohibited": Case(
         broken(driver=gpus(mode="prohibited"), torch_cuda=TorchCuda(0, "all devices are busy"), proofs=(),
-               asked=Asked("cuda")),
+               asked=Settings("cuda")),
         "compute-prohibited", PROBLEM, "no program may compute on GPU 0, 1",
         "sudo nvidia-smi -i 0,1 -c DEFAULT"),
     "exclusive and taken": Case(
@@ -320,7 +320,7 @@ CASES = {
         broken(environment={}, driver=gpus(mig=True, slices=("MIG-1", "MIG-2"))),
         "mig", WARNING, "CUDA gives a process one slice", "one slice with one rank"),
     "MIG, two ranks": Case(
-        broken(environment={}, asked=Asked("auto", 4, local_ranks=2), driver=gpus(mig=True,
+        broken(environment={}, asked=Settings("auto", 4, local_ranks=2), driver=gpus(mig=True,
                slices=("MIG-1",))),
         "mig", PROBLEM, "NCCL can't join slices", "one rank instead of 2"),
     "hot": Case(
@@ -331,7 +331,7 @@ CASES = {
         broken(driver=first_gpu(pcie_width=4)), "pcie-narrow", WARNING, "joined by 4 of 16 PCIe lanes",
                "slot"),
     "four ranks on two GPUs": Case(
-        broken(asked=Asked("auto", 1, local_ranks=4)),
+        broken(asked=Settings("auto", 1, local_ranks=4)),
         "ranks-over-gpus", WARNING, "several ranks share a GPU", "--nproc-per-node=2"),
     "no NCCL": Case(
         broken(torch={"nccl": ""}, links=()), "nccl-missing", PROBLEM, "built without NCCL",
@@ -360,7 +360,7 @@ CASES = {
         broken(proofs=(), failures=(ProbeFailure("proof", "proof: crashed by SIGSEGV"),)),
         "computes-wrong", PROBLEM, "computes is wrong, or fails", "doctor again"),
     "CPU that dies": Case(
-        broken(asked=Asked("cpu"), driver=None, cuda=None, torch_cuda=None, proofs=(),
+        broken(asked=Settings("cpu"), driver=None, cuda=None, torch_cuda=None, proofs=(),
                failures=(ProbeFailure("proof", "proof: crashed by SIGILL"),)),
         "computes-wrong", PROBLEM, "computes is wrong, or fails", "doctor again"),
     "torchvision without CUDA": Case(
@@ -389,10 +389,10 @@ CASES = {
         broken(limits={"quota": 4.0}),
         "cpu-quota", WARNING, "the time of 4 cores and sees 32", "OMP_NUM_THREADS=2, and data.workers=1"),
     "many workers": Case(
-        broken(asked=Asked("auto", workers=20, local_ranks=2)),
+        broken(asked=Settings("auto", workers=20, local_ranks=2)),
         "oversubscribed", WARNING, "42 threads or workers share 32 cores", "data.workers=15"),
     "more ranks than cores": Case(
-        broken(asked=Asked("auto", 0, local_ranks=2), limits={"affinity": 1}),
+        broken(asked=Settings("auto", 0, local_ranks=2), limits={"affinity": 1}),
         "oversubscribed", WARNING, "2 ranks share 1 core", "start 1 rank"),
     "Docker's /dev/shm": Case(
         broken(limits={"shm_total": 64 * 2**20, "shm_free": 64 * 2**20}),
@@ -412,7 +412,7 @@ CASES = {
         broken(system={"infiniband": ("mlx5_0",)}),
         "locked-memory", WARNING, "Cannot allocate memory", "ulimit -l unlimited"),
     "port in use": Case(
-        broken(asked=Asked("auto", 4, port=29500), port=Port(29500, "Address already in use",
+        broken(asked=Settings("auto", 4, port=29500), port=Port(29500, "Address already in use",
                "python (pid 12)")),
         "port-in-use", PROBLEM, "port 29500 is in use by python (pid 12)", "torchrun --standalone"),
     "torchrun's port in use": Case(

@@ -17,12 +17,12 @@ from shell import RANK_VARIABLES, ddptrain, refusal
 from ddptrain.api.world import World
 from ddptrain.doctor import examine, meet
 from ddptrain.doctor.facts import (
-    Asked,
     Cluster,
     Driver,
     Facts,
     Link,
     ProcessLimits,
+    Settings,
     System,
     Torch,
     TorchCuda,
@@ -83,7 +83,7 @@ def test_somebody_elses_facts_are_judged_without_a_question(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facts = Facts(
-        Asked("cuda"), torch=Torch("2.15.0+cpu"), system=System(kind="Windows"), limits=ProcessLimits(8, 8)
+        Settings("cuda"), torch=Torch("2.15.0+cpu"), system=System(kind="Windows"), limits=ProcessLimits(8, 8)
     )
     file = tmp_path / "doctor.json"
     file.write_text(json_of(facts, []))
@@ -150,9 +150,9 @@ def test_training_asks_the_driver_only_where_files_show_no_problem(monkeypatch: 
     monkeypatch.setattr(examine, "still", list)
     asked: list[Any] = []
 
-    def answer(_: Asked, probes: list[Any]) -> Facts:
+    def answer(_: Settings, probes: list[Any]) -> Facts:
         asked.append(probes)
-        return Facts(Asked("cuda"), system=nodes, driver=old if probes else None)
+        return Facts(Settings("cuda"), system=nodes, driver=old if probes else None)
 
     monkeypatch.setattr(examine, "collect", answer)
     assert examine.why_no_cuda() == (
@@ -200,7 +200,7 @@ def test_two_nodes_are_asked_and_told_apart(tmp_path: Path) -> None:
 def node(name: str, python: str = "3.11.7", version: str = "2.15.0", driver: str = "580.1") -> Facts:
     built = Torch(version, "13.2", nccl=f"of {version}", cpu="AVX2", cpu_features=("AVX2",))
     return Facts(
-        Asked("cpu"), system=System(name, python=python, ddptrain="0.1.0"), torch=built,
+        Settings("cpu"), system=System(name, python=python, ddptrain="0.1.0"), torch=built,
                driver=Driver(driver),
         limits=ProcessLimits(4, 4, shm_total=2**34, shm_free=2**34), torchvision=TorchVision("0.29"),
     )  # fmt: skip

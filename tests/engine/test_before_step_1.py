@@ -17,7 +17,7 @@ from toy import CLASSES, FEATURES, Classify, Fit, Vectors, auto, run_killed_at, 
 
 from ddptrain.api.controller import Controller
 from ddptrain.api.observer import Evaluated, Observer, Start
-from ddptrain.api.recipe import At, Loss, Report, Rows
+from ddptrain.api.recipe import Loss, Progress, Report, Rows
 from ddptrain.api.world import World
 from ddptrain.engine.early_stop import EarlyStop
 from ddptrain.engine.plan import Plan
@@ -223,8 +223,8 @@ class Meddles(Classify):
         self._rows = torch.zeros(rows, 1)
         self.meddled = 0
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
-        found = super().loss(model, batch, at)
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
+        found = super().loss(model, batch, progress)
         self._rows = 0.5 * self._rows + 0.1
         drawn = random.random() + float(np.random.rand())
         return Loss(found.sum * (1 + drawn + self._rows.mean()), found.count)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toy import Classify, Fit, Vectors, plain
 from toy import weights as weights_of
 
-from ddptrain.api.recipe import At, Loss, Report, Rows
+from ddptrain.api.recipe import Loss, Progress, Report, Rows
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.engine.plan import Plan
@@ -64,8 +64,8 @@ def test_a_loss_that_can_not_be_used(kind: str, tmp_path: Path) -> None:
     change, said = LOSSES[kind]
 
     class Wrong(Classify):
-        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
-            changed: Loss = change(super().loss(model, batch, at))
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
+            changed: Loss = change(super().loss(model, batch, progress))
             return changed
 
     message = refused(tmp_path, Wrong)
@@ -81,8 +81,8 @@ def test_a_loss_that_looks_like_a_mean_is_noted(
     how: str, noted: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Own(Classify):
-        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
-            found = super().loss(model, batch, at)
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
+            found = super().loss(model, batch, progress)
             if how == "sum of squares":
                 return Loss(model(batch[0]).square().sum(), len(batch[0]))
             total = found.sum / len(batch[0]) if "mean" in how else found.sum
@@ -95,8 +95,8 @@ def test_a_loss_that_looks_like_a_mean_is_noted(
 
 def test_a_count_that_is_zero_later(tmp_path: Path) -> None:
     class Wrong(Classify):
-        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
-            return Loss(super().loss(model, batch, at).sum, 20 if at.step < 2 else 0)
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
+            return Loss(super().loss(model, batch, progress).sum, 20 if progress.step < 2 else 0)
 
     assert "Task.loss: count is 0" in refused(tmp_path, Wrong)
 
@@ -106,7 +106,7 @@ def test_an_int_that_is_another_for_each_sample(ranks: int, tmp_path: Path) -> N
     """The gradients would be those of another mean."""
 
     class Wrong(Classify):
-        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
             seen = batch[0][:, 0] > 0
             return Loss((model(batch[0]).square().sum(1) * seen).sum(), int(seen.sum()) or 1)
 
@@ -173,8 +173,8 @@ COUNTS: dict[str, Any] = {
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_count_is_always_of_one_kind(kind: str, ranks: int, tmp_path: Path) -> None:
     class Wrong(Classify):
-        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
-            return Loss(super().loss(model, batch, at).sum, COUNTS[kind](at.step, len(batch[1])))
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
+            return Loss(super().loss(model, batch, progress).sum, COUNTS[kind](progress.step, len(batch[1])))
 
     with pytest.raises((UserError, RankFailed), match=r"count is \w+, and was (Tensor|int) before"):
         run_ranks(lambda world: Fit(PLAN, task=Wrong).run(world, tmp_path), ranks)
@@ -186,7 +186,7 @@ def test_a_weighted_mean_does_not_depend_on_the_scale_of_its_weights(ranks: int,
 
     def trained(scale: float) -> tuple[Tensor, list[dict[str, Any]]]:
         class Weighted(Classify):
-            def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+            def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
                 features, labels = batch
                 weights = scale * (1 + labels)
                 each = nn.functional.cross_entropy(model(features), labels, reduction="none")
@@ -241,8 +241,8 @@ def test_a_model_that_the_task_keeps_is_not_trained_by_each_rank_for_itself(tmp_
             self._own = super().build()
             return self._own
 
-        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
-            return super().loss(self._own, batch, at)
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
+            return super().loss(self._own, batch, progress)
 
     with pytest.raises(RankFailed, match=r"Bare.loss: has not called the model that it was given"):
         run_ranks(lambda world: Fit(PLAN, task=Bare).run(world, tmp_path), 2)

@@ -13,7 +13,7 @@ import torch
 from compare import assert_same
 from toy import Classify, Fit, Vectors, plain, run_killed_at, weights, with_noise
 
-from ddptrain.api.recipe import At, Loss
+from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Train
 from ddptrain.engine.consistency import (
@@ -33,13 +33,13 @@ from ddptrain.testing import run_ranks
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_flipped_bit_on_one_rank_is_found(tmp_path: Path, size: int, bit: int) -> None:
     class Flips(Classify):
-        def loss(self, model: torch.nn.Module, batch: object, at: At) -> Loss:
-            if at.step == 7 and torch.distributed.get_rank() == size - 1:
+        def loss(self, model: torch.nn.Module, batch: object, progress: Progress) -> Loss:
+            if progress.step == 7 and torch.distributed.get_rank() == size - 1:
                 weight = model.module.model[2].weight  # type: ignore[union-attr,index]
                 weight.data.view(torch.int32)[1, 3] ^= torch.tensor(1 << bit, dtype=torch.int64).to(
                     torch.int32
                 )
-            return super().loss(model, batch, at)  # type: ignore[arg-type]
+            return super().loss(model, batch, progress)  # type: ignore[arg-type]
 
     def rank(world: World) -> str:
         plan = Plan(steps=20, train_size=100, batch_size=20, verify_every=5)
@@ -117,9 +117,11 @@ def test_what_draws_from_numpy_or_python_is_seeded(tmp_path: Path) -> None:
                 model[2].bias.fill_(random.random())
             return model
 
-        def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
+        def loss(self, model: torch.nn.Module, batch: Any, progress: Progress) -> Loss:
             features, labels = batch
-            return super().loss(model, (features * (1 + random.random() + np.random.rand()), labels), at)
+            return super().loss(
+                model, (features * (1 + random.random() + np.random.rand()), labels), progress
+            )
 
     plan = Plan(steps=6, train_size=60, batch_size=20, save_every=2, seed=3)
 

@@ -9,7 +9,7 @@ from compare import assert_same
 from rates import Rates
 from toy import Classify, Fit, Vectors, plain, weights, with_noise
 
-from ddptrain.api.recipe import At, Loss
+from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
 from ddptrain.engine.checkpoint import Checkpointer
@@ -33,9 +33,9 @@ class Bad(Classify):
     rank = BAD_RANK
     steps = (BAD_STEP,)
 
-    def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
+    def loss(self, model: torch.nn.Module, batch: Any, progress: Progress) -> Loss:
         features, labels = batch
-        here = at.step in self.steps and self.rank == _rank()
+        here = progress.step in self.steps and self.rank == _rank()
         if here and self.how == "input":
             features = features * float("nan")
         logits = model(features)
@@ -75,12 +75,12 @@ def test_it_is_seen_at_its_step_on_all_ranks_and_named(
         return str(caught.value), caught.value.evidence, [ids.tolist() for ids, _ in asked]
 
     results = run_ranks(rank, ranks)
-    at = BAD_RANK if ranks > 1 else 0
+    bad_rank = BAD_RANK if ranks > 1 else 0
     for message, evidence, _ in results:
-        assert message.startswith(f"step {BAD_STEP + 1} is not finite. First in rank {at}: {where}: ")
+        assert message.startswith(f"step {BAD_STEP + 1} is not finite. First in rank {bad_rank}: {where}: ")
         assert evidence["step"] == BAD_STEP + 1
         assert [entry["samples"] for entry in evidence["ranks"]] == [ids[0] for _, _, ids in results]
-        assert [entry["rank"] for entry in evidence["ranks"] if entry["first"]] == [at]
+        assert [entry["rank"] for entry in evidence["ranks"] if entry["first"]] == [bad_rank]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -115,11 +115,11 @@ def test_a_left_out_step_leaves_no_trace_but_its_number(
         at_skip: dict[int, Any] = {}
 
         class Watched(bad(how)):  # type: ignore[misc]
-            def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
+            def loss(self, model: torch.nn.Module, batch: Any, progress: Progress) -> Loss:
                 bare = getattr(model, "module", model)
                 bare = getattr(bare, "model", bare)
-                at_skip[at.step] = {n: v.clone() for n, v in bare.state_dict().items()}
-                return super().loss(model, batch, at)
+                at_skip[progress.step] = {n: v.clone() for n, v in bare.state_dict().items()}
+                return super().loss(model, batch, progress)
 
         fit = Fit(
             plan(skips_nonfinite=skips), task=Watched, make_model=with_noise, precision=precision,
@@ -156,7 +156,7 @@ def test_a_skipping_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: P
                 ema=0.9,
             )
             try:
-                run_ranks(lambda world, at=stop_at, fit=fit: fit.run(world, folder, at)[2], 1)  # type: ignore[misc]
+                run_ranks(lambda world, stop_at=stop_at, fit=fit: fit.run(world, folder, stop_at)[2], 1)  # type: ignore[misc]
             except AssertionError:
                 assert stop_at is not None
         saved = Checkpointer(folder, keep=2).newest()
@@ -208,17 +208,17 @@ def test_the_first_step_may_be_left_out(tmp_path: Path, precision: str) -> None:
 
 def test_fp16_leaves_out_a_loss_that_is_not_finite_too(tmp_path: Path) -> None:
     class BadLoss(Bad):
-        def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
-            loss = super().loss(model, batch, at)
+        def loss(self, model: torch.nn.Module, batch: Any, progress: Progress) -> Loss:
+            loss = super().loss(model, batch, progress)
             # finite gradients: the infinite part hangs on no weight
-            return Loss(loss.sum + (float("inf") if at.step == 3 else 0.0), loss.count)
+            return Loss(loss.sum + (float("inf") if progress.step == 3 else 0.0), loss.count)
 
     seen: dict[int, Any] = {}
 
     class Watched(BadLoss):
-        def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
-            seen[at.step] = [p.detach().clone() for p in model.parameters()]
-            return super().loss(model, batch, at)
+        def loss(self, model: torch.nn.Module, batch: Any, progress: Progress) -> Loss:
+            seen[progress.step] = [p.detach().clone() for p in model.parameters()]
+            return super().loss(model, batch, progress)
 
     for precision in ("fp32", "fp16"):
         seen.clear()

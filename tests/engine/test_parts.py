@@ -10,6 +10,7 @@ from toy import plain, with_noise
 from ddptrain.api.recipe import Loss
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
+from ddptrain.engine import ema
 from ddptrain.engine.ema import ExponentialAverage
 from ddptrain.engine.meter import Meter
 from ddptrain.engine.plan import Plan, steps_of
@@ -77,7 +78,12 @@ def test_optimizers_are_fused_where_torch_can(name: str) -> None:
     assert bool(optimizer.param_groups[0].get("fused")) == (name != "RMSprop")
 
 
-def test_average_follows_its_formula_for_weights_and_buffers() -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_average_follows_its_formula_for_weights_and_buffers(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on_device:
+        monkeypatch.setattr(ema, "_move_on_host", ema._move_on_device)
     torch.manual_seed(0)
     model, decay = with_noise(), 0.75
     average = ExponentialAverage(model, decay, Single(World()))
@@ -91,6 +97,7 @@ def test_average_follows_its_formula_for_weights_and_buffers() -> None:
                 parameter -= 0.01 * parameter.grad
                 parameter.grad = None
         average.update(update - 1, finite)
+        average.update(update - 1, finite + 1)  # left out
         for name, value in model.state_dict().items():
             if value.is_floating_point():
                 now = min(decay, (1 + update) / (10 + update))

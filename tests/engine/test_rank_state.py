@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from toy import Classify, Fit, run_killed_at, weights
 
-from ddptrain.api.recipe import At, Loss
+from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
@@ -34,9 +34,9 @@ class Carrying(Classify):
         self._seen: Tensor | None = None
         self.at_steps: dict[int, Tensor | None] = {}
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
         features, labels = batch
-        self.at_steps[at.step] = None if self._seen is None else self._seen.clone()
+        self.at_steps[progress.step] = None if self._seen is None else self._seen.clone()
         mean = features.mean(dim=1)
         if self._seen is None:
             self._seen = mean.clone()
@@ -46,7 +46,7 @@ class Carrying(Classify):
             self._seen = 0.9 * self._seen + mean
         each = nn.functional.cross_entropy(model(features), labels, reduction="none")
         total = (each * self._seen.tanh().square()).sum()
-        return Loss(total * float("nan") if at.step in self.bad_steps else total, len(labels))
+        return Loss(total * float("nan") if progress.step in self.bad_steps else total, len(labels))
 
     def rank_state(self) -> Mapping[str, Tensor]:
         return {} if self._seen is None else {"seen": self._seen[: self.rows]}

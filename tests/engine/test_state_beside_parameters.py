@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from toy import CLASSES, FEATURES, Classify, Fit, auto, run_killed_at
 
-from ddptrain.api.recipe import At, Loss
+from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.load_model import fit_model
@@ -213,9 +213,9 @@ class Spoils(Classify):
 
     steps: tuple[int, ...] = (0, 3)
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
-        plain = super().loss(model, batch, at)
-        return Loss(plain.sum * (float("nan") if at.step in self.steps else 1.0), plain.count)
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
+        plain = super().loss(model, batch, progress)
+        return Loss(plain.sum * (float("nan") if progress.step in self.steps else 1.0), plain.count)
 
 
 def test_a_step_that_is_left_out_leaves_no_trace(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy import SGD, Classify, CountPositives, Fit, Vectors, plain, weights, with_noise
 
 from ddptrain.api.observer import Log, Observer
-from ddptrain.api.recipe import At, Loss
+from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
-from ddptrain.engine import meter
+from ddptrain.engine import ema, meter
 from ddptrain.engine.health import Health
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.step import TrainStep
@@ -58,29 +58,30 @@ def reads_counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("optim", ["SGD", "AdamW"])
-@pytest.mark.parametrize("ema", [None, 0.9])
+@pytest.mark.parametrize("decay", [None, 0.9])
 def test_no_value_is_read_from_the_device_between_two_log_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str, ema: float | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str, decay: float | None
 ) -> None:
     """Here the device is a CPU, whose meter may read; so this one is told to do as on a GPU."""
     reads: dict[int, list[str]] = {}
     step = TrainStep.__call__
     device = torch.device("cpu")
     monkeypatch.setattr(Health, "ready", lambda self: [])
+    monkeypatch.setattr(ema, "_move_on_host", ema._move_on_device)
     monkeypatch.setattr(meter, "_HostSums", lambda *given: meter._DeviceSums(*given, device))
 
-    def watched(self: TrainStep, batches: Any, at: At) -> None:
+    def watched(self: TrainStep, batches: Any, progress: Progress) -> None:
         with reads_counted(monkeypatch) as seen:
-            step(self, batches, at)
-        reads[at.step] = seen
-        self.settle()
+            step(self, batches, progress)
+        reads[progress.step] = seen
+        self.synchronize()
 
     monkeypatch.setattr(TrainStep, "__call__", watched)
     plan = Plan(steps=20, train_size=100, batch_size=32, micro_batch=10, log_every=10, clip_norm=1.0)
     node = {"_target_": f"torch.optim.{optim}", "lr": 0.01}
-    Fit(plan, make_model=with_noise, optim=node, ema=ema).run(World(), tmp_path)
+    Fit(plan, make_model=with_noise, optim=node, ema=decay).run(World(), tmp_path)
     assert sorted(reads) == list(range(20))
-    assert {at: seen for at, seen in reads.items() if seen} == {}
+    assert {step: seen for step, seen in reads.items() if seen} == {}
 
 
 def test_the_counter_of_reads_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +109,12 @@ def test_one_all_reduce_a_bucket_a_step_whatever_is_accumulated(tmp_path: Path) 
         original_step, original_reduce = TrainStep.__call__, dist.all_reduce
         others = 0
 
-        def step(self: TrainStep, batches: Any, at: At) -> None:
+        def step(self: TrainStep, batches: Any, progress: Progress) -> None:
             nonlocal sent, others
-            if at.step == 0:
+            if progress.step == 0:
                 self.state.wrapped.register_comm_hook(None, hook)
             sent = others = 0
-            original_step(self, batches, at)
+            original_step(self, batches, progress)
             counts.append(sent)
             counts.append(others - sent)
 
@@ -187,8 +188,8 @@ def test_half_precision_trains_on_the_cpu_and_keeps_float32_weights(tmp_path: Pa
 
 def test_an_overflown_fp16_gradient_skips_the_step_and_lowers_the_scale(tmp_path: Path) -> None:
     class Overflows(Classify):
-        def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
-            loss = super().loss(model, batch, at)
+        def loss(self, model: torch.nn.Module, batch: Any, progress: Progress) -> Loss:
+            loss = super().loss(model, batch, progress)
             return Loss(loss.sum * 1e6, loss.count)
 
     plan = Plan(steps=1, train_size=100, batch_size=20, seed=1)
@@ -200,9 +201,9 @@ def test_an_overflown_fp16_gradient_skips_the_step_and_lowers_the_scale(tmp_path
 
 def test_a_loss_that_is_not_finite_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
     class Explodes(Classify):
-        def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
-            loss = super().loss(model, batch, at)
-            return Loss(loss.sum * float("nan") if at.step == 7 else loss.sum, loss.count)
+        def loss(self, model: torch.nn.Module, batch: Any, progress: Progress) -> Loss:
+            loss = super().loss(model, batch, progress)
+            return Loss(loss.sum * float("nan") if progress.step == 7 else loss.sum, loss.count)
 
     def rank(world: World) -> str:
         plan = Plan(steps=20, train_size=100, batch_size=20, log_every=5)
@@ -219,9 +220,9 @@ def test_dropout_differs_between_ranks_and_steps_but_not_between_runs(tmp_path: 
     class Mask(Classify):
         seen: list[int]
 
-        def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
+        def loss(self, model: torch.nn.Module, batch: Any, progress: Progress) -> Loss:
             self.seen.append(int(torch.randint(2**31, ()).item()))
-            return super().loss(model, batch, at)
+            return super().loss(model, batch, progress)
 
     def rank(world: World) -> list[int]:
         seen: list[int] = []

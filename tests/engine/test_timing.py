@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from toy import FEATURES, Classify, Fit, Vectors, auto, with_noise
 
-from ddptrain.api.observer import End, Evaluated, Observer, Run, Times
+from ddptrain.api.observer import End, Evaluated, Observer, RunInfo, Times
 from ddptrain.api.observer import Log as Logged
 from ddptrain.api.recipe import Loading
 from ddptrain.api.sampler import Sampler
@@ -118,11 +118,11 @@ def trained(
     return times.times
 
 
-def setup(world: World = ALONE, loading: Loading = UNKNOWN, **config: Any) -> Run:
+def setup(world: World = ALONE, loading: Loading = UNKNOWN, **config: Any) -> RunInfo:
     observers = {"console": {}, "plots": {}}
     given = {"recipe": "toy", "task": {}, "data": {}, "optim": {}, "observers": observers}
     given["strategy"] = auto(compression="none")
-    return Run(
+    return RunInfo(
         Path(),
         asdict(Config(**{**given, **config})),
         world,

@@ -11,7 +11,7 @@ from shell import ddptrain
 from sweeps import SWEPT
 
 from ddptrain.errors import ExitCode
-from ddptrain.tools.sweep.questions import Questions
+from ddptrain.tools.sweep.pruning_requests import PruningRequests
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 RUNS, AT_ONCE = 45, 3
@@ -19,7 +19,7 @@ RUNS, AT_ONCE = 45, 3
 
 def test_a_run_that_is_pruned_at_once_never_aborts(tmp_path: Path) -> None:
     """Before ranks left without Python's own shutdown, 5 of 45 died of SIGABRT: see `process.leave`."""
-    asking = [Questions(tmp_path / str(run)) for run in range(RUNS)]
+    asking = [PruningRequests(tmp_path / str(run)) for run in range(RUNS)]
     over = threading.Event()
 
     def answer() -> None:

@@ -21,11 +21,11 @@ from pathlib import Path
 from faulty import Faulty
 
 class Torn(Faulty):
-    def loss(self, model, batch, at):
-        if os.environ["RANK"] == "1" and at.step == 9:
+    def loss(self, model, batch, progress):
+        if os.environ["RANK"] == "1" and progress.step == 9:
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text('{"mess')
             os._exit(1)
-        return super().loss(model, batch, at)
+        return super().loss(model, batch, progress)
 """
 KEEPS_KEYS = """
 import os

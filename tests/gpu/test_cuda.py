@@ -86,10 +86,10 @@ def fit(
 def steps_must_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     step = TrainStep.__call__
 
-    def watched(self: TrainStep, batches: Any, at: Any) -> None:
-        torch.cuda.set_sync_debug_mode("error" if at.step else "default")  # the first step warms up
+    def watched(self: TrainStep, batches: Any, progress: Any) -> None:
+        torch.cuda.set_sync_debug_mode("error" if progress.step else "default")  # the first step warms up
         try:
-            step(self, batches, at)
+            step(self, batches, progress)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -18,7 +18,7 @@ from shell import ddptrain
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddptrain.api.world import World
-from ddptrain.observe.gauges import Gauge, Gpu, Host, Reading, Unreadable, own_gauges
+from ddptrain.observe.gauges import Gauge, GaugeReading, Gpu, Host, Unreadable, own_gauges
 from ddptrain.observe.monitor import Monitor, extremes, in_short
 from ddptrain.testing import run_ranks
 
@@ -28,17 +28,19 @@ GIB = 2**30
 class Fake(Gauge):
     """Says what it is given, one after the other, then the last again; an exception is raised."""
 
-    def __init__(self, *said: Mapping[str, float] | Reading | Unreadable, name: str = "NVIDIA Fake") -> None:
+    def __init__(
+        self, *said: Mapping[str, float] | GaugeReading | Unreadable, name: str = "NVIDIA Fake"
+    ) -> None:
         self.facts = {"name": name}
         self._said = itertools.chain(said, itertools.repeat(said[-1]))
         self.asked = 0
 
-    def read(self) -> Reading:
+    def read(self) -> GaugeReading:
         self.asked += 1
         said = next(self._said)
         if isinstance(said, Unreadable):
             raise said
-        return said if isinstance(said, Reading) else Reading(said)
+        return said if isinstance(said, GaugeReading) else GaugeReading(said)
 
 
 def nvml(**fields: Any) -> Any:
@@ -89,7 +91,7 @@ def watched(
 def test_a_gpu_says_all_in_the_units_of_the_names() -> None:
     gpu = Gpu("0-1-2", nvml())
     assert gpu.facts == {"name": "NVIDIA H100", "memory_total_gib": 80.0}
-    assert gpu.read() == Reading(
+    assert gpu.read() == GaugeReading(
         {
             "utilisation": 97.0,
             "memory_gib": 61.0,
@@ -229,8 +231,8 @@ def test_a_host_without_proc_has_no_gauge(tmp_path: Path) -> None:
 
 
 def test_means_peaks_and_reasons_of_one_gpu() -> None:
-    slow = Reading({"utilisation": 50.0, "power_w": 700.0, "throttled": 1.0}, ("power limit",))
-    fast = Reading({"utilisation": 100.0, "power_w": 500.0, "throttled": 0.0})
+    slow = GaugeReading({"utilisation": 50.0, "power_w": 700.0, "throttled": 1.0}, ("power limit",))
+    fast = GaugeReading({"utilisation": 100.0, "power_w": 500.0, "throttled": 0.0})
     gauge = Fake(slow, fast, fast, fast)
     monitor = watched(World(), {"gpu0": gauge}, lambda m: gauge.asked >= 4)
     assert monitor.latest() == {"gpu0/utilisation": 100, "gpu0/power_w": 500, "gpu0/throttled": 0}
@@ -345,7 +347,7 @@ def test_the_thread_ends_whatever_ends_the_run() -> None:
 
 
 def test_what_is_kept_does_not_grow_with_the_readings() -> None:
-    gauge = Fake(Reading({"utilisation": 1.5, "throttled": 1.0}, ("power limit",)))
+    gauge = Fake(GaugeReading({"utilisation": 1.5, "throttled": 1.0}, ("power limit",)))
     monitor = Monitor(World(), {"gpu0": gauge}, 0.0005)
     tracemalloc.start()
     sizes = []
@@ -389,7 +391,7 @@ def ratio(interval: float, pairs: int, seconds: float) -> float:
     return statistics.median(found)
 
 
-@pytest.mark.alone
+@pytest.mark.serial
 def test_a_reading_a_second_costs_no_step_time() -> None:
     """Read fifty times as often, it still costs little."""
     assert ratio(interval=0.02, pairs=8, seconds=0.2) < 1.1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from toy import Classify, Fit, plain, run_killed_at
 
-from ddptrain.api.recipe import At, Loss
+from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.observe.summary import Summary
@@ -18,9 +18,9 @@ STEPS, BATCH, STEP_S = 12, 10, 0.03
 
 
 class Slow(Classify):
-    def loss(self, model: torch.nn.Module, batch: Any, at: At) -> Loss:
+    def loss(self, model: torch.nn.Module, batch: Any, progress: Progress) -> Loss:
         time.sleep(STEP_S)
-        return super().loss(model, batch, at)
+        return super().loss(model, batch, progress)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

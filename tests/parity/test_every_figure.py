@@ -14,7 +14,7 @@ from pairwise import pairwise_of, product_of
 from torch import Tensor, nn
 from toy import Fit, Vectors, auto
 
-from ddptrain.api.recipe import At, Loss, Report, Task
+from ddptrain.api.recipe import Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.engine import meter
@@ -78,15 +78,15 @@ class Known(Task):
     def build(self) -> nn.Module:
         return nn.Linear(12, 1)
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
         features, ids = batch
         zero = 0 * model(features).float().sum()
-        is_bad = bool(self._bad.get(at.step, set()) & set(ids.tolist()))
+        is_bad = bool(self._bad.get(progress.step, set()) & set(ids.tolist()))
         how = self._case["how"]
         losses = torch.tensor([loss_of(sample) for sample in ids.tolist()])
         items = sum(items_of(sample, self._case["count"]) for sample in ids.tolist())
         count: int | Tensor = items if self._case["count"] == "int" else torch.tensor(items)
-        logs = {"twice": 2 * losses.sum()} | ({"third": losses.sum() / 4} if at.step % 3 == 1 else {})
+        logs = {"twice": 2 * losses.sum()} | ({"third": losses.sum() / 4} if progress.step % 3 == 1 else {})
         if is_bad and how == "count" and isinstance(count, Tensor):
             count = count * float("nan")
         elif is_bad and how in ("gradient", "fp16"):
@@ -129,7 +129,7 @@ def expected(plan: Plan, case: Mapping[str, Any], bad: Mapping[int, set[int]]) -
 def bad_samples(plan: Plan, case: Mapping[str, Any], ranks: int) -> dict[int, set[int]]:
     found: dict[int, set[int]] = {}
     for step, rank, piece in FAULTS[case["where"]]:
-        pieces = plan.sampler(World(rank=rank % ranks, size=ranks)).micro_batches(step)
+        pieces = plan.sampler(World(rank=rank % ranks, size=ranks)).slices(step)
         for part in pieces[piece % len(pieces)]:
             order = plan.sampler(World()).order(part.epoch)
             found.setdefault(step, set()).update(order[part.start : part.stop].tolist())
@@ -181,8 +181,8 @@ def test_figures_are_those_of_a_loop_over_samples(
 class Sometimes(Known):
     """Logs one more number of the micro-batches that have sample 7 or 8."""
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
-        loss, ids = super().loss(model, batch, at), set(batch[1].tolist())
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
+        loss, ids = super().loss(model, batch, progress), set(batch[1].tolist())
         return replace(loss, logs={"some": loss.sum.detach()} if ids & {7, 8} else {})
 
 
@@ -214,7 +214,7 @@ def test_what_only_some_ranks_log(
         total, count = 0.0, 0
         for place in range(ranks):
             sampler = plan.sampler(World(rank=place, size=ranks))
-            for parts in sampler.micro_batches(step):
+            for parts in sampler.slices(step):
                 ids = [
                     i for part in parts for i in sampler.order(part.epoch)[part.start : part.stop].tolist()
                 ]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from toy import CLASSES, FEATURES, SGD, Classify, CountPositives, Fit, auto, plain, with_noise
 
-from ddptrain.api.recipe import At, Loss
+from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
@@ -218,8 +218,8 @@ def test_any_number_of_ranks_goes_on(gb: float, tmp_path: Path) -> None:
         ran(many, ranks, tmp_path / "many", stop_at)
         assert (tmp_path / f"many/step-{stop_at}/shards").is_dir() == (gb == ALL_IN_PARTS)
     (rest,) = ran(one, 1, tmp_path / "many")
-    at = len(asked) // 12  # micro-batches a step
-    for ours, expected in zip(rest[-3 * at :], asked[-3 * at :], strict=True):
+    a_step = len(asked) // 12  # micro-batches a step
+    for ours, expected in zip(rest[-3 * a_step :], asked[-3 * a_step :], strict=True):
         assert torch.equal(ours, expected)
     found, expected_state = state_in(tmp_path / "many"), state_in(tmp_path / "one")
     assert distance(found, expected_state) < 1e-5
@@ -376,9 +376,9 @@ def test_a_rank_of_four_holds_a_quarter_of_the_state(tmp_path: Path) -> None:
 class NotFiniteAt(Classify):
     """On rank 1, in step 5."""
 
-    def loss(self, model: nn.Module, batch: Any, at: At) -> Loss:
-        found = super().loss(model, batch, at)
-        bad = at.step == 4 and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+    def loss(self, model: nn.Module, batch: Any, progress: Progress) -> Loss:
+        found = super().loss(model, batch, progress)
+        bad = progress.step == 4 and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
         return Loss(found.sum * float("nan"), found.count) if bad else found
 
 

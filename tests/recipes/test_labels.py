@@ -16,7 +16,7 @@ from sklearn.metrics import average_precision_score, balanced_accuracy_score, re
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.api.recipe import At
+from ddptrain.api.recipe import Progress
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.augment import Augment
@@ -30,7 +30,7 @@ from ddptrain.errors import UserError
 from ddptrain.recipes.image import ImageClassification
 from ddptrain.recipes.multilabel import MultiLabelClassification, average_precision
 
-AT = At(0, 0, 0.0)
+PROGRESS = Progress(0, 0, 0.0)
 NAMES = ("blue", "green", "red")
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 
@@ -128,7 +128,7 @@ def test_a_label_of_no_class_is_refused(label: int, smoothing: float) -> None:
     batch = torch.randn(2, 3, 4, 4), torch.tensor([0, label])
     model = task.build()
     with pytest.raises(UserError, match="a label is beyond the 3 classes, which count from 0 to 2"):
-        task.loss(model, batch, AT)
+        task.loss(model, batch, PROGRESS)
     with pytest.raises(UserError, match="a label is beyond the 3 classes, which count from 0 to 2"):
         task.evaluate(model, batch)
 
@@ -140,7 +140,7 @@ def test_class_weights_are_cross_entropys_own(smoothing: float) -> None:
     model = task.build()
     images, labels = torch.randn(7, 3, 4, 4), torch.tensor([0, 1, 2, 2, 1, 2, 2])
     weights = torch.tensor([100 / (3 * n) for n in (5, 20, 75)])
-    loss = task.loss(model, (images, labels), AT)
+    loss = task.loss(model, (images, labels), PROGRESS)
     wanted = functional.cross_entropy(
         model(images), labels, weights, reduction="sum", label_smoothing=smoothing
     )
@@ -190,7 +190,7 @@ def test_several_labels_a_picture() -> None:
     task = MultiLabelClassification(First, data, label_smoothing=0.2, class_weights="balanced")
     model = task.build()
     images, labels = torch.randn(6, 3, 4, 4), torch.tensor([[1.0, 0, 1]] * 3 + [[1.0, 1, 0]] * 3)
-    loss = task.loss(model, (images, labels), AT)
+    loss = task.loss(model, (images, labels), PROGRESS)
     slow = 0.0
     for logits, own in zip(model(images), labels, strict=True):
         terms = []

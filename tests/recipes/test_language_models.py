@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from texts import SMALL, language_model, write_text
 from torch import Tensor, nn
 
-from ddptrain.api.recipe import At
+from ddptrain.api.recipe import Progress
 from ddptrain.api.world import World
 from ddptrain.data.text import Windows
 from ddptrain.recipes.attention import rotated, rotation
@@ -95,7 +95,9 @@ def test_rotary_positions_matter_by_their_distance_only(shift: int, first: int, 
     query, key = torch.randn(2, 1, 1, 1, 16, generator=draw, dtype=torch.float64)
 
     def product(a: int, b: int) -> Tensor:
-        turned = [rotated(x, rotation(at + 1, 16, torch.device("cpu"))) for x, at in ((query, a), (key, b))]
+        turned = [
+            rotated(x, rotation(place + 1, 16, torch.device("cpu"))) for x, place in ((query, a), (key, b))
+        ]
         return (turned[0] * turned[1]).sum()
 
     moved = product(first + shift, second + shift)
@@ -214,18 +216,18 @@ def test_bits_per_byte_count_the_bytes_of_characters(tmp_path: Path) -> None:
 
 def test_the_state_is_carried_detached_and_given_back(tmp_path: Path) -> None:
     task, model = opened(tmp_path)
-    at = At(0, 0, 0.0)
+    progress = Progress(0, 0, 0.0)
     first = Windows(torch.randint(256, (2, 9)), slice(0, 2))
     second = Windows(torch.randint(256, (2, 9)), slice(0, 2))
-    task.loss(model, first, at)
+    task.loss(model, first, progress)
     rank_state = {name: value.clone() for name, value in task.rank_state().items()}
     assert rank_state["hidden"].shape == (2, 2, 2, 16)
     assert not rank_state["hidden"].requires_grad
-    after = task.loss(model, second, at).sum
+    after = task.loss(model, second, progress).sum
     task.load_rank_state(rank_state)
-    assert torch.equal(task.loss(model, second, at).sum, after)
+    assert torch.equal(task.loss(model, second, progress).sum, after)
     task.load_rank_state({})
-    assert task.loss(model, second, at).sum != after
+    assert task.loss(model, second, progress).sum != after
 
 
 def test_a_prompts_continuation_is_repeatable_and_obeys_its_parameters(tmp_path: Path) -> None:

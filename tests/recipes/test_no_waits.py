@@ -9,7 +9,7 @@ import torch
 from composed import RECIPES, made
 from torch import Tensor
 
-from ddptrain.api.recipe import At
+from ddptrain.api.recipe import Progress
 from ddptrain.api.sampler import Sampler
 from ddptrain.data.prefetch import to_device
 from ddptrain.run.setup import make_model
@@ -23,7 +23,7 @@ def test_neither_loss_nor_evaluation_waits_for_the_device(recipe: str, tmp_path:
     config, task, data = made(recipe, tmp_path)
     model = make_model(config, task, META).train()
     [batch] = data.train_batches(Sampler(data.train_size, 4, seed=0), range(1))
-    task.loss(model, to_device(batch, META), At(0, 0, 0.0)).sum.backward()
+    task.loss(model, to_device(batch, META), Progress(0, 0, 0.0)).sum.backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
     if recipe == "yolo_shapes":  # only the device knows how many boxes a suppression of doubles leaves
         return

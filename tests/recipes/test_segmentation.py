@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from toy import Fit, weights
 
-from ddptrain.api.recipe import At, Picture
+from ddptrain.api.recipe import Picture, Progress
 from ddptrain.api.world import World
 from ddptrain.data.mask_files import PALETTE
 from ddptrain.data.masks import MaskData
@@ -37,7 +37,7 @@ from ddptrain.verbs.main import main
 NAMES = [
     "deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "fcn_resnet50", "lraspp_mobilenet_v3_large"
 ]  # fmt: skip
-AT = At(0, 0, 0.0)
+AT = Progress(0, 0, 0.0)
 SIZE, TRAIN, VALID = 48, 12, 7
 
 

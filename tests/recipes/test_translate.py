@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.api.recipe import At
+from ddptrain.api.recipe import Progress
 from ddptrain.api.world import World
 from ddptrain.data.dates import BEGIN, END, VOCABULARY, DatePairs, Pairs, decoded, encoded, padded
 from ddptrain.errors import UserError
@@ -88,7 +88,7 @@ def test_smoothed_labels_cost_what_the_formula_says() -> None:
     data, model = opened(), small_model()
     [batch] = data.valid_batches([range(4)])
     plain, smoothed = (
-        Translation(lambda **_: model, data, label_smoothing=s).loss(model, batch, At(0, 0, 0.0)).sum
+        Translation(lambda **_: model, data, label_smoothing=s).loss(model, batch, Progress(0, 0, 0.0)).sum
         for s in (0.0, 0.1)
     )
     uniform = -model(batch.source, batch.target[:, :-1]).log_softmax(dim=-1).mean(dim=-1).sum()

@@ -9,9 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ddptrain.api.recipe import At
+from ddptrain.api.recipe import Progress
 from ddptrain.api.world import World
-from ddptrain.data.detection.augment import Augment
+from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes
@@ -21,7 +21,7 @@ from ddptrain.recipes.yolo.detection import Detection
 from ddptrain.recipes.yolo.model import Raw, Yolo, anchors
 
 SIDE, BINS = 64, 6
-START = At(0, 0, 0.0)
+START = Progress(0, 0, 0.0)
 
 
 class Says(nn.Module):
@@ -48,7 +48,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def data() -> DetectionData:
-    data = DetectionData(DrawnScenes(train=8, valid=4, side=SIDE), Augment(), side=SIDE)
+    data = DetectionData(DrawnScenes(train=8, valid=4, side=SIDE), DetectionAugment(), side=SIDE)
     data.prepare(World(), seed=0)
     return data
 
@@ -288,8 +288,8 @@ def test_each_step_has_a_scale_and_boxes_follow_their_pictures(data: DetectionDa
     batch = batch_of([[([8.0, 20.0, 120.0, 90.0], 1)]])._replace(images=images)
     task = task_of(data, watched, multi_scale=0.5)
     for step in range(60):
-        task.loss(Sees(), batch, At(step, step // 30, step / 60))
-        task.loss(Sees(), batch, At(step, 7, 0.0))
+        task.loss(Sees(), batch, Progress(step, step // 30, step / 60))
+        task.loss(Sees(), batch, Progress(step, 7, 0.0))
         assert shown[-1].shape == shown[-2].shape
         bright = torch.nonzero(shown[-1][0, 0] > 0.5)
         seen = torch.cat([bright.amin(0).flip(0), bright.amax(0).flip(0) + 1]).float()

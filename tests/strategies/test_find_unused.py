@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from toy import CLASSES, FEATURES, Classify, Fit, auto, weights
 
-from ddptrain.api.recipe import At, Loss
+from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.testing import run_ranks
@@ -47,7 +47,7 @@ def test_any_outputs_carry_the_flags(shape: str, tmp_path: Path) -> None:
             return wrap(x[:, 0] > 0, self.used(x))
 
     class Unwrapping(Classify):
-        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
             logits = unwrap(model(batch[0]))
             return Loss(nn.functional.cross_entropy(logits, batch[1], reduction="sum"), len(batch[1]))
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ddptrain.api.world import World
-from ddptrain.data.augment import Augment
+from ddptrain.data.augment import DetectionAugment
 from ddptrain.data.csv_labels import CsvLabels
 from ddptrain.data.dataset import DatasetData
-from ddptrain.data.detection.augment import Augment as BoxAugment
+from ddptrain.data.detection.augment import DetectionAugment as BoxAugment
 from ddptrain.data.detection.coco import CocoFiles
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects
@@ -130,7 +130,7 @@ class Listed:
 
 
 def image_data(source: ImageSource, root: Path | str = "data", **more: Any) -> ImageData:
-    return ImageData(source, Augment(), str(root), workers=0, **more)
+    return ImageData(source, DetectionAugment(), str(root), workers=0, **more)
 
 
 def in_folders(root: Path, train: Names, valid: Names | None) -> Path:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ddptrain.data.detection.augment import Augment
+from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes
 from ddptrain.recipes.yolo.assign import TaskAligned
@@ -13,7 +13,7 @@ SAMPLES = 20
 
 
 def detector(batchnorm: bool = True, multi_scale: float = 0.0) -> tuple[Detection, DetectionData]:
-    data = DetectionData(DrawnScenes(train=SAMPLES, valid=13, side=64), Augment())
+    data = DetectionData(DrawnScenes(train=SAMPLES, valid=13, side=64), DetectionAugment())
 
     def model(num_classes: int) -> nn.Module:
         network = Yolo(num_classes)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from ddptrain.api.observer import Evaluated, Observer
-from ddptrain.api.recipe import At, Data, Deployed, Loss, Report, Task
+from ddptrain.api.recipe import Data, Deployed, Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.config.instantiate import open_package
@@ -303,7 +303,7 @@ class Guess(Task):
         finally:
             torch.set_default_dtype(usual)
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
         features, labels = batch
         if self._carried:
             before = torch.zeros(len(labels), 1) if self._rows is None else self._rows
@@ -317,7 +317,7 @@ class Guess(Task):
             features = features * (1 + 0.1 * random.random() + 0.1 * float(np.random.rand()))
         logits = model(features).float()
         total = nn.functional.cross_entropy(logits, labels, reduction="sum")
-        if at.step in self._bad_steps:
+        if progress.step in self._bad_steps:
             total = total * float("nan")
         return Loss(total, len(labels), {"right": (logits.argmax(dim=1) == labels).sum()})
 

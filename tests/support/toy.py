@@ -12,8 +12,8 @@ import yaml
 from torch import Tensor, nn
 
 from ddptrain.api.controller import Controller
-from ddptrain.api.observer import Observer, Run
-from ddptrain.api.recipe import At, Data, Loss, Report, Task
+from ddptrain.api.observer import Observer, RunInfo
+from ddptrain.api.recipe import Data, Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Ema, Sched, Train
@@ -85,7 +85,7 @@ class Classify(Task):
     def build(self) -> nn.Module:
         return self._make_model()
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
         features, labels = batch
         return Loss(nn.functional.cross_entropy(model(features), labels, reduction="sum"), len(labels))
 
@@ -106,7 +106,7 @@ class Classify(Task):
 class CountPositives(Classify):
     """Normalises by a count that only the device knows: the samples of classes above 1."""
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
         features, labels = batch
         positive = labels > 1
         each = nn.functional.cross_entropy(model(features), labels, reduction="none")
@@ -116,8 +116,8 @@ class CountPositives(Classify):
 class Lasso(Classify):
     """With a penalty over the parameters of the model that it is given: the wrapped one."""
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], at: At) -> Loss:
-        plain = super().loss(model, batch, at)
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
+        plain = super().loss(model, batch, progress)
         penalty = torch.stack([parameter.abs().sum() for parameter in model.parameters()]).sum()
         return Loss(plain.sum + 0.01 * len(batch[1]) * penalty, plain.count)
 
@@ -201,7 +201,7 @@ class Fit:
             step.state.metrics = saved.manifest["metrics"]
             step.state.metrics_step = saved.manifest["metrics_step"]
         observers = Observers([*self.observers, *([_Killer(stop_at)] if stop_at else [])])
-        run = Run(folder, asdict(config), world)
+        run = RunInfo(folder, asdict(config), world)
         report = Engine(data, step, checkpointer, observers).fit(run, self.step_iterator)
         return step.state, report
 

@@ -273,7 +273,7 @@ def test_a_ledger_on_a_full_disk_is_said(tmp_path: Path) -> None:
     assert [known.words for known in read_ledger(tmp_path, live=False)] == [("task.point=1",)]
 
 
-@pytest.mark.alone
+@pytest.mark.serial
 def test_a_thousand_points_are_planned_and_shown_quickly(tmp_path: Path) -> None:
     """Compared with what one point takes, which is the program's own start."""
 

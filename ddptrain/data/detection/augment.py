@@ -37,7 +37,7 @@ class Seen(NamedTuple):
     """int64 (k,)"""
 
 
-class Draws:
+class BoxDraws:
     """For each of n samples a number in [0, 1) for each purpose; from (seed, epoch, sample index) alone."""
 
     def __init__(self, seed: int, epochs: Tensor, ids: Tensor) -> None:
@@ -57,11 +57,11 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
-class Augment:
+class DetectionAugment:
     """How training pictures are varied.
 
     mosaic: share of samples that are put together from four pictures (Bochkovskiy et al.: YOLOv4,
-    arXiv 2004.10934), until ``mosaic_until``, a share of the whole training (`At.progress`).
+    arXiv 2004.10934), until ``mosaic_until``, a share of the whole training (`Progress.fraction`).
     zoom: the magnification is drawn from [1 - zoom, 1 + zoom). shift: by at most this share of the side.
     degrees, shear: most degrees of turning and slanting, by which boxes grow.
     mirror, upside_down: shares of samples that are flipped.
@@ -89,14 +89,14 @@ class Augment:
             if not 0 <= value <= bound:
                 raise UserError(f"data.augment.{name}={value}: must be in [0, {bound:g}].")
 
-    def tiles(self, draws: Draws, i: int, sample: int, near: range, progress: float) -> list[int]:
+    def tiles(self, draws: BoxDraws, i: int, sample: int, near: range, progress: float) -> list[int]:
         """Which pictures make the i-th sample: itself, or itself and three more, out of ``near``."""
         if progress >= self.mosaic_until or draws.one(i, "mosaic") >= self.mosaic:
             return [sample]
         others = (int(draws.one(i, name, 0, len(near))) for name in ("second", "third", "fourth"))
         return [sample, *(near[other] for other in others)]
 
-    def apply(self, tiles: Sequence[Seen], draws: Draws, i: int, side: int) -> Seen:
+    def apply(self, tiles: Sequence[Seen], draws: BoxDraws, i: int, side: int) -> Seen:
         """The i-th sample, (3, side, side), from the pictures that `tiles` named, at most ``side`` long."""
         from torchvision.transforms.v2 import functional
         from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat
@@ -127,7 +127,7 @@ class Augment:
         kept = (_areas(plain) >= self.keep * whole) & (_sides(plain).amin(1) >= _LEAST_SIDE)
         return Seen(pixels, plain[kept], labels[kept])
 
-    def colours(self, draws: Draws) -> Tensor:
+    def colours(self, draws: BoxDraws) -> Tensor:
         """float32 (n, 3, 3): what each sample's RGB values are multiplied by.
 
         Hue, saturation and value as a turn and a stretch in YIQ, which is linear: a batch takes one product
@@ -143,7 +143,7 @@ class Augment:
         colours: Tensor = _YIQ_TO_RGB @ turn @ _RGB_TO_YIQ
         return colours
 
-    def _laid_out(self, tiles: Sequence[Seen], draws: Draws, i: int, side: int) -> Seen:
+    def _laid_out(self, tiles: Sequence[Seen], draws: BoxDraws, i: int, side: int) -> Seen:
         """A canvas twice as wide as a sample: one picture in its middle, or four around a point near it."""
         canvas = torch.full((3, 2 * side, 2 * side), GREY, dtype=torch.uint8)
         if len(tiles) == 1:

@@ -14,9 +14,9 @@ from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.agreement import note_checkpoints_own
-from ddptrain.data.detection.augment import Augment
+from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.batch import Batch, coloured
-from ddptrain.data.detection.samples import Samples, decoded_bytes
+from ddptrain.data.detection.samples import BoxSamples, decoded_bytes
 from ddptrain.data.detection.source import DetectionSource, Scenes
 from ddptrain.data.detection.write import write_coco, write_yolo
 from ddptrain.data.left_out import in_words, tell
@@ -46,7 +46,7 @@ class DetectionData(Data):
     def __init__(
         self,
         source: DetectionSource,
-        augment: Augment,
+        augment: DetectionAugment,
         root: str = "data",
         side: int | Literal["auto"] = "auto",
         resident: bool | Literal["auto"] = "auto",
@@ -81,7 +81,8 @@ class DetectionData(Data):
         resident = self._bytes * world.local_size <= _RESIDENT if self._resident == "auto" else self._resident
         self._in_memory = resident
         self._train, self._valid = (
-            Samples(part, self.side, self._augment, seed, resident) for part in (opened.train, opened.valid)
+            BoxSamples(part, self.side, self._augment, seed, resident)
+            for part in (opened.train, opened.valid)
         )
         spare = 0 if world.device.type == "cpu" else spare_cores(world)
         self._workers = spare if self._asked_workers == "auto" else self._asked_workers
@@ -150,7 +151,7 @@ class DetectionData(Data):
 
     def batches_of(self, scenes: Scenes) -> Iterator[Batch]:
         """Any pictures, one at a time, as the validation's are seen."""
-        samples = Samples(scenes, self.side, self._augment, seed=0, resident=False)
+        samples = BoxSamples(scenes, self.side, self._augment, seed=0, resident=False)
         return self._loaded(samples, validation_keys([[i] for i in range(len(scenes))]))
 
     def preview(self) -> Tensor:
@@ -183,11 +184,11 @@ class DetectionData(Data):
             return seen.hexdigest()
         for part in (self._set.train, self._set.valid):
             for i, on_it in enumerate(part.objects):
-                seen.update(part.told(i))
+                seen.update(part.fingerprint(i))
                 for tensor in (part.sizes[i], on_it.boxes, on_it.labels, on_it.crowd):
                     seen.update(tensor.numpy().tobytes())
         return seen.hexdigest()
 
-    def _loaded(self, samples: Samples, keys: Any) -> Iterator[Batch]:
+    def _loaded(self, samples: BoxSamples, keys: Any) -> Iterator[Batch]:
         for batch in read_by_workers(samples, keys, self._workers, self._device):
             yield coloured(batch, self._channels_last)

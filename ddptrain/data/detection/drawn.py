@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Generator, Tensor
 
-from ddptrain.api.rng import mixed
+from ddptrain.api.rng import derive_seed
 from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects
 from ddptrain.data.shapes import DISTANCES, signed_distance
 from ddptrain.errors import check_least
@@ -55,7 +55,7 @@ class DrawnScenes(DetectionSource):
 
     def _drawn(self, count: int, part: int) -> ArrayScenes:
         chunks = [
-            draw_scenes(torch.Generator().manual_seed(mixed(self.seed, part, i)), self.side)
+            draw_scenes(torch.Generator().manual_seed(derive_seed(self.seed, part, i)), self.side)
             for i in range(math.ceil(count / _CHUNK))
         ]
         images = torch.cat([images for images, _ in chunks])[:count]

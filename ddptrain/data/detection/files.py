@@ -90,7 +90,7 @@ class FileScenes(Scenes):
     def encoded(self, i: int) -> bytes:
         return content_of(self.files[i])
 
-    def told(self, i: int) -> bytes:
+    def fingerprint(self, i: int) -> bytes:
         return of_file(self.files[i], self.names[i], len(self))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddptrain.data.detection.augment import Augment, Draws, Seen
+from ddptrain.data.detection.augment import BoxDraws, DetectionAugment, Seen
 from ddptrain.data.detection.batch import Batch, stacked
 from ddptrain.data.detection.letterbox import GREY, Letterbox, fitted, letterbox
 from ddptrain.data.detection.source import Objects, PackedObjects, Scenes
@@ -51,10 +51,12 @@ def decoded_bytes(scenes: Scenes, side: int) -> int:
     return int(3 * fitted(scenes.sizes, side).prod(1).sum())
 
 
-class Samples(Dataset[Any]):
+class BoxSamples(Dataset[Any]):
     """A part of the set, read a batch at a time, here or in a worker."""
 
-    def __init__(self, scenes: Scenes, side: int, augment: Augment, seed: int, resident: bool) -> None:
+    def __init__(
+        self, scenes: Scenes, side: int, augment: DetectionAugment, seed: int, resident: bool
+    ) -> None:
         self._placed = letterbox(scenes.sizes, side)
         self._pictures = ScaledPictures(scenes, side, resident)
         self._objects = _to_learn(scenes.objects, self._placed)
@@ -68,7 +70,7 @@ class Samples(Dataset[Any]):
 
     def __getitems__(self, keys: list[Key]) -> Batch | UserError:
         epochs, ids, _ = map(torch.tensor, zip(*keys, strict=True))
-        draws = Draws(self._seed, epochs, ids)
+        draws = BoxDraws(self._seed, epochs, ids)
         placed = self._placed.of(ids)
         try:
             if keys[0][0] == AS_IT_IS:
@@ -79,7 +81,7 @@ class Samples(Dataset[Any]):
             return error
         return stacked(samples, self._augment.colours(draws), ids, placed)
 
-    def _augmented(self, draws: Draws, i: int, key: Key) -> Seen:
+    def _augmented(self, draws: BoxDraws, i: int, key: Key) -> Seen:
         _, sample, progress = key
         near = neighbours(self._stream, sample, len(self))
         tiles = self._augment.tiles(draws, i, sample, near, progress)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddptrain.api.blocks import Blocks
 from ddptrain.data.pictures import as_png
-from ddptrain.data.stream.samples import Samples
+from ddptrain.data.stream.samples import StreamSamples
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Scenes(ABC):
     names: Sequence[str]
     sizes: Tensor
     objects: Sequence[Objects]
-    stream: Samples | None = None
+    stream: StreamSamples | None = None
     """What the pictures are streamed from, where they are."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class Scenes(ABC):
         """The i-th as a picture's file: a PNG, unless it lies in a file already."""
         return as_png(self.image(i))
 
-    def told(self, i: int) -> bytes:
+    def fingerprint(self, i: int) -> bytes:
         """What tells the i-th picture from others beside its size and boxes, without decoding it."""
         return self.names[i].encode(errors="surrogateescape")
 

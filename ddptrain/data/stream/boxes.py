@@ -13,7 +13,7 @@ from ddptrain.data.agreement import Relabelling
 from ddptrain.data.detection.source import DetectionSet, DetectionSource, Objects, PackedObjects, Scenes
 from ddptrain.data.pictures import Encoded, decoded
 from ddptrain.data.stream.opened import OpenedPart, Streamed
-from ddptrain.data.stream.samples import Name, Samples
+from ddptrain.data.stream.samples import Name, StreamSamples
 from ddptrain.data.stream.write import PartToWrite, Writer
 
 
@@ -21,7 +21,7 @@ from ddptrain.data.stream.write import PartToWrite, Writer
 class Numbered(Sequence[str]):
     """Names of pictures that have none."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: StreamSamples) -> None:
         self._samples = samples
 
     def __len__(self) -> int:
@@ -37,7 +37,7 @@ class StreamScenes(Scenes):
 
     def __init__(self, part: OpenedPart, relabel: Relabelling | None = None) -> None:
         columns = {name: column.mapped() for name, column in part.columns.items()}
-        self.stream: Samples = part.samples
+        self.stream: StreamSamples = part.samples
         self.names = Numbered(part.samples)
         self.sizes = columns["sizes"]
         labels = columns["labels"] if relabel is None else relabel(columns["labels"])

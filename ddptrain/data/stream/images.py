@@ -14,7 +14,7 @@ from ddptrain.data.pictures import Box, cropped, fitted
 from ddptrain.data.source import ImageSet, ImageSource, Split
 from ddptrain.data.stream.manifest import PICTURE
 from ddptrain.data.stream.opened import Column, Streamed
-from ddptrain.data.stream.samples import Samples
+from ddptrain.data.stream.samples import StreamSamples
 from ddptrain.errors import UserError
 
 
@@ -26,11 +26,11 @@ class StreamSplit(Split):
     full_size = True
 
     def __init__(
-        self, samples: Samples, labels: Column, shape: tuple[int, int, int], resize: int | None = None,
+        self, samples: StreamSamples, labels: Column, shape: tuple[int, int, int], resize: int | None = None,
         relabel: Relabelling | None = None,
     ) -> None:  # fmt: skip
         """labels: as `Split` has them, once ``relabel`` has changed them."""
-        self.stream: Samples = samples
+        self.stream: StreamSamples = samples
         self.labels = labels.mapped() if relabel is None else relabel(labels.mapped())
         self._relabel = relabel
         self.shape = shape

@@ -11,7 +11,7 @@ from ddptrain.data.agreement import check_alike
 from ddptrain.data.mask_files import Pair, read_pair
 from ddptrain.data.pictures import Encoded, content_of
 from ddptrain.data.stream.opened import Streamed
-from ddptrain.data.stream.samples import Samples
+from ddptrain.data.stream.samples import StreamSamples
 from ddptrain.data.stream.write import PartToWrite, Writer
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _FIELDS = ("image", "mask")
 class StreamPairs(Sequence[Pair]):
     """Pictures and masks as their files have them, read when asked for."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: StreamSamples) -> None:
         self.stream = samples
 
     def __len__(self) -> int:

@@ -21,11 +21,11 @@ from torch import Tensor
 from ddptrain.api.blocks import Blocks
 from ddptrain.data.agreement import Relabelling, note_other_labels, places_among, relabelled
 from ddptrain.data.disk import exclusive_lock, map_file
-from ddptrain.data.stream.ahead import AHEAD
+from ddptrain.data.stream.block_prefetch import PREFETCH_SHARE
 from ddptrain.data.stream.block_table import Block, BlockTable
 from ddptrain.data.stream.cache import BlockCache
 from ddptrain.data.stream.manifest import LABEL, PICTURE, Manifest, Part, of_tars, read_manifest, tars
-from ddptrain.data.stream.samples import Samples
+from ddptrain.data.stream.samples import StreamSamples
 from ddptrain.data.stream.shards import count_of, samples_of
 from ddptrain.data.stream.store import Damaged, Store, shown
 from ddptrain.errors import UserError, check_least
@@ -56,7 +56,7 @@ class Column(NamedTuple):
 
 
 class OpenedPart(NamedTuple):
-    samples: Samples
+    samples: StreamSamples
     columns: Mapping[str, Column]
 
 
@@ -203,13 +203,15 @@ class Streamed:
             name: Column(_file_of(column, folder), column["dtype"], tuple(column["shape"]))
             for name, column in (part.columns or {}).items()
         }
-        return OpenedPart(Samples(cache, part.fields, Blocks(cache.blocks.samples, self._window)), columns)
+        return OpenedPart(
+            StreamSamples(cache, part.fields, Blocks(cache.blocks.samples, self._window)), columns
+        )
 
     def _check_room(self, blocks: list[Block]) -> None:
         if self._cache is None:
             return
         largest = sorted((block.size for block in blocks), reverse=True)[: self._window]
-        if sum(largest) > AHEAD * self._limit:
+        if sum(largest) > PREFETCH_SHARE * self._limit:
             raise UserError(
                 f"data.source.cache_gb={self._limit / 1e9:g}: samples are shuffled within"
                 f" data.source.shuffle_blocks={self._window} blocks, which are up to"

@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeVar, final
 
 from ddptrain.api.blocks import Blocks
 from ddptrain.api.sampler import Sampler
-from ddptrain.api.timing import Reading
+from ddptrain.api.timing import FetchTimes
 from ddptrain.data.pictures import Encoded
-from ddptrain.data.stream.ahead import AHEAD, Need, fetched_ahead, validation_share
+from ddptrain.data.stream.block_prefetch import PREFETCH_SHARE, Need, prefetched, validation_share
 from ddptrain.data.stream.cache import DECODING_S, BlockCache
 from ddptrain.data.stream.shards import read_samples
 from ddptrain.data.stream.store import Damaged
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 @final
-class Samples:
+class StreamSamples:
     """cache: its blocks. fields: a sample's, by name; what a reader gets of each is bytes."""
 
     def __init__(self, cache: BlockCache, fields: Sequence[str], blocks: Blocks) -> None:
@@ -89,18 +89,18 @@ class Samples:
     ) -> Iterator[list[Key]]:
         """The same keys; blocks are fetched ahead of them."""
         needs = training_needs(self.blocks, sampler, steps)
-        return fetched_ahead(self.cache, keys, training_positions(sampler, steps), needs, AHEAD)
+        return prefetched(self.cache, keys, training_positions(sampler, steps), needs, PREFETCH_SHARE)
 
     def following(self, keys: Sequence[list[Key]]) -> Iterator[list[Key]]:
         """The same for batches that are known already."""
         needs = (Need(i, self._blocks_of(batch)) for i, batch in enumerate(keys))
-        return fetched_ahead(self.cache, keys, count(), needs, validation_share())
+        return prefetched(self.cache, keys, count(), needs, validation_share())
 
     def _blocks_of(self, batch: list[Key]) -> list[int]:
         """Each once, in order."""
         return list(dict.fromkeys(block for block, _ in self.blocks.of([sample for _, sample, _ in batch])))
 
-    def reading(self) -> Reading:
+    def reading(self) -> FetchTimes:
         """By this rank and its workers."""
         return reading_of(self.cache)
 
@@ -132,11 +132,11 @@ def read_block(cache: BlockCache, block: int, read: Callable[[Path], Result]) ->
     raise UserError(f"{key}: is no block of this set ({problem}). Write the set anew.", everywhere=False)
 
 
-def reading_of(cache: BlockCache) -> Reading:
+def reading_of(cache: BlockCache) -> FetchTimes:
     """What this rank and its workers have read by it."""
     fetched, size, damaged, network, decoding = cache.counts.tolist()
     again = f", {damaged:.0f} of them again, for they were damaged" if damaged else ""
-    return Reading(network, decoding, f"{fetched:,.0f} blocks fetched, {size / 1e6:,.1f} MB{again}")
+    return FetchTimes(network, decoding, f"{fetched:,.0f} blocks fetched, {size / 1e6:,.1f} MB{again}")
 
 
 def training_needs(blocks: Blocks, sampler: Sampler, steps: range) -> Iterator[Need]:
@@ -159,7 +159,7 @@ def training_positions(sampler: Sampler, steps: range) -> Iterator[int]:
 class Name(NamedTuple):
     """Where a sample is, for people."""
 
-    samples: Samples
+    samples: StreamSamples
     i: int
     what: str = ""
 
@@ -172,18 +172,18 @@ def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"{path}: can't be read ({error.strerror}).", everywhere=False)
 
 
-def training_keys(stream: Samples | None, sampler: Sampler, steps: range) -> Iterable[list[Key]]:
+def training_keys(stream: StreamSamples | None, sampler: Sampler, steps: range) -> Iterable[list[Key]]:
     """What a training reads, batch by batch; of a stream, blocks are fetched ahead of it."""
     keys = TrainingKeys(sampler, steps)
     return keys if stream is None else stream.following_training(keys, sampler, steps)
 
 
-def valid_keys(stream: Samples | None, chunks: Sequence[range]) -> Iterable[list[Key]]:
+def valid_keys(stream: StreamSamples | None, chunks: Sequence[range]) -> Iterable[list[Key]]:
     """What an evaluation reads, likewise."""
     keys = validation_keys(chunks)
     return keys if stream is None else stream.following(keys)
 
 
-def neighbours(stream: Samples | None, i: int, size: int) -> range:
+def neighbours(stream: StreamSamples | None, i: int, size: int) -> range:
     """The samples that the i-th may be mixed with: of a set of that size all, of a stream its block's."""
     return range(size) if stream is None else stream.in_block_of(i)

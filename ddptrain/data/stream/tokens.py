@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ddptrain.api.blocks import Blocks
 from ddptrain.api.rng import draw_below
-from ddptrain.api.timing import Reading
-from ddptrain.data.stream.ahead import AHEAD, Need, fetched_ahead
+from ddptrain.api.timing import FetchTimes
+from ddptrain.data.stream.block_prefetch import PREFETCH_SHARE, Need, prefetched
 from ddptrain.data.stream.cache import DECODING_S, BlockCache
 from ddptrain.data.stream.samples import read_block, reading_of
 from ddptrain.data.stream.store import Damaged
@@ -62,15 +62,15 @@ class TokenBlocks:
         begins = places * window + draw_below(window, seed, epochs, blocks, _SHIFT)
         return self._read(blocks.tolist(), (begins % self._sizes[blocks]).tolist(), window + 1, 0)
 
-    def reading(self) -> Reading:
+    def reading(self) -> FetchTimes:
         """So far."""
         return reading_of(self._cache)
 
     def fetching(
         self, batches: Iterable[Batch], positions: Iterable[int], needs: Iterable[Need], share: float
     ) -> Iterator[Batch]:
-        """As `fetched_ahead`."""
-        return fetched_ahead(self._cache, batches, positions, needs, share)
+        """As `prefetched`."""
+        return prefetched(self._cache, batches, positions, needs, share)
 
     def needs_of(self, position: int, starts: Tensor, length: int) -> Need:
         """The blocks of runs of consecutive tokens."""
@@ -100,7 +100,7 @@ class TokenBlocks:
         if self._cache.in_place:
             return
         needed = sum(sorted((block.size for block in self._cache.blocks), reverse=True)[: rows + ranks])
-        if needed > AHEAD * self._cache.limit:
+        if needed > PREFETCH_SHARE * self._cache.limit:
             raise UserError(
                 f"data.source.cache_gb={self._cache.limit / 1e9:g}: data.order=streams reads the text at"
                 f" {rows} places at once on each node, and the blocks that these lie in have"

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ddptrain.api.rng import mixed
+from ddptrain.api.rng import derive_seed
 from ddptrain.data.pictures import claim
 from ddptrain.data.stream.block_table import Block
 from ddptrain.data.stream.manifest import FORMAT, LITDATA, NAME
@@ -151,7 +151,7 @@ class Writer:
 
     def _cut(self, part: PartToWrite) -> tuple[Tensor, int]:
         """The samples' order, and how many make a block."""
-        generator = torch.Generator().manual_seed(mixed(0, part.count))
+        generator = torch.Generator().manual_seed(derive_seed(0, part.count))
         order = torch.randperm(part.count, generator=generator)
         if part.count == 0:
             raise UserError(f"write: the {part.name} part has no sample.")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddptrain.api.rng import mixed
+from ddptrain.api.rng import derive_seed
 from ddptrain.data.corpus import CONTINUATION, Corpus, Document
 from ddptrain.data.disk import size_and_time
 from ddptrain.data.stream.text import KIND, TOKENIZER
@@ -26,7 +26,7 @@ _LOOKED_AT = 16
 _HELP = "Convert the file, or write bytes: tokenizer=bytes."
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """The bytes of a document that go into one block. ends: the document ends with them."""
 
     of: Document
@@ -71,7 +71,7 @@ def write_text(folder: Path, corpus: Corpus, tokenizer: Tokenizer, block_mb: flo
 
 def cut(
     documents: Sequence[Document], sizes: Sequence[int], raw: int, after: Callable[[Document, int], int]
-) -> list[list[Run]]:
+) -> list[list[TokenRun]]:
     """What goes into each block: about ``raw`` bytes of text, all blocks nearly equally many.
 
     sizes: bytes of each document. after: from which place on, of those from one of a document on, it may be
@@ -80,7 +80,7 @@ def cut(
     total = sum(sizes)
     count = max(1, round(total / raw))
     ends = iter([total * i // count for i in range(1, count + 1)])
-    found: list[list[Run]] = [[]]
+    found: list[list[TokenRun]] = [[]]
     before, end = 0, next(ends)
     for document, size in zip(documents, sizes, strict=True):
         begin = 0
@@ -110,8 +110,8 @@ def after_line(document: Document, at: int) -> int:
     return at + len(head[1:5]) - len(head[1:5].lstrip(CONTINUATION))
 
 
-def _run(document: Document, begin: int, stop: int, size: int) -> Run:
-    return Run(Document(document.path, document.start + begin, document.start + stop), stop == size)
+def _run(document: Document, begin: int, stop: int, size: int) -> TokenRun:
+    return TokenRun(Document(document.path, document.start + begin, document.start + stop), stop == size)
 
 
 def _size(document: Document) -> int:
@@ -120,7 +120,7 @@ def _size(document: Document) -> int:
 
 
 def _shuffled(documents: Sequence[Document]) -> list[Document]:
-    generator = torch.Generator().manual_seed(mixed(0, len(documents)))
+    generator = torch.Generator().manual_seed(derive_seed(0, len(documents)))
     return [documents[i] for i in torch.randperm(len(documents), generator=generator).tolist()]
 
 
@@ -132,7 +132,7 @@ def _tokens_per_byte(documents: Sequence[Document], tokenizer: Tokenizer) -> flo
     return max(1, sum(map(len, tokens))) / max(1, sum(map(len, heads)))
 
 
-def _content(blocks: Sequence[Sequence[Run]], tokenizer: Tokenizer, i: int) -> tuple[bytes, int]:
+def _content(blocks: Sequence[Sequence[TokenRun]], tokenizer: Tokenizer, i: int) -> tuple[bytes, int]:
     """The i-th block, and how many tokens it has."""
     end = torch.tensor([tokenizer.end], dtype=tokenizer.dtype)
     found: list[Tensor] = []

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher import api
 
 from ddptrain.distributed.launcher.prefork import Prefork
-from ddptrain.distributed.launcher.rendezvous import LAST_WORD_S, Meeting, end_if_cut_off
+from ddptrain.distributed.launcher.rendezvous import LAST_WORD_S, Rendezvous, end_if_cut_off
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.text import counted
 
@@ -114,7 +114,7 @@ class _Agent(LocalElasticAgent):
         agents.append(self)
         self.cause: Cause | None = None
         self.restarts = 0
-        self._meeting = Meeting(arguments["spec"].rdzv_handler)
+        self._meeting = Rendezvous(arguments["spec"].rdzv_handler)
         if patience is not None:
             end_if_cut_off(endpoint, patience, self._kill_ranks)
 

@@ -22,7 +22,7 @@ _GONE_S = 3.0
 _TRY_S = 2.0
 
 
-class Meeting:
+class Rendezvous:
     """Of this host with the others. handler: torchrun's, of the c10d kind; another (static) knows nothing."""
 
     def __init__(self, handler: Any) -> None:

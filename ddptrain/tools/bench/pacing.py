@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from ddptrain.api.controller import Controller
-from ddptrain.api.observer import Evaluated, Log, Run, Start
+from ddptrain.api.observer import Evaluated, Log, RunInfo, Start
 from ddptrain.distributed.device import peak_memory
 
 _GONE = "the bench that started this training is gone"
@@ -50,7 +50,7 @@ class Pacing(Controller):
             raise SystemExit(_GONE)
 
 
-def _setup(run: Run) -> Mapping[str, Any]:
+def _setup(run: RunInfo) -> Mapping[str, Any]:
     return {
         "device": run.world.device.type,
         "ranks": run.world.size,

@@ -14,8 +14,8 @@ from ddptrain.text import counted
 from ddptrain.tools.sweep.board import Board
 from ddptrain.tools.sweep.ledger import Job, Ledger
 from ddptrain.tools.sweep.machines import COSTS, Attempt, Machines
+from ddptrain.tools.sweep.pruning_requests import PruningRequests
 from ddptrain.tools.sweep.pruning_rules import PruningRule
-from ddptrain.tools.sweep.questions import Questions
 
 _AFTER_GRACE_S = 10.0
 """For what follows a save: closing down, and launch's own end."""
@@ -38,7 +38,7 @@ class Pool:
         self._rule = rule
         self._board = board
         self._running: dict[int, Attempt] = {}
-        self._questions: dict[int, Questions] = {}
+        self._questions: dict[int, PruningRequests] = {}
         self._waiting: deque[Job] = deque()
         self._configs: MutableMapping[int, Config] = {}
         self._attempts: Counter[int] = Counter()
@@ -99,7 +99,7 @@ class Pool:
         folder = self._ledger.folder / job.folder
         self._attempts[job.number] = 1
         self._running[job.number] = self._machines.adopt(job, folder)
-        self._questions[job.number] = Questions(folder)
+        self._questions[job.number] = PruningRequests(folder)
 
     def _start(self) -> bool:
         """Start what there is room for; whether there was something to start."""
@@ -110,7 +110,7 @@ class Pool:
                 break
             began = True
             folder = self._ledger.folder / job.folder
-            questions = self._questions[job.number] = Questions(folder)
+            questions = self._questions[job.number] = PruningRequests(folder)
             config = self._configs[job.number]
             words = self._machines.command(job, self._ledger.folder, config)
             metrics = [name for name in config.sweep.objectives or () if name not in COSTS]

@@ -9,7 +9,7 @@ from typing import final
 
 from ddptrain.api.controller import Controller
 from ddptrain.api.observer import Evaluated, Start
-from ddptrain.tools.sweep.questions import ANSWERED, ASKED, append, read_from
+from ddptrain.tools.sweep.pruning_requests import ANSWERED, ASKED, append, read_from
 
 _ANSWER_TIMEOUT_S = 60.0
 """For an answer: the sweep looks up ten times a second, or twice where its jobs run on other nodes."""

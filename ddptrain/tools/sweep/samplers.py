@@ -38,19 +38,19 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledPoint:
     values: Values
     generation: int | None = None
 
 
-Sampler = Callable[[Sequence[Range], Sequence[Trial], int, Iterator[int]], Iterator[Drawn]]
+Sampler = Callable[[Sequence[Range], Sequence[Trial], int, Iterator[int]], Iterator[SampledPoint]]
 """Draws one point after the other, one for each seed; arguments: the ranges, the trials before, how many
 objectives there are, the seeds."""
 
 
 def tpe(
     ranges: Sequence[Range], trials: Sequence[Trial], objectives: int, seeds: Iterator[int]
-) -> Iterator[Drawn]:
+) -> Iterator[SampledPoint]:
     """Optuna's TPE (Watanabe 2023, arXiv:2304.11127): the first ones at random; what runs counts as bad, so
     that others are drawn elsewhere."""
     from optuna.samplers import TPESampler
@@ -60,23 +60,23 @@ def tpe(
     study = study_of(ranges, trials, objectives)
     for seed in seeds:
         study.sampler = TPESampler(seed=seed, n_startup_trials=first)
-        yield Drawn(study.ask(_distributions(ranges)).params)  # stays there, as one that runs
+        yield SampledPoint(study.ask(_distributions(ranges)).params)  # stays there, as one that runs
 
 
 def uniform(
     ranges: Sequence[Range], trials: Sequence[Trial], objectives: int, seeds: Iterator[int]
-) -> Iterator[Drawn]:
+) -> Iterator[SampledPoint]:
     from optuna.samplers import RandomSampler
 
     study = study_of(ranges, (), objectives)
     for seed in seeds:
         study.sampler = RandomSampler(seed=seed)
-        yield Drawn(study.ask(_distributions(ranges)).params)
+        yield SampledPoint(study.ask(_distributions(ranges)).params)
 
 
 def cmaes(
     ranges: Sequence[Range], trials: Sequence[Trial], objectives: int, seeds: Iterator[int]
-) -> Iterator[Drawn]:
+) -> Iterator[SampledPoint]:
     """CMA-ES (Hansen 2016, arXiv:1604.00772) over numbers in [0, 1], begun as in Optuna: from the middle, a
     sixth wide.
 
@@ -104,7 +104,7 @@ def cmaes(
         optimizer.reseed_rng(seed)
         drawn = optimizer.ask()
         values = {found.name: found.from_unit(place) for found, place in zip(numbers, drawn, strict=True)}
-        yield Drawn(values, optimizer.generation)
+        yield SampledPoint(values, optimizer.generation)
 
 
 SAMPLERS: Mapping[str, Sampler] = {"tpe": tpe, "random": uniform, "cmaes": cmaes}

@@ -20,7 +20,7 @@ _ATTEMPTS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Suggestion:
     """A point to try."""
 
     point: Point
@@ -63,7 +63,7 @@ class Search:
                     found.append((job, point))
         return found
 
-    def next_point(self, jobs: Sequence[Job]) -> Asked | None:
+    def next_point(self, jobs: Sequence[Job]) -> Suggestion | None:
         """What to try next; None where all points have been asked for, or no new one is found.
 
         jobs: all of the ledger. Raises UserError where a job that is done lacks an objective, or jobs without
@@ -80,13 +80,13 @@ class Search:
         for drawn in sampler(ranges, trials, objectives, self._seeds(len(known))):
             texts = tuple(each.write(drawn.values[each.name]) for each in ranges)
             if texts not in tried:
-                return Asked(dict(zip(self._ranges, texts, strict=True)), drawn.generation)
+                return Suggestion(dict(zip(self._ranges, texts, strict=True)), drawn.generation)
         if any(math.isinf(each.count) for each in ranges):
             return None
         left = (
             texts for texts in itertools.product(*(each.every() for each in ranges)) if texts not in tried
         )
-        return Asked(dict(zip(self._ranges, next(left), strict=True)))
+        return Suggestion(dict(zip(self._ranges, next(left), strict=True)))
 
     def _seeds(self, number: int) -> Iterator[int]:
         """Of the draws for one point: they follow from ``sweep.seed`` and its number alone."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.api import At, Data, Loss, Report, Sampler, Task, World
+from ddptrain.api import Data, Loss, Progress, Report, Sampler, Task, World
 
 Points = tuple[Tensor, Tensor]
 
@@ -59,7 +59,7 @@ class Regression(Task):
     def build(self) -> nn.Module:
         return nn.Linear(self._features, 1)
 
-    def loss(self, model: nn.Module, batch: Points, at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: Points, progress: Progress) -> Loss:
         x, y = batch
         return Loss(functional.mse_loss(model(x).squeeze(1), y, reduction="sum"), len(y))
 

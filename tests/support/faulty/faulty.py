@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddptrain.api.recipe import At, Data, Loss, Report, Task
+from ddptrain.api.recipe import Data, Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.errors import UserError
@@ -50,7 +50,7 @@ class Points(Data):
         return 81
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
-        per_step = len(sampler.pieces)
+        per_step = len(sampler.micro_batches)
         for i, (ids, _) in enumerate(sampler.samples(steps, torch.device("cpu"))):
             if self._pace:
                 time.sleep(self._pace)
@@ -95,16 +95,16 @@ class Faulty(Task):
             layers += [nn.Linear(width, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.2)]
         return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
 
-    def loss(self, model: nn.Module, batch: Any, at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: Any, progress: Progress) -> Loss:
         features, labels = batch
-        self._begun = at.step > 0
-        here = int(os.environ.get("RANK", "0")) == self._rank and at.step == self._step
+        self._begun = progress.step > 0
+        here = int(os.environ.get("RANK", "0")) == self._rank and progress.step == self._step
         if here and self._place == "forward":
             if self._fault == "nan_input":
                 features = features * float("nan")
             elif self._fault != "skip":
                 happen(self._fault, self._seconds, self._once)
-        if self._fault == "skip" and at.step == self._step and not here:
+        if self._fault == "skip" and progress.step == self._step and not here:
             dist.barrier()  # which ``rank`` leaves out
         logits = model(features)
         if here and self._place == "backward":

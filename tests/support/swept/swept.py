@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddptrain.api.recipe import At, Data, Loss, Report, Task
+from ddptrain.api.recipe import Data, Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 
@@ -82,12 +82,12 @@ class Fit(Task):
         nn.init.ones_(line.bias)  # at its best: else what is off in its direction looks better for a while
         return line
 
-    def loss(self, model: nn.Module, batch: Any, at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: Any, progress: Progress) -> Loss:
         x, y = batch
         time.sleep(self._pace)
-        if self._fails and at.progress >= 0.5:
+        if self._fails and progress.fraction >= 0.5:
             raise ZeroDivisionError("this point was told to fail")
-        if self._hangs and at.progress >= 0.5:
+        if self._hangs and progress.fraction >= 0.5:
             time.sleep(3600)
         return Loss(((model(x) + self._off - y) ** 2).sum() + len(y) * self._drag(model), len(y))
 

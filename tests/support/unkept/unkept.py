@@ -9,7 +9,7 @@ import torch
 from my_recipe import Line, Points, Regression
 from torch import Tensor, nn
 
-from ddptrain.api.recipe import At, Loss, Report
+from ddptrain.api.recipe import Loss, Progress, Report
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 
@@ -21,9 +21,9 @@ class Counting(Regression):
         super().__init__(features)
         self._seen = 0
 
-    def loss(self, model: nn.Module, batch: Points, at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: Points, progress: Progress) -> Loss:
         self._seen += 1
-        loss = super().loss(model, batch, at)
+        loss = super().loss(model, batch, progress)
         return Loss(loss.sum * (1 + self._seen / 100), loss.count)
 
 
@@ -35,16 +35,16 @@ class Noisy(Regression):
         self._generator = torch.Generator()
         self._generator.seed()
 
-    def loss(self, model: nn.Module, batch: Points, at: At) -> Loss:
+    def loss(self, model: nn.Module, batch: Points, progress: Progress) -> Loss:
         x, y = batch
-        return super().loss(model, (x + 0.1 * torch.randn(x.shape, generator=self._generator), y), at)
+        return super().loss(model, (x + 0.1 * torch.randn(x.shape, generator=self._generator), y), progress)
 
 
 class Mean(Regression):
     """Gives the loss as a mean, though it is asked for a sum."""
 
-    def loss(self, model: nn.Module, batch: Points, at: At) -> Loss:
-        loss = super().loss(model, batch, at)
+    def loss(self, model: nn.Module, batch: Points, progress: Progress) -> Loss:
+        loss = super().loss(model, batch, progress)
         return Loss(loss.sum / len(batch[1]), loss.count)
 
 

@@ -17,7 +17,7 @@ ASKED = "asked.jsonl"
 ANSWERED = "answered.jsonl"
 
 
-class Questions:
+class PruningRequests:
     """The sweep's side, for one job."""
 
     def __init__(self, folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar, final
 
 from ddptrain.data.stream.cache import BlockCache
 
-AHEAD = 0.8
+PREFETCH_SHARE = 0.8
 """Share of the cache's room that is filled ahead of a training."""
 _AHEAD_OF_VALIDATION = 0.15
 """Of an evaluation, by all ranks of a node together: a training's blocks stay meanwhile."""
@@ -29,7 +29,7 @@ class Need(NamedTuple):
 
 
 @final
-class Ahead:
+class BlockPrefetch:
     """Keeps in the cache what is read now and, as far as there is room, what comes next.
 
     needs: in order, possibly without an end. share: bytes of the cache that may be filled ahead.
@@ -53,7 +53,7 @@ class Ahead:
         self._over = False
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(_THREADS)]
 
-    def __enter__(self) -> "Ahead":
+    def __enter__(self) -> "BlockPrefetch":
         self.at(0)
         for thread in self._threads:
             thread.start()
@@ -139,7 +139,7 @@ class Ahead:
             return None
 
 
-def fetched_ahead(
+def prefetched(
     cache: BlockCache, items: Iterable[Item], positions: Iterable[int], needs: Iterable[Need], share: float
 ) -> Iterator[Item]:
     """The same items, whose blocks are read at these positions; blocks are fetched ahead of them, into this
@@ -147,7 +147,7 @@ def fetched_ahead(
     if cache.in_place:
         yield from items
         return
-    with Ahead(cache, needs, int(share * cache.limit)) as ahead:
+    with BlockPrefetch(cache, needs, int(share * cache.limit)) as ahead:
         for item, position in zip(items, positions, strict=False):
             ahead.at(position)
             yield item
