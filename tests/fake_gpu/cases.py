@@ -49,7 +49,7 @@ OPTIONS = {
     "plain": [],
     "clip": ["train.clip_norm=1.0"],
     "accumulation": ["train.micro_batch=2"],
-    "ema": ["ema.decay=0.9", "train.nonfinite=skip"],
+    "ema": ["ema.decay=0.9"],
     "skip": ["train.nonfinite=skip"],
     "deterministic": ["deterministic=true"],
 }
