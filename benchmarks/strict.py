@@ -1,4 +1,4 @@
-"""A training step under elastic=strict beside one under elastic=fast, on the CPU, of one thread a rank.
+"""A training step under strategy=strict beside one under strategy=auto, on the CPU, of one thread a rank.
 
     python benchmarks/strict.py                                    # a Markdown table, in some 5 minutes
     python benchmarks/strict.py --write docs/reliability.md        # and into that file
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from common import check_markers, composed, made_with, markers, publish
 
 from ddptrain.api.world import World
+from ddptrain.config.strategy import is_strict
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.warmup import warm_up
 from ddptrain.run.setup import make_task, repeat_bits
@@ -30,9 +31,9 @@ from ddptrain.testing import run_ranks
 NAME = "strict"
 """Of the markers."""
 SETTINGS = {
-    "`fast`": ["elastic=fast"],
-    "`strict`, 4 shards": ["elastic=strict", "strategy.shards=4"],
-    "`strict`, 8 shards": ["elastic=strict", "strategy.shards=8"],
+    "`auto`": [],
+    "`strict`, 4 shards": ["strategy=strict", "strategy.shards=4"],
+    "`strict`, 8 shards": ["strategy=strict", "strategy.shards=8"],
 }
 RECIPES = {
     "mobilenet_cifar10": "MobileNetV3-small",
@@ -56,7 +57,7 @@ def main() -> None:
             cells = _cells(recipe, ranks, arguments.rounds)
             lines.append(f"| {RECIPES[recipe]}, {_ranks_in_words(ranks)} | {cells} |")
     note = (
-        "A step's median, and its ratio to `fast` in the same round: median (quartiles) of"
+        "A step's median, and its ratio to `auto` in the same round: median (quartiles) of"
         f" {arguments.rounds} rounds of {STEPS} steps. {made_with('torch')}"
         " Made by `python benchmarks/strict.py`."
     )
@@ -68,7 +69,7 @@ def _cells(recipe: str, ranks: int, rounds: int) -> str:
     base, *others = found
     cells = [_milliseconds(base)]
     for seconds in others:
-        ratios = sorted(own / fast for own, fast in zip(seconds, base, strict=True))
+        ratios = sorted(own / auto for own, auto in zip(seconds, base, strict=True))
         low, high = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
         cells.append(f"{_milliseconds(seconds)}, {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})")
     return " | ".join(cells)
@@ -101,7 +102,7 @@ def _turn(world: World, recipe: str, words: Sequence[str]) -> Callable[[], float
     numbers = iter(range(100000))
 
     def turn() -> float:
-        repeat_bits(config.elastic == "strict")
+        repeat_bits(is_strict(config.strategy))
         if world.size > 1:
             dist.barrier()
         began = time.perf_counter()

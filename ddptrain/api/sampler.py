@@ -81,7 +81,7 @@ class Sampler:
             )
         if self.shards is not None and not self.world_size <= self.shards <= self.batch_size:
             raise UserError(
-                f"strategy.shards={self.shards}: elastic=strict cuts the global batch of"
+                f"strategy.shards={self.shards}: strategy=strict cuts the global batch of"
                 f" {self.batch_size} into so many parts for {self.world_size} ranks: at least one part a"
                 " rank, and one sample a part."
             )

@@ -16,6 +16,7 @@ from typing import Any, get_origin
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from ddptrain.config.removed import what_to_use
 from ddptrain.config.schema import MISSING, Config, Rule, Sweep
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean
@@ -94,7 +95,8 @@ def _unknown_keys(tree: dict[str, Any], section: Any, prefix: str) -> list[str]:
     problems = []
     for name, value in tree.items():
         if name not in fields:
-            problems.append(f"{prefix}{name}: there is no such key{where}.{did_you_mean(name, fields)}")
+            hint = what_to_use(f"{prefix}{name}") or did_you_mean(name, fields)
+            problems.append(f"{prefix}{name}: there is no such key{where}.{hint}")
         elif dataclasses.is_dataclass(fields[name].type) and isinstance(value, dict):
             problems += _unknown_keys(value, fields[name].type, f"{prefix}{name}.")
     return problems

@@ -100,7 +100,6 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
     """A run's saved config with overrides applied: a group's choice replaces its whole section."""
     saved = read_config(path)
     asked = _checked_overrides(arguments, overrides)
-    _update_old(saved)
     for override in sorted(asked, key=lambda override: override.key_or_group not in GROUPS):
         if override.is_sweep_override() or override.key_or_group == "recipe":
             raise UserError(
@@ -118,15 +117,6 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
     tree = place_augment(_plain(saved), overrides)
     check_places(tree, ["run.dir"])  # saved as the user gave it; the folder asked is another
     return tree
-
-
-def _update_old(saved: DictConfig) -> None:
-    """Bring a config up to date that was saved when a strategy had a name and TensorBoard a switch. What the
-    verbs on a saved run do depends on neither."""
-    if OmegaConf.is_missing(saved, "strategy") or "_target_" not in (saved.get("strategy") or {}):
-        saved.strategy = _composed([])["strategy"]
-        if saved.get("log"):
-            saved.log.pop("tensorboard", None)
 
 
 def _checked_overrides(arguments: Arguments, words: Sequence[str]) -> list[Override]:

@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddptrain.config.arguments import GROUPS
 from ddptrain.config.limits import few_interpolations
+from ddptrain.config.removed import what_to_use
 from ddptrain.config.schema import Config, Rule
 from ddptrain.config.search_path import CONF
 from ddptrain.errors import UserError
@@ -134,7 +135,7 @@ def no_such_key(key: str, known: Sequence[str]) -> str:
         name for name in known if name.startswith(f"{key.partition('.')[0]}.") and name.endswith(f".{last}")
     ]
     here = f" Did you mean {inner[0]}?" if len(inner) == 1 and "." in key else ""
-    hint = here or _choices_with(key) or did_you_mean(key, known) or add
+    hint = what_to_use(key) or here or _choices_with(key) or did_you_mean(key, known) or add
     return f"{key}: there is no such key.{hint}"
 
 

@@ -243,8 +243,6 @@ class Config:
     sweep: Sweep = field(default_factory=Sweep)
     seed: int = rule(0, at_least=0, below=2**63)
     device: str = "auto"
-    elastic: str = rule("fast", choices=("fast", "strict"))
-    """``fast``: any number of ranks trains the same but for rounding. ``strict``: the same bits, slower."""
     hang_timeout: float | None = rule(300.0, above=0)
     """Seconds in which no rank makes progress before the job is ended and the rank named; null: never.
     Start-up, saving and whatever is done for the first time may take an hour."""

@@ -30,7 +30,7 @@ ALLOWED = (
     *("ddptrain.recipes.", "ddptrain.data.", "torch.nn.", "torch.optim.", "torchvision.models."),
     *("torchvision.transforms.v2.", "torchvision.datasets.", *OURS),
 )
-FUNCTIONS_ALLOWED = ("ddptrain.recipes.", "torchvision.models.")
+FUNCTIONS_ALLOWED = ("ddptrain.recipes.", "ddptrain.strategies.auto.", "torchvision.models.")
 LIBRARIES = ("torch.", "torchvision.")
 _MODULES = ("torch.nn.", "torchvision.models.", "torchvision.transforms.v2.")
 _UNPICKLES = "torchvision.datasets.lsun."

@@ -26,7 +26,7 @@ from ddptrain.errors import UserError
 log = logging.getLogger("ddptrain")
 _COPIES = 4
 """What will be held beside weights and gradients, as copies of the trained parameters: DDP's buckets, two
-averages of Adam, averaged weights. Under elastic=strict one more for each sum that it keeps of its shards."""
+averages of Adam, averaged weights. With strategy=strict one more for each sum of its shards."""
 _USABLE = 0.9
 """Of a GPU's memory while sizes are tried. The rest is for what comes later, or beside torch's allocator:
 NCCL's buffers, cuBLAS's workspaces, fragmentation."""

@@ -85,5 +85,5 @@ def check_sparse(layers: Sequence[str], optimizer: Optimizer, strategy: Strategy
         raise UserError(
             f"strategy: {layers[0]} of the model has sparse=True; torch's DDP then averages other layers'"
             " gradients wrongly (seen with 2.11 and 2.15), and FSDP takes none. Use sparse=False, or"
-            " elastic=strict."
+            " strategy=strict."
         )

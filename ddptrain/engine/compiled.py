@@ -74,7 +74,7 @@ def check_graphs(mode: str, world: World, passes: int) -> None:
         raise UserError(
             f"compile={mode}: in its CUDA graphs each backward pass overwrites the gradients of the one"
             f" before, and here a rank adds up those of {passes} a step. Use compile=default, or one pass a"
-            " rank: a larger train.micro_batch, and under elastic=strict as many strategy.shards as ranks."
+            " rank: a larger train.micro_batch, and under strategy=strict as many strategy.shards as ranks."
         )
 
 

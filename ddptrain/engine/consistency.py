@@ -132,7 +132,7 @@ def check_extra_state(world: World, model: nn.Module, step: int) -> None:
                 f"model: after {counted(step, 'step')} the extra state (get_extra_state) of"
                 f" {name or type(layer).__name__} on rank {odd[0]} differs from rank 0's, which alone a"
                 " checkpoint holds: a resumed run would be another one. Keep what ranks see differently in a"
-                " buffer (register_buffer), of which all get rank 0's, or use elastic=strict."
+                " buffer (register_buffer), of which all get rank 0's, or use strategy=strict."
             )
 
 

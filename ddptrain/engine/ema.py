@@ -125,7 +125,7 @@ def _move_on_host(averages: list[Tensor], new: list[Tensor], weight: float, nonf
 
 def _move_on_device(averages: list[Tensor], new: list[Tensor], weight: float, nonfinite: Tensor) -> None:
     """In few launches. On a CPU it takes five times as long."""
-    weights = torch.where(nonfinite == 0, weight, 0.0)
+    weights = (nonfinite == 0) * weight
     for some, own in zip(by_dtype(averages), by_dtype(new), strict=True):
         change = torch._foreach_sub(own, some)
         torch._foreach_mul_(change, weights.to(some[0].dtype))

@@ -39,7 +39,7 @@ class Plan:
     """`Data.identity`."""
     valid_size: int = 0
     shards: int | None = None
-    """Parts of each global batch under elastic=strict; None: one a rank."""
+    """Parts of each global batch under strategy=strict; None: one a rank."""
     skips_nonfinite: bool = False
     """Whether a step with a number that is not finite is skipped, or ends the run."""
     nonfinite_limit: int = 20
@@ -107,7 +107,7 @@ class Plan:
             "batch_size": "train.batch_size",
             "train_size": "data (training samples)",
             "valid_size": "data (validation samples)",
-            "shards": "elastic or strategy.shards",
+            "shards": "strategy.shards",
             "sample_weights": "data (weights of the samples)",
         }
         for name, key in keys.items():

@@ -105,7 +105,7 @@ def _on_copies(run: RunInfo) -> str:
 
 def _on_gradients(run: RunInfo) -> str:
     config = run.config
-    compresses = config["elastic"] == "fast" and config["strategy"].get("compression") == "none"
+    compresses = config["strategy"].get("compression") == "none"
     if run.gradient_bytes >= _TRAFFIC and compresses:
         return "strategy.compression=bf16 halves the traffic"
     return f"train.batch_size={2 * config['train']['batch_size']} halves how often"

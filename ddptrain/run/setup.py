@@ -19,7 +19,7 @@ from ddptrain.api.rng import seed_pythons
 from ddptrain.api.world import World
 from ddptrain.config.instantiate import build, check_node
 from ddptrain.config.schema import Config
-from ddptrain.config.strategy import choice_in, is_ddp
+from ddptrain.config.strategy import is_ddp, is_strict
 from ddptrain.distributed.comm import abandon_group, close_group, from_all_ranks, on_all_ranks, open_group
 from ddptrain.distributed.cpu import share_cores
 from ddptrain.distributed.device import choose_device
@@ -62,12 +62,12 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
         raise
     world = world.on(device)
     open_log(None, world.is_first)
-    deterministic = config.deterministic or config.elastic == "strict"
-    share_cores(world, strict=config.elastic == "strict")
+    strict = is_strict(config.strategy)
+    share_cores(world, strict=strict)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = not deterministic
-    repeat_bits(deterministic)
+        torch.backends.cudnn.benchmark = not (config.deterministic or strict)
+    repeat_bits(config.deterministic or strict)
     world = open_group(world, even_single=not alone and is_ddp(config.strategy))
     if world.shares_device:
         reason = f"{reason}; RANKS SHARE A GPU, so their gradients go by way of the host, over gloo"
@@ -138,9 +138,7 @@ def make_task(config: Config) -> tuple[Task, Data]:
 
 def check_doors(config: Config) -> None:
     """Check the nodes that only training builds: strategy, observers, controllers. All problems at once."""
-    problems = []
-    for size in (1, 2):
-        problems += check_node(choice_in(config.strategy, size), "strategy", offered=("world",))
+    problems = check_node(config.strategy, "strategy", offered=("world",))
     for group in ("observers", "controllers"):
         for name, node in getattr(config, group).items():
             problems += check_node(node, f"{group}.{name}")

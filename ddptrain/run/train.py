@@ -21,7 +21,7 @@ from ddptrain.api.observer import RunInfo
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Debug
-from ddptrain.config.strategy import is_dp
+from ddptrain.config.strategy import is_dp, is_strict
 from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.distributed.cpu import cores_in_words, share_cores
 from ddptrain.distributed.watchdog.watchdog import Watchdog
@@ -126,9 +126,8 @@ def make_train_step(
     config: Config, task: Task, data: Data, world: World, watchdog: Watchdog, saved: LoadedCheckpoint | None
 ) -> TrainStep:
     """The train step with all that it is made of, at step 0. saved: will be put into it."""
-    compiled, strict = config.compile != "off", config.elastic == "strict"
     # each rank by itself: nodes may have other GPUs, and what one can't do ends all
-    strategy = on_all_ranks(world, lambda: make_strategy(config.strategy, world, compiled, strict))
+    strategy = on_all_ranks(world, lambda: make_strategy(config.strategy, world, config.compile != "off"))
     precision = on_all_ranks(world, lambda: choose_precision(config.precision, world.device))
     log.info("precision  %s", precision.name)
     ranks, nodes = counted(world.size, "rank"), counted(-(-world.size // world.local_size), "node")
@@ -144,7 +143,7 @@ def make_train_step(
     data.train_batches(plan.sampler(world), range(0))  # refuses a batch that it can't give
     log.info("data       %s", data.describe())
     workers = data.loading.workers or 0
-    share_cores(world, strict, workers)
+    share_cores(world, is_strict(config.strategy), workers)
     log.info("cores      %s", cores_in_words(world, workers))
     model = setup.make_model(config, task, torch.device("cpu") if strategy.sharded else world.device)
     on_all_ranks(world, lambda: precision.check(model))  # nodes may have other GPUs

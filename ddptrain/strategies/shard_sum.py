@@ -134,7 +134,7 @@ class ShardSum:
             return
         if name not in bucket.missing:
             raise UserError(
-                f"elastic=strict: {name} got its gradient in several parts of one backward pass, as"
+                f"strategy=strict: {name} got its gradient in several parts of one backward pass, as"
                 " torch.utils.checkpoint(use_reentrant=True) does for shared weights."
                 " Use use_reentrant=False.",
                 everywhere=False,

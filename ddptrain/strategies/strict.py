@@ -1,4 +1,4 @@
-"""strategy=strict (elastic=strict): the same bits on any number of ranks.
+"""strategy=strict: the same bits on any number of ranks.
 
 The global batch is always cut into the same shards. Each has its own backward pass, and the shards' gradients
 are added in a fixed tree, independent of the rank that computed them (see `ddptrain.strategies.shard_sum`).

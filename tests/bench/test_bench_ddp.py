@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from running import FAULTY
-from toy import auto
+from toy import auto, strict
 
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
@@ -43,8 +43,8 @@ def test_where_ddp_has_nothing_to_do_it_is_said(tmp_path: Path) -> None:
     config = Config(recipe="toy", task={}, data={}, optim={}, device="cpu", strategy=auto())
     assert ranks_for(config, None) == 2
     assert ranks_for(config, 3) == 3
-    with pytest.raises(UserError, match="elastic=strict: adds up gradients by itself"):
-        ranks_for(replace(config, elastic="strict"), 2)
+    with pytest.raises(UserError, match="Strict: ddp=true measures"):
+        ranks_for(replace(config, strategy=strict()), 2)
 
 
 @pytest.mark.long

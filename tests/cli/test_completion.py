@@ -79,7 +79,6 @@ def test_choices_of_a_group(group: str, folder: Path) -> None:
         ("--config-dir=mine optim=l", ["optim=lion "]),
         ("'hydra.searchpath=[mine]' recipe=b", ["recipe=birds "]),
         ("precision=f", ["precision=fp32 ", "precision=fp16 "]),
-        ("elastic=", ["elastic=fast ", "elastic=strict "]),
         ("sched.name=co", ["sched.name=constant ", "sched.name=cosine "]),
         ("channels_last=", ["channels_last=true ", "channels_last=false "]),
         ("checkpoint.background=t", ["checkpoint.background=true "]),

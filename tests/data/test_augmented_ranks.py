@@ -42,7 +42,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 def state_of(home: Path, augment: list[str], ranks: int, workers: int) -> Any:
     run = f"run-{ranks}"
-    words = f"launch --nproc-per-node={ranks} {SET} elastic=strict data.workers={workers} run.dir={run}"
+    words = f"launch --nproc-per-node={ranks} {SET} strategy=strict data.workers={workers} run.dir={run}"
     done = ddptrain(home, [*words.split(), *augment], **ONE_THREAD)
     assert done.code == 0, done.err
     saved = Checkpointer(home / run / "checkpoints", keep=1).newest()

@@ -258,7 +258,7 @@ def test_blocks_are_written_without_them(tmp_path: Path) -> None:
 RUN = (
     f"recipe=cnn_cifar10 data=imagefolder data.source.size={SIDE} data.augment.crop=2 data.resident=false"
     " model.width=4 device=cpu train.batch_size=8 train.eval_batch_size=4 train.steps=12 train.eval_every=4"
-    " checkpoint.every=3 log.every=1 observers=[console,jsonl] elastic=strict"
+    " checkpoint.every=3 log.every=1 observers=[console,jsonl] strategy=strict"
 )
 
 

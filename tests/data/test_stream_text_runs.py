@@ -51,7 +51,7 @@ def test_a_text_is_written_streamed_and_remembered(door: Door, tmp_path: Path) -
             f"recipe=transformer_text data=stream_text data.source.url={url} data.source.cache_gb=0.0001"
             f" data.source.shuffle_blocks=3 data.window=16 {TINY} train.batch_size=8 train.steps=30"
             " train.eval_every=15 data.valid_piece=64 data.valid_context=16 observers=[console,jsonl]"
-            f" elastic=strict run.dir=run{ranks}".split(),
+            f" strategy=strict run.dir=run{ranks}".split(),
             tmp_path, ranks, variables=door.variables,
         )  # fmt: skip
         assert job.wait() == 0, job.text[-3000:]
@@ -144,7 +144,7 @@ def test_a_large_text_is_trained_on_killed_and_resumed_to_the_bit(
             f"recipe={recipe} data=stream_text data.source.url={url} data.source.valid_url=small"
             f" data.source.cache_gb={cache_gb} data.source.cache=cache-{run} data.source.shuffle_blocks=4"
             f" data.window={window} data.order={order} train.batch_size={batch} train.steps=200 {TINY}"
-            " model.layers=1 model.ngrams=[2] train.eval_every=100 checkpoint.every=10 elastic=strict"
+            " model.layers=1 model.ngrams=[2] train.eval_every=100 checkpoint.every=10 strategy=strict"
             f" observers=[console,jsonl] run.dir={run}".split(),
             tmp_path, ranks, restarts, variables=door.variables,
         )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from compare import assert_same
 from shell import Ended, ddptrain, refusal
 from torch import Tensor, nn
-from toy import CLASSES, FEATURES, Classify, Vectors, auto
+from toy import CLASSES, FEATURES, Classify, Vectors, auto, strict
 
 from ddptrain.api.world import World
 from ddptrain.distributed.watchdog.watchdog import Watchdog
@@ -76,8 +76,7 @@ def test_all_ranks_take_what_the_smallest_has_room_for(shards: int | None, tries
             model, data = Roomy(rooms[world.rank]), Vectors(200)
             before = {name: value.clone() for name, value in model.state_dict().items()}
             plan = Plan(steps=5, train_size=200, batch_size=BATCH, shards=shards)
-            node = auto() if shards is None else auto(shards=shards)
-            strategy = make_strategy(node, world, strict=shards is not None)
+            strategy = make_strategy(auto() if shards is None else strict(shards), world)
             task = Classify(nn.Identity)
             trial = AutoBatch(task, model, data, Precision("fp32", world.device), plan, strategy)
             sized = trial.sized("auto", "auto", {}, Watchdog(world))
@@ -98,7 +97,7 @@ def test_where_all_fits_no_rank_cuts_its_share() -> None:
 
     def rank(world: World) -> int | None:
         plan = Plan(steps=5, train_size=200, batch_size=64)
-        strategy = make_strategy(auto(), world, strict=False)
+        strategy = make_strategy(auto(), world)
         precision = Precision("fp32", world.device)
         trial = AutoBatch(Classify(nn.Identity), Roomy(99), Vectors(200), precision, plan, strategy)
         return trial.sized("auto", 256, {}, Watchdog(world)).micro_batch
@@ -110,7 +109,7 @@ def test_no_room_at_all_is_said() -> None:
     world = World()
     plan = Plan(steps=5, train_size=200, batch_size=BATCH)
     model = Roomy(0)
-    strategy = make_strategy(auto(), world, strict=False)
+    strategy = make_strategy(auto(), world)
     task = Classify(nn.Identity)
     trial = AutoBatch(task, model, Vectors(200), Precision("fp32", world.device), plan, strategy)
     with pytest.raises(

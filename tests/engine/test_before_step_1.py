@@ -13,7 +13,7 @@ import torch
 import yaml
 from composed import RECIPES, made
 from torch import Tensor, nn
-from toy import CLASSES, FEATURES, Classify, Fit, Vectors, auto, run_killed_at, weights
+from toy import CLASSES, FEATURES, Classify, Fit, Vectors, run_killed_at, strict, weights
 
 from ddptrain.api.controller import Controller
 from ddptrain.api.observer import Evaluated, Observer, Start
@@ -31,7 +31,7 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "ddp on 2": (2, {}),
     "ddp on 3": (3, {}),
-    "strict on 2": (2, {"elastic": "strict", "strategy": auto(shards=4)}),
+    "strict on 2": (2, {"strategy": strict(4)}),
     "fsdp on 2": (2, {"strategy": FSDP}),
 }
 
@@ -261,7 +261,7 @@ def test_nothing_of_it_is_kept(world: str, tmp_path: Path) -> None:
 
         random.seed(1)
         np.random.seed(1)
-        plan = replace(PLAN, save_every=2, shards=4 if "elastic" in settings else None)
+        plan = replace(PLAN, save_every=2, shards=settings.get("strategy", {}).get("shards"))
         fit = Fit(plan, step_iterator=iterated, ema=0.9, **settings)
         task = Meddles(meddles, training, 24 // size)
         state, report = fit.train(task, Vectors(96), rank, folder, stop_at if rank.is_first else None)

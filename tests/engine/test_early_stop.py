@@ -10,7 +10,7 @@ from compare import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 from shell import ddptrain, refusal
-from toy import Fit, auto, run_killed_at, with_noise
+from toy import Fit, run_killed_at, strict, with_noise
 
 from ddptrain.api.observer import Evaluated
 from ddptrain.api.timing import Timing
@@ -74,7 +74,7 @@ def train(folder: Path, ranks: int, stop_at: int | None = None) -> dict[str, Any
 
     def rank(world: World) -> None:
         fit = Fit(
-            PLAN, make_model=with_noise, sched=Sched("constant"), elastic="strict", strategy=auto(shards=4),
+            PLAN, make_model=with_noise, sched=Sched("constant"), strategy=strict(4),
             observers=[Jsonl(), Summary()] if world.is_first else [],
             controllers={"stop": EarlyStop(3, "loss", None)},
         )  # fmt: skip

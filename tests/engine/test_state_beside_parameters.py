@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from toy import CLASSES, FEATURES, Classify, Fit, auto, run_killed_at
+from toy import CLASSES, FEATURES, Classify, Fit, auto, run_killed_at, strict
 
 from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
@@ -231,7 +231,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_strict_gives_the_same_state_on_any_number_of_ranks(tmp_path: Path) -> None:
     def rank(folder: Path) -> Callable[[World], Any]:
-        one = fit(ema=0.9, elastic="strict", strategy=auto(shards=4), plan={"shards": 4})
+        one = fit(ema=0.9, strategy=strict(4), plan={"shards": 4})
         return lambda world: one.run(world, folder)[2].metrics
 
     reports = [run_ranks(rank(tmp_path / str(size)), size)[0] for size in (1, 2, 3)]

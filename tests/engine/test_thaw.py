@@ -9,7 +9,7 @@ import torch
 from compare import assert_same
 from shell import ddptrain, refusal
 from torch import nn
-from toy import Classify, Fit, Vectors, auto, run_killed_at, with_noise
+from toy import Classify, Fit, Vectors, auto, run_killed_at, strict, with_noise
 
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
@@ -27,7 +27,7 @@ FROZEN = ("0.*", "1.*")
 THAW_AT = 6
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": auto(bucket_cap_mb=0.001)},
-    "strict": {"elastic": "strict", "strategy": auto(shards=4)},
+    "strict": {"strategy": strict(4)},
     "static graph": {"strategy": auto(static_graph=True)},
 }
 

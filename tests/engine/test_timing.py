@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from toy import FEATURES, Classify, Fit, Vectors, auto, with_noise
+from toy import FEATURES, Classify, Fit, Vectors, auto, strict, with_noise
 
 from ddptrain.api.observer import End, Evaluated, Observer, RunInfo, Times
 from ddptrain.api.observer import Log as Logged
@@ -271,14 +271,16 @@ def test_every_moment_belongs_to_a_phase(tmp_path: Path) -> None:
     assert split.seconds["all_reduce"] < 0.01 * wall
 
 
-@pytest.mark.parametrize("elastic", ["fast", "strict"])
-def test_ranks_tell_their_backward_pass_from_the_wait_for_others(tmp_path: Path, elastic: str) -> None:
+@pytest.mark.parametrize("strategy", [auto(), strict(2)])
+def test_ranks_tell_their_backward_pass_from_the_wait_for_others(
+    tmp_path: Path, strategy: dict[str, Any]
+) -> None:
     """Rank 1's data comes late: rank 0 waits for it in the all-reduce, and not in its own backward pass."""
 
     def rank(world: World) -> list[dict[str, float]]:
         times = TimeKeeper()
-        own = plan(20, shards=2 if elastic == "strict" else None)
-        fit = Fit(own, elastic=elastic, strategy=auto(shards=2), observers=[times])
+        own = plan(20, shards=strategy.get("shards"))
+        fit = Fit(own, strategy=strategy, observers=[times])
         fit.train(Classify(light), SlowVectors(1000, 0.02, rank=1), world, tmp_path)
         return [dict(rank.seconds) for rank in times.times.ranks]
 

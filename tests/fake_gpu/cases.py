@@ -53,10 +53,10 @@ OPTIONS = {
     "skip": ["train.nonfinite=skip"],
     "deterministic": ["deterministic=true"],
 }
-ALONE = {"single": [], "dp": ["strategy=dp"], "strict": ["elastic=strict", "strategy.shards=4"]}
+ALONE = {"single": [], "dp": ["strategy=dp"], "strict": ["strategy=strict", "strategy.shards=4"]}
 RANKS = {
     "ddp": [],
-    "strict": ["elastic=strict", "strategy.shards=4"],
+    "strict": ["strategy=strict", "strategy.shards=4"],
     "buckets": ["strategy.bucket_cap_mb=0.01", "strategy.gradient_as_bucket_view=false"],
     "static": ["strategy.static_graph=true"],
     "to bf16": ["strategy.compression=bf16"],

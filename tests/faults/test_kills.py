@@ -95,7 +95,7 @@ def test_a_strict_run_keeps_its_bits_while_the_world_changes(
     tmp_path: Path, undisturbed: Callable[..., Path], trial: int
 ) -> None:
     """Of one rank or of the agent, in each third of the run: 21 kills."""
-    words = faulty_words(*PACE, "elastic=strict", "strategy.shards=4", "checkpoint.every=3")
+    words = faulty_words(*PACE, "strategy=strict", "strategy.shards=4", "checkpoint.every=3")
     dice = random.Random(f"strict {trial}")
     for ranks, steps in zip(WORLDS[:-1], (STEPS[:3], STEPS[3:6], STEPS[6:]), strict=True):
         job = Job(words, tmp_path, ranks)

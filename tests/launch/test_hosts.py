@@ -17,7 +17,7 @@ ENDPOINT = "host1:29400"
 HANG_S = 4
 SET_TIME_S = HANG_S + LAST_WORD_S + 5
 """In which every host ends: beyond these two, a try of 2 s to reach the others, and the ends of processes."""
-BITS = [f"--config-dir={FAULTY}", "recipe=faulty", "device=cpu", "run.dir=run", "elastic=strict"]
+BITS = [f"--config-dir={FAULTY}", "recipe=faulty", "device=cpu", "run.dir=run", "strategy=strict"]
 LONG = [
     *(*BITS, f"hang_timeout={HANG_S}", "train.steps=1000", "checkpoint.every=20", "train.eval_every=500"),
     "data.pace=0.005",
@@ -266,7 +266,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_elastic_job_goes_on_without_a_lost_host_and_grows_again(
     tmp_path: Path, undisturbed: Path, endpoint: str, lost: int, nnodes: str
 ) -> None:
-    """No sample is missed or seen twice: with elastic=strict it ends with the bits of a run that nothing
+    """No sample is missed or seen twice: with strategy=strict it ends with the bits of a run that nothing
     happened to. The second time the host that is lost has rank 0."""
     words = [*LONG, "hang_timeout=10"]  # longer than torchrun needs to take a host for dead, as by default
     variables = {**ELASTIC, "PET_NNODES": nnodes, "PET_RDZV_ENDPOINT": f"{endpoint}:29400"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pairwise import pairwise_of, product_of
 from torch import Tensor, nn
-from toy import Fit, Vectors, auto
+from toy import Fit, Vectors, auto, strict
 
 from ddptrain.api.recipe import Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
@@ -36,7 +36,7 @@ is among them."""
 CHOICES: dict[str, list[Any]] = {
     "ranks": [1, 2, 3],
     "micro_batch": [None, 2],
-    "elastic": ["fast", "strict"],
+    "strict": [False, True],
     "how": ["loss", "gradient", "count", "fp16"],
     "where": list(FAULTS),
     "count": ["int", "tensor"],
@@ -142,14 +142,14 @@ def check(folder: Path, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     plan = Plan(
         steps=STEPS, train_size=TRAIN, batch_size=BATCH, micro_batch=case["micro_batch"], save_every=1,
         log_every=case["log_every"], eval_every=STEPS, skips_nonfinite=case["how"] != "fp16", seed=3,
-        shards=4 if case["elastic"] == "strict" else None,
+        shards=4 if case["strict"] else None,
     )  # fmt: skip
     bad = bad_samples(plan, case, ranks)
-    strategy = auto(shards=4) if case["elastic"] == "strict" else auto()
+    strategy = strict(4) if case["strict"] else auto()
 
     def rank(world: World, stop_at: int | None) -> None:
         fit = Fit(
-            plan, strategy=strategy, elastic=case["elastic"], observers=[Jsonl()] if world.is_first else [],
+            plan, strategy=strategy, observers=[Jsonl()] if world.is_first else [],
             precision="fp16" if case["how"] == "fp16" else "fp32",
         )  # fmt: skip
         fit.train(Known(case, bad), Numbered(TRAIN, 5), world, folder, stop_at if world.is_first else None)

@@ -21,7 +21,7 @@ from composed import RECIPES, made
 from pairwise import Case, name_of, pairwise_of
 from stateful import KINDS, ONLY_CONSTANT, VALID, Guess, Points
 from torch import Tensor, nn
-from toy import auto
+from toy import auto, strict
 from verbs import train_on
 
 import ddptrain
@@ -42,10 +42,10 @@ EXPORTER = (
 )
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {"strategy": auto()}),
-    "strict1": (1, {"strategy": auto(shards=3), "elastic": "strict"}),
+    "strict1": (1, {"strategy": strict(3)}),
     "ddp2": (2, {"strategy": auto()}),
     "ddp3": (3, {"strategy": auto()}),
-    "strict2": (2, {"strategy": auto(shards=3), "elastic": "strict"}),
+    "strict2": (2, {"strategy": strict(3)}),
     "fsdp2": (2, {"strategy": {"_target_": "ddptrain.strategies.fsdp.Fsdp"}}),
 }
 FROZEN: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from compare import assert_same
 from pairwise import Case, name_of, pairwise_of
 from stateful import KINDS, Guess, Points
 from torch import Tensor
-from toy import Fit, auto
+from toy import Fit, auto, strict
 
 from ddptrain.api.controller import Controller
 from ddptrain.api.observer import Evaluated, Log
@@ -66,10 +66,10 @@ ONLY = {"sparse_adam": ("first.*", "last.*"), "muon": ("*bias",)}
 """What these do not take, and so is frozen."""
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
-    "strict1": (1, {"elastic": "strict", "strategy": auto(shards=3)}),
+    "strict1": (1, {"strategy": strict(3)}),
     "ddp2": (2, {"strategy": auto(bucket_cap_mb=0.001)}),
     "ddp3": (3, {}),
-    "strict2": (2, {"elastic": "strict", "strategy": auto(shards=3)}),
+    "strict2": (2, {"strategy": strict(3)}),
     "fsdp2": (2, {"strategy": {"_target_": "ddptrain.strategies.fsdp.Fsdp"}}),
 }
 
@@ -213,11 +213,11 @@ def cases(seed: int, **settings: Sequence[Any]) -> list[Any]:
 
 
 def train(case: Case, world: World, folder: Path, kill: Kill) -> None:
-    elastic = case["strategy"].startswith("strict")
+    in_shards = case["strategy"].startswith("strict")
     plan = Plan(
         steps=STEPS, train_size=60, batch_size=18, micro_batch=4 if case["pieces"] else None,
         eval_batch_size=16, log_every=5, eval_every=EVALUATES, save_every=SAVES, verify_every=4, seed=5,
-        clip_norm=0.5 if case["clipped"] else None, shards=3 if elastic else None,
+        clip_norm=0.5 if case["clipped"] else None, shards=3 if in_shards else None,
         skips_nonfinite=bool(case["left_out"]), nonfinite_limit=8,  # fp16's scaler looks for its scale
     )  # fmt: skip
     frozen = ("first.*",) if case["frozen"] else ONLY.get(case["optimizer"], ())

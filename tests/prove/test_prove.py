@@ -90,7 +90,7 @@ def test_ranks_that_train_the_same(folder: Path) -> None:
 
 @pytest.mark.faults
 def test_ranks_that_train_the_same_bits(folder: Path) -> None:
-    ended = prove(folder, "world", "ranks=2", "elastic=strict", "train.steps=9", "out=here")
+    ended = prove(folder, "world", "ranks=2", "strategy=strict", "train.steps=9", "out=here")
     assert ended.code == 0, ended.out + ended.err
     assert verdict(ended) == "prove world: HOLDS: on 1 to 2 ranks all bits are equal."
     assert (folder / "here/strict-2/checkpoints/step-9").is_dir()
@@ -103,7 +103,7 @@ def test_layers_that_see_one_ranks_part_are_named(folder: Path) -> None:
     said = verdict(ended)
     assert said.startswith("prove world: EXPECTED: ")
     assert "BatchNorm in 0 and dropout in 1" in said
-    assert said.endswith("with elastic=strict all bits are equal.")
+    assert said.endswith("with strategy=strict all bits are equal.")
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from shell import ddptrain, refusal
 from texts import write_text
 from torch import Tensor, nn
 from torchvision.models import resnet18
-from toy import CLASSES, FEATURES, Fit, auto, run_killed_at
+from toy import CLASSES, FEATURES, Fit, auto, run_killed_at, strict
 
 from ddptrain.api.world import World
 from ddptrain.engine.checkpoint import Checkpointer
@@ -36,7 +36,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": auto(bucket_cap_mb=0.001)},
     "static graph": {"strategy": auto(static_graph=True)},
     "unused parameters": {"strategy": auto(find_unused_parameters=True)},
-    "strict": {"elastic": "strict", "strategy": auto(shards=4)},
+    "strict": {"strategy": strict(4)},
     "bf16": {"precision": "bf16"},
 }
 

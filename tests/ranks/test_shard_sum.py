@@ -10,7 +10,7 @@ from compare import assert_same
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
-from toy import auto
+from toy import auto, strict
 
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World, shards_of
@@ -22,7 +22,7 @@ SHARDS = 8
 
 
 def pairwise_sum(rows: list[Any]) -> Any:
-    """Level by level, as elastic=strict has added since its first version."""
+    """Level by level, as strategy=strict has added since its first version."""
     while len(rows) > 1:
         pairs = [a + b for a, b in zip(rows[::2], rows[1::2], strict=False)]
         rows = pairs + rows[2 * len(pairs) :]
@@ -92,7 +92,7 @@ def step(strategy: Strategy, wrapped: nn.Module, world: World, number: int) -> l
 def made(world: World, model: nn.Module | None = None) -> tuple[Strategy, nn.Module, nn.Module]:
     torch.manual_seed(1)
     model = model or Given()
-    strategy = make_strategy(auto(shards=SHARDS), world, strict=True)
+    strategy = make_strategy(strict(SHARDS), world)
     return strategy, model, strategy.wrap(model)
 
 
@@ -201,7 +201,7 @@ def test_buckets_are_sent_while_the_backward_pass_still_runs() -> None:
 def highest(world: World, shards: int | None) -> tuple[int, int]:
     """The bytes that torch holds at most in the third step beyond the weights; those of the gradient."""
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
-    strategy = make_strategy(auto(shards=shards or 8), world, strict=shards is not None)
+    strategy = make_strategy(auto() if shards is None else strict(shards), world)
     parts = 1 if shards is None else shards // world.size
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         wrapped = strategy.wrap(model)
@@ -257,5 +257,5 @@ def test_a_gradient_in_parts_is_refused() -> None:
         with strategy.accumulate(wrapped, last=True):
             wrapped(torch.ones(2, 3, requires_grad=True)).backward()
 
-    with pytest.raises(RankFailed, match=r"UserError: elastic=strict: model.layer.* got its gradient in"):
+    with pytest.raises(RankFailed, match=r"UserError: strategy=strict: model.layer.* got its gradient in"):
         run_ranks(rank, 1)

@@ -1,4 +1,4 @@
-"""elastic=strict: the same bits on any number of ranks, and over any change of it."""
+"""strategy=strict: the same bits on any number of ranks, and over any change of it."""
 
 import os
 import random
@@ -12,7 +12,7 @@ from compare import assert_same
 from scenes import detector
 from texts import language_model, write_text
 from torch import nn
-from toy import CLASSES, FEATURES, Classify, CountPositives, Fit, Vectors, auto, with_noise
+from toy import CLASSES, FEATURES, Classify, CountPositives, Fit, Vectors, strict, with_noise
 
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
@@ -58,8 +58,8 @@ def train(
 def fitting(world: World, calendar: Plan, **changes: Any) -> Fit:
     torch.use_deterministic_algorithms(True)
     return Fit(
-        calendar, optim=ADAMW, sched=Sched(warmup=0.2), ema=0.9, elastic="strict",
-        strategy=auto(shards=calendar.shards), observers=[Jsonl()] if world.is_first else [], **changes,
+        calendar, optim=ADAMW, sched=Sched(warmup=0.2), ema=0.9, strategy=strict(calendar.shards or 8),
+        observers=[Jsonl()] if world.is_first else [], **changes,
     )  # fmt: skip
 
 
@@ -189,5 +189,5 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         plan().sampler(World(rank=0, size=5, local_size=5))
     with pytest.raises(UserError, match=r"strategy.shards=4: .* global batch of 3"):
         plan(batch_size=3).sampler(World())
-    with pytest.raises(UserError, match=r"elastic or strategy.shards=8: .* saved with 4"):
+    with pytest.raises(UserError, match=r"strategy.shards=8: .* saved with 4"):
         plan(shards=8).check_continues({**plan().position_facts}, "step-1")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from toy import Fit, auto
+from toy import Fit, auto, strict
 from zoo import ZOO, Animal
 
 from ddptrain.api.world import World
@@ -30,18 +30,18 @@ def trained(
     size: int,
     folder: Path,
     precision: str = "fp32",
-    strict: bool = False,
+    in_shards: bool = False,
     stop_at: int | None = None,
     lr: float = 0.1,
 ) -> list[Trained | str]:
     """By rank; a refusal is its message."""
     plan = Plan(
         steps=6, train_size=103, batch_size=24, eval_batch_size=40, eval_every=2, save_every=3,
-        verify_every=2, seed=3, shards=SHARDS if strict else None,
+        verify_every=2, seed=3, shards=SHARDS if in_shards else None,
     )  # fmt: skip
     fit = Fit(
-        plan, make_model=animal.make, precision=precision, elastic="strict" if strict else "fast",
-        strategy=auto(shards=SHARDS, **animal.strategy),
+        plan, make_model=animal.make, precision=precision,
+        strategy=strict(SHARDS) if in_shards else auto(**animal.strategy),
         optim={"_target_": "torch.optim.SGD", "lr": lr, "momentum": 0.9},
     )  # fmt: skip
 
@@ -88,10 +88,10 @@ def check(name: str, size: int, folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for column, changes in (
         ("train", {}), ("bf16", {"precision": "bf16"}),
-        ("strict", {"strict": True}), ("evaluate", {"lr": 0.0}),
+        ("in_shards", {"in_shards": True}), ("evaluate", {"lr": 0.0}),
     ):  # fmt: skip
         ranks, [alone] = run("many", **changes), run("one", 1, **changes)
-        refusal = animal.refused or (animal.refused_by_ddp if size > 1 and column != "strict" else "")
+        refusal = animal.refused or (animal.refused_by_ddp if size > 1 and column != "in_shards" else "")
         if refusal:
             for one in ranks:
                 assert isinstance(one, str), f"{name}, {size} ranks, {column}: is not refused"
@@ -102,7 +102,7 @@ def check(name: str, size: int, folder: Path) -> dict[str, str]:
         assert isinstance(alone, Trained), alone
         for one in ranks:
             assert isinstance(one, Trained), f"{name}, {size} ranks, {column}: {one}"
-            if column in ("strict", "evaluate"):
+            if column in ("in_shards", "evaluate"):
                 assert same_bits(one, alone), f"{name}, {size} ranks, {column}: other bits than on one"
             else:
                 far, allowed = distance(one, alone), TOLERANCE["bf16" if column == "bf16" else "fp32"]

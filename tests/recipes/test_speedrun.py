@@ -13,7 +13,7 @@ from compare import assert_same
 from shell import ddptrain
 from torch import Tensor, nn
 from torch.nn import functional
-from toy import Fit, auto, weights
+from toy import Fit, auto, strict, weights
 
 from ddptrain.api.world import World
 from ddptrain.config.schema import Sched
@@ -222,16 +222,16 @@ def trained(
     **how: Any,
 ) -> dict[str, Any]:
     """The last checkpoint after stretches of (ranks, killed after which save)."""
-    elastic = "strict" if how.get("shards") else "fast"
+    strategy = strict(4) if how.get("shards") else auto()
     drawn()  # before the ranks are forked
     for size, stop_at in sizes:
 
         def rank(world: World, stop_at: int | None = stop_at) -> None:
-            torch.use_deterministic_algorithms(elastic == "strict")
+            torch.use_deterministic_algorithms(bool(how.get("shards")))
             task, data = recipe(FewShapes(), make, width=2, tta=2)
             fit = Fit(
-                calendar(**how), optim=GENTLE, sched=Sched("linear"), ema=0.9, elastic=elastic,
-                strategy=auto(shards=4),
+                calendar(**how), optim=GENTLE, sched=Sched("linear"), ema=0.9,
+                strategy=strategy,
             )  # fmt: skip
             fit.train(task, data, world, folder, stop_at if world.is_first else None)
 

@@ -139,6 +139,10 @@ def auto(**arguments: Any) -> dict[str, Any]:
     return {**yaml.safe_load(file.read_text()), **arguments}
 
 
+def strict(shards: int = 8) -> dict[str, Any]:
+    return {"_target_": "ddptrain.strategies.strict.Strict", "shards": shards}
+
+
 SGD: dict[str, Any] = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}
 
 
@@ -156,7 +160,6 @@ class Fit:
     strategy: dict[str, Any] = field(default_factory=auto)
     precision: str = "fp32"
     weight_decay_on: str = "all"
-    elastic: str = "fast"
     freeze: Sequence[str] = ()
     thaw_at: int | None = None
     observers: Sequence[Observer] = ()
@@ -185,10 +188,10 @@ class Fit:
         precision = Precision(self.precision, world.device)
         config = Config(
             recipe="toy", task={}, data={}, optim=self.optim, sched=self.sched, ema=Ema(self.ema),
-            strategy=self.strategy, elastic=self.elastic,
+            strategy=self.strategy,
             train=Train(weight_decay_on=self.weight_decay_on, nonfinite=self.nonfinite),
         )  # fmt: skip
-        strategy = make_strategy(self.strategy, world, strict=self.elastic == "strict")
+        strategy = make_strategy(self.strategy, world)
         model = strategy.prepare(task.build().to(world.device))
         checkpointer = Checkpointer(folder, keep=2)
         saved = checkpointer.newest()

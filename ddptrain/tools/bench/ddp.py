@@ -22,8 +22,6 @@ def ranks_for(config: Config, asked: int | None) -> int:
     nothing to do."""
     if asked is not None and asked < 2:
         raise UserError(f"ranks={asked}: ddp=true measures what ranks send each other; give 2 or more.")
-    if config.elastic == "strict":
-        raise UserError("elastic=strict: adds up gradients by itself, without DDP. Leave it or ddp=true out.")
     if not uses_ddp(config.strategy):
         raise UserError(
             f"strategy._target_={config.strategy['_target_']}: ddp=true measures DistributedDataParallel."

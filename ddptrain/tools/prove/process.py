@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,6 +184,11 @@ class Case:
                 " sample. Take fewer ranks or a larger batch."
             )
         return Trials(self.folder, [*self.words, *more], max(1, self.cores // ranks))
+
+    def strict(self) -> "Case":
+        """The same training, with strategy=strict in place of what the command line says of strategies."""
+        others = [word for word in self.words if not word.lstrip("+").startswith(("strategy=", "strategy."))]
+        return replace(self, words=[*others, "strategy=strict"])
 
     def says(self, key: str) -> bool:
         """Whether the command line sets this key."""

@@ -6,6 +6,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ddptrain.config.schema import Config
+from ddptrain.config.strategy import is_strict
 from ddptrain.errors import UserError
 from ddptrain.text import first_few
 from ddptrain.tools.prove.process import Case, ProofResult, Trials
@@ -24,12 +25,12 @@ _LOSS_ROUNDING = 1e-4
 
 
 def prove_world(case: Case, ranks: int = 4) -> ProofResult:
-    """Any number of ranks trains the same: equal bits with elastic=strict, else equal to rounding, but for
+    """Any number of ranks trains the same: equal bits with strategy=strict, else equal to rounding, but for
     layers that see one rank's part only."""
     if ranks < 2:
         raise UserError(f"prove world: ranks={ranks}: must be 2 or more.")
-    if case.config.elastic == "strict":
-        table = Table("ranks", "largest difference", title="world, elastic=strict")
+    if is_strict(case.config.strategy):
+        table = Table("ranks", "largest difference", title="world, strategy=strict")
         broken = _differing_bits(case.trials(ranks), ranks, table)
         summary = f"BROKEN: {broken}" if broken else f"HOLDS: on 1 to {ranks} ranks all bits are equal."
         return ProofResult(not broken, summary, table)
@@ -52,10 +53,10 @@ def prove_world(case: Case, ranks: int = 4) -> ProofResult:
     if not layers:
         return ProofResult(False, f"BROKEN: {_where(trials, model, case.config, beyond, tolerance)}", table)
     differ = f"weights differ, as they have to, by {' and '.join(layers)}"
-    broken = _differing_bits(case.trials(ranks, "elastic=strict"), ranks, table)
+    broken = _differing_bits(case.strict().trials(ranks), ranks, table)
     if broken:
-        return ProofResult(False, f"BROKEN: {differ}, but elastic=strict does not mend it: {broken}", table)
-    return ProofResult(True, f"EXPECTED: {differ}; with elastic=strict all bits are equal.", table)
+        return ProofResult(False, f"BROKEN: {differ}, but strategy=strict does not mend it: {broken}", table)
+    return ProofResult(True, f"EXPECTED: {differ}; with strategy=strict all bits are equal.", table)
 
 
 def _trained(trials: Trials, ranks: int, name: str = "on", *more: str) -> State:
@@ -64,7 +65,7 @@ def _trained(trials: Trials, ranks: int, name: str = "on", *more: str) -> State:
 
 
 def _differing_bits(trials: Trials, ranks: int, table: Table) -> str:
-    """Train under elastic=strict; the first value that is not equal bit for bit, in words, or ''."""
+    """Train under strategy=strict; the first value that is not equal bit for bit, in words, or ''."""
     ours, broken = _trained(trials, 1, "strict"), ""
     for size in range(2, ranks + 1):
         theirs = _trained(trials, size, "strict")

@@ -1,0 +1,13 @@
+"""Keys that there were once: what to use now."""
+
+_REMOVED = {
+    "elastic": "Use strategy=strict for the same bits on any number of ranks; fast is the default.",
+    "sweep.share": "A job's training is its own now; to begin with a common one: init.weights=<run>.",
+    "train.step_limit": "A job's training is its own now; to begin with a common one: init.weights=<run>.",
+    "log.tensorboard": "Use observers=[console,jsonl] without tensorboard.",
+}
+
+
+def what_to_use(key: str) -> str:
+    """A sentence about a key that was removed, or ''."""
+    return f" {_REMOVED[key]}" if key in _REMOVED else ""

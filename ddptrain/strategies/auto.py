@@ -1,0 +1,56 @@
+"""strategy=auto, fsdp and hsdp: by ranks where there are several, else without them."""
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+from ddptrain.api.strategy import Strategy
+from ddptrain.api.world import World
+from ddptrain.errors import UserError
+from ddptrain.strategies.ddp import TORCHS_CAP_MB, Ddp
+from ddptrain.strategies.fsdp import Fsdp
+from ddptrain.strategies.single import Single
+
+log = logging.getLogger("ddptrain")
+
+
+def ddp_or_single(
+    world: World,
+    bucket_cap_mb: float = TORCHS_CAP_MB,
+    gradient_as_bucket_view: bool = True,
+    static_graph: bool = False,
+    find_unused_parameters: bool = False,
+    compression: Literal["none", "bf16", "fp16"] = "none",
+    sync_batchnorm: bool = False,
+) -> Strategy:
+    """`Ddp` with these arguments; `Single` for one rank.
+
+    Raises UserError for a value out of range, and for ``sync_batchnorm`` with one rank.
+    """
+    ddp = Ddp(
+        world, bucket_cap_mb, gradient_as_bucket_view, static_graph, find_unused_parameters, compression,
+        sync_batchnorm,
+    )  # fmt: skip
+    if world.size > 1:
+        return ddp
+    if sync_batchnorm:
+        raise UserError(
+            "strategy.sync_batchnorm=true: PyTorch's SyncBatchNorm needs ddp on GPUs;"
+            f" this is single on {world.device.type}."
+        )
+    if compression != "none":
+        log.info("note       strategy.compression=%s: one process sends no gradients", compression)
+    return Single(world)
+
+
+def fsdp_or_single(
+    world: World,
+    wrap: Sequence[str] | None = None,
+    reshard_after_forward: bool = True,
+    shard_over: Literal["world", "node"] = "world",
+    whole_checkpoint_gb: float = 4.0,
+) -> Strategy:
+    """`Fsdp` with these arguments; `Single` for one rank."""
+    if world.size == 1:
+        return Single(world)
+    return Fsdp(world, wrap, reshard_after_forward, shard_over, whole_checkpoint_gb)
