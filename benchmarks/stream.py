@@ -104,7 +104,7 @@ def streamed(url: str, cache: Path) -> ImageData:
 
 def ours(data: ImageData) -> Iterator[Any]:
     data.prepare(World(), seed=0)
-    return data.train_batches(Sampler(data.train_size, BATCH, 0, blocks=data.blocks), range(1000))
+    return data.train_batches(Sampler(data.train_size, BATCH, 0, epoch_order=data.epoch_order), range(1000))
 
 
 def _as_batch(samples: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:

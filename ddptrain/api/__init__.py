@@ -1,5 +1,6 @@
 """All that a recipe, an observer, a controller or a strategy imports; nothing deeper is needed."""
 
+from ddptrain.api.blocks import Blocks as Blocks
 from ddptrain.api.controller import Controller as Controller
 from ddptrain.api.observer import Devices as Devices
 from ddptrain.api.observer import End as End
@@ -11,6 +12,9 @@ from ddptrain.api.observer import RunInfo as RunInfo
 from ddptrain.api.observer import Saved as Saved
 from ddptrain.api.observer import Start as Start
 from ddptrain.api.observer import Times as Times
+from ddptrain.api.order import EpochOrder as EpochOrder
+from ddptrain.api.order import Shuffled as Shuffled
+from ddptrain.api.order import Weighted as Weighted
 from ddptrain.api.recipe import Batch as Batch
 from ddptrain.api.recipe import ConfusionMatrix as ConfusionMatrix
 from ddptrain.api.recipe import Curves as Curves

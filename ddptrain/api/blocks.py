@@ -9,12 +9,13 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ddptrain.api.order import EpochOrder
 from ddptrain.api.rng import derive_seed
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class Blocks(EpochOrder):
     """Samples 0, 1, ... lie in blocks, in this order.
 
     sizes: int64 (blocks,), samples of each, 1 or more. window: blocks whose samples are shuffled together.
@@ -28,8 +29,7 @@ class Blocks:
         """int64 (blocks,): the index after each block's last sample."""
         return self.sizes.cumsum(0)
 
-    def order(self, seed: int, epoch: int) -> Tensor:
-        """int64 (samples,): the sample indices of an epoch; each once."""
+    def indices(self, size: int, seed: int, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
         starts = self.ends - self.sizes
         shuffled = []
@@ -42,7 +42,7 @@ class Blocks:
         return torch.cat(shuffled)
 
     def windows(self, seed: int, epoch: int) -> Iterator[tuple[int, list[int]]]:
-        """Of each window of an epoch: where it begins in `order`, and its blocks."""
+        """Of each window of an epoch: where it begins in `indices`, and its blocks."""
         generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
         begin = 0
         for blocks in self._shuffled(generator).split(self.window):

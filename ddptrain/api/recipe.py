@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ddptrain.api.order import EpochOrder, Shuffled
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:
-    from ddptrain.api.blocks import Blocks
     from ddptrain.api.sampler import Sampler
     from ddptrain.api.timing import FetchTimes
     from ddptrain.api.world import World
@@ -240,16 +240,10 @@ class Data(ABC):
         return ()
 
     @property
-    def sample_weights(self) -> Tensor | None:
-        """How often each training sample is drawn, relative to the others: float64 (train_size,), positive,
-        on the CPU. None: each once an epoch."""
-        return None
-
-    @property
-    def blocks(self) -> "Blocks | None":
-        """In which blocks the training samples are stored, where a training should read a few of these at a
-        time. None: all samples are shuffled at once."""
-        return None
+    def epoch_order(self) -> EpochOrder:
+        """In which order the training samples come. Known after `prepare`. By default each once an epoch, all
+        shuffled; `Weighted` draws some more often, `Blocks` reads a few stored blocks at a time."""
+        return Shuffled()
 
     @property
     def loading(self) -> Loading:

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddptrain.api.blocks import Blocks
-from ddptrain.api.rng import derive_seed
+from ddptrain.api.order import EpochOrder, Shuffled
 from ddptrain.api.world import shards_of
 from ddptrain.errors import UserError
 
@@ -50,8 +49,8 @@ class Sampler:
     """The training samples of one rank.
 
     size: samples in the training set. batch_size: the GLOBAL batch. micro_batch: most samples in one forward
-    pass, or None for a whole shard. shards: parts of a global batch, or None for one per rank. weights,
-    blocks: as `Data.sample_weights` and `Data.blocks` have them.
+    pass, or None for a whole shard. shards: parts of a global batch, or None for one per rank. epoch_order:
+    `Data.epoch_order`.
     """
 
     size: int
@@ -61,24 +60,12 @@ class Sampler:
     world_size: int = 1
     micro_batch: int | None = None
     shards: int | None = None
-    weights: Tensor | None = field(default=None, compare=False)
-    blocks: Blocks | None = field(default=None, compare=False)
+    epoch_order: EpochOrder = field(default=Shuffled(), compare=False)  # has no state
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise UserError("data: the training set is empty.")
-        weights = self.weights
-        if weights is not None and not (
-            weights.shape == (self.size,) and bool((weights > 0).all()) and bool(weights.isfinite().all())
-        ):
-            raise UserError(
-                f"data.sample_weights: must be {self.size} positive numbers, one a training sample."
-            )
-        if weights is not None and self.blocks is not None:
-            raise UserError(
-                "data.balance: draws from the whole set at once, and this one is read a few blocks at a time."
-                " Set data.balance=0, or weigh the classes in the loss: task.class_weights."
-            )
+        self.epoch_order.check(self.size)
         if self.shards is not None and not self.world_size <= self.shards <= self.batch_size:
             raise UserError(
                 f"strategy.shards={self.shards}: strategy=strict cuts the global batch of"
@@ -124,24 +111,8 @@ class Sampler:
         return tuple(micro_batch.size for micro_batch in self.micro_batches)
 
     def order(self, epoch: int) -> Tensor:
-        """int64 (size,): the sample indices of an epoch, shuffled.
-
-        Of samples in blocks, a few blocks at a time (`Blocks.order`).
-
-        With weights by systematic sampling: a sample is in it as often as its weight says, rounded up or
-        down by chance. Equal weights give each once.
-        """
-        if self.blocks is not None:
-            return self.blocks.order(self.seed, epoch)
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
-        order = torch.randperm(self.size, generator=generator)
-        if self.weights is None:
-            return order
-        ends = self.weights[order].cumsum(0)
-        offset = torch.rand(1, generator=generator, dtype=torch.float64)
-        points = (torch.arange(self.size) + offset) * (ends[-1] / self.size)
-        drawn = order[torch.searchsorted(ends, points, right=True).clamp(max=self.size - 1)]
-        return drawn[torch.randperm(self.size, generator=generator)]
+        """int64 (size,): the sample indices of an epoch."""
+        return self.epoch_order.indices(self.size, self.seed, epoch)
 
     def slices(self, step: int) -> list[list[EpochSlice]]:
         """This rank's samples of a step, for each micro-batch: one slice, more if it crosses an epoch's
@@ -156,7 +127,7 @@ class Sampler:
         """This rank's micro-batches of many steps: int64 (n,) sample indices, int64 (n,) the epoch of
         each, on the device. An epoch's order is copied there once; a step only slices it.
 
-        With weights, a sample that is drawn again within an epoch has a large number of its own in place of
+        A sample that is drawn again within an epoch has a large number of its own in place of
         the epoch, so that what follows from (seed, epoch, sample index) is drawn anew.
         """
         orders, sizes = _Orders(self, device), self.micro_sizes
@@ -212,7 +183,7 @@ class _Orders:
         """The samples in order, and the epoch of each where it is not the same."""
         if epoch not in self._orders:
             order, epochs = self._sampler.order(epoch), None
-            if self._sampler.weights is not None:
+            if self._sampler.epoch_order.repeats:
                 epochs = self._on_device(epoch + _AGAIN * _times_before(order))
             self._orders[epoch] = self._on_device(order), epochs
             for old in sorted(self._orders)[:-2]:

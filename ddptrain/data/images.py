@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddptrain.api.blocks import Blocks
+from ddptrain.api.order import EpochOrder, Weighted
 from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
@@ -159,17 +160,18 @@ class ImageData(Data):
         return labels.long().sum(0) if labels.ndim == 2 else labels.bincount(minlength=len(self.classes))
 
     @property
-    def sample_weights(self) -> Tensor | None:
+    def epoch_order(self) -> EpochOrder:
         if not self.balance:
-            return None
+            return self._set.epoch_order
         labels = self._set.train.labels
         if labels.ndim == 2:
             raise UserError("data.balance: is for images of one class each. Set data.balance=0.")
-        return self.class_counts.double().pow(-self.balance)[labels]
-
-    @property
-    def blocks(self) -> Blocks | None:
-        return self._set.blocks
+        if isinstance(self._set.epoch_order, Blocks):
+            raise UserError(
+                "data.balance: draws from the whole set at once, and this one is read a few blocks at a time."
+                " Set data.balance=0, or weigh the classes in the loss: task.class_weights."
+            )
+        return Weighted(self.class_counts.double().pow(-self.balance)[labels])
 
     @property
     def identity(self) -> str:

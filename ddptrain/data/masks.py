@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddptrain.api.blocks import Blocks
+from ddptrain.api.order import EpochOrder, Shuffled
 from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
@@ -224,8 +224,8 @@ class MaskData(Data):
         return seen.hexdigest()
 
     @property
-    def blocks(self) -> Blocks | None:
-        return None if self._streamed[0] is None else self._streamed[0].blocks
+    def epoch_order(self) -> EpochOrder:
+        return Shuffled() if self._streamed[0] is None else self._streamed[0].blocks
 
     @property
     def loading(self) -> Loading:

@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ddptrain.api.blocks import Blocks
+from ddptrain.api.order import EpochOrder, Shuffled
 from ddptrain.data.agreement import note_checkpoints_own
 from ddptrain.data.identity import digest, of_tensor
 from ddptrain.data.pictures import Box, as_png, resized
@@ -91,8 +91,8 @@ class ImageSet:
     """Pixels to which the short side is scaled before the middle is cut out, in evaluation (`fit`)."""
     held_out: bool = False
     """Whether the validation part is every tenth sample of a set that has no other."""
-    blocks: Blocks | None = None
-    """`Data.blocks`."""
+    epoch_order: EpochOrder = Shuffled()  # has no state
+    """`Data.epoch_order`."""
     identity: str = ""
     """`Data.identity`; '': it is `digest`."""
     skipped: Sequence[str] = ()

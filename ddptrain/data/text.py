@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.api.blocks import Blocks
+from ddptrain.api.order import EpochOrder, Shuffled
 from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.rng import draw_below
 from ddptrain.api.sampler import Sampler
@@ -126,12 +127,15 @@ class TextData(Data):
 
     @property
     def train_size(self) -> int:
-        return len(self._tokens.train) // self.window if self.blocks is None else int(self.blocks.sizes.sum())
+        order = self.epoch_order
+        return int(order.sizes.sum()) if isinstance(order, Blocks) else len(self._tokens.train) // self.window
 
     @property
-    def blocks(self) -> Blocks | None:
+    def epoch_order(self) -> EpochOrder:
         train = self._tokens.train
-        return train.windows(self.window) if isinstance(train, TokenBlocks) and not self.in_streams else None
+        if isinstance(train, TokenBlocks) and not self.in_streams:
+            return train.windows(self.window)
+        return Shuffled()
 
     @property
     def loading(self) -> Loading:
@@ -225,7 +229,7 @@ class TextData(Data):
                 f"data.window={self.window}: the text to train on has {train} tokens (and {valid} are held"
                 " out), and a window takes one more than its length. Take a longer text or a shorter window."
             )
-        if self.blocks is not None and int(self.blocks.sizes.min()) == 0:
+        if isinstance(self.epoch_order, Blocks) and int(self.epoch_order.sizes.min()) == 0:
             raise UserError(
                 f"data.window={self.window}: the set has a block of less tokens, and windows lie within"
                 " blocks. Take a shorter window, or write larger blocks (block_mb=...)."
@@ -256,9 +260,9 @@ class TextData(Data):
 
     def _streamed(self, train: TokenBlocks, sampler: Sampler, steps: range) -> Iterator[Windows]:
         """Windows out of blocks that are fetched ahead of them."""
-        if sampler.blocks is not None:
+        if isinstance(sampler.epoch_order, Blocks):
             ids = sampler.samples(steps, torch.device("cpu"))
-            needs = training_needs(sampler.blocks, sampler, steps)
+            needs = training_needs(sampler.epoch_order, sampler, steps)
             for some, epochs in train.fetching(
                 ids, training_positions(sampler, steps), needs, PREFETCH_SHARE
             ):

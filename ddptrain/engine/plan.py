@@ -1,14 +1,11 @@
 """What happens after which step: a pure function of the config and the size of the data."""
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
-from ddptrain.api.blocks import Blocks
+from ddptrain.api.order import EpochOrder, Shuffled
 from ddptrain.api.recipe import Progress
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
@@ -46,10 +43,8 @@ class Plan:
     """Most steps skipped in a row."""
     verify_every: int | None = None
     """Steps between comparisons of the ranks' weights."""
-    sample_weights: Tensor | None = field(default=None, compare=False)
-    """`Data.sample_weights`."""
-    blocks: Blocks | None = field(default=None, compare=False)
-    """`Data.blocks`, of which `data` tells."""
+    epoch_order: EpochOrder = field(default=Shuffled(), compare=False)  # has no state
+    """`Data.epoch_order`."""
 
     def sampler(self, world: World) -> Sampler:
         """Which samples this rank takes in each step."""
@@ -61,8 +56,7 @@ class Plan:
             world.size,
             self.micro_batch,
             self.shards,
-            self.sample_weights,
-            self.blocks,
+            self.epoch_order,
         )
 
     def check_equal_passes(self, world: World) -> None:
@@ -79,9 +73,6 @@ class Plan:
     @property
     def position_facts(self) -> dict[str, int | str | None]:
         """What determines the samples of a step number, and those that it is judged by."""
-        weights = None
-        if self.sample_weights is not None:
-            weights = hashlib.sha256(self.sample_weights.numpy().tobytes()).hexdigest()[:16]
         return {
             "seed": self.seed,
             "batch_size": self.batch_size,
@@ -89,7 +80,7 @@ class Plan:
             "train_size": self.train_size,
             "valid_size": self.valid_size,
             "shards": self.shards,
-            "sample_weights": weights,
+            "epoch_order": self.epoch_order.digest,
         }
 
     def check_continues(self, saved: Mapping[str, Any], where: str) -> None:
@@ -108,7 +99,7 @@ class Plan:
             "train_size": "data (training samples)",
             "valid_size": "data (validation samples)",
             "shards": "strategy.shards",
-            "sample_weights": "data (weights of the samples)",
+            "epoch_order": "data (order of the samples)",
         }
         for name, key in keys.items():
             own = facts[name]

@@ -2,9 +2,9 @@
 
 from contextlib import nullcontext
 
-from torch import Tensor, nn
+from torch import nn
 
-from ddptrain.api.blocks import Blocks
+from ddptrain.api.order import EpochOrder, Shuffled
 from ddptrain.api.recipe import Task
 from ddptrain.api.strategy import Strategy
 from ddptrain.config.schema import Config, Train
@@ -32,8 +32,7 @@ def plan_run(
     train_size: int,
     data: str = "",
     shards: int | None = None,
-    sample_weights: Tensor | None = None,
-    blocks: Blocks | None = None,
+    epoch_order: EpochOrder | None = None,
     valid_size: int = 0,
 ) -> Plan:
     """The plan a config makes for a set of these sizes and this identity. shards: `Strategy.shards`."""
@@ -59,8 +58,7 @@ def plan_run(
         skips_nonfinite=train.nonfinite == "skip",
         nonfinite_limit=train.nonfinite_limit,
         verify_every=train.verify_every,
-        sample_weights=sample_weights,
-        blocks=blocks,
+        epoch_order=epoch_order or Shuffled(),
     )
 
 

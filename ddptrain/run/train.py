@@ -135,8 +135,7 @@ def make_train_step(
     normalise_as_weights(config, data, saved)
     setup.prepare(data, world, config.seed)
     plan = plan_run(
-        config, data.train_size, data.identity, strategy.shards, data.sample_weights, data.blocks,
-        data.valid_size,
+        config, data.train_size, data.identity, strategy.shards, data.epoch_order, data.valid_size,
     )  # fmt: skip
     if strategy.sharded:
         plan.check_equal_passes(world)

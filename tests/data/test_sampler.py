@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddptrain.api.order import Weighted
 from ddptrain.api.sampler import EpochSlice, Sampler
 from ddptrain.errors import UserError
 
@@ -123,7 +124,7 @@ def test_an_epoch_holds_a_sample_as_often_as_its_weight_says(
     weights: list[float], epoch: int, seed: int
 ) -> None:
     size, shares = len(weights), torch.tensor(weights, dtype=torch.float64)
-    order = Sampler(size, 1, seed, weights=shares).order(epoch)
+    order = Sampler(size, 1, seed, epoch_order=Weighted(shares)).order(epoch)
     counts, wanted = order.bincount(minlength=size), shares / shares.sum() * size
     assert len(order) == size
     assert ((counts - wanted).abs() < 1 + 1e-9).all()
@@ -131,7 +132,7 @@ def test_an_epoch_holds_a_sample_as_often_as_its_weight_says(
 
 def test_rounding_is_by_chance_and_equal_weights_are_a_permutation() -> None:
     shares = torch.tensor([0.5] * 50 + [1.5] * 50, dtype=torch.float64)
-    sampler = Sampler(100, 10, seed=3, weights=shares)
+    sampler = Sampler(100, 10, seed=3, epoch_order=Weighted(shares))
     epochs = torch.stack([sampler.order(epoch) for epoch in range(2000)])
     found = epochs.flatten().bincount(minlength=100) / 2000
     # 2,000 draws of a half: a standard deviation of 0.011
@@ -140,14 +141,14 @@ def test_rounding_is_by_chance_and_equal_weights_are_a_permutation() -> None:
     first, second = epochs[:, :-1].flatten().double(), epochs[:, 1:].flatten().double()
     assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.02
     assert places.std() > 0
-    equal = Sampler(100, 10, seed=3, weights=torch.ones(100, dtype=torch.float64))
+    equal = Sampler(100, 10, seed=3, epoch_order=Weighted(torch.ones(100, dtype=torch.float64)))
     assert sorted(equal.order(0).tolist()) == list(range(100))
 
 
 @pytest.mark.parametrize("weights", [[1.0, 2.0], [1.0, 0.0, 1.0], [1.0, float("inf"), 1.0]])
 def test_weights_that_make_no_sense_are_refused(weights: list[float]) -> None:
-    with pytest.raises(UserError, match=r"^data\.sample_weights: must be 3 positive numbers"):
-        Sampler(3, 1, 0, weights=torch.tensor(weights, dtype=torch.float64))
+    with pytest.raises(UserError, match=r"^Data\.epoch_order: weights must be 3 positive numbers"):
+        Sampler(3, 1, 0, epoch_order=Weighted(torch.tensor(weights, dtype=torch.float64)))
 
 
 @settings(deadline=None, max_examples=50)
@@ -163,7 +164,7 @@ def test_a_sample_drawn_again_in_an_epoch_has_a_number_of_its_own(
     size, shares = len(weights), torch.tensor(weights, dtype=torch.float64)
 
     def draws(rank: int, of: int) -> list[list[tuple[int, int]]]:
-        sampler = Sampler(size, batch, 7, rank, of, weights=shares)
+        sampler = Sampler(size, batch, 7, rank, of, epoch_order=Weighted(shares))
         return [
             list(zip(ids.tolist(), epochs.tolist(), strict=True))
             for ids, epochs in sampler.samples(range(6), CPU)

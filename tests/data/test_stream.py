@@ -51,7 +51,7 @@ def test_an_epoch_has_each_sample_once_and_reads_few_blocks_at_a_time(
     sizes: list[int], window: int, seed: int, epoch: int
 ) -> None:
     blocks = Blocks(torch.tensor(sizes), window)
-    order = blocks.order(seed, epoch)
+    order = blocks.indices(sum(sizes), seed, epoch)
     assert sorted(order.tolist()) == list(range(sum(sizes)))
     windows = list(blocks.windows(seed, epoch))
     assert sorted(block for _, some in windows for block in some) == list(range(len(sizes)))
@@ -63,7 +63,7 @@ def test_an_epoch_has_each_sample_once_and_reads_few_blocks_at_a_time(
 
 def test_orders_differ_between_epochs_and_seeds() -> None:
     blocks = Blocks(torch.full((20,), 10), 4)
-    orders = [tuple(blocks.order(seed, epoch).tolist()) for seed in (0, 1) for epoch in (0, 1)]
+    orders = [tuple(blocks.indices(200, seed, epoch).tolist()) for seed in (0, 1) for epoch in (0, 1)]
     assert len(set(orders)) == 4
 
 

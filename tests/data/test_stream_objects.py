@@ -6,6 +6,7 @@ import pytest
 import torch
 from masked import CLASSES, mask_set
 
+from ddptrain.api.blocks import Blocks
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.detection.augment import DetectionAugment
@@ -54,7 +55,7 @@ def test_mosaics_are_made_of_what_is_at_hand(drawn: DrawnScenes, tmp_path: Path,
             [
                 batch.images
                 for batch in data.train_batches(
-                    Sampler(data.train_size, 8, 5, rank, ranks, blocks=data.blocks), range(6)
+                    Sampler(data.train_size, 8, 5, rank, ranks, epoch_order=data.epoch_order), range(6)
                 )
             ]
             for rank in range(ranks)
@@ -75,12 +76,12 @@ def test_masks_are_those_of_the_files(tmp_path: Path) -> None:
     streamed = MaskData(size=64, source=source)
     streamed.prepare(World(), seed=5)
     assert streamed.classes == CLASSES
-    assert streamed.blocks is not None
+    assert isinstance(streamed.epoch_order, Blocks)
     samples = zip(*files.valid_samples(4), strict=True)
     expected = {picture.numpy().tobytes(): mask for picture, mask in samples}
     for picture, mask in zip(*streamed.valid_samples(4), strict=True):
         assert torch.equal(mask, expected[picture.numpy().tobytes()])
-    batches = list(streamed.train_batches(Sampler(12, 4, 5, blocks=streamed.blocks), range(3)))
+    batches = list(streamed.train_batches(Sampler(12, 4, 5, epoch_order=streamed.epoch_order), range(3)))
     assert len({picture.numpy().tobytes() for pictures, _ in batches for picture in pictures}) == 12
 
 

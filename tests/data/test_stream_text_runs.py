@@ -109,7 +109,7 @@ def test_an_epoch_of_a_large_text_through_a_small_cache(
         data = TextData(source, order=order, window=1024)  # type: ignore[arg-type]
         data.prepare(world, 3)
         size = 12
-        sampler = Sampler(data.train_size, size, 3, world.rank, world.size, blocks=data.blocks)
+        sampler = Sampler(data.train_size, size, 3, world.rank, world.size, epoch_order=data.epoch_order)
         before, found = 0, []
         for i, batch in enumerate(data.train_batches(sampler, range(data.train_size // size))):
             found.append([zlib.crc32(row.numpy().tobytes()) for row in batch.tokens])

@@ -16,6 +16,7 @@ from sklearn.metrics import average_precision_score, balanced_accuracy_score, re
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddptrain.api.order import Shuffled
 from ddptrain.api.recipe import Progress
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
@@ -78,11 +79,11 @@ def opened(counts: Sequence[int], several: bool = False, **options: Any) -> Imag
 def test_balance_draws_rare_classes_more_often(balance: float) -> None:
     counts = torch.tensor([5, 20, 75])
     data = opened(counts.tolist(), balance=balance)
-    sampler = Sampler(data.train_size, 10, 0, weights=data.sample_weights)
+    sampler = Sampler(data.train_size, 10, 0, epoch_order=data.epoch_order)
     seen = torch.cat([labels for _, labels in data.train_batches(sampler, range(400))]).bincount() / 4000
     wanted = counts ** (1 - balance) / (counts ** (1 - balance)).sum()
     assert torch.allclose(seen, wanted, atol=0.02)
-    assert (data.sample_weights is None) == (balance == 0)
+    assert isinstance(data.epoch_order, Shuffled) == (balance == 0)
 
 
 class Noisy(nn.Module):
@@ -109,7 +110,7 @@ def test_what_balance_draws_again_is_augmented_anew(augment: Any, resident: Any)
     data = opened([1, 31], balance=1.0, augment=augment, resident=resident)
 
     def batches(steps: range, rank: int = 0, ranks: int = 1) -> list[Tensor]:
-        sampler = Sampler(32, 16, 5, rank, ranks, weights=data.sample_weights)
+        sampler = Sampler(32, 16, 5, rank, ranks, epoch_order=data.epoch_order)
         return [pixels.clone() for pixels, _ in data.train_batches(sampler, steps)]
 
     whole = batches(range(4))
@@ -211,7 +212,7 @@ def test_labels_of_the_other_kind_are_refused() -> None:
         with pytest.raises(UserError, match=r"^data: the labels must be .* of the other kind"):
             task(First, opened([5, 5], several)).build()
     with pytest.raises(UserError, match=r"^data\.balance: is for images of one class each"):
-        _ = opened([5, 5], several=True, balance=1.0).sample_weights
+        _ = opened([5, 5], several=True, balance=1.0).epoch_order
 
 
 class Odd(Counted):

@@ -27,7 +27,10 @@ def test_every_key_is_documented_and_every_documented_key_exists() -> None:
     listed = {
         key for row in re.findall(r"^\| (`[^|]+`) \|", page, re.M) for key in re.findall(r"`([^`]+)`", row)
     }
-    strategy = yaml.safe_load((ROOT / "conf/strategy/auto.yaml").read_text()).keys() - {"_target_", "alone"}
+    choices = [
+        yaml.safe_load((ROOT / f"conf/strategy/{name}.yaml").read_text()) for name in ("auto", "strict")
+    ]
+    strategy = {key for choice in choices for key in choice} - {"_target_"}
     known = {*keys(Config), *(f"strategy.{name}" for name in strategy)}
     assert known <= listed
     assert {key for key in listed if not key.startswith("data.")} <= known

@@ -58,7 +58,7 @@ def streamed(
 
 
 def trained(data: ImageData, steps: range, ranks: int = 1, rank: int = 0) -> list[tuple[Tensor, Tensor]]:
-    sampler = Sampler(data.train_size, 8, 5, rank, ranks, blocks=data.blocks)
+    sampler = Sampler(data.train_size, 8, 5, rank, ranks, epoch_order=data.epoch_order)
     return list(data.train_batches(sampler, steps))
 
 

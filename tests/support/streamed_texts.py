@@ -56,8 +56,8 @@ def streamed(
 
 
 def trained(data: TextData, steps: range, ranks: int = 1, rank: int = 0, size: int = 6) -> list[Windows]:
-    blocks = data.blocks
-    return list(data.train_batches(Sampler(data.train_size, size, 5, rank, ranks, blocks=blocks), steps))
+    sampler = Sampler(data.train_size, size, 5, rank, ranks, epoch_order=data.epoch_order)
+    return list(data.train_batches(sampler, steps))
 
 
 def tokens_of(batches: list[Windows]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
-from ddptrain.api.blocks import Blocks
+from ddptrain.api.order import EpochOrder
 from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
@@ -106,8 +106,8 @@ class DetectionData(Data):
         return len(self._set.valid)
 
     @property
-    def blocks(self) -> Blocks | None:
-        return self._set.blocks
+    def epoch_order(self) -> EpochOrder:
+        return self._set.epoch_order
 
     @property
     def loading(self) -> Loading:

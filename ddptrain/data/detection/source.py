@@ -10,7 +10,7 @@ from typing import final, overload
 import torch
 from torch import Tensor
 
-from ddptrain.api.blocks import Blocks
+from ddptrain.api.order import EpochOrder, Shuffled
 from ddptrain.data.pictures import as_png
 from ddptrain.data.stream.samples import StreamSamples
 
@@ -123,8 +123,8 @@ class DetectionSet:
     classes: Sequence[str]
     skipped: Sequence[str] = field(default=())
     """What ``on_error=skip`` left out: one line each, as an error would have said it."""
-    blocks: Blocks | None = None
-    """`Data.blocks`."""
+    epoch_order: EpochOrder = Shuffled()  # has no state
+    """`Data.epoch_order`."""
     identity: str = ""
     """A hash of the samples and their order, where it is known without reading all of them."""
 

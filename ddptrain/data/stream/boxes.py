@@ -91,7 +91,9 @@ class StreamBoxes(DetectionSource):
         relabel = self._streamed.relabelling(opened, opened.about["classes"])
         train, valid = StreamScenes(opened.train), StreamScenes(opened.valid, relabel)
         blocks = opened.train.samples.blocks
-        return DetectionSet(train, valid, opened.about["classes"], blocks=blocks, identity=opened.identity)
+        return DetectionSet(
+            train, valid, opened.about["classes"], epoch_order=blocks, identity=opened.identity
+        )
 
 
 def write_boxes(opened: DetectionSet, folder: Path, block_mb: float) -> Iterator[str]:

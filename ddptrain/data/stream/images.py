@@ -109,7 +109,7 @@ class StreamImages(ImageSource):
         mean, std = about.get("mean", IMAGENET_MEAN), about.get("std", IMAGENET_STD)
         return ImageSet(
             train, valid, classes, mean, std, self.resize,
-            blocks=opened.train.samples.blocks, identity=opened.identity,
+            epoch_order=opened.train.samples.blocks, identity=opened.identity,
         )  # fmt: skip
 
     def _names(self, noted: list[str] | None, *labels: Tensor) -> list[str]:
