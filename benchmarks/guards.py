@@ -28,7 +28,7 @@ from ddptrain.api.observer import Observer, RunInfo
 from ddptrain.api.recipe import Data, Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.config.schema import Config, Sched
+from ddptrain.config.schema import Config
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.health import Health, Outcome
@@ -173,7 +173,7 @@ def chunk(world: World, setting: Setting, folder: Path) -> Chunk:
         eval_every=STEPS, save_every=STEPS,
     )  # fmt: skip
     config = Config(
-        recipe="guards", task={}, data={}, sched=Sched("constant"),
+        recipe="guards", task={}, data={}, sched={"_target_": "ddptrain.engine.lr_schedules.constant"},
         optim={"_target_": "torch.optim.SGD", "lr": 1e-3, "momentum": 0.9},
     )  # fmt: skip
     task, data = Timed(setting.width, ("one", "two", "three", "four") if setting.logged else ()), Rows(BATCH)

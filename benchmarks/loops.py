@@ -23,7 +23,7 @@ from ddptrain.api.observer import RunInfo
 from ddptrain.api.recipe import Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.config.schema import Checkpoint, Config, LogSection, Sched, Train
+from ddptrain.config.schema import Checkpoint, Config, LogSection, Train
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.loop import Engine
@@ -175,7 +175,7 @@ def with_ddptrain(run: Run) -> None:
         data={},
         optim={"_target_": "torch.optim.SGD", **SGD},
         strategy=AUTO,
-        sched=Sched(name="constant"),
+        sched={"_target_": "ddptrain.engine.lr_schedules.constant"},
         train=Train(batch_size=run.batch, steps=run.steps, eval_every=run.steps),
         checkpoint=Checkpoint(every=run.steps),
         log=LogSection(every=LOG_EVERY),

@@ -138,17 +138,6 @@ def _cross_checks(config: Config) -> list[str]:
     stop = config.stop
     if stop.metric is not None and stop.patience is None and stop.target is None:
         problems.append(f"stop.metric={stop.metric}: needs stop.patience or stop.target beside it.")
-    milestones = config.sched.milestones
-    if milestones != sorted(milestones) or not all(0 < share < 1 for share in milestones):
-        problems.append(
-            f"sched.milestones={milestones}: must rise and lie between 0 and 1 (shares of the run)."
-        )
-    sched = config.sched
-    if sched.name == "wsd" and sched.warmup + sched.cooldown > 1:
-        problems.append(
-            f"sched.cooldown={sched.cooldown}: with sched.warmup={sched.warmup} it is longer than the run;"
-            " together they may be 1 at most."
-        )
     gpus, per_job = config.sweep.gpus, config.sweep.gpus_per_job
     plain = isinstance(gpus, list) and all(type(gpu) in (int, str) and str(gpu).strip() for gpu in gpus)
     if gpus != "auto" and not (plain and gpus and len({str(gpu) for gpu in gpus}) == len(gpus)):

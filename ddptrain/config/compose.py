@@ -23,9 +23,9 @@ from omegaconf.errors import OmegaConfBaseException
 from ddptrain.config.arguments import CONFIG_DIR, ENV, EXPLAIN, GROUPS, Arguments
 from ddptrain.config.augment_group import Tree, place_augment
 from ddptrain.config.check import type_message
+from ddptrain.config.chosen_nodes import place_nodes
 from ddptrain.config.explain import explained, no_section, no_such_key, plain_tree
 from ddptrain.config.limits import few_interpolations, is_below, is_plain_name, read_config
-from ddptrain.config.optim_group import place_optim
 from ddptrain.config.overrides import check_override, expect_one_value, parsed
 from ddptrain.config.search_path import CONF, look_in
 from ddptrain.errors import UserError
@@ -74,7 +74,7 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
         try:
             tree = tree_of(composed, HydraConfig.get().runtime.choices)
             words = list(HydraConfig.get().overrides.task)
-            tree = place_augment(place_optim(tree, words, _composed_meanwhile), words)
+            tree = place_augment(place_nodes(tree, words, _composed_meanwhile), words)
             check_places(tree, words)
             job(tree, words)
         except Exception as error:

@@ -4,6 +4,7 @@ _REMOVED = {
     "elastic": "Use strategy=strict for the same bits on any number of ranks; fast is the default.",
     "sweep.share": "A job's training is its own now; to begin with a common one: init.weights=<run>.",
     "train.step_limit": "A job's training is its own now; to begin with a common one: init.weights=<run>.",
+    "sched.name": "Use the group: sched=cosine.",
     "log.tensorboard": "Use observers=[console,jsonl] without tensorboard.",
 }
 

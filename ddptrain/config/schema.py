@@ -73,23 +73,6 @@ class Train:
 
 
 @dataclass
-class Sched:
-    """The learning rate over the run. All lengths are shares of the run, so that changing
-    ``train.epochs`` keeps the shape."""
-
-    name: str = rule("cosine", choices=("constant", "linear", "cosine", "step", "onecycle", "wsd"))
-    warmup: float = rule(0.0, at_least=0, below=1)
-    """Share of all steps in which the rate rises linearly to ``optim.lr``."""
-    final: float = rule(0.0, at_least=0, at_most=1)
-    """linear, cosine, onecycle, wsd: last rate as a share of ``optim.lr``."""
-    cooldown: float = rule(0.1, at_least=0, at_most=1)
-    """wsd: share of all steps, the last ones, in which the rate falls linearly to ``final``."""
-    milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])
-    """step: shares of the run after which the rate is multiplied by ``gamma``."""
-    gamma: float = rule(0.1, above=0, at_most=1)
-
-
-@dataclass
 class Ema:
     """Exponential moving average of the weights, used for evaluation when on."""
 
@@ -226,7 +209,7 @@ class Config:
     """Nodes by name: each is told what happens (`ddptrain.api.Observer`)."""
     controllers: dict[str, Any] = field(default_factory=dict)
     """Nodes by name: each may end the run (`ddptrain.api.Controller`)."""
-    sched: Sched = field(default_factory=Sched)
+    sched: dict[str, Any] = MISSING
     train: Train = field(default_factory=Train)
     stop: Stop = field(default_factory=Stop)
     ema: Ema = field(default_factory=Ema)

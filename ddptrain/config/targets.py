@@ -28,9 +28,14 @@ _DOORS = {
 }
 ALLOWED = (
     *("ddptrain.recipes.", "ddptrain.data.", "torch.nn.", "torch.optim.", "torchvision.models."),
-    *("torchvision.transforms.v2.", "torchvision.datasets.", *OURS),
+    *("torchvision.transforms.v2.", "torchvision.datasets.", "ddptrain.engine.lr_schedules.", *OURS),
 )
-FUNCTIONS_ALLOWED = ("ddptrain.recipes.", "ddptrain.strategies.auto.", "torchvision.models.")
+FUNCTIONS_ALLOWED = (
+    "ddptrain.recipes.",
+    "ddptrain.strategies.auto.",
+    "ddptrain.engine.lr_schedules.",
+    "torchvision.models.",
+)
 LIBRARIES = ("torch.", "torchvision.")
 _MODULES = ("torch.nn.", "torchvision.models.", "torchvision.transforms.v2.")
 _UNPICKLES = "torchvision.datasets.lsun."
@@ -80,7 +85,7 @@ def resolve(node: Node, key: str) -> Callable[..., Any]:
         raise UserError(f"{key}._target_={name}: must be a class, not {type(found).__name__}.")
     if not _allowed(home, ALLOWED):
         raise UserError(f"{key}._target_={name}: leads to {home}, which is not allowed.")
-    if (wanted := _kinds_wanted_instead(found, home)) is not None:
+    if (wanted := _kinds_wanted_instead(found, home, key)) is not None:
         raise UserError(f"{key}._target_={name}: not allowed; of this package only {wanted}.")
     if inspect.isabstract(found):
         raise UserError(f"{key}._target_={name}: is an abstract class; name one that derives from it.")
@@ -97,7 +102,7 @@ def made_by(target: Callable[..., Any]) -> type | None:
     return made if inspect.isclass(made) else None
 
 
-def _kinds_wanted_instead(found: Any, home: str) -> str | None:
+def _kinds_wanted_instead(found: Any, home: str, key: str) -> str | None:
     """What a library's or a recipe's name may stand for, where this one does not: much of what lies beside
     modules and optimizers reads files or calls what it is given."""
     from torch import nn, optim
@@ -108,7 +113,8 @@ def _kinds_wanted_instead(found: Any, home: str) -> str | None:
         kinds = {f"{base.__module__}.{base.__qualname__}" for base in getattr(made, "__mro__", ())}
         return None if kinds & _DOORS else "strategies, observers and controllers"
     if home.startswith("torch.optim."):
-        return None if inspect.isclass(found) and issubclass(found, optim.Optimizer) else "optimizers"
+        kind = optim.lr_scheduler.LRScheduler if key == "sched" else optim.Optimizer
+        return None if inspect.isclass(found) and issubclass(found, kind) else f"{kind.__name__}s"
     if home.startswith("torchvision.datasets."):
         sound = inspect.isclass(found) and issubclass(found, Dataset) and not home.startswith(_UNPICKLES)
         return None if sound else "map-style datasets that check what they unpickle"

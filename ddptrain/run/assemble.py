@@ -18,7 +18,6 @@ from ddptrain.engine.parameter_groups import parameter_groups
 from ddptrain.engine.phases import Phases
 from ddptrain.engine.plan import Plan, steps_of
 from ddptrain.engine.precision import Precision
-from ddptrain.engine.schedule import Schedule
 from ddptrain.engine.state import TrainState
 from ddptrain.engine.step import TrainStep
 from ddptrain.engine.stopwatch import Stopwatch
@@ -99,7 +98,7 @@ def make_state(
         model=model,
         wrapped=wrapped,
         optimizer=optimizer,
-        schedule=Schedule(build_schedule(config.sched, optimizer, steps)),
+        schedule=build_schedule(config.sched, optimizer, steps),
         scaler=precision.scaler,
         average=average,
         meter=Meter(strategy.world, strategy.shards),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ddptrain.config.schema import Config, Sched
+from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import on_first_rank
 from ddptrain.engine.lr_range import Range, losses_at, range_of, rising_rates, smoothed
 from ddptrain.errors import UserError
@@ -18,6 +18,8 @@ log = logging.getLogger("ddptrain")
 
 _DEFAULTS = {"steps": 200.0, "lowest": 1e-6, "highest": 10.0}
 _WORDS = (*_DEFAULTS, "out")
+_CONSTANT = {"_target_": "ddptrain.engine.lr_schedules.constant"}
+"""The rates are set before each step."""
 
 
 def run(config: Config, own: Mapping[str, str]) -> None:
@@ -31,7 +33,7 @@ def run(config: Config, own: Mapping[str, str]) -> None:
     if out.suffix != ".png" or not out.parent.resolve().parent.is_dir() or out.is_dir():
         raise UserError(f"out={out}: must be a .png in a folder that is there, or in a new one beside it.")
     steps = int(asked["steps"])
-    config.train.steps, config.sched, config.ema.decay, config.thaw = steps, Sched("constant"), None, None
+    config.train.steps, config.sched, config.ema.decay, config.thaw = steps, _CONSTANT, None, None
     task, data = make_task(config)
     with joined_world(config) as (world, reason, watchdog):
         log.info("device     %s (%s)", world.device, reason)

@@ -1,69 +1,29 @@
-"""The learning-rate schedule of a config: torch's own."""
+"""Builds the learning-rate schedule of a config."""
 
-import math
+from collections.abc import Mapping
+from typing import Any
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    ConstantLR,
-    CosineAnnealingLR,
-    LambdaLR,
-    LinearLR,
-    LRScheduler,
-    MultiStepLR,
-    OneCycleLR,
-    SequentialLR,
-)
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ddptrain.config.schema import Sched
-
-_WARMUP_START = 0.01
-"""First rate of the warm-up, as a share of the peak."""
+from ddptrain.config.instantiate import build
+from ddptrain.engine.schedule import Schedule
+from ddptrain.errors import UserError
 
 
-def build_schedule(sched: Sched, optimizer: Optimizer, steps: int) -> LRScheduler:
-    """The learning rate of each of ``steps`` optimizer steps: a linear warm-up, then ``sched.name``.
+def check_schedule(node: Mapping[str, Any]) -> None:
+    """Raise UserError where the sched node's own values are wrong, whatever the model is."""
+    build_schedule(node, SGD(nn.Linear(1, 1).parameters(), lr=0.1, momentum=0.9), 100)
 
-    wsd (warm-up, stable, decay): Hu et al. 2024, arXiv:2404.06395, section 4.
-    """
-    warmup = round(sched.warmup * steps)
-    rest = max(1, steps - warmup)
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    if sched.name == "onecycle":  # has its own warm-up, and varies the momentum inversely
-        return OneCycleLR(
-            optimizer,
-            max_lr=peaks,
-            total_steps=steps + 1,  # the rate of the last one would be nearly 0
-            pct_start=sched.warmup or 0.3,
-            final_div_factor=1 / (25 * sched.final) if sched.final else 1e4,
-            cycle_momentum=_has_momentum(optimizer),
+
+def build_schedule(node: Mapping[str, Any], optimizer: Optimizer, steps: int) -> Schedule:
+    """The schedule of a config's node for a run of so many steps: one of `ddptrain.engine.lr_schedules`, of
+    torch's or the user's own. Raises UserError where it is none that follows from the step."""
+    schedule = build(node, "sched", optimizer=optimizer, steps=steps)
+    if not isinstance(schedule, LRScheduler) or isinstance(schedule, ReduceLROnPlateau):
+        raise UserError(
+            f"sched._target_={node['_target_']}: must be a torch.optim.lr_scheduler.LRScheduler whose rate"
+            " follows from the step, or a function of optimizer and steps that returns one."
         )
-    main: LRScheduler
-    if sched.name == "cosine" and len(set(peaks)) > 1:  # CosineAnnealingLR has one eta_min for all
-
-        def cosine(step: int) -> float:
-            return sched.final + (1 - sched.final) * (1 + math.cos(math.pi * min(step, rest) / rest)) / 2
-
-        main = LambdaLR(optimizer, cosine)
-    elif sched.name == "cosine":
-        main = CosineAnnealingLR(optimizer, T_max=rest, eta_min=sched.final * peaks[0])
-    elif sched.name == "linear":
-        main = LinearLR(optimizer, start_factor=1.0, end_factor=sched.final, total_iters=rest)
-    elif sched.name == "step":
-        milestones = [round(share * steps) - warmup for share in sched.milestones]
-        main = MultiStepLR(optimizer, milestones, gamma=sched.gamma)
-    else:
-        main = ConstantLR(optimizer, factor=1.0)
-    parts: list[LRScheduler] = [main]
-    switches: list[int] = []
-    if sched.name == "wsd" and (cooldown := min(round(sched.cooldown * steps), rest)):
-        parts += [LinearLR(optimizer, start_factor=1.0, end_factor=sched.final, total_iters=cooldown)]
-        switches += [steps - cooldown]
-    if warmup:
-        parts = [LinearLR(optimizer, start_factor=_WARMUP_START, total_iters=warmup), *parts]
-        switches = [warmup, *switches]
-    return SequentialLR(optimizer, parts, switches) if switches else main
-
-
-def _has_momentum(optimizer: Optimizer) -> bool:
-    group = optimizer.param_groups[0]
-    return "betas" in group or bool(group.get("momentum"))
+    return Schedule(schedule)

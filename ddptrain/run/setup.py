@@ -129,7 +129,8 @@ def make_task(config: Config) -> tuple[Task, Data]:
     if config.model is not None:
         problems += check_node(config.model, "model", offered=None)
     problems += check_node(config.data, "data")
-    _refuse([*problems, *check_node(arguments_of(config.optim), "optim", offered=("params",))])
+    problems += check_node(arguments_of(config.optim), "optim", offered=("params",))
+    _refuse([*problems, *check_node(config.sched, "sched", offered=("optimizer", "steps"))])
     data = _made(Data, config.data, "data")  # type: ignore[type-abstract]
     model = None if config.model is None else partial(build, config.model, "model")
     task = _made(Task, config.task, "task", model=model, data=data)  # type: ignore[type-abstract]

@@ -51,6 +51,7 @@ from ddptrain.run.agreement import check_same_data, normalise_as_weights, note_o
 from ddptrain.run.assemble import make_step, plan_run
 from ddptrain.run.make_strategy import make_strategy
 from ddptrain.run.optimizer import arguments_of, check_optimizer
+from ddptrain.run.schedule import check_schedule
 from ddptrain.text import counted, first_few, parse_json
 from ddptrain.torch_private import spare_dynamo
 from ddptrain.version import __version__
@@ -68,6 +69,7 @@ def run(config: Config, arguments: Sequence[str]) -> None:
     setup.check_doors(config)
     observers, controllers = setup.make_observers(config), setup.make_controllers(config)
     check_optimizer(config.optim)
+    check_schedule(config.sched)
     with setup.joined_world(config) as (world, reason, watchdog):
         watchdog.stop_on_signals(config.checkpoint.grace, config.train.time_limit)
         check_same_command(world, asdict(config))

@@ -79,7 +79,7 @@ def test_choices_of_a_group(group: str, folder: Path) -> None:
         ("--config-dir=mine optim=l", ["optim=lion "]),
         ("'hydra.searchpath=[mine]' recipe=b", ["recipe=birds "]),
         ("precision=f", ["precision=fp32 ", "precision=fp16 "]),
-        ("sched.name=co", ["sched.name=constant ", "sched.name=cosine "]),
+        ("sched=co", ["sched=constant ", "sched=cosine "]),
         ("channels_last=", ["channels_last=true ", "channels_last=false "]),
         ("checkpoint.background=t", ["checkpoint.background=true "]),
         ("run.resume=n", ["run.resume=never "]),

@@ -65,11 +65,9 @@ def test_a_key_of_the_schema_tells_its_default_and_its_rule(said: Said) -> None:
 def test_a_section_tells_who_chose_it_and_what_set_each_key_last(said: Said) -> None:
     assert said("recipe=cnn_digits sched=step sched.gamma=0.5 +sched.x=1 --explain sched") == [
         "sched = step (command line)",
-        "sched.name step conf/sched/step.yaml",
+        "sched._target_ ddptrain.engine.lr_schedules.step conf/sched/step.yaml",
         "sched.warmup 0.05 conf/recipe/cnn_digits.yaml",
-        "sched.final 0.0 default",
-        "sched.cooldown 0.1 default",
-        "sched.milestones [0.5, 0.75] default",
+        "sched.milestones [0.5, 0.75] conf/sched/step.yaml",
         "sched.gamma 0.5 command line",
         "sched.x 1 command line",
     ]

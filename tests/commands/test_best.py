@@ -9,7 +9,7 @@ import pytest
 import torch
 from compare import assert_same
 from shell import Ended, ddptrain
-from toy import auto
+from toy import auto, lr_schedule
 from verbs import train_on
 
 from ddptrain.config.check import checked
@@ -101,7 +101,7 @@ def stateful_run(folder: Path, steps: int, dies_at: int | None = None) -> Config
         {
             "recipe": "stateful", "run": {"dir": str(folder)}, "device": "cpu", "strategy": auto(),
             "task": {"_target_": "stateful.Guess"}, "data": {"_target_": "stateful.Points"},
-            "optim": {"_target_": "torch.optim.SGD", "lr": 0.4}, "sched": {"name": "constant"},
+            "optim": {"_target_": "torch.optim.SGD", "lr": 0.4}, "sched": lr_schedule("constant"),
             "observers": observers,
             "train": {"steps": steps, "batch_size": 6, "eval_every": 1}, "checkpoint": {"every": 5},
         }

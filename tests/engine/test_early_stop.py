@@ -10,12 +10,11 @@ from compare import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 from shell import ddptrain, refusal
-from toy import Fit, run_killed_at, strict, with_noise
+from toy import Fit, lr_schedule, run_killed_at, strict, with_noise
 
 from ddptrain.api.observer import Evaluated
 from ddptrain.api.timing import Timing
 from ddptrain.api.world import World
-from ddptrain.config.schema import Sched
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.early_stop import EarlyStop
 from ddptrain.engine.plan import Plan
@@ -74,7 +73,7 @@ def train(folder: Path, ranks: int, stop_at: int | None = None) -> dict[str, Any
 
     def rank(world: World) -> None:
         fit = Fit(
-            PLAN, make_model=with_noise, sched=Sched("constant"), strategy=strict(4),
+            PLAN, make_model=with_noise, sched=lr_schedule("constant"), strategy=strict(4),
             observers=[Jsonl(), Summary()] if world.is_first else [],
             controllers={"stop": EarlyStop(3, "loss", None)},
         )  # fmt: skip

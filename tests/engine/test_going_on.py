@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 from rates import Rates
-from toy import SGD, Fit
+from toy import SGD, Fit, lr_schedule
 
 from ddptrain.api.world import World
-from ddptrain.config.schema import Sched
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
 from ddptrain.observe.rundir import name_run
@@ -20,7 +19,7 @@ def plan(steps: int, **changes: Any) -> Plan:
 
 def rates(folder: Path, steps: int, sched: str, **changes: Any) -> list[float]:
     keep = Rates()
-    Fit(plan(steps), sched=Sched(sched, warmup=0.2), observers=[keep], **changes).run(World(), folder)
+    Fit(plan(steps), sched=lr_schedule(sched, warmup=0.2), observers=[keep], **changes).run(World(), folder)
     return keep.seen
 
 
@@ -107,10 +106,10 @@ def test_weight_decay_on_other_parameters_is_refused(tmp_path: Path) -> None:
 
 def test_the_best_of_a_finished_run_is_known_to_the_longer_one(tmp_path: Path) -> None:
     """The last checkpoint is written before the last evaluation, which comes again."""
-    short = Fit(plan(10, eval_every=4), sched=Sched("constant"))
+    short = Fit(plan(10, eval_every=4), sched=lr_schedule("constant"))
     state, _, _ = short.run(World(), tmp_path)
     assert state.best_step in (4, 8, 10)
-    longer = Fit(plan(11, eval_every=100), sched=Sched("constant"))
+    longer = Fit(plan(11, eval_every=100), sched=lr_schedule("constant"))
     again, _, _ = longer.run(World(), tmp_path)
     assert again.best is not None
     assert state.best is not None

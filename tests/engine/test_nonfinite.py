@@ -7,11 +7,10 @@ import pytest
 import torch
 from compare import assert_same
 from rates import Rates
-from toy import Classify, Fit, Vectors, plain, weights, with_noise
+from toy import Classify, Fit, Vectors, lr_schedule, plain, weights, with_noise
 
 from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
-from ddptrain.config.schema import Sched
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.saved_checkpoint import unpack
@@ -19,7 +18,7 @@ from ddptrain.errors import Diverged
 from ddptrain.testing import run_ranks
 
 BAD_STEP, BAD_RANK = 6, 1
-CONSTANT = Sched("constant")
+CONSTANT = lr_schedule("constant")
 
 
 def plan(**changes: Any) -> Plan:
@@ -123,7 +122,7 @@ def test_a_left_out_step_leaves_no_trace_but_its_number(
 
         fit = Fit(
             plan(skips_nonfinite=skips), task=Watched, make_model=with_noise, precision=precision,
-            sched=Sched("cosine", warmup=0.2), observers=[rates] if world.is_first else [],
+            sched=lr_schedule("cosine", warmup=0.2), observers=[rates] if world.is_first else [],
         )  # fmt: skip
         state, _, _ = fit.run(world, tmp_path / f"{how}{precision}{ranks}-{world.rank}")
         assert (state.step, state.left_out) == (15, 1)
@@ -137,7 +136,7 @@ def test_a_left_out_step_leaves_no_trace_but_its_number(
 
     results = run_ranks(rank, ranks)
     keep = Rates()
-    Fit(plan(), make_model=with_noise, sched=Sched("cosine", warmup=0.2), observers=[keep]).run(
+    Fit(plan(), make_model=with_noise, sched=lr_schedule("cosine", warmup=0.2), observers=[keep]).run(
         World(), tmp_path / "good"
     )
     assert results[0][0] == keep.seen

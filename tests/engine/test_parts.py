@@ -1,15 +1,15 @@
 """Schedules, averages, the plan and the meter, against what they are said to be."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from toy import plain, with_noise
+from toy import lr_schedule, plain, with_noise
 
 from ddptrain.api.recipe import Loss
 from ddptrain.api.world import World
-from ddptrain.config.schema import Sched
 from ddptrain.engine import ema
 from ddptrain.engine.ema import ExponentialAverage
 from ddptrain.engine.meter import Meter
@@ -22,20 +22,20 @@ from ddptrain.testing import run_ranks
 PEAK = 0.5
 
 
-def rates(sched: Sched, steps: int) -> list[float]:
+def rates(sched: dict[str, Any], steps: int) -> list[float]:
     """The learning rate of each step."""
     optimizer = torch.optim.SGD(plain().parameters(), lr=PEAK, momentum=0.9)
     schedule = build_schedule(sched, optimizer, steps)
     found = []
-    for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
+    for step in range(steps):
         optimizer.step()
-        schedule.step()
+        schedule.at(step)
+        found.append(optimizer.param_groups[0]["lr"])
     return found
 
 
 def test_cosine_after_a_linear_warmup() -> None:
-    found = rates(Sched("cosine", warmup=0.1, final=0.2), 100)
+    found = rates(lr_schedule("cosine", warmup=0.1, final=0.2), 100)
     assert found[:3] == pytest.approx([PEAK * (0.01 + 0.99 * i / 10) for i in range(3)])
     low = 0.2 * PEAK
     expected = [low + (PEAK - low) * (1 + math.cos(math.pi * i / 90)) / 2 for i in range(90)]
@@ -43,15 +43,15 @@ def test_cosine_after_a_linear_warmup() -> None:
 
 
 def test_step_and_constant() -> None:
-    found = rates(Sched("step", warmup=0.1, milestones=[0.5, 0.75], gamma=0.1), 100)
+    found = rates(lr_schedule("step", warmup=0.1, milestones=[0.5, 0.75], gamma=0.1), 100)
     assert found[10:50] == pytest.approx([PEAK] * 40)
     assert found[50:75] == pytest.approx([PEAK / 10] * 25)
     assert found[75:] == pytest.approx([PEAK / 100] * 25)
-    assert rates(Sched("constant"), 5) == [PEAK] * 5
+    assert rates(lr_schedule("constant"), 5) == [PEAK] * 5
 
 
 def test_onecycle_peaks_after_its_warmup_and_ends_low() -> None:
-    found = rates(Sched("onecycle", warmup=0.25, final=0.01), 100)
+    found = rates(lr_schedule("onecycle", warmup=0.25, final=0.01), 100)
     assert max(range(100), key=found.__getitem__) in (24, 25)
     assert max(found) == pytest.approx(PEAK, rel=1e-3)
     assert found[0] == pytest.approx(PEAK / 25)
@@ -60,14 +60,14 @@ def test_onecycle_peaks_after_its_warmup_and_ends_low() -> None:
 
 @pytest.mark.parametrize("warmup", [0.0, 0.1])
 def test_wsd_is_constant_to_the_bit_between_warmup_and_cooldown(warmup: float) -> None:
-    found = rates(Sched("wsd", warmup=warmup, cooldown=0.2, final=0.1), 100)
+    found = rates(lr_schedule("wsd", warmup=warmup, cooldown=0.2, final=0.1), 100)
     rise = round(100 * warmup)
     assert found[:rise] == pytest.approx([PEAK * (0.01 + 0.99 * i / 10) for i in range(rise)])
     assert found[rise:80] == [PEAK] * (80 - rise)
     assert found[80:] == pytest.approx([PEAK * (1 - 0.9 * i / 20) for i in range(20)], rel=1e-9)
-    assert rates(Sched("wsd", cooldown=0.0), 5) == rates(Sched("constant"), 5)
-    assert rates(Sched("wsd", cooldown=1.0), 5) == pytest.approx(rates(Sched("linear"), 5))
-    assert rates(Sched("wsd", warmup=0.4, cooldown=0.6), 5)[2:] == pytest.approx(
+    assert rates(lr_schedule("wsd", cooldown=0.0), 5) == rates(lr_schedule("constant"), 5)
+    assert rates(lr_schedule("wsd", cooldown=1.0), 5) == pytest.approx(rates(lr_schedule("linear"), 5))
+    assert rates(lr_schedule("wsd", warmup=0.4, cooldown=0.6), 5)[2:] == pytest.approx(
         [PEAK, PEAK * 2 / 3, PEAK / 3]
     )
 

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 from compare import assert_same
-from toy import Fit, auto, run_killed_at, with_noise
+from toy import Fit, auto, lr_schedule, run_killed_at, with_noise
 
 from ddptrain.api.world import World
-from ddptrain.config.schema import Sched
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.saved_checkpoint import unpack
@@ -38,7 +37,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     def run(folder: Path, stop_at: int | None = None) -> None:
         def rank(world: World) -> None:
             fit = Fit(
-                PLAN, make_model=with_noise, optim=ADAMW, sched=Sched(name=sched, warmup=0.2), ema=0.9,
+                PLAN, make_model=with_noise, optim=ADAMW, sched=lr_schedule(name=sched, warmup=0.2), ema=0.9,
                 precision=precision, strategy=auto(bucket_cap_mb=0.001),  # several buckets
                 observers=[Jsonl()] if world.is_first else [],
             )  # fmt: skip

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy import SGD, Classify, CountPositives, Fit, Vectors, plain, weights, with_noise
+from toy import SGD, Classify, CountPositives, Fit, Vectors, lr_schedule, plain, weights, with_noise
 
 from ddptrain.api.observer import Log, Observer
 from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
-from ddptrain.config.schema import Sched
 from ddptrain.engine import ema, meter
 from ddptrain.engine.health import Health
 from ddptrain.engine.plan import Plan
@@ -258,7 +257,7 @@ def test_gradients_are_clipped_after_they_are_divided_by_the_global_count(
     plan = Plan(steps=6, train_size=100, batch_size=20, clip_norm=0.3, seed=1)
     fit = Fit(
         replace(plan, micro_batch=micro_batch), make_model=lambda: plain(torch.float64), task=CountPositives,
-        dtype=torch.float64, optim={"_target_": "torch.optim.SGD", "lr": 0.5}, sched=Sched("constant"),
+        dtype=torch.float64, optim={"_target_": "torch.optim.SGD", "lr": 0.5}, sched=lr_schedule("constant"),
     )  # fmt: skip
     found = run_ranks(lambda world: weights(fit.run(world, tmp_path)[0]), ranks)
 

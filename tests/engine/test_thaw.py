@@ -9,10 +9,9 @@ import torch
 from compare import assert_same
 from shell import ddptrain, refusal
 from torch import nn
-from toy import Classify, Fit, Vectors, auto, run_killed_at, strict, with_noise
+from toy import Classify, Fit, Vectors, auto, lr_schedule, run_killed_at, strict, with_noise
 
 from ddptrain.api.world import World
-from ddptrain.config.schema import Sched
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.saved_checkpoint import unpack
@@ -44,7 +43,7 @@ def train(folder: Path, ranks: int, how: str, stop_at: int | None = None) -> dic
 
     def rank(world: World) -> None:
         fit = Fit(
-            plan, make_model=with_noise, optim=ADAMW, sched=Sched(name="cosine", warmup=0.2), ema=0.9,
+            plan, make_model=with_noise, optim=ADAMW, sched=lr_schedule(name="cosine", warmup=0.2), ema=0.9,
             freeze=FROZEN, thaw_at=THAW_AT, observers=[Jsonl()] if world.is_first else [], **STRATEGIES[how],
         )  # fmt: skip
         fit.run(world, folder, stop_at if world.is_first else None)
@@ -58,7 +57,9 @@ def test_the_weights_are_those_of_a_loop_that_thaws(tmp_path: Path) -> None:
     steps."""
     plan = Plan(steps=12, train_size=60, batch_size=20, seed=3)
     data = Vectors(60)
-    fit = Fit(plan, make_model=_with_norm, optim=ADAMW, sched=Sched("constant"), freeze=FROZEN, thaw_at=6)
+    fit = Fit(
+        plan, make_model=_with_norm, optim=ADAMW, sched=lr_schedule("constant"), freeze=FROZEN, thaw_at=6
+    )
     state, _ = fit.train(Classify(_with_norm), data, World(), tmp_path)
     torch.manual_seed(plan.seed)
     model = _with_norm()

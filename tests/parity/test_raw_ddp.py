@@ -5,11 +5,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from toy import Fit, Vectors, plain, weights
+from toy import Fit, Vectors, lr_schedule, plain, weights
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.config.schema import Sched
 from ddptrain.engine.plan import Plan
 from ddptrain.testing import run_ranks
 
@@ -38,7 +37,7 @@ def test_same_weights_as_a_hand_written_loop(tmp_path: Path) -> None:
     for size in (1, 2):
 
         def engine(world: World, folder: Path = tmp_path / str(size)) -> Tensor:
-            state, _, _ = Fit(PLAN, sched=Sched(name="cosine")).run(world, folder)
+            state, _, _ = Fit(PLAN, sched=lr_schedule(name="cosine")).run(world, folder)
             return weights(state)
 
         [expected, *_], [found, *_] = run_ranks(by_hand, size), run_ranks(engine, size)

@@ -16,12 +16,11 @@ from compare import assert_same
 from pairwise import Case, name_of, pairwise_of
 from stateful import KINDS, Guess, Points
 from torch import Tensor
-from toy import Fit, auto, strict
+from toy import Fit, auto, lr_schedule, strict
 
 from ddptrain.api.controller import Controller
 from ddptrain.api.observer import Evaluated, Log
 from ddptrain.api.world import World
-from ddptrain.config.schema import Sched
 from ddptrain.distributed.comm import on_first_rank
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.early_stop import EarlyStop
@@ -226,7 +225,7 @@ def train(case: Case, world: World, folder: Path, kill: Kill) -> None:
     task = Guess(kinds, case["dtype"], LEFT_OUT[case["left_out"]], case["carried"], case["drawn"])
     data = KilledPoints(kill)
     fit = Fit(
-        plan, optim=OPTIMIZERS[case["optimizer"]], sched=Sched(case["sched"], warmup=0.2),
+        plan, optim=OPTIMIZERS[case["optimizer"]], sched=lr_schedule(case["sched"], warmup=0.2),
         ema=0.8 if case["average"] else None, precision=case["precision"], freeze=frozen,
         thaw_at=int(case["frozen"][4:]) if case["frozen"].startswith("thaw") else None,
         observers=[Jsonl()] if world.is_first else [], controllers=controllers,

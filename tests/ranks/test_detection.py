@@ -9,10 +9,9 @@ import pytest
 import torch
 from compare import assert_same
 from scenes import SAMPLES, detector
-from toy import Fit, weights
+from toy import Fit, lr_schedule, weights
 
 from ddptrain.api.world import World
-from ddptrain.config.schema import Sched
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.evaluate import evaluate
@@ -87,7 +86,9 @@ def test_a_killed_training_ends_with_the_same_bits(tmp_path: Path, size: int) ->
     def run(folder: Path, stop_at: int | None) -> dict[str, Any]:
         def rank(world: World) -> dict[str, Any]:
             torch.use_deterministic_algorithms(True)
-            fit = Fit(plan(12, save_every=3), optim=ADAMW, sched=Sched(name="cosine", warmup=0.2), ema=0.9)
+            fit = Fit(
+                plan(12, save_every=3), optim=ADAMW, sched=lr_schedule(name="cosine", warmup=0.2), ema=0.9
+            )
             state, _ = fit.train(
                 *detector(multi_scale=0.5), world, folder, stop_at if world.is_first else None
             )

@@ -12,11 +12,10 @@ from compare import assert_same
 from scenes import detector
 from texts import language_model, write_text
 from torch import nn
-from toy import CLASSES, FEATURES, Classify, CountPositives, Fit, Vectors, strict, with_noise
+from toy import CLASSES, FEATURES, Classify, CountPositives, Fit, Vectors, lr_schedule, strict, with_noise
 
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
-from ddptrain.config.schema import Sched
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.saved_checkpoint import unpack
@@ -58,7 +57,7 @@ def train(
 def fitting(world: World, calendar: Plan, **changes: Any) -> Fit:
     torch.use_deterministic_algorithms(True)
     return Fit(
-        calendar, optim=ADAMW, sched=Sched(warmup=0.2), ema=0.9, strategy=strict(calendar.shards or 8),
+        calendar, optim=ADAMW, sched=lr_schedule(warmup=0.2), ema=0.9, strategy=strict(calendar.shards or 8),
         observers=[Jsonl()] if world.is_first else [], **changes,
     )  # fmt: skip
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from compare import assert_same
 from texts import language_model, write_text
-from toy import Fit, auto, run_killed_at, weights
+from toy import Fit, auto, lr_schedule, run_killed_at, weights
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.config.schema import Sched
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.evaluate import evaluate
@@ -133,7 +132,7 @@ def test_a_stopped_run_goes_on_with_the_states_it_had(
     def run(folder: Path, stop_at: int | None = None) -> None:
         def rank(world: World) -> None:
             fit = Fit(
-                calendar, optim=ADAMW, sched=Sched(warmup=0.2), ema=0.9, precision=precision,
+                calendar, optim=ADAMW, sched=lr_schedule(warmup=0.2), ema=0.9, precision=precision,
                 strategy=auto(bucket_cap_mb=0.001),  # several buckets
                 observers=[Jsonl()] if world.is_first else [],
             )  # fmt: skip

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from toy import lr_schedule
 
-from ddptrain.config.schema import Sched
 from ddptrain.errors import UserError
 from ddptrain.recipes.muon import MuonWithSgd, orthogonalised
 from ddptrain.run.optimizer import build_optimizer
@@ -91,7 +91,7 @@ def slow_muon(
 def test_a_few_steps_are_what_the_slow_formulas_say(layout: torch.memory_format, every: int) -> None:
     model = network().to(memory_format=layout)
     optimizer = MuonWithSgd(model.parameters(), **SETTINGS, normalise_every=every)
-    schedule = build_schedule(Sched("linear"), optimizer, steps=4)
+    schedule = build_schedule(lr_schedule("linear"), optimizer, steps=4)
     expected = [parameter.detach().clone() for parameter in model.parameters()]
     buffers = [torch.zeros_like(parameter) for parameter in expected]
     for at, step in enumerate(gradients(model, 4)):
@@ -107,7 +107,7 @@ def test_a_few_steps_are_what_the_slow_formulas_say(layout: torch.memory_format,
             buffers[i] = 0.85 * buffers[i] + gradient
             expected[i] = expected[i] - share * rate * (gradient + 0.85 * buffers[i])
         take(optimizer, model, step)
-        schedule.step()
+        schedule.at(at + 1)
     for found, wanted in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(found.detach(), wanted, rtol=1e-9, atol=1e-9)
 
@@ -167,10 +167,9 @@ def test_its_state_goes_through_a_checkpoint_bit_for_bit() -> None:
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "onecycle", "step"])
 def test_all_groups_follow_the_schedule(schedule: str) -> None:
     optimizer = MuonWithSgd(network().parameters(), **SETTINGS)
-    turned = build_schedule(Sched(schedule, warmup=0.2, final=0.1), optimizer, steps=10)
-    for _ in range(10):
-        optimizer.step()
-        turned.step()
+    turned = build_schedule(lr_schedule(schedule, warmup=0.2), optimizer, steps=10)
+    for step in range(10):
+        turned.at(step)
         assert len({group["lr"] for group in optimizer.param_groups}) == 1
 
 

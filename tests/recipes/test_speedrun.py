@@ -13,10 +13,9 @@ from compare import assert_same
 from shell import ddptrain
 from torch import Tensor, nn
 from torch.nn import functional
-from toy import Fit, auto, strict, weights
+from toy import Fit, auto, lr_schedule, strict, weights
 
 from ddptrain.api.world import World
-from ddptrain.config.schema import Sched
 from ddptrain.data.augment import Augment
 from ddptrain.data.digits import Digits
 from ddptrain.data.images import ImageData
@@ -230,7 +229,7 @@ def trained(
             torch.use_deterministic_algorithms(bool(how.get("shards")))
             task, data = recipe(FewShapes(), make, width=2, tta=2)
             fit = Fit(
-                calendar(**how), optim=GENTLE, sched=Sched("linear"), ema=0.9,
+                calendar(**how), optim=GENTLE, sched=lr_schedule("linear"), ema=0.9,
                 strategy=strategy,
             )  # fmt: skip
             fit.train(task, data, world, folder, stop_at if world.is_first else None)
@@ -305,7 +304,7 @@ def test_it_learns_in_a_few_steps(tmp_path: Path, source: ImageSource, least: fl
     task, data = recipe(source, width=8, tta=1)
     size = 2000 if isinstance(source, Shapes) else 1438
     plan = Plan(steps=steps, train_size=size, batch_size=250, eval_every=1000, seed=0)
-    state, report = Fit(plan, optim=MUON, sched=Sched("linear")).train(task, data, World(), tmp_path)
+    state, report = Fit(plan, optim=MUON, sched=lr_schedule("linear")).train(task, data, World(), tmp_path)
     assert bool(weights(state).isfinite().all())
     assert report.metrics["accuracy"] > least
 

@@ -122,5 +122,7 @@ def saved() -> dict[str, Any]:
             "augment": {"_target_": "ddptrain.data.augment.Augment", "crop": 1},
         },
         "optim": {"_target_": "torch.optim.AdamW", "lr": 0.001},
+        "sched": {"_target_": "ddptrain.engine.lr_schedules.constant"},
+        "strategy": {"_target_": "ddptrain.strategies.single.Single"},
         "device": "cpu",
     }

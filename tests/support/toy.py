@@ -16,7 +16,7 @@ from ddptrain.api.observer import Observer, RunInfo
 from ddptrain.api.recipe import Data, Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.config.schema import Config, Ema, Sched, Train
+from ddptrain.config.schema import Config, Ema, Train
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.freeze import freeze
@@ -139,6 +139,10 @@ def auto(**arguments: Any) -> dict[str, Any]:
     return {**yaml.safe_load(file.read_text()), **arguments}
 
 
+def lr_schedule(name: str = "cosine", **arguments: Any) -> dict[str, Any]:
+    return {"_target_": f"ddptrain.engine.lr_schedules.{name}", **arguments}
+
+
 def strict(shards: int = 8) -> dict[str, Any]:
     return {"_target_": "ddptrain.strategies.strict.Strict", "shards": shards}
 
@@ -155,7 +159,7 @@ class Fit:
     task: Callable[[Callable[[], nn.Module]], Task] = Classify
     dtype: torch.dtype = torch.float32
     optim: dict[str, Any] = field(default_factory=lambda: dict(SGD))
-    sched: Sched = field(default_factory=lambda: Sched(name="cosine", warmup=0.1))
+    sched: dict[str, Any] = field(default_factory=lambda: lr_schedule("cosine", warmup=0.1))
     ema: float | None = None
     strategy: dict[str, Any] = field(default_factory=auto)
     precision: str = "fp32"
