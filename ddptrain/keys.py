@@ -19,11 +19,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def flat_values(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of a nested mapping by their dotted keys."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        found |= flat_values(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
-    return found
+        values |= flat_values(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
+    return values
 
 
 def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -23,7 +23,7 @@ def counted(number: int, thing: str) -> str:
 def quoted(text: str) -> str:
     """A text as the value of an override, whatever characters it has: Hydra drops a backslash only before a
     quote and at the end."""
-    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
+    escaped = re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text)
     return f"'{escaped}'"
 
 
@@ -71,8 +71,8 @@ def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], Any] |
 def json_object(path: Path) -> dict[str, Any]:
     """What a file holds that another process writes; empty where there is none, or it is damaged."""
     with suppress(OSError, ValueError):
-        found = parse_json(path.read_text())
-        return found if isinstance(found, dict) else {}
+        content = parse_json(path.read_text())
+        return content if isinstance(content, dict) else {}
     return {}
 
 

@@ -64,5 +64,5 @@ class Weighted(EpochOrder):
         ends = self.weights[shuffled].cumsum(0)
         offset = torch.rand(1, generator=generator, dtype=torch.float64)
         points = (torch.arange(size) + offset) * (ends[-1] / size)
-        drawn = shuffled[torch.searchsorted(ends, points, right=True).clamp(max=size - 1)]
-        return drawn[torch.randperm(size, generator=generator)]
+        sampled = shuffled[torch.searchsorted(ends, points, right=True).clamp(max=size - 1)]
+        return sampled[torch.randperm(size, generator=generator)]

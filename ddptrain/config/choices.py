@@ -31,8 +31,8 @@ def yaml_folders(config_dirs: Sequence[Path]) -> list[Path]:
 
 def choices(group: str, folders: Sequence[Path]) -> dict[str, Path]:
     """The YAMLs of a group by their names, in the names' order."""
-    found = {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
-    return dict(sorted(found.items()))
+    paths = {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
+    return dict(sorted(paths.items()))
 
 
 def first_comment(path: Path) -> str:

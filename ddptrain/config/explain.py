@@ -144,14 +144,14 @@ def _choices_with(key: str) -> str:
     group, _, inner = key.partition(".")
     if group not in GROUPS or not inner:
         return ""
-    found = []
+    choices = []
     for path in sorted((Path(str(files(CONF))) / group).glob("*.yaml")):
         tree = OmegaConf.load(path)
         assert isinstance(tree, DictConfig)
         if inner in flat_keys(plain_tree(tree, resolve=False)):
-            found.append(f"{group}={path.stem}")
-    has = "has" if len(found) == 1 else "have"
-    return f" {' and '.join(found)} {has} it; choose that too." if found else ""
+            choices.append(f"{group}={path.stem}")
+    has = "has" if len(choices) == 1 else "have"
+    return f" {' and '.join(choices)} {has} it; choose that too." if choices else ""
 
 
 class _History(NamedTuple):
@@ -163,27 +163,27 @@ class _History(NamedTuple):
 
     def nearest(self, key: str) -> list[_Setting]:
         """Of a key inside of what an interpolation has brought: what has set the interpolation."""
-        found = self.of(key)
-        while not found and "." in key:
+        settings = self.of(key)
+        while not settings and "." in key:
             key = key.rpartition(".")[0]
-            found = self.of(key)
-        return found
+            settings = self.of(key)
+        return settings
 
     def of(self, key: str) -> list[_Setting]:
-        found = [
+        settings = [
             _Setting(layer.where, _as_word(value))
             for layer in self.layers
             if (value := _at(layer.tree, key)) is not _ABSENT and not _is_section(value)
         ]
         if key == "recipe":
-            found.append(self.choices[key])
+            settings.append(self.choices[key])
         for word in self.words:
             path, _, inside = key.removeprefix(word.key_or_group).partition(".")
             given = word.value()
             below = isinstance(given, Mapping) and _at(given, inside) is not _ABSENT
             if key.startswith(word.key_or_group) and not path and (not inside or below):
-                found.append(_Setting(_WORDS, word.input_line or ""))
-        return found
+                settings.append(_Setting(_WORDS, word.input_line or ""))
+        return settings
 
 
 def _layer(default: ResultDefault, loaded: ConfigResult) -> _Layer:
@@ -244,10 +244,10 @@ def _documentation(key: str) -> str:
     *sections, name = key.split(".")
     owner: Any = Config
     for section in sections:
-        found = {field.name: field.type for field in dataclasses.fields(owner)}.get(section)
-        if not dataclasses.is_dataclass(found):
+        kind = {field.name: field.type for field in dataclasses.fields(owner)}.get(section)
+        if not dataclasses.is_dataclass(kind):
             return ""
-        owner = found
+        owner = kind
     field = next((field for field in dataclasses.fields(owner) if field.name == name), None)
     if field is None:
         return ""

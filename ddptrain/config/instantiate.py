@@ -84,7 +84,7 @@ def build(node: Node, key: str, **offered: Any) -> Any:
             arguments.setdefault(name, value)
     _check_match(target, node, key, arguments, offered)
     try:
-        made = target(**arguments)
+        result = target(**arguments)
     except UserError:
         raise
     except (ValueError, OSError) as error:  # a value, or a file that is not there
@@ -94,9 +94,9 @@ def build(node: Node, key: str, **offered: Any) -> Any:
         if unknown or node["_target_"].startswith(LIBRARIES):
             raise UserError(f"{key} ({node['_target_']}): {error}") from error
         raise
-    if made is None:
+    if result is None:
         raise UserError(f"{key} ({node['_target_']}): returns None; it must return what it makes.")
-    return made
+    return result
 
 
 def _built(value: Any, key: str) -> Any:
@@ -110,16 +110,16 @@ def _built(value: Any, key: str) -> Any:
 def _refused_by(hint: Any, value: str) -> str | None:
     """What a text type of the recipe's own (a class derived from str) says is wrong, by its ``problem``."""
     own = inspect.isclass(hint) and issubclass(hint, str) and hint is not str
-    found: str | None = hint.problem(value) if own else None
-    return found
+    problem: str | None = hint.problem(value) if own else None
+    return problem
 
 
 def _parameters(target: Callable[..., Any]) -> tuple[dict[str, Any], bool]:
     """The defaults of a target's named parameters, and whether it takes any other name too."""
     parameters = inspect.signature(target).parameters
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    named = {name: found.default for name, found in parameters.items() if found.kind not in kinds}
-    return named, any(found.kind is inspect.Parameter.VAR_KEYWORD for found in parameters.values())
+    named = {name: parameter.default for name, parameter in parameters.items() if parameter.kind not in kinds}
+    return named, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _check_match(target: Callable[..., Any], node: Node, key: str, arguments: Node, offered: Node) -> None:

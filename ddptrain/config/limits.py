@@ -52,14 +52,14 @@ def read_config(path: Path) -> DictConfig:
             raise UserError(f"{path}: is larger than {LARGEST:,} bytes, so it is no config.")
         text = content.decode()
         _check_size(text, path)
-        found = OmegaConf.load(io.StringIO(text))
+        config = OmegaConf.load(io.StringIO(text))
     except UserError:
         raise
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, OSError) as error:
         raise UserError(f"{path}: can't be read ({' '.join(str(error).split())}).") from error
-    if not isinstance(found, DictConfig):
+    if not isinstance(config, DictConfig):
         raise UserError(f"{path}: is no run's or recipe's config: it holds a list.")
-    return found
+    return config
 
 
 def named_defaults(config: DictConfig, path: Path) -> list[str]:
@@ -77,10 +77,10 @@ def named_defaults(config: DictConfig, path: Path) -> list[str]:
         raise UserError(problem)
     for item in items:
         group, choice = next(iter(item.items())) if isinstance(item, dict) and len(item) == 1 else (item, [])
-        found = [group, *(choice if isinstance(choice, list) else [choice or ""])]
-        if not all(isinstance(name, str) for name in found):
+        choices = [group, *(choice if isinstance(choice, list) else [choice or ""])]
+        if not all(isinstance(name, str) for name in choices):
             raise UserError(problem)
-        names += found
+        names += choices
     for name in names:
         if re.search(r"\.\.|//|\\|~|\$\{", name):
             raise UserError(

@@ -22,11 +22,11 @@ _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+(e[+-]?\d+)?", re.IGNORECASE)
 def parsed(overrides: Sequence[str]) -> list[Override]:
     """Hydra's overrides of these words. Raises UserError for what is none."""
     parser = OverridesParser.create()
-    found = []
+    parsed_words = []
     for override in overrides:
         short = _short(override)
         try:
-            found += parser.parse_overrides([override])
+            parsed_words += parser.parse_overrides([override])
         except HydraException as error:
             key, equals, value = override.partition("=")
             if equals and not value.isascii() and not set(value) & set("'\"[]{},"):
@@ -39,7 +39,7 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
             ) from error
         except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
             raise UserError(f"{short}: can't be read ({error}).") from error
-    return found
+    return parsed_words
 
 
 def check_override(override: Override) -> None:

@@ -77,23 +77,23 @@ def resolve(node: Node, key: str) -> Callable[..., Any]:
         raise UserError(f"{key}._target_={name}: names something private; name what is public.")
     if not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"{key}._target_={name!r}: is no dotted name of a class.")
-    found = _import(name, key)
-    home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
+    target = _import(name, key)
+    home = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
     # a function of a module, not a method: called as a function, that would take any object as its self
-    plain_function = inspect.isfunction(found) and "." not in found.__qualname__
-    if not (inspect.isclass(found) or (plain_function and _allowed(name, FUNCTIONS_ALLOWED))):
-        raise UserError(f"{key}._target_={name}: must be a class, not {type(found).__name__}.")
+    plain_function = inspect.isfunction(target) and "." not in target.__qualname__
+    if not (inspect.isclass(target) or (plain_function and _allowed(name, FUNCTIONS_ALLOWED))):
+        raise UserError(f"{key}._target_={name}: must be a class, not {type(target).__name__}.")
     if not _allowed(home, ALLOWED):
         raise UserError(f"{key}._target_={name}: leads to {home}, which is not allowed.")
-    if (wanted := _kinds_wanted_instead(found, home, key)) is not None:
+    if (wanted := _kinds_wanted_instead(target, home, key)) is not None:
         raise UserError(f"{key}._target_={name}: not allowed; of this package only {wanted}.")
-    if inspect.isabstract(found):
+    if inspect.isabstract(target):
         raise UserError(f"{key}._target_={name}: is an abstract class; name one that derives from it.")
     try:
-        inspect.signature(found)
+        inspect.signature(target)
     except ValueError as error:  # classes written in C, metaclasses
         raise UserError(f"{key}._target_={name}: can't be built from a config.") from error
-    return typing.cast(Callable[..., Any], found)
+    return typing.cast(Callable[..., Any], target)
 
 
 def made_by(target: Callable[..., Any]) -> type | None:
@@ -102,28 +102,28 @@ def made_by(target: Callable[..., Any]) -> type | None:
     return made if inspect.isclass(made) else None
 
 
-def _kinds_wanted_instead(found: Any, home: str, key: str) -> str | None:
+def _kinds_wanted_instead(target: Any, home: str, key: str) -> str | None:
     """What a library's or a recipe's name may stand for, where this one does not: much of what lies beside
     modules and optimizers reads files or calls what it is given."""
     from torch import nn, optim
     from torch.utils.data import Dataset
 
-    made = made_by(found)
+    made = made_by(target)
     if home.startswith(OURS):
         kinds = {f"{base.__module__}.{base.__qualname__}" for base in getattr(made, "__mro__", ())}
         return None if kinds & _DOORS else "strategies, observers and controllers"
     if home.startswith("torch.optim."):
         kind = optim.lr_scheduler.LRScheduler if key == "sched" else optim.Optimizer
-        return None if inspect.isclass(found) and issubclass(found, kind) else f"{kind.__name__}s"
+        return None if inspect.isclass(target) and issubclass(target, kind) else f"{kind.__name__}s"
     if home.startswith("torchvision.datasets."):
-        sound = inspect.isclass(found) and issubclass(found, Dataset) and not home.startswith(_UNPICKLES)
+        sound = inspect.isclass(target) and issubclass(target, Dataset) and not home.startswith(_UNPICKLES)
         return None if sound else "map-style datasets that check what they unpickle"
-    if home.startswith(_MODULES) and inspect.isclass(found):
-        return None if issubclass(found, nn.Module) else "modules"
+    if home.startswith(_MODULES) and inspect.isclass(target):
+        return None if issubclass(target, nn.Module) else "modules"
     if home.startswith("torchvision.models."):
         builders = importlib.import_module("torchvision.models._api").BUILTIN_MODELS
-        return None if found in builders.values() else "modules and the functions that make a named model"
-    if home.startswith("ddptrain.recipes.") and not inspect.isclass(found):
+        return None if target in builders.values() else "modules and the functions that make a named model"
+    if home.startswith("ddptrain.recipes.") and not inspect.isclass(target):
         makes_a_model = made is not None and issubclass(made, nn.Module)
         return None if makes_a_model else "classes and functions that make a model"
     return None
@@ -135,15 +135,15 @@ def _allowed(name: str, prefixes: Sequence[str]) -> bool:
 
 def _name_meant(name: str) -> str | None:
     """The name that is allowed and differs from this one by a slip in what stands before the last parts."""
-    parts, found = name.split("."), []
+    parts, meant = name.split("."), []
     for prefix in (*_opened, *ALLOWED):
         known = prefix.rstrip(".").split(".")
         begins, rest = parts[: len(known)], parts[len(known) :]
         pairs = zip(known, begins, strict=False)
         alike = [SequenceMatcher(None, mine, theirs).ratio() for mine, theirs in pairs]
         if rest and min(alike) >= _ALIKE:
-            found.append((min(alike), ".".join([*known, *rest])))
-    return max(found, default=(0.0, None))[1]
+            meant.append((min(alike), ".".join([*known, *rest])))
+    return max(meant, default=(0.0, None))[1]
 
 
 def _import(name: str, key: str) -> Any:
@@ -151,19 +151,19 @@ def _import(name: str, key: str) -> Any:
     for split in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:split])
         try:
-            found: Any = importlib.import_module(module_name)
+            target: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
                 continue
             raise  # the module exists, but something that it imports does not
         for position, part in enumerate(parts[split:], split):
-            if not hasattr(found, part):
+            if not hasattr(target, part):
                 where = ".".join(parts[:position])
-                modules = [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", ()))]
-                public = [n for n in (*vars(found), *modules) if not n.startswith("_")]
+                modules = [module.name for module in pkgutil.iter_modules(getattr(target, "__path__", ()))]
+                public = [n for n in (*vars(target), *modules) if not n.startswith("_")]
                 raise UserError(f"{key}._target_={name}: {where} has no {part}.{did_you_mean(part, public)}")
-            found = getattr(found, part)
-        return found
+            target = getattr(target, part)
+        return target
     raise UserError(f"{key}._target_={name}: there is no module {parts[0]}.")
 
 

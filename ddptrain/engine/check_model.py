@@ -36,8 +36,8 @@ Sizes = dict[tuple[nn.Module, str], tuple[torch.Size, torch.dtype] | None]
 def buffer_sizes(model: nn.Module) -> Sizes:
     """Shape and dtype of each buffer that a checkpoint holds; None where no pass has made it yet."""
     sizes: Sizes = {(layer, name): None for layer in model.modules() for name in layer._buffers}
-    made = {(layer, name): (own.shape, own.dtype) for layer, name, own in saved_buffers(model.modules())}
-    return sizes | made
+    of_buffers = {(layer, name): (b.shape, b.dtype) for layer, name, b in saved_buffers(model.modules())}
+    return sizes | of_buffers
 
 
 def check_buffers(model: nn.Module, before: Sizes) -> None:

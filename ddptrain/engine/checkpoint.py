@@ -91,8 +91,8 @@ class Checkpointer:
         """The step folders, oldest first."""
         if not self._folder.is_dir():
             return []
-        found = [(int(m[1]), path) for path in self._folder.iterdir() if (m := STEP.fullmatch(path.name))]
-        return [path for _, path in sorted(found)]
+        numbered = [(int(m[1]), path) for path in self._folder.iterdir() if (m := STEP.fullmatch(path.name))]
+        return [path for _, path in sorted(numbered)]
 
     def holds(self, step: int) -> bool:
         """Whether there is a checkpoint of this step, damaged or not."""

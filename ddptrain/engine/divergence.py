@@ -31,22 +31,22 @@ def where_it_began(step: TrainStep, batches: Iterator[Batch], progress: Progress
     for micro_batch, (samples, _) in zip(step.micro_batches, shares, strict=True):
         batch = next(batches)
         place = _bad_input(batch, len(samples))
-        found: list[str] = []
+        bad_outputs: list[str] = []
         backward = _Backward()
         with ExitStack() as hooks, eagerly():
             for name, layer in model.named_modules():
                 if not list(layer.children()):
                     hooks.callback(layer.register_forward_pre_hook(backward.before(name)).remove)
                     hooks.callback(layer.register_forward_hook(backward.after(name)).remove)
-                    hooks.callback(layer.register_forward_hook(_noting(found, name)).remove)
+                    hooks.callback(layer.register_forward_hook(_noting(bad_outputs, name)).remove)
             loss = step.forward(model, batch, progress, micro_batch)
         loss.sum.backward()
         if began is not None:
             continue
         if place is not None:
             began = f"{_INPUT} of training sample {int(samples[place])}"
-        elif found:
-            began = f"the output of {found[0]}"
+        elif bad_outputs:
+            began = f"the output of {bad_outputs[0]}"
         elif not bool(torch.isfinite(loss.sum)):
             began = "the loss, though all outputs are finite"
         elif backward.first:
@@ -125,8 +125,10 @@ def evidence_of(began: str | None, sampler: Sampler, step: int) -> Evidence:
 
 def divergence(step: int, skipped: int, ranks: Sequence[Evidence]) -> Diverged:
     """The error that ends the run, from all ranks' evidence."""
-    found = [f"rank {rank}: {evidence.began}" for rank, evidence in enumerate(ranks) if evidence.began]
-    where = "; ".join(found) or "nowhere when the step is repeated, so in the sum over ranks or in the device"
+    places = [f"rank {rank}: {evidence.began}" for rank, evidence in enumerate(ranks) if evidence.began]
+    where = (
+        "; ".join(places) or "nowhere when the step is repeated, so in the sum over ranks or in the device"
+    )
     diverged = "the training has diverged"
     remedy = "A lower optim.lr, a longer sched.warmup or train.clip_norm=1 usually helps"
     if any(evidence.began and evidence.began.startswith(_INPUT) for evidence in ranks):
@@ -149,10 +151,10 @@ def divergence(step: int, skipped: int, ranks: Sequence[Evidence]) -> Diverged:
     )
 
 
-def _noting(found: list[str], name: str) -> Any:
+def _noting(bad_outputs: list[str], name: str) -> Any:
     def look(layer: nn.Module, inputs: Any, output: Any) -> None:
-        if not found and not all(bool(value.isfinite().all()) for value in _floats(output)):
-            found.append(_named(name, layer))
+        if not bad_outputs and not all(bool(value.isfinite().all()) for value in _floats(output)):
+            bad_outputs.append(_named(name, layer))
 
     return look
 

@@ -74,9 +74,9 @@ def own_sums(
                 break
             watchdog.mark("evaluating a batch")
             with precision.autocast():
-                found = task.evaluate(model, batch)
-            check_sums(task, found)
-            for name, value in found.items():
+                batch_sums = task.evaluate(model, batch)
+            check_sums(task, batch_sums)
+            for name, value in batch_sums.items():
                 sums.add(slot, name, value)
     return sums
 

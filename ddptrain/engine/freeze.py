@@ -56,24 +56,25 @@ def freeze(
     are. Raises UserError where a pattern matches nothing, or all.
     """
     named, every = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
-    found: set[str] = set()
+    frozen_names: set[str] = set()
     for pattern in patterns:
-        found |= matching_parameters(pattern, every, f"freeze={pattern}")
+        frozen_names |= matching_parameters(pattern, every, f"freeze={pattern}")
     for group in optim.get("groups") or []:
         if "freeze" in group:
             names = matching_parameters(group["params"], every, f"optim.groups, params: {group['params']}")
-            found = found | names if group["freeze"] else found - names  # the last one decides
-    if not found and until is not None:
+            # the last one decides
+            frozen_names = frozen_names | names if group["freeze"] else frozen_names - names
+    if not frozen_names and until is not None:
         raise UserError("thaw: nothing is frozen that could be thawed. Name it, as freeze=[backbone.*] does.")
-    if found and found == named.keys():
+    if frozen_names and frozen_names == named.keys():
         raise UserError("freeze: matches every parameter, so there is nothing to train.")
     norms = []
     for name, module in model.named_modules():
         own = [f"{name}.{part}" if name else part for part, _ in module.named_parameters(recurse=False)]
-        if isinstance(module, _BatchNorm) and own and found.issuperset(own):
+        if isinstance(module, _BatchNorm) and own and frozen_names.issuperset(own):
             norms.append(name)
-    if not found or (until is not None and done >= until):
+    if not frozen_names or (until is not None and done >= until):
         return None
-    frozen = Frozen(tuple(name for name in named if name in found), tuple(norms), until)
+    frozen = Frozen(tuple(name for name in named if name in frozen_names), tuple(norms), until)
     frozen.freeze(model)
     return frozen

@@ -102,10 +102,10 @@ class Health:
         if self._plain is None:
             trained = [parameter for _, group in self._groups for parameter in group]
             self._plain = not any(p.grad is not None and _is_odd(p.grad) for p in trained)
-        looked_at, found = False, 0
+        looked_at, with_gradient = False, 0
         for dtype, parameters in self._groups:
             values = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
-            found += len(values)
+            with_gradient += len(values)
             if not self._plain:
                 values = [numbers_of(gradient) for gradient in values]
             if self._strategy.sharded:
@@ -115,7 +115,7 @@ class Health:
                 looked_at = True
             if values:
                 check_finite(values, self._nonfinite, self._one)
-        if found < self._expected:
+        if with_gradient < self._expected:
             self.check_gradients(step)
         if not looked_at:
             check_finite([flags], self._nonfinite, self._one)

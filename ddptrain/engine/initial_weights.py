@@ -41,8 +41,8 @@ def load_initial_weights(
 
     Raises UserError where there is no such file, or it is another model's.
     """
-    found = on_all_ranks(world, lambda: read_weights(source, node, world))
-    matched = match(model, found, source, skip)
+    weights = on_all_ranks(world, lambda: read_weights(source, node, world))
+    matched = match(model, weights, source, skip)
     model.load_state_dict({**model.state_dict(), **matched.loaded})
     for line in matched.lines():
         log.info("weights    %s", line)
@@ -78,7 +78,7 @@ class Matched:
         return [f"{self.source}: {len(tensors_of(self.loaded))} tensors, {share} of the model", *told]
 
 
-def match(model: nn.Module, found: Weights, source: str, skip: Sequence[str]) -> Matched:
+def match(model: nn.Module, weights: Weights, source: str, skip: Sequence[str]) -> Matched:
     """Compare a file's weights with a model's. skip: patterns of names that are left as they are.
 
     Raises UserError where little or nothing fits.
@@ -93,18 +93,22 @@ def match(model: nn.Module, found: Weights, source: str, skip: Sequence[str]) ->
     }
     skipped = [name for name in own if id(named[name]) in skipped_values]  # under each of its names
     wanted = {name: value for name, value in own.items() if name not in skipped}
-    found = _without_prefix(found, own)
+    weights = _without_prefix(weights, own)
     extra = {
-        name: found[name]
+        name: weights[name]
         for name in model.state_dict()
-        if name in found and name not in own and not any(fnmatchcase(name, pattern) for pattern in skip)
+        if name in weights and name not in own and not any(fnmatchcase(name, pattern) for pattern in skip)
     }
-    found = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    same = {name: found[name] for name in wanted if name in found and found[name].shape == wanted[name].shape}
-    other_size = [
-        f"{name} {tuple(found[name].shape)} there, {tuple(wanted[name].shape)} here"
+    weights = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    same = {
+        name: weights[name]
         for name in wanted
-        if name in found and name not in same
+        if name in weights and weights[name].shape == wanted[name].shape
+    }
+    other_size = [
+        f"{name} {tuple(weights[name].shape)} there, {tuple(wanted[name].shape)} here"
+        for name in wanted
+        if name in weights and name not in same
     ]
     if unlike := [f"{name} {why}" for name in same if (why := _unlike(same[name], wanted[name]))]:
         raise UserError(
@@ -112,23 +116,23 @@ def match(model: nn.Module, found: Weights, source: str, skip: Sequence[str]) ->
             " what is to stay random: init.skip=[pattern]."
         )
     cast = [
-        f"{name} {_named(found[name])} there, {_named(wanted[name])} here"
+        f"{name} {_named(weights[name])} there, {_named(wanted[name])} here"
         for name in same
-        if found[name].dtype != wanted[name].dtype
+        if weights[name].dtype != wanted[name].dtype
     ]
     sizes = {name: value.numel() for name, value in wanted.items()}
     share = sum(sizes[name] for name in same) / max(1, sum(sizes.values()))
     if share < _LEAST_SHARE:
         differ = other_size or [
-            f"{name} there, {mine} here" for name, mine in zip(found, wanted, strict=False)
+            f"{name} there, {mine} here" for name, mine in zip(weights, wanted, strict=False)
         ]
         raise UserError(
             f"{key}: fits only {share:.1%} of the model, so it is probably another model's:"
             f" {first_few(differ, 3)}. This model is {type(model).__name__}; choose the one that the"
             " weights were trained as (model.name=...), or name what is to stay random: init.skip=[pattern]."
         )
-    missing = [name for name in wanted if name not in found]
-    unused = [name for name in found if name not in own]
+    missing = [name for name in wanted if name not in weights]
+    unused = [name for name in weights if name not in own]
     return Matched(key, {**same, **extra}, share, other_size, cast, missing, skipped, unused)
 
 
@@ -180,18 +184,18 @@ def normalisation_of(source: str, model: Mapping[str, Any]) -> tuple[list[float]
     return mean, std
 
 
-def _unlike(found: Tensor, own: Tensor) -> str | None:
+def _unlike(theirs: Tensor, own: Tensor) -> str | None:
     """Why a tensor of the right shape would not give the model's the values that were meant; None where it
     does, but for rounding."""
-    if found.is_meta:
+    if theirs.is_meta:
         return "has no values (device meta)"
-    if found.layout != torch.strided:
-        return f"is sparse ({str(found.layout).removeprefix('torch.')}); to_dense() makes it dense"
-    if found.is_quantized:
-        return f"is quantized ({_named(found)}); dequantize() makes it {_named(own)}"
-    if _kind(found) != _kind(own):
-        return f"is {_named(found)}, and the model's is {_named(own)}"
-    if _kind(own) == "whole" and not torch.equal(found.to(own.dtype).to(found.dtype), found):
+    if theirs.layout != torch.strided:
+        return f"is sparse ({str(theirs.layout).removeprefix('torch.')}); to_dense() makes it dense"
+    if theirs.is_quantized:
+        return f"is quantized ({_named(theirs)}); dequantize() makes it {_named(own)}"
+    if _kind(theirs) != _kind(own):
+        return f"is {_named(theirs)}, and the model's is {_named(own)}"
+    if _kind(own) == "whole" and not torch.equal(theirs.to(own.dtype).to(theirs.dtype), theirs):
         return f"has values that {_named(own)} can't hold"
     return None
 
@@ -207,12 +211,12 @@ def _named(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _without_prefix(found: Weights, own: Weights) -> Weights:
+def _without_prefix(weights: Weights, own: Weights) -> Weights:
     """The names as the model has them: without what wrappers have put before them."""
-    candidates = [found]
+    candidates = [weights]
     for _ in range(_MOST_WRAPPERS):
         bare = {_PREFIX.sub("", name): value for name, value in candidates[-1].items()}
-        if len(bare) < len(found):  # two names would be one
+        if len(bare) < len(weights):  # two names would be one
             break
         candidates.append(bare)
     return max(candidates, key=lambda names: len(names.keys() & own.keys()))

@@ -103,10 +103,10 @@ class Engine:
             self._watchdog.saved()
             outcome = "stopped"
             raise
-        except NotFinite as found:
+        except NotFinite as nonfinite:
             self._checkpointer.finish()
             outcome = "diverged"
-            raise self._diverged(found.step) from None
+            raise self._diverged(nonfinite.step) from None
         finally:
             self._end(outcome)
         return self._progress.last
@@ -253,8 +253,8 @@ class Engine:
                 self._progress.last = evaluate(
                     self._task, model, self._data, world, precision, size, self._watchdog
                 )
-                drawn = figures_of(self._task, model, precision) if world.is_first else {}
-        return {**self._progress.last.figures, **drawn}
+                figures = figures_of(self._task, model, precision) if world.is_first else {}
+        return {**self._progress.last.figures, **figures}
 
     def _save_once(self) -> None:
         """Save, unless this step has been saved."""

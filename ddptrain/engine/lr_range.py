@@ -72,11 +72,11 @@ def losses_at(rates: Sequence[float], step: TrainStep, data: Data) -> Iterator[t
 
 def smoothed(losses: Sequence[float]) -> list[float]:
     """The exponential running mean, corrected for its start as Adam's averages are (arXiv 1412.6980)."""
-    found, mean = [], 0.0
+    means, mean = [], 0.0
     for i, loss in enumerate(losses, start=1):
         mean = _MEMORY * mean + (1 - _MEMORY) * loss
-        found.append(mean / (1 - _MEMORY**i))
-    return found
+        means.append(mean / (1 - _MEMORY**i))
+    return means
 
 
 def range_of(rates: Sequence[float], losses: Sequence[float]) -> Range | None:

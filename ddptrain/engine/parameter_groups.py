@@ -85,19 +85,19 @@ def parameter_groups(
         for name in matching_parameters(pattern, every, f"optim.groups, params: {pattern}"):
             settings[name] |= group
             titles[name] = pattern
-    found: dict[tuple[str, float, float | None], list[str]] = {}
+    alike: dict[tuple[str, float, float | None], list[str]] = {}
     for name, parameter in trained.items():
         wd = settings[name].get("weight_decay")
         if wd is None and weight_decay_on == "matrices" and parameter.ndim < 2:
             wd = 0.0
         scale = settings[name].get("lr", 1.0) * (decay or 1.0) ** depths.get(name, 0)
-        found.setdefault((titles.get(name, ""), scale, wd), []).append(name)
-    made = [
+        alike.setdefault((titles.get(name, ""), scale, wd), []).append(name)
+    groups = [
         ParameterGroup(title or _in_short(names), tuple(trained[name] for name in names), scale, wd)
-        for (title, scale, wd), names in found.items()
+        for (title, scale, wd), names in alike.items()
     ]
     return sorted(
-        made, key=lambda group: (group.lr_scale != 1, -group.lr_scale, group.weight_decay is not None)
+        groups, key=lambda group: (group.lr_scale != 1, -group.lr_scale, group.weight_decay is not None)
     )
 
 
@@ -121,12 +121,12 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
     blocks = [key for key, is_block in places.values() if is_block] or keys
     order = {key: place for place, key in enumerate(dict.fromkeys(blocks), start=1)}
     last = keys[::-1].index(blocks[-1])
-    place, found = 0, {}
+    place, depths = 0, {}
     for number, (name, key) in enumerate(zip(places, keys, strict=True)):
         place = order.get(key, place)
-        found[name] = len(order) + 1 if number >= len(keys) - last else place
-    nearest = max(found.values())
-    return {name: nearest - place for name, place in found.items()}
+        depths[name] = len(order) + 1 if number >= len(keys) - last else place
+    nearest = max(depths.values())
+    return {name: nearest - place for name, place in depths.items()}
 
 
 def _block_of(model: nn.Module, name: str) -> tuple[str, bool]:
@@ -162,11 +162,11 @@ def _kind(module: nn.Module) -> type:
 
 def matching(pattern: str, named: Collection[str], key: str, what: str = "parameter") -> set[str]:
     """The names that match. Raises UserError, which begins with ``key``, if there are none."""
-    found = {name for name in named if fnmatchcase(name, pattern)}
-    if not found:
+    names = {name for name in named if fnmatchcase(name, pattern)}
+    if not names:
         hint = did_you_mean(pattern, list(named)) or f" There are {', '.join(list(named)[:4])}, ..."
         raise UserError(f"{key}: matches the name of no {what}.{hint}")
-    return found
+    return names
 
 
 def matching_parameters(pattern: str, named: Mapping[str, nn.Parameter], key: str) -> set[str]:

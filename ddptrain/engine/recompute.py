@@ -29,11 +29,13 @@ def recompute(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         for name, module in model.named_modules(remove_duplicate=False)
         if name and type(module).forward is not nn.Module.forward  # a ModuleList is never called
     }
-    found: set[str] = set()
+    chosen: set[str] = set()
     for pattern in patterns:
-        found |= matching(pattern, called, f"train.recompute={pattern}", "module that is called")
+        chosen |= matching(pattern, called, f"train.recompute={pattern}", "module that is called")
     outermost = [
-        name for name in called if name in found and not any(name.startswith(f"{above}.") for above in found)
+        name
+        for name in called
+        if name in chosen and not any(name.startswith(f"{above}.") for above in chosen)
     ]
     modules = list(dict.fromkeys(called[name] for name in outermost))
     kinds = {type(module): _recomputing(type(module)) for module in modules}
@@ -77,9 +79,13 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
     def reduce(self: nn.Module, protocol: Any) -> Any:
         reduced = kind.__reduce_ex__(self, protocol)
         assert isinstance(reduced, tuple)
-        made, arguments, *rest = reduced
+        constructor, arguments, *rest = reduced
         plain = (kind if part is own else part for part in arguments)
-        return operator.call, (made, *plain), *rest  # pickle refuses another class in ``made`` itself
+        return (
+            operator.call,
+            (constructor, *plain),
+            *rest,
+        )  # pickle refuses another class in ``constructor`` itself
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "written_as": kind}
     own = type(kind.__name__, (kind,), {**names, "forward": forward, "__reduce_ex__": reduce})

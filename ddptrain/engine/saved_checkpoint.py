@@ -70,26 +70,26 @@ def read(path: Path) -> LoadedCheckpoint:
     own = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}
     for name in {STATE: None, **files}:
         try:
-            found = own if name == STATE else entry_of(path / name)
+            entry = own if name == STATE else entry_of(path / name)
         except FileNotFoundError as error:
             raise DamagedError(f"{path}: {name} is missing; the checkpoint is damaged.") from error
         except OSError as error:
             raise UserError(f"{path}: {name} can't be read ({error.strerror}).") from error
-        _check_file(f"{path}: {name}", found, files.get(name))
+        _check_file(f"{path}: {name}", entry, files.get(name))
     _check_step(path, manifest.get("step"), MANIFEST)
     return LoadedCheckpoint(path, payload, manifest)
 
 
-def _check_file(where: str, found: Mapping[str, Any], written: object) -> None:
+def _check_file(where: str, entry: Mapping[str, Any], written: object) -> None:
     """Raise DamagedError where a file is not what the manifest says."""
     match written:
         case {"sha256": str(digest), "bytes": int(size), **more} if not more:
             pass
         case _:
             raise DamagedError(f"{where}: the {MANIFEST} has to give its sha256 and bytes.")
-    if found["bytes"] != size:
-        raise DamagedError(f"{where} has {found['bytes']:,} bytes, but {size:,} were written; it is damaged.")
-    if found["sha256"] != digest:
+    if entry["bytes"] != size:
+        raise DamagedError(f"{where} has {entry['bytes']:,} bytes, but {size:,} were written; it is damaged.")
+    if entry["sha256"] != digest:
         raise DamagedError(f"{where} does not match its SHA-256; the checkpoint is damaged.")
 
 

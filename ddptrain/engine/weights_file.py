@@ -57,11 +57,11 @@ def _of_folder(path: Path, key: str) -> dict[str, Any]:
 
 def _sources_in(path: Path) -> str:
     """What a folder holds that could have been meant, the newest first."""
-    runs = [found.parent for depth in ("*", "*/*") for found in path.glob(f"{depth}/checkpoints")]
-    steps = [found.parent for found in path.glob(f"*/{MANIFEST}")]
-    files = [found for found in path.iterdir() if found.suffix in _ENDINGS]
-    found = sorted([*runs, *steps, *files], key=lambda one: one.stat().st_mtime, reverse=True)
-    return f" Name one that it holds: {first_few([str(one) for one in found], 3)}." if found else ""
+    runs = [folder.parent for depth in ("*", "*/*") for folder in path.glob(f"{depth}/checkpoints")]
+    steps = [manifest.parent for manifest in path.glob(f"*/{MANIFEST}")]
+    files = [file for file in path.iterdir() if file.suffix in _ENDINGS]
+    sources = sorted([*runs, *steps, *files], key=lambda one: one.stat().st_mtime, reverse=True)
+    return f" Name one that it holds: {first_few([str(one) for one in sources], 3)}." if sources else ""
 
 
 def _of_file(path: Path, key: str) -> dict[str, Any]:
@@ -108,40 +108,40 @@ def _safetensors(path: Path, key: str) -> dict[str, Tensor]:
         ) from error
 
 
-def _inside(found: Any, key: str) -> dict[str, Any]:
+def _inside(content: Any, key: str) -> dict[str, Any]:
     """The weights in what a file holds, as they are or under one of the usual names."""
-    if weights := _weights_in(found, _DEEPEST):
+    if weights := _weights_in(content, _DEEPEST):
         return weights
-    names = [str(name) for name in found] if isinstance(found, Mapping) else []
-    holds = f"it holds {first_few(names, 4)}" if names else f"it holds a {type(found).__name__}"
+    names = [str(name) for name in content] if isinstance(content, Mapping) else []
+    holds = f"it holds {first_few(names, 4)}" if names else f"it holds a {type(content).__name__}"
     raise UserError(
         f"{key}: holds no weights, as they are or under {', '.join(_INSIDE)}; {holds}. Save the model's"
         " state_dict()."
     )
 
 
-def _weights_in(found: Any, depth: int) -> dict[str, Any]:
+def _weights_in(content: Any, depth: int) -> dict[str, Any]:
     """Empty where there are none. What lies under a usual name goes before tensors beside it: those are of a
     program's own, such as its best accuracy."""
-    if not isinstance(found, Mapping) or depth == 0:
+    if not isinstance(content, Mapping) or depth == 0:
         return {}
-    average = found.get("average")
+    average = content.get("average")
     if isinstance(average, Mapping) and average.get("weights"):
         return _state_of(average["weights"])
     for name in _INSIDE:
-        if weights := _weights_in(found.get(name), depth - 1):
+        if weights := _weights_in(content.get(name), depth - 1):
             return weights
-    return _state_of(found) if tensors_of(found) else {}
+    return _state_of(content) if tensors_of(content) else {}
 
 
-def _state_of(found: Mapping[Any, Any]) -> dict[str, Any]:
+def _state_of(content: Mapping[Any, Any]) -> dict[str, Any]:
     """Its tensors, and what modules keep beside them (``get_extra_state``)."""
-    extra = {n: v for n, v in found.items() if isinstance(n, str) and n.endswith(_EXTRA_STATE)}
-    return {**tensors_of(found), **extra}
+    extra = {n: v for n, v in content.items() if isinstance(n, str) and n.endswith(_EXTRA_STATE)}
+    return {**tensors_of(content), **extra}
 
 
-def tensors_of(found: Mapping[Any, Any]) -> dict[str, Tensor]:
+def tensors_of(content: Mapping[Any, Any]) -> dict[str, Tensor]:
     """What of it is a tensor with a name."""
     return {
-        name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)
+        name: value for name, value in content.items() if isinstance(name, str) and isinstance(value, Tensor)
     }

@@ -60,12 +60,12 @@ class Run:
         if not path.exists():
             return {}
         try:
-            found = (parse_yaml if path.suffix == ".yaml" else parse_json)(path.read_text())
+            content = (parse_yaml if path.suffix == ".yaml" else parse_json)(path.read_text())
         except ValueError as error:
             raise UserError(f"{path}: is damaged ({error}).") from error
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise UserError(f"{path}: is damaged: it must hold keys with values.")
-        return found
+        return content
 
 
 def _checkpoints(folder: Path) -> dict[str, Path]:

@@ -92,8 +92,8 @@ def _not_as_stored(value: Any, where: str) -> str:
                 return wrong
         return ""
     if isinstance(value, list | tuple):
-        found = (_not_as_stored(inner, f"{where}[{i}]") for i, inner in enumerate(value))
-        return next(filter(None, found), "")
+        problems = (_not_as_stored(inner, f"{where}[{i}]") for i, inner in enumerate(value))
+        return next(filter(None, problems), "")
     plain = isinstance(value, str | int | float | None)
     return "" if plain else f"{where} is of the kind {type(value).__name__}"
 
@@ -135,8 +135,8 @@ def _manifest_of(path: Path) -> Mapping[str, Any] | None:
         path = best if best.is_dir() else steps[-1]
     if not (path / MANIFEST).is_file():
         return None
-    found: Mapping[str, Any] = parse_json((path / MANIFEST).read_text())
-    return found
+    manifest: Mapping[str, Any] = parse_json((path / MANIFEST).read_text())
+    return manifest
 
 
 def _outputs_differ(theirs: Sequence[str], own: Sequence[str]) -> str:

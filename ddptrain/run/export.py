@@ -97,7 +97,7 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
 def _defaults(task: Task) -> dict[str, Any]:
     """The words that the task takes, with their values where the command line has none."""
     parameters = inspect.signature(task.deploy).parameters.values()
-    return {found.name: found.default for found in parameters if found.default is not found.empty}
+    return {one.name: one.default for one in parameters if one.default is not one.empty}
 
 
 def _traced(deployed: Deployed) -> torch.export.ExportedProgram:

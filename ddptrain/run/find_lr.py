@@ -41,18 +41,18 @@ def run(config: Config, own: Mapping[str, str]) -> None:
         step.state.scatter(task, step.sampler.share, world.device)
         points = list(losses_at(rising_rates(asked["lowest"], asked["highest"], steps), step, data))
         rates, losses = [rate for rate, _ in points], [loss for _, loss in points]
-        found = range_of(rates, losses)
-        on_first_rank(world, lambda: _write(rates, losses, found, out))
-        if found is None:
+        usable = range_of(rates, losses)
+        on_first_rank(world, lambda: _write(rates, losses, usable, out))
+        if usable is None:
             tried = f"from {asked['lowest']:g} to {max(rates, default=asked['lowest']):g}"
             raise UserError(
                 f"find lr: {tried} the loss does not fall; see {out}. Try another range (lowest=, highest=)"
                 " or more steps (steps=)."
             )
         if world.is_first:
-            low, high = f"{found.falls_from:.1e}", f"{found.lowest_at:.1e}"
+            low, high = f"{usable.falls_from:.1e}", f"{usable.lowest_at:.1e}"
             print(f"the loss falls from lr {low} on, and is lowest at {high}: {out}")
-            print(f"optim.lr={found.suggestion:g}")
+            print(f"optim.lr={usable.suggestion:g}")
 
 
 def _asked(own: Mapping[str, str]) -> dict[str, float]:
@@ -76,26 +76,26 @@ def _asked(own: Mapping[str, str]) -> dict[str, float]:
     return asked
 
 
-def _write(rates: Sequence[float], losses: Sequence[float], found: Range | None, out: Path) -> None:
+def _write(rates: Sequence[float], losses: Sequence[float], usable: Range | None, out: Path) -> None:
     """The picture, and its numbers beside it."""
     try:
         out.parent.mkdir(exist_ok=True)
-        _draw(rates, losses, found, out)
+        _draw(rates, losses, usable, out)
         out.with_suffix(".json").write_text(json.dumps({"lr": rates, "loss": losses}) + "\n")
     except OSError as error:
         raise UserError(f"out={out}: can't be written ({error.strerror}). Name another file.") from error
 
 
-def _draw(rates: Sequence[float], losses: Sequence[float], found: Range | None, out: Path) -> None:
+def _draw(rates: Sequence[float], losses: Sequence[float], usable: Range | None, out: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(rates, losses, color="#2b6cb0", alpha=0.3, linewidth=0.8, label="loss of each step")
     axes.plot(rates, smoothed(losses), color="#2b6cb0", linewidth=1.8, label="running mean")
-    if found is not None:
-        axes.axvspan(found.falls_from, found.lowest_at, color="#2b6cb0", alpha=0.07, label="the loss falls")
-        axes.axvline(found.suggestion, color="#dd6b20", label=f"optim.lr={found.suggestion:g}")
+    if usable is not None:
+        axes.axvspan(usable.falls_from, usable.lowest_at, color="#2b6cb0", alpha=0.07, label="the loss falls")
+        axes.axvline(usable.suggestion, color="#dd6b20", label=f"optim.lr={usable.suggestion:g}")
     axes.set_xscale("log")
     axes.set_xlabel("learning rate")
     axes.set_ylabel("loss")

@@ -73,12 +73,12 @@ def build_optimizer(
 
 
 def _as_torch(group: ParameterGroup, node: Mapping[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {"params": list(group.parameters)}
+    settings: dict[str, Any] = {"params": list(group.parameters)}
     if group.lr_scale != 1:
-        made |= {"lr": node["lr"] * group.lr_scale, "lr_scale": group.lr_scale}
+        settings |= {"lr": node["lr"] * group.lr_scale, "lr_scale": group.lr_scale}
     if group.weight_decay is not None:
-        made["weight_decay"] = group.weight_decay
-    return made
+        settings["weight_decay"] = group.weight_decay
+    return settings
 
 
 def _is_dense(parameter: nn.Parameter) -> bool:

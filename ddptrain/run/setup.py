@@ -154,33 +154,37 @@ def _refuse(problems: Sequence[str]) -> None:
 
 def make_observers(config: Config) -> list[Observer]:
     """Those of the config, and the two that every run has: the summary, and what was compiled."""
-    found = [_made(Observer, node, f"observers.{name}") for name, node in config.observers.items()]
-    readers = [name for name, made in zip(config.observers, found, strict=True) if made.reads_metrics_file]
-    if readers and not any(isinstance(made, Jsonl) for made in found):
+    observers = [_made(Observer, node, f"observers.{name}") for name, node in config.observers.items()]
+    readers = [
+        name
+        for name, observer in zip(config.observers, observers, strict=True)
+        if observer.reads_metrics_file
+    ]
+    if readers and not any(isinstance(observer, Jsonl) for observer in observers):
         raise UserError(f"observers: {readers[0]} sends metrics.jsonl; add jsonl: [jsonl,{readers[0]}].")
-    return [*found, *([Compilations()] if config.compile != "off" else []), Summary()]
+    return [*observers, *([Compilations()] if config.compile != "off" else []), Summary()]
 
 
 def make_controllers(config: Config) -> dict[str, Controller]:
-    made: dict[str, Controller] = {
+    controllers: dict[str, Controller] = {
         name: _made(Controller, node, f"controllers.{name}")  # type: ignore[type-abstract]
         for name, node in config.controllers.items()
     }
     stop = config.stop
     if stop.patience is not None or stop.target is not None:
-        if "stop" in made:
+        if "stop" in controllers:
             raise UserError(
                 "controllers.stop: this name is that of stop.patience and stop.target; rename yours."
             )
-        made["stop"] = EarlyStop(stop.patience, stop.metric, stop.target)
-    return made
+        controllers["stop"] = EarlyStop(stop.patience, stop.metric, stop.target)
+    return controllers
 
 
 def _made(kind: type[Made], node: Any, key: str, **offered: Any) -> Made:
-    made = build(node, key, **offered)
-    if not isinstance(made, kind):
+    result = build(node, key, **offered)
+    if not isinstance(result, kind):
         raise UserError(f"{key}._target_={node['_target_']}: must be a ddptrain.api.{kind.__name__}.")
-    return made
+    return result
 
 
 def make_model(config: Config, task: Task, device: torch.device) -> nn.Module:

@@ -92,11 +92,11 @@ def _key_meant(option: str, value: str) -> str:
     keys = [*GROUPS, *known_keys()]
     lasts = {key.rpartition(".")[2] for key in keys}
     near = [name] if name in lasts else get_close_matches(name, lasts, n=1, cutoff=_NEAR)
-    found = [name] if name in keys else [key for key in keys if key.rpartition(".")[2] in near]
-    if len(name) < 2 or not found:
+    meant = [name] if name in keys else [key for key in keys if key.rpartition(".")[2] in near]
+    if len(name) < 2 or not meant:
         return ""
     shown = value if re.fullmatch(r"[\w./+-]+", value) and not value.startswith("-") else "..."
-    words = " or ".join(f"{key}={shown}" for key in dict.fromkeys(found[:_MOST_MEANT]))
+    words = " or ".join(f"{key}={shown}" for key in dict.fromkeys(meant[:_MOST_MEANT]))
     return f" Keys of the config are set without dashes: {words}"
 
 
