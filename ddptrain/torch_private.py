@@ -141,25 +141,9 @@ def check_finite(tensors: list[Tensor], nonfinite: Tensor, one: Tensor) -> None:
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, nonfinite, one)
 
 
-class LeanStep:
-    """An optimizer's step without torch's wrapper (profiler range, hooks, schedule's counter). With other
-    wrappers, hooks or a profiler, it calls the optimizer's own step."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._lean = _below_wrapper(optimizer)
-        hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
-        hooks += [getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")]
-        self._hooks = tuple(hooks)
-
-    def __call__(self) -> None:
-        if self._lean is None or any(self._hooks) or is_profiled():
-            self._optimizer.step()
-        else:
-            self._lean()
-
-
-def _below_wrapper(optimizer: Optimizer) -> Callable[[], object] | None:
+def lean_step(optimizer: Optimizer) -> Callable[[], object] | None:
+    """An optimizer's step without torch's wrapper (profiler range, hooks, schedule's counter); None where it
+    has another wrapper. To be called only without `step_hooks` and profiler."""
     wrapped, own = type(optimizer).step, vars(optimizer).get("step")
     wrapper = getattr(Optimizer, "profile_hook_step", None)
     by_torch = wrapper is not None and getattr(wrapped, "__code__", None) is wrapper(_nothing).__code__
@@ -167,6 +151,13 @@ def _below_wrapper(optimizer: Optimizer) -> Callable[[], object] | None:
         return None
     optimizer._opt_called = True  # type: ignore[attr-defined]  # or the schedule would warn
     return partial(vars(wrapped)["__wrapped__"], optimizer)
+
+
+def step_hooks(optimizer: Optimizer) -> tuple[dict[int, Any], ...]:
+    """What is called around an optimizer's step: tables that fill up later."""
+    own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
+    shared = [getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")]
+    return (*own, *shared)
 
 
 def _nothing() -> None: ...

@@ -6,9 +6,7 @@ Nothing here waits for the device, except, on a GPU, for the outcome of the prev
 from collections.abc import Iterator, Sequence
 from typing import final
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ddptrain.api.recipe import Batch, Loss, Progress, Task
 from ddptrain.api.sampler import MicroBatch
@@ -16,12 +14,12 @@ from ddptrain.api.strategy import Strategy
 from ddptrain.engine.health import Health, NotFinite, Outcome
 from ddptrain.engine.loss_scale import LossScale
 from ddptrain.engine.nonfinite import Undo
+from ddptrain.engine.optimizer_step import OptimizerStep
 from ddptrain.engine.phases import Phases
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.seeding import StepSeed
 from ddptrain.engine.state import TrainState
-from ddptrain.torch_private import LeanStep, is_fused
 
 
 @final
@@ -135,37 +133,3 @@ class TrainStep:
             goes_on = self.plan.skips_nonfinite or expected
             if not goes_on or state.left_out_in_a_row > self.plan.nonfinite_limit:
                 raise NotFinite(outcome.step)
-
-
-@final
-class OptimizerStep:
-    """Calls the optimizer unless a gradient is not finite, and clears gradients."""
-
-    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
-        self._optimizer = optimizer
-        self._scaler = scaler
-        self._step = LeanStep(optimizer)
-        self._looks_itself = is_fused(optimizer)
-        self._zeroes_as_torch = type(optimizer).zero_grad is Optimizer.zero_grad
-
-    def forget_gradients(self) -> None:
-        """As ``zero_grad`` does, without its range for the profiler."""
-        if not self._zeroes_as_torch:
-            self._optimizer.zero_grad(set_to_none=True)
-            return
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    def __call__(self, nonfinite: Tensor) -> None:
-        """Step, unless ``nonfinite`` (0-d) is not 0: then nothing moves.
-
-        A fused optimizer looks at it on the device; another one makes the host wait, a sync point.
-        """
-        if self._looks_itself:
-            self._optimizer.grad_scale, self._optimizer.found_inf = None, nonfinite  # type: ignore[attr-defined]
-            self._step()
-        elif not nonfinite:
-            self._step()
-        if self._scaler.is_enabled():
-            self._scaler.update()  # by what `Precision.unscale` has seen

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from ddptrain.engine.step import OptimizerStep
+from ddptrain.engine.optimizer_step import OptimizerStep
 from ddptrain.run.optimizer import build_optimizer
 
 ZERO = torch.zeros(())

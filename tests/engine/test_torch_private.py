@@ -13,6 +13,7 @@ from toy import Fit, auto, weights
 
 from ddptrain import torch_private
 from ddptrain.api.world import World
+from ddptrain.engine.optimizer_step import OptimizerStep
 from ddptrain.engine.plan import Plan
 from ddptrain.testing import run_ranks
 
@@ -107,5 +108,5 @@ def test_an_optimizer_without_torchs_wrapper_steps_by_itself(monkeypatch: pytest
     optimizer = torch.optim.SGD([weight], lr=0.5)
     monkeypatch.delattr(torch.optim.Optimizer, "profile_hook_step")
     weight.grad = torch.ones(2)
-    torch_private.LeanStep(optimizer)()
+    OptimizerStep(optimizer, torch.amp.GradScaler("cpu", enabled=False))(torch.zeros(()))
     assert weight.tolist() == [0.5, 0.5]
