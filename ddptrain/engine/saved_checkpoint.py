@@ -18,9 +18,8 @@ from ddptrain.errors import UserError
 from ddptrain.text import parse_json
 
 STATE, MANIFEST = "state.pt", "manifest.json"
-FORMAT = 5
+FORMAT = 6
 STEP = re.compile(r"step-(\d+)")
-_UNSEALED_FORMATS = (1, 2)
 _SEAL = "sha256"
 _SHARD = re.compile(rf"{FOLDER}/(\.metadata|__\d+_\d+\.distcp)")
 
@@ -104,9 +103,8 @@ def _unsealed(path: Path, written: bytes) -> dict[str, Any]:
         ) from error
     if not isinstance(manifest, dict):
         raise DamagedError(f"{path}: its {MANIFEST} is no JSON object; the checkpoint is damaged.")
-    is_earlier = manifest.get("format") in _UNSEALED_FORMATS and _SEAL not in manifest
     content = {name: value for name, value in manifest.items() if name != _SEAL}
-    if not is_earlier and written != sealed(content):
+    if written != sealed(content):
         raise DamagedError(f"{path}: {MANIFEST} does not match its own SHA-256; the checkpoint is damaged.")
     if manifest.get("format") != FORMAT:
         raise UserError(
