@@ -97,6 +97,15 @@ class CsvLabels(ImageSource):
             files = Paths(root, (rows.files[i] for i in ids))
             parts.append(FolderSplit(files, labels[torch.tensor(ids)], self.size, resize))
         train, valid = parts
+        counts = valid.labels.bincount(minlength=len(classes)) if one_each else valid.labels.sum(0)
+        if unseen := [name for name, count in zip(classes, counts.tolist(), strict=True) if not count]:
+            log.warning(
+                "note       %s: no picture for validation in %d of %d classes, %s among them: %s",
+                *(path, len(unseen), len(classes), unseen[0]),
+                "every tenth line is held out, unless a column `split` says more"
+                if held_out
+                else "see `split`",
+            )
         return ImageSet(train, valid, classes, IMAGENET_MEAN, IMAGENET_STD, self.resize, held_out)
 
 

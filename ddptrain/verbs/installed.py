@@ -3,6 +3,7 @@
 from functools import cache
 from importlib import metadata
 
+from ddptrain.config.arguments import Arguments
 from ddptrain.errors import UserError
 from ddptrain.verbs.verb import Verb
 
@@ -24,9 +25,22 @@ def verb_names() -> tuple[str, ...]:
 
 
 def verb_named(name: str) -> Verb:
-    """Imports its module."""
+    """Imports its module. Of another package's that can't be imported a verb that says so: help and the other
+    verbs go on."""
     (entry, *_) = metadata.entry_points(group=ENTRY_POINTS, name=name)
-    verb = entry.load()
+    try:
+        verb = entry.load()
+    except ImportError as error:
+        if entry.value.startswith("ddptrain."):
+            raise
+        return _broken(f"{name}: {entry.value} can't be imported ({error}). Mend or uninstall its package.")
     if not isinstance(verb, Verb):
         raise UserError(f"{name}: the entry point {entry.value} must name a ddptrain.verbs.verb.Verb.")
     return verb
+
+
+def _broken(message: str) -> Verb:
+    def run(arguments: Arguments) -> int:
+        raise UserError(message)
+
+    return Verb(run=run, summary=message.partition(": ")[2])

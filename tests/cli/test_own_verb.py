@@ -32,11 +32,26 @@ def test_a_verb_of_a_package(installed: str, tmp_path: Path) -> None:
     (step / "state.pt").write_bytes(bytes(3 * 2**20))
     told = ddptrain(tmp_path, "sizes run=run", PYTHONPATH=installed)
     assert (told.code, told.out) == (0, "step-10  3.0\n")
+    assert ddptrain(tmp_path, "sizes run=run foo=3", PYTHONPATH=installed).code == 2
     wrong = ddptrain(tmp_path, "sizes run=nowhere", PYTHONPATH=installed)
     assert (wrong.code, wrong.out) == (2, "")
     assert wrong.err.startswith("ddptrain: run=nowhere: must name a run's folder")
     assert "The size of each checkpoint" in ddptrain(tmp_path, "sizes --help", PYTHONPATH=installed).out
     assert re.search(r"^  sizes +the size of", ddptrain(tmp_path, "--help", PYTHONPATH=installed).out, re.M)
+
+
+def test_a_broken_package_is_named_and_the_others_go_on(installed: str, tmp_path: Path) -> None:
+    (Path(installed) / "sizes.py").write_text("import nowhere_at_all\n")
+    listed = ddptrain(tmp_path, "--help", PYTHONPATH=installed)
+    assert listed.code == 0, listed.err
+    assert re.search(
+        r"^  sizes +sizes:VERB can't be imported \(No module named 'nowhere_at_all'\)", listed.out, re.M
+    )
+    assert re.search(r"^  evaluate ", listed.out, re.M)
+    used = ddptrain(tmp_path, "sizes run=run", PYTHONPATH=installed)
+    assert used.code == 2
+    assert used.err.startswith("ddptrain: sizes: sizes:VERB can't be imported")
+    assert "Mend or uninstall its package." in used.err
 
 
 def test_it_is_completed(installed: str) -> None:
