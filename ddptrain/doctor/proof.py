@@ -155,9 +155,9 @@ def between_gpus(count: int) -> Iterator[Link]:
     for group in groups:
         members = tuple(f"cuda:{index}" for index in group)
         try:
-            yield Link(members, "nccl", _LINK_BYTES / 1e6, _all_reduced(group))
+            yield Link(members, _LINK_BYTES / 1e6, _all_reduced(group))
         except RuntimeError as error:
-            yield Link(members, "nccl", _LINK_BYTES / 1e6, 0.0, str(error).splitlines()[0])
+            yield Link(members, _LINK_BYTES / 1e6, 0.0, str(error).splitlines()[0])
 
 
 def _all_reduced(group: tuple[int, ...], rounds: int = 5) -> float:

@@ -169,8 +169,8 @@ def nccl(facts: Facts) -> Iterator[Finding]:
             " and the IOMMU in the BIOS).",
         )  # fmt: skip
     elif ended:
-        yield from links((Link(("all GPUs",), "nccl", error=ended[0].why),), f"NCCL {torch.nccl}")
-    yield from links(facts.links, f"NCCL {torch.nccl}")
+        yield from _links((Link(("all GPUs",), error=ended[0].why),), f"NCCL {torch.nccl}")
+    yield from _links(facts.links, f"NCCL {torch.nccl}")
     if found.strangers and not ended:
         yield warning(
             "no-peer-access", f"no peer access: {comma_list([f'{a}-{b}' for a, b in found.strangers])}",
@@ -180,7 +180,7 @@ def nccl(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def links(links: tuple[Link, ...], named: str) -> Iterator[Finding]:
+def _links(links: tuple[Link, ...], named: str) -> Iterator[Finding]:
     """All-reduces that were done."""
     broken = [link for link in links if link.error]
     pairs = [link for link in links if len(link.members) == 2 and not link.error]
@@ -190,8 +190,7 @@ def links(links: tuple[Link, ...], named: str) -> Iterator[Finding]:
         yield problem(
             "all-reduce-fails", f"{named}: {broken[0].error}",
             f"the all-reduce over {'-'.join(broken[0].members)} failed, so gradients can't be added up.",
-            f"{_NCCL}; with several networks name one: NCCL_SOCKET_IFNAME=<interface of ip -br addr>"
-            " (gloo: GLOO_SOCKET_IFNAME).",
+            f"{_NCCL}; with several networks name one: NCCL_SOCKET_IFNAME=<interface of ip -br addr>.",
         )  # fmt: skip
     if slow:
         speeds = comma_list([f"{'-'.join(link.members)} {link.gb_per_s:.2f} GB/s" for link in slow])

@@ -1,30 +1,27 @@
 """What the person at the terminal sees."""
 
+import dataclasses
 import json
 import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddptrain.doctor.facts import Cluster, DriverGpu, Facts, System, Torch, TorchGpu
 from ddptrain.doctor.findings import LEVELS, Finding, gib, problems
-from ddptrain.doctor.replay import plain
 from ddptrain.text import counted, print_tables
-
-if TYPE_CHECKING:
-    pass
 
 _READABLE = 110  # Columns of text, on a wider terminal too
 _COLOURS = {"problem": "1;31", "warning": "33", "ok": "32"}
 
 
 def json_of(facts: Facts | Cluster, findings: Sequence[Finding]) -> str:
-    """One object, which ``doctor facts=<file>`` reads again."""
+    """One object, for a report or a program."""
     report: dict[str, Any] = {
-        "facts": plain(facts),
-        "findings": [plain(finding) for finding in findings],
+        "facts": dataclasses.asdict(facts),
+        "findings": [dataclasses.asdict(finding) for finding in findings],
         "problems": len(problems(list(findings))),
     }
     return json.dumps(report, indent=2)
@@ -85,11 +82,19 @@ def print_cluster(cluster: Cluster, findings: Sequence[Finding]) -> None:
 
     found = Table(box=box.SIMPLE)
     for name in (
-        *("node", "python", "torch", "CUDA", "NCCL", "driver", "GPUs", "cores", "/dev/shm", "clock"),
+        "node",
+        "python",
+        "torch",
+        "CUDA",
+        "NCCL",
+        "driver",
+        "GPUs",
+        "cores",
+        "/dev/shm",
         "problems",
     ):
         found.add_column(name, overflow="fold")
-    for node, skew in zip(cluster.nodes, cluster.skews, strict=True):
+    for node in cluster.nodes:
         system, torch = node.system or System("?", python="?"), node.torch or Torch("?")
         limits = node.limits
         own = [system.name, f"all {len(cluster.nodes)} nodes"]
@@ -104,7 +109,6 @@ def print_cluster(cluster: Cluster, findings: Sequence[Finding]) -> None:
             multiplied([gpu.name for gpu in node.driver_gpus]) or "none",
             str(limits.cores) if limits else "?",
             gib(limits.shm_total) if limits and limits.shm_total is not None else "none",
-            f"{skew:+.3f} s",
             ", ".join(dict.fromkeys(wrong)) or "none",
         )
     print_tables(found)

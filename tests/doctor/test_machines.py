@@ -1,7 +1,6 @@
 """Machines that nobody has here: a sound one, and what a person reads when one thing of it is broken."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ from ddptrain.doctor.facts import (
     TorchVision,
 )
 from ddptrain.doctor.findings import OK, PROBLEM, WARNING, Finding, problems
-from ddptrain.doctor.replay import plain, read_facts, restored
 from ddptrain.doctor.show import header
 
 GIB = 2**30
@@ -58,7 +56,7 @@ SOUND = Facts(
     torchvision=TorchVision("0.29.2"),
     proofs=tuple(Proof(name, f"cuda:{i}", dtype, True, "fine") for i in range(2) for dtype in ("fp32", "bf16")
                  for name in PROVED),
-    links=(Link(("cuda:0", "cuda:1"), "nccl", 67.0, 250.0),),
+    links=(Link(("cuda:0", "cuda:1"), 67.0, 250.0),),
 )  # fmt: skip
 
 
@@ -337,7 +335,7 @@ CASES = {
         broken(torch={"nccl": ""}, links=()), "nccl-missing", PROBLEM, "built without NCCL",
         "--force-reinstall"),
     "NCCL fails": Case(
-        broken(links=(Link(("cuda:0", "cuda:1"), "nccl", 67.0, 0.0,
+        broken(links=(Link(("cuda:0", "cuda:1"), 67.0, 0.0,
                "NCCL Error 2: unhandled system error"),)),
         "all-reduce-fails", PROBLEM, "the all-reduce over cuda:0-cuda:1 failed", "NCCL_DEBUG=INFO"),
     "NCCL hangs": Case(
@@ -350,8 +348,7 @@ CASES = {
         broken(torch_cuda={"strangers": ((0, 1),)}),
         "no-peer-access", WARNING, "can't read each other's memory", "strategy.compression=bf16"),
     "one slow pair": Case(
-        broken(links=(Link(("cuda:0", "cuda:1"), "nccl", 67.0, 250.0), Link(("cuda:0", "cuda:2"), "nccl",
-               67.0, 9.0))),
+        broken(links=(Link(("cuda:0", "cuda:1"), 67.0, 250.0), Link(("cuda:0", "cuda:2"), 67.0, 9.0))),
         "slow-pair", WARNING, "a much slower way", "nvidia-smi topo -m"),
     "wrong numbers": Case(
         broken(proofs=(Proof("convolution", "cuda:1", "bf16", False, "error 900 of its bound"),)),
@@ -484,11 +481,6 @@ def test_with_the_cpu_asked_for_gpus_are_left_out() -> None:
             assert about == set(), name
 
 
-@pytest.mark.parametrize("facts", [SOUND, *(case.facts for case in CASES.values())])
-def test_facts_survive_json(facts: Facts) -> None:
-    assert restored(Facts, json.loads(json.dumps(plain(facts))), "facts") == facts
-
-
 def test_two_independent_causes_are_both_told() -> None:
     facts = dataclasses.replace(
         CASES["driver 550 for CUDA 13"].facts, environment={"CUDA_VISIBLE_DEVICES": ""}
@@ -514,23 +506,6 @@ def test_what_a_device_lacks_is_no_fault() -> None:
     )
     assert bad(examine(facts)) == []
     assert any("it has no fp16" in finding.seen for finding in examine(facts))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"flavour": 1}, "facts.flavour: is no fact that this version knows"),
-        ({"asked": {"device": 3}}, "facts.asked.device=3: must be of the type str"),
-        ({"port": {}}, "facts.port.number: is missing"),
-        ({"proofs": {}}, "facts.proofs={}: must be of the type list"),
-    ],
-)
-def test_facts_that_are_none_are_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    file = tmp_path / "doctor.json"
-    file.write_text(json.dumps({"facts": {**plain(SOUND), **change}}))
-    with pytest.raises(ValueError, match="facts=") as refused:
-        read_facts(file)
-    assert said in str(refused.value)
 
 
 def test_the_page_on_doctor_names_every_finding() -> None:
