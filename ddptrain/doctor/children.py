@@ -47,26 +47,26 @@ def ask(question: str, step: str, first_s: float, *words: str, then_s: float | N
         )
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=_read, args=(child, lines), daemon=True).start()
-        found: dict[str, Any] = {}
+        answers: dict[str, Any] = {}
         patience_s = first_s if then_s is None else then_s
         try:
             for section, value in _sections(lines, first_s, patience_s):
                 if section == "begin":
                     step = value
                 else:
-                    earlier = found.get(section, ())
-                    found[section] = (*earlier, *value) if isinstance(value, tuple) else value
+                    earlier = answers.get(section, ())
+                    answers[section] = (*earlier, *value) if isinstance(value, tuple) else value
             code = child.wait(patience_s)
         except (TimeoutError, subprocess.TimeoutExpired):
             child.kill()
-            waited = patience_s if found else first_s
-            found["failures"] = (ProbeFailure(step, f"{step}: no answer in {waited:g} s", hung=True),)
-            return found
+            waited = patience_s if answers else first_s
+            answers["failures"] = (ProbeFailure(step, f"{step}: no answer in {waited:g} s", hung=True),)
+            return answers
         if code != 0:
             errors.seek(0)
             reason = _reason(code, errors.read().decode(errors="replace"))
-            found["failures"] = (ProbeFailure(step, f"{step}: {reason}"),)
-        return found
+            answers["failures"] = (ProbeFailure(step, f"{step}: {reason}"),)
+        return answers
 
 
 def _sections(

@@ -250,6 +250,5 @@ class Cluster:
     """The facts of all nodes of one job."""
 
     nodes: tuple[Facts, ...] = ()
-    all_reduces: tuple[
-        AllReduce, ...
-    ] = ()  # The one among all, as each rank has seen it; none of a single rank
+    all_reduces: tuple[AllReduce, ...] = ()
+    """The one among all, as each rank has seen it; none where there is one rank."""

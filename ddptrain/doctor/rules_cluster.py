@@ -10,14 +10,14 @@ from ddptrain.doctor.findings import LEVELS, Finding, comma_list, ok, problem, w
 
 def examine_cluster(cluster: Cluster) -> list[Finding]:
     """Each node's findings with its name, and what differs between them."""
-    found = [*versions(cluster), *all_reduce(cluster)]
+    findings = [*versions(cluster), *all_reduce(cluster)]
     whose: dict[Finding, list[str]] = {}
     for node in cluster.nodes:
         for finding in examine(node):
             whose.setdefault(finding, []).append(name_of(node))
     for finding, names in whose.items():
-        found.append(dataclasses.replace(finding, node=_node_names(cluster, names)))
-    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+        findings.append(dataclasses.replace(finding, node=_node_names(cluster, names)))
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 def versions(cluster: Cluster) -> Iterator[Finding]:
@@ -32,10 +32,10 @@ def versions(cluster: Cluster) -> Iterator[Finding]:
         "python": [system.python for system in systems],
         "driver": [node.driver_version for node in cluster.nodes],
     }
-    for part, found in by_part.items():
+    for part, by_node in by_part.items():
         comes_with_torch = part in ("CUDA", "NCCL") and len(set(by_part["torch"])) > 1
-        if len(set(found)) > 1 and not comes_with_torch:
-            pairs = zip(cluster.nodes, found, strict=True)
+        if len(set(by_node)) > 1 and not comes_with_torch:
+            pairs = zip(cluster.nodes, by_node, strict=True)
             level = warning if part in ("python", "driver") else problem
             yield level(
                 f"differs-{part.lower()}",

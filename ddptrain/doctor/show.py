@@ -33,7 +33,7 @@ def show(asked: str, findings: Sequence[Finding]) -> None:
     for level in LEVELS:
         for finding in [finding for finding in findings if finding.level == level]:
             node = f"{finding.node}: " if finding.node else ""
-            _print_paragraph(width, level, f"{finding.id}  {node}{finding.seen}", _COLOURS[level])
+            _print_paragraph(width, level, f"{finding.id}  {node}{finding.evidence}", _COLOURS[level])
             if finding.cause:
                 _print_paragraph(width, "  cause", finding.cause)
                 _print_paragraph(width, "  remedy", finding.remedy)
@@ -44,15 +44,15 @@ def header(facts: Facts) -> str:
     """A machine in one line."""
     system, torch, limits = facts.system, facts.torch, facts.limits
     named = [gpu for gpu in facts.driver_gpus if gpu.name]
-    seen: Sequence[DriverGpu | TorchGpu] = named or (facts.torch_cuda.gpus if facts.torch_cuda else ())
-    gpus = [f"{gpu.name} {gib(gpu.memory)}" for gpu in seen]
+    listed: Sequence[DriverGpu | TorchGpu] = named or (facts.torch_cuda.gpus if facts.torch_cuda else ())
+    gpus = [f"{gpu.name} {gib(gpu.memory)}" for gpu in listed]
     version = facts.driver_version
     parts = [
         f"ddptrain {system.ddptrain} doctor" if system else "ddptrain doctor",
         system.name if system else "",
         f"Python {system.python}" if system else "",
         f"torch {torch.version}" if torch else "torch not importable",
-        f"driver {version}" if version else "" if seen else "no NVIDIA driver",
+        f"driver {version}" if version else "" if listed else "no NVIDIA driver",
         multiplied(gpus) if gpus else "no GPU seen",
         counted(limits.cores, "core") if limits else "",
     ]
@@ -80,7 +80,7 @@ def print_cluster(cluster: Cluster, findings: Sequence[Finding]) -> None:
     from rich import box
     from rich.table import Table
 
-    found = Table(box=box.SIMPLE)
+    table = Table(box=box.SIMPLE)
     for name in (
         "node",
         "python",
@@ -93,13 +93,13 @@ def print_cluster(cluster: Cluster, findings: Sequence[Finding]) -> None:
         "/dev/shm",
         "problems",
     ):
-        found.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold")
     for node in cluster.nodes:
         system, torch = node.system or System("?", python="?"), node.torch or Torch("?")
         limits = node.limits
         own = [system.name, f"all {len(cluster.nodes)} nodes"]
         wrong = [f.id for f in problems(list(findings)) if f.node in own or system.name in f.node.split(", ")]
-        found.add_row(
+        table.add_row(
             system.name,
             system.python,
             torch.version,
@@ -111,7 +111,7 @@ def print_cluster(cluster: Cluster, findings: Sequence[Finding]) -> None:
             gib(limits.shm_total) if limits and limits.shm_total is not None else "none",
             ", ".join(dict.fromkeys(wrong)) or "none",
         )
-    print_tables(found)
+    print_tables(table)
 
 
 def _print_paragraph(width: int, label: str, text: str, colour: str = "") -> None:

@@ -436,7 +436,7 @@ def test_a_broken_machine_is_told_what_is_wrong_and_nothing_else(name: str) -> N
     assert [(finding.id, finding.level) for finding in found] == [(case.id, case.level)], found
     assert case.cause in found[0].cause
     assert case.remedy in found[0].remedy
-    assert found[0].seen
+    assert found[0].evidence
 
 
 def test_the_sound_machine_has_nothing_but_good_news() -> None:
@@ -447,7 +447,7 @@ def test_the_sound_machine_has_nothing_but_good_news() -> None:
         "computes",
         "computes",
     ]  # fmt: skip
-    told = {finding.id: finding.seen for finding in found}
+    told = {finding.id: finding.evidence for finding in found}
     assert (
         told["gpu"]
         == "cuda:1 NVIDIA H100, sm_90, 80.0 GiB; driver 580.95.05, CUDA 13.2, cuDNN 9.26.0, NCCL 2.30.7"
@@ -456,7 +456,7 @@ def test_the_sound_machine_has_nothing_but_good_news() -> None:
 
 
 def test_every_rule_is_fired_by_a_machine() -> None:
-    silent = {rule.__name__ for rule in RULES} - {"gpu_found"}  # which has good news only
+    silent = {rule.__name__ for rule in RULES} - {"usable_gpus"}  # which has good news only
     for rule in RULES:
         if any(bad(list(rule(case.facts))) for case in CASES.values()):
             silent.discard(rule.__name__)
@@ -505,7 +505,7 @@ def test_what_a_device_lacks_is_no_fault() -> None:
         proofs=(*SOUND.proofs, Proof("convolution", "cuda:0", "fp16", False, "not implemented", True))
     )
     assert bad(examine(facts)) == []
-    assert any("it has no fp16" in finding.seen for finding in examine(facts))
+    assert any("it has no fp16" in finding.evidence for finding in examine(facts))
 
 
 def test_the_page_on_doctor_names_every_finding() -> None:

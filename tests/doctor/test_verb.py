@@ -200,7 +200,7 @@ def test_what_differs_between_nodes_is_told(id: str) -> None:
     cluster, level, seen, remedy = CLUSTERS[id]
     found = [finding for finding in examine_cluster(cluster) if finding.level != "ok"]
     assert [(finding.id, finding.level) for finding in found] == [(id, level)]
-    assert seen in found[0].seen
+    assert seen in found[0].evidence
     assert remedy in found[0].remedy
 
 
@@ -232,22 +232,24 @@ def among_all(*errors: str, hung: int | None = None) -> Cluster:
 
 
 def test_an_all_reduce_is_as_fast_as_its_slowest_rank() -> None:
-    shown = [finding.seen for finding in examine_cluster(among_all("", "", "")) if finding.id == "all-reduce"]
+    shown = [
+        finding.evidence for finding in examine_cluster(among_all("", "", "")) if finding.id == "all-reduce"
+    ]
     assert shown == ["gloo, 17 MB among 3 ranks: 2.00 GB/s"]
 
 
 @pytest.mark.parametrize(
-    ("cluster", "node", "seen"),
+    ("cluster", "node", "evidence"),
     [
         (among_all("no end in 120 s", "", "no route", hung=0), "c", "gloo, rank 2 on c: no route"),
         (among_all("no end in 120 s", "", "", hung=0), "a", "gloo, rank 0 on a: no end in 120 s"),
         (among_all("no route", "no route", "no route"), "all 3 nodes", "gloo, rank 0 on a: no route"),
     ],
 )
-def test_the_node_on_which_the_all_reduce_fails_is_named(cluster: Cluster, node: str, seen: str) -> None:
+def test_the_node_on_which_the_all_reduce_fails_is_named(cluster: Cluster, node: str, evidence: str) -> None:
     wrong = problems(examine_cluster(cluster))
-    assert [(finding.id, finding.node, finding.seen) for finding in wrong] == [
-        ("all-reduce-fails", node, seen)
+    assert [(finding.id, finding.node, finding.evidence) for finding in wrong] == [
+        ("all-reduce-fails", node, evidence)
     ]
     assert "GLOO_SOCKET_IFNAME" in wrong[0].remedy
 
