@@ -30,7 +30,7 @@ def measure_all_reduce(world: World, node: str, gpu: int | None, timeout_s: floa
 
     def run() -> None:
         try:
-            outcomes.put(_all_reduced(world, gpu, size, timeout_s))
+            outcomes.put(_measure_speed(world, gpu, size, timeout_s))
         except RuntimeError as error:
             outcomes.put(error)
 
@@ -44,7 +44,7 @@ def measure_all_reduce(world: World, node: str, gpu: int | None, timeout_s: floa
     return result(outcome)
 
 
-def _all_reduced(world: World, gpu: int | None, size: int, timeout_s: float) -> float:
+def _measure_speed(world: World, gpu: int | None, size: int, timeout_s: float) -> float:
     """GB/s of each rank and direction. Raises RuntimeError where the sum is wrong."""
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     if gpu is not None:

@@ -61,10 +61,10 @@ def proof_findings(facts: Facts, on_gpu: bool) -> list[Finding]:
         results = [
             f"{proof.name} in {proof.dtype}: {proof.said}" for proof in failed if proof.device == device
         ]
-        findings.append(_failed(device, results))
+        findings.append(_proof_problem(device, results))
     for failure in facts.failures:
         if failure.probe == "proof" and (on_gpu or not facts.gpu_count):
-            findings.append(_failed("the device", [failure.why]))
+            findings.append(_proof_problem("the device", [failure.why]))
     for device in dict.fromkeys(proof.device for proof in proofs if proof.ok):
         lacks = [proof.dtype for proof in proofs if proof.device == device and proof.lacks]
         without = f"; it has no {comma_list(list(dict.fromkeys(lacks)))}" if lacks else ""
@@ -77,7 +77,7 @@ def proof_findings(facts: Facts, on_gpu: bool) -> list[Finding]:
     return findings
 
 
-def _failed(device: str, results: list[str]) -> Finding:
+def _proof_problem(device: str, results: list[str]) -> Finding:
     if all(line.startswith("nms") for line in results):
         return problem(
             "torchvision-no-cuda", results[0],

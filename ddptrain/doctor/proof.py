@@ -157,12 +157,12 @@ def between_gpus(count: int) -> Iterator[Link]:
     for group in groups:
         members = tuple(f"cuda:{index}" for index in group)
         try:
-            yield Link(members, _LINK_BYTES / 1e6, _all_reduced(group))
+            yield Link(members, _LINK_BYTES / 1e6, _measure_speed(group))
         except RuntimeError as error:
             yield Link(members, _LINK_BYTES / 1e6, 0.0, str(error).splitlines()[0])
 
 
-def _all_reduced(group: tuple[int, ...], rounds: int = 5) -> float:
+def _measure_speed(group: tuple[int, ...], rounds: int = 5) -> float:
     """GB/s of each GPU and direction. Raises RuntimeError where the sum is wrong."""
     tensors = [
         torch.full((_LINK_BYTES // 4,), 1.0 + place, device=f"cuda:{gpu}") for place, gpu in enumerate(group)

@@ -57,7 +57,7 @@ def cudnn(facts: Facts) -> Iterator[Finding]:
 
 
 def compute_mode(facts: Facts) -> Iterator[Finding]:
-    gpus = shown(facts)
+    gpus = visible_gpus(facts)
     barred = [str(gpu.index) for gpu in gpus if gpu.mode == "prohibited"]
     taken = [gpu for gpu in gpus if gpu.mode == "exclusive" and gpu.processes]
     if barred:
@@ -79,7 +79,7 @@ def compute_mode(facts: Facts) -> Iterator[Finding]:
 
 
 def memory(facts: Facts) -> Iterator[Finding]:
-    gpus = shown(facts)
+    gpus = visible_gpus(facts)
     taken = [gpu for gpu in gpus if gpu.memory and gpu.used > _HALF * gpu.memory]
     for gpu in taken:
         evidence = f"GPU {gpu.index} {gpu.name}: {gib(gpu.used)} of {gib(gpu.memory)} in use"
@@ -94,7 +94,7 @@ def memory(facts: Facts) -> Iterator[Finding]:
 
 
 def mig(facts: Facts) -> Iterator[Finding]:
-    divided = [gpu for gpu in shown(facts) if gpu.mig]
+    divided = [gpu for gpu in visible_gpus(facts) if gpu.mig]
     ranks = facts.asked.local_ranks or 1
     if divided:
         level = problem if ranks > 1 else warning
@@ -121,7 +121,7 @@ def silent(facts: Facts) -> Iterator[Finding]:
 
 def speed(facts: Facts) -> Iterator[Finding]:
     """What holds a GPU down, as the driver sees it now."""
-    for gpu in shown(facts):
+    for gpu in visible_gpus(facts):
         if gpu.slowed:
             yield warning(
                 "slowed-down", f"GPU {gpu.index} {gpu.name}: {comma_list(gpu.slowed)}",
@@ -216,7 +216,7 @@ def usable_gpus(facts: Facts) -> Iterator[Finding]:
             yield ok("gpu", f"cuda:{gpu.index} {gpu.name}, {_sm(gpu)}, {gib(gpu.memory)}; {stack}")
 
 
-def shown(facts: Facts) -> list[DriverGpu]:
+def visible_gpus(facts: Facts) -> list[DriverGpu]:
     """The driver's GPUs that CUDA_VISIBLE_DEVICES leaves: CUDA numbers them anew, so by UUID; and of them the
     one that was asked for."""
     gpus = facts.driver_gpus

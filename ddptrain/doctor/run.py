@@ -21,11 +21,11 @@ _DEVICES = re.compile(r"auto|cpu|cuda|cuda:\d+")
 
 def run(asked: Mapping[str, str], as_json: bool, cluster: bool) -> int:
     """Ask, judge, print. Returns 1 where there is a problem, else 0; raises UserError for wrong words."""
-    words = _checked(asked, cluster)
+    words = _parse(asked, cluster)
     return _examine_cluster(words, as_json) if cluster else _report(collect(words, probes(words)), as_json)
 
 
-def _checked(asked: Mapping[str, str], cluster: bool) -> Settings:
+def _parse(asked: Mapping[str, str], cluster: bool) -> Settings:
     for name, value in asked.items():
         if name not in _WORDS:
             known = ", ".join(f"{word}=" for word in _WORDS)
@@ -78,7 +78,7 @@ def _examine_cluster(asked: Settings, as_json: bool) -> int:
         ) from error
     everyone = comm.from_all_ranks(world, own)
     leaders = [rank for rank, facts in enumerate(everyone) if facts is not None]
-    nodes = _numbered([facts for facts in everyone if facts is not None])
+    nodes = _with_unique_names([facts for facts in everyone if facts is not None])
     node = name_of(nodes[bisect_right(leaders, world.rank) - 1])
     results: list[AllReduce] = []
     if world.size > 1:
@@ -91,7 +91,7 @@ def _examine_cluster(asked: Settings, as_json: bool) -> int:
     return code
 
 
-def _numbered(nodes: list[Facts]) -> list[Facts]:
+def _with_unique_names(nodes: list[Facts]) -> list[Facts]:
     """Two nodes of one name (a test on one machine, containers) get numbers."""
     names = [name_of(node) for node in nodes]
     return [

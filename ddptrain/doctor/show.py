@@ -53,7 +53,7 @@ def header(facts: Facts) -> str:
         f"Python {system.python}" if system else "",
         f"torch {torch.version}" if torch else "torch not importable",
         f"driver {version}" if version else "" if listed else "no NVIDIA driver",
-        multiplied(gpus) if gpus else "no GPU seen",
+        count_each(gpus) if gpus else "no GPU seen",
         counted(limits.cores, "core") if limits else "",
     ]
     return "  ".join(part for part in parts if part)
@@ -71,7 +71,7 @@ def last_word(findings: Sequence[Finding], asked: str) -> str:
     return f"No problem with device={asked}: nothing to do."
 
 
-def multiplied(names: Sequence[str]) -> str:
+def count_each(names: Sequence[str]) -> str:
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
@@ -106,7 +106,7 @@ def print_cluster(cluster: Cluster, findings: Sequence[Finding]) -> None:
             torch.cuda or "none",
             torch.nccl or "none",
             node.driver_version or "none",
-            multiplied([gpu.name for gpu in node.driver_gpus]) or "none",
+            count_each([gpu.name for gpu in node.driver_gpus]) or "none",
             str(limits.cores) if limits else "?",
             gib(limits.shm_total) if limits and limits.shm_total is not None else "none",
             ", ".join(dict.fromkeys(wrong)) or "none",
