@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddptrain.api.world import World
-from ddptrain.distributed.device import compared, name_of_gpu
+from ddptrain.distributed.device import name_of_gpu, with_shared_gpus
 from ddptrain.distributed.foreach import by_dtype, copy_all
 from ddptrain.errors import UserError
 
@@ -42,7 +42,7 @@ def open_group(world: World, even_single: bool = False) -> World:
     store.set(f"gpu-{world.rank}", name_of_gpu(world.device))
     # no collective: which backend there can be follows from this
     gpus = store.multi_get([f"gpu-{rank}" for rank in range(world.size)])
-    world = compared(world, [gpu.decode() for gpu in gpus])
+    world = with_shared_gpus(world, [gpu.decode() for gpu in gpus])
     backend = backend_for(world)
     dist.init_process_group(
         backend,

@@ -63,7 +63,7 @@ def cores_in_words(world: "World", workers: int) -> str:
 def quota(root: Path = Path("/")) -> float | None:
     """Cores' worth of time that the control groups of this process leave it: the least on the way up, by
     version 2 (cpu.max) and version 1 (cpu.cfs_quota_us)."""
-    found = []
+    quotas = []
     for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         top = root / "sys/fs/cgroup"
@@ -73,8 +73,8 @@ def quota(root: Path = Path("/")) -> float | None:
             # inside a container the path is the host's, and its own group is mounted at the top
             folders = [mount / path.strip("/"), *(mount / path.strip("/")).parents]
             for folder in [folder for folder in folders if folder == mount or mount in folder.parents]:
-                found += _quota_of_group(folder)
-    return min(found, default=None)
+                quotas += _quota_of_group(folder)
+    return min(quotas, default=None)
 
 
 def _quota_of_group(folder: Path) -> list[float]:

@@ -65,11 +65,11 @@ def name_of_gpu(device: torch.device) -> str:
     '' where it is no GPU."""
     if device.type != "cuda":
         return ""
-    found = torch.cuda.get_device_properties(device)
-    return f"{found.name} {found.uuid}"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} {properties.uuid}"
 
 
-def compared(world: World, gpus: Sequence[str]) -> World:
+def with_shared_gpus(world: World, gpus: Sequence[str]) -> World:
     """The world, once it is known which GPU each rank is on (`name_of_gpu`, by rank).
 
     Raises UserError where some ranks have a GPU and others none.

@@ -27,10 +27,10 @@ def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     """Nested dicts, lists and tuples with each value changed; a model's state_dict keeps its modules'
     versions."""
     if isinstance(tree, dict):
-        made = type(tree)((name, mapped(value, change)) for name, value in tree.items())
+        new_tree = type(tree)((name, mapped(value, change)) for name, value in tree.items())
         if hasattr(tree, "_metadata"):
-            made._metadata = tree._metadata  # type: ignore[attr-defined]
-        return made
+            new_tree._metadata = tree._metadata  # type: ignore[attr-defined]
+        return new_tree
     if isinstance(tree, list | tuple):
         return type(tree)([mapped(value, change) for value in tree])
     return change(tree)

@@ -1,1 +1,1 @@
-"""Why is my GPU not used, or slow? Only `proof` and `meet` import torch at the top."""
+"""Why is my GPU not used, or slow? Only `proof` and `all_reduce` import torch at the top."""

@@ -1,34 +1,25 @@
 """Programs that doctor asks in separate processes: a driver that hangs, or a library that crashes, takes
 the child along and not doctor."""
 
-import json
+import base64
+import pickle
 import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from ddptrain.doctor.facts import Cuda, Driver, Link, ProbeFailure, Proof, Torch, TorchCuda, TorchVision
-from ddptrain.doctor.replay import restored
+from ddptrain.doctor.facts import ProbeFailure
 
-_KINDS: Mapping[str, Any] = {
-    "driver": Driver,
-    "cuda": Cuda,
-    "torch": Torch,
-    "torch_cuda": TorchCuda,
-    "torchvision": TorchVision,
-    "proofs": tuple[Proof, ...],
-    "links": tuple[Link, ...],
-}
 _MARK = "ddptrain doctor: "  # Begins the lines that are for doctor; libraries may print what they like
 
 
 def tell(section: str, value: Any) -> None:
-    """In the child: a section of the facts, as JSON has it; the items of a tuple may come one by one."""
-    print(f"{_MARK}{json.dumps([section, value])}", flush=True)
+    """In the child: a field of `Facts` and its value; the items of a tuple may come one by one."""
+    print(f"{_MARK}{base64.b64encode(pickle.dumps((section, value))).decode()}", flush=True)
 
 
 def begin(step: str) -> None:
@@ -56,26 +47,26 @@ def ask(question: str, step: str, first_s: float, *words: str, then_s: float | N
         )
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=_read, args=(child, lines), daemon=True).start()
-        found: dict[str, Any] = {}
+        answers: dict[str, Any] = {}
         patience_s = first_s if then_s is None else then_s
         try:
             for section, value in _sections(lines, first_s, patience_s):
                 if section == "begin":
                     step = value
                 else:
-                    now = restored(_KINDS[section], value, question)
-                    found[section] = (*found.get(section, ()), *now) if isinstance(now, tuple) else now
+                    earlier = answers.get(section, ())
+                    answers[section] = (*earlier, *value) if isinstance(value, tuple) else value
             code = child.wait(patience_s)
         except (TimeoutError, subprocess.TimeoutExpired):
             child.kill()
-            waited = patience_s if found else first_s
-            found["failures"] = (ProbeFailure(step, f"{step}: no answer in {waited:g} s", hung=True),)
-            return found
+            waited = patience_s if answers else first_s
+            answers["failures"] = (ProbeFailure(step, f"{step}: no answer in {waited:g} s", hung=True),)
+            return answers
         if code != 0:
             errors.seek(0)
             reason = _reason(code, errors.read().decode(errors="replace"))
-            found["failures"] = (ProbeFailure(step, f"{step}: {reason}"),)
-        return found
+            answers["failures"] = (ProbeFailure(step, f"{step}: {reason}"),)
+        return answers
 
 
 def _sections(
@@ -91,8 +82,7 @@ def _sections(
             return
         if line.startswith(_MARK):
             wait_s = then_s
-            section, value = json.loads(line.removeprefix(_MARK))
-            yield section, value
+            yield pickle.loads(base64.b64decode(line.removeprefix(_MARK)))
 
 
 def _read(child: "subprocess.Popen[str]", lines: "queue.SimpleQueue[str | None]") -> None:

@@ -17,7 +17,7 @@ _STAGES: tuple[tuple[Rule, ...], ...] = (
     (rules_cuda.asked_for, rules_gpu.kernels),
     (rules_gpu.cudnn, rules_gpu.memory),
     (
-        *(rules_gpu.gpu_found, rules_presence.nvml_quiet, rules_gpu.silent, rules_gpu.mig, rules_gpu.ranks),
+        *(rules_gpu.usable_gpus, rules_presence.nvml_quiet, rules_gpu.silent, rules_gpu.mig, rules_gpu.ranks),
         *(rules_gpu.speed, rules_gpu.nccl),
     ),
 )
@@ -34,50 +34,50 @@ RULES = (rules_presence.no_cuda_here, *(rule for stage in _STAGES for rule in st
 def examine(facts: Facts) -> list[Finding]:
     """All findings, the problems first; one problem for one cause."""
     gpus = gpu_findings(facts) if facts.asked.device != "cpu" else []
-    found = [*gpus, *_all(_OF_THE_HOST, facts)]
-    if not any(finding.id == "torch-import" for finding in found):
-        found += proof_findings(facts, on_gpu=bool(gpus) and not problems(gpus) and facts.gpu_count > 0)
-    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+    findings = [*gpus, *_all(_OF_THE_HOST, facts)]
+    if not any(finding.id == "torch-import" for finding in findings):
+        findings += proof_findings(facts, on_gpu=bool(gpus) and not problems(gpus) and facts.gpu_count > 0)
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 def gpu_findings(facts: Facts) -> list[Finding]:
     """As far as the first stage that has a problem."""
     if alien := list(rules_presence.no_cuda_here(facts)):
         return alien
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for stage in _STAGES:
-        found += _all(stage, facts)
-        if problems(found):
+        findings += _all(stage, facts)
+        if problems(findings):
             break
-    return found
+    return findings
 
 
 def proof_findings(facts: Facts, on_gpu: bool) -> list[Finding]:
     """What was done on the device. A GPU that has a problem already is not blamed twice."""
-    done = [proof for proof in facts.proofs if on_gpu or proof.device == "cpu"]
-    failed = [proof for proof in done if not proof.ok and not proof.lacks]
-    found = []
+    proofs = [proof for proof in facts.proofs if on_gpu or proof.device == "cpu"]
+    failed = [proof for proof in proofs if not proof.ok and not proof.lacks]
+    findings = []
     for device in dict.fromkeys(proof.device for proof in failed):
         results = [
             f"{proof.name} in {proof.dtype}: {proof.said}" for proof in failed if proof.device == device
         ]
-        found.append(_failed(device, results))
+        findings.append(_proof_problem(device, results))
     for failure in facts.failures:
         if failure.probe == "proof" and (on_gpu or not facts.gpu_count):
-            found.append(_failed("the device", [failure.why]))
-    for device in dict.fromkeys(proof.device for proof in done if proof.ok):
-        lacks = [proof.dtype for proof in done if proof.device == device and proof.lacks]
+            findings.append(_proof_problem("the device", [failure.why]))
+    for device in dict.fromkeys(proof.device for proof in proofs if proof.ok):
+        lacks = [proof.dtype for proof in proofs if proof.device == device and proof.lacks]
         without = f"; it has no {comma_list(list(dict.fromkeys(lacks)))}" if lacks else ""
-        sound = [proof for proof in done if proof.device == device and proof.ok]
+        sound = [proof for proof in proofs if proof.device == device and proof.ok]
         results = [
             f"{dtype} ({', '.join(f'{proof.name}: {proof.said}' for proof in sound if proof.dtype == dtype)})"
             for dtype in dict.fromkeys(proof.dtype for proof in sound)
         ]
-        found.append(ok("computes", f"{device} in {', '.join(results)}{without}"))
-    return found
+        findings.append(ok("computes", f"{device} in {', '.join(results)}{without}"))
+    return findings
 
 
-def _failed(device: str, results: list[str]) -> Finding:
+def _proof_problem(device: str, results: list[str]) -> Finding:
     if all(line.startswith("nms") for line in results):
         return problem(
             "torchvision-no-cuda", results[0],

@@ -1,5 +1,5 @@
-"""What doctor knows of a machine: plain values, that survive JSON. The rules read them and nothing else, so
-the facts of somebody else's machine can be judged here, and those of one that nobody has."""
+"""What doctor knows of a machine: plain values. The rules read them and nothing else, so a test can judge a
+machine that nobody has."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -168,14 +168,26 @@ class Proof:
 
 @dataclass(frozen=True)
 class Link:
-    """One all-reduce."""
+    """An all-reduce by NCCL over some GPUs of this machine."""
 
     members: tuple[str, ...]
-    backend: str
     megabytes: float = 0.0
     gb_per_s: float = 0.0
     """Per member and direction, 2 (n-1)/n of the bytes over the time: comparable between any numbers."""
     error: str = ""
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """The all-reduce among all ranks of a job, as one of them has seen it."""
+
+    node: str
+    rank: int
+    backend: str
+    megabytes: float
+    gb_per_s: float = 0.0  # As a link's
+    error: str = ""
+    hung: bool = False  # It has waited in vain, mostly for a rank that failed
 
 
 @dataclass(frozen=True)
@@ -238,6 +250,5 @@ class Cluster:
     """The facts of all nodes of one job."""
 
     nodes: tuple[Facts, ...] = ()
-    skews: tuple[float, ...] = ()
-    """Seconds by which each node's clock is ahead of the first one's, to half a round trip."""
-    links: tuple[Link, ...] = ()
+    all_reduces: tuple[AllReduce, ...] = ()
+    """The one among all, as each rank has seen it; none where there is one rank."""

@@ -13,7 +13,7 @@ LEVELS = (PROBLEM, WARNING, OK)
 class Finding:
     id: str
     level: str
-    seen: str
+    evidence: str
     """The evidence."""
     cause: str = ""
     """In plain words; '' where all is well."""
@@ -27,16 +27,16 @@ Rule = Callable[[Facts], Iterator[Finding]]
 """Yields nothing where the facts say nothing about it."""
 
 
-def ok(id: str, seen: str) -> Finding:
-    return Finding(id, OK, seen)
+def ok(id: str, evidence: str) -> Finding:
+    return Finding(id, OK, evidence)
 
 
-def warning(id: str, seen: str, cause: str, remedy: str) -> Finding:
-    return Finding(id, WARNING, seen, cause, remedy)
+def warning(id: str, evidence: str, cause: str, remedy: str) -> Finding:
+    return Finding(id, WARNING, evidence, cause, remedy)
 
 
-def problem(id: str, seen: str, cause: str, remedy: str) -> Finding:
-    return Finding(id, PROBLEM, seen, cause, remedy)
+def problem(id: str, evidence: str, cause: str, remedy: str) -> Finding:
+    return Finding(id, PROBLEM, evidence, cause, remedy)
 
 
 def problems(findings: list[Finding]) -> list[Finding]:

@@ -124,5 +124,5 @@ def _container(root: Path) -> str:
 
 
 def _is_gpu(device: Path) -> bool:
-    made_by, kind = text_of(device / "vendor").strip(), text_of(device / "class").strip()
-    return made_by == _NVIDIA and kind.startswith(_DISPLAY)
+    vendor, kind = text_of(device / "vendor").strip(), text_of(device / "class").strip()
+    return vendor == _NVIDIA and kind.startswith(_DISPLAY)

@@ -31,7 +31,7 @@ class Probe:
 
 def probes(asked: Settings) -> list[Probe]:
     """All of doctor's. With device=cpu no driver is asked."""
-    found = [
+    all_probes = [
         Probe(
             "torch",
             lambda: children.ask("ask_torch", "torch", _TORCH_S, asked.device, then_s=_STEP_S),
@@ -43,8 +43,8 @@ def probes(asked: Settings) -> list[Probe]:
     ]
     if asked.port is not None or not asked.under_torchrun:  # whose own port is taken by itself
         number = TORCHRUN_PORT if asked.port is None else asked.port
-        found.append(Probe("port", lambda: {"port": machine.port(number)}))
-    return found if asked.device == "cpu" else [*found, *of_the_driver()]
+        all_probes.append(Probe("port", lambda: {"port": machine.port(number)}))
+    return all_probes if asked.device == "cpu" else [*all_probes, *of_the_driver()]
 
 
 def still() -> list[Probe]:
@@ -75,12 +75,12 @@ def collect(asked: Settings, probes: Sequence[Probe]) -> Facts:
     while open_ones:
         name = min(open_ones, key=lambda name: open_ones[name])
         try:
-            name, found = answers.get(timeout=max(0.0, began + open_ones[name] - time.monotonic()))
+            name, answer = answers.get(timeout=max(0.0, began + open_ones[name] - time.monotonic()))
         except queue.Empty:
-            found = {"failures": (ProbeFailure(name, f"no answer in {open_ones[name]:g} s", hung=True),)}
+            answer = {"failures": (ProbeFailure(name, f"no answer in {open_ones[name]:g} s", hung=True),)}
         if open_ones.pop(name, None) is not None:
-            failures += found.get("failures", ())
-            sections.update({key: value for key, value in found.items() if key != "failures"})
+            failures += answer.get("failures", ())
+            sections.update({key: value for key, value in answer.items() if key != "failures"})
     return dataclasses.replace(Facts(asked), **sections, failures=tuple(failures))
 
 

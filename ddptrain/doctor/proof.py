@@ -87,14 +87,14 @@ def _compare(
     roundings: n, k.
     """
     a, b = left.to(dtype), right.to(dtype)
-    found = work(a.to(device), b.to(device))
-    if found.device.type != device.type or found.dtype != dtype:
-        return False, f"came out on {found.device} in {found.dtype}"
+    result = work(a.to(device), b.to(device))
+    if result.device.type != device.type or result.dtype != dtype:
+        return False, f"came out on {result.device} in {result.dtype}"
     a, b, eps = a.double(), b.double(), torch.finfo(dtype).eps
     right_one, size, typical = work(a, b), work(a.abs(), b.abs()), work(a * a, b * b).sqrt()
     terms, on_the_way = roundings
     bound = _SUMS * terms * 2.0**-24 * size + eps * right_one.abs() + on_the_way * eps / 2 * typical
-    share = float(((found.cpu().double() - right_one).abs() / bound).max())
+    share = float(((result.cpu().double() - right_one).abs() / bound).max())
     return share <= 1.0, f"error {share:.2g} of its bound"
 
 
@@ -106,9 +106,9 @@ def _step(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
         nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 10)
     )
     net = net.to(device)
-    seen: list[Tensor] = []
+    activations: list[Tensor] = []
     for layer in net:
-        layer.register_forward_hook(lambda _, __, output: seen.append(output))
+        layer.register_forward_hook(lambda _, __, output: activations.append(output))
     pictures, labels = torch.randn(16, 3, 16, 16).to(device), torch.arange(16).remainder(10).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(device.type, init_scale=128.0, enabled=dtype == torch.float16)
@@ -122,14 +122,16 @@ def _step(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
         scaler.step(optimizer)
         scaler.update()
     gradients = [p.grad for p in net.parameters() if p.grad is not None]
-    strays = {str(t.device) for t in (*net.parameters(), *gradients, *seen) if t.device.type != device.type}
+    strays = {
+        str(t.device) for t in (*net.parameters(), *gradients, *activations) if t.device.type != device.type
+    }
     if strays or len(gradients) != len(list(net.parameters())):
         return (
             False,
             f"parameters, gradients or activations on {', '.join(sorted(strays)) or 'no device at all'}",
         )
-    if seen[0].dtype != dtype:
-        return False, f"autocast asked for {dtype}, and the convolution gave {seen[0].dtype}"
+    if activations[0].dtype != dtype:
+        return False, f"autocast asked for {dtype}, and the convolution gave {activations[0].dtype}"
     return losses[1] < losses[0], f"loss {losses[0]:.3f} to {losses[1]:.3f}, all numbers on the device"
 
 
@@ -155,12 +157,12 @@ def between_gpus(count: int) -> Iterator[Link]:
     for group in groups:
         members = tuple(f"cuda:{index}" for index in group)
         try:
-            yield Link(members, "nccl", _LINK_BYTES / 1e6, _all_reduced(group))
+            yield Link(members, _LINK_BYTES / 1e6, _measure_speed(group))
         except RuntimeError as error:
-            yield Link(members, "nccl", _LINK_BYTES / 1e6, 0.0, str(error).splitlines()[0])
+            yield Link(members, _LINK_BYTES / 1e6, 0.0, str(error).splitlines()[0])
 
 
-def _all_reduced(group: tuple[int, ...], rounds: int = 5) -> float:
+def _measure_speed(group: tuple[int, ...], rounds: int = 5) -> float:
     """GB/s of each GPU and direction. Raises RuntimeError where the sum is wrong."""
     tensors = [
         torch.full((_LINK_BYTES // 4,), 1.0 + place, device=f"cuda:{gpu}") for place, gpu in enumerate(group)

@@ -1,7 +1,6 @@
 """What doctor asks in child processes; `children.ask` starts these functions by their names."""
 
 import ctypes
-import dataclasses
 import os
 import platform
 from importlib import metadata
@@ -10,6 +9,7 @@ from typing import Any
 
 from ddptrain.distributed.cpu import text_of
 from ddptrain.doctor.children import begin, tell
+from ddptrain.doctor.facts import Cuda, Driver, DriverGpu, GpuProcess, TorchVision
 from ddptrain.doctor.torch_facts import as_built, ask_gpus
 
 _MODES = {0: "default", 1: "exclusive", 2: "prohibited", 3: "exclusive"}
@@ -24,21 +24,21 @@ def ask_torch(asked: str) -> None:
     """
     from ddptrain.doctor import proof
 
-    tell("torch", dataclasses.asdict(as_built()))
+    tell("torch", as_built())
     count = 0
     if asked != "cpu":
         begin("cuda")
-        found = ask_gpus()
-        tell("torch_cuda", dataclasses.asdict(found))
-        count = found.count
+        torch_cuda = ask_gpus()
+        tell("torch_cuda", torch_cuda)
+        count = torch_cuda.count
     begin("proof")
     for device in proof.devices(asked, count):
         for proved in proof.prove(device):
-            tell("proofs", [dataclasses.asdict(proved)])
+            tell("proofs", (proved,))
     begin("all-reduce")
     if asked in ("auto", "cuda") and count > 1:
         for link in proof.between_gpus(count):
-            tell("links", [dataclasses.asdict(link)])
+            tell("links", (link,))
     begin("end")
 
 
@@ -48,7 +48,7 @@ def ask_torchvision() -> None:
         version = metadata.version("torchvision")
     except metadata.PackageNotFoundError:
         version = ""
-    tell("torchvision", {"version": version, "error": "it crashes when it is imported"})  # until it has not
+    tell("torchvision", TorchVision(version, "it crashes when it is imported"))  # until it has not
     import torch
 
     try:
@@ -58,7 +58,7 @@ def ask_torchvision() -> None:
         error = "" if kept.tolist() == [1] else f"nms keeps boxes {kept.tolist()} where 1 is right"
     except (ImportError, RuntimeError, AttributeError) as failed:
         error = str(failed).splitlines()[0]
-    tell("torchvision", {"version": version, "error": error})
+    tell("torchvision", TorchVision(version, error))
 
 
 def ask_cuda() -> None:
@@ -67,7 +67,7 @@ def ask_cuda() -> None:
     try:
         cuda = ctypes.CDLL(name)
     except OSError as error:
-        tell("cuda", {"error": str(error)})
+        tell("cuda", Cuda(error=str(error)))
         return
     version, count, text = ctypes.c_int(), ctypes.c_int(), ctypes.c_char_p()
     cuda.cuDriverGetVersion(ctypes.byref(version))
@@ -76,8 +76,8 @@ def ask_cuda() -> None:
         cuda.cuGetErrorString(code, ctypes.byref(text))
     else:
         code = cuda.cuDeviceGetCount(ctypes.byref(count))
-    found = {"library": _loaded_file(name), "code": code, "version": version.value, "count": count.value}
-    tell("cuda", {**found, "error": text.value.decode() if text.value else ""})
+    words = text.value.decode() if text.value else ""
+    tell("cuda", Cuda(_loaded_file(name), code, words, version.value, count.value))
 
 
 def _loaded_file(name: str) -> str:
@@ -94,58 +94,58 @@ def ask_nvml() -> None:
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError as error:
-        tell("driver", {"error": f"{error}", "code": int(error.value)})
+        tell("driver", Driver(error=f"{error}", code=int(error.value)))
         return
     version = _text(_or(pynvml, "", pynvml.nvmlSystemGetDriverVersion))
-    tell("driver", {"version": version, "gpus": [_gpu(pynvml, index) for index in range(count)]})
+    tell("driver", Driver(version, gpus=tuple(_gpu(pynvml, index) for index in range(count))))
 
 
-def _gpu(nvml: Any, index: int) -> dict[str, Any]:
+def _gpu(nvml: Any, index: int) -> DriverGpu:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
     except nvml.NVMLError as error:  # the others may be sound
-        return {"index": index, "error": f"{error}"}
+        return DriverGpu(index, error=f"{error}")
     memory = _or(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle)
     reasons = _or(nvml, 0, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
     mig = _or(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0] == 1
-    return {
-        "index": index,
-        "uuid": _text(_or(nvml, "", nvml.nvmlDeviceGetUUID, handle)),
-        "name": _text(_or(nvml, "", nvml.nvmlDeviceGetName, handle)),
-        "capability": list(_or(nvml, (0, 0), nvml.nvmlDeviceGetCudaComputeCapability, handle)),
-        "memory": int(memory.total) if memory else 0,
-        "used": int(memory.used) if memory else 0,
-        "mode": _MODES.get(_or(nvml, 0, nvml.nvmlDeviceGetComputeMode, handle), "default"),
-        "mig": mig,
-        "slices": _slices(nvml, handle) if mig else [],
-        "processes": _processes(nvml, handle),
-        "slowed": [name for name, bits in (("heat", _HEAT), ("power", _POWER)) if reasons & bits],
-        "pcie_width": _or(nvml, None, nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-        "pcie_most": _or(nvml, None, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-    }
+    return DriverGpu(
+        index=index,
+        uuid=_text(_or(nvml, "", nvml.nvmlDeviceGetUUID, handle)),
+        name=_text(_or(nvml, "", nvml.nvmlDeviceGetName, handle)),
+        capability=tuple(_or(nvml, (0, 0), nvml.nvmlDeviceGetCudaComputeCapability, handle)),
+        memory=int(memory.total) if memory else 0,
+        used=int(memory.used) if memory else 0,
+        mode=_MODES.get(_or(nvml, 0, nvml.nvmlDeviceGetComputeMode, handle), "default"),
+        mig=mig,
+        slices=_slices(nvml, handle) if mig else (),
+        processes=_processes(nvml, handle),
+        slowed=tuple(name for name, bits in (("heat", _HEAT), ("power", _POWER)) if reasons & bits),
+        pcie_width=_or(nvml, None, nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        pcie_most=_or(nvml, None, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+    )
 
 
-def _slices(nvml: Any, handle: Any) -> list[str]:
-    found = []
+def _slices(nvml: Any, handle: Any) -> tuple[str, ...]:
+    uuids = []
     for place in range(_or(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, handle)):
         part = _or(nvml, None, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)  # not all are taken
         if part is not None:
-            found.append(_text(_or(nvml, "", nvml.nvmlDeviceGetUUID, part)))
-    return [uuid for uuid in found if uuid]
+            uuids.append(_text(_or(nvml, "", nvml.nvmlDeviceGetUUID, part)))
+    return tuple(uuid for uuid in uuids if uuid)
 
 
-def _processes(nvml: Any, handle: Any) -> list[dict[str, Any]]:
+def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:
     """Those that compute on it, but for doctor's own children."""
     running = _or(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses, handle)
-    return [
-        {
-            "pid": process.pid,
-            "name": text_of(Path(f"/proc/{process.pid}/comm")).strip(),
-            "bytes": int(process.usedGpuMemory or 0),
-        }
+    return tuple(
+        GpuProcess(
+            process.pid,
+            text_of(Path(f"/proc/{process.pid}/comm")).strip(),
+            int(process.usedGpuMemory or 0),
+        )
         for process in running
         if _parent(process.pid) != os.getppid()
-    ]
+    )
 
 
 def _parent(pid: int) -> int | None:

@@ -6,24 +6,18 @@ from collections.abc import Iterator
 from ddptrain.doctor.examine import examine
 from ddptrain.doctor.facts import Cluster, Facts, System, Torch
 from ddptrain.doctor.findings import LEVELS, Finding, comma_list, ok, problem, warning
-from ddptrain.doctor.rules_gpu import links
-
-_SKEW_S = 1.0
 
 
 def examine_cluster(cluster: Cluster) -> list[Finding]:
     """Each node's findings with its name, and what differs between them."""
-    count = len(cluster.nodes)
-    backend = cluster.links[0].backend if cluster.links else ""
-    found = [*versions(cluster), *clocks(cluster), *links(cluster.links, backend)]
+    findings = [*versions(cluster), *all_reduce(cluster)]
     whose: dict[Finding, list[str]] = {}
     for node in cluster.nodes:
         for finding in examine(node):
             whose.setdefault(finding, []).append(name_of(node))
     for finding, names in whose.items():
-        node_names = f"all {count} nodes" if len(names) == count > 1 else ", ".join(names)
-        found.append(dataclasses.replace(finding, node=node_names))
-    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+        findings.append(dataclasses.replace(finding, node=_node_names(cluster, names)))
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 def versions(cluster: Cluster) -> Iterator[Finding]:
@@ -38,10 +32,10 @@ def versions(cluster: Cluster) -> Iterator[Finding]:
         "python": [system.python for system in systems],
         "driver": [node.driver_version for node in cluster.nodes],
     }
-    for part, found in by_part.items():
+    for part, by_node in by_part.items():
         comes_with_torch = part in ("CUDA", "NCCL") and len(set(by_part["torch"])) > 1
-        if len(set(found)) > 1 and not comes_with_torch:
-            pairs = zip(cluster.nodes, found, strict=True)
+        if len(set(by_node)) > 1 and not comes_with_torch:
+            pairs = zip(cluster.nodes, by_node, strict=True)
             level = warning if part in ("python", "driver") else problem
             yield level(
                 f"differs-{part.lower()}",
@@ -52,18 +46,31 @@ def versions(cluster: Cluster) -> Iterator[Finding]:
             )
 
 
-def clocks(cluster: Cluster) -> Iterator[Finding]:
-    pairs = list(zip(cluster.nodes, cluster.skews, strict=True))
-    skews = comma_list([f"{name_of(node)} {skew:+.3f} s" for node, skew in pairs[1:]])
-    if any(abs(skew) > _SKEW_S for _, skew in pairs):
-        yield warning(
-            "clock-skew", skews,
-            "the clocks of the nodes differ, so their logs and files can't be put in order.",
-            "timedatectl set-ntp true on each node (or start chronyd).",
+def all_reduce(cluster: Cluster) -> Iterator[Finding]:
+    """The one among all ranks."""
+    failed = [result for result in cluster.all_reduces if result.error]
+    causes = [result for result in failed if not result.hung] or failed
+    if causes:
+        first = causes[0]
+        fails = problem(
+            "all-reduce-fails", f"{first.backend}, rank {first.rank} on {first.node}: {first.error}",
+            f"the all-reduce among all {len(cluster.all_reduces)} ranks failed, so gradients can't be added"
+            " up.",
+            "NCCL_DEBUG=INFO before the same command shows where it stops; with several networks name one:"
+            " NCCL_SOCKET_IFNAME=<interface of ip -br addr> (gloo: GLOO_SOCKET_IFNAME).",
         )  # fmt: skip
-    elif len(pairs) > 1:
-        yield ok("clock-skew", skews)
+        names = list(dict.fromkeys(result.node for result in causes))
+        yield dataclasses.replace(fails, node=_node_names(cluster, names))
+    elif cluster.all_reduces:
+        slowest = min(cluster.all_reduces, key=lambda result: result.gb_per_s)
+        size = f"{slowest.megabytes:.0f} MB among {len(cluster.all_reduces)} ranks"
+        yield ok("all-reduce", f"{slowest.backend}, {size}: {slowest.gb_per_s:.2f} GB/s")
 
 
 def name_of(node: Facts) -> str:
     return node.system.name if node.system else "?"
+
+
+def _node_names(cluster: Cluster, names: list[str]) -> str:
+    count = len(cluster.nodes)
+    return f"all {count} nodes" if len(names) == count > 1 else ", ".join(names)

@@ -91,7 +91,7 @@ def visible(facts: Facts) -> Iterator[Finding]:
     asked = facts.environment.get("CUDA_VISIBLE_DEVICES")
     if asked is None:
         return
-    seen = f"CUDA_VISIBLE_DEVICES={asked!r}"
+    evidence = f"CUDA_VISIBLE_DEVICES={asked!r}"
     entries = [entry.strip() for entry in asked.strip().rstrip(",").split(",")]
     gpus = facts.driver_gpus
     # '' for what the driver does not tell: then no name can be said to be wrong
@@ -103,37 +103,42 @@ def visible(facts: Facts) -> Iterator[Finding]:
     # CUDA takes the beginning of a UUID, if it is the beginning of one only
     lost = next((e for e in by_name if sum(uuid.startswith(e) for uuid in known) != 1), None)
     if entries[0] in ("", "-1"):
-        cause = f"{seen} hides every GPU."
-        yield problem("cvd-hides-all", seen, cause, "unset CUDA_VISIBLE_DEVICES")
+        cause = f"{evidence} hides every GPU."
+        yield problem("cvd-hides-all", evidence, cause, "unset CUDA_VISIBLE_DEVICES")
     elif strange is not None:
-        cause = f"{strange!r} in {seen} names no GPU: CUDA stops reading there, and hides that and the rest."
-        yield problem("cvd-invalid", seen, cause, f"{unset}: numbers from 0, or UUIDs.")
+        cause = (
+            f"{strange!r} in {evidence} names no GPU: CUDA stops reading there, and hides that and the rest."
+        )
+        yield problem("cvd-invalid", evidence, cause, f"{unset}: numbers from 0, or UUIDs.")
     elif len(set(entries)) < len(entries):
-        cause = f"{seen} names a GPU twice, and then CUDA shows none."
+        cause = f"{evidence} names a GPU twice, and then CUDA shows none."
         yield problem(
-            "cvd-duplicate", seen, cause, f"export CUDA_VISIBLE_DEVICES={','.join(dict.fromkeys(entries))}"
+            "cvd-duplicate",
+            evidence,
+            cause,
+            f"export CUDA_VISIBLE_DEVICES={','.join(dict.fromkeys(entries))}",
         )
     elif beyond is not None or lost is not None:
         cause = (
-            f"{seen} names {beyond or lost}, and this machine has {_have(len(gpus))}: CUDA hides that entry"
-            " and all after it."
+            f"{evidence} names {beyond or lost}, and this machine has {_have(len(gpus))}: CUDA hides that"
+            " entry and all after it."
         )
-        yield problem("cvd-out-of-range", f"{seen}; {len(gpus)} GPUs", cause, f"{unset}.")
+        yield problem("cvd-out-of-range", f"{evidence}; {len(gpus)} GPUs", cause, f"{unset}.")
     elif (index := _index(facts.asked.device)) is not None and len(entries) <= index < len(gpus):
         cause = (
-            f"{seen} shows {len(entries)} of {len(gpus)} GPUs, counted from 0 anew, so device=cuda:{index} is"
-            " hidden."
+            f"{evidence} shows {len(entries)} of {len(gpus)} GPUs, counted from 0 anew, so"
+            f" device=cuda:{index} is hidden."
         )
         yield problem(
-            "cvd-hides-asked", seen, cause, f"unset CUDA_VISIBLE_DEVICES, or say {_choice(len(entries))}."
+            "cvd-hides-asked", evidence, cause, f"unset CUDA_VISIBLE_DEVICES, or say {_choice(len(entries))}."
         )
     elif gpus:
-        yield ok("cvd", f"{seen} shows {len(entries)} of {len(gpus)} GPUs")
+        yield ok("cvd", f"{evidence} shows {len(entries)} of {len(gpus)} GPUs")
 
 
 def starts(facts: Facts) -> Iterator[Finding]:
     """cuInit, and what PyTorch makes of it."""
-    cuda, found = facts.cuda, facts.torch_cuda
+    cuda, torch_cuda = facts.cuda, facts.torch_cuda
     crashed = [failure.why for failure in facts.failures if failure.probe == "cuda" and not failure.hung]
     empty = [gpu for gpu in facts.driver_gpus if gpu.mig and not gpu.slices]
     works = facts.gpu_count > 0  # on a slice that NVML does not name, in a container
@@ -153,11 +158,11 @@ def starts(facts: Facts) -> Iterator[Finding]:
             "take other CUDA folders out of LD_LIBRARY_PATH (unset LD_LIBRARY_PATH); then reinstall the"
             " driver.",
         )  # fmt: skip
-    elif found and found.count == 0:
+    elif torch_cuda and torch_cuda.count == 0:
         counted = f"libcuda counts {cuda.count}" if cuda else "libcuda was not asked"
         yield problem(
-            "cuda-unavailable", f"PyTorch counts 0 devices, {counted}: {found.error or 'no error'}",
-            f"PyTorch does not start CUDA: {found.error or 'it counts no device'}.",
+            "cuda-unavailable", f"PyTorch counts 0 devices, {counted}: {torch_cuda.error or 'no error'}",
+            f"PyTorch does not start CUDA: {torch_cuda.error or 'it counts no device'}.",
             "reinstall it: pip install --force-reinstall torch torchvision; take other CUDA folders out of"
             " LD_LIBRARY_PATH.",
         )  # fmt: skip
@@ -165,11 +170,11 @@ def starts(facts: Facts) -> Iterator[Finding]:
 
 def asked_for(facts: Facts) -> Iterator[Finding]:
     """device=cuda:<index> among those that are shown."""
-    index, found = _index(facts.asked.device), facts.torch_cuda
-    if index is not None and found and index >= found.count:
-        cause = f"device={facts.asked.device} is not there: this machine has {_have(found.count)}."
+    index, torch_cuda = _index(facts.asked.device), facts.torch_cuda
+    if index is not None and torch_cuda and index >= torch_cuda.count:
+        cause = f"device={facts.asked.device} is not there: this machine has {_have(torch_cuda.count)}."
         yield problem(
-            "no-such-device", f"PyTorch counts {found.count}", cause, f"say {_choice(found.count)}."
+            "no-such-device", f"PyTorch counts {torch_cuda.count}", cause, f"say {_choice(torch_cuda.count)}."
         )
 
 
@@ -179,8 +184,8 @@ def _driver(facts: Facts) -> str:
 
 
 def _major(version: str) -> int | None:
-    found = re.match(r"\d+", version)
-    return int(found[0]) if found else None
+    digits = re.match(r"\d+", version)
+    return int(digits[0]) if digits else None
 
 
 def _index(device: str) -> int | None:

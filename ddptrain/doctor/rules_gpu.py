@@ -15,11 +15,13 @@ _NCCL = "NCCL_DEBUG=INFO python -m ddptrain doctor shows where it stops"
 
 def kernels(facts: Facts) -> Iterator[Finding]:
     """Machine code runs on its own major version from its minor on; PTX (compute_*) on everything newer."""
-    torch, found = facts.torch, facts.torch_cuda
-    if not torch or not found or not torch.arch_list:
+    torch, torch_cuda = facts.torch, facts.torch_cuda
+    if not torch or not torch_cuda or not torch.arch_list:
         return
-    lacking = [gpu for gpu in found.gpus if not any(_runs(arch, gpu.capability) for arch in torch.arch_list)]
-    fine = [str(gpu.index) for gpu in found.gpus if gpu not in lacking]
+    lacking = [
+        gpu for gpu in torch_cuda.gpus if not any(_runs(arch, gpu.capability) for arch in torch.arch_list)
+    ]
+    fine = [str(gpu.index) for gpu in torch_cuda.gpus if gpu not in lacking]
     if not lacking:
         return
     newest = max(_capability(arch) for arch in torch.arch_list)
@@ -36,17 +38,17 @@ def kernels(facts: Facts) -> Iterator[Finding]:
 
 
 def cudnn(facts: Facts) -> Iterator[Finding]:
-    found = facts.torch_cuda
-    if not found:
+    torch_cuda = facts.torch_cuda
+    if not torch_cuda:
         return
-    if found.cudnn_error:
+    if torch_cuda.cudnn_error:
         paths = facts.environment.get("LD_LIBRARY_PATH", "")
         yield problem(
-            "cudnn-mismatch", f"{found.cudnn_error}; LD_LIBRARY_PATH={paths}",
+            "cudnn-mismatch", f"{torch_cuda.cudnn_error}; LD_LIBRARY_PATH={paths}",
             "another cuDNN is loaded than the one that PyTorch was built with and brings along.",
             "unset LD_LIBRARY_PATH; if that is no help: pip install --force-reinstall torch torchvision.",
         )  # fmt: skip
-    elif not found.cudnn:
+    elif not torch_cuda.cudnn:
         yield problem(
             "cudnn-missing", "PyTorch finds no cuDNN",
             "convolutions need cuDNN, and its library is not there.",
@@ -55,7 +57,7 @@ def cudnn(facts: Facts) -> Iterator[Finding]:
 
 
 def compute_mode(facts: Facts) -> Iterator[Finding]:
-    gpus = shown(facts)
+    gpus = visible_gpus(facts)
     barred = [str(gpu.index) for gpu in gpus if gpu.mode == "prohibited"]
     taken = [gpu for gpu in gpus if gpu.mode == "exclusive" and gpu.processes]
     if barred:
@@ -77,10 +79,10 @@ def compute_mode(facts: Facts) -> Iterator[Finding]:
 
 
 def memory(facts: Facts) -> Iterator[Finding]:
-    gpus = shown(facts)
+    gpus = visible_gpus(facts)
     taken = [gpu for gpu in gpus if gpu.memory and gpu.used > _HALF * gpu.memory]
     for gpu in taken:
-        seen = f"GPU {gpu.index} {gpu.name}: {gib(gpu.used)} of {gib(gpu.memory)} in use"
+        evidence = f"GPU {gpu.index} {gpu.name}: {gib(gpu.used)} of {gib(gpu.memory)} in use"
         cause = f"{gib(gpu.used)} of GPU {gpu.index}'s {gib(gpu.memory)} are taken by {_who(gpu)}."
         others = [str(other.index) for other in gpus if other not in taken]
         elsewhere = f"; or take another GPU: export CUDA_VISIBLE_DEVICES={','.join(others)}" if others else ""
@@ -88,11 +90,11 @@ def memory(facts: Facts) -> Iterator[Finding]:
         find = f"sudo fuser -v /dev/nvidia{gpu.index} names who holds it"
         end = f"kill {pids}, if it is yours" if pids else find
         level = problem if gpu.used > _FULL * gpu.memory else warning
-        yield level("memory-taken", seen, cause, f"{end}{elsewhere}.")
+        yield level("memory-taken", evidence, cause, f"{end}{elsewhere}.")
 
 
 def mig(facts: Facts) -> Iterator[Finding]:
-    divided = [gpu for gpu in shown(facts) if gpu.mig]
+    divided = [gpu for gpu in visible_gpus(facts) if gpu.mig]
     ranks = facts.asked.local_ranks or 1
     if divided:
         level = problem if ranks > 1 else warning
@@ -119,7 +121,7 @@ def silent(facts: Facts) -> Iterator[Finding]:
 
 def speed(facts: Facts) -> Iterator[Finding]:
     """What holds a GPU down, as the driver sees it now."""
-    for gpu in shown(facts):
+    for gpu in visible_gpus(facts):
         if gpu.slowed:
             yield warning(
                 "slowed-down", f"GPU {gpu.index} {gpu.name}: {comma_list(gpu.slowed)}",
@@ -150,12 +152,12 @@ def ranks(facts: Facts) -> Iterator[Finding]:
 
 def nccl(facts: Facts) -> Iterator[Finding]:
     """Several GPUs, and what goes between them."""
-    torch, found = facts.torch, facts.torch_cuda
-    if not torch or not found or found.count < 2:
+    torch, torch_cuda = facts.torch, facts.torch_cuda
+    if not torch or not torch_cuda or torch_cuda.count < 2:
         return
     if not torch.nccl:
         yield problem(
-            "nccl-missing", f"PyTorch {torch.version} without NCCL, {found.count} GPUs",
+            "nccl-missing", f"PyTorch {torch.version} without NCCL, {torch_cuda.count} GPUs",
             "this PyTorch is built without NCCL, over which the GPUs add up their gradients.",
             "pip install --force-reinstall torch torchvision",
         )  # fmt: skip
@@ -169,18 +171,18 @@ def nccl(facts: Facts) -> Iterator[Finding]:
             " and the IOMMU in the BIOS).",
         )  # fmt: skip
     elif ended:
-        yield from links((Link(("all GPUs",), "nccl", error=ended[0].why),), f"NCCL {torch.nccl}")
-    yield from links(facts.links, f"NCCL {torch.nccl}")
-    if found.strangers and not ended:
+        yield from _links((Link(("all GPUs",), error=ended[0].why),), f"NCCL {torch.nccl}")
+    yield from _links(facts.links, f"NCCL {torch.nccl}")
+    if torch_cuda.strangers and not ended:
         yield warning(
-            "no-peer-access", f"no peer access: {comma_list([f'{a}-{b}' for a, b in found.strangers])}",
+            "no-peer-access", f"no peer access: {comma_list([f'{a}-{b}' for a, b in torch_cuda.strangers])}",
             "these GPUs can't read each other's memory, so gradients go by way of the host.",
             "on GeForce nothing can be done; on others switch off ACS and the IOMMU in the BIOS;"
             " strategy.compression=bf16 halves what is sent.",
         )  # fmt: skip
 
 
-def links(links: tuple[Link, ...], named: str) -> Iterator[Finding]:
+def _links(links: tuple[Link, ...], named: str) -> Iterator[Finding]:
     """All-reduces that were done."""
     broken = [link for link in links if link.error]
     pairs = [link for link in links if len(link.members) == 2 and not link.error]
@@ -190,38 +192,37 @@ def links(links: tuple[Link, ...], named: str) -> Iterator[Finding]:
         yield problem(
             "all-reduce-fails", f"{named}: {broken[0].error}",
             f"the all-reduce over {'-'.join(broken[0].members)} failed, so gradients can't be added up.",
-            f"{_NCCL}; with several networks name one: NCCL_SOCKET_IFNAME=<interface of ip -br addr>"
-            " (gloo: GLOO_SOCKET_IFNAME).",
+            f"{_NCCL}; with several networks name one: NCCL_SOCKET_IFNAME=<interface of ip -br addr>.",
         )  # fmt: skip
     if slow:
-        speeds = comma_list([f"{'-'.join(link.members)} {link.gb_per_s:.2f} GB/s" for link in slow])
+        slow_speeds = comma_list([f"{'-'.join(link.members)} {link.gb_per_s:.2f} GB/s" for link in slow])
         yield warning(
-            "slow-pair", f"{speeds}; the fastest pair {fastest:.2f} GB/s",
+            "slow-pair", f"{slow_speeds}; the fastest pair {fastest:.2f} GB/s",
             "some go by a much slower way than others, and every step waits for the slowest.",
             "nvidia-smi topo -m shows the wires: start the ranks on GPUs of one group"
             " (CUDA_VISIBLE_DEVICES).",
         )  # fmt: skip
-    done = [f"{'-'.join(link.members)} {link.gb_per_s:.2f} GB/s" for link in links if not link.error]
-    if done:
-        yield ok("all-reduce", f"{named}, {links[0].megabytes:.0f} MB: {comma_list(done)}")
+    speeds = [f"{'-'.join(link.members)} {link.gb_per_s:.2f} GB/s" for link in links if not link.error]
+    if speeds:
+        yield ok("all-reduce", f"{named}, {links[0].megabytes:.0f} MB: {comma_list(speeds)}")
 
 
-def gpu_found(facts: Facts) -> Iterator[Finding]:
-    torch, found = facts.torch, facts.torch_cuda
-    if torch and found:
+def usable_gpus(facts: Facts) -> Iterator[Finding]:
+    torch, torch_cuda = facts.torch, facts.torch_cuda
+    if torch and torch_cuda:
         driver = facts.driver_version or "unknown"
-        stack = f"driver {driver}, CUDA {torch.cuda}, cuDNN {found.cudnn}, NCCL {torch.nccl}"
-        for gpu in found.gpus:
+        stack = f"driver {driver}, CUDA {torch.cuda}, cuDNN {torch_cuda.cudnn}, NCCL {torch.nccl}"
+        for gpu in torch_cuda.gpus:
             yield ok("gpu", f"cuda:{gpu.index} {gpu.name}, {_sm(gpu)}, {gib(gpu.memory)}; {stack}")
 
 
-def shown(facts: Facts) -> list[DriverGpu]:
+def visible_gpus(facts: Facts) -> list[DriverGpu]:
     """The driver's GPUs that CUDA_VISIBLE_DEVICES leaves: CUDA numbers them anew, so by UUID; and of them the
     one that was asked for."""
     gpus = facts.driver_gpus
-    found = facts.torch_cuda.gpus if facts.torch_cuda else ()
+    torch_gpus = facts.torch_cuda.gpus if facts.torch_cuda else ()
     index = facts.asked.device.removeprefix("cuda:")
-    wanted = [gpu for gpu in found if not index.isdigit() or gpu.index == int(index)]
+    wanted = [gpu for gpu in torch_gpus if not index.isdigit() or gpu.index == int(index)]
     uuids = [gpu.uuid.removeprefix("GPU-") for gpu in wanted if gpu.uuid]
     if len(uuids) < len(wanted) or not uuids or not any(gpu.uuid for gpu in gpus):  # UUIDs are not known
         return list(gpus)

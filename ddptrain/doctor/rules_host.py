@@ -34,17 +34,17 @@ def torch_imports(facts: Facts) -> Iterator[Finding]:
 
 
 def torchvision(facts: Facts) -> Iterator[Finding]:
-    found, torch = facts.torchvision, facts.torch
-    if not found or not torch:
+    vision, torch = facts.torchvision, facts.torch
+    if not vision or not torch:
         return
-    both = f"torch {torch.version}, torchvision {found.version or 'not installed'}"
-    missing = "No module named 'torchvision'" in found.error
+    both = f"torch {torch.version}, torchvision {vision.version or 'not installed'}"
+    missing = "No module named 'torchvision'" in vision.error
     if missing:
         cause, remedy = "torchvision is not installed.", "pip install torchvision, from where torch came."
-        yield problem("torchvision-missing", found.error, cause, remedy)
-    elif found.error:
+        yield problem("torchvision-missing", vision.error, cause, remedy)
+    elif vision.error:
         yield problem(
-            "torchvision-mismatch", f"{both}: {found.error}",
+            "torchvision-mismatch", f"{both}: {vision.error}",
             "torchvision was built for another PyTorch, so its own operators don't load (operator"
             " torchvision::nms does not exist): the two come from different places, or only one was updated.",
             "install the two together, from one index: pip install --force-reinstall torch torchvision"
@@ -60,22 +60,22 @@ def cpu(facts: Facts) -> Iterator[Finding]:
         return
     x86 = system.processor in ("x86_64", "AMD64")
     features = comma_list(torch.cpu_features)
-    seen = f"{counted(limits.cores, 'core')} with {features}; PyTorch's kernels: {torch.cpu}"
+    evidence = f"{counted(limits.cores, 'core')} with {features}; PyTorch's kernels: {torch.cpu}"
     forced = facts.environment.get("ATEN_CPU_CAPABILITY")
     if x86 and forced and torch.cpu in ("DEFAULT", "NO AVX"):
         yield warning(
-            "cpu-forced-slow", f"{seen}; ATEN_CPU_CAPABILITY={forced}",
+            "cpu-forced-slow", f"{evidence}; ATEN_CPU_CAPABILITY={forced}",
             "ATEN_CPU_CAPABILITY keeps PyTorch from the CPU's vector instructions.",
             "unset ATEN_CPU_CAPABILITY",
         )  # fmt: skip
     elif x86 and "AVX2" not in torch.cpu_features:
         yield warning(
-            "cpu-no-avx2", seen,
+            "cpu-no-avx2", evidence,
             "this CPU has no AVX2, or its virtual machine hides it: on the CPU all is slow.",
             "give the virtual machine the host's CPU (QEMU: -cpu host), or take another machine.",
         )  # fmt: skip
     else:
-        yield ok("cpu", seen)
+        yield ok("cpu", evidence)
 
 
 def cores(facts: Facts) -> Iterator[Finding]:
@@ -90,7 +90,7 @@ def cores(facts: Facts) -> Iterator[Finding]:
     threads = int(omp) if omp.isdigit() and not set_by_torchrun else max(1, limits.affinity // ranks)
     need = ranks * max(threads, facts.workers + 1)
     quota = f", a quota of {limits.quota:g}" if limits.quota is not None else ""
-    seen = (
+    evidence = (
         f"{counted(limits.machine_cores, 'core')}, {limits.affinity} by affinity{quota};"
         f" {counted(ranks, 'rank')} of {counted(threads, 'thread')} and {counted(facts.workers, 'worker')}"
     )
@@ -98,7 +98,7 @@ def cores(facts: Facts) -> Iterator[Finding]:
     share = f"export OMP_NUM_THREADS={fits}, and data.workers={fits - 1}"
     if ranks > limits.cores:
         yield warning(
-            "oversubscribed", seen,
+            "oversubscribed", evidence,
             f"{ranks} ranks share {counted(limits.cores, 'core')}, and wait for each other.",
             f"start {counted(limits.cores, 'rank')} (--nproc-per-node={limits.cores}), or give the job more"
             " cores"
@@ -106,7 +106,7 @@ def cores(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
     elif limits.cores < limits.affinity and need > limits.cores:
         yield warning(
-            "cpu-quota", seen,
+            "cpu-quota", evidence,
             f"the container may use the time of {limits.quota:g} cores and sees {limits.affinity}: as many"
             " threads"
             " start, and stop each other.",
@@ -114,12 +114,12 @@ def cores(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
     elif need > limits.cores:
         yield warning(
-            "oversubscribed", seen,
+            "oversubscribed", evidence,
             f"{need} threads or workers share {counted(limits.cores, 'core')}, and wait for each other.",
             f"{share}.",
         )  # fmt: skip
     else:
-        yield ok("cores", seen)
+        yield ok("cores", evidence)
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
@@ -129,7 +129,9 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
         return
     workers = facts.workers * facts.ranks
     need = workers * _A_WORKER
-    seen = f"/dev/shm {gib(limits.shm_total)}, {gib(limits.shm_free)} free, for {counted(workers, 'worker')}"
+    evidence = (
+        f"/dev/shm {gib(limits.shm_total)}, {gib(limits.shm_free)} free, for {counted(workers, 'worker')}"
+    )
     remedy = (
         f"docker run --shm-size={max(1, -(-need // 2**30))}g (or --ipc=host); Kubernetes: an emptyDir with"
         " medium: Memory at /dev/shm; else sudo mount -o remount,size=8G /dev/shm; data.workers=0 needs none."
@@ -137,18 +139,18 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
     if workers and limits.shm_free < limits.shm_total // 2 and limits.shm_free < need:
         cause = "/dev/shm is full of files that something has left: a worker ends with 'Bus error'."
         yield problem(
-            "shm-full", seen, cause, f"ls -lt /dev/shm, and remove what no process uses; or {remedy}"
+            "shm-full", evidence, cause, f"ls -lt /dev/shm, and remove what no process uses; or {remedy}"
         )
     elif workers and limits.shm_total <= _DOCKER:
         cause = (
             "/dev/shm is as small as Docker makes it: a worker that hands over a batch ends with 'Bus error'."
         )
-        yield problem("shm-small", seen, cause, remedy)
+        yield problem("shm-small", evidence, cause, remedy)
     elif limits.shm_free < need:
         cause = f"/dev/shm may be too small: for large batches {workers} workers take {gib(need)} of it."
-        yield warning("shm-small", seen, cause, remedy)
+        yield warning("shm-small", evidence, cause, remedy)
     else:
-        yield ok("shm", seen)
+        yield ok("shm", evidence)
 
 
 def open_files(facts: Facts) -> Iterator[Finding]:
@@ -181,36 +183,38 @@ def locked_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def port(facts: Facts) -> Iterator[Finding]:
-    found = facts.port
-    if not found:
+    port = facts.port
+    if not port:
         return
-    if found.error:
+    if port.error:
         level = problem if facts.asked.port is not None else warning  # nobody may want torchrun's own
-        owner = f" by {found.owner}" if found.owner else ""
+        owner = f" by {port.owner}" if port.owner else ""
         yield level(
-            "port-in-use", f"port {found.number}: {found.error}{owner}",
-            f"port {found.number}{'' if facts.asked.port else ', which torchrun takes by itself,'} is in"
+            "port-in-use", f"port {port.number}: {port.error}{owner}",
+            f"port {port.number}{'' if facts.asked.port else ', which torchrun takes by itself,'} is in"
             f" use{owner}.",
             "one node: torchrun --standalone ..., which takes a free one; several:"
             " --rdzv-endpoint=<host>:<another port>.",
         )  # fmt: skip
     else:
-        yield ok("port", f"{found.number} is free")
+        yield ok("port", f"{port.number} is free")
 
 
 def settings(facts: Facts) -> Iterator[Finding]:
     """Variables that slow a run down, mostly left over from a hunt for an error."""
     if facts.asked.device == "cpu":
         return
-    found = []
+    slowing = []
     for name, value in facts.environment.items():
         slow_value, _ = _SLOW.get(name, ("", ""))
         if value not in ("", "0") and slow_value in (None, value):
-            found.append(name)
-    if found:
-        seen = comma_list([f"{name}={facts.environment[name]}" for name in found])
-        cause = f"{comma_list([f'{name}: {_SLOW[name][1]}' for name in found])}."
-        yield warning("slow-settings", seen, cause, f"unset {' '.join(found)}, unless they are needed here.")
+            slowing.append(name)
+    if slowing:
+        evidence = comma_list([f"{name}={facts.environment[name]}" for name in slowing])
+        cause = f"{comma_list([f'{name}: {_SLOW[name][1]}' for name in slowing])}."
+        yield warning(
+            "slow-settings", evidence, cause, f"unset {' '.join(slowing)}, unless they are needed here."
+        )
 
 
 def unanswered(facts: Facts) -> Iterator[Finding]:

@@ -88,21 +88,21 @@ def _no_node(facts: Facts) -> Finding:
     assert system is not None
     here = "there is no NVIDIA device node (/dev/nvidiactl): "
     on_bus = f"{len(system.nvidia_devices)} by NVIDIA" if system.nvidia_devices else "none by NVIDIA"
-    seen = f"no /dev/nvidiactl; on the PCI bus {system.pci_devices} devices, {on_bus}"
+    evidence = f"no /dev/nvidiactl; on the PCI bus {system.pci_devices} devices, {on_bus}"
     if system.nvidia_devices and not system.container:
         if system.module:
             cause = f"{here}a GPU and the kernel module {system.module} are there, but nobody made the nodes."
-            return problem("no-device-node", seen, cause, "sudo nvidia-modprobe -u -c=0")
+            return problem("no-device-node", evidence, cause, "sudo nvidia-modprobe -u -c=0")
         cause = f"{here}there is a GPU ({comma_list(system.nvidia_devices)}), but no NVIDIA driver is loaded."
-        return problem("no-driver", seen, cause, _INSTALL)
+        return problem("no-driver", evidence, cause, _INSTALL)
     if system.container and (system.nvidia_devices or not system.pci_devices):
         cause = f"{here}this is a container ({system.container}) that was started without GPUs."
-        return problem("container-without-gpus", seen, cause, _GIVE_GPUS)
+        return problem("container-without-gpus", evidence, cause, _GIVE_GPUS)
     why = (
         "for its PCI bus shows nothing by NVIDIA." if system.pci_devices else "or none that the kernel shows."
     )
     return problem(
-        "no-gpu", seen, f"{here}no GPU in this machine, {why}",
+        "no-gpu", evidence, f"{here}no GPU in this machine, {why}",
         "take a machine with an NVIDIA GPU (under SLURM: --gres=gpu:1), or train on the CPU with device=cpu.",
     )  # fmt: skip
 

@@ -5,31 +5,27 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from ddptrain.doctor.examine import examine, gpu_findings
-from ddptrain.doctor.facts import Cluster, Facts, Settings
+from ddptrain.doctor.facts import AllReduce, Cluster, Facts, Settings
 from ddptrain.doctor.findings import problems
 from ddptrain.doctor.probes import collect, probes
-from ddptrain.doctor.replay import read_facts
 from ddptrain.doctor.rules_cluster import examine_cluster, name_of
 from ddptrain.doctor.show import header, json_of, print_cluster, show
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.keys import did_you_mean
 
-_WORDS = ("device", "workers", "port", "facts")
+_WORDS = ("device", "workers", "port")
 _DEVICES = re.compile(r"auto|cpu|cuda|cuda:\d+")
 
 
 def run(asked: Mapping[str, str], as_json: bool, cluster: bool) -> int:
     """Ask, judge, print. Returns 1 where there is a problem, else 0; raises UserError for wrong words."""
-    words = _checked(asked, cluster)
-    if "facts" in asked:
-        return _report(read_facts(Path(asked["facts"])), as_json)
+    words = _parse(asked, cluster)
     return _examine_cluster(words, as_json) if cluster else _report(collect(words, probes(words)), as_json)
 
 
-def _checked(asked: Mapping[str, str], cluster: bool) -> Settings:
+def _parse(asked: Mapping[str, str], cluster: bool) -> Settings:
     for name, value in asked.items():
         if name not in _WORDS:
             known = ", ".join(f"{word}=" for word in _WORDS)
@@ -37,8 +33,6 @@ def _checked(asked: Mapping[str, str], cluster: bool) -> Settings:
     device = asked.get("device", "auto")
     if not _DEVICES.fullmatch(device):
         raise UserError(f"device={device}: must be auto, cpu, cuda or cuda:<index>.")
-    if "facts" in asked and (len(asked) > 1 or cluster):
-        raise UserError(f"facts={asked['facts']}: says by itself what was asked; leave the other words out.")
     if not cluster and "TORCHELASTIC_RUN_ID" in os.environ:
         raise UserError(
             "doctor: under torchrun every rank would say the same. Add --cluster, or start it by itself:"
@@ -68,7 +62,7 @@ def _examine_cluster(asked: Settings, as_json: bool) -> int:
     """As one rank of all: each node's first asks its machine, and rank 0 judges and prints."""
     from ddptrain.distributed import comm
     from ddptrain.distributed.world import world_from_environment
-    from ddptrain.doctor.meet import clock_skews, links
+    from ddptrain.doctor.all_reduce import measure_all_reduce
 
     world = world_from_environment()
     asked = replace(asked, local_ranks=world.local_size)
@@ -84,21 +78,20 @@ def _examine_cluster(asked: Settings, as_json: bool) -> int:
         ) from error
     everyone = comm.from_all_ranks(world, own)
     leaders = [rank for rank, facts in enumerate(everyone) if facts is not None]
-    nodes = _numbered([facts for facts in everyone if facts is not None])
-    skews = clock_skews(world.rank, leaders)
-    pairs = [[0, other] for other in leaders[1:]]
-    groups = [*pairs, *[list(range(world.size))] * (world.size > 1 and pairs != [[0, 1]])]
-    names = [f"{name_of(nodes[bisect_right(leaders, rank) - 1])}:{rank}" for rank in range(world.size)]
-    done = links(world.rank, groups, names, world.local_rank if all(map(_fits_nccl, nodes)) else None)
-    cluster = Cluster(tuple(nodes), skews, tuple(done))
-    broken = any(link.error for link in done)  # known to rank 0, which is in every group
-    code, broken = comm.from_first_rank(world, (_report(cluster, as_json) if world.is_first else 0, broken))
-    if not broken:  # else closing would wait for a rank that hangs
+    nodes = _with_unique_names([facts for facts in everyone if facts is not None])
+    node = name_of(nodes[bisect_right(leaders, world.rank) - 1])
+    results: list[AllReduce] = []
+    if world.size > 1:
+        gpu = world.local_rank if all(map(_fits_nccl, nodes)) else None
+        results = comm.from_all_ranks(world, measure_all_reduce(world, node, gpu))
+    cluster = Cluster(tuple(nodes), tuple(results))
+    code = comm.from_first_rank(world, _report(cluster, as_json) if world.is_first else ExitCode.DONE)
+    if not any(result.error for result in results):  # else closing would wait for a rank that hangs
         comm.close_group()
     return code
 
 
-def _numbered(nodes: list[Facts]) -> list[Facts]:
+def _with_unique_names(nodes: list[Facts]) -> list[Facts]:
     """Two nodes of one name (a test on one machine, containers) get numbers."""
     names = [name_of(node) for node in nodes]
     return [

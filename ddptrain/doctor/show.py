@@ -1,30 +1,27 @@
 """What the person at the terminal sees."""
 
+import dataclasses
 import json
 import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddptrain.doctor.facts import Cluster, DriverGpu, Facts, System, Torch, TorchGpu
 from ddptrain.doctor.findings import LEVELS, Finding, gib, problems
-from ddptrain.doctor.replay import plain
 from ddptrain.text import counted, print_tables
-
-if TYPE_CHECKING:
-    pass
 
 _READABLE = 110  # Columns of text, on a wider terminal too
 _COLOURS = {"problem": "1;31", "warning": "33", "ok": "32"}
 
 
 def json_of(facts: Facts | Cluster, findings: Sequence[Finding]) -> str:
-    """One object, which ``doctor facts=<file>`` reads again."""
+    """One object, for a report or a program."""
     report: dict[str, Any] = {
-        "facts": plain(facts),
-        "findings": [plain(finding) for finding in findings],
+        "facts": dataclasses.asdict(facts),
+        "findings": [dataclasses.asdict(finding) for finding in findings],
         "problems": len(problems(list(findings))),
     }
     return json.dumps(report, indent=2)
@@ -36,7 +33,7 @@ def show(asked: str, findings: Sequence[Finding]) -> None:
     for level in LEVELS:
         for finding in [finding for finding in findings if finding.level == level]:
             node = f"{finding.node}: " if finding.node else ""
-            _print_paragraph(width, level, f"{finding.id}  {node}{finding.seen}", _COLOURS[level])
+            _print_paragraph(width, level, f"{finding.id}  {node}{finding.evidence}", _COLOURS[level])
             if finding.cause:
                 _print_paragraph(width, "  cause", finding.cause)
                 _print_paragraph(width, "  remedy", finding.remedy)
@@ -47,16 +44,16 @@ def header(facts: Facts) -> str:
     """A machine in one line."""
     system, torch, limits = facts.system, facts.torch, facts.limits
     named = [gpu for gpu in facts.driver_gpus if gpu.name]
-    seen: Sequence[DriverGpu | TorchGpu] = named or (facts.torch_cuda.gpus if facts.torch_cuda else ())
-    gpus = [f"{gpu.name} {gib(gpu.memory)}" for gpu in seen]
+    listed: Sequence[DriverGpu | TorchGpu] = named or (facts.torch_cuda.gpus if facts.torch_cuda else ())
+    gpus = [f"{gpu.name} {gib(gpu.memory)}" for gpu in listed]
     version = facts.driver_version
     parts = [
         f"ddptrain {system.ddptrain} doctor" if system else "ddptrain doctor",
         system.name if system else "",
         f"Python {system.python}" if system else "",
         f"torch {torch.version}" if torch else "torch not importable",
-        f"driver {version}" if version else "" if seen else "no NVIDIA driver",
-        multiplied(gpus) if gpus else "no GPU seen",
+        f"driver {version}" if version else "" if listed else "no NVIDIA driver",
+        count_each(gpus) if gpus else "no GPU seen",
         counted(limits.cores, "core") if limits else "",
     ]
     return "  ".join(part for part in parts if part)
@@ -74,7 +71,7 @@ def last_word(findings: Sequence[Finding], asked: str) -> str:
     return f"No problem with device={asked}: nothing to do."
 
 
-def multiplied(names: Sequence[str]) -> str:
+def count_each(names: Sequence[str]) -> str:
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
@@ -83,31 +80,38 @@ def print_cluster(cluster: Cluster, findings: Sequence[Finding]) -> None:
     from rich import box
     from rich.table import Table
 
-    found = Table(box=box.SIMPLE)
+    table = Table(box=box.SIMPLE)
     for name in (
-        *("node", "python", "torch", "CUDA", "NCCL", "driver", "GPUs", "cores", "/dev/shm", "clock"),
+        "node",
+        "python",
+        "torch",
+        "CUDA",
+        "NCCL",
+        "driver",
+        "GPUs",
+        "cores",
+        "/dev/shm",
         "problems",
     ):
-        found.add_column(name, overflow="fold")
-    for node, skew in zip(cluster.nodes, cluster.skews, strict=True):
+        table.add_column(name, overflow="fold")
+    for node in cluster.nodes:
         system, torch = node.system or System("?", python="?"), node.torch or Torch("?")
         limits = node.limits
         own = [system.name, f"all {len(cluster.nodes)} nodes"]
         wrong = [f.id for f in problems(list(findings)) if f.node in own or system.name in f.node.split(", ")]
-        found.add_row(
+        table.add_row(
             system.name,
             system.python,
             torch.version,
             torch.cuda or "none",
             torch.nccl or "none",
             node.driver_version or "none",
-            multiplied([gpu.name for gpu in node.driver_gpus]) or "none",
+            count_each([gpu.name for gpu in node.driver_gpus]) or "none",
             str(limits.cores) if limits else "?",
             gib(limits.shm_total) if limits and limits.shm_total is not None else "none",
-            f"{skew:+.3f} s",
             ", ".join(dict.fromkeys(wrong)) or "none",
         )
-    print_tables(found)
+    print_tables(table)
 
 
 def _print_paragraph(width: int, label: str, text: str, colour: str = "") -> None:

@@ -44,9 +44,13 @@ def ask_gpus() -> TorchCuda:
     count = torch.cuda.device_count()
     gpus = []
     for index in range(count):
-        found = torch.cuda.get_device_properties(index)
-        uuid = str(getattr(found, "uuid", ""))
-        gpus.append(TorchGpu(index, found.name, (found.major, found.minor), found.total_memory, uuid))
+        properties = torch.cuda.get_device_properties(index)
+        uuid = str(getattr(properties, "uuid", ""))
+        gpus.append(
+            TorchGpu(
+                index, properties.name, (properties.major, properties.minor), properties.total_memory, uuid
+            )
+        )
     pairs = itertools.combinations(range(count), 2)
     strangers = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     return TorchCuda(count, "", tuple(gpus), *_cudnn(), tuple(strangers))

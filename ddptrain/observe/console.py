@@ -130,9 +130,9 @@ def open_log(path: str | None, first: bool) -> None:
             )
         )
     else:
-        logger.addHandler(_formatted(logging.StreamHandler(), "%(message)s"))
+        logger.addHandler(_with_format(logging.StreamHandler(), "%(message)s"))
     if first and path is not None:
-        logger.addHandler(_formatted(_LogFile(Path(path)), "%(asctime)s %(message)s"))
+        logger.addHandler(_with_format(_LogFile(Path(path)), "%(asctime)s %(message)s"))
 
 
 class _LogFile(logging.FileHandler):
@@ -142,7 +142,7 @@ class _LogFile(logging.FileHandler):
     def __init__(self, path: Path) -> None:
         super().__init__(path, "a+", "utf-8", errors="backslashreplace")
         self._path = path
-        self._told = False
+        self._error_printed = False
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
@@ -154,8 +154,8 @@ class _LogFile(logging.FileHandler):
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 # logging's
-        if isinstance(error := sys.exc_info()[1], OSError) and not self._told:
-            self._told = True
+        if isinstance(error := sys.exc_info()[1], OSError) and not self._error_printed:
+            self._error_printed = True
             with suppress(OSError):  # stderr may lie on the same disk
                 print(f"{self.baseFilename} lacks lines ({error.strerror})", file=sys.stderr, flush=True)
         elif not isinstance(error, OSError):
@@ -170,7 +170,7 @@ def _put_back(path: Path, taken: TextIO) -> None:
     taken.close()
 
 
-def _formatted(handler: logging.Handler, layout: str) -> logging.Handler:
+def _with_format(handler: logging.Handler, layout: str) -> logging.Handler:
     handler.setFormatter(logging.Formatter(layout))
     return handler
 

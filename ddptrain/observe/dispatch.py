@@ -55,7 +55,7 @@ class Observers:
     def log(self, event: Log) -> None:
         self._waiting.append(event)
         for slow in () if self.lost else self._slow:
-            slow.tell(lambda observer: observer.log(_copied(event)))
+            slow.tell(lambda observer: observer.log(_copy(event)))
         if len(self._waiting) > _MOST_WAITING or self._ended is not None:
             self.flush()
 
@@ -69,7 +69,7 @@ class Observers:
             while self._waiting:
                 event = self._waiting.popleft()
                 for observer in list(self._observers):
-                    self._notify(observer, lambda one, event=event: one.log(_copied(event)))  # type: ignore[misc]
+                    self._notify(observer, lambda one, event=event: one.log(_copy(event)))  # type: ignore[misc]
 
     def evaluated(self, event: Evaluated) -> None:
         self._notify_all(lambda observer: observer.evaluated(replace(event, metrics=dict(event.metrics))))
@@ -155,7 +155,7 @@ class _SlowObserver:
                 break
 
 
-def _copied(event: Log) -> Log:
+def _copy(event: Log) -> Log:
     """With numbers of its own: what an observer changes is seen by no other."""
     return event._replace(values=dict(event.values))
 

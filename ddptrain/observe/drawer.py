@@ -21,14 +21,14 @@ log = logging.getLogger("ddptrain")
 
 _LAST_S = 60.0
 """Limit at the end for figures that are still to be drawn."""
-Done = Callable[[bytes], None]
+PngReceiver = Callable[[bytes], None]
 
 
 class _Request(NamedTuple):
     figure: object
     """Identifies requests for the same figure."""
     words: tuple[Any, ...]
-    done: list[Done]
+    receivers: list[PngReceiver]
 
 
 @final
@@ -45,7 +45,7 @@ class Drawer:
         )  # fmt: skip
         theirs.close()
         self._waiting: dict[str, _Request] = {}
-        self._drawn: _Request | None = None
+        self._in_progress: _Request | None = None
         """The request in progress."""
         self._lacking: set[str] = set()
         """Letters that have been said to be in no font."""
@@ -57,35 +57,35 @@ class Drawer:
         """The drawing process's id."""
         return self._process.pid
 
-    def draw(self, name: str, figure: ConfusionMatrix | Curves, done: Done) -> None:
-        """done: called with the PNG, in another thread."""
+    def draw(self, name: str, figure: ConfusionMatrix | Curves, receiver: PngReceiver) -> None:
+        """receiver: called with the PNG, in another thread."""
         if isinstance(figure, Curves):
             words: tuple[Any, ...] = ("lines", dict(figure.lines), figure.x, figure.y)
         else:
             words = ("matrix", figure.counts, figure.classes)
-        self._ask(name, figure, words, done)
+        self._ask(name, figure, words, receiver)
 
-    def draw_curves(self, metrics: Path, done: Done) -> None:
+    def draw_curves(self, metrics: Path, receiver: PngReceiver) -> None:
         """Draw the curves of a metrics.jsonl, read when the request is processed."""
-        self._ask("curves", None, ("curves", str(metrics)), done)
+        self._ask("curves", None, ("curves", str(metrics)), receiver)
 
     def finish(self) -> None:
         """Wait until all is drawn, a minute at most."""
         until = time.monotonic() + _LAST_S
         with self._changed:
-            while self._waiting or self._drawn is not None:
+            while self._waiting or self._in_progress is not None:
                 if not self._changed.wait(until - time.monotonic()):
                     log.warning("drawing the figures takes too long; some are missing")
                     self._waiting.clear()
                     return
 
-    def _ask(self, name: str, figure: object, words: tuple[Any, ...], done: Done) -> None:
+    def _ask(self, name: str, figure: object, words: tuple[Any, ...], receiver: PngReceiver) -> None:
         with self._changed:
-            for request in (self._waiting.get(name), self._drawn):
+            for request in (self._waiting.get(name), self._in_progress):
                 if request is not None and figure is not None and request.figure is figure:
-                    request.done.append(done)
+                    request.receivers.append(receiver)
                     return
-            self._waiting[name] = _Request(figure, words, [done])
+            self._waiting[name] = _Request(figure, words, [receiver])
             self._changed.notify_all()
 
     def _run(self) -> None:
@@ -93,7 +93,7 @@ class Drawer:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
                 name = next(iter(self._waiting))
-                self._drawn = request = self._waiting.pop(name)
+                self._in_progress = request = self._waiting.pop(name)
             try:
                 self._line.send(request.words)
                 answer = RenderedFigure(*self._line.recv())
@@ -106,14 +106,14 @@ class Drawer:
                 if answer.error:
                     log.warning("%s was not drawn: %s", name, answer.error)
                 self._say_lacking(name, answer.lacking)
-                for done in request.done if answer.png else ():
+                for receiver in request.receivers if answer.png else ():
                     try:
-                        done(answer.png)
+                        receiver(answer.png)
                     except OSError as error:
                         log.warning("%s was drawn, but could not be saved: %s", name, error)
                     except Exception:  # of any kind: it must not end the training
                         log.exception("%s was drawn, but could not be saved", name)
-                self._drawn = None
+                self._in_progress = None
                 self._changed.notify_all()
 
     def _say_lacking(self, name: str, letters: str) -> None:

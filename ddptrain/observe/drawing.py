@@ -43,8 +43,8 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> "Drawing":
     """Every logged value against epochs, training and validation of one name in one panel: the loss first,
     then the metrics of validation. A loss that spans decades has a logarithmic axis."""
     validated = {name for line in lines if line["split"] == "valid" for name in line}
-    seen = dict.fromkeys(name for line in lines for name in line)
-    names = [name for name in seen if name not in _POSITION and "/" not in name]
+    logged = dict.fromkeys(name for line in lines for name in line)
+    names = [name for name in logged if name not in _POSITION and "/" not in name]
     names.sort(key=lambda name: (name != "loss", name not in validated))
     columns = 2 if len(names) in (2, 4) else min(3, len(names))
     rows = -(-len(names) // columns)
@@ -211,7 +211,7 @@ class RenderedFigure(NamedTuple):
     lacking: str = ""
 
 
-def _drawn(request: tuple[Any, ...]) -> RenderedFigure:
+def _render(request: tuple[Any, ...]) -> RenderedFigure:
     from matplotlib import rc_context
 
     kind, *arguments = request
@@ -239,7 +239,7 @@ def main(descriptor: int) -> None:
         while True:
             request = line.recv()
             try:
-                answer = _drawn(request)
+                answer = _render(request)
             except Exception as error:
                 answer = RenderedFigure(b"", f"{type(error).__name__}: {error}")
             line.send(tuple(answer))  # here this module is __main__, which the rank's is not

@@ -58,7 +58,7 @@ class Gpu(Gauge):
         )
         try:
             nvml.nvmlInit()
-            self._handle = self._named(uuid)
+            self._handle = self._handle_of(uuid)
             self.facts = dict(self._facts())
         except nvml.NVMLError as error:
             raise Unreadable(str(error)) from error
@@ -95,7 +95,7 @@ class Gpu(Gauge):
         with contextlib.suppress(*self._refusals):  # not supported if the GPU shares the host's memory
             yield "memory_total_gib", self._nvml.nvmlDeviceGetMemoryInfo(self._handle).total / _GIB
 
-    def _named(self, uuid: str) -> object:
+    def _handle_of(self, uuid: str) -> object:
         """The handle. NVML's names are GPU-<uuid>, and MIG-<uuid> for a slice."""
         try:
             return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
@@ -149,8 +149,8 @@ class Host(Gauge):
         lines = (self._root / "proc/meminfo").read_text().splitlines()
         kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
         total = kib["MemTotal"] * 1024
-        found = [(total - kib["MemAvailable"] * 1024, total), *self._limited()]
-        return min(found, key=lambda used_and_total: used_and_total[1])
+        limits = [(total - kib["MemAvailable"] * 1024, total), *self._limited()]
+        return min(limits, key=lambda used_and_total: used_and_total[1])
 
     def _limited(self) -> Iterator[tuple[int, int]]:
         """(used, total) of this process's control group and its parents with a limit. Inactive file cache
@@ -192,7 +192,7 @@ def own_gauges(world: World, spread: bool) -> tuple[dict[str, Gauge], list[str]]
     gpus = {world.rank: world.device}
     if spread and world.device.type == "cuda":
         gpus = {i: torch.device("cuda", i) for i in range(torch.cuda.device_count())}
-    found: dict[str, Gauge] = {}
+    gauges: dict[str, Gauge] = {}
     problems = []
     for number, device in gpus.items():
         if device.type != "cuda":
@@ -200,14 +200,14 @@ def own_gauges(world: World, spread: bool) -> tuple[dict[str, Gauge], list[str]]
         import pynvml
 
         try:
-            found[f"gpu{number}"] = Gpu(str(torch.cuda.get_device_properties(device).uuid), pynvml)
+            gauges[f"gpu{number}"] = Gpu(str(torch.cuda.get_device_properties(device).uuid), pynvml)
         except Unreadable as error:
             problems.append(f"the utilisation of {device} can't be read ({error})")
     if world.is_first_on_node:
         try:
             # torchrun's node number if set: nodes may have different numbers of ranks
             node = os.environ.get("GROUP_RANK", world.rank // world.local_size)
-            found[f"host{node}"] = Host()
+            gauges[f"host{node}"] = Host()
         except Unreadable as error:
             problems.append(f"the utilisation of the host can't be read ({error})")
-    return found, problems
+    return gauges, problems

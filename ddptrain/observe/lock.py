@@ -73,9 +73,9 @@ def lost(folder: Path) -> Lost | None:
     held = _held.get(folder)
     if held is None:
         return None
-    found = _become_of(folder, held)
-    if found is not None:
-        held.lost = found if held.lost is None else found._replace(beside=held.lost.beside)
+    current = _become_of(folder, held)
+    if current is not None:
+        held.lost = current if held.lost is None else current._replace(beside=held.lost.beside)
     return held.lost
 
 

@@ -63,20 +63,20 @@ class Monitor:
         """On rank 0: means and peaks of the whole run by label, and the least and most used GPU, if they
         differ."""
         known = self._known
-        found: dict[str, Any] = {
+        by_label: dict[str, Any] = {
             label: {name: value for name, value in known[label].items() if name != "now"}
             for label in sorted(known, key=_in_order)
         }
         used = {
             int(label.removeprefix("gpu")): record["mean"]["utilisation"]
-            for label, record in found.items()
+            for label, record in by_label.items()
             if label.startswith("gpu") and "utilisation" in record["mean"]
         }
         if len(set(used.values())) > 1:
             for name, which in (("least_used", min), ("most_used", max)):
                 rank = which(used, key=lambda rank: used[rank])
-                found[name] = {"rank": rank, "utilisation": used[rank]}
-        return found
+                by_label[name] = {"rank": rank, "utilisation": used[rank]}
+        return by_label
 
     def _sample(self, store: Store | None) -> None:
         pause = _SOON_S

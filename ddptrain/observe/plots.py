@@ -41,9 +41,9 @@ class Plots(Observer):
         self._drawer.finish()
 
     def _writer(self, name: str) -> Callable[[bytes], None]:
-        return partial(self._write_drawn, self._folder / f"{name}.png")
+        return partial(self._write_png, self._folder / f"{name}.png")
 
-    def _write_drawn(self, path: Path, png: bytes) -> None:
+    def _write_png(self, path: Path, png: bytes) -> None:
         if lost(self._folder.parent) is None:  # while it was drawn
             _write(path, png)
 

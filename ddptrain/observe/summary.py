@@ -48,7 +48,7 @@ class Summary(Observer):
 
     def end(self, event: End) -> None:
         result, times = event.result, event.times
-        spent = self._spent(times.timing, times.seconds, times.peak_memory_mib)
+        spent = self._totals(times.timing, times.seconds, times.peak_memory_mib)
         whole = times.timing._replace(seconds=spent["time"], samples=spent["samples"])
         summary = {
             "outcome": result.outcome,
@@ -74,9 +74,11 @@ class Summary(Observer):
     def _note(self) -> None:
         self._noted = time.perf_counter()
         with suppress(OSError):  # of a disk that is full for a moment; the end tells it
-            _write(self._run.folder / "times.json", self._spent(self._timing, self._noted - self._began, 0.0))
+            _write(
+                self._run.folder / "times.json", self._totals(self._timing, self._noted - self._began, 0.0)
+            )
 
-    def _spent(self, timing: Timing, seconds: float, peak_memory_mib: float) -> dict[str, Any]:
+    def _totals(self, timing: Timing, seconds: float, peak_memory_mib: float) -> dict[str, Any]:
         """By all processes of the run."""
         before = self._before
         return {

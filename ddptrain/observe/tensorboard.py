@@ -40,7 +40,7 @@ class TensorBoard(Observer):
                 values = {n: v for n, v in line.items() if n not in _PLACE}
                 self._scalars({"train": {**values, "epoch": line["epoch"]}}, event.step)
         if event.preview is not None and event.step == 0:
-            self._writer.add_image("train/samples", _tiled(event.preview), 0)
+            self._writer.add_image("train/samples", _tile(event.preview), 0)
 
     def log(self, event: Log) -> None:
         timing = event.timing
@@ -61,7 +61,7 @@ class TensorBoard(Observer):
             elif isinstance(figure, Picture):
                 self._writer.add_image(f"valid/{name}", figure.pixels, event.step)
             else:
-                self._drawer.draw(name, figure, partial(self._add_drawn, f"valid/{name}", event.step))
+                self._drawer.draw(name, figure, partial(self._add_png, f"valid/{name}", event.step))
         self._writer.flush()
 
     def end(self, event: End) -> None:
@@ -71,7 +71,7 @@ class TensorBoard(Observer):
             self._add_hparams({f"hparam/{n}": v for n, v in metrics.items() if "/" not in n}, event.step)
         self._writer.close()
 
-    def _add_drawn(self, tag: str, step: int, png: bytes) -> None:
+    def _add_png(self, tag: str, step: int, png: bytes) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
         # width and height, from the PNG's header
@@ -145,7 +145,7 @@ def _verbatim(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def _tiled(pictures: torch.Tensor) -> torch.Tensor:
+def _tile(pictures: torch.Tensor) -> torch.Tensor:
     """uint8 (n, 3, H, W) -> (3, rows, columns): side by side, eight a row, with a thin margin."""
     rows = []
     padded = torch.nn.functional.pad(pictures, (1, 1, 1, 1))

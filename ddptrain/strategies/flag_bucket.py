@@ -40,7 +40,7 @@ class FlagBucket(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._modules["model"](*args, **kwargs)  # type: ignore[misc]  # past `__getattr__`, which costs
-        return self._attached(outputs) if self._in_graph else outputs
+        return self._attach(outputs) if self._in_graph else outputs
 
     def send(self, row: Tensor) -> tuple[Tensor, Tensor] | None:
         """row: (2,), this rank's flags. Returns what `Strategy.send_flags` does."""
@@ -78,19 +78,19 @@ class FlagBucket(nn.Module):
         summed, self.rank_flags.grad = self.rank_flags.grad, None
         return summed / self._divisor if self._divisor > 1 else summed
 
-    def _attached(self, outputs: Any) -> Any:
+    def _attach(self, outputs: Any) -> Any:
         """The same outputs (tuples, lists, dicts of tensors); the first with a graph reaches the flags."""
         if isinstance(outputs, Tensor):
             return _Attach.apply(outputs, self.rank_flags, self) if outputs.requires_grad else outputs
         if isinstance(outputs, dict):
             for name, value in outputs.items():
-                if (attached := self._attached(value)) is not value:
+                if (attached := self._attach(value)) is not value:
                     changed = copy.copy(outputs)
                     changed[name] = attached
                     return changed
         elif isinstance(outputs, tuple | list):
             for i, value in enumerate(outputs):
-                if (attached := self._attached(value)) is not value:
+                if (attached := self._attach(value)) is not value:
                     parts = [*outputs[:i], attached, *outputs[i + 1 :]]
                     return type(outputs)(*parts) if hasattr(outputs, "_fields") else type(outputs)(parts)
         return outputs

@@ -88,7 +88,7 @@ class Fsdp(Strategy):
         shown = ", ".join([*list(blocks)[:4], *(["..."] if len(blocks) > 4 else [])])
         log.info("blocks     %d gathered one at a time, the rest at once: %s", len(blocks), shown or "all")
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        self._mesh, self._gathers_checkpoints = self._made_mesh(), weights <= self._whole_bytes
+        self._mesh, self._gathers_checkpoints = self._create_mesh(), weights <= self._whole_bytes
         for module in model.modules():  # optim.layer_decay asks for the class as it is written
             vars(module).setdefault("written_as", getattr(module, "written_as", type(module)))
         for block in blocks.values():
@@ -157,7 +157,7 @@ class Fsdp(Strategy):
     def describe(self) -> str:
         return {"world": "fsdp", "node": "hsdp"}[self._shard_over]
 
-    def _made_mesh(self) -> DeviceMesh:
+    def _create_mesh(self) -> DeviceMesh:
         world, kind = self.world, self.world.device.type
         if self._shard_over == "world":
             return init_device_mesh(kind, (world.size,))
@@ -170,14 +170,14 @@ class Fsdp(Strategy):
         if self._patterns is None:
             return [block for block in _repeated(model) if not _shares(block, model)]
         called = [name for name, module in model.named_modules() if name and _is_called(module)]
-        found: list[str] = []
+        names: list[str] = []
         for pattern in self._patterns:
             matching = [name for name in called if fnmatchcase(name, pattern)]
             if not matching:
                 hint = did_you_mean(pattern, called) or f" There are {', '.join(called[:4])}, ..."
                 raise UserError(f"strategy.wrap: {pattern} matches the name of no module.{hint}")
-            found += matching
-        outermost = [name for name in found if not any(name.startswith(f"{above}.") for above in found)]
+            names += matching
+        outermost = [name for name in names if not any(name.startswith(f"{above}.") for above in names)]
         chosen = {name: model.get_submodule(name) for name in outermost}
         for name, block in chosen.items():
             if _shares(block, model):

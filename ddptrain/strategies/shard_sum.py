@@ -32,7 +32,7 @@ Span = tuple[int, int]
 """The shards of a sum, as [first, end)."""
 
 
-def merged(spans: Sequence[Span], shards: int) -> tuple[list[Span], list[int]]:
+def merge_siblings(spans: Sequence[Span], shards: int) -> tuple[list[Span], list[int]]:
     """Add up neighbouring sums as the tree over all shards does, as soon as both are there. Returns the sums
     that are left, and after each span how often the last two are added."""
     left: list[Span] = []
@@ -66,14 +66,14 @@ class ShardSum:
     def __init__(self, world: World, parameters: dict[str, nn.Parameter], shards: int) -> None:
         self._world = world
         runs = [[(i, i + 1) for i in shards_of(rank, world.size, shards)] for rank in range(world.size)]
-        ranks = [merged(run, shards)[0] for run in runs]
+        ranks = [merge_siblings(run, shards)[0] for run in runs]
         self._partial_sums = [len(spans) for spans in ranks]
         """Of each rank."""
-        _, self._own_additions = merged(runs[world.rank], shards)
-        _, self._additions = merged([span for spans in ranks for span in spans], shards)
+        _, self._own_additions = merge_siblings(runs[world.rank], shards)
+        _, self._additions = merge_siblings([span for spans in ranks for span in spans], shards)
         self._buckets = [_Bucket(group, world.size) for group in _groups(parameters)]
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket, name))
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, name))
             for bucket in self._buckets
             for name, parameter in bucket.parameters.items()
         ]
@@ -128,7 +128,7 @@ class ShardSum:
                 parameter.grad = bucket.gradients[0][name]
         self._done = self._held = 0
 
-    def _arrived(self, bucket: "_Bucket", name: str, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, bucket: "_Bucket", name: str, parameter: nn.Parameter) -> None:
         """In the backward pass: a parameter's gradient is complete."""
         if not self._is_open:
             return
@@ -153,7 +153,7 @@ class ShardSum:
         if self._own_additions[self._done]:
             bucket.gradients[self._held - 1][name].add_(gradient)
         else:
-            bucket.opened(self._held)[name].copy_(gradient)
+            bucket.gradients_at(self._held)[name].copy_(gradient)
         bucket.missing.discard(name)
 
     def _advance(self) -> None:
@@ -229,7 +229,7 @@ class _Bucket:
         self.work: dist.Work | None = None
         """What was started last."""
 
-    def opened(self, place: int) -> dict[str, Tensor]:
+    def gradients_at(self, place: int) -> dict[str, Tensor]:
         """The parts of a partial sum."""
         if place == len(self.sums):
             flat = next(iter(self.parameters.values())).new_zeros(self._size)

@@ -23,7 +23,7 @@ _TAKE_A_VALUE = (
 HYDRA_OPTIONS = frozenset({*_SWITCHES, *INFO, *_TAKE_A_VALUE})
 """And ours that go with them."""
 
-_NAMES_FILE = re.compile(r"(^|[.-])(dir|resume|root|path|run|out|checkpoint|facts)$")
+_NAMES_FILE = re.compile(r"(^|[.-])(dir|resume|root|path|run|out|checkpoint)$")
 """Words whose value names a file or a folder, as those without a value do."""
 _LONGEST_NAME = 255
 _NEAR = 0.7

@@ -7,7 +7,6 @@ from ddptrain.verbs.verb import Verb
 
 HELP = """\
 python -m ddptrain doctor [device=auto|cuda|cuda:<i>|cpu] [workers=<n>] [port=<n>] [--json] [--cluster]
-python -m ddptrain doctor facts=<file> [--json]
 
 Why is my GPU not used, or slow? Looks at the machine, its driver and this PyTorch, computes on the device and
 checks the result, and names the cause and the remedy of each problem.
@@ -15,9 +14,8 @@ checks the result, and names the cause and the remedy of each problem.
   device=auto|cuda|cuda:<i>|cpu   what training will be asked for (auto). With cpu the GPUs are left out
   workers=<n>                     loader processes of each rank, for /dev/shm and cores (as training takes)
   port=<n>                        where torchrun's ranks shall meet (29500)
-  facts=<file>                    judge what doctor --json printed, here or on another machine; ask nothing
   --json                          one JSON object: facts, findings, and how many of them are problems
-  --cluster                       under torchrun: all nodes, their versions and clocks, and the links between
+  --cluster                       under torchrun: all nodes, their versions, and an all-reduce among all ranks
 
 Levels:
   problem   the device can't be used, or a run will fail. One for each cause: what only follows is left out
@@ -27,7 +25,6 @@ Levels:
   python -m ddptrain doctor
   python -m ddptrain doctor device=cpu workers=8
   python -m ddptrain doctor --json > doctor.json          # attach this to a report
-  python -m ddptrain doctor facts=doctor.json
   torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-id=doctor \\
       --rdzv-endpoint=<first node>:29500 -m ddptrain doctor --cluster
 

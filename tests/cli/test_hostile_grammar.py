@@ -19,7 +19,6 @@ from ddptrain.data.detection.coco import CocoFiles
 from ddptrain.data.detection.yolo import YoloFiles
 from ddptrain.data.pictures import fitted
 from ddptrain.data.tokens import open_tokens
-from ddptrain.doctor.replay import read_facts
 from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, sealed, unpack
 from ddptrain.errors import UserError
 from ddptrain.tools.report.page import write_page
@@ -138,7 +137,6 @@ LEDGER_LINE = {
     "gpus": [],
     "on_cpu": True,
 }
-FACTS = {"facts": {"system": {"name": "x", "python": "3.11"}, "torch": {"version": "2.15"}, "nodes": []}}
 MANIFEST = {"format": 3, "step": 3, "files": {"state.pt": {"sha256": "0" * 64, "bytes": 3}}, "recall": {}}
 STATE = {"model": {"a": 1}, "optimizer": {}, "step": 3, "average": {}}
 
@@ -184,11 +182,6 @@ def ledger(folder: Path, draw: Callable[[Any], bytes]) -> None:
     read_ledger(folder, live=False)
 
 
-def facts(folder: Path, draw: Callable[[Any], bytes]) -> None:
-    (folder / "facts.json").write_bytes(draw(FACTS))
-    read_facts(folder / "facts.json")
-
-
 def checkpoint(folder: Path, draw: Callable[[Any], bytes]) -> None:
     place = folder / "step-3"
     place.mkdir(exist_ok=True)
@@ -220,7 +213,7 @@ def image(folder: Path, draw: Callable[[Any], bytes]) -> None:
     fitted(folder / "a.png", (8, 8, 3))
 
 
-READERS = [run_folder, config, coco, yolo, ledger, facts, checkpoint, tokens, image]
+READERS = [run_folder, config, coco, yolo, ledger, checkpoint, tokens, image]
 
 
 def attempt(

@@ -24,7 +24,6 @@ TRAIN = ["recipe=cnn_digits", "device=cpu", "train.steps=1"]
         ["export", "run=x", f"out={LONG}"],
         ["checkpoint", "show", f"run={LONG}"],
         ["report", LONG],
-        ["doctor", f"facts={LONG}"],
         ["write", "recipe=cnn_digits", f"out={LONG}"],
         [*TRAIN, f"seed={'9' * 5000}"],
         [*TRAIN, f"optim.lr={'1' * 5000}"],

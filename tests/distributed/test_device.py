@@ -5,7 +5,7 @@ import torch
 
 from ddptrain.api.world import World
 from ddptrain.distributed.comm import backend_for
-from ddptrain.distributed.device import compared
+from ddptrain.distributed.device import with_shared_gpus
 from ddptrain.errors import UserError
 
 GPU = torch.device("cuda", 0)
@@ -13,7 +13,7 @@ GPU = torch.device("cuda", 0)
 
 def seen(*gpus: str) -> list[tuple[str, int]]:
     """Each rank's backend, and how many are on its GPU."""
-    worlds = [compared(World(rank, len(gpus), 0, 1, GPU), gpus) for rank in range(len(gpus))]
+    worlds = [with_shared_gpus(World(rank, len(gpus), 0, 1, GPU), gpus) for rank in range(len(gpus))]
     return [(backend_for(world), world.sharers) for world in worlds]
 
 
@@ -34,6 +34,6 @@ def test_slices_of_gpus_are_no_whole_ones() -> None:
 
 def test_ranks_without_a_gpu_train_together_but_not_with_others() -> None:
     world = World(1, 2, 1, 2)
-    assert compared(world, ["", ""]) == world
+    assert with_shared_gpus(world, ["", ""]) == world
     with pytest.raises(UserError, match="rank 0 has a GPU and rank 1 has none"):
-        compared(world, ["H100 a", ""])
+        with_shared_gpus(world, ["H100 a", ""])

@@ -15,7 +15,7 @@ from toy import auto, strict
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World, shards_of
 from ddptrain.run.make_strategy import make_strategy
-from ddptrain.strategies.shard_sum import merged
+from ddptrain.strategies.shard_sum import merge_siblings
 from ddptrain.testing import RankFailed, run_ranks
 
 SHARDS = 8
@@ -39,10 +39,10 @@ def test_partial_sums_make_up_the_same_tree_in_every_world(shards: int) -> None:
         assert max(map(len, runs)) - min(map(len, runs)) <= 1
         spans, sums = [], []
         for run in runs:
-            own, additions = merged([(i, i + 1) for i in run], shards)
+            own, additions = merge_siblings([(i, i + 1) for i in run], shards)
             spans += own
             sums += added([values[i] for i in run], additions)
-        (whole,), additions = merged(spans, shards)
+        (whole,), additions = merge_siblings(spans, shards)
         assert whole == (0, shards)
         assert added(sums, additions) == [pairwise_sum(values)], ranks
 

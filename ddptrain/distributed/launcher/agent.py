@@ -56,7 +56,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class NodeResult:
     """How the ranks of this node ended."""
 
     exit_code: int
@@ -70,7 +70,7 @@ def run_ranks(
     words: list[str],
     hang_timeout: float | None = None,
     prefork: Prefork | None = None,
-) -> Ended:
+) -> NodeResult:
     """Start the ranks of this node and wait for their end, with restarts; forwards signals to them.
 
     hang_timeout: seconds; so long, and `LAST_WORD_S` more, this node may be out of reach of the others (None:
@@ -86,11 +86,11 @@ def run_ranks(
     try:
         with prefork.starting(program) if prefork is not None else nullcontext():
             api.launch_agent(config, command, words)
-        return _ended(agents[0])
+        return _node_result(agents[0])
     except ChildFailedError:
-        return _ended(agents[0], agents[0].cause)
+        return _node_result(agents[0], agents[0].cause)
     except SignalException as stop:
-        return _stopped(agents[0], stop.sigval)
+        return _result_after_signal(agents[0], stop.sigval)
     except RendezvousError as error:
         return _not_met(agents, config.rdzv_endpoint, error)
     except ValueError as error:
@@ -216,31 +216,31 @@ def _severity(code: int) -> int:
     return 1 if code < 0 else 2
 
 
-def _ended(agent: _Agent, cause: Cause | None = None) -> Ended:
+def _node_result(agent: _Agent, cause: Cause | None = None) -> NodeResult:
     cause = cause or agent.cause_now()
     if cause is None:
-        return Ended(ExitCode.DONE)
-    return Ended(cause.exit_code, str(cause), agent.restarts)
+        return NodeResult(ExitCode.DONE)
+    return NodeResult(cause.exit_code, str(cause), agent.restarts)
 
 
-def _stopped(agent: _Agent, by: signal.Signals) -> Ended:
+def _result_after_signal(agent: _Agent, by: signal.Signals) -> NodeResult:
     """After a signal to this launch, when torchrun has passed it on and waited for the ranks."""
     codes = agent.codes()
     saved = [rank for rank, code in codes.items() if code == ExitCode.STOPPED]
     if saved:
-        return _ended(agent, Cause(saved[0], ExitCode.STOPPED))
+        return _node_result(agent, Cause(saved[0], ExitCode.STOPPED))
     if not codes:
-        return Ended(128 + by, f"stopped by {by.name} while no rank ran", agent.restarts)
-    return _ended(agent)
+        return NodeResult(128 + by, f"stopped by {by.name} while no rank ran", agent.restarts)
+    return _node_result(agent)
 
 
-def _not_met(agents: list[_Agent], where: str, error: RendezvousError) -> Ended:
+def _not_met(agents: list[_Agent], where: str, error: RendezvousError) -> NodeResult:
     """The nodes did not meet, or no longer: the job is over elsewhere, or where they meet is gone."""
     agent = agents[0] if agents else None
     if agent is None or not agent.codes():
         why = str(error.__cause__ or error).partition("\n")[0] or type(error).__name__
         why = "that job is over" if isinstance(error, RendezvousClosedError) else why
-        return Ended(ExitCode.CRASH, f"the nodes did not meet at {where} ({why})")
+        return NodeResult(ExitCode.CRASH, f"the nodes did not meet at {where} ({why})")
     # torchrun has ended the ranks here: what they ended with by themselves says more
     cause = agent.cause or agent.cause_now()
     if cause is None or cause.code in (-signal.SIGTERM, -signal.SIGKILL):
@@ -250,4 +250,4 @@ def _not_met(agents: list[_Agent], where: str, error: RendezvousError) -> Ended:
         over = "the job is over on another node"
     if isinstance(error, RendezvousTimeoutError):
         over = f"too few nodes have met again at {where}"
-    return Ended(cause.exit_code, f"{cause}, and {over}", agent.restarts)
+    return NodeResult(cause.exit_code, f"{cause}, and {over}", agent.restarts)

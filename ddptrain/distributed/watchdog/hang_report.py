@@ -126,7 +126,7 @@ def describe_cut(host: str, beats: Sequence[Beat], timeout: float) -> str:
     ranks: dict[str, list[int]] = {}
     for beat in beats:
         ranks.setdefault(beat.host or "a host unheard of", []).append(beat.rank)
-    names = {name: f"{name} ({_ranks(found)})" for name, found in ranks.items()}
+    names = {name: f"{name} ({_ranks(on_host)})" for name, on_host in ranks.items()}
     keeper = next(beat for beat in beats if beat.rank == 0)
     others = [names[name] for name in names if name not in (host, keeper.host)]
     unknown = f" By it ranks hear of each other: nothing is known of {', '.join(others)}." if others else ""

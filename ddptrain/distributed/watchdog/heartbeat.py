@@ -106,8 +106,8 @@ class Heartbeat:
         while self._world.size > 1 and self.failure is None and time.monotonic() < deadline:
             self._wake.set()
             time.sleep(0.05)
-        found = self.failure
-        return found if found is not None and found.rank != self._world.rank else None
+        failure = self.failure
+        return failure if failure is not None and failure.rank != self._world.rank else None
 
     def hear(self, beat: Beat) -> None:
         """Store a new heartbeat of another rank."""

@@ -20,5 +20,5 @@ def from_a_lost_rank(error: BaseException) -> bool:
 
 def address_of_peer(error: BaseException) -> str:
     """The address in a collective's error message; '' if there is none."""
-    found = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", str(error))
-    return found[1].removeprefix("::ffff:") if found else ""
+    address = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", str(error))
+    return address[1].removeprefix("::ffff:") if address else ""

@@ -84,7 +84,7 @@ class Bench:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class BenchResult:
     """What came of all comparisons."""
 
     itself: OverrideResult  # The training as it is: against its like, with the lap of all its comparisons
@@ -100,7 +100,7 @@ Candidates = Callable[[Mapping[str, Any]], Sequence[str]]
 """The overrides to try, for a training's setup."""
 
 
-def compare_candidates(bench: Bench, candidates: Candidates) -> Compared:
+def compare_candidates(bench: Bench, candidates: Candidates) -> BenchResult:
     """The training as it is against itself, against each candidate, and against those that help together."""
     itself = bench.compare("")
     noise = max(itself.ratio, 1 / itself.ratio) - 1
@@ -127,7 +127,7 @@ def compare_candidates(bench: Bench, candidates: Candidates) -> Compared:
     split = format_shares(Timing(usual.seconds, usual.steps))
     print_stderr(f"as it is    {usual.ms_per_step:.2f} ms a step on {usual.setup['device']}: {split}")
     itself = replace(itself, lap=usual)
-    return Compared(itself, results, [result for result in results if _helps(result, noise)])
+    return BenchResult(itself, results, [result for result in results if _helps(result, noise)])
 
 
 def _typical(laps: Sequence[LapTimes]) -> LapTimes:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import uses_ddp
 from ddptrain.errors import UserError
-from ddptrain.tools.bench.ab_compare import Compared
+from ddptrain.tools.bench.ab_compare import BenchResult
 from ddptrain.tools.bench.paced_run import LapTimes
 
 if TYPE_CHECKING:
@@ -44,18 +44,20 @@ def ranks_for(config: Config, asked: int | None) -> int:
 def of_ddp(config: Config, setup: Mapping[str, Any]) -> list[str]:
     """DDP's own settings, but for caps that would divide the gradients as they are divided now."""
     strategy, size = config.strategy, setup["gradient_bytes"]
-    found = [
+    overrides = [
         f"strategy.bucket_cap_mb={cap}"
         for cap in _BUCKETS_MB
         if _buckets(cap, size) != _buckets(strategy["bucket_cap_mb"], size)
     ]
-    found += [] if strategy["static_graph"] else ["strategy.static_graph=true"]
-    found.append(f"strategy.gradient_as_bucket_view={str(not strategy['gradient_as_bucket_view']).lower()}")
-    found += [f"strategy.compression={name}" for name in _COMPRESSIONS if name != strategy["compression"]]
-    return found
+    overrides += [] if strategy["static_graph"] else ["strategy.static_graph=true"]
+    overrides.append(
+        f"strategy.gradient_as_bucket_view={str(not strategy['gradient_as_bucket_view']).lower()}"
+    )
+    overrides += [f"strategy.compression={name}" for name in _COMPRESSIONS if name != strategy["compression"]]
+    return overrides
 
 
-def exposed_table(found: Compared) -> "Table":
+def exposed_table(bench_result: BenchResult) -> "Table":
     """Of each override: its step, and what of the all-reduce is not hidden behind its backward pass."""
     from rich import box
     from rich.table import Table
@@ -64,13 +66,16 @@ def exposed_table(found: Compared) -> "Table":
     table.add_column("override", overflow="fold")
     for name in ("ratio", "least", "most", "ms/step", "backward ms", "exposed ms", "exposed"):
         table.add_column(name, justify="right")
-    ordered = sorted(found.results, key=lambda result: result.ratio)
-    for name, result in [("as it is", found.itself), *((result.override, result) for result in ordered)]:
+    ordered = sorted(bench_result.results, key=lambda result: result.ratio)
+    for name, result in [
+        ("as it is", bench_result.itself),
+        *((result.override, result) for result in ordered),
+    ]:
         backward, exposed = (_ms(result.lap, phase) for phase in ("backward", "all_reduce"))
         ratios = [result.ratio, min(result.ratios), max(result.ratios)]
         times = [f"{ms:.2f}" for ms in (result.lap.ms_per_step, backward, exposed)]
         share = f"{exposed / result.lap.ms_per_step:.0%}"
-        style = "green" if result in found.helping else ""
+        style = "green" if result in bench_result.helping else ""
         table.add_row(name, *(f"{ratio:.3f}" for ratio in ratios), *times, share, style=style)
     return table
 

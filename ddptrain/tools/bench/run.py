@@ -15,7 +15,7 @@ from ddptrain.config.schema import Config
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.console import open_log
 from ddptrain.text import print_tables
-from ddptrain.tools.bench.ab_compare import Bench, Compared, OverrideResult, compare_candidates
+from ddptrain.tools.bench.ab_compare import Bench, BenchResult, OverrideResult, compare_candidates
 from ddptrain.tools.bench.ddp import exposed_table, of_ddp, ranks_for
 from ddptrain.tools.bench.paced_run import LapTimes, Unfit
 
@@ -77,10 +77,10 @@ def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
         return of_ddp(config, setup) if own.ddp else _candidates(config, setup)
 
     try:
-        found = compare_candidates(bench, candidates)
-        print_tables(exposed_table(found) if own.ddp else _table(found))
-        _recommend(bench, found, words)
-        return ExitCode.CRASH if tries and not found.results else ExitCode.DONE
+        bench_result = compare_candidates(bench, candidates)
+        print_tables(exposed_table(bench_result) if own.ddp else _table(bench_result))
+        _recommend(bench, bench_result, words)
+        return ExitCode.CRASH if tries and not bench_result.results else ExitCode.DONE
     except Unfit as error:
         print(f"bench: FAILED: {error}", flush=True)
         return ExitCode.USER_ERROR if error.code == ExitCode.USER_ERROR else ExitCode.CRASH
@@ -103,11 +103,11 @@ def _words(override: str) -> list[str]:
     return words
 
 
-def _recommend(bench: Bench, found: Compared, words: Sequence[str]) -> None:
+def _recommend(bench: Bench, bench_result: BenchResult, words: Sequence[str]) -> None:
     """The fastest command, to copy."""
     launch = [] if bench.ranks == 1 else ["launch", f"--nproc-per-node={bench.ranks}"]
     heading, more = "nothing tried is faster than it is:", list[str]()
-    if fastest := found.fastest:
+    if fastest := bench_result.fastest:
         heading, more = f"{1 / fastest.ratio:.2f} times as fast:", shlex.split(fastest.override)
     print(f"{heading} python -m ddptrain {shlex.join([*launch, *words, *more])}", flush=True)
     for key, what in _OTHER_NUMBERS.items():
@@ -118,40 +118,40 @@ def _recommend(bench: Bench, found: Compared, words: Sequence[str]) -> None:
 def _candidates(config: Config, setup: Mapping[str, Any]) -> list[str]:
     """Overrides that could help this run and change nothing that it is meant to learn."""
     on_gpu = setup["device"] == "cuda"
-    found = []
+    overrides = []
     if setup["convolves"]:
-        found.append(f"channels_last={str(not config.channels_last).lower()}")
+        overrides.append(f"channels_last={str(not config.channels_last).lower()}")
     precisions = ("fp32", "tf32", "bf16", "fp16") if on_gpu else ("fp32", "bf16")
-    found += [f"precision={name}" for name in precisions if name != setup["precision"]]
+    overrides += [f"precision={name}" for name in precisions if name != setup["precision"]]
     if config.compile == "off":
-        found += ["compile=default", *(["compile=reduce-overhead"] if on_gpu else [])]
+        overrides += ["compile=default", *(["compile=reduce-overhead"] if on_gpu else [])]
     if setup["resident"] is not None and "resident" in config.data:
-        found.append(f"data.resident={str(not setup['resident']).lower()}")
+        overrides.append(f"data.resident={str(not setup['resident']).lower()}")
     if "workers" in config.data and not (setup["resident"] and setup["workers"] is None):
         workers = setup["workers"] or 0
-        found += [f"data.workers={count}" for count in sorted({0, 2, 4, 2 * workers} - {workers})]
+        overrides += [f"data.workers={count}" for count in sorted({0, 2, 4, 2 * workers} - {workers})]
     if setup["ranks"] > 1:
-        found += ["strategy.bucket_cap_mb=5", "strategy.bucket_cap_mb=100", "strategy.compression=bf16"]
+        overrides += ["strategy.bucket_cap_mb=5", "strategy.bucket_cap_mb=100", "strategy.compression=bf16"]
     if config.optim.get("fused") is None and config.optim.get("foreach") is None:
-        found.append(f"+optim.fused={str(not setup['fused']).lower()}")
-    return found
+        overrides.append(f"+optim.fused={str(not setup['fused']).lower()}")
+    return overrides
 
 
-def _table(found: Compared) -> "Table":
+def _table(bench_result: BenchResult) -> "Table":
     from rich import box
     from rich.table import Table
 
-    laps = [found.itself.lap, *(result.lap for result in found.results)]
+    laps = [bench_result.itself.lap, *(result.lap for result in bench_result.results)]
     phases = [phase for phase in TRAINING if any(_share(lap, phase) >= 0.005 for lap in laps)]
     table = Table(box=box.SIMPLE)
     table.add_column("override", overflow="fold")
     shares = [phase.replace("_", "-") for phase in phases]
     for name in ("ratio", "least", "most", "ms/step", "peak MiB", *shares):
         table.add_column(name, justify="right")
-    table.add_row("as it is", *_cells(found.itself, phases))
-    for result in sorted(found.results, key=lambda result: result.ratio):
+    table.add_row("as it is", *_cells(bench_result.itself, phases))
+    for result in sorted(bench_result.results, key=lambda result: result.ratio):
         table.add_row(
-            result.override, *_cells(result, phases), style="green" if result in found.helping else ""
+            result.override, *_cells(result, phases), style="green" if result in bench_result.helping else ""
         )
     return table
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from ddptrain.tools.prove.process import Running
+from ddptrain.tools.prove.process import RunningCommand
 
 _LOOK_EVERY_S = 0.001
 _LOOK_FOR_RANKS_EVERY_S = 0.02
@@ -56,26 +56,26 @@ def marks(run: Path) -> set[str]:
     return folders | {f"line {n}" for n in range(1, lines + 1)}
 
 
-def moments_of(running: Running, run: Path) -> list[Moment]:
+def moments_of(running: RunningCommand, run: Path) -> list[Moment]:
     """Watch a run to its end: its moments in the order they came. The last one's time is 0."""
-    seen: dict[str, float] = {}
+    mark_times: dict[str, float] = {}
     while not running.is_over:
         now = time.monotonic()
-        for mark in sorted(marks(run) - seen.keys()):
-            seen[mark] = now
+        for mark in sorted(marks(run) - mark_times.keys()):
+            mark_times[mark] = now
         time.sleep(_LOOK_EVERY_S)
     running.finish()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    times = [*seen.values(), *list(seen.values())[-1:]]
-    found = []
-    for mark, (begin, end) in zip(seen, pairwise(times), strict=True):
+    times = [*mark_times.values(), *list(mark_times.values())[-1:]]
+    moments = []
+    for mark, (begin, end) in zip(mark_times, pairwise(times), strict=True):
         number = int(re.split("[ -]", mark)[-1])
         what = "was being saved" if mark.startswith(".") else "was saved"
         if mark.startswith("line"):
             line = lines[number - 1]
             number, what = line["step"], "was evaluated" if line["split"] == "valid" else "was logged"
-        found.append(Moment(mark, number, end - begin, f"step {number} {what}"))
-    return found
+        moments.append(Moment(mark, number, end - begin, f"step {number} {what}"))
+    return moments
 
 
 def saved_step(run: Path) -> int:
@@ -101,7 +101,7 @@ def next_kill(
     return Kill(timeline[i], draw.random(), ahead, victims)
 
 
-def carry_out(kill: Kill, running: Running, run: Path) -> bool:
+def carry_out(kill: Kill, running: RunningCommand, run: Path) -> bool:
     """Watch a run for the moment and kill then. False where it has ended before."""
     pids: dict[int, int] = {}
     while not running.is_over and not pids.keys() >= set(kill.victims):

@@ -65,7 +65,7 @@ def short(overrides: Sequence[str]) -> list[str]:
     return [f"{key}={value}" for key, value in own.items() if key not in given]
 
 
-class Running:
+class RunningCommand:
     """A command of ddptrain that runs, on one rank or more."""
 
     def __init__(self, words: Sequence[str], ranks: int, threads: int, output: Path) -> None:
@@ -133,11 +133,11 @@ class Trials:
     threads: int
 
     @contextmanager
-    def training(self, name: str, ranks: int, *more: str) -> Iterator[Running]:
+    def training(self, name: str, ranks: int, *more: str) -> Iterator[RunningCommand]:
         """``more``: overrides that beat the words of all."""
         began = time.monotonic()
         words = [*self.words, *more, f"run.dir={self.folder / name}"]
-        running = Running(words, ranks, self.threads, self.folder / f"{name}.txt")
+        running = RunningCommand(words, ranks, self.threads, self.folder / f"{name}.txt")
         try:
             yield running
         finally:
@@ -155,7 +155,7 @@ class Trials:
         began = time.monotonic()
         places = [word for word in self.words if word.startswith(_PLACES)]
         words = ["evaluate", f"run={run}", *places, *more]
-        running = Running(words, ranks, self.threads, self.folder / f"{name}.txt")
+        running = RunningCommand(words, ranks, self.threads, self.folder / f"{name}.txt")
         try:
             printed = running.finish()
         finally:
@@ -216,13 +216,13 @@ def _cores_for(count: int) -> Iterator[None]:
 
 def _pids_of_ranks(agent: int) -> dict[int, int]:
     """torchrun's children, by rank."""
-    found: dict[int, int] = {}
+    pids: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile, or is another user's
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             variables = (folder / "environ").read_bytes().split(b"\0") if parent == agent else []
-            found |= {int(word[5:]): int(folder.name) for word in variables if word.startswith(b"RANK=")}
-    return found
+            pids |= {int(word[5:]): int(folder.name) for word in variables if word.startswith(b"RANK=")}
+    return pids
 
 
 def _kill(pids: Iterable[int]) -> None:

@@ -70,15 +70,17 @@ def _differing_bits(trials: Trials, ranks: int, table: Table) -> str:
     for size in range(2, ranks + 1):
         theirs = _trained(trials, size, "strict")
         table.add_row(f"{size}, strict", _largest(ours, theirs))
-        if not broken and (found := differences(ours, theirs)):
-            broken = f"on {size} ranks {len(found)} of {len(ours)} values differ, the first is {found[0]}."
+        if not broken and (differing := differences(ours, theirs)):
+            broken = (
+                f"on {size} ranks {len(differing)} of {len(ours)} values differ, the first is {differing[0]}."
+            )
     return broken
 
 
 def _largest(ours: State, theirs: State) -> str:
-    found = differences(ours, theirs)
-    weights = [difference for difference in found if difference.name.startswith("model.")]
-    return str(max(weights or found, key=lambda one: one.largest)) if found else "all bits equal"
+    differing = differences(ours, theirs)
+    weights = [difference for difference in differing if difference.name.startswith("model.")]
+    return str(max(weights or differing, key=lambda one: one.largest)) if differing else "all bits equal"
 
 
 def _seeing_their_part(model: nn.Module, config: Config) -> list[str]:

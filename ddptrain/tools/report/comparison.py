@@ -68,8 +68,8 @@ class Metric:
 def compare_settings(settings: Sequence[Mapping[str, str]]) -> list[SettingDifference]:
     """Every setting in all runs, those that differ first."""
     keys = dict.fromkeys(key for each in settings for key in each)
-    found = [SettingDifference(key, tuple(each.get(key) for each in settings)) for key in keys]
-    return sorted(found, key=lambda difference: not difference.differs)
+    differences = [SettingDifference(key, tuple(each.get(key) for each in settings)) for key in keys]
+    return sorted(differences, key=lambda difference: not difference.differs)
 
 
 def metrics(runs: Sequence[RunFiles]) -> list[Metric]:
@@ -78,12 +78,12 @@ def metrics(runs: Sequence[RunFiles]) -> list[Metric]:
     every = dict.fromkeys(key for run in runs for key in run.curves)
     names = [key for key in every if key[1] == "valid"] + [key for key in every if key == ("loss", "train")]
     ranked = sorted(names, key=lambda key: key != (counts, "valid"))
-    found = []
+    scored = []
     for name, split in ranked:
         higher = direction(name, runs)
         scores = tuple(_score(run.curves.get((name, split), []), higher) for run in runs)
-        found.append(Metric(name, split, higher, scores))
-    return found
+        scored.append(Metric(name, split, higher, scores))
+    return scored
 
 
 def main_metric(runs: Sequence[RunFiles]) -> str:
@@ -97,13 +97,13 @@ def main_metric(runs: Sequence[RunFiles]) -> str:
 
 def ranking(runs: Sequence[RunFiles]) -> list[int]:
     """The runs by the metric that counts, the best first; those without it last."""
-    found = metrics(runs)
-    if not found or found[0].higher_is_better is None:
+    scored = metrics(runs)
+    if not scored or scored[0].higher_is_better is None:
         return list(range(len(runs)))
-    sign = -1.0 if found[0].higher_is_better else 1.0
+    sign = -1.0 if scored[0].higher_is_better else 1.0
 
     def place(i: int) -> tuple[bool, float]:
-        best = found[0].scores[i].best
+        best = scored[0].scores[i].best
         value = None if best is None else best.value
         return value is None, 0.0 if value is None else sign * value
 
@@ -121,19 +121,19 @@ def time_split(run: RunFiles) -> dict[str, float]:
 
 def devices(run: RunFiles) -> dict[str, dict[str, str]]:
     """What is known of each of the run's GPUs and hosts, by its label: means and peaks of the whole run."""
-    found: dict[str, dict[str, str]] = {}
+    by_label: dict[str, dict[str, str]] = {}
     for label, gauges in run.section("devices").items():
         if isinstance(gauges, Mapping) and label not in ("least_used", "most_used"):
-            cells = found.setdefault(plain(label), {})
+            cells = by_label.setdefault(plain(label), {})
             for name, value in gauges.items():
                 if not isinstance(value, Mapping):
                     cells[plain(name)] = format_value(value)
                 elif name != "now":
                     cells |= {plain(f"{kind} ({name})"): format_value(each) for kind, each in value.items()}
-    return found
+    return by_label
 
 
-def _used(run: RunFiles) -> str:
+def _gpu_use(run: RunFiles) -> str:
     """Which GPU was used least and which most, where there are several."""
     words = []
     for key in ("least_used", "most_used"):
@@ -146,9 +146,9 @@ def _used(run: RunFiles) -> str:
 
 def overview(runs: Sequence[RunFiles]) -> tuple[list[str], list[list[str]]]:
     """What is said of the runs first: titles, and the facts of each. What is known of none is left out."""
-    found = [_facts(run) for run in runs]
-    titles = [title for title in found[0] if any(each[title] != NOTHING for each in found)]
-    return titles, [[each[title] for title in titles] for each in found]
+    facts = [_facts(run) for run in runs]
+    titles = [title for title in facts[0] if any(each[title] != NOTHING for each in facts)]
+    return titles, [[each[title] for title in titles] for each in facts]
 
 
 def _facts(run: RunFiles) -> dict[str, str]:
@@ -170,12 +170,12 @@ def _facts(run: RunFiles) -> dict[str, str]:
 
 def verdict_sentences(runs: Sequence[RunFiles]) -> dict[str, list[str]]:
     """The sentences on what limits a run, and which GPU did least, each with the runs of which it is true."""
-    found: dict[str, list[str]] = {}
+    sentences: dict[str, list[str]] = {}
     for run in runs:
-        for text in (run.summary.get("verdict"), _used(run)):
+        for text in (run.summary.get("verdict"), _gpu_use(run)):
             if text:
-                found.setdefault(format_value(text, 500), []).append(run.name)
-    return found
+                sentences.setdefault(format_value(text, 500), []).append(run.name)
+    return sentences
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:

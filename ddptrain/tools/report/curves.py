@@ -35,7 +35,7 @@ def panels(runs: Sequence[RunFiles]) -> list[Panel]:
     names = dict.fromkeys(name for run in runs for name, split in run.curves if split == "valid")
     names |= dict.fromkeys(name for run in runs for name, _ in run.curves)
     most = max(100, min(_MOST_POINTS, _MOST_IN_ALL // len(runs)))
-    found = []
+    curve_panels = []
     for name in sorted(names, key=lambda name: name != "loss"):
         whole = [
             Series(i, split, points)
@@ -44,8 +44,8 @@ def panels(runs: Sequence[RunFiles]) -> list[Panel]:
             if logged == name
         ]
         series = [Series(run, split, _drawable(thinned(points, most))) for run, split, points in whole]
-        found.append(Panel(name, series, is_thinned=any(len(points) > most for _, _, points in whole)))
-    return found
+        curve_panels.append(Panel(name, series, is_thinned=any(len(points) > most for _, _, points in whole)))
+    return curve_panels
 
 
 def thinned(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
@@ -89,9 +89,9 @@ def as_data(panel: Panel) -> dict[str, Any]:
     return {"name": panel.name, "series": series}
 
 
-def span(drawn: Sequence[Panel]) -> list[float]:
+def span(panels: Sequence[Panel]) -> list[float]:
     """All steps that panels show, so that they show the same."""
-    return [point.step for panel in drawn for series in panel.series for point in series.points]
+    return [point.step for panel in panels for series in panel.series for point in series.points]
 
 
 def as_svg(panel: Panel, names: Sequence[str], steps: Sequence[float]) -> str:
@@ -108,20 +108,20 @@ def as_svg(panel: Panel, names: Sequence[str], steps: Sequence[float]) -> str:
         )
     across = _Axis(steps, _LEFT, WIDTH - _RIGHT)
     up = _Axis(values, HEIGHT - _BOTTOM, _TOP)
-    drawn = [head]
+    elements = [head]
     for tick in up.ticks:
         y = up.at(tick)
-        drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        drawn.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick(tick)}</text>')
+        elements.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        elements.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick(tick)}</text>')
     for tick in across.ticks:
-        drawn.append(
+        elements.append(
             f'<text x="{across.at(tick):.1f}" y="{HEIGHT - 24}" text-anchor="middle">{_tick(tick)}</text>'
         )
     middle = (_LEFT + WIDTH - _RIGHT) / 2
-    drawn.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
+    elements.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
     for series in panel.series:
-        drawn.append(_lines(series, across, up, several=len(names) > 1))
-    return "".join([*drawn, "</svg>"])
+        elements.append(_lines(series, across, up, several=len(names) > 1))
+    return "".join([*elements, "</svg>"])
 
 
 def classes(run: int, split: str, several: bool) -> str:
@@ -169,12 +169,12 @@ def _lines(series: Series, across: _Axis, up: _Axis, several: bool) -> str:
         else:
             pieces[-1].append(f"{across.at(point.step):.1f},{up.at(point.value):.1f}")
     name = classes(series.run, series.split, several)
-    drawn = [f'<polyline points="{" ".join(piece)}"/>' for piece in pieces if len(piece) > 1]
+    elements = [f'<polyline points="{" ".join(piece)}"/>' for piece in pieces if len(piece) > 1]
     marked = len(series.points) <= _FEW
     for place in (place for piece in pieces for place in piece if marked or len(piece) == 1):
         x, _, y = place.partition(",")
-        drawn.append(f'<circle cx="{x}" cy="{y}" r="2.2"/>')
-    return f'<g class="series {name}">{"".join(drawn)}</g>'
+        elements.append(f'<circle cx="{x}" cy="{y}" r="2.2"/>')
+    return f'<g class="series {name}">{"".join(elements)}</g>'
 
 
 def _curve_ends(panel: Panel, names: Sequence[str]) -> str:

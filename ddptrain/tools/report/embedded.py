@@ -14,7 +14,7 @@ from ddptrain.tools.report.run_files import RunFiles, plain
 _AS_IT_IS = 200_000  # Bytes up to which a PNG is taken as it is
 _MOST_BYTES = 30_000_000
 _MOST_CHARACTERS = 20_000
-_DRAWN_HERE = "curves.png"  # The page has these curves, and one can switch them
+_SHOWN_AS_CURVES = "curves.png"  # The page has these curves, and one can switch them
 
 
 @dataclass(slots=True)
@@ -29,23 +29,23 @@ class Embedded:
 def embed(runs: Sequence[RunFiles], budget: int) -> Embedded:
     """budget: bytes of pictures; what comes after that is named in ``left_out``. Links are not followed: the
     page is for others, and a link may lead to what is not."""
-    found = Embedded()
+    embedded = Embedded()
     side = 1400 if len(runs) == 1 else 900
     for i, run in enumerate(runs):
         paths = sorted((run.folder / "plots").glob("*"))
         for path in paths:
-            if path.is_symlink() or not path.is_file() or path.name == _DRAWN_HERE:
+            if path.is_symlink() or not path.is_file() or path.name == _SHOWN_AS_CURVES:
                 continue
             if path.suffix == ".txt":
-                found.texts.setdefault(plain(path.stem), {})[i] = _text(path)
+                embedded.texts.setdefault(plain(path.stem), {})[i] = _text(path)
             elif path.suffix == ".png":
                 picture = embed_picture(path, side) if budget > 0 else None
                 if picture is None:
-                    found.skipped.append(plain(f"{run.name}: plots/{path.name}"))
+                    embedded.skipped.append(plain(f"{run.name}: plots/{path.name}"))
                     continue
                 budget -= len(picture)
-                found.pictures.setdefault(plain(path.stem), {})[i] = picture
-    return found
+                embedded.pictures.setdefault(plain(path.stem), {})[i] = picture
+    return embedded
 
 
 def _text(path: Path) -> str:

@@ -13,7 +13,7 @@ from ddptrain.tools.report.comparison import Metric, format_point
 from ddptrain.tools.report.curves import HEIGHT, WIDTH, as_data, panels
 from ddptrain.tools.report.embedded import embed, embed_picture
 from ddptrain.tools.report.markup import Html, document, folded, html_table, run_names, run_prefix, section
-from ddptrain.tools.report.page_drawn import curves, pictures, where_time_went
+from ddptrain.tools.report.page_figures import curves, pictures, where_time_went
 from ddptrain.tools.report.run_files import RunFiles, plain
 
 _FEW = 3  # Runs up to which each has its place on the page for what one seldom reads
@@ -32,14 +32,14 @@ def write_page(
 
 def page(runs: Sequence[RunFiles], title: str, notes: Sequence[str], above: Sequence[Path] = ()) -> str:
     """``notes``: what else is to be known, above all. ``above``: pictures (PNG) of all jobs of a sweep."""
-    drawn, title = panels(runs), plain(title)
+    curve_panels, title = panels(runs), plain(title)
     embedded = embed(runs, _PICTURES)
     sections = [
         _head(runs, title, notes),
         section("Settings and results", "".join(embed_picture(path, _WIDE) or "" for path in above)),
         section("What differs", _differing(runs)) if len(runs) > 1 else "",
         section("Metrics", _metrics(runs)),
-        section("Curves", curves(runs, drawn)),
+        section("Curves", curves(runs, curve_panels)),
         section("Where the time went", where_time_went(runs)),
         section("Devices", _devices(runs)),
         section("Pictures and texts", pictures(runs, embedded)),
@@ -52,7 +52,7 @@ def page(runs: Sequence[RunFiles], title: str, notes: Sequence[str], above: Sequ
         "runs": [run.name for run in runs],
         "width": WIDTH,
         "height": HEIGHT,
-        "panels": [*map(as_data, drawn)],
+        "panels": [*map(as_data, curve_panels)],
     }
     return document(title, "\n".join(filter(None, sections)), data)
 
@@ -102,11 +102,11 @@ def _configuration(runs: Sequence[RunFiles]) -> str:
 
 
 def _metrics(runs: Sequence[RunFiles]) -> str:
-    found = comparison.metrics(runs)
-    if not found:
+    metrics = comparison.metrics(runs)
+    if not metrics:
         return '<p class="soft">There are none yet.</p>'
     if len(runs) == 1:
-        alone = [(metric.title, *metric.scores[0]) for metric in found]
+        alone = [(metric.title, *metric.scores[0]) for metric in metrics]
         facts = [
             (
                 title,
@@ -115,13 +115,13 @@ def _metrics(runs: Sequence[RunFiles]) -> str:
             for title, last, best in alone
         ]
         return html_table("metric", ["last", "best", "at step"], facts, "number")
-    columns = [title for metric in found for title in (metric.title, "best")]
+    columns = [title for metric in metrics for title in (metric.title, "best")]
     names = run_names(runs)
     rows = [
-        (names[i], [cell for metric in found for cell in _last_and_best(metric, i)])
+        (names[i], [cell for metric in metrics for cell in _last_and_best(metric, i)])
         for i in comparison.ranking(runs)
     ]
-    return html_table("run", columns, rows, "number") + _directions(found)
+    return html_table("run", columns, rows, "number") + _directions(metrics)
 
 
 def _last_and_best(metric: Metric, run: int) -> list[str]:
@@ -133,24 +133,24 @@ def _last_and_best(metric: Metric, run: int) -> list[str]:
     ]
 
 
-def _directions(found: Sequence[Metric]) -> str:
+def _directions(metrics: Sequence[Metric]) -> str:
     """What the order and the stars stand on."""
     known = {True: "higher is better", False: "lower is better"}
-    first = found[0].higher_is_better
-    said = "" if first is None else f"Sorted by {found[0].title}: {known[first]}. "
+    first = metrics[0].higher_is_better
+    said = "" if first is None else f"Sorted by {metrics[0].title}: {known[first]}. "
     said += "Of each metric its last and its best value; ★ marks the best run."
-    unknown = ", ".join(metric.title for metric in found if metric.higher_is_better is None)
+    unknown = ", ".join(metric.title for metric in metrics if metric.higher_is_better is None)
     said += f" Not marked, for it is not known which way is better: {unknown}." if unknown else ""
     return f'<p class="soft">{escape(said)}</p>'
 
 
 def _devices(runs: Sequence[RunFiles]) -> str:
-    found = [(run, name, facts) for run in runs for name, facts in comparison.devices(run).items()]
-    columns = list(dict.fromkeys(column for _, _, facts in found for column in facts))
+    devices = [(run, name, facts) for run in runs for name, facts in comparison.devices(run).items()]
+    columns = list(dict.fromkeys(column for _, _, facts in devices for column in facts))
     several = len(runs) > 1
     rows = [
         (f"{run.name}: {name}" if several else name, [facts.get(column) for column in columns])
-        for run, name, facts in found
+        for run, name, facts in devices
     ]
     every = html_table("device", columns, rows, "number") if rows else ""
     return (

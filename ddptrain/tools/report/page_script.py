@@ -30,18 +30,18 @@ const short = (v) => {
 const linearTicks = (low, high) => {
   const span = high - low, unit = 10 ** Math.floor(Math.log10(span / 4));
   const step = [1, 2, 5, 10].map((k) => unit * k).find((s) => span / s <= 6) || unit * 10;
-  const first = Math.ceil(low / step), found = [];
-  for (let k = 0; k < 8 && (first + k) * step <= high + step * 1e-9; k++) found.push((first + k) * step);
-  return found;
+  const first = Math.ceil(low / step), ticks = [];
+  for (let k = 0; k < 8 && (first + k) * step <= high + step * 1e-9; k++) ticks.push((first + k) * step);
+  return ticks;
 };
 const logTicks = (low, high) => {
-  const found = [], a = Math.floor(Math.log10(low)), b = Math.ceil(Math.log10(high));
+  const ticks = [], a = Math.floor(Math.log10(low)), b = Math.ceil(Math.log10(high));
   const every = Math.max(1, Math.ceil((b - a) / 6)), parts = b - a <= 1 ? [1, 1.5, 2, 3, 5, 7] : b - a <= 3 ? [1, 2, 5] : [1];
   for (let e = a; e <= b; e += every) for (const k of parts) {
     const tick = k * 10 ** e;
-    if (tick >= low * 0.999 && tick <= high * 1.001) found.push(tick);
+    if (tick >= low * 0.999 && tick <= high * 1.001) ticks.push(tick);
   }
-  return found;
+  return ticks;
 };
 const axis = (values, start, end, log) => {
   let low = Infinity, high = -Infinity;
@@ -59,13 +59,13 @@ const looks = (s) => {
 };
 const drawings = data.panels.map((panel, i) => {
   const figure = document.getElementById("panel-" + i);
-  return { panel, figure, svg: figure.querySelector("svg"), log: false, seen: [] };
+  return { panel, figure, svg: figure.querySelector("svg"), log: false, visible: [] };
 });
 const usable = (v, log) => v !== null && (!log || v > 0);
 const draw = (d) => {
   const log = d.log, ys = [];
-  d.seen = d.panel.series.filter((s) => shown[s.run]);
-  for (const s of d.seen) s.value.forEach((v, i) => {
+  d.visible = d.panel.series.filter((s) => shown[s.run]);
+  for (const s of d.visible) s.value.forEach((v, i) => {
     if (usable(v, log) && s[across][i] !== null) ys.push(v);
   });
   d.svg.replaceChildren();
@@ -78,7 +78,7 @@ const draw = (d) => {
   }
   for (const tick of x.ticks) make("text", { x: x.at(tick).toFixed(1), y: H - 24, "text-anchor": "middle" }, d.svg, short(tick));
   make("text", { x: (L + W - R) / 2, y: H - 6, "text-anchor": "middle" }, d.svg, across);
-  for (const s of d.seen) {
+  for (const s of d.visible) {
     const pieces = [[]];
     s.value.forEach((v, i) => {
       if (!usable(v, log) || s[across][i] === null) pieces.push([]);
@@ -114,7 +114,7 @@ const nearest = (s, at, d) => {
 const read = (d, event) => {
   const box = d.svg.getBoundingClientRect(), at = ((event.clientX - box.left) / box.width) * W;
   if (!d.x || at < L - 8 || at > W) return leave(d);
-  const rows = d.seen.map((s) => ({ s, i: nearest(s, at, d) })).filter((row) => row.i >= 0);
+  const rows = d.visible.map((s) => ({ s, i: nearest(s, at, d) })).filter((row) => row.i >= 0);
   if (!rows.length) return leave(d);
   const gap = (row) => Math.abs(d.x.at(row.s[across][row.i]) - at), first = rows.reduce((a, b) => (gap(b) < gap(a) ? b : a));
   const here = first.s[across][first.i], x = d.x.at(here), height = ((event.clientY - box.top) / box.height) * H;
@@ -164,9 +164,9 @@ for (const button of document.querySelectorAll("button.across")) button.addEvent
 });
 for (const button of document.querySelectorAll("button.copy")) button.addEventListener("click", async () => {
   const text = button.parentElement.querySelector("pre");
-  const done = () => { button.textContent = "copied"; setTimeout(() => { button.textContent = "copy"; }, 1500); };
-  try { await navigator.clipboard.writeText(text.textContent); done(); }
-  catch { getSelection().selectAllChildren(text); if (document.execCommand("copy")) done(); }
+  const announce = () => { button.textContent = "copied"; setTimeout(() => { button.textContent = "copy"; }, 1500); };
+  try { await navigator.clipboard.writeText(text.textContent); announce(); }
+  catch { getSelection().selectAllChildren(text); if (document.execCommand("copy")) announce(); }
 });
 drawAll();
 document.documentElement.classList.add("with-script");

@@ -56,29 +56,29 @@ def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
     folders = [path for path in folders if not (path.suffix == ".html" and path.is_file())]
     _check(folders, asked)
     folders = [folder.parent if folder.name == LEDGER else folder for folder in folders]
-    found = {folder: _runs_in(folder) for folder in folders}
+    runs_by_folder = {folder: _runs_in(folder) for folder in folders}
     notes = [
         f"{plain(folder)} has {len(inside)} jobs that have begun; these are the best {_MOST_OF_A_SWEEP}."
-        for folder, inside in found.items()
+        for folder, inside in runs_by_folder.items()
         if len(inside) > _MOST_OF_A_SWEEP
     ]
-    paths = (path.resolve() for inside in found.values() for path in inside[:_MOST_OF_A_SWEEP])
+    paths = (path.resolve() for inside in runs_by_folder.values() for path in inside[:_MOST_OF_A_SWEEP])
     chosen = list(dict.fromkeys(paths))
     runs = [read_run(path, name) for path, name in zip(chosen, short_names(chosen), strict=True)]
     sweeps = [folder for folder in folders if _is_sweep(folder)]
-    drawn: list[Path] = []
+    plots: list[Path] = []
     for folder in sweeps:
         if not (jobs := read_ledger(folder, is_locked(folder))):
             raise UserError(f"report {folder}: holds no sweep ({LEDGER}).")
         print_table(jobs)
-        drawn += _print_outcomes(folder, jobs)
+        plots += _print_outcomes(folder, jobs)
     if len(sweeps) < len(folders):
         _print(runs)
     if runs:
         page = _page_for(folders, runs, asked.get("out"))
         try:
             page.parent.mkdir(parents=True, exist_ok=True)
-            write_page(runs, _title(folders, runs), notes, page, drawn)
+            write_page(runs, _title(folders, runs), notes, page, plots)
         except OSError as error:
             problem = f"{page} can't be written ({error.strerror})"
             raise UserError(f"report: {problem}. Name another file: out=<file.html>") from error
@@ -87,19 +87,19 @@ def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
 
 def _print_outcomes(folder: Path, jobs: Sequence[Job]) -> list[Path]:
     """What the settings did: their importances, and a picture in the sweep's folder, which is returned."""
-    if (found := outcomes_of(jobs)) is None:
+    if (outcomes := outcomes_of(jobs)) is None:
         return []
     shares: dict[str, float] = {}
     if is_installed("optuna"):
-        shares = importances(found)
+        shares = importances(outcomes)
     else:
         print("importance  needs optuna: pip install 'ddptrain[optuna]'")
     if shares:
         text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-        print(f"importance  {plain(text)}  (PED-ANOVA, {len(found.jobs)} jobs)")
+        print(f"importance  {plain(text)}  (PED-ANOVA, {len(outcomes.jobs)} jobs)")
     path = folder / "plots" / "parallel.png"
     try:
-        draw_parallel(found, shares, path)
+        draw_parallel(outcomes, shares, path)
     except OSError as error:  # another's folder
         print(f"plot  {path} can't be written ({error.strerror})")
         return []
@@ -144,12 +144,12 @@ def _matching(given: Path) -> list[Path]:
     if not re.search(r"[*?[]", str(given)) or os.path.lexists(given):
         return [given]
     matches = [Path(name) for name in sorted(glob.glob(str(given)))]
-    found = [path for path in matches if is_run(path) or _is_sweep(path)]
-    if not found:
+    folders = [path for path in matches if is_run(path) or _is_sweep(path)]
+    if not folders:
         inside = any(is_run(path) for folder in matches for path in _entries(folder))
         hint = f" Did you mean report '{given / '*'}'?" if inside else ""
         raise UserError(f"report '{given}': no run's and no sweep's folder matches this pattern.{hint}")
-    return found
+    return folders
 
 
 def _is_sweep(folder: Path) -> bool:
@@ -188,8 +188,8 @@ def _entries(folder: Path) -> list[Path]:
 
 def _newest(folder: Path) -> Path | None:
     """The run that was started last, of those in a folder or one or two folders further in."""
-    found = [path for depth in ("*", "*/*", "*/*/*") for path in folder.glob(f"{depth}/config.yaml")]
-    return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
+    configs = [path for depth in ("*", "*/*", "*/*/*") for path in folder.glob(f"{depth}/config.yaml")]
+    return max(configs, key=lambda path: path.stat().st_mtime).parent if configs else None
 
 
 def _title(folders: Sequence[Path], runs: Sequence[RunFiles]) -> str:
@@ -221,13 +221,13 @@ def _print(runs: Sequence[RunFiles]) -> None:
 
 
 def _table(title: str, corner: str, columns: Sequence[str], rows: Sequence[_Row], numbers: bool) -> Table:
-    found = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="bold")
-    found.add_column(Text(corner), overflow="fold")
+    table = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="bold")
+    table.add_column(Text(corner), overflow="fold")
     for name in columns:
-        found.add_column(Text(name), overflow="fold", justify="right" if numbers else "left")
+        table.add_column(Text(name), overflow="fold", justify="right" if numbers else "left")
     for name, cells in rows:
-        found.add_row(Text(name), *map(Text, cells))
-    return found
+        table.add_row(Text(name), *map(Text, cells))
+    return table
 
 
 def _by_run(title: str, corner: str, names: Sequence[str], rows: Sequence[_Row], numbers: bool) -> Table:

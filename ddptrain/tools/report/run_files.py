@@ -99,15 +99,15 @@ def read_run(folder: Path, name: str) -> RunFiles:
 
 def flat(tree: Mapping[Any, Any]) -> dict[str, str]:
     """Nested settings as texts by dotted key."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     left = [(str(key), value) for key, value in reversed(list(tree.items()))]
-    while left and len(found) < _MOST_KEYS and len(left) < _MOST_KEYS:
+    while left and len(texts) < _MOST_KEYS and len(left) < _MOST_KEYS:
         name, value = left.pop()
         if isinstance(value, Mapping) and value and name.count(".") < 20:
             left += [(f"{name}.{key}", inner) for key, inner in reversed(list(value.items()))]
         else:
-            found[plain(name)[:200]] = _briefly(value)
-    return found
+            texts[plain(name)[:200]] = _briefly(value)
+    return texts
 
 
 def number(value: object) -> float | None:
@@ -166,7 +166,7 @@ def _parsed(run: RunFiles, name: str, text: str, parse: Callable[[str], Any]) ->
 def _read_metrics(run: RunFiles) -> None:
     """The curves, and the last of what belongs to single classes. The last line for a step counts."""
     path = run.folder / "metrics.jsonl"
-    found: dict[tuple[str, str], dict[float, CurvePoint]] = {}
+    points_by_step: dict[tuple[str, str], dict[float, CurvePoint]] = {}
     damaged = 0
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for i, text in enumerate(lines, 1):
@@ -183,10 +183,10 @@ def _read_metrics(run: RunFiles) -> None:
             if "/" in name:
                 run.details[plain(name)] = point
             else:
-                found.setdefault((plain(name), split), {})[step] = point
+                points_by_step.setdefault((plain(name), split), {})[step] = point
     if damaged:
         run.notes.append(f"metrics.jsonl: {damaged} damaged lines are left out")
-    run.curves = {key: [points[step] for step in sorted(points)] for key, points in found.items()}
+    run.curves = {key: [points[step] for step in sorted(points)] for key, points in points_by_step.items()}
     if not run.curves:
         _take_final_metrics(run)
 

@@ -35,7 +35,7 @@ class ToMlflow(Service):
         parent = {}
         if self.about.sweep is not None:
             parent = {"mlflow.parentRunId": self._parent(self.about.sweep)}
-        self._run = self._found_or_made(self.about, parent)
+        self._run = self._find_or_create_run(self.about, parent)
         self._client.update_run(self._run, status="RUNNING")
         self._send_config()
         known = {}
@@ -86,15 +86,15 @@ class ToMlflow(Service):
         """Its jobs' processes ask at the same time."""
         with (sweep.home / "run.json").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            return self._found_or_made(sweep, {})
+            return self._find_or_create_run(sweep, {})
 
-    def _found_or_made(self, about: About, tags: Mapping[str, str]) -> str:
-        found = self._client.search_runs([self._experiment], f"tags.`{_ID}` = '{about.id}'", max_results=1)
-        if found:
-            return str(found[0].info.run_id)
+    def _find_or_create_run(self, about: About, tags: Mapping[str, str]) -> str:
+        runs = self._client.search_runs([self._experiment], f"tags.`{_ID}` = '{about.id}'", max_results=1)
+        if runs:
+            return str(runs[0].info.run_id)
         tags = {**tags, _ID: about.id, "ddptrain.command": about.command}
-        made = self._client.create_run(self._experiment, tags=tags, run_name=about.name)
-        return str(made.info.run_id)
+        run = self._client.create_run(self._experiment, tags=tags, run_name=about.name)
+        return str(run.info.run_id)
 
     def _send_config(self) -> None:
         """A param can't be changed, so a resume with another value adds none; config.yaml has it."""

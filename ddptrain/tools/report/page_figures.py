@@ -17,9 +17,9 @@ _THINNED = (
 )
 
 
-def curves(runs: Sequence[RunFiles], drawn: Sequence[Panel]) -> str:
+def curves(runs: Sequence[RunFiles], panels: Sequence[Panel]) -> str:
     """The panels, and what the page's script needs to change them."""
-    if not drawn:
+    if not panels:
         return ""
     several = len(runs) > 1
     switches = _legend(runs) if several else ""
@@ -28,14 +28,14 @@ def curves(runs: Sequence[RunFiles], drawn: Sequence[Panel]) -> str:
         switches += f'<button type="button" {looks} data-across="{name}">against {name}s</button>'
     splits = '<span class="key k0"></span>training &nbsp; <span class="key k1"></span>validation. &nbsp;'
     splits = "Thin lines: training. Bold ones: validation." if several else splits
-    thinned = _THINNED if any(panel.is_thinned for panel in drawn) else ""
-    steps = span(drawn)
+    thinned = _THINNED if any(panel.is_thinned for panel in panels) else ""
+    steps = span(panels)
     log = '<button class="log switch script-only" type="button" aria-pressed="false">log</button>'
     names = [run.name for run in runs]
     figures = "".join(
         f'<figure id="panel-{i}"><div class="panel-head"><h3>{escape(panel.name)}</h3>{log}</div>'
         f"{as_svg(panel, names, steps)}</figure>"
-        for i, panel in enumerate(drawn)
+        for i, panel in enumerate(panels)
     )
     return (
         '<div class="controls script-only" role="group" aria-label="What the curves show">'
@@ -56,8 +56,8 @@ def _legend(runs: Sequence[RunFiles]) -> str:
 def where_time_went(runs: Sequence[RunFiles]) -> str:
     """A bar for each run, of its own whole time, and the numbers."""
     splits = [time_split(run) for run in runs]
-    seen = dict.fromkeys(name for split in splits for name in split)
-    parts = [*(name for name in PARTS if name in seen), *(name for name in seen if name not in PARTS)]
+    measured = dict.fromkeys(name for split in splits for name in split)
+    parts = [*(name for name in PARTS if name in measured), *(name for name in measured if name not in PARTS)]
     if not parts:
         return ""
     several = len(runs) > 1
@@ -105,17 +105,17 @@ def _word(part: str) -> str:
     return _WORDS.get(part, part)
 
 
-def pictures(runs: Sequence[RunFiles], found: Embedded) -> str:
+def pictures(runs: Sequence[RunFiles], embedded: Embedded) -> str:
     """Of several runs, those of one name beside each other."""
     rows = [
         "".join(
             f"<figure>{what}<figcaption>{run_prefix(runs[i], runs)}{escape(name)}</figcaption></figure>"
             for i, what in by_run.items()
         )
-        for name, by_run in (*found.pictures.items(), *found.texts.items())
+        for name, by_run in (*embedded.pictures.items(), *embedded.texts.items())
     ]
     rows = rows if len(runs) > 1 else ["".join(rows)]
     blocks = [f'<div class="pictures">{row}</div>' for row in rows if row]
-    if found.skipped:
-        blocks.append(f'<p class="soft">Not shown: {escape(", ".join(found.skipped))}.</p>')
+    if embedded.skipped:
+        blocks.append(f'<p class="soft">Not shown: {escape(", ".join(embedded.skipped))}.</p>')
     return "".join(blocks)
