@@ -227,7 +227,7 @@ def _bad_override(error: ConfigCompositionException, overrides: Sequence[str]) -
         return _one_line(error)
     if merged := re.search(r"Error merging override (.+)", str(error)):
         return type_message(cause, merged[1])
-    if re.match("Cannot merge|Merge error", str(cause)) and (problem := no_section(overrides)):
+    if re.match("Cannot merge|Cannot assign|Merge error", str(cause)) and (problem := no_section(overrides)):
         return problem
     missing = re.search(r"Could not override '([^']+)'", str(error))
     if missing is None or "not in" not in str(cause):

@@ -47,7 +47,8 @@ def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list
         elif name.startswith("_") and name not in parameters:
             problems.append(f"{key}.{name}: only _target_ has a meaning here; remove it.")
         elif name not in parameters and not open_ended:
-            hint = did_you_mean(f"{key}.{name}", [f"{key}.{known}" for known in parameters])
+            known = [f"{key}.{known}" for known in parameters if known not in (offered or ())]
+            hint = did_you_mean(f"{key}.{name}", known)
             problems.append(f"{key}.{name}: {node['_target_']} takes no such argument.{hint}")
         elif nodes := _nodes_of(value, hints.get(name, Any), f"{key}.{name}"):
             for nested, hint, where in nodes:
