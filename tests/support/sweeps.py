@@ -39,6 +39,19 @@ def points(cwd: Path) -> dict[int, str]:
     return found
 
 
+def hide_optuna(folder: Path) -> dict[str, str]:
+    """The variables with which a process finds no Optuna installed. folder: for the file that hides it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "def without(name, path=None, target=None):\n"
+        "    return None if name == 'optuna' else find(name, path, target)\n"
+        "PathFinder.find_spec = without\n"
+    )
+    return {"PYTHONPATH": str(folder)}
+
+
 def packed(seconds: Sequence[float], slots: int) -> float:
     """How long jobs of these lengths take on so many slots, each in its turn where one is free first."""
     free = [0.0] * slots

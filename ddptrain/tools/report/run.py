@@ -87,19 +87,19 @@ def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
 
 def _print_outcomes(folder: Path, jobs: Sequence[Job]) -> list[Path]:
     """What the settings did: their importances, and a picture in the sweep's folder, which is returned."""
-    if (found := outcomes_of(jobs)) is None:
+    if (outcomes := outcomes_of(jobs)) is None:
         return []
     shares: dict[str, float] = {}
     if is_installed("optuna"):
-        shares = importances(found)
+        shares = importances(outcomes)
     else:
         print("importance  needs optuna: pip install 'ddptrain[optuna]'")
     if shares:
         text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-        print(f"importance  {plain(text)}  (PED-ANOVA, {len(found.jobs)} jobs)")
+        print(f"importance  {plain(text)}  (PED-ANOVA, {len(outcomes.jobs)} jobs)")
     path = folder / "plots" / "parallel.png"
     try:
-        draw_parallel(found, shares, path)
+        draw_parallel(outcomes, shares, path)
     except OSError as error:  # another's folder
         print(f"plot  {path} can't be written ({error.strerror})")
         return []

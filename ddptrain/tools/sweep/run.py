@@ -108,23 +108,23 @@ class SweepRunner:
         board.say(machines.describe())
 
         def more() -> tuple[Job, Config] | None:
-            while (asked := search.next_point(ledger.jobs)) is not None:
+            while (point := search.next_point(ledger.jobs)) is not None:
                 try:
-                    drawn = make(asked.point)
+                    sweep_point = make(point)
                     break
                 except UserError as error:  # values that can't go together
-                    words = search.words(asked.point)
-                    refused = ledger.job(f"refused {shlex.join(words)}", words, asked.generation)
+                    words = search.words(point)
+                    refused = ledger.job(f"refused {shlex.join(words)}", words)
                     ledger.write(refused, "ended", status="failed", code=2, why=str(error), seconds=0.0)
                     self._asked.add(refused.number)
                     board.changed(refused)
             else:
                 return None
-            job = ledger.job(key_of(drawn.config), drawn.words, asked.generation)
-            if drawn.words not in (job.words, *job.also):
-                ledger.write(job, "asked", words=list(drawn.words))
+            job = ledger.job(key_of(sweep_point.config), sweep_point.words)
+            if sweep_point.words not in (job.words, *job.also):
+                ledger.write(job, "asked", words=list(sweep_point.words))
             self._asked.add(job.number)
-            return job, drawn.config
+            return job, sweep_point.config
 
         Pool(ledger, machines, rule, board).run(left, frozenset(self._asked), more)
         tried = [job for job, _ in search.points(ledger.jobs)]
@@ -220,10 +220,10 @@ def _print_search(
     )
     print(*ranges, sep="\n")
     plan = [(job, make(point).config) for job, point in before if _may_run(job)]
-    while len(plan) < min(machines.parallel, _FIRST_POINTS) and (asked := search.next_point(jobs)):
-        jobs.append(Job(len(jobs), "", search.words(asked.point), generation=asked.generation))
+    while len(plan) < min(machines.parallel, _FIRST_POINTS) and (point := search.next_point(jobs)):
+        jobs.append(Job(len(jobs), "", search.words(point)))
         try:
-            plan.append((jobs[-1], make(asked.point).config))
+            plan.append((jobs[-1], make(point).config))
         except UserError as error:
             jobs[-1].status, jobs[-1].code = "failed", ExitCode.USER_ERROR
             print(f"refused  {error}")
