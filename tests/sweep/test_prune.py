@@ -68,7 +68,7 @@ def test_asha_brings_the_best_to_the_end(finals: list[float], slots: int, seed: 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    finals=st.lists(st.floats(0.01, 1), min_size=6, max_size=30, unique=True),
+    finals=st.lists(st.integers(1, 100).map(lambda final: final / 100), min_size=6, max_size=30, unique=True),
     losses=st.integers(3, 27),
     slots=st.integers(1, 8),
     seed=st.integers(0, 1000),
