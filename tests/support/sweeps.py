@@ -32,11 +32,11 @@ def statuses(cwd: Path) -> dict[int, str]:
 
 def points(cwd: Path) -> dict[int, str]:
     """The point of the grid that each job is, by number."""
-    found = {}
+    numbered = {}
     for event in events(cwd, "job"):
         (word,) = [word for word in event["words"] if word.startswith("task.point=")]
-        found[event["job"]] = word.partition("=")[2]
-    return found
+        numbered[event["job"]] = word.partition("=")[2]
+    return numbered
 
 
 def hide_optuna(folder: Path) -> dict[str, str]:

@@ -44,8 +44,8 @@ def known_surface(point: Point) -> float:
     return -((rate + 2.3) ** 2) - (2 * (mix - 0.7)) ** 2 - lost
 
 
-def searching(search: str, trials: int, seed: int = 0, **asked: object) -> Search:
-    settings = Sweep(search=search, trials=trials, seed=seed, **asked)  # type: ignore[arg-type]
+def searching(search: str, trials: int, seed: int = 0, **keys: object) -> Search:
+    settings = Sweep(search=search, trials=trials, seed=seed, **keys)  # type: ignore[arg-type]
     return Search(settings, SEARCHES[search], FIXED)
 
 
@@ -125,12 +125,12 @@ def test_a_search_that_is_made_again_from_the_ledger_asks_for_the_same(tmp_path:
             continue
         job = running.pop(dice.randrange(len(running)))
         value = known_surface(dict(word.partition("=")[::2] for word in job.words))
-        seen = {"steps": 9, "metric": "accuracy", "higher_is_better": True}
-        ledger.write(job, "evaluated", step=3, value=value - 1, **seen)
+        progress = {"steps": 9, "metric": "accuracy", "higher_is_better": True}
+        ledger.write(job, "evaluated", step=3, value=value - 1, **progress)
         outcome = dice.choice(["done", "done", "pruned", "crash", "diverged", "revived"])
         ended = {"why": "", "seconds": 1.0, "code": 1}
         if outcome == "done":
-            ledger.write(job, "ended", **{**ended, "code": 0}, status="done", value=value, **seen)
+            ledger.write(job, "ended", **{**ended, "code": 0}, status="done", value=value, **progress)
         elif outcome in ("crash", "diverged"):
             code = 4 if outcome == "diverged" else 1
             ledger.write(job, "ended", **{**ended, "code": code}, status="failed")
@@ -314,7 +314,7 @@ def test_a_thousand_points_are_known_at_once(tmp_path: Path, search: str, most: 
 ASKS = ["train.epochs=1", "sweep.max_parallel=1", "sweep.search=tpe"]
 
 
-def asked_for(cwd: Path) -> list[list[str]]:
+def words_of_jobs(cwd: Path) -> list[list[str]]:
     """The words of each job, in the order in which they were asked for."""
     return [event["words"] for event in events(cwd, "job")]
 
@@ -329,7 +329,7 @@ def searched(cwd: Path, words: list[str], kill_after: int | None = None) -> str:
         time.sleep(1)
         job.kill(job.process.pid, signal.SIGKILL)
         job.wait(60)
-        assert len(asked_for(cwd)) == kill_after + 1
+        assert len(words_of_jobs(cwd)) == kill_after + 1
         job = start(cwd, swept_words(*words))
     assert job.wait(250) == 0, job.text
     return job.text
@@ -347,9 +347,9 @@ def test_a_killed_search_asks_for_the_points_that_it_would_have_asked_for(tmp_pa
     searched(tmp_path / "whole", words)
     searched(tmp_path / "early", words, kill_after=1)
     searched(tmp_path / "late", words, kill_after=5)
-    whole = asked_for(tmp_path / "whole")
+    whole = words_of_jobs(tmp_path / "whole")
     assert len(whole) == 7
-    assert asked_for(tmp_path / "early") == asked_for(tmp_path / "late") == whole
+    assert words_of_jobs(tmp_path / "early") == words_of_jobs(tmp_path / "late") == whole
     for folder in ("early", "late"):
         assert set(statuses(tmp_path / folder).values()) == {"done"}
         killed = [event["job"] for event in events(tmp_path / folder, "started")]
@@ -364,7 +364,7 @@ def test_tpe_beats_random_with_real_jobs(tmp_path: Path) -> None:
     far = {}
     for search in ("tpe", "random"):
         searched(tmp_path / search, [*words, f"sweep.search={search}"])
-        tried = [int(job[-1].partition("=")[2]) for job in asked_for(tmp_path / search)]
+        tried = [int(job[-1].partition("=")[2]) for job in words_of_jobs(tmp_path / search)]
         far[search] = sorted(abs(point - 300) for point in tried[-8:])
     print(far)
     assert far["tpe"][0] <= far["random"][0]
