@@ -32,11 +32,24 @@ def statuses(cwd: Path) -> dict[int, str]:
 
 def points(cwd: Path) -> dict[int, str]:
     """The point of the grid that each job is, by number."""
-    found = {}
+    numbered = {}
     for event in events(cwd, "job"):
         (word,) = [word for word in event["words"] if word.startswith("task.point=")]
-        found[event["job"]] = word.partition("=")[2]
-    return found
+        numbered[event["job"]] = word.partition("=")[2]
+    return numbered
+
+
+def hide_optuna(folder: Path) -> dict[str, str]:
+    """The variables with which a process finds no Optuna installed. folder: for the file that hides it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "def without(name, path=None, target=None):\n"
+        "    return None if name == 'optuna' else find(name, path, target)\n"
+        "PathFinder.find_spec = without\n"
+    )
+    return {"PYTHONPATH": str(folder)}
 
 
 def packed(seconds: Sequence[float], slots: int) -> float:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from shell import ddptrain
+from sweeps import hide_optuna
 
 from ddptrain.tools.sweep.ledger import Job, Ledger
 from ddptrain.tools.sweep.objectives import pareto_front
@@ -45,16 +46,16 @@ def grid(folder: Path) -> list[Job]:
 
 
 def test_settings_of_a_grid(tmp_path: Path) -> None:
-    found = outcomes_of(grid(tmp_path))
-    assert found is not None
-    assert found.ranges == (
+    outcomes = outcomes_of(grid(tmp_path))
+    assert outcomes is not None
+    assert outcomes.ranges == (
         Numbers("optim.lr", 0.0001, 0.1, log=True),
         Numbers("seed", 1, 7, whole=True),
         Choice("n", ("'a $x'", "'b_$y$'")),
     )
-    assert found.objectives == {"accuracy": "max"}
+    assert outcomes.objectives == {"accuracy": "max"}
     pytest.importorskip("optuna")
-    shares = importances(found)
+    shares = importances(outcomes)
     assert next(iter(shares)) == "optim.lr"
     assert shares["optim.lr"] > 0.8
     assert sum(shares.values()) == pytest.approx(1)
@@ -69,9 +70,9 @@ def test_of_few_jobs_no_importances_are_told(tmp_path: Path) -> None:
         value = widths[width] + (0.3 if rate == 0.1 else 0.0)
         jobs.append(Job(len(jobs), str(len(jobs)), (f"optim.lr={rate}", f"task.width={width}"), value=value))
         jobs[-1].status, jobs[-1].metric = "done", "accuracy"
-    found = outcomes_of(jobs)
-    assert found is not None
-    assert importances(found) == {}
+    outcomes = outcomes_of(jobs)
+    assert outcomes is not None
+    assert importances(outcomes) == {}
 
 
 def test_numbers_drawn_evenly_are_no_logarithms() -> None:
@@ -83,9 +84,9 @@ def test_numbers_drawn_evenly_are_no_logarithms() -> None:
     ]
     for job in jobs:
         job.status, job.metric = "done", "m"
-    found = outcomes_of(jobs)
-    assert found is not None
-    assert [(each.name, isinstance(each, Numbers) and each.log) for each in found.ranges] == [
+    outcomes = outcomes_of(jobs)
+    assert outcomes is not None
+    assert [(each.name, isinstance(each, Numbers) and each.log) for each in outcomes.ranges] == [
         ("mix", False),
         ("rate", True),
     ]
@@ -97,9 +98,9 @@ def test_one_far_result_does_not_hide_the_others(tmp_path: Path) -> None:
     for job in jobs:
         job.metric, job.higher_is_better, job.value = "loss", False, 1 - (job.value or 0)
     jobs[0].value = 1e9
-    found = outcomes_of(jobs)
-    assert found is not None
-    draw_parallel(found, {}, tmp_path / "plots" / "parallel.png")
+    outcomes = outcomes_of(jobs)
+    assert outcomes is not None
+    draw_parallel(outcomes, {}, tmp_path / "plots" / "parallel.png")
     with Image.open(tmp_path / "plots" / "parallel.png") as picture:
         raw = picture.convert("RGB").tobytes()
         assert picture.width > 700
@@ -113,15 +114,8 @@ def test_one_far_result_does_not_hide_the_others(tmp_path: Path) -> None:
 
 
 def test_a_report_without_optuna_says_so_and_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "from importlib.machinery import PathFinder\n"
-        "find = PathFinder.find_spec\n"
-        "def without(name, path=None, target=None):\n"
-        "    return None if name == 'optuna' else find(name, path, target)\n"
-        "PathFinder.find_spec = without\n"
-    )
     grid(tmp_path / "sweep")
-    done = ddptrain(tmp_path, "report sweep", PYTHONPATH=str(tmp_path))
+    done = ddptrain(tmp_path, "report sweep", **hide_optuna(tmp_path))
     assert done.code == 0, done.err
     assert "importance  needs optuna: pip install 'ddptrain[optuna]'" in done.out.splitlines()
     assert "plot  sweep/plots/parallel.png" in done.out.splitlines()

@@ -45,8 +45,8 @@ def planned(
 ) -> Ended:
     """A sweep's plan where the driver answers so, to its end."""
     (folder / "pynvml.py").write_text(NVML.format(init=init, lost=lost, divided=divided))
-    found = {"PYTHONPATH": str(folder), "LD_LIBRARY_PATH": str(folder), **variables}
-    return ddptrain(folder, [*WORDS.split(), *more], **found)
+    environment = {"PYTHONPATH": str(folder), "LD_LIBRARY_PATH": str(folder), **variables}
+    return ddptrain(folder, [*WORDS.split(), *more], **environment)
 
 
 def test_a_gpu_that_is_lost_is_named_and_the_others_are_used(tmp_path: Path) -> None:

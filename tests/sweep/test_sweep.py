@@ -54,8 +54,8 @@ def test_values_survive_whatever_they_hold(tmp_path: Path) -> None:
     quoted = ",".join("'" + note.replace("'", "\\'") + "'" for note in notes)
     job = start(tmp_path, swept_words("train.steps=2", f"task.note={quoted}", "sweep.max_parallel=2"))
     assert job.wait() == 0, job.text
-    seen = sorted(ast.literal_eval(path.read_text())[1] for path in (tmp_path / "seen").iterdir())
-    assert seen == sorted(notes)
+    notes_of_jobs = sorted(ast.literal_eval(path.read_text())[1] for path in (tmp_path / "seen").iterdir())
+    assert notes_of_jobs == sorted(notes)
 
 
 def test_slots_without_a_gpu_are_not_called_gpus(tmp_path: Path) -> None:
@@ -341,14 +341,14 @@ def test_tensorboard_compares_all_jobs(tmp_path: Path) -> None:
         )
     try:
         until = time.monotonic() + 60
-        while not (found := re.search(r"http://localhost:(\d+)/", log.read_text())):
+        while not (address := re.search(r"http://localhost:(\d+)/", log.read_text())):
             assert time.monotonic() < until, log.read_text()
             time.sleep(0.1)
         sessions: list[dict[str, Any]] = []
         while len(sessions) < 4:
             assert time.monotonic() < until, sessions
             time.sleep(0.5)
-            sessions = session_groups(int(found[1]))
+            sessions = session_groups(int(address[1]))
     finally:
         board.kill()
         board.wait()
@@ -358,7 +358,7 @@ def test_tensorboard_compares_all_jobs(tmp_path: Path) -> None:
 
 
 def session_groups(port: int) -> list[dict[str, Any]]:
-    asked = {
+    request = {
         "allowedStatuses": ["STATUS_SUCCESS", "STATUS_UNKNOWN", "STATUS_RUNNING", "STATUS_FAILURE"],
         "colParams": [{"hparam": "task.point"}, {"hparam": "optim.lr"}],
         "startIndex": 0,
@@ -366,7 +366,7 @@ def session_groups(port: int) -> list[dict[str, Any]]:
     }
     request = urllib.request.Request(
         f"http://localhost:{port}/data/plugin/hparams/session_groups",
-        json.dumps(asked).encode(),
+        json.dumps(request).encode(),
         {"Content-Type": "application/json"},
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

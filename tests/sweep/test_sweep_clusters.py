@@ -58,10 +58,10 @@ def values(cwd: Path) -> dict[str, float]:
 
 def attempts_that_ran(cwd: Path) -> dict[int, list[dict[str, Any]]]:
     """What each job's nodes have written, attempt by attempt."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    attempts: dict[int, list[dict[str, Any]]] = {}
     for path in sorted((cwd / "sweep").glob("*/attempts/*.json")):
-        found.setdefault(int(path.parent.parent.name), []).append(json.loads(path.read_text()))
-    return found
+        attempts.setdefault(int(path.parent.parent.name), []).append(json.loads(path.read_text()))
+    return attempts
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_twelve_jobs_whose_controller_is_killed(
     assert len(done) == len(set(done)) == 8
     assert values(tmp_path) == local
     for number, attempts in attempts_that_ran(tmp_path).items():
-        ran = sorted((told["began"], told["ended"]) for told in attempts if "began" in told)
+        ran = sorted((facts["began"], facts["ended"]) for facts in attempts if "began" in facts)
         assert all(one[1] <= other[0] for one, other in pairwise(ran)), "two at a time"
         if expected[number] == "done":  # it ran on without its sweep, and was found
             assert len(ran) == 1
@@ -117,7 +117,7 @@ def test_what_ends_while_nobody_looks_is_counted(nodes: Nodes, tmp_path: Path) -
     first.process.wait()
     assert {job.status for job in read_ledger(tmp_path / "sweep", live=False)} <= {"queued", "running"}
     until = time.monotonic() + 120
-    while sum("code" in told[-1] for told in attempts_that_ran(tmp_path).values()) < 3:
+    while sum("code" in facts[-1] for facts in attempts_that_ran(tmp_path).values()) < 3:
         assert time.monotonic() < until
         time.sleep(0.5)
     second = start(tmp_path, words, nodes.variables)
@@ -147,9 +147,9 @@ def test_pruning_reaches_rank_0_on_another_node(nodes: Nodes, tmp_path: Path) ->
     words = words_of(nodes, "task.point=range(6)", "task.best=2", "sweep.prune=asha", "sweep.gpus_per_job=2")
     job = start(tmp_path, words, nodes.variables)
     assert job.wait(400) == 0, job.text
-    found = statuses(tmp_path)
-    assert found[2] == "done"
-    assert set(found.values()) == {"done", "pruned"}
+    by_number = statuses(tmp_path)
+    assert by_number[2] == "done"
+    assert set(by_number.values()) == {"done", "pruned"}
     for event in events(tmp_path, "ended"):
         assert event["code"] == (0 if event["status"] == "done" else 75)
 
@@ -196,12 +196,12 @@ def test_a_job_goes_on_after_its_time_limit_and_not_after_scancel(nodes: Nodes, 
 
 def node_jobs(cwd: Path) -> list[int]:
     """Processes that run an attempt of this folder's sweep."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if (
                 b"ddptrain.tools.sweep.node_job" in (path / "cmdline").read_bytes()
                 and (path / "cwd").readlink() == cwd
             ):
-                found.append(int(path.name))
-    return found
+                pids.append(int(path.name))
+    return pids

@@ -133,10 +133,10 @@ def test_no_two_jobs_share_a_gpu(tmp_path: Path) -> None:
             held -= set(took[event["job"]])
     assert {tuple(sorted(pair)) for pair in took.values()} == {("GPU-a1", "GPU-b2"), ("GPU-c3", "GPU-d4")}
     for number in range(3):
-        seen = [ast.literal_eval(path.read_text())[0] for path in (tmp_path / "seen").glob(f"{number}-*")]
-        ranks = [line for line in seen if line["RANK"] is not None]
+        lines = [ast.literal_eval(path.read_text())[0] for path in (tmp_path / "seen").glob(f"{number}-*")]
+        ranks = [line for line in lines if line["RANK"] is not None]
         assert sorted(line["RANK"] for line in ranks) == ["0", "1"]
-        assert {line["CUDA_VISIBLE_DEVICES"] for line in seen} == {",".join(took[number])}
+        assert {line["CUDA_VISIBLE_DEVICES"] for line in lines} == {",".join(took[number])}
     written = [json.loads(path.read_text()) for path in tmp_path.glob("sweep/*/environment.json")]
     assert [environment["world_size"] for environment in written] == [2, 2, 2]
 
@@ -160,5 +160,5 @@ def test_jobs_that_share_a_gpu_are_spread_over_all(tmp_path: Path) -> None:
             assert counts["01".index(held[event["job"]])] - min(counts) <= 1
     assert most == 4
     for path in (tmp_path / "seen").iterdir():
-        seen = ast.literal_eval(path.read_text())[0]
-        assert seen["PYTORCH_ALLOC_CONF"] == "per_process_memory_fraction:0.4750"
+        environment = ast.literal_eval(path.read_text())[0]
+        assert environment["PYTORCH_ALLOC_CONF"] == "per_process_memory_fraction:0.4750"

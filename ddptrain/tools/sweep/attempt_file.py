@@ -28,10 +28,10 @@ class AttemptFile:
         """For what a scheduler has to say."""
         return self._path.with_suffix(".log")
 
-    def claim(self, told: Mapping[str, Any]) -> bool:
+    def claim(self, facts: Mapping[str, Any]) -> bool:
         """Write it, unless it is there. Whole or not at all, over NFS too."""
         aside = self._path.with_name(f".{self._path.name}.{os.uname().nodename}.{os.getpid()}")
-        aside.write_text(json.dumps(told))
+        aside.write_text(json.dumps(facts))
         try:
             os.link(aside, self._path)
         except FileExistsError:
@@ -40,8 +40,8 @@ class AttemptFile:
             aside.unlink()
         return True
 
-    def rewrite(self, told: Mapping[str, Any]) -> None:
-        _replace(self._path, told)
+    def rewrite(self, facts: Mapping[str, Any]) -> None:
+        _replace(self._path, facts)
 
     def read(self) -> dict[str, Any]:
         """Empty where it is not there yet."""
@@ -50,12 +50,12 @@ class AttemptFile:
     def ask_to_stop(self, why: str, grace: float) -> None:
         _replace(self._path.with_suffix(".stop"), {"why": why, "grace": grace})
 
-    def asked_to_stop(self) -> dict[str, Any]:
-        """Empty where it was not."""
+    def stop_request(self) -> dict[str, Any]:
+        """Why, and its grace; empty where it is not asked to stop."""
         return json_object(self._path.with_suffix(".stop"))
 
 
-def _replace(path: Path, told: Mapping[str, Any]) -> None:
+def _replace(path: Path, facts: Mapping[str, Any]) -> None:
     aside = path.with_name(f".{path.name}")
-    aside.write_text(json.dumps(told))
+    aside.write_text(json.dumps(facts))
     os.replace(aside, path)

@@ -86,14 +86,14 @@ def jobs_table(jobs: Sequence[Job]) -> "Table":
     objectives = objectives_of(jobs)
     best = pareto_best(jobs, objectives) if objectives else set()
     title = _by_status(jobs) + (f"; * best: {_ways(objectives)}" if objectives else "")
-    found = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="")
+    table = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="")
     for name in ("job", "status", "overrides"):
-        found.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold")
     metrics = sorted({job.metric for job in jobs if job.metric})
     several = len(metrics) > 1 and not objectives
     measured = list(objectives) or ["metric" if len(metrics) != 1 else metrics[0]]
     for name in (*measured, "steps", "time", "GPU"):
-        found.add_column(name, justify="right", overflow="fold")
+        table.add_column(name, justify="right", overflow="fold")
 
     def place(job: Job) -> tuple[Any, ...]:
         """Values of several metrics can't be compared."""
@@ -102,7 +102,7 @@ def jobs_table(jobs: Sequence[Job]) -> "Table":
     for job in sorted(jobs, key=place):
         seconds = job.seconds + (time.time() - job.began if job.status == "running" else 0)
         values = [job.results.get(name) for name in objectives] or [job.value]
-        found.add_row(
+        table.add_row(
             f"{job.folder}{' *' * (job.number in best)}",
             Text(_status(job), style=_COLOURS.get(job.status, "")),
             Text(_own_words(job, common)),
@@ -111,7 +111,7 @@ def jobs_table(jobs: Sequence[Job]) -> "Table":
             clock(seconds) if seconds else "",
             " ".join([*["CPU"] * job.on_cpu, ",".join(job.gpus)]).strip(),
         )
-    return found
+    return table
 
 
 def common_words(jobs: Sequence[Job]) -> set[str]:
@@ -140,8 +140,8 @@ def _number(value: float) -> str:
 
 def _by_status(jobs: Sequence[Job]) -> str:
     statuses = Counter(job.status for job in jobs)
-    found = [f"{statuses[status]} {status}" for status in _ORDER if statuses[status]]
-    return f"{counted(len(jobs), 'job')}: {', '.join(found)}"
+    counts = [f"{statuses[status]} {status}" for status in _ORDER if statuses[status]]
+    return f"{counted(len(jobs), 'job')}: {', '.join(counts)}"
 
 
 def _status(job: Job) -> str:

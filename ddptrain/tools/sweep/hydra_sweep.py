@@ -24,7 +24,7 @@ from ddptrain.tools.sweep.ranges import Choice, Numbers, Point, Range
 from ddptrain.tools.sweep.run import SweepPoint, SweepRunner
 from hydra_plugins.ddptrain_sweep._running import RunningSweep, running
 
-Made = tuple[Tree, list[str]]
+ComposedJob = tuple[Tree, list[str]]
 """A job's config tree, and the overrides that make it."""
 
 
@@ -62,7 +62,7 @@ def _check_grid(overrides: Sequence[Override]) -> None:
 
 def _search(
     sweep: SweepRunner,
-    make: Callable[[Sequence[str]], Made],
+    make: Callable[[Sequence[str]], ComposedJob],
     point: Callable[[Tree, list[str]], SweepPoint],
     method: str,
     overrides: Sequence[Override],
@@ -81,13 +81,13 @@ def _search(
         if not override.is_sweep_override()
     }
 
-    def made(drawn: Point) -> SweepPoint:
-        return point(*make([f"{name}={drawn[name] if name in drawn else fixed[name]}" for name in words]))
+    def sweep_point(values: Point) -> SweepPoint:
+        return point(*make([f"{name}={values[name] if name in values else fixed[name]}" for name in words]))
 
-    sweep.search(ranges, made)
+    sweep.search(ranges, sweep_point)
 
 
-def _composer(loader: ConfigLoader, master: DictConfig) -> Callable[[Sequence[str]], Made]:
+def _composer(loader: ConfigLoader, master: DictConfig) -> Callable[[Sequence[str]], ComposedJob]:
     """What makes a job of its overrides.
 
     Composes as Hydra's own `load_sweep_config` does, but each choice of groups only once: the values are put
@@ -112,7 +112,7 @@ def _composer(loader: ConfigLoader, master: DictConfig) -> Callable[[Sequence[st
         (override,) = parsed([word])
         return override
 
-    def make(words: Sequence[str]) -> Made:
+    def make(words: Sequence[str]) -> ComposedJob:
         overrides = [read(word) for word in words]
         choices = [override for override in overrides if override.key_or_group in GROUPS]
         base, chosen = compose(tuple(str(override.input_line) for override in choices))
@@ -129,10 +129,10 @@ def _composer(loader: ConfigLoader, master: DictConfig) -> Callable[[Sequence[st
 
 def _check_sweep_places(tree: Tree, words: Sequence[str]) -> None:
     """Refuse what only the command line may say of how a sweep is run."""
-    asked = {word.lstrip("+").partition("=")[0] for word in words}
+    given = {word.lstrip("+").partition("=")[0] for word in words}
     for name in ("dir", "options", "address"):
         value = (tree.get("sweep") or {}).get(name)
-        if value and not asked & {"sweep", f"sweep.{name}"}:
+        if value and not given & {"sweep", f"sweep.{name}"}:
             raise UserError(
                 f"sweep.{name}={value}: is for the command line alone, because it writes files or starts"
                 f" programs elsewhere. If you want this one, say so there: sweep.{name}=..."
@@ -141,21 +141,21 @@ def _check_sweep_places(tree: Tree, words: Sequence[str]) -> None:
 
 def _range(name: str, override: Override) -> Range:
     """What Hydra's syntax says that is searched."""
-    asked, word = override.value(), override.input_line
-    tags: set[str] = getattr(asked, "tags", set())
-    if tags - {"log"} or (tags and not isinstance(asked, IntervalSweep)):
+    value, word = override.value(), override.input_line
+    tags: set[str] = getattr(value, "tags", set())
+    if tags - {"log"} or (tags and not isinstance(value, IntervalSweep)):
         raise UserError(f"{word}: the one tag is log, of an interval: '{name}=tag(log,interval(1e-4,1e-1))'")
-    if not isinstance(asked, IntervalSweep):
+    if not isinstance(value, IntervalSweep):
         texts = tuple(dict.fromkeys(override.sweep_string_iterator()))
         if not texts:
             raise UserError(f"{word}: is an empty list of values.")
-        if isinstance(asked, RangeSweep):
+        if isinstance(value, RangeSweep):
             texts = tuple(sorted(texts, key=float))  # shuffle() says how a grid goes through them
             return Numbers(name, 0, len(texts) - 1, whole=True, steps=texts)
         return Choice(
-            name, tuple(sorted(texts)) if isinstance(asked, ChoiceSweep) and asked.shuffle else texts
+            name, tuple(sorted(texts)) if isinstance(value, ChoiceSweep) and value.shuffle else texts
         )
-    low, high = asked.start, asked.end
+    low, high = value.start, value.end
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise UserError(f"{word}: an interval goes from a number to a larger one.")
     if tags and low <= 0:

@@ -68,8 +68,6 @@ class Job:
     """Share of the run up to which pruning has let it go on."""
     also: list[tuple[str, ...]] = field(default_factory=list)
     """Other overrides that make the same config, where a search has asked for them."""
-    generation: int | None = None
-    """Of CMA-ES, which has asked for it."""
     results: dict[str, float | None] = field(default_factory=dict)
     """Of one that is done, by name; None where one is not finite."""
     objectives: dict[str, str] = field(default_factory=dict)
@@ -153,18 +151,17 @@ class Ledger:
     def jobs(self) -> list[Job]:
         return list(self._jobs.values())
 
-    def job(self, key: str, words: Sequence[str], generation: int | None = None) -> Job:
+    def job(self, key: str, words: Sequence[str]) -> Job:
         """The job of this config, with the number it has or the next one. Raises UserError where that one's
         folder holds something."""
         if key not in self._jobs:
-            job = Job(len(self._jobs), key, tuple(words), generation=generation)
+            job = Job(len(self._jobs), key, tuple(words))
             if (self.folder / job.folder).exists():
                 raise UserError(
                     f"sweep.dir={self.folder}: there is a folder {job.folder} of which its {LEDGER} knows"
                     " nothing, and a job would go on with what lies there. Sweep into another: sweep.dir=..."
                 )
-            drawn = {} if generation is None else {"generation": generation}
-            self._append({"event": "job", "job": job.number, "key": key, "words": list(words), **drawn})
+            self._append({"event": "job", "job": job.number, "key": key, "words": list(words)})
             self._jobs[key] = job
         return self._jobs[key]
 
@@ -198,8 +195,7 @@ def read_ledger(folder: Path, live: bool) -> list[Job]:
             event = parse_json(text)
             if event["event"] == "job":
                 assert event["job"] == len(jobs)
-                words, generation = tuple(event["words"]), event.get("generation")
-                jobs.append(Job(event["job"], event["key"], words, generation=generation))
+                jobs.append(Job(event["job"], event["key"], tuple(event["words"])))
             else:
                 assert event["job"] >= 0
                 jobs[event["job"]].apply(event)

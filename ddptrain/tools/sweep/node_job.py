@@ -25,8 +25,8 @@ def main(folder: Path, number: int, words: list[str]) -> int:
     end_with_agent()  # where a process of Ray's has started this one
     file = AttemptFile(folder, number)
     with (folder / OUTPUT).open("ab") as output:
-        told = {"node": socket.gethostname(), "began": time.time(), "output_from": output.tell()}
-        if not file.claim(told):
+        facts = {"node": socket.gethostname(), "began": time.time(), "output_from": output.tell()}
+        if not file.claim(facts):
             print("the sweep has given this attempt up", file=sys.stderr)
             return 0
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
@@ -39,26 +39,26 @@ def main(folder: Path, number: int, words: list[str]) -> int:
             start_new_session=True,  # a scheduler may signal this process's whole group
         )
 
-    told_to_stop = threading.Event()
+    stopping = threading.Event()
 
     def stop(_: int = 0, __: FrameType | None = None) -> None:
-        if not told_to_stop.is_set():  # a second one would end it without saving
-            told_to_stop.set()
+        if not stopping.is_set():  # a second one would end it without saving
+            stopping.set()
             process.send_signal(signal.SIGTERM)
 
     for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(one, stop)
-    asked_at = math.inf
+    stopping_since = math.inf
     while (code := process.poll()) is None:
-        if asked := file.asked_to_stop():
-            if asked_at == math.inf:
-                asked_at = time.monotonic()
+        if request := file.stop_request():
+            if stopping_since == math.inf:
+                stopping_since = time.monotonic()
                 stop()
-            if time.monotonic() - asked_at > asked["grace"]:
+            if time.monotonic() - stopping_since > request["grace"]:
                 _kill(process)
         time.sleep(_TICK_S)
     _kill(process)  # what it may have left in its group
-    file.rewrite({**told, "ended": time.time(), "code": code})
+    file.rewrite({**facts, "ended": time.time(), "code": code})
     return 128 - code if code < 0 else code
 
 

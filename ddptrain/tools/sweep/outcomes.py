@@ -11,7 +11,7 @@ from ddptrain.tools.sweep.board import common_words
 from ddptrain.tools.sweep.ledger import Job
 from ddptrain.tools.sweep.objectives import objectives_of, scores_of
 from ddptrain.tools.sweep.ranges import Choice, Numbers, Point, Range
-from ddptrain.tools.sweep.samplers import Trial, study_of
+from ddptrain.tools.sweep.study import study_of, trial_of
 
 _SPAN, _SMALL = 30.0, 0.1
 """Numbers above 0 count by their logarithms where the largest is so many times the smallest, and a quarter of
@@ -40,9 +40,9 @@ def outcomes_of(jobs: Sequence[Job]) -> Outcomes | None:
     """None where less than two jobs have a result, or nothing differs. A job that was pruned counts with the
     best value that it has, but where there are several objectives. Without objectives they are those of one
     metric."""
-    asked = objectives_of(jobs)
-    known = [job for job in jobs if job.status in ("done", "pruned") and scores_of(job, asked)]
-    known = [job for job in known if asked or job.metric == known[-1].metric]
+    objectives = objectives_of(jobs)
+    known = [job for job in jobs if job.status in ("done", "pruned") and scores_of(job, objectives)]
+    known = [job for job in known if objectives or job.metric == known[-1].metric]
     common = common_words(known)
     texts = [dict(word.partition("=")[::2] for word in job.words if word not in common) for job in known]
     if len(known) < 2:
@@ -58,27 +58,28 @@ def outcomes_of(jobs: Sequence[Job]) -> Outcomes | None:
         ranges,
         tuple(job for job, _ in chosen),
         tuple(point for _, point in chosen),
-        asked or {last.metric: "max" if last.higher_is_better else "min"},
-        tuple(scores_of(job, asked) for job, _ in chosen),
+        objectives or {last.metric: "max" if last.higher_is_better else "min"},
+        tuple(scores_of(job, objectives) for job, _ in chosen),
     )
 
 
-def importances(found: Outcomes) -> dict[str, float]:
+def importances(outcomes: Outcomes) -> dict[str, float]:
     """The share of each setting in what makes jobs good, the largest first (PED-ANOVA, Watanabe et al. 2023,
     arXiv:2304.10255); {} where there are too few jobs, or one setting alone.
 
     Raises ModuleNotFoundError without Optuna.
     """
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+    from optuna.trial import TrialState
 
-    if len(found.jobs) < _LEAST or len(found.ranges) < 2:
+    if len(outcomes.jobs) < _LEAST or len(outcomes.ranges) < 2:
         return {}
     trials = [
-        Trial({each.name: each.read(point[each.name]) for each in found.ranges}, "complete", scores)
-        for point, scores in zip(found.points, found.scores, strict=True)
+        trial_of(outcomes.ranges, point, TrialState.COMPLETE, scores)
+        for point, scores in zip(outcomes.points, outcomes.scores, strict=True)
     ]
     best = max(0.1, 10 / len(trials))  # the share that is good: ten jobs, or a tenth
-    study = study_of(found.ranges, trials, len(found.objectives))
+    study = study_of(trials, len(outcomes.objectives))
     with warnings.catch_warnings(action="ignore"):  # that all are equal, where it finds them so
         return get_param_importances(study, evaluator=PedAnovaImportanceEvaluator(target_quantile=best))
 

@@ -31,19 +31,21 @@ class _Axis:
     ticks: Sequence[tuple[float, str]]
 
 
-def draw_parallel(found: Outcomes, importances: Mapping[str, float], path: Path) -> None:
+def draw_parallel(outcomes: Outcomes, importances: Mapping[str, float], path: Path) -> None:
     """Draw it into a PNG: the settings by their importances, then the results, whose better end is up. The
     best jobs are orange; of the others the darker the better. Raises OSError."""
     from matplotlib import colormaps, rc_context
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
 
-    shown = sorted(found.ranges, key=lambda each: -importances.get(each.name, 0.0))[:_MOST]
-    axes = [_setting(each, [point[each.name] for point in found.points], importances) for each in shown]
-    for i, (name, way) in enumerate(found.objectives.items()):
-        axes.append(_result(f"{_short(name)}\n{way}", [scores[i] for scores in found.scores], way == "min"))
-    best = pareto_front(dict(enumerate(found.scores)))
-    order = sorted(range(len(found.jobs)), key=lambda i: (i in best, found.scores[i]))
+    shown = sorted(outcomes.ranges, key=lambda each: -importances.get(each.name, 0.0))[:_MOST]
+    axes = [_setting(each, [point[each.name] for point in outcomes.points], importances) for each in shown]
+    for i, (name, way) in enumerate(outcomes.objectives.items()):
+        axes.append(
+            _result(f"{_short(name)}\n{way}", [scores[i] for scores in outcomes.scores], way == "min")
+        )
+    best = pareto_front(dict(enumerate(outcomes.scores)))
+    order = sorted(range(len(outcomes.jobs)), key=lambda i: (i in best, outcomes.scores[i]))
     names = "".join([axis.title + text for axis in axes for _, text in axis.ticks])
     with rc_context({"font.family": [font.family for font in fonts_for(names)]}):
         drawing = Figure(figsize=(max(5.0, 2.0 * len(axes)), 4.8))
@@ -63,7 +65,7 @@ def draw_parallel(found: Outcomes, importances: Mapping[str, float], path: Path)
                 plot.text(x + 0.03, y, text, va="center", fontsize=8.5, zorder=5, bbox=white, **as_it_is)
         plot.set(xlim=(-0.15, len(axes) - 0.55), ylim=(-0.04, 1.04))
         plot.axis("off")
-        numbers = sorted(found.jobs[i].folder for i in best)
+        numbers = sorted(outcomes.jobs[i].folder for i in best)
         which = f"job {numbers[0]}" if len(numbers) == 1 else f"the best {len(numbers)}"
         plot.set_title(
             f"{counted(len(order), 'job')}, the darker the better; orange: {which}",

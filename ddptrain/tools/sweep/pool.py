@@ -38,7 +38,7 @@ class Pool:
         self._rule = rule
         self._board = board
         self._running: dict[int, Attempt] = {}
-        self._questions: dict[int, PruningRequests] = {}
+        self._requests: dict[int, PruningRequests] = {}
         self._waiting: deque[Job] = deque()
         self._configs: MutableMapping[int, Config] = {}
         self._attempts: Counter[int] = Counter()
@@ -99,7 +99,7 @@ class Pool:
         folder = self._ledger.folder / job.folder
         self._attempts[job.number] = 1
         self._running[job.number] = self._machines.adopt(job, folder)
-        self._questions[job.number] = PruningRequests(folder)
+        self._requests[job.number] = PruningRequests(folder)
 
     def _start(self) -> bool:
         """Start what there is room for; whether there was something to start."""
@@ -110,11 +110,11 @@ class Pool:
                 break
             began = True
             folder = self._ledger.folder / job.folder
-            questions = self._questions[job.number] = PruningRequests(folder)
+            requests = self._requests[job.number] = PruningRequests(folder)
             config = self._configs[job.number]
             words = self._machines.command(job, self._ledger.folder, config)
             metrics = [name for name in config.sweep.objectives or () if name not in COSTS]
-            words.append(questions.controller(self._rule.prunes, metrics))
+            words.append(requests.controller(self._rule.prunes, metrics))
             self._attempts[job.number] += 1
             where = self._machines.take()
             facts = {"on": self._machines.name, "on_cpu": self._machines.on_cpu, "gpus": where}
@@ -126,7 +126,7 @@ class Pool:
     def _next(self) -> Job | None:
         if self._waiting:
             return self._waiting.popleft()
-        return self._revived(idle=False) or self._drawn() or self._revived(idle=not self._running)
+        return self._revived(idle=False) or self._next_of_search() or self._revived(idle=not self._running)
 
     def _revived(self, idle: bool) -> Job | None:
         for job in self._rule.revivable(self._rivals, idle):
@@ -136,13 +136,13 @@ class Pool:
                 return job
         return None
 
-    def _drawn(self) -> Job | None:
-        """The next job of a search that is to be started: it may draw one that has run. None while the last
-        one waits for a scheduler: what ends meanwhile is learnt from."""
+    def _next_of_search(self) -> Job | None:
+        """The next job of a search that is to be started, past those that have run. None while the last one
+        waits for a scheduler: what ends meanwhile is learnt from."""
         if any(attempt.waits for attempt in self._running.values()):
             return None
-        while (drawn := self._more()) is not None:
-            job, config = drawn
+        while (added := self._more()) is not None:
+            job, config = added
             if job.number not in self._configs:
                 self._configs[job.number] = config
                 self._rivals.append(job)
@@ -153,12 +153,12 @@ class Pool:
     def _answer(self, attempt: Attempt) -> None:
         """Whether the job goes on, after each evaluation that it has done meanwhile."""
         job = attempt.job
-        for question in self._questions[job.number].unanswered():
-            self._ledger.write(job, "evaluated", **question)
+        for request in self._requests[job.number].unanswered():
+            self._ledger.write(job, "evaluated", **request)
             waiting = bool(self._waiting) or any(other.waits for other in self._running.values())
             goes_on = self._rule.goes_on(job, self._rivals, waiting)
-            self._ledger.write(job, "verdict", share=question["step"] / question["steps"], goes_on=goes_on)
-            self._questions[job.number].answer(goes_on)
+            self._ledger.write(job, "verdict", share=request["step"] / request["steps"], goes_on=goes_on)
+            self._requests[job.number].answer(goes_on)
 
     def _look_after(self, number: int, attempt: Attempt) -> None:
         job, config = attempt.job, self._configs[number]
@@ -172,7 +172,7 @@ class Pool:
             attempt.stop("timeout", grace)
         if (code := attempt.ended()) is None:
             return
-        self._answer(attempt)  # its last question may have come after the look at them
+        self._answer(attempt)  # its last request may have come after the look at them
         pruned = bool(job.evaluations) and job.passed < job.evaluations[-1].share
         status, why, figures = attempt.outcome(code, pruned)
         again = status == "stopped" and bool(why)

@@ -9,7 +9,7 @@ from typing import final
 
 from ddptrain.api.controller import Controller
 from ddptrain.api.observer import Evaluated, Start
-from ddptrain.tools.sweep.pruning_requests import ANSWERED, ASKED, append, read_from
+from ddptrain.tools.sweep.pruning_requests import ANSWERS, REQUESTS, append, read_from
 
 _ANSWER_TIMEOUT_S = 60.0
 """For an answer: the sweep looks up ten times a second, or twice where its jobs run on other nodes."""
@@ -38,19 +38,19 @@ class Pruning(Controller):
             event.check_metric("sweep.objectives", name)
 
     def goes_on(self, event: Evaluated) -> bool:
-        question = {
+        request = {
             "step": event.step,
             "steps": event.steps,
             "metric": event.metric,
             "value": event.value if math.isfinite(event.value) else None,  # JSON has no such numbers
             "higher_is_better": event.higher_is_better,
         }
-        number = append(self._folder / ASKED, question)
+        number = append(self._folder / REQUESTS, request)
         if not self._waits:
             return True
         until = time.monotonic() + _ANSWER_TIMEOUT_S
         while time.monotonic() < until:
-            if answers := read_from(self._folder / ANSWERED, number):
+            if answers := read_from(self._folder / ANSWERS, number):
                 return bool(answers[0]["goes_on"])
             time.sleep(_LOOK_S)
         log.warning("pruning    the sweep has not answered for %.0f s; this job goes on", _ANSWER_TIMEOUT_S)

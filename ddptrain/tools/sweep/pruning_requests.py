@@ -1,7 +1,8 @@
 """How a job asks its sweep whether to go on: two files in its folder, so that it may run on another node.
 
-The job appends a line to ``asked.jsonl`` after each evaluation, the sweep one to ``answered.jsonl`` for each,
-in the same order. A sweep that was away for a while finds all that was asked meanwhile.
+The job appends a line to ``pruning-requests.jsonl`` after each evaluation, the sweep one to
+``pruning-answers.jsonl`` for each, in the same order. A sweep that was away for a while finds all requests of
+that time.
 """
 
 import json
@@ -13,8 +14,8 @@ from typing import Any
 from ddptrain.observe.lock import unwritable
 from ddptrain.text import parse_json, quoted
 
-ASKED = "asked.jsonl"
-ANSWERED = "answered.jsonl"
+REQUESTS = "pruning-requests.jsonl"
+ANSWERS = "pruning-answers.jsonl"
 
 
 class PruningRequests:
@@ -25,10 +26,10 @@ class PruningRequests:
         self._folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / ANSWERED).touch()  # opening a file that is known brings what is new, over NFS too
+            (folder / ANSWERS).touch()  # opening a file that is known brings what is new, over NFS too
         except OSError as error:
             raise unwritable(folder, error, "sweep.dir") from error
-        self._answered = len(read_from(folder / ANSWERED, 0))
+        self._answered = len(read_from(folder / ANSWERS, 0))
 
     def controller(self, waits: bool, metrics: Iterable[str]) -> str:
         """The override that makes the job ask. waits: for the answers. metrics: that it has to have."""
@@ -38,11 +39,11 @@ class PruningRequests:
         return f"+controllers.pruning={{{target},{own}}}"
 
     def unanswered(self) -> list[dict[str, Any]]:
-        return read_from(self._folder / ASKED, self._answered)
+        return read_from(self._folder / REQUESTS, self._answered)
 
     def answer(self, goes_on: bool) -> None:
         """The first one that is not answered."""
-        append(self._folder / ANSWERED, {"goes_on": goes_on})
+        append(self._folder / ANSWERS, {"goes_on": goes_on})
         self._answered += 1
 
 

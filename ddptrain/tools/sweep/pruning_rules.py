@@ -40,6 +40,9 @@ class Asha(PruningRule):
     ``1/eta`` that have got to that rung. Unlike there, all jobs are brought to the first rung before one
     goes beyond it: they are known in advance here, and the order in which they come then doesn't matter.
     And where too few are left to promote one of ``eta``, the best goes on, so that one gets to the end.
+
+    Optuna's SuccessiveHalvingPruner can't have a job pause and go on: there the best so far passes each rung,
+    and of a grid whose jobs get better and better it trains twice as much.
     """
 
     prunes = True
@@ -94,7 +97,11 @@ class Asha(PruningRule):
 @final
 class Median(PruningRule):
     """The median stopping rule (Golovin et al. 2017, Google Vizier, section 3.2.2): a job ends where its best
-    value so far is below the median of the others' means up to the same share of the run."""
+    value so far is below the median of the others' means up to the same share of the run.
+
+    Of all that have got so far. Optuna's MedianPruner compares with those alone that are done, and of a grid
+    that runs at once prunes nothing.
+    """
 
     prunes = True
 
@@ -116,12 +123,12 @@ class Median(PruningRule):
         return []
 
 
-def pruning_rule(asked: Sweep) -> PruningRule:
-    match asked.prune:
+def pruning_rule(sweep: Sweep) -> PruningRule:
+    match sweep.prune:
         case "asha":
-            return Asha(asked.eta, asked.rungs)
+            return Asha(sweep.eta, sweep.rungs)
         case "median":
-            return Median(float(asked.eta) ** -asked.rungs)
+            return Median(float(sweep.eta) ** -sweep.rungs)
         case _:
             return PruningRule()
 

@@ -42,19 +42,6 @@ class Numbers:
             return str(round(number))
         return repr(min(max(float(f"{number:.6g}"), self.low), self.high))
 
-    def to_unit(self, number: float) -> float:
-        """Where it lies, in [0, 1]. Whole numbers share it evenly."""
-        low, high = self._edges()
-        number = math.log(number) if self.log else number
-        return (number - low) / (high - low)
-
-    def from_unit(self, place: float) -> float:
-        """The number at a place in [0, 1]."""
-        low, high = self._edges()
-        number = low + place * (high - low)
-        number = math.exp(number) if self.log else number
-        return min(max(round(number) if self.whole else number, self.low), self.high)
-
     @property
     def count(self) -> float:
         """Of its values; infinity where it has fractions."""
@@ -73,11 +60,6 @@ class Numbers:
         if self.steps:
             shape = f"{len(self.steps)} values from {self.steps[0]} to {self.steps[-1]}"
         return f"{self.name}: {shape}{', by their logarithm' if self.log else ''}"
-
-    def _edges(self) -> tuple[float, float]:
-        margin = 0.5 if self.whole else 0.0
-        low, high = self.low - margin, self.high + margin
-        return (math.log(low), math.log(high)) if self.log else (low, high)
 
 
 @final

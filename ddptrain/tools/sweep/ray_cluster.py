@@ -28,15 +28,15 @@ class RayCluster(Scheduler):
             raise UserError("sweep.on=ray: needs Ray: pip install 'ddptrain[ray]'")
         import ray
 
-        asked = config.sweep
-        ranks = int(asked.gpus_per_job)
+        sweep = config.sweep
+        ranks = int(sweep.gpus_per_job)
         self._needs = {
-            "num_gpus": 0 if config.device == "cpu" else ranks / asked.jobs_per_gpu,
-            "num_cpus": asked.cores_per_job or ranks,
+            "num_gpus": 0 if config.device == "cpu" else ranks / sweep.jobs_per_gpu,
+            "num_cpus": sweep.cores_per_job or ranks,
         }
         try:
             ray.init(
-                address=asked.address or "auto",
+                address=sweep.address or "auto",
                 namespace=_NAMESPACE,
                 log_to_driver=False,
                 logging_level="ERROR",

@@ -22,7 +22,7 @@ from ddptrain.tools.sweep.slots import memory_share
 
 _MOST_AT_ONCE = 100
 """Jobs in a scheduler's hands, unless ``sweep.max_parallel`` says otherwise."""
-_ASK_EVERY_S = 5.0
+_QUERY_EVERY_S = 5.0
 _LOST_AFTER_S = 30.0
 """How long a scheduler has to know nothing of an attempt that has not told its end: over NFS that may come
 late."""
@@ -71,27 +71,27 @@ class RemoteAttempt(Attempt):
         self._scheduler = scheduler
         self._words = words
         self._file = AttemptFile(folder, job.attempt)
-        self._told: dict[str, Any] = self._file.read()
+        self._facts: dict[str, Any] = self._file.read()
         self._gone_since = math.inf
         self._fate = ""
         self._killed_at = math.inf
         self._began_with = _last_saved(folder)
-        if asked := self._file.asked_to_stop():
-            self.stopped_for, self._kill_at = asked["why"], time.monotonic() + asked["grace"]
+        if request := self._file.stop_request():
+            self.stopped_for, self._kill_at = request["why"], time.monotonic() + request["grace"]
 
     @property
     def waits(self) -> bool:
-        return not self._told
+        return not self._facts
 
     @property
     def node(self) -> str:
-        return str(self._told.get("node", ""))
+        return str(self._facts.get("node", ""))
 
     @property
     def seconds(self) -> float:
-        if "began" not in self._told:
+        if "began" not in self._facts:
             return 0.0
-        return float(self._told.get("ended", time.time()) - self._told["began"])
+        return float(self._facts.get("ended", time.time()) - self._facts["began"])
 
     @property
     def got_further(self) -> bool:
@@ -105,12 +105,12 @@ class RemoteAttempt(Attempt):
 
     def look(self) -> None:
         """Read what its node has written."""
-        if "code" not in self._told:
-            self._told = self._file.read()
+        if "code" not in self._facts:
+            self._facts = self._file.read()
 
     def note(self, known: bool) -> None:
         """Whether the scheduler knows it. One that is gone without a word is given up after a while."""
-        if known or self._words or "code" in self._told:
+        if known or self._words or "code" in self._facts:
             self._gone_since = math.inf
             return
         self._gone_since = min(self._gone_since, time.monotonic())
@@ -118,16 +118,16 @@ class RemoteAttempt(Attempt):
             return
         self._fate = self._scheduler.fate(self.name) or "lost"
         code = _CODES.get(self._fate, int(ExitCode.CRASH))
-        if self._told or self._file.claim({"code": code}):  # else it begins just now
-            self._told = {"ended": time.time(), **self._told, "code": code}
+        if self._facts or self._file.claim({"code": code}):  # else it begins just now
+            self._facts = {"ended": time.time(), **self._facts, "code": code}
 
     def returncode(self) -> int | None:
         if time.monotonic() - self._killed_at > _GIVEN_UP_AFTER_S:  # neither node nor scheduler answers
-            self._told.setdefault("code", -int(signal.SIGKILL))
-        return self._told.get("code")
+            self._facts.setdefault("code", -int(signal.SIGKILL))
+        return self._facts.get("code")
 
     def output(self) -> tuple[BinaryIO, int]:
-        return (self.folder / OUTPUT).open("rb"), self._told.get("output_from", 0)
+        return (self.folder / OUTPUT).open("rb"), self._facts.get("output_from", 0)
 
     def ask_to_stop(self, grace: float) -> None:
         if self.waits and self._file.claim({"code": int(ExitCode.STOPPED)}):
@@ -160,17 +160,17 @@ class RemoteMachines(Machines):
     outlive = True
 
     def __init__(self, scheduler: Scheduler, config: Config) -> None:
-        asked = config.sweep
+        sweep = config.sweep
         self.name = scheduler.name
         self.on_cpu = config.device == "cpu"
-        self.ranks = int(asked.gpus_per_job)
-        self.parallel = asked.max_parallel or _MOST_AT_ONCE
-        self._cores = asked.cores_per_job
-        self._variables = memory_share(asked.jobs_per_gpu)
+        self.ranks = int(sweep.gpus_per_job)
+        self.parallel = sweep.max_parallel or _MOST_AT_ONCE
+        self._cores = sweep.cores_per_job
+        self._variables = memory_share(sweep.jobs_per_gpu)
         if self._cores is not None:
             self._variables[CORES] = str(self._cores)
         self._scheduler = scheduler
-        self._asked_at = -math.inf
+        self._last_query = -math.inf
         self._said = ""
 
     def describe(self) -> str:
@@ -193,9 +193,9 @@ class RemoteMachines(Machines):
         remote = [attempt for attempt in attempts if isinstance(attempt, RemoteAttempt)]
         for attempt in remote:
             attempt.look()
-        if time.monotonic() - self._asked_at < _ASK_EVERY_S:
+        if time.monotonic() - self._last_query < _QUERY_EVERY_S:
             return
-        self._asked_at = time.monotonic()
+        self._last_query = time.monotonic()
         self._submit(remote)
         names = self._scheduler.names()
         if names is not None:
@@ -218,19 +218,19 @@ class RemoteMachines(Machines):
 
 def check_remote(config: Config) -> None:
     """Raise UserError for what only this machine's own GPUs can be asked for."""
-    asked = config.sweep
+    sweep = config.sweep
     wrong = []
-    if asked.gpus != "auto":
-        wrong.append(f"sweep.gpus={asked.gpus}: the scheduler chooses the GPUs; leave it out.")
-    if asked.gpus_per_job == "all":
+    if sweep.gpus != "auto":
+        wrong.append(f"sweep.gpus={sweep.gpus}: the scheduler chooses the GPUs; leave it out.")
+    if sweep.gpus_per_job == "all":
         wrong.append("sweep.gpus_per_job=all: nodes differ; give a number.")
     if config.device not in ("auto", "cuda", "cpu"):
         wrong.append(f"device={config.device}: must be cuda or cpu.")
-    shares_gpus = asked.on == "ray" and asked.gpus_per_job == 1 and config.device != "cpu"
-    if asked.jobs_per_gpu > 1 and not shares_gpus:
-        wrong.append(f"sweep.jobs_per_gpu={asked.jobs_per_gpu}: only Ray gives a GPU to several jobs.")
+    shares_gpus = sweep.on == "ray" and sweep.gpus_per_job == 1 and config.device != "cpu"
+    if sweep.jobs_per_gpu > 1 and not shares_gpus:
+        wrong.append(f"sweep.jobs_per_gpu={sweep.jobs_per_gpu}: only Ray gives a GPU to several jobs.")
     if wrong:
-        raise UserError("\n".join(f"{line[:-1]} (sweep.on={asked.on})." for line in wrong))
+        raise UserError("\n".join(f"{line[:-1]} (sweep.on={sweep.on})." for line in wrong))
 
 
 def _digest(path: Path) -> str:

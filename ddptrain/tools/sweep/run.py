@@ -57,7 +57,8 @@ class SweepRunner:
 
     def __init__(self) -> None:
         self._ledger: Ledger | None = None
-        self._asked: set[int] = set()
+        self._numbers: set[int] = set()
+        """Of the jobs of its points."""
 
     def run(self, points: Sequence[SweepPoint]) -> list[Job]:
         """Run what is not done yet of these points; returns each one's job. Or, under ``sweep.dry_run``, say
@@ -77,13 +78,13 @@ class SweepRunner:
         self._ledger = ledger = self._ledger or Ledger(folder)
         jobs = [ledger.job(key_of(point.config), point.words) for point in points]
         batch = {job.number: point.config for job, point in zip(jobs, points, strict=True)}
-        self._asked |= batch.keys()
+        self._numbers |= batch.keys()
         distinct = [job for job in ledger.jobs if job.number in batch]
         board = Board(common_words(distinct))
         done = len(distinct) - len(unfinished(distinct, rule))
         board.say(f"sweep {folder}: {counted(len(distinct), 'job')}, {done} of them done before")
         board.say(machines.describe())
-        Pool(ledger, machines, rule, board).run(batch, self._asked)
+        Pool(ledger, machines, rule, board).run(batch, self._numbers)
         _note_late(distinct, rule, board)
         return jobs
 
@@ -101,32 +102,32 @@ class SweepRunner:
             return
         self._ledger = ledger = Ledger(folder)
         before = search.points(ledger.jobs)
-        self._asked = {job.number for job, _ in before}
+        self._numbers = {job.number for job, _ in before}
         left = _Configs(make, {job.number: point for job, point in before if _may_run(job)})
         board = Board(fixed)
         board.say(f"sweep {folder}: {search.describe()}, {len(before)} of them asked for before")
         board.say(machines.describe())
 
         def more() -> tuple[Job, Config] | None:
-            while (asked := search.next_point(ledger.jobs)) is not None:
+            while (point := search.next_point(ledger.jobs)) is not None:
                 try:
-                    drawn = make(asked.point)
+                    sweep_point = make(point)
                     break
                 except UserError as error:  # values that can't go together
-                    words = search.words(asked.point)
-                    refused = ledger.job(f"refused {shlex.join(words)}", words, asked.generation)
+                    words = search.words(point)
+                    refused = ledger.job(f"refused {shlex.join(words)}", words)
                     ledger.write(refused, "ended", status="failed", code=2, why=str(error), seconds=0.0)
-                    self._asked.add(refused.number)
+                    self._numbers.add(refused.number)
                     board.changed(refused)
             else:
                 return None
-            job = ledger.job(key_of(drawn.config), drawn.words, asked.generation)
-            if drawn.words not in (job.words, *job.also):
-                ledger.write(job, "asked", words=list(drawn.words))
-            self._asked.add(job.number)
-            return job, drawn.config
+            job = ledger.job(key_of(sweep_point.config), sweep_point.words)
+            if sweep_point.words not in (job.words, *job.also):
+                ledger.write(job, "asked", words=list(sweep_point.words))
+            self._numbers.add(job.number)
+            return job, sweep_point.config
 
-        Pool(ledger, machines, rule, board).run(left, frozenset(self._asked), more)
+        Pool(ledger, machines, rule, board).run(left, frozenset(self._numbers), more)
         tried = [job for job, _ in search.points(ledger.jobs)]
         if len(tried) < search.trials:
             board.say(f"note  the search ends after {counted(len(tried), 'point')}: it draws no new ones")
@@ -135,13 +136,13 @@ class SweepRunner:
     def close(self) -> ExitCode:
         """Print the outcomes of all points. Returns the exit code: a crash where one has failed,
         stopped where one is only half done."""
-        if self._ledger is None or not self._asked:
+        if self._ledger is None or not self._numbers:
             return ExitCode.DONE
         folder = self._ledger.folder
         jobs = read_ledger(folder, live=False)
         print_table(jobs)
         print(f"look  {folder}/<job>/plots, or tensorboard --logdir {folder}", file=sys.stderr)
-        statuses = {job.status for job in jobs if job.number in self._asked}
+        statuses = {job.status for job in jobs if job.number in self._numbers}
         if statuses & {"failed", "timeout"}:
             return ExitCode.CRASH
         return ExitCode.DONE if statuses <= {"done", "pruned"} else ExitCode.STOPPED
@@ -220,10 +221,10 @@ def _print_search(
     )
     print(*ranges, sep="\n")
     plan = [(job, make(point).config) for job, point in before if _may_run(job)]
-    while len(plan) < min(machines.parallel, _FIRST_POINTS) and (asked := search.next_point(jobs)):
-        jobs.append(Job(len(jobs), "", search.words(asked.point), generation=asked.generation))
+    while len(plan) < min(machines.parallel, _FIRST_POINTS) and (point := search.next_point(jobs)):
+        jobs.append(Job(len(jobs), "", search.words(point)))
         try:
-            plan.append((jobs[-1], make(asked.point).config))
+            plan.append((jobs[-1], make(point).config))
         except UserError as error:
             jobs[-1].status, jobs[-1].code = "failed", ExitCode.USER_ERROR
             print(f"refused  {error}")

@@ -4,8 +4,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from ddptrain.config.schema import Sweep
 from ddptrain.errors import ExitCode
@@ -13,42 +12,38 @@ from ddptrain.text import counted
 from ddptrain.tools.sweep.ledger import Job
 from ddptrain.tools.sweep.objectives import check_one_metric, check_results, scores_of
 from ddptrain.tools.sweep.ranges import Point, Range
-from ddptrain.tools.sweep.samplers import SAMPLERS, Trial, check_sampler
+from ddptrain.tools.sweep.samplers import check_sampler, sample
+from ddptrain.tools.sweep.study import trial_of
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
 
 _ATTEMPTS = 10
-"""Draws for one point, where points come that were tried before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Suggestion:
-    """A point to try."""
-
-    point: Point
-    generation: int | None = None
+"""Samples for one point, where points come that were tried before."""
 
 
 @final
 class Search:
     """Keeps nothing: the same ledger makes it ask for the same point, in whichever process."""
 
-    def __init__(self, asked: Sweep, ranges: Sequence[Range], fixed: Iterable[str]) -> None:
+    def __init__(self, sweep: Sweep, ranges: Sequence[Range], fixed: Iterable[str]) -> None:
         """fixed: the words that all points share.
 
         Raises UserError where these can't go together, or a package is missing.
         """
-        self._asked = asked
-        self._objectives: dict[str, str] = asked.objectives or {}
+        self._sweep = sweep
+        self._objectives: dict[str, str] = sweep.objectives or {}
         self._ranges = {each.name: each for each in ranges}
         self._words = tuple(fixed)
         self._fixed = frozenset(self._words)
-        self.trials = int(min(asked.trials or 0, math.prod(each.count for each in ranges)))
+        self.trials = int(min(sweep.trials or 0, math.prod(each.count for each in ranges)))
         """Most points: all that there are, or ``sweep.trials``."""
-        check_sampler(asked.search, ranges, max(1, len(self._objectives)))
+        check_sampler(sweep.search, ranges, max(1, len(self._objectives)))
 
     def describe(self) -> str:
         objectives = ", ".join(f"{name} {way}" for name, way in self._objectives.items())
         aims = f" for {objectives}" if objectives else ""
-        return f"{counted(self.trials, 'point')} by {self._asked.search}{aims}"
+        return f"{counted(self.trials, 'point')} by {self._sweep.search}{aims}"
 
     def words(self, point: Point) -> tuple[str, ...]:
         """Those of a job."""
@@ -56,15 +51,15 @@ class Search:
 
     def points(self, jobs: Sequence[Job]) -> list[tuple[Job, Point]]:
         """The jobs that are points of these ranges, whichever sweep asked for them, by their numbers."""
-        found = []
-        for job in jobs:
-            for words in (job.words, *job.also):
-                if (point := self._point(words)) is not None:
-                    found.append((job, point))
-        return found
+        return [
+            (job, point)
+            for job in jobs
+            for words in (job.words, *job.also)
+            if (point := self._point(words)) is not None
+        ]
 
-    def next_point(self, jobs: Sequence[Job]) -> Suggestion | None:
-        """What to try next; None where all points have been asked for, or no new one is found.
+    def next_point(self, jobs: Sequence[Job]) -> Point | None:
+        """What to try next; None where all points have been tried, or no new one comes.
 
         jobs: all of the ledger. Raises UserError where a job that is done lacks an objective, or jobs without
         objectives are judged by several metrics.
@@ -76,22 +71,22 @@ class Search:
         tried = {tuple(point.values()) for _, point in known}
         check_one_metric([job for job, _ in known], self._objectives)
         trials = [self._trial(job, point) for job, point in known]
-        sampler, objectives = SAMPLERS[self._asked.search], max(1, len(self._objectives))
-        for drawn in sampler(ranges, trials, objectives, self._seeds(len(known))):
-            texts = tuple(each.write(drawn.values[each.name]) for each in ranges)
+        objectives, seeds = max(1, len(self._objectives)), self._seeds(len(known))
+        for values in sample(self._sweep.search, ranges, trials, objectives, seeds):
+            texts = tuple(each.write(values[each.name]) for each in ranges)
             if texts not in tried:
-                return Suggestion(dict(zip(self._ranges, texts, strict=True)), drawn.generation)
+                return dict(zip(self._ranges, texts, strict=True))
         if any(math.isinf(each.count) for each in ranges):
             return None
         left = (
             texts for texts in itertools.product(*(each.every() for each in ranges)) if texts not in tried
         )
-        return Suggestion(dict(zip(self._ranges, next(left), strict=True)))
+        return dict(zip(self._ranges, next(left), strict=True))
 
     def _seeds(self, number: int) -> Iterator[int]:
-        """Of the draws for one point: they follow from ``sweep.seed`` and its number alone."""
+        """Of the samples for one point: they follow from ``sweep.seed`` and its number alone."""
         for attempt in range(_ATTEMPTS):
-            text = f"{self._asked.seed} {number} {attempt}"
+            text = f"{self._sweep.seed} {number} {attempt}"
             yield int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
 
     def _point(self, words: Sequence[str]) -> Point | None:
@@ -103,21 +98,24 @@ class Search:
         within = all(each.read(texts[name]) is not None for name, each in self._ranges.items())
         return {name: texts[name] for name in self._ranges} if within else None
 
-    def _trial(self, job: Job, point: Point) -> Trial:
+    def _trial(self, job: Job, point: Point) -> "FrozenTrial":
         """What the sampler learns of a job.
 
         Numbers that were not finite are worse than all. Another failure says nothing of the point. One that
         has not ended, or was pruned, is known as far as it got.
         """
-        values = {name: each.read(point[name]) for name, each in self._ranges.items()}
+        from optuna.trial import TrialState
+
+        ranges = list(self._ranges.values())
         if job.status == "done":
             check_results(job, self._objectives)
         if job.status == "done" and (scores := scores_of(job, self._objectives)):
-            return Trial(values, "complete", scores, generation=job.generation)
+            return trial_of(ranges, point, TrialState.COMPLETE, scores)
         if job.status == "done" or (job.status == "failed" and job.code == ExitCode.DIVERGED):
-            return Trial(values, "pruned", generation=job.generation)
-        course = () if self._objectives else tuple(job.evaluations)
-        if job.status == "failed" or (job.status == "timeout" and not course):
-            return Trial(values, "failed")
-        state = "pruned" if course or job.status == "pruned" else "running"
-        return Trial(values, state, course=course, generation=job.generation)
+            return trial_of(ranges, point, TrialState.PRUNED)
+        evaluations = () if self._objectives else tuple(job.evaluations)
+        if job.status == "failed" or (job.status == "timeout" and not evaluations):
+            return trial_of(ranges, point, TrialState.FAIL)
+        known = evaluations or job.status == "pruned"
+        state = TrialState.PRUNED if known else TrialState.RUNNING
+        return trial_of(ranges, point, state, evaluations=evaluations)

@@ -48,10 +48,10 @@ class Slots:
         named = f"{'slots' if self.on_cpu else 'GPUs'} {', '.join(dict.fromkeys(self.names))}"
         kind = named if self.are_gpus else counted(len(self.names), "CPU slot")
         each = f"each {counted(self.per_job, 'rank')} and {counted(self.cores, 'core')}"
-        found = f"{kind} ({self.why}): {counted(self.parallel, 'job')} at once, {each}"
+        plan = f"{kind} ({self.why}): {counted(self.parallel, 'job')} at once, {each}"
         if self.per_gpu == 1:
-            return found
-        share = f"{found} and at most {_OF_A_GPU / self.per_gpu:.0%} of a GPU's memory"
+            return plan
+        share = f"{plan} and at most {_OF_A_GPU / self.per_gpu:.0%} of a GPU's memory"
         return share if self.on_cpu else f"{share}; {_mps()}"
 
 
@@ -60,9 +60,9 @@ def share_out(config: Config) -> Slots:
 
     Raises UserError where a job needs more than there is.
     """
-    asked = config.sweep
-    names, are_gpus, why = _devices(asked.gpus, config.device)
-    per_job = len(names) if asked.gpus_per_job == "all" else asked.gpus_per_job
+    sweep = config.sweep
+    names, are_gpus, why = _devices(sweep.gpus, config.device)
+    per_job = len(names) if sweep.gpus_per_job == "all" else sweep.gpus_per_job
     if per_job > len(names):
         raise UserError(
             f"sweep.gpus_per_job={per_job}: there are only {len(names)} to share out ({why}). Ask for fewer,"
@@ -70,16 +70,16 @@ def share_out(config: Config) -> Slots:
         )
     if per_job > 1 and any(name.startswith("MIG-") for name in names):
         raise UserError(
-            f"sweep.gpus_per_job={asked.gpus_per_job}: these are slices of divided GPUs (MIG), and CUDA gives"
+            f"sweep.gpus_per_job={sweep.gpus_per_job}: these are slices of divided GPUs (MIG), and CUDA gives"
             " a process one of them. Say sweep.gpus_per_job=1."
         )
-    per_gpu = asked.jobs_per_gpu
+    per_gpu = sweep.jobs_per_gpu
     if per_gpu > 1 and (per_job > 1 or not are_gpus):
         rule = "a job that shares a GPU has one rank" if are_gpus else f"there is no GPU to share ({why})"
         raise UserError(f"sweep.jobs_per_gpu={per_gpu}: {rule}. Leave it out.")
     names = names * per_gpu
-    parallel = min(len(names) // per_job, asked.max_parallel or len(names))
-    share = asked.cores_per_job or max(1, cores() // parallel)
+    parallel = min(len(names) // per_job, sweep.max_parallel or len(names))
+    share = sweep.cores_per_job or max(1, cores() // parallel)
     on_cpu = config.device == "cpu" or not are_gpus
     return Slots(tuple(names), per_job, parallel, share, are_gpus, on_cpu, why, per_gpu)
 
@@ -97,10 +97,10 @@ def memory_share(per_gpu: int) -> dict[str, str]:
 def _mps() -> str:
     """Whether NVIDIA's Multi-Process Service runs, with which kernels of several jobs run at once."""
     try:
-        asked = subprocess.run(
+        answer = subprocess.run(
             ["nvidia-cuda-mps-control"], input="get_server_list\n", capture_output=True, text=True, timeout=10
         )
-        runs = asked.returncode == 0
+        runs = answer.returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         runs = False
     if runs:
@@ -108,7 +108,7 @@ def _mps() -> str:
     return "without MPS, so that the jobs of a GPU take turns (nvidia-cuda-mps-control -d starts it)"
 
 
-def _devices(asked: Any, device: str) -> tuple[list[str], bool, str]:
+def _devices(gpus: Any, device: str) -> tuple[list[str], bool, str]:
     """Names, whether they are GPUs, and why these."""
     if device.startswith("cuda:"):
         index = device.removeprefix("cuda:")
@@ -118,17 +118,17 @@ def _devices(asked: Any, device: str) -> tuple[list[str], bool, str]:
         )
     if device == "mps":
         return ["mps"], False, "device=mps"
-    found, why = ([], "device=cpu") if device == "cpu" else _gpus()
-    if asked != "auto":
-        if device != "cpu" and not found:
+    present, why = ([], "device=cpu") if device == "cpu" else _gpus()
+    if gpus != "auto":
+        if device != "cpu" and not present:
             raise UserError(
-                f"sweep.gpus={asked}: {why}. Say device=cpu to pack CPU jobs on these slots. {DOCTOR_HINT}."
+                f"sweep.gpus={gpus}: {why}. Say device=cpu to pack CPU jobs on these slots. {DOCTOR_HINT}."
             )
-        return [str(name) for name in asked], True, "sweep.gpus"
-    if device == "cuda" and not found:
+        return [str(name) for name in gpus], True, "sweep.gpus"
+    if device == "cuda" and not present:
         raise UserError(f"device=cuda: {why}. Mend that, or say device=cpu. {DOCTOR_HINT}.")
-    if found:
-        return found, True, why
+    if present:
+        return present, True, why
     why = why if device == "cpu" else f"NO GPU IS USED, {why}"
     return [str(share) for share in range(cores())], False, why
 

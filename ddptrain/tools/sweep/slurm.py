@@ -33,18 +33,18 @@ class Slurm(Scheduler):
 
     def __init__(self, config: Config) -> None:
         """Raises UserError where there is no SLURM."""
-        asked = config.sweep
-        ranks = int(asked.gpus_per_job)
-        given = {
+        sweep = config.sweep
+        ranks = int(sweep.gpus_per_job)
+        options = {
             "--gpus-per-node": None if config.device == "cpu" else ranks,
-            "--cpus-per-task": asked.cores_per_job,
-            "--partition": asked.partition,
-            "--account": asked.account,
-            "--time": asked.time,
+            "--cpus-per-task": sweep.cores_per_job,
+            "--partition": sweep.partition,
+            "--account": sweep.account,
+            "--time": sweep.time,
         }
-        self._options = [f"{name}={value}" for name, value in given.items() if value is not None]
+        self._options = [f"{name}={value}" for name, value in options.items() if value is not None]
         self._options += [
-            "--nodes=1", "--ntasks=1", "--no-requeue", f"--signal=B:USR1@{_BEFORE_LIMIT_S}", *asked.options
+            "--nodes=1", "--ntasks=1", "--no-requeue", f"--signal=B:USR1@{_BEFORE_LIMIT_S}", *sweep.options
         ]  # fmt: skip
         _call("sbatch", "--version")
 
