@@ -1,4 +1,8 @@
-"""The parallel coordinates of a sweep: a line for each job, through its settings and its results."""
+"""The parallel coordinates of a sweep: a line for each job, through its settings and its results.
+
+Optuna's own is experimental: one far result leaves nothing else to be seen, and a ``$`` in a value becomes a
+formula. The report of a grid would need Optuna.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
