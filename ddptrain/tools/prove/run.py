@@ -102,16 +102,20 @@ def prove_resume(case: Case, ranks: int = 2, kills: int = 3, moments: int | None
     for number in range(1, _RUNS_A_KILL * kills + 1):
         run = case.folder / f"killed-{number}"
         _train_with_kills(trials, run, ranks, timeline, draw, kills, table)
-        found, line = differences(ours, last_state(run)), first_line_apart(whole, run)
-        if found or line or table.row_count == kills:
+        differing, line = differences(ours, last_state(run)), first_line_apart(whole, run)
+        if differing or line or table.row_count == kills:
             break
     else:
         came = f"only {table.row_count} of {kills} kills came in time"
         raise UserError(f"prove resume: {came}. Raise train.steps.")
-    if not found and not line:
+    if not differing and not line:
         same = f"{len(ours)} values of its state, and metrics.jsonl"
         return ProofResult(True, f"HOLDS: killed {kills} times, it ends with the same bits: {same}.", table)
-    problems = [f"{len(found)} of {len(ours)} values of its state differ, first {found[0]}"] if found else []
+    problems = (
+        [f"{len(differing)} of {len(ours)} values of its state differ, first {differing[0]}"]
+        if differing
+        else []
+    )
     problems += [f"metrics.jsonl differs first at {line} (undisturbed and killed)"] if line else []
     return ProofResult(False, f"BROKEN: {'; '.join(problems)}; {_repeats(trials, ranks, ours)}.", table)
 
