@@ -17,10 +17,10 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ddptrain.api.world import World
-from ddptrain.data.augment import DetectionAugment
+from ddptrain.data.augment import Augment
 from ddptrain.data.csv_labels import CsvLabels
 from ddptrain.data.dataset import DatasetData
-from ddptrain.data.detection.augment import DetectionAugment as BoxAugment
+from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.coco import CocoFiles
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects
@@ -130,7 +130,7 @@ class Listed:
 
 
 def image_data(source: ImageSource, root: Path | str = "data", **more: Any) -> ImageData:
-    return ImageData(source, DetectionAugment(), str(root), workers=0, **more)
+    return ImageData(source, Augment(), str(root), workers=0, **more)
 
 
 def in_folders(root: Path, train: Names, valid: Names | None) -> Path:
@@ -252,7 +252,7 @@ class DrawnBoxes(DetectionSource):
 
 
 def box_data(source: DetectionSource, side: Any = SIDE) -> DetectionData:
-    return DetectionData(source, BoxAugment(), side=side, workers=0)
+    return DetectionData(source, DetectionAugment(), side=side, workers=0)
 
 
 def stream_of_boxes(out: Path, names: Names, side: int = SIDE) -> Path:
