@@ -125,7 +125,7 @@ class LanguageModelling(Task):
         vocabulary = self._data.vocabulary
         begun = vocabulary.encode(prompt, "prompt") or [vocabulary.start]
         device = next(model.parameters()).device
-        drawn = continuation(
+        generated = continuation(
             model,
             torch.tensor([begun], device=device),
             temperature,
@@ -133,7 +133,7 @@ class LanguageModelling(Task):
             torch.Generator(device).manual_seed(seed),
         )
         yield prompt
-        yield from vocabulary.decode(token for _, token in zip(range(tokens), drawn, strict=False))
+        yield from vocabulary.decode(token for _, token in zip(range(tokens), generated, strict=False))
 
 
 def continuation(
@@ -145,12 +145,12 @@ def continuation(
     """
     logits, state = model(begun, None)
     while True:
-        token = _drawn(logits[0, -1].float(), temperature, top_k, generator)
+        token = _sample(logits[0, -1].float(), temperature, top_k, generator)
         yield int(token)
         logits, state = model(token.view(1, 1), state)
 
 
-def _drawn(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
     logits = logits.nan_to_num()  # a model that has diverged writes rubbish; it is the loss that says so
     if temperature == 0:
         return logits.argmax()

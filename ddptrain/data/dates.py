@@ -93,13 +93,13 @@ class DatePairs(Data):
         self._seed = seed
 
     def prepare(self, world: World, seed: int) -> None:
-        seen: list[int] = []
-        held_out: list[int] = []
+        trained_days: list[int] = []
+        held_out_days: list[int] = []
         for day in range(_FIRST_DAY, _FIRST_DAY + _DAYS):
-            (seen if derive_seed(day) % _HELD_OUT else held_out).append(day)
+            (trained_days if derive_seed(day) % _HELD_OUT else held_out_days).append(day)
         train, valid = self._sizes
-        self._train = to_device(_drawn(train, seen, derive_seed(self._seed, 0)), world.device)
-        self._valid = to_device(_drawn(valid, held_out, derive_seed(self._seed, 1)), world.device)
+        self._train = to_device(_random_pairs(train, trained_days, derive_seed(self._seed, 0)), world.device)
+        self._valid = to_device(_random_pairs(valid, held_out_days, derive_seed(self._seed, 1)), world.device)
         self._device = world.device
 
     @property
@@ -143,7 +143,7 @@ def padded(text: str, key: str) -> list[int]:
     return tokens + [PADDING] * (DatePairs.longest - len(tokens))
 
 
-def _drawn(count: int, days: Sequence[int], seed: int) -> Pairs:
+def _random_pairs(count: int, days: Sequence[int], seed: int) -> Pairs:
     sources, targets = [], []
     for i in range(count):
         day = datetime.date.fromordinal(days[derive_seed(seed, i, 0) % len(days)])

@@ -103,10 +103,10 @@ class MaskedPictures(Dataset[Any]):
     def _window(self, draws: Draws, height: int, width: int) -> Window:
         """Of torchvision's references: a random scale, then a random place in what is larger than the
         square."""
-        drawn = scaled(height, width, round(self._size * draws.uniform(*self._scale)))
-        top = draws.below(max(drawn.height - self._size, 0) + 1)
-        left = draws.below(max(drawn.width - self._size, 0) + 1)
-        return drawn._replace(top=top, left=left)
+        window = scaled(height, width, round(self._size * draws.uniform(*self._scale)))
+        top = draws.below(max(window.height - self._size, 0) + 1)
+        left = draws.below(max(window.width - self._size, 0) + 1)
+        return window._replace(top=top, left=left)
 
 
 @final
@@ -214,14 +214,14 @@ class MaskData(Data):
 
     @cached_property
     def identity(self) -> str:
-        seen = hashlib.sha256(repr((self.size, self.classes)).encode())
+        sha256 = hashlib.sha256(repr((self.size, self.classes)).encode())
         if self._source is not None:
-            return hashlib.sha256(seen.digest() + self._digest.encode()).hexdigest()
+            return hashlib.sha256(sha256.digest() + self._digest.encode()).hexdigest()
         for pairs in self._pairs:
             for file in (file for pair in pairs for file in pair):
                 assert isinstance(file, Path)
-                seen.update(of_file(str(file), str(file.relative_to(self._root)), len(pairs)))
-        return seen.hexdigest()
+                sha256.update(of_file(str(file), str(file.relative_to(self._root)), len(pairs)))
+        return sha256.hexdigest()
 
     @property
     def blocks(self) -> Blocks | None:

@@ -54,20 +54,20 @@ class Store:
     """
 
     def __init__(self, url: str, retry_s: float) -> None:
-        scheme, found, _ = url.partition("://")
-        if found and scheme not in _SCHEMES:
+        scheme, separator, _ = url.partition("://")
+        if separator and scheme not in _SCHEMES:
             schemes = ", ".join(f"{name}://" for name in _SCHEMES)
             raise UserError(f"data.source.url={shown(url)}: must begin with {schemes}, or be a folder.")
-        if found and re.search(r"//[^/]*@|\?", url):
+        if separator and re.search(r"//[^/]*@|\?", url):
             raise UserError(
                 f"data.source.url={shown(url)}: holds a password or a query, which would be written to the"
                 " run's folder. Give credentials by the environment."
             )
-        self.url = url.rstrip("/") if found else str(Path(url).expanduser().absolute())
+        self.url = url.rstrip("/") if separator else str(Path(url).expanduser().absolute())
         self.shown = shown(self.url)
         self.retry_s = retry_s
-        self.folder = None if found else Path(self.url)
-        self._scheme = scheme if found else ""
+        self.folder = None if separator else Path(self.url)
+        self._scheme = scheme if separator else ""
         self._opened: ObjectStore | None = None
         self._pid = 0
 
@@ -186,10 +186,10 @@ class Store:
             raise UserError(
                 f"{self.shown}/{key}: the store refuses it ({which}).{helps}", everywhere=False
             ) from None
-        if found := _OUR_FAULT.search(text):
+        if status := _OUR_FAULT.search(text):
             raise UserError(
-                f"{self.shown}/{key}: the store does not take the request ({found.group(1)}). Are address and"
-                " region right?",
+                f"{self.shown}/{key}: the store does not take the request ({status.group(1)}). Are address"
+                " and region right?",
                 everywhere=False,
             ) from None
         if isinstance(error, OSError) and self.folder is not None:
@@ -286,5 +286,5 @@ def _reason(error: Exception) -> str:
     ended = next((words for name, words in _ENDED.items() if name in inner), None)
     why = status.group().strip() if status else system[-1] if system else ended
     if why is None:
-        why = reason(Exception(re.sub(r"https?://\S+", lambda found: shown(found.group()), head)))
+        why = reason(Exception(re.sub(r"https?://\S+", lambda address: shown(address.group()), head)))
     return f"{why}, at {asked[2]}" if asked else why
