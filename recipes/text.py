@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -49,8 +50,11 @@ class LanguageModelling(Task):
     def build(self) -> nn.Module:
         vocabulary = self._data.vocabulary
         vocabulary.encode(self._sample, "task.sample")  # refuses it now, not after an hour
-        self._bytes_per_token = vocabulary.bytes_per_token()
         return self._model(vocabulary=len(vocabulary), window=self._data.window)
+
+    @cached_property
+    def _bytes_per_token(self) -> Tensor:
+        return self._data.vocabulary.bytes_per_token()
 
     def loss(self, model: nn.Module, batch: Windows, progress: Progress) -> Loss:
         inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
