@@ -64,7 +64,7 @@ def torchvision_classifier(
         arguments = {"input_size": image_size, **arguments}
     elif name in ("inception_v3", "googlenet"):
         arguments = {"aux_logits": False, "init_weights": False, **arguments}
-    model = _made(name, lambda: models.get_model(name, weights=None, num_classes=num_classes, **arguments))
+    model = _build(name, lambda: models.get_model(name, weights=None, num_classes=num_classes, **arguments))
     if in_channels != 3:
         _replace_first_convolution(model, in_channels)
     set_norm_momentum(model, norm_momentum)
@@ -91,7 +91,7 @@ def timm_classifier(
     if known is not None and known.fixed_input_size:
         arguments = {"img_size": image_size, **arguments}
     settings = {"num_classes": num_classes, "in_chans": in_channels, **arguments}
-    model = _made(name, lambda: timm.create_model(name, pretrained=False, **settings))
+    model = _build(name, lambda: timm.create_model(name, pretrained=False, **settings))
     _check_takes(model, name, (in_channels, *image_size))
     return model
 
@@ -111,8 +111,8 @@ def problem_of_name(value: str, names: tuple[str, ...], size: Callable[[str], in
     """What is wrong with a model's name, or None. size: how many parameters the model of a name has."""
     if value in names:
         return None
-    if "*" in value and (found := [name for name in names if fnmatchcase(name, value)]):
-        return f"matches {len(found)}; choose one of them:\n{_counted(found, size)}"
+    if "*" in value and (matching := [name for name in names if fnmatchcase(name, value)]):
+        return f"matches {len(matching)}; choose one of them:\n{_counted(matching, size)}"
     if value:
         near = "".join(f" Did you mean {name}?" for name in get_close_matches(value, names, n=1))
         return f"there is no such model.{near} A pattern lists some: model.name=*resnet*"
@@ -137,7 +137,7 @@ def _size_in_timm(name: str) -> int:
         return sum(parameter.numel() for parameter in timm.create_model(name).parameters())
 
 
-def _made(name: str, make: Callable[[], Any]) -> nn.Module:
+def _build(name: str, make: Callable[[], Any]) -> nn.Module:
     """What a library builds, or a UserError in place of what it raises for arguments it can't take."""
     try:
         return cast(nn.Module, make())
@@ -151,11 +151,11 @@ def _check_takes(model: nn.Module, name: str, shape: tuple[int, ...]) -> None:
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     state = {key: value.to("meta") for key, value in held.items()}
     try:
-        found = functional_call(model.eval(), state, (torch.empty(1, *shape, device="meta"),))
+        output = functional_call(model.eval(), state, (torch.empty(1, *shape, device="meta"),))
     except (RuntimeError, AssertionError, ValueError) as error:
         size = f"{shape[1]}x{shape[2]} pixels and {shape[0]} channel(s)"
         raise UserError(f"model.name={name}: can't take pictures of {size} ({error}).") from error
-    assert isinstance(found, Tensor)
+    assert isinstance(output, Tensor)
     model.train()
 
 

@@ -12,7 +12,7 @@ from ddptrain.api import ConfusionMatrix, Data, Deployed, Loss, Progress, Report
 from ddptrain.recipes.class_weights import ClassWeights
 from ddptrain.recipes.limits import check_label_smoothing
 from ddptrain.recipes.outputs import check_labels, check_outputs, check_range
-from ddptrain.recipes.pictures import Told, classifier, deployed, predictions
+from ddptrain.recipes.pictures import Description, classifier, deployed, predictions
 from ddptrain.recipes.views import Views, check_level, note_one_view
 
 log = logging.getLogger("ddptrain")
@@ -110,21 +110,21 @@ class ImageClassification(Task):
         best = min(top, len(names))
         heads = [f"{head}_{place}" for place in range(1, best + 1) for head in ("label", "probability")]
 
-        def told(probabilities: Tensor) -> Told:
-            shares, labels = (found.tolist() for found in probabilities.topk(best))
+        def describe(probabilities: Tensor) -> Description:
+            shares, labels = (values.tolist() for values in probabilities.topk(best))
             answers = [(names[label], share) for label, share in zip(labels, shares, strict=True)]
             cells = [part for name, share in answers for part in (name, f"{share:.6g}")]
             lines = [f"{name} {share:.1%}" for name, share in answers]
-            return Told(cells, ", ".join(lines), lines[0])
+            return Description(cells, ", ".join(lines), lines[0])
 
         def answer(images: Tensor) -> Tensor:
             return self._logits(model, views, images).float().softmax(dim=1)
 
-        yield from predictions(answer, self._data, source, out, heads, told)
+        yield from predictions(answer, self._data, source, out, heads, describe)
 
-    def _logits(self, model: nn.Module, seen_by: nn.Module, images: Tensor) -> Tensor:
+    def _logits(self, model: nn.Module, views: nn.Module, images: Tensor) -> Tensor:
         """(n, classes). Raises UserError where the model has more or fewer outputs than there are classes."""
-        logits: Tensor = seen_by(images)
+        logits: Tensor = views(images)
         check_outputs(logits, len(self._data.outputs), model, "classes", "(n, classes)")
         return logits
 
@@ -137,14 +137,14 @@ class ImageClassification(Task):
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         confusion, names = sums["confusion"].double(), self._data.outputs
         right, count = confusion.diagonal(), int(confusion.sum())
-        seen, predicted = confusion.sum(dim=1), confusion.sum(dim=0)
+        actual, predicted = confusion.sum(dim=1), confusion.sum(dim=0)
         metrics = {"accuracy": int(right.sum()) / count}
-        metrics["balanced_accuracy"] = float((right / seen).nanmean())  # NaN: no sample of the class
+        metrics["balanced_accuracy"] = float((right / actual).nanmean())  # NaN: no sample of the class
         if len(names) > 5:
             metrics["top5"] = int(sums["in_top5"]) / count
         metrics["loss"] = float(sums["loss"]) / count
         for i, name in enumerate(names if len(names) <= _MOST_CLASSES_LISTED else ()):
-            for figure, of in (("recall", seen), ("precision", predicted)):
+            for figure, of in (("recall", actual), ("precision", predicted)):
                 if of[i]:
                     metrics[f"{figure}/{name}"] = float(right[i] / of[i])
         answers = predicted.nonzero().flatten().tolist()

@@ -11,7 +11,7 @@ from ddptrain.api import Data, Deployed, Loss, Progress, Report, Rows, Task, Use
 from ddptrain.recipes.class_weights import ClassWeights
 from ddptrain.recipes.limits import check_label_smoothing
 from ddptrain.recipes.outputs import check_labels, check_outputs, check_zero_or_one
-from ddptrain.recipes.pictures import Told, classifier, deployed, predictions
+from ddptrain.recipes.pictures import Description, classifier, deployed, predictions
 from ddptrain.recipes.views import Views, check_level, note_one_view
 
 
@@ -70,12 +70,12 @@ class MultiLabelClassification(Task):
         check_zero_or_one(labels)
         labels = labels == 1
         precisions = [average_precision(*pair) for pair in zip(logits.T, labels.T, strict=True)]
-        found = [p for p in precisions if p is not None]
+        defined = [p for p in precisions if p is not None]
         answered = logits > 0
         both = 2.0 * (answered & labels).sum(dim=0)
         either = answered.sum(dim=0) + labels.sum(dim=0)
         metrics = {
-            "map": sum(found) / len(found) if found else 0.0,
+            "map": sum(defined) / len(defined) if defined else 0.0,
             "f1": float((both / either)[either > 0].mean()) if either.any() else 1.0,
             "loss": float(sums["loss"]) / len(logits),
         }
@@ -95,22 +95,22 @@ class MultiLabelClassification(Task):
             raise UserError(f"threshold={threshold}: must be between 0 and 1.")
         names, views = self._data.outputs, Views(model, self._tta)
 
-        def told(probabilities: Tensor) -> Told:
+        def describe(probabilities: Tensor) -> Description:
             shares = probabilities.tolist()
             has = [
                 f"{name} {share:.1%}" for name, share in zip(names, shares, strict=True) if share >= threshold
             ]
             line = ", ".join(has) or "none"
-            return Told([f"{share:.6g}" for share in shares], line, line)
+            return Description([f"{share:.6g}" for share in shares], line, line)
 
         def answer(images: Tensor) -> Tensor:
             return self._logits(model, views, images).float().sigmoid()
 
-        yield from predictions(answer, self._data, source, out, names, told)
+        yield from predictions(answer, self._data, source, out, names, describe)
 
-    def _logits(self, model: nn.Module, seen_by: nn.Module, images: Tensor) -> Tensor:
+    def _logits(self, model: nn.Module, views: nn.Module, images: Tensor) -> Tensor:
         """(n, classes). Raises UserError where the model has more or fewer outputs than there are classes."""
-        logits: Tensor = seen_by(images)
+        logits: Tensor = views(images)
         check_outputs(logits, len(self._data.outputs), model, "classes", "(n, classes)")
         return logits
 

@@ -21,8 +21,8 @@ _BATCH = COLUMNS * ROWS
 _WANTED = "(images, labels): float images (n, C, H, W), normalised, and"
 
 
-class Told(NamedTuple):
-    """What is told of a picture."""
+class Description(NamedTuple):
+    """What is said of a picture."""
 
     cells: Sequence[object]
     """In ``predictions.csv``, after the file."""
@@ -78,13 +78,13 @@ def predictions(
     source: str,
     out: str,
     heads: Sequence[str],
-    told: Callable[[Tensor], Told],
+    describe: Callable[[Tensor], Description],
 ) -> Iterator[str]:
     """A line for each picture that ``source`` names, and one in ``out/predictions.csv``; the pictures are on
     sheets, ``out/sheet-<n>.png``. They are cut and scaled as in evaluation.
 
     answer: float32 (n, C, H, W), normalised -> probabilities, float32 (n, classes). heads: of the columns
-    after the file's. told: of a picture's probabilities, (classes,). Raises UserError, before anything is
+    after the file's. describe: of a picture's probabilities, (classes,). Raises UserError, before anything is
     written, where a file can't be read or ``out`` is not empty.
     """
     if not isinstance(data, ImageData):
@@ -102,26 +102,26 @@ def predictions(
         for begin in range(0, len(files), _BATCH):
             part, shown = files[begin : begin + _BATCH], []
             pictures = torch.stack([fitted(file, data.shape, data.resize) for file in part])
-            found = answer(data.normalised(pictures)).cpu()
-            for file, probabilities in zip(part, found, strict=True):
-                one = told(probabilities)
-                rows.writerow([file, *one.cells])
-                shown.append(Titled(file, one.title))
-                yield f"{file}: {one.line}\n"
+            answers = answer(data.normalised(pictures)).cpu()
+            for file, probabilities in zip(part, answers, strict=True):
+                description = describe(probabilities)
+                rows.writerow([file, *description.cells])
+                shown.append(Titled(file, description.title))
+                yield f"{file}: {description.line}\n"
             write_sheet(folder / f"sheet-{begin // _BATCH + 1:03}.png", shown)
     sheets = -(-len(files) // _BATCH)
     of = f"{len(files)} picture{'s' * (len(files) > 1)}"
     yield f"{out}: predictions.csv and {sheets} sheet{'s' * (sheets > 1)} of {of}"
 
 
-def _check_labels(fits: bool, found: str, multi_label: bool, classes: int) -> None:
-    """Raise UserError unless they fit. found: what they are."""
+def _check_labels(fits: bool, actual: str, multi_label: bool, classes: int) -> None:
+    """Raise UserError unless they fit. actual: what they are."""
     wanted = "int64 (n,), one class a picture"
     if multi_label:
         wanted = f"float (n, {classes}), 1 for each class that a picture has, else 0"
     if not fits:
         raise UserError(
-            f"data: the labels must be {wanted}, for this task, and are {found}. For several classes a"
+            f"data: the labels must be {wanted}, for this task, and are {actual}. For several classes a"
             " picture use task._target_=ddptrain.recipes.multilabel.MultiLabelClassification, for one"
             " ddptrain.recipes.image.ImageClassification."
         )
@@ -142,8 +142,8 @@ def _first(data: Data) -> tuple[Tensor, Tensor]:
     if not (
         isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(b, Tensor) for b in batch)
     ):
-        found = ", ".join(map(kind, batch)) if isinstance(batch, tuple | list) else kind(batch)
-        raise UserError(f"data: batches must be {_WANTED} labels. {type(data).__name__} gives ({found}).")
+        kinds = ", ".join(map(kind, batch)) if isinstance(batch, tuple | list) else kind(batch)
+        raise UserError(f"data: batches must be {_WANTED} labels. {type(data).__name__} gives ({kinds}).")
     images, labels = batch
     if images.ndim != 4 or not images.is_floating_point():
         raise UserError(

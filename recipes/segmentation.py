@@ -50,7 +50,7 @@ class Segmentation(Task):
         """Divided by the pixels that count in the whole global batch: ranks differ in how many they have."""
         images, truth = batch
         try:
-            found = model(images)
+            output = model(images)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
@@ -60,9 +60,9 @@ class Segmentation(Task):
                 " model.name=fcn_resnet50.",
                 everywhere=False,
             ) from error
-        loss = _cross_entropy(self._logits_in(found, model), truth)
-        if "aux" in found:
-            loss = loss + _AUX * _cross_entropy(self._logits_in(found, model, "aux"), truth)
+        loss = _cross_entropy(self._logits_in(output, model), truth)
+        if "aux" in output:
+            loss = loss + _AUX * _cross_entropy(self._logits_in(output, model, "aux"), truth)
         return Loss(loss, (truth != IGNORED).sum())
 
     def evaluate(self, model: nn.Module, batch: Masked) -> Mapping[str, Tensor]:
@@ -79,16 +79,16 @@ class Segmentation(Task):
         """IoU of a class: pixels of it that were found / pixels that are of it or were taken for it.
         ``miou``: the mean over the classes that occur in either."""
         confusion, classes = sums["confusion"], self._data.classes
-        right, true, found = confusion.diagonal(), confusion.sum(dim=1), confusion.sum(dim=0)
+        right, true, predicted = confusion.diagonal(), confusion.sum(dim=1), confusion.sum(dim=0)
         count = int(confusion.sum())
         if not count:
             raise UserError("data: every pixel of the validation masks is 255, which does not count.")
         iou = {
-            f"iou/{name}": int(right[i]) / int(true[i] + found[i] - right[i])
+            f"iou/{name}": int(right[i]) / int(true[i] + predicted[i] - right[i])
             for i, name in enumerate(classes)
-            if true[i] + found[i]
+            if true[i] + predicted[i]
         }
-        _note_one_class(true, found, classes)
+        _note_one_class(true, predicted, classes)
         metrics = {
             "miou": sum(iou.values()) / len(iou),
             "pixel_accuracy": int(right.sum()) / count,
@@ -100,9 +100,9 @@ class Segmentation(Task):
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
         """Rows of a validation picture, its mask, and what was predicted."""
         pictures, truth = self._data.valid_samples(_SHOWN)
-        found = model(self._data.normalised(pictures))["out"].argmax(dim=1).cpu()
+        predicted = model(self._data.normalised(pictures))["out"].argmax(dim=1).cpu()
         pixels = pictures.permute(0, 3, 1, 2)
-        rows = torch.stack([pixels, blended(pixels, truth), blended(pixels, found)], dim=1)
+        rows = torch.stack([pixels, blended(pixels, truth), blended(pixels, predicted)], dim=1)
         return {"predictions": Picture(make_grid(rows.flatten(0, 1), nrow=3, padding=4, pad_value=255))}
 
     def predict(self, model: nn.Module, source: str, out: str = "predictions") -> Iterator[str]:
@@ -127,15 +127,15 @@ class Segmentation(Task):
             _save(mask, folder / "masks" / name.with_suffix(".png"))
             overlay = blended(pil_to_tensor(picture), classes)
             _save(to_pil_image(overlay), folder / "overlays" / name.with_suffix(".jpg"))
-            yield f"{file}: {_told(classes, self._data.classes)}\n"
+            yield f"{file}: {_shares(classes, self._data.classes)}\n"
         yield f"{out}: masks and overlays of {len(files)} picture{'s' * (len(files) > 1)}"
 
-    def _logits_in(self, found: Any, model: nn.Module, head: str = "out") -> Tensor:
+    def _logits_in(self, output: Any, model: nn.Module, head: str = "out") -> Tensor:
         """(n, classes, H, W), of a head. Raises UserError where it has not as many outputs as there are
         classes."""
-        if not isinstance(found, Mapping) or head not in found:
-            raise UserError(f"model: gives {kind(found)}; must be a dictionary with the logits as {head!r}.")
-        logits: Tensor = found[head]
+        if not isinstance(output, Mapping) or head not in output:
+            raise UserError(f"model: gives {kind(output)}; must be a dictionary with the logits as {head!r}.")
+        logits: Tensor = output[head]
         check_outputs(logits, len(self._data.classes), model, "classes", "(n, classes, height, width)")
         return logits
 
@@ -187,11 +187,11 @@ def _scaled_up(plane: Tensor, size: tuple[int, int]) -> Tensor:
     return functional.interpolate(plane.float()[None, None], size=size, mode="bilinear")[0, 0]
 
 
-def _note_one_class(true: Tensor, found: Tensor, classes: Sequence[str]) -> None:
+def _note_one_class(true: Tensor, predicted: Tensor, classes: Sequence[str]) -> None:
     """Warn where one class is all there is: in the masks, probably by mistake, or in what is predicted."""
     masks = "the validation masks hold no class but %r; 255 does not count (a mask of 0 and 255 has one)"
     answers = "every pixel is taken for %r: usual in the first steps; later a rate too high or too low"
-    for pixels, what in ((true, masks), (found, answers)):
+    for pixels, what in ((true, masks), (predicted, answers)):
         present = pixels.nonzero().flatten().tolist()
         if len(present) == 1:
             log.warning(f"note       {what}", classes[present[0]])
@@ -202,7 +202,7 @@ def _save(picture: Image.Image, file: Path) -> None:
     picture.save(file)
 
 
-def _told(classes: Tensor, names: Sequence[str]) -> str:
+def _shares(classes: Tensor, names: Sequence[str]) -> str:
     """The classes that occur, the largest first, with their shares."""
     counts = classes.flatten().bincount(minlength=len(names)).tolist()
     shares = sorted(zip(counts, names, strict=True), key=lambda of: -of[0])

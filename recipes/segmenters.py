@@ -36,7 +36,7 @@ def torchvision_segmenter(
     if aux_loss and name.startswith("lraspp"):
         raise UserError(f"model.aux_loss=true: {name} has no auxiliary head. Set it to false.")
     # no other arguments: torchvision ignores those that it does not know
-    made = {"weights": None, "weights_backbone": None, "num_classes": num_classes, "aux_loss": aux_loss}
-    model = models.get_model(name, **made)
+    arguments = {"weights": None, "weights_backbone": None, "num_classes": num_classes, "aux_loss": aux_loss}
+    model = models.get_model(name, **arguments)
     set_norm_momentum(model, norm_momentum)
     return cast(nn.Module, model)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -49,8 +50,11 @@ class LanguageModelling(Task):
     def build(self) -> nn.Module:
         vocabulary = self._data.vocabulary
         vocabulary.encode(self._sample, "task.sample")  # refuses it now, not after an hour
-        self._bytes_per_token = vocabulary.bytes_per_token()
         return self._model(vocabulary=len(vocabulary), window=self._data.window)
+
+    @cached_property
+    def _bytes_per_token(self) -> Tensor:
+        return self._data.vocabulary.bytes_per_token()
 
     def loss(self, model: nn.Module, batch: Windows, progress: Progress) -> Loss:
         inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
@@ -125,7 +129,7 @@ class LanguageModelling(Task):
         vocabulary = self._data.vocabulary
         begun = vocabulary.encode(prompt, "prompt") or [vocabulary.start]
         device = next(model.parameters()).device
-        drawn = continuation(
+        generated = continuation(
             model,
             torch.tensor([begun], device=device),
             temperature,
@@ -133,7 +137,7 @@ class LanguageModelling(Task):
             torch.Generator(device).manual_seed(seed),
         )
         yield prompt
-        yield from vocabulary.decode(token for _, token in zip(range(tokens), drawn, strict=False))
+        yield from vocabulary.decode(token for _, token in zip(range(tokens), generated, strict=False))
 
 
 def continuation(
@@ -145,12 +149,12 @@ def continuation(
     """
     logits, state = model(begun, None)
     while True:
-        token = _drawn(logits[0, -1].float(), temperature, top_k, generator)
+        token = _sample(logits[0, -1].float(), temperature, top_k, generator)
         yield int(token)
         logits, state = model(token.view(1, 1), state)
 
 
-def _drawn(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
     logits = logits.nan_to_num()  # a model that has diverged writes rubbish; it is the loss that says so
     if temperature == 0:
         return logits.argmax()

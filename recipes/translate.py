@@ -45,8 +45,8 @@ class Translation(Task):
         return Loss(loss, batch.target[:, 1:].numel())
 
     def evaluate(self, model: nn.Module, batch: Pairs) -> Mapping[str, Tensor]:
-        found = greedy(cast(EncoderDecoder, model), batch.source, self._data.target_length)
-        right = (found == batch.target[:, 1:]).all(dim=1)
+        predicted = greedy(cast(EncoderDecoder, model), batch.source, self._data.target_length)
+        right = (predicted == batch.target[:, 1:]).all(dim=1)
         return {
             "nats": self._nats(model, batch),
             "tokens": torch.tensor(batch.target[:, 1:].numel(), device=right.device),
@@ -64,9 +64,9 @@ class Translation(Task):
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
         pairs = self._data.examples(_SHOWN)
-        found = greedy(cast(EncoderDecoder, model), pairs.source, self._data.target_length)
+        predicted = greedy(cast(EncoderDecoder, model), pairs.source, self._data.target_length)
         lines = []
-        for source, target, own in zip(pairs.source, pairs.target, found, strict=True):
+        for source, target, own in zip(pairs.source, pairs.target, predicted, strict=True):
             right, answer = decoded(target.tolist()), decoded(own.tolist())
             lines.append(
                 f"{decoded(source.tolist()):32} {answer:12} {'' if answer == right else right}".rstrip()

@@ -19,8 +19,8 @@ Relabelling = Callable[[Tensor], Tensor]
 
 def note_checkpoints_own(key: str, asked: object, known: object) -> None:
     """Log that a model's own value, out of its checkpoint, is used in place of the config's."""
-    told = ["null" if value is None else value for value in (asked, known)]
-    log.info("note       %s=%s: not used; the checkpoint's model was trained with %s", key, *told)
+    values = ["null" if value is None else value for value in (asked, known)]
+    log.info("note       %s=%s: not used; the checkpoint's model was trained with %s", key, *values)
 
 
 def check_known(valid: Iterable[str], train: Iterable[str], where: str, trained: str) -> None:
@@ -37,9 +37,9 @@ def check_known(valid: Iterable[str], train: Iterable[str], where: str, trained:
 
 def check_distinct(names: Iterable[str], where: str) -> None:
     """Raises UserError for two classes that are the same word to people: é in one character, and in two."""
-    seen: dict[str, str] = {}
+    first_with: dict[str, str] = {}
     for name in names:
-        other = seen.setdefault(unicodedata.normalize("NFC", name), name)
+        other = first_with.setdefault(unicodedata.normalize("NFC", name), name)
         if other != name:
             raise UserError(
                 f"{where}: two classes are called {name!r}, which differ in how Unicode writes them alone"
@@ -120,9 +120,9 @@ def relabelled(labels: Tensor, places: Sequence[int], classes: int, where: str) 
     if labels.ndim == 2:
         if labels.shape[1] != len(places):
             raise UserError(f"{where}: names {len(places)} classes, and its labels have {labels.shape[1]}.")
-        found = labels.new_zeros(len(labels), classes)
-        found[:, list(places)] = labels
-        return found
+        renumbered = labels.new_zeros(len(labels), classes)
+        renumbered[:, list(places)] = labels
+        return renumbered
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(places):
         raise UserError(
             f"{where}: names {len(places)} classes, so its labels must be 0 to {len(places) - 1}; they are"

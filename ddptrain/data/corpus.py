@@ -86,8 +86,8 @@ class TextFiles(TextSource):
                 problem = "is no file or folder" if self._path.exists() else "there is no such file or folder"
                 where = "" if self._path.is_absolute() else f" (it counts from {Path.cwd()})"
                 raise UserError(f"data.source.path={self._path}: {problem}{where}.")
-            found = _files(self._path, self._pattern, leave_out)
-            files = [file for file in found if file.stat().st_size > 0]
+            matching = _files(self._path, self._pattern, leave_out)
+            files = [file for file in matching if file.stat().st_size > 0]
             if not files:
                 raise UserError(
                     f"data.source.path={self._path}: holds no file with text in it that matches"
@@ -124,7 +124,7 @@ class StandardLibrary(TextSource):
 def _files(root: Path, pattern: str, leave_out: Path | None) -> list[Path]:
     """The files whose names match, sorted; without hidden ones, ``leave_out``, and the folders of ddptrain's
     own runs. Raises OSError where a folder can't be read."""
-    found: list[Path] = []
+    matching: list[Path] = []
     for folder, inner, names in os.walk(root, onerror=_raised):
         here = Path(folder)
         inner[:] = [
@@ -135,8 +135,8 @@ def _files(root: Path, pattern: str, leave_out: Path | None) -> list[Path]:
             and not all((here / name / file).is_file() for file in _OF_A_RUN)
         ]
         chosen = [here / name for name in fnmatch.filter(names, pattern) if not name.startswith(".")]
-        found += [path for path in chosen if path.is_file()]
-    return sorted(found)
+        matching += [path for path in chosen if path.is_file()]
+    return sorted(matching)
 
 
 def _raised(error: OSError) -> None:

@@ -135,8 +135,8 @@ def _check_trained(rows: _Rows, held: int, path: Path, held_out: bool) -> None:
 
 def _read(path: Path, root: Path) -> tuple[_Rows, list[str], bool]:
     """The lines of the file, the columns that tell the classes, and whether every tenth is held out."""
-    found = _Rows([], [], [])
-    seen: dict[str, int] = {}
+    rows = _Rows([], [], [])
+    line_of: dict[str, int] = {}
     try:
         with path.open(newline="", encoding="utf-8-sig") as opened:
             lines = csv.DictReader(opened, strict=True)
@@ -155,18 +155,18 @@ def _read(path: Path, root: Path) -> tuple[_Rows, list[str], bool]:
                     raise UserError(f"{where}: has not as many values as there are columns ({len(columns)}).")
                 if not (root / line["file"]).is_file():
                     raise UserError(f"{where}: file={line['file']}: there is no such file in {root}.")
-                before = seen.setdefault(os.path.normpath(line["file"]), lines.line_num)
+                before = line_of.setdefault(os.path.normpath(line["file"]), lines.line_num)
                 if before < lines.line_num:
                     raise UserError(
                         f"{where}: file={line['file']}: is in line {before} too. Write one line for each"
                         " picture, with all of its classes."
                     )
-                found.files.append(line["file"])
-                found.names.append(_classes_of(line, own, where))
-                found.parts.append(_part_of(line, len(found.parts), where))
+                rows.files.append(line["file"])
+                rows.names.append(_classes_of(line, own, where))
+                rows.parts.append(_part_of(line, len(rows.parts), where))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: can't be read as CSV in UTF-8 ({error}).") from error
-    return found, own, "split" not in columns
+    return rows, own, "split" not in columns
 
 
 def _check_columns(columns: Sequence[str], own: Sequence[str], path: Path) -> None:

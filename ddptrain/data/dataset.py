@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, NamedTuple, Protocol, final
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
@@ -75,47 +76,49 @@ class DatasetData(Data):
         _check_classes(dataset, valid, classes)
         self._workers = workers
         self._on_error = on_error
-        self._skipped: list[str] = []
+        self._prepared: _Prepared | None = None
 
     def prepare(self, world: World, seed: int) -> None:
-        self._world = world
+        workers = spare_cores(world) if self._workers == "auto" else self._workers
         everything = range(len(self._dataset))
         if self._valid is not None:
-            train, valid = DatasetSamples(self._dataset, everything, self._collate, seed), self._valid
-            self._train, self._held = train, DatasetSamples(valid, range(len(valid)), self._collate, seed)
+            train = DatasetSamples(self._dataset, everything, self._collate, seed)
+            valid = DatasetSamples(self._valid, range(len(self._valid)), self._collate, seed)
         else:
-            kept, held = held_out.split(everything)
-            self._train = DatasetSamples(self._dataset, kept, self._collate, seed)
-            self._held = DatasetSamples(self._dataset, held, self._collate, seed)
-        self._loaders = spare_cores(world) if self._workers == "auto" else self._workers
-        for part in (self._train, self._held) if self._loaders else ():
+            train, valid = (
+                DatasetSamples(self._dataset, ids, self._collate, seed) for ids in held_out.split(everything)
+            )
+        for part in (train, valid) if workers else ():
             _check_travels(part)
+        skipped: list[str] = []
         if self._on_error == "skip":
-            self._train = self._readable("training", self._train)
-            self._held = self._readable("validation", self._held)
-            tell(self._skipped)
-        self._identity = once_a_node(world, self._digest)
+            train, broken_train = _readable(world, "training", train, workers)
+            valid, broken_valid = _readable(world, "validation", valid, workers)
+            skipped = [*broken_train, *broken_valid]
+            tell(skipped)
+        identity = once_a_node(world, lambda: self._digest(train, valid))
+        self._prepared = _Prepared(train, valid, workers, world.device, skipped, identity)
 
-    def _digest(self) -> str:
-        facts = [repr((self._classes, len(self._train), len(self._held))).encode()]
-        return digest([*facts, *self._train.fingerprints(), *self._held.fingerprints()])
+    def _digest(self, train: "DatasetSamples", valid: "DatasetSamples") -> str:
+        facts = [repr((self._classes, len(train), len(valid))).encode()]
+        return digest([*facts, *train.fingerprints(), *valid.fingerprints()])
 
-    def _readable(self, name: str, part: "DatasetSamples") -> "DatasetSamples":
-        ids, lines = readable(self._world, name, len(part), part.check, self._loaders)
-        self._skipped += lines
-        return part.only(ids.tolist())
+    @property
+    def _ready(self) -> "_Prepared":
+        assert self._prepared is not None, "prepare comes first"
+        return self._prepared
 
     @property
     def train_size(self) -> int:
-        return len(self._train)
+        return len(self._ready.train)
 
     @property
     def valid_size(self) -> int:
-        return len(self._held)
+        return len(self._ready.valid)
 
     @property
     def identity(self) -> str:
-        return self._identity
+        return self._ready.identity
 
     @property
     def outputs(self) -> Sequence[str]:
@@ -123,13 +126,15 @@ class DatasetData(Data):
 
     @property
     def loading(self) -> Loading:
-        return Loading(self._loaders, resident=False, left_out=len(self._skipped))
+        return Loading(self._ready.workers, resident=False, left_out=len(self._ready.skipped))
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
-        return read_by_workers(self._train, TrainingKeys(sampler, steps), self._loaders, self._world.device)
+        ready = self._ready
+        return read_by_workers(ready.train, TrainingKeys(sampler, steps), ready.workers, ready.device)
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Batch]:
-        return read_by_workers(self._held, validation_keys(chunks), self._loaders, self._world.device)
+        ready = self._ready
+        return read_by_workers(ready.valid, validation_keys(chunks), ready.workers, ready.device)
 
     def preview(self) -> Tensor | None:
         return None
@@ -138,7 +143,7 @@ class DatasetData(Data):
         name, classes = type(self._dataset).__name__, f", {len(self._classes)} classes" * bool(self._classes)
         return (
             f"{name}: {self.train_size:,} train, {self.valid_size:,} valid{classes}, "
-            f" {read_by(self._loaders)}{in_words(self._skipped)}"
+            f" {read_by(self._ready.workers)}{in_words(self._ready.skipped)}"
         )
 
 
@@ -202,6 +207,25 @@ class DatasetSamples(Dataset[Any]):
                 " size (or numbers), alone, in tuples or in dicts: transform them, or set data.collate.",
                 everywhere=False,
             )
+
+
+class _Prepared(NamedTuple):
+    """workers: loader processes of this rank. skipped: a line for each sample that is left out."""
+
+    train: DatasetSamples
+    valid: DatasetSamples
+    workers: int
+    device: torch.device
+    skipped: Sequence[str]
+    identity: str
+
+
+def _readable(
+    world: World, name: str, part: DatasetSamples, workers: int
+) -> tuple[DatasetSamples, Sequence[str]]:
+    """The samples that can be read, and a line for each other one."""
+    ids, lines = readable(world, name, len(part), part.check, workers)
+    return part.only(ids.tolist()), lines
 
 
 def check_map_style(dataset: object, key: str) -> None:

@@ -91,16 +91,22 @@ class DatePairs(Data):
         check_least("data", 1, train=train, valid=valid)
         self._sizes = (train, valid)
         self._seed = seed
+        self._prepared: _Prepared | None = None
 
     def prepare(self, world: World, seed: int) -> None:
-        seen: list[int] = []
-        held_out: list[int] = []
+        trained_days: list[int] = []
+        held_out_days: list[int] = []
         for day in range(_FIRST_DAY, _FIRST_DAY + _DAYS):
-            (seen if derive_seed(day) % _HELD_OUT else held_out).append(day)
-        train, valid = self._sizes
-        self._train = to_device(_drawn(train, seen, derive_seed(self._seed, 0)), world.device)
-        self._valid = to_device(_drawn(valid, held_out, derive_seed(self._seed, 1)), world.device)
-        self._device = world.device
+            (trained_days if derive_seed(day) % _HELD_OUT else held_out_days).append(day)
+        sizes, device = self._sizes, world.device
+        train = _random_pairs(sizes[0], trained_days, derive_seed(self._seed, 0))
+        valid = _random_pairs(sizes[1], held_out_days, derive_seed(self._seed, 1))
+        self._prepared = _Prepared(to_device(train, device), to_device(valid, device), device)
+
+    @property
+    def _ready(self) -> "_Prepared":
+        assert self._prepared is not None, "prepare comes first"
+        return self._prepared
 
     @property
     def train_size(self) -> int:
@@ -115,13 +121,15 @@ class DatePairs(Data):
         return digest([repr(("dates", self._sizes, self._seed)).encode()])
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Pairs]:
-        for ids, _ in sampler.samples(steps, self._device):
-            yield Pairs(self._train.source[ids], self._train.target[ids])
+        train, _, device = self._ready
+        for ids, _ in sampler.samples(steps, device):
+            yield Pairs(train.source[ids], train.target[ids])
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Pairs]:
+        valid = self._ready.valid
         for chunk in chunks:
             chosen = slice(chunk.start, chunk.stop)
-            yield Pairs(self._valid.source[chosen], self._valid.target[chosen])
+            yield Pairs(valid.source[chosen], valid.target[chosen])
 
     def preview(self) -> None:
         return None
@@ -132,7 +140,16 @@ class DatePairs(Data):
 
     def examples(self, count: int) -> Pairs:
         """The first held-out pairs."""
-        return Pairs(self._valid.source[:count], self._valid.target[:count])
+        valid = self._ready.valid
+        return Pairs(valid.source[:count], valid.target[:count])
+
+
+class _Prepared(NamedTuple):
+    """Both parts, on the device."""
+
+    train: Pairs
+    valid: Pairs
+    device: torch.device
 
 
 def padded(text: str, key: str) -> list[int]:
@@ -143,7 +160,7 @@ def padded(text: str, key: str) -> list[int]:
     return tokens + [PADDING] * (DatePairs.longest - len(tokens))
 
 
-def _drawn(count: int, days: Sequence[int], seed: int) -> Pairs:
+def _random_pairs(count: int, days: Sequence[int], seed: int) -> Pairs:
     sources, targets = [], []
     for i in range(count):
         day = datetime.date.fromordinal(days[derive_seed(seed, i, 0) % len(days)])

@@ -77,23 +77,23 @@ def pictures_by_class(part: Path) -> dict[str, list[str]]:
 
     Raises UserError where there are none.
     """
-    found: dict[str, list[str]] = {}
+    files_of: dict[str, list[str]] = {}
     others: list[str] = []
     for folder in _folders(part):
-        own = found[folder.name] = []
+        own = files_of[folder.name] = []
         for file in _files_below(str(folder), folder.name):
             (own if _is_picture(file) else others).append(file)
-    if not any(found.values()) and (loose := _pictures_in(part)):
+    if not any(files_of.values()) and (loose := _pictures_in(part)):
         raise UserError(
             f"{part}: holds pictures itself ({loose[0]}, ...). Put them into a folder for each class, or"
             " elsewhere if their classes are not known."
         )
-    if not any(found.values()):
+    if not any(files_of.values()):
         raise UserError(
             f"data.root={part}: no image found in its class folders (looked for"
             f" <class>/*{{{','.join(ENDINGS)}}}). Point data.root at a folder of class folders."
         )
-    empty = [name for name, files in found.items() if not files]
+    empty = [name for name, files in files_of.items() if not files]
     if empty:
         raise UserError(f"{part / empty[0]}: this class folder holds no image. Fill or remove it.")
     note_not_read(part, others)
@@ -102,7 +102,7 @@ def pictures_by_class(part: Path) -> dict[str, list[str]]:
             "note       %s: %d pictures are in no class folder, and not read: %s",
             *(part, len(loose), first_few(loose, 3)),
         )
-    return found
+    return files_of
 
 
 def _by_name(root: Path) -> tuple[Path | None, Path | None, list[Path]]:
@@ -116,13 +116,13 @@ def _by_name(root: Path) -> tuple[Path | None, Path | None, list[Path]]:
 def _named(root: Path, folders: list[Path], names: tuple[str, ...]) -> Path | None:
     """The first of these names that a folder has, in capitals or not."""
     for name in names:
-        found = [folder for folder in folders if folder.name.lower() == name]
-        if len(found) > 1:
+        matching = [folder for folder in folders if folder.name.lower() == name]
+        if len(matching) > 1:
             raise UserError(
-                f"{root}: holds {found[0].name} and {found[1].name}. Rename or remove one of them."
+                f"{root}: holds {matching[0].name} and {matching[1].name}. Rename or remove one of them."
             )
-        if found:
-            return found[0]
+        if matching:
+            return matching[0]
     return None
 
 
@@ -155,7 +155,7 @@ def _is_picture(name: str) -> bool:
 
 def _entries(folder: Path | str) -> list["os.DirEntry[str]"]:
     try:
-        with os.scandir(folder) as found:
-            return list(found)
+        with os.scandir(folder) as entries:
+            return list(entries)
     except OSError as error:
         raise UserError(f"{folder}: can't be read ({error.strerror}).", everywhere=False) from error

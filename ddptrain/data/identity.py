@@ -13,11 +13,11 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 def digest(facts: Iterable[bytes]) -> str:
     """A hash of these, in order."""
-    seen = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for fact in facts:
-        seen.update(len(fact).to_bytes(8, "little"))
-        seen.update(fact)
-    return seen.hexdigest()
+        sha256.update(len(fact).to_bytes(8, "little"))
+        sha256.update(fact)
+    return sha256.hexdigest()
 
 
 _LOOKED_INTO = 10_000

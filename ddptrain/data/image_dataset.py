@@ -14,7 +14,7 @@ from ddptrain.data.held_out import is_held_out
 from ddptrain.data.identity import of_samples
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
 from ddptrain.data.left_out import BROKEN, HINT, Unusable
-from ddptrain.data.pictures import Box, check_pixels, cut, fit, seen
+from ddptrain.data.pictures import Box, check_pixels, cut, fit, upright
 from ddptrain.data.source import ImageSet, ImageSource, Split
 from ddptrain.errors import UserError
 
@@ -34,12 +34,12 @@ class DatasetSplit(Split):
 
     def __init__(
         self, dataset: MapStyle, ids: Tensor, labels: Tensor, size: int, resize: int | None = None,
-        told: Tensor | None = None,
+        own_labels: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """told: what the dataset itself says of each sample, where that is not ``labels``."""
+        """own_labels: what the dataset itself says of each sample, where that is not ``labels``."""
         self._dataset = dataset
         self._ids = ids
-        self._told = labels if told is None else told
+        self._own_labels = labels if own_labels is None else own_labels
         self.labels = labels[ids]
         self.shape = (size, size, 3)
         self._resize = resize
@@ -64,7 +64,7 @@ class DatasetSplit(Split):
                 f"data.source.dataset: sample {sample} can't be used ({error}).{HINT}",
                 everywhere=False,
             ) from error
-        wanted = int(self._told[sample])
+        wanted = int(self._own_labels[sample])
         if getattr(label, "ndim", 0) or label != wanted:
             raise UserError(
                 f"data.source.dataset: sample {sample} has the label {label}, and the list of all labels, in"
@@ -117,10 +117,12 @@ class DatasetImages(ImageSource):
             train = DatasetSplit(self._dataset, everything[~tenth], labels, self.size)
             valid = DatasetSplit(self._dataset, everything[tenth], labels, self.size, self.resize)
         else:
-            told = _labels(self._valid, "data.source.valid")
-            theirs = self._as_trained(told)
+            own_labels = _labels(self._valid, "data.source.valid")
+            theirs = self._as_trained(own_labels)
             train = DatasetSplit(self._dataset, everything, labels, self.size)
-            valid = DatasetSplit(self._valid, torch.arange(len(theirs)), theirs, self.size, self.resize, told)
+            valid = DatasetSplit(
+                self._valid, torch.arange(len(theirs)), theirs, self.size, self.resize, own_labels
+            )
         most = max(int(part.labels.max()) for part in (train, valid) if len(part)) + 1
         classes = named or tuple(map(str, range(most)))
         least = min(int(part.labels.min()) for part in (train, valid) if len(part))
@@ -155,21 +157,21 @@ def _labels(dataset: MapStyle, key: str) -> Tensor:
         )
     changes = getattr(dataset, "target_transform", None) is not None  # torchvision's lists are without it
     for name in () if changes else _LABELS:
-        told = getattr(dataset, name, None)
-        if told is not None and not callable(told) and len(told) == len(dataset):
+        labels_given = getattr(dataset, name, None)
+        if labels_given is not None and not callable(labels_given) and len(labels_given) == len(dataset):
             break
     else:
         why = "changes its labels (target_transform)" if changes else "does not tell its labels (targets)"
         log.info("data       %s %s; it is read once", type(dataset).__name__, why)
-        told = [_label(dataset, i, key) for i in range(len(dataset))]
+        labels_given = [_label(dataset, i, key) for i in range(len(dataset))]
     try:
-        labels = torch.as_tensor(told)
+        labels = torch.as_tensor(labels_given)
     except (TypeError, ValueError, RuntimeError):  # words, lists of several lengths
         labels = torch.empty(0, 0)
     if labels.ndim != 1 or not torch.equal(labels.double(), labels.long().double()):
         raise UserError(
             f"{key}: the labels of {type(dataset).__name__} must be whole numbers, one for each"
-            f" picture; the first is {told[0]!r}."
+            f" picture; the first is {labels_given[0]!r}."
         )
     return labels.long()
 
@@ -198,20 +200,20 @@ def _parts(sample: Any) -> tuple[Any, Any]:
     raise UserError("it must be (picture, label), or a dict with image and label")
 
 
-def _as_picture(found: Any) -> "Image.Image":
+def _as_picture(picture: Any) -> "Image.Image":
     """In colour, with 8 bits a channel."""
     from PIL import Image
     from torchvision.transforms.v2.functional import to_pil_image
 
-    if not isinstance(found, Image.Image):
-        if str(getattr(found, "dtype", "")).removeprefix("torch.") != "uint8" or found.ndim not in (2, 3):
+    if not isinstance(picture, Image.Image):
+        if str(getattr(picture, "dtype", "")).removeprefix("torch.") != "uint8" or picture.ndim not in (2, 3):
             raise UserError("its picture must be Pillow's, or of uint8; leave transforms out of the dataset")
-        channels = 1 if found.ndim == 2 else found.shape[0 if isinstance(found, Tensor) else -1]
+        channels = 1 if picture.ndim == 2 else picture.shape[0 if isinstance(picture, Tensor) else -1]
         if channels not in (1, 3, 4):
             raise UserError(
-                f"its picture has the shape {tuple(found.shape)}; must be (C, H, W) of a tensor, (H, W, C) of"
-                " an array, of 1 channel, 3, or 4 with alpha"
+                f"its picture has the shape {tuple(picture.shape)}; must be (C, H, W) of a tensor, (H, W, C)"
+                " of an array, of 1 channel, 3, or 4 with alpha"
             )
-        found = to_pil_image(found)
-    check_pixels(found, "its picture")
-    return seen(found, "RGB")
+        picture = to_pil_image(picture)
+    check_pixels(picture, "its picture")
+    return upright(picture, "RGB")

@@ -51,15 +51,15 @@ class _Reader(Dataset[Any]):
         self._read = read
 
     def __getitems__(self, ids: list[int]) -> list[tuple[int, str]] | UserError:
-        found = []
+        unreadable = []
         for i in ids:
             try:
                 self._read(i)
             except Unusable as error:
-                found.append((i, str(error).removesuffix(HINT)))
+                unreadable.append((i, str(error).removesuffix(HINT)))
             except UserError as error:
                 return error
-        return found
+        return unreadable
 
 
 def unreadable(world: World, size: int, read: Callable[[int], object], workers: int) -> dict[int, str]:

@@ -83,8 +83,8 @@ def _pairs(part: Path) -> list[Pair]:
     check_apart(images, names)
     there = pictures_in(masks, (".png",))
     check_apart(masks, [mask.relative_to(masks) for mask in there])
-    found = {mask.relative_to(masks).with_suffix(""): mask for mask in there}
-    without = [str(name) for name in names if name.with_suffix("") not in found]
+    mask_of = {mask.relative_to(masks).with_suffix(""): mask for mask in there}
+    without = [str(name) for name in names if name.with_suffix("") not in mask_of]
     if without:
         needed = masks / Path(without[0]).with_suffix(".png")
         raise UserError(
@@ -92,12 +92,12 @@ def _pairs(part: Path) -> list[Pair]:
             f" first needs {needed}."
         )
     alone = [
-        str(name.with_suffix(".png")) for name in found.keys() - {name.with_suffix("") for name in names}
+        str(name.with_suffix(".png")) for name in mask_of.keys() - {name.with_suffix("") for name in names}
     ]
     if alone:
         shown = first_few(sorted(alone), 3)
         log.warning("note       %s: %d masks have no picture in %s: %s", masks, len(alone), images, shown)
-    return [Pair(file, found[name.with_suffix("")]) for file, name in zip(files, names, strict=True)]
+    return [Pair(file, mask_of[name.with_suffix("")]) for file, name in zip(files, names, strict=True)]
 
 
 def class_names(asked: Sequence[str] | int | None, root: Path) -> tuple[str, ...]:
@@ -141,15 +141,15 @@ def read_pair(pair: Pair, classes: int) -> tuple["Image.Image", "Image.Image"]:
 
     picture = decoded(pair.picture, "RGB")
     with opened(pair.mask) as mask:
-        found = f"has pixels of mode {mask.mode}" if mask.format == "PNG" else f"is a {mask.format} file"
+        problem = f"has pixels of mode {mask.mode}" if mask.format == "PNG" else f"is a {mask.format} file"
         if mask.mode == "L" and mask.tile[0].args in _FEWER_BITS:
-            found = "has grey pixels of less than 8 bits, whose values stand for levels from 0 to 255"
+            problem = "has grey pixels of less than 8 bits, whose values stand for levels from 0 to 255"
         elif mask.mode in ("L", "P") and mask.format == "PNG":
-            found = ""
+            problem = ""
         ImageOps.exif_transpose(mask, in_place=True)
-    if found:
+    if problem:
         raise UserError(
-            f"{pair.mask}: {found}; a mask must be a grey or palette PNG of 8 bits, whose values are"
+            f"{pair.mask}: {problem}; a mask must be a grey or palette PNG of 8 bits, whose values are"
             " classes.",
             everywhere=False,
         )

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -103,10 +103,10 @@ class MaskedPictures(Dataset[Any]):
     def _window(self, draws: Draws, height: int, width: int) -> Window:
         """Of torchvision's references: a random scale, then a random place in what is larger than the
         square."""
-        drawn = scaled(height, width, round(self._size * draws.uniform(*self._scale)))
-        top = draws.below(max(drawn.height - self._size, 0) + 1)
-        left = draws.below(max(drawn.width - self._size, 0) + 1)
-        return drawn._replace(top=top, left=left)
+        window = scaled(height, width, round(self._size * draws.uniform(*self._scale)))
+        top = draws.below(max(window.height - self._size, 0) + 1)
+        left = draws.below(max(window.width - self._size, 0) + 1)
+        return window._replace(top=top, left=left)
 
 
 @final
@@ -156,6 +156,10 @@ class MaskData(Data):
         self._source = source
         self._on_error = on_error
         check_skip(on_error, "" if source is None else source.no_skip)
+        self.classes: tuple[str, ...] = ()
+        """None before the set is prepared, or recalled from a checkpoint."""
+        self._normalise = _normaliser(torch.device("cpu"), channels_last)
+        self._prepared: _Prepared | None = None
 
     def adopt_metadata(self, metadata: Mapping[str, Any]) -> None:
         if self.size != metadata["size"]:
@@ -165,34 +169,38 @@ class MaskData(Data):
     def prepare(self, world: World, seed: int) -> None:
         if self._source is not None:
             once_a_node(world, self._source.fetch)
-        self._find(world)
-        self._train, self._valid = (
-            MaskedPictures(pairs, len(self.classes), self.size, self._scale, self._mirror, seed)
-            for pairs in self._pairs
+        workers = asked_workers(self._asked_workers, world)
+        opened = self._opened(world, workers)
+        train, valid = (
+            MaskedPictures(pairs, len(opened.classes), self.size, self._scale, self._mirror, seed)
+            for pairs in opened.pairs
         )
-        self._open(world)
+        self.classes = opened.classes
+        self._normalise = _normaliser(world.device, self._channels_last)
+        self._prepared = _Prepared(opened, train, valid, workers)
 
-    def _find(self, world: World) -> None:
-        """Both parts, their classes, and what is streamed."""
-        self._workers = asked_workers(self._asked_workers, world)
-        self._skipped: Sequence[str] = ()
-        self._streamed: tuple[StreamSamples | None, StreamSamples | None] = (None, None)
-        if self._source is None:
-            self._pairs: tuple[Sequence[Pair], Sequence[Pair]] = find_pairs(self._root)
-            self.classes = class_names(self._asked_classes, self._root)
-            if isinstance(self._asked_classes, list):
-                check_renamed(self.classes, listed_names(self._root), "data.classes")
-            if self._on_error == "skip":
-                self._pairs, self._skipped = readable_pairs(
-                    self._pairs, len(self.classes), world, self._workers
-                )
-            return
-        opened = self._source.open()
-        self._pairs, self._streamed = (opened.train, opened.valid), (opened.train.stream, opened.valid.stream)
-        if isinstance(self._asked_classes, list):
-            check_renamed(self._asked_classes, opened.classes, "data.classes")
-        self.classes = class_names(self._asked_classes or opened.classes, self._root)
-        self._digest = opened.identity
+    @property
+    def _ready(self) -> "_Prepared":
+        assert self._prepared is not None, "prepare comes first"
+        return self._prepared
+
+    def _opened(self, world: World, workers: int) -> "_MaskSet":
+        asked = self._asked_classes
+        if self._source is not None:
+            streamed = self._source.open()
+            if isinstance(asked, list):
+                check_renamed(asked, streamed.classes, "data.classes")
+            classes = class_names(asked or streamed.classes, self._root)
+            parts, streams = (streamed.train, streamed.valid), (streamed.train.stream, streamed.valid.stream)
+            return _MaskSet(parts, classes, streams, streamed.identity)
+        pairs = find_pairs(self._root)
+        classes = class_names(asked, self._root)
+        if isinstance(asked, list):
+            check_renamed(classes, listed_names(self._root), "data.classes")
+        if self._on_error == "skip":
+            kept, skipped = readable_pairs(pairs, len(classes), world, workers)
+            return _MaskSet(kept, classes, skipped=skipped)
+        return _MaskSet(pairs, classes)
 
     def write(
         self, folder: Path, layout: Literal["stream"] = "stream", block_mb: float = 32.0
@@ -200,13 +208,9 @@ class MaskData(Data):
         """As blocks that ``data=stream_masks`` reads. block_mb: about so many 10^6 bytes a block."""
         if self._source is not None:
             self._source.fetch()
-        self._find(World())
-        yield from write_masks(self._pairs, self.classes, folder, block_mb)
-
-    def _open(self, world: World) -> None:
-        self._device = world.device
-        mean, std = (torch.tensor(of, device=world.device) for of in (IMAGENET_MEAN, IMAGENET_STD))
-        self._normalise = Normalise(mean, std, self._channels_last)
+        world = World()
+        opened = self._opened(world, asked_workers(self._asked_workers, world))
+        yield from write_masks(opened.pairs, opened.classes, folder, block_mb)
 
     @property
     def outputs(self) -> Sequence[str]:
@@ -214,24 +218,27 @@ class MaskData(Data):
 
     @cached_property
     def identity(self) -> str:
-        seen = hashlib.sha256(repr((self.size, self.classes)).encode())
+        sha256 = hashlib.sha256(repr((self.size, self.classes)).encode())
+        opened = self._ready.opened
         if self._source is not None:
-            return hashlib.sha256(seen.digest() + self._digest.encode()).hexdigest()
-        for pairs in self._pairs:
+            return hashlib.sha256(sha256.digest() + opened.identity.encode()).hexdigest()
+        for pairs in opened.pairs:
             for file in (file for pair in pairs for file in pair):
                 assert isinstance(file, Path)
-                seen.update(of_file(str(file), str(file.relative_to(self._root)), len(pairs)))
-        return seen.hexdigest()
+                sha256.update(of_file(str(file), str(file.relative_to(self._root)), len(pairs)))
+        return sha256.hexdigest()
 
     @property
     def epoch_order(self) -> EpochOrder:
-        return Shuffled() if self._streamed[0] is None else self._streamed[0].blocks
+        stream = self._ready.opened.streams[0]
+        return Shuffled() if stream is None else stream.blocks
 
     @property
     def loading(self) -> Loading:
-        stream = self._streamed[0]
+        opened = self._ready.opened
+        stream = opened.streams[0]
         reading = None if stream is None else stream.reading
-        return Loading(self._workers, False, reading, len(self._skipped))
+        return Loading(self._ready.workers, False, reading, len(opened.skipped))
 
     def metadata(self) -> Mapping[str, Any]:
         return {"classes": list(self.classes), "size": self.size}
@@ -239,7 +246,7 @@ class MaskData(Data):
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
         self.classes = tuple(metadata["classes"])
         self.adopt_metadata(metadata)
-        self._open(world)
+        self._normalise = _normaliser(world.device, self._channels_last)
 
     def preparation(self) -> Mapping[str, Any]:
         """How a program makes the model's input of a picture file (docs/segmentation.md), as JSON has it."""
@@ -254,7 +261,7 @@ class MaskData(Data):
 
     def normalised(self, pictures: Tensor) -> Tensor:
         """uint8 (n, H, W, 3), of any pictures -> float32 (n, 3, H, W) on the device, as in batches."""
-        return self._normalise(pictures.to(self._device))
+        return self._normalise(pictures.to(self._normalise.mean.device))
 
     def preprocess(self, sample: "Named") -> Tensor:
         """A picture, by its file's path or as a PIL image -> float32 (1, 3, size, size) on the device, scaled
@@ -265,37 +272,65 @@ class MaskData(Data):
 
     @property
     def train_size(self) -> int:
-        return len(self._train)
+        return len(self._ready.train)
 
     @property
     def valid_size(self) -> int:
-        return len(self._valid)
+        return len(self._ready.valid)
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Masked]:
-        return self._loaded(self._train, training_keys(self._streamed[0], sampler, steps))
+        return self._loaded(self._ready.train, training_keys(self._ready.opened.streams[0], sampler, steps))
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Masked]:
-        return self._loaded(self._valid, valid_keys(self._streamed[1], chunks))
+        return self._loaded(self._ready.valid, valid_keys(self._ready.opened.streams[1], chunks))
 
     def valid_samples(self, count: int) -> tuple[Tensor, Tensor]:
         """The first validation samples: uint8 (n, size, size, 3) pictures and uint8 (n, size, size) masks, on
         the CPU."""
-        return _sound(self._valid, [(AS_IT_IS, i, 0.0) for i in range(min(count, self.valid_size))])
+        return _sound(self._ready.valid, [(AS_IT_IS, i, 0.0) for i in range(min(count, self.valid_size))])
 
     def preview(self) -> Tensor:
         """The first 16 training samples as epoch 0 shows them, half in their classes' colours."""
-        pictures, masks = _sound(self._train, [(0, i, 0.0) for i in range(min(_SHOWN, self.train_size))])
+        pictures, masks = _sound(
+            self._ready.train, [(0, i, 0.0) for i in range(min(_SHOWN, self.train_size))]
+        )
         return blended(pictures.permute(0, 3, 1, 2), masks)
 
     def describe(self) -> str:
         return (
             f"masks: {self.train_size:,} train, {self.valid_size:,} valid, {len(self.classes)} classes,"
-            f" {self.size}x{self.size}, {read_by(self._workers)}{in_words(self._skipped)}"
+            f" {self.size}x{self.size}, {read_by(self._ready.workers)}{in_words(self._ready.opened.skipped)}"
         )
 
     def _loaded(self, part: MaskedPictures, keys: Iterable[list[Key]]) -> Iterator[Masked]:
-        for pictures, masks in read_by_workers(part, keys, self._workers, self._device):
+        device = self._normalise.mean.device
+        for pictures, masks in read_by_workers(part, keys, self._ready.workers, device):
             yield self._normalise(pictures), masks.long()
+
+
+class _MaskSet(NamedTuple):
+    """pairs: of training and of validation; streams: what they are streamed by. identity: of a streamed set.
+    skipped: a line for each pair that is left out."""
+
+    pairs: tuple[Sequence[Pair], Sequence[Pair]]
+    classes: tuple[str, ...]
+    streams: tuple[StreamSamples | None, StreamSamples | None] = (None, None)
+    identity: str = ""
+    skipped: Sequence[str] = ()
+
+
+class _Prepared(NamedTuple):
+    """workers: loader processes of this rank."""
+
+    opened: _MaskSet
+    train: MaskedPictures
+    valid: MaskedPictures
+    workers: int
+
+
+def _normaliser(device: torch.device, channels_last: bool) -> Normalise:
+    mean, std = (torch.tensor(of, device=device) for of in (IMAGENET_MEAN, IMAGENET_STD))
+    return Normalise(mean, std, channels_last)
 
 
 def _sound(part: MaskedPictures, keys: list[Key]) -> tuple[Tensor, Tensor]:

@@ -118,21 +118,21 @@ def open_packed(folder: Path, part: str, split: Split) -> PackedSplit:
 
 def _refused(folder: Path, size: int, damage: str, error: OSError) -> UserError:
     """Why packed pictures can't be written, why they would have to be, and what helps."""
-    found = ""
+    explanation = ""
     if os.path.isdir(folder):
-        found = f" {folder.name} there is damaged: {damage}."
+        explanation = f" {folder.name} there is damaged: {damage}."
     elif error.errno in _TO_READ_ONLY:
         others = sorted(other.name for other in folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*"))
         many = f"{others[0]} and {len(others) - 1} more" if len(others) > 1 else "".join(others)
         if others:
-            found = (
+            explanation = (
                 f" What is packed there ({many}) was made of files in other folders, of other names, sizes or"
                 f" times of change, or by another version of Pillow; {_ABOUT} in it says when and of what."
             )
     remedy = "Make room, name" if error.errno in _NO_ROOM else "Name"
     return UserError(
         f"data.source.cache={folder.parent}: {_readable_size(size)} of packed pictures can't be written there"
-        f" ({error.strerror}).{found} {remedy} another folder, or do without: data.source.cache=null.",
+        f" ({error.strerror}).{explanation} {remedy} another folder, or do without: data.source.cache=null.",
         everywhere=False,
     )
 
@@ -214,15 +214,15 @@ def _digest(folder: Path, block: _PixelBlock) -> str:
 
 
 def _blocks(parts: Mapping[str, Split]) -> list[_PixelBlock]:
-    found = []
+    blocks = []
     for part, split in parts.items():
         bytes_each = math.prod(split.shape)
         stride, count = max(1, _BLOCK // bytes_each), len(split)
-        found += [
+        blocks += [
             _PixelBlock(part, range(start, min(start + stride, count)), bytes_each)
             for start in range(0, count, stride)
         ]
-    return found
+    return blocks
 
 
 def _on_all_cores(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

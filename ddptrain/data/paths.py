@@ -36,8 +36,8 @@ class Paths:
 
     def names(self) -> list[str]:
         """All of them, relative to the folder; one by one they take ten times as long."""
-        whole, begin, found = self._bytes.numpy().tobytes(), 0, []
+        whole, begin, paths = self._bytes.numpy().tobytes(), 0, []
         for end in self._ends.tolist():
-            found.append(os.fsdecode(whole[begin:end]))
+            paths.append(os.fsdecode(whole[begin:end]))
             begin = end
-        return found
+        return paths

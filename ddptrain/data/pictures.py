@@ -69,8 +69,8 @@ def named_pictures(source: str) -> list[Path]:
     if path.is_dir():
         files = pictures_in(path)
     else:
-        found = map(Path, glob(source, recursive=True))
-        files = sorted(file for file in found if file.suffix.lower() in ENDINGS and file.is_file())
+        matching = map(Path, glob(source, recursive=True))
+        files = sorted(file for file in matching if file.suffix.lower() in ENDINGS and file.is_file())
     if not files:
         why = "it and the folders in it hold none" if path.is_dir() else "no such file or folder"
         raise UserError(f"source={source}: names no picture ({', '.join(ENDINGS)}): {why}.")
@@ -81,9 +81,9 @@ def pictures_in(folder: Path, endings: Sequence[str] = ENDINGS) -> list[Path]:
     """The files in and below a folder with one of these endings, sorted. Of the others the log says how many
     there are; hidden ones, and those in hidden folders, are none."""
     names = [file.relative_to(folder) for file in folder.rglob("*") if file.is_file()]
-    seen = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-    note_not_read(folder, [str(name) for name in seen if name.suffix.lower() not in endings], endings)
-    return sorted(folder / name for name in seen if name.suffix.lower() in endings)
+    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    note_not_read(folder, [str(name) for name in visible if name.suffix.lower() not in endings], endings)
+    return sorted(folder / name for name in visible if name.suffix.lower() in endings)
 
 
 def note_not_read(folder: object, names: Sequence[str], endings: Sequence[str] = ENDINGS) -> None:
@@ -96,9 +96,9 @@ def note_not_read(folder: object, names: Sequence[str], endings: Sequence[str] =
 
 def check_apart(where: object, names: Sequence[Path]) -> None:
     """Raises UserError for a.jpg beside a.png: what belongs to them would have one name."""
-    seen: dict[Path, Path] = {}
+    first_with: dict[Path, Path] = {}
     for name in names:
-        other = seen.setdefault(name.with_suffix(""), name)
+        other = first_with.setdefault(name.with_suffix(""), name)
         if other is not name:
             raise UserError(
                 f"{where}: {other} and {name} differ in their ending only; give them other names."
@@ -144,11 +144,11 @@ def decoded(file: "Named", mode: str, side: int = 0) -> "Image.Image":
     """
     if not isinstance(file, str | os.PathLike | Encoded):
         check_pixels(file, "picture")
-        return seen(file.copy(), mode)
+        return upright(file.copy(), mode)
     with opened(file) as picture:
         if side:
             picture.draft(mode, (side, side))
-        return seen(picture, mode)
+        return upright(picture, mode)
 
 
 def content_of(file: "str | os.PathLike[str] | Encoded") -> bytes:
@@ -215,7 +215,7 @@ def cropped(file: Path | Encoded, shape: tuple[int, int, int], box_of: Callable[
     mode, size = _mode(file, shape[2]), shape[:2]
     with opened(file) as picture:
         if picture.format not in _DRAFTABLE:
-            whole = seen(picture, mode)
+            whole = upright(picture, mode)
             return cut(whole, box_of(whole.height, whole.width), size)
         turned = picture.getexif().get(_ORIENTATION, 1)
         width, height = picture.size
@@ -226,10 +226,10 @@ def cropped(file: Path | Encoded, shape: tuple[int, int, int], box_of: Callable[
         if scale > 1:
             top, left, tall, wide = (side / scale for side in box)
             area = (left, top, left + wide, top + tall)
-            part = seen(picture, mode).resize(size[::-1], Image.Resampling.BILINEAR, box=area)
+            part = upright(picture, mode).resize(size[::-1], Image.Resampling.BILINEAR, box=area)
             return pil_to_tensor(part)  # type: ignore[no-any-return]
         pixels = _decoded_by_torchvision(file, mode) if turned == 1 else None
-        return cut(seen(picture, mode), box, size) if pixels is None else resized(pixels, box, size)
+        return cut(upright(picture, mode), box, size) if pixels is None else resized(pixels, box, size)
 
 
 def cut(picture: "Image.Image", box: Box, size: tuple[int, int]) -> Tensor:
@@ -310,7 +310,7 @@ def decoders() -> list[str | None]:
     return [PIL.__version__, *(features.version(name) for name in ("jpg", "webp", "libtiff"))]
 
 
-def seen(picture: "Image.Image", mode: str) -> "Image.Image":
+def upright(picture: "Image.Image", mode: str) -> "Image.Image":
     """The picture itself, decoded, turned as its EXIF tag says, with 8 bits a channel."""
     from PIL import ImageOps
 

@@ -43,8 +43,8 @@ class Shapes(ImageSource):
 
     def open(self, root: Path) -> ImageSet:
         return ImageSet(
-            train=self._drawn(self.train, part=0),
-            valid=self._drawn(self.valid, part=1),
+            train=self._split(self.train, part=0),
+            valid=self._split(self.valid, part=1),
             classes=list(DISTANCES),
             mean=[85.8] * 3,
             std=[59.8] * 3,
@@ -52,7 +52,7 @@ class Shapes(ImageSource):
             identity=digest([repr((self.name, self.train, self.valid, self.seed)).encode()]),
         )
 
-    def _drawn(self, count: int, part: int) -> Split:
+    def _split(self, count: int, part: int) -> Split:
         chunks = [
             draw_samples(torch.Generator().manual_seed(derive_seed(self.seed, part, i)))
             for i in range(math.ceil(count / _CHUNK))

@@ -111,8 +111,8 @@ class ImageSet:
         own = [*map(float, self.mean)], [*map(float, self.std)]
         if own == ([*mean], [*std]) or len(mean) != len(self.mean):
             return self
-        told = (", ".join(f"{value:.4g}" for value in of) for of in (mean, std))
-        log.info("note       data: normalised by the model's mean %s and deviation %s, not the set's", *told)
+        both = (", ".join(f"{value:.4g}" for value in of) for of in (mean, std))
+        log.info("note       data: normalised by the model's mean %s and deviation %s, not the set's", *both)
         return replace(self, mean=mean, std=std)
 
 

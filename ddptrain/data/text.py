@@ -73,21 +73,30 @@ class TextData(Data):
     def __post_init__(self) -> None:
         check_least("data", 1, window=self.window, valid_piece=self.valid_piece)
         check_least("data", 0, valid_context=self.valid_context)
+        self._vocabulary: Vocabulary | Tokenizer | None = None
+        self._prepared: _Prepared | None = None
 
     def prepare(self, world: World, seed: int) -> None:
         if isinstance(self.source, StreamText):
             once_a_node(world, self.source.fetch)
-            self._tokens: Tokens | OpenedText = self.source.open()
+            tokens: Tokens | OpenedText = self.source.open()
         else:
-            self._tokens = open_tokens(once_a_node(world, partial(self._tokens_folder, self.source)))
-        self._vocabulary: Vocabulary | Tokenizer = self._tokens.vocabulary
-        self._world = world
-        self._device = world.device
-        self._seed = seed
+            tokens = open_tokens(once_a_node(world, partial(self._tokens_folder, self.source)))
+        self._vocabulary = tokens.vocabulary
+        self._prepared = _Prepared(tokens, world, seed)
         self._check_size()
 
+    @property
+    def _ready(self) -> "_Prepared":
+        assert self._prepared is not None, "prepare comes first"
+        return self._prepared
+
+    @property
+    def _tokens(self) -> Tokens | OpenedText:
+        return self._ready.tokens
+
     def metadata(self) -> Mapping[str, Any]:
-        vocabulary = self._vocabulary
+        vocabulary = self.vocabulary
         if isinstance(vocabulary, Tokenizer):
             return {"tokenizer": vocabulary.saved, "window": self.window}
         return {"characters": vocabulary.characters, "window": self.window}
@@ -106,6 +115,7 @@ class TextData(Data):
 
     @property
     def vocabulary(self) -> Vocabulary | Tokenizer:
+        assert self._vocabulary is not None, "prepare or load_metadata comes first"
         return self._vocabulary
 
     @property
@@ -159,7 +169,8 @@ class TextData(Data):
         train = self._tokens.train
         if isinstance(train, TokenBlocks):
             if self.in_streams:
-                ranks = self._world.local_size  # not this rank's own rows: all must come to the same answer
+                # not this rank's own rows: all must come to the same answer
+                ranks = self._ready.world.local_size
                 train.check_room(-(-sampler.batch_size * ranks // sampler.world_size), ranks)
             return self._moved(self._streamed(train, sampler, steps))
         starts = self._stream_starts if self.in_streams else self._shuffled_starts
@@ -195,7 +206,7 @@ class TextData(Data):
 
     def _moved(self, batches: Iterable[Windows]) -> Iterator[Windows]:
         """Tokens go to the device in their own dtype, an eighth of the bytes."""
-        for windows in on_device(batches, self._device):
+        for windows in on_device(batches, self._ready.world.device):
             yield windows._replace(tokens=windows.tokens.to(torch.int64))
 
     def preview(self) -> None:
@@ -255,7 +266,7 @@ class TextData(Data):
 
     def _shuffled_starts(self, sampler: Sampler, steps: range) -> Iterator[tuple[Tensor, None]]:
         for ids, epochs in sampler.samples(steps, torch.device("cpu")):
-            shift = draw_below(self.window, self._seed, epochs, torch.zeros_like(ids), _SHIFT)
+            shift = draw_below(self.window, self._ready.seed, epochs, torch.zeros_like(ids), _SHIFT)
             yield ids * self.window + shift, None
 
     def _streamed(self, train: TokenBlocks, sampler: Sampler, steps: range) -> Iterator[Windows]:
@@ -266,13 +277,14 @@ class TextData(Data):
             for some, epochs in train.fetching(
                 ids, training_positions(sampler, steps), needs, PREFETCH_SHARE
             ):
-                yield Windows(self._pinned(train.read_windows(some, epochs, self.window, self._seed)))
+                yield Windows(self._pinned(train.read_windows(some, epochs, self.window, self._ready.seed)))
             return
         positions = (step for step in steps for _ in sampler.micro_sizes)
         needs = train.needs_of_streams(self._origins(sampler), self.window, steps)
         starts = self._stream_starts(sampler, steps)
         # the ranks of a node fetch other blocks into the same cache
-        for some, rows in train.fetching(starts, positions, needs, PREFETCH_SHARE / self._world.local_size):
+        share = PREFETCH_SHARE / self._ready.world.local_size
+        for some, rows in train.fetching(starts, positions, needs, share):
             yield Windows(self._pinned(train.read(some, self.window + 1)), rows)
 
     def _need(self, valid: TokenBlocks, i: int, chunk: range) -> Need:
@@ -294,7 +306,13 @@ class TextData(Data):
         return Windows(self._pinned(tokens), None, self._pinned(scored))
 
     def _pinned(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory() if self._device.type == "cuda" else tensor
+        return tensor.pin_memory() if self._ready.world.device.type == "cuda" else tensor
+
+
+class _Prepared(NamedTuple):
+    tokens: Tokens | OpenedText
+    world: World
+    seed: int
 
 
 def _read(ring: Tensor | TokenBlocks, starts: Tensor, length: int) -> Tensor:

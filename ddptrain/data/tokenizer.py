@@ -88,7 +88,7 @@ class Tokenizer:
         """The tokens of each, by several threads; of a tokenizer only. What looks like a special token is
         text."""
         assert self._of is not None
-        return [found.ids for found in self._of.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in self._of.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> Iterator[str]:
         """The text of tokens as they come, piece by piece, until a document ends."""
@@ -133,17 +133,17 @@ def _loaded(saved: str, where: str) -> Any:
     except ImportError:
         raise UserError(f"{where}: needs tokenizers: pip install 'ddptrain[tokenizers]'") from None
     try:
-        made = tokenizers.Tokenizer.from_str(saved)
+        tokenizer = tokenizers.Tokenizer.from_str(saved)
     except Exception as error:  # of no class of its own
         raise UserError(
             f"{where}: is no tokenizer.json of the tokenizers library ({str(error)[:200]})."
         ) from None
-    made.no_truncation()
-    made.no_padding()
-    made.encode_special_tokens = True
-    if not any(made.token_to_id(name) is not None for name in _ENDS):
-        made.add_special_tokens([_ENDS[0]])
-    return made
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    if not any(tokenizer.token_to_id(name) is not None for name in _ENDS):
+        tokenizer.add_special_tokens([_ENDS[0]])
+    return tokenizer
 
 
 def _until(end: int, tokens: Iterable[int]) -> Iterator[int]:

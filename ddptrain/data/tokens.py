@@ -184,11 +184,11 @@ def _dtype(vocabulary: int) -> torch.dtype:
 
 
 def _alphabet(documents: Sequence[Document]) -> str:
-    found: set[str] = set()
+    characters: set[str] = set()
     for document in documents:
         for text in decoded(document, _HELP):
-            found |= set(text)
-    return "".join(sorted(found))
+            characters |= set(text)
+    return "".join(sorted(characters))
 
 
 def _encoded(documents: Sequence[Document], alphabet: str | None) -> Iterator[bytes]:

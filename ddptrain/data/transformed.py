@@ -40,15 +40,15 @@ class OwnTransform:
         """As `Transforms.apply`. Raises UserError where the module gives something else than a picture."""
         with restored():
             seed_all(derive_seed(*key, _OWN))
-            made = self._module(picture)
-        if not isinstance(made, Tensor) or made.dtype != torch.uint8 or made.shape != picture.shape:
-            found = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+            out = self._module(picture)
+        if not isinstance(out, Tensor) or out.dtype != torch.uint8 or out.shape != picture.shape:
+            kind = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise UserError(
-                f"data.augment: {type(self._module).__name__} made {found} of uint8"
+                f"data.augment: {type(self._module).__name__} made {kind} of uint8"
                 f" {tuple(picture.shape)}; it must give a picture of the same type and size. The engine"
                 " normalises."
             )
-        return made
+        return out
 
 
 @final

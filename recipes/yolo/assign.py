@@ -61,9 +61,9 @@ class TaskAligned:
             return Assigned(labels.new_zeros(n, a), scores.new_zeros(n, a))
         overlap = box_iou(boxes, predicted).nan_to_num_()  # (n, k, a); two boxes without area give 0 / 0
         wanted = labels.clamp(min=0)[:, None, :].expand(n, a, k)
-        seen = scores.gather(2, wanted).transpose(1, 2)
+        class_scores = scores.gather(2, wanted).transpose(1, 2)
         possible = self._inside(points, strides, boxes) & (labels >= 0)[..., None] & (overlap > 0)
-        alignment = torch.where(possible, seen.pow(self.alpha) * overlap.pow(self.beta), 0.0)
+        alignment = torch.where(possible, class_scores.pow(self.alpha) * overlap.pow(self.beta), 0.0)
         best, which = alignment.topk(min(self.most, a), dim=2)
         taken = torch.zeros_like(alignment, dtype=torch.bool).scatter_(2, which, best > 0)
         index = torch.where(taken, overlap, -1.0).argmax(1)

@@ -51,19 +51,19 @@ def distances_from(points: Tensor, boxes: Tensor) -> Tensor:
     return torch.cat([points - boxes[..., :2], boxes[..., 2:] - points], dim=-1)
 
 
-def complete_iou_loss(seen: Tensor, true: Tensor) -> Tensor:
+def complete_iou_loss(predicted: Tensor, true: Tensor) -> Tensor:
     """1 - complete IoU (Zheng et al., arXiv 1911.08287, equations 6 to 11) of boxes given by their distances
     (..., 4) from a common point, as in `boxes_at` -> (...).
 
     No gradient flows through the weight of the aspect ratio's term. A box without width and height may have a
     NaN as its gradient. torchvision's picks out the boxes that overlap by a mask, for which the host waits.
     """
-    sides, true_sides = _sides(seen), _sides(true)
-    shared = _area(_sides(torch.minimum(seen, true)).relu())
+    sides, true_sides = _sides(predicted), _sides(true)
+    shared = _area(_sides(torch.minimum(predicted, true)).relu())
     iou = shared / (_area(sides) + _area(true_sides) - shared + _EPS)
-    before, after = (seen - true).chunk(2, dim=-1)
+    before, after = (predicted - true).chunk(2, dim=-1)
     apart = ((after - before) / 2).square().sum(-1)
-    around = _sides(torch.maximum(seen, true)).square().sum(-1) + _EPS
+    around = _sides(torch.maximum(predicted, true)).square().sum(-1) + _EPS
     turn = torch.atan2(*true_sides.unbind(-1)) - torch.atan2(*sides.unbind(-1))
     aspect = 4 / math.pi**2 * turn.square()
     missed = 1 - iou
@@ -116,10 +116,10 @@ def detections(raw: Raw, least_score: float, overlap: float, most: int) -> list[
 
     overlap: IoU in [0, 1] above which the less sure of two boxes of one class is a double. most: per picture.
     """
-    found = candidates(decoded(raw), raw.classes.float().sigmoid())
-    counts = (found.scores >= least_score).sum(1).tolist()  # a sync point; one more a picture in nms
+    best = candidates(decoded(raw), raw.classes.float().sigmoid())
+    counts = (best.scores >= least_score).sum(1).tolist()  # a sync point; one more a picture in nms
     pictures = []
-    for count, *of in zip(counts, *found, strict=True):
+    for count, *of in zip(counts, *best, strict=True):
         boxes, scores, labels = (each[:count] for each in of)  # the surest come first
         kept = without_doubles(boxes, scores, labels, overlap)[:most]
         pictures.append(Detections(boxes[kept], scores[kept], labels[kept]))

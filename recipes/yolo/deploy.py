@@ -63,8 +63,8 @@ class _Listed(nn.Module):
         self._suppress = suppress
 
     def forward(self, images: Tensor) -> Tensor:
-        found = candidates(*self.dense(images))
-        return torch.stack([self._listed(*picture) for picture in zip(*found, strict=True)])
+        best = candidates(*self.dense(images))
+        return torch.stack([self._listed(*picture) for picture in zip(*best, strict=True)])
 
     def _listed(self, boxes: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
         # a fixed number of rows, kept ones marked by their score: shapes that depend on what is seen would

@@ -89,19 +89,18 @@ class Detection(Task):
         # DataParallel lays what its replicas say of the anchors, all the same, one below the other
         points, strides = (of[: logits.shape[1]] for of in (raw.points, raw.strides))
         stride = strides[:, None]
-        seen = expected_distances(logits) * stride
-        assigned = self._assigner(
-            scores.detach().sigmoid(), boxes_at(points, seen.detach()), points, strides, true, batch.labels
-        )
+        distances = expected_distances(logits) * stride
+        boxes = boxes_at(points, distances.detach())
+        assigned = self._assigner(scores.detach().sigmoid(), boxes, points, strides, true, batch.labels)
         weight, learnt = assigned.weight, (assigned.weight > 0)[..., None]
         # dense, with each anchor's cell where nothing is to be learnt: picking those out would wait for the
         # device. Also in place of what is seen there: a box without sides may have a NaN as its gradient
         goal, label = _of_objects(true, batch.labels, assigned.target)
         goal = torch.where(learnt, distances_from(points, goal), stride / 2)
-        seen = torch.where(learnt, seen, stride / 2)
+        distances = torch.where(learnt, distances, stride / 2)
         goals = torch.zeros_like(scores).scatter_(2, label.clamp(min=0)[..., None], weight[..., None])
         sums = {
-            "box": (complete_iou_loss(seen, goal) * weight).sum(),
+            "box": (complete_iou_loss(distances, goal) * weight).sum(),
             "distance": (distance_loss(logits, goal / stride).mean(-1) * weight).sum(),
             "classes": class_loss(scores, goals),
         }
@@ -109,25 +108,25 @@ class Detection(Task):
         return Loss(total, weight.sum(), sums)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
-        found = []
+        rows = []
         raw = self._checked(model(batch.images), model)
         for i, (boxes, scores, labels) in enumerate(
             detections(raw, least_score=0.001, overlap=self._overlap, most=100)
         ):
             picture = batch.ids[i].expand(len(labels))
             boxes = batch.placed.of(i).back(boxes)
-            found.append(torch.cat([picture[:, None], boxes, scores[:, None], labels[:, None]], dim=1))
-        return {"found": Rows(torch.cat(found))}
+            rows.append(torch.cat([picture[:, None], boxes, scores[:, None], labels[:, None]], dim=1))
+        return {"detections": Rows(torch.cat(rows))}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        found = self._clipped(sums["found"])
-        scores = coco_scores(self._data.valid, self._data.classes, found)
+        rows = self._clipped(sums["detections"])
+        scores = coco_scores(self._data.valid, self._data.classes, rows)
         return Report(scores.metrics, {"precision_recall": scores.curves})
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
         batch = next(iter(self._data.valid_batches([range(min(_SHOWN, self._data.valid_size))])))
-        found = detections(model(batch.images), least_score=0.25, overlap=self._overlap, most=100)
-        return {"predictions": compared(batch, found, self._data.classes)}
+        per_picture = detections(model(batch.images), least_score=0.25, overlap=self._overlap, most=100)
+        return {"predictions": compared(batch, per_picture, self._data.classes)}
 
     def predict(
         self, model: nn.Module, source: str, out: str = "predictions", score: float = 0.25
@@ -135,8 +134,8 @@ class Detection(Task):
         """Boxes on pictures: a file, a folder or a pattern; see `ddptrain.recipes.yolo.predict`."""
         if not 0 <= score <= 1:
             raise UserError(f"score={score}: must be in [0, 1].")
-        told: Iterator[str] = predicted(model, self._data, source, Path(out), score, self._overlap)
-        return told
+        lines: Iterator[str] = predicted(model, self._data, source, Path(out), score, self._overlap)
+        return lines
 
     def deploy(
         self, model: nn.Module, nms: bool = False, batch: int = 1, score: float = 0.25, most: int = 100
@@ -153,19 +152,19 @@ class Detection(Task):
         check_outputs(raw.classes, len(self._data.classes), model, "classes", "(n, anchors, classes)")
         return raw
 
-    def _clipped(self, found: Tensor) -> Tensor:
+    def _clipped(self, rows: Tensor) -> Tensor:
         """Detections within their pictures."""
-        sizes = self._data.valid.sizes[found[:, 0].long()]
-        most = torch.stack([sizes[:, 1], sizes[:, 0]] * 2, dim=1).to(found.dtype)
-        return torch.cat([found[:, :1], found[:, 1:5].clamp(min=0).minimum(most), found[:, 5:]], dim=1)
+        sizes = self._data.valid.sizes[rows[:, 0].long()]
+        most = torch.stack([sizes[:, 1], sizes[:, 0]] * 2, dim=1).to(rows.dtype)
+        return torch.cat([rows[:, :1], rows[:, 1:5].clamp(min=0).minimum(most), rows[:, 5:]], dim=1)
 
     def _scaled(self, images: Tensor, boxes: Tensor, progress: Progress) -> tuple[Tensor, Tensor]:
         """The batch at this step's scale, the same on every rank and in every micro-batch."""
         if not self._multi_scale:
             return images, boxes
         side = images.shape[-1]
-        drawn = derive_seed(self._data.seed, progress.step) / 2**63 * 2 - 1
-        new = max(round(side * (1 + self._multi_scale * drawn) / _COARSEST), 1) * _COARSEST
+        shift = derive_seed(self._data.seed, progress.step) / 2**63 * 2 - 1
+        new = max(round(side * (1 + self._multi_scale * shift) / _COARSEST), 1) * _COARSEST
         if new == side:
             return images, boxes
         resized = functional.interpolate(images, size=(new, new), mode="bilinear", antialias=True)

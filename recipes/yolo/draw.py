@@ -16,18 +16,18 @@ _LEAST_SIDE = 320
 """Pixels up to which small pictures are enlarged, so that names can be read."""
 
 
-def compared(batch: Batch, found: Sequence[Detections], classes: Sequence[str]) -> Picture:
+def compared(batch: Batch, answers: Sequence[Detections], classes: Sequence[str]) -> Picture:
     """Validation pictures side by side: the true boxes in green, in orange what was found and how surely."""
-    drawn = []
-    for image, boxes, labels, detected in zip(batch.images, batch.boxes, batch.labels, found, strict=True):
+    pictures = []
+    for image, boxes, labels, detected in zip(batch.images, batch.boxes, batch.labels, answers, strict=True):
         pixels = (image.float() * 255).round().to(torch.uint8).cpu()
         there = labels >= 0
-        drawn.append(annotated(pixels, detected, classes, true=boxes[there].cpu()))
-    return Picture(make_grid(drawn, nrow=4, padding=4, pad_value=255))
+        pictures.append(annotated(pixels, detected, classes, true=boxes[there].cpu()))
+    return Picture(make_grid(pictures, nrow=4, padding=4, pad_value=255))
 
 
 def annotated(
-    pixels: Tensor, found: Detections, classes: Sequence[str], true: Tensor | None = None
+    pixels: Tensor, detected: Detections, classes: Sequence[str], true: Tensor | None = None
 ) -> Tensor:
     """uint8 (3, H, W), enlarged where small: found boxes in orange with class and score, true ones (k, 4) in
     green."""
@@ -35,15 +35,15 @@ def annotated(
     large: Tensor = functional.interpolate(pixels[None], scale_factor=times)[0].contiguous()
     if true is not None and len(true):
         large = draw_bounding_boxes(large, true * times, colors=_TRUE, width=2)
-    if not len(found.labels):
+    if not len(detected.labels):
         return large
     texts = [
         f"{classes[label]} {score:.2f}"
-        for label, score in zip(found.labels.tolist(), found.scores.tolist(), strict=True)
+        for label, score in zip(detected.labels.tolist(), detected.scores.tolist(), strict=True)
     ]
-    boxes = found.boxes.cpu() * times
+    boxes = detected.boxes.cpu() * times
     sorted_corners = torch.cat([boxes[:, :2], boxes[:, 2:].maximum(boxes[:, :2])], dim=1)
-    drawn: Tensor = draw_bounding_boxes(
+    picture: Tensor = draw_bounding_boxes(
         large,
         sorted_corners,
         texts,
@@ -53,4 +53,4 @@ def annotated(
         label_background_colors=_FOUND,
         fill_labels=True,
     )
-    return drawn
+    return picture

@@ -34,58 +34,60 @@ def predicted(
     check_apart("source", names)
     scenes = FileScenes((probe(file), str(name), []) for file, name in zip(files, names, strict=True))
     claim(out)
-    seen: list[Detections] = []
+    per_picture: list[Detections] = []
     try:
         for i, batch in enumerate(data.batches_of(scenes)):
-            found = detections(model(batch.images), least_score, overlap, most=100)[0]
-            found = _within(batch.placed.of(0).back(found.boxes), found, scenes.sizes[i])
+            detected = detections(model(batch.images), least_score, overlap, most=100)[0]
+            detected = _within(batch.placed.of(0).back(detected.boxes), detected, scenes.sizes[i])
             pixels = scenes.image(i)
-            _write_picture(out / "pictures" / names[i].with_suffix(".png"), pixels, found, data.classes)
-            _write_labels(out / "labels" / names[i].with_suffix(".txt"), found, scenes.sizes[i])
-            seen.append(found)
-            told = ", ".join(_told(found, data.classes)) or "nothing"
-            yield f"{files[i]}: {told}\n"
+            _write_picture(out / "pictures" / names[i].with_suffix(".png"), pixels, detected, data.classes)
+            _write_labels(out / "labels" / names[i].with_suffix(".txt"), detected, scenes.sizes[i])
+            per_picture.append(detected)
+            summary = ", ".join(_counts(detected, data.classes)) or "nothing"
+            yield f"{files[i]}: {summary}\n"
     finally:  # also where a picture can't be decoded: of those before it
-        content = json.dumps(_as_json(scenes, seen, data.classes))
+        content = json.dumps(_as_json(scenes, per_picture, data.classes))
         (out / "predictions.json").write_text(content, encoding="utf-8")
     yield f"{out}: pictures, labels and predictions.json for {len(files)} pictures"
 
 
-def _within(boxes: Tensor, found: Detections, size: Tensor) -> Detections:
+def _within(boxes: Tensor, detected: Detections, size: Tensor) -> Detections:
     """On the CPU, cut off at the picture's edge; what lies in the grey beside it is left out."""
     height, width = size.tolist()
     boxes = boxes.cpu().clamp(min=0).minimum(torch.tensor([width, height, width, height]))
     kept = (boxes[:, 2:] - boxes[:, :2]).amin(1) >= _LEAST_SIDE
-    return Detections(boxes[kept], found.scores.cpu()[kept], found.labels.cpu()[kept])
+    return Detections(boxes[kept], detected.scores.cpu()[kept], detected.labels.cpu()[kept])
 
 
-def _told(found: Detections, classes: Sequence[str]) -> Iterator[str]:
-    counts = found.labels.bincount(minlength=len(classes)).tolist()
+def _counts(detected: Detections, classes: Sequence[str]) -> Iterator[str]:
+    counts = detected.labels.bincount(minlength=len(classes)).tolist()
     return (f"{count} {name}" for name, count in zip(classes, counts, strict=True) if count)
 
 
-def _write_picture(file: Path, pixels: Tensor, found: Detections, classes: Sequence[str]) -> None:
+def _write_picture(file: Path, pixels: Tensor, detected: Detections, classes: Sequence[str]) -> None:
     from torchvision.transforms.v2.functional import to_pil_image
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    to_pil_image(annotated(pixels, found, classes)).save(file)
+    to_pil_image(annotated(pixels, detected, classes)).save(file)
 
 
-def _write_labels(file: Path, found: Detections, size: Tensor) -> None:
+def _write_labels(file: Path, detected: Detections, size: Tensor) -> None:
     """``class cx cy w h`` as shares of the picture's sides: labels to correct and train on."""
     file.parent.mkdir(parents=True, exist_ok=True)
     height, width = size.tolist()
     lines = [
         f"{label} {in_sides(box, height, width)}\n"
-        for box, label in zip(found.boxes.tolist(), found.labels.tolist(), strict=True)
+        for box, label in zip(detected.boxes.tolist(), detected.labels.tolist(), strict=True)
     ]
     file.write_text("".join(lines), encoding="utf-8")
 
 
-def _as_json(scenes: FileScenes, seen: Sequence[Detections], classes: Sequence[str]) -> dict[str, object]:
-    objects = [Objects(f.boxes, f.labels, torch.zeros_like(f.labels, dtype=torch.bool)) for f in seen]
-    content = as_coco(objects, scenes.sizes[: len(seen)], scenes.names[: len(seen)], classes)
-    scores = [score for found in seen for score in found.scores.tolist()]
+def _as_json(
+    scenes: FileScenes, per_picture: Sequence[Detections], classes: Sequence[str]
+) -> dict[str, object]:
+    objects = [Objects(f.boxes, f.labels, torch.zeros_like(f.labels, dtype=torch.bool)) for f in per_picture]
+    content = as_coco(objects, scenes.sizes[: len(per_picture)], scenes.names[: len(per_picture)], classes)
+    scores = [score for detected in per_picture for score in detected.scores.tolist()]
     for annotation, score in zip(content["annotations"], scores, strict=True):
         annotation["score"] = score
     return content

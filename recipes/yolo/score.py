@@ -23,10 +23,10 @@ class Scores(NamedTuple):
     curves: Curves
 
 
-def coco_scores(scenes: Scenes, classes: Sequence[str], found: Tensor) -> Scores:
+def coco_scores(scenes: Scenes, classes: Sequence[str], rows: Tensor) -> Scores:
     """Average precision and recall of detections on all pictures of a part of a set.
 
-    found: float32 (d, 7), rows of picture, x1, y1, x2, y2 (in pixels of the picture), score, label.
+    rows: float32 (d, 7), rows of picture, x1, y1, x2, y2 (in pixels of the picture), score, label.
 
     mAP is the mean over classes and over IoU thresholds 0.50, 0.55, ... 0.95 of the average precision; mAP50
     and mAP75 are at one threshold; AR is the recall with 100 detections a picture, over the same thresholds
@@ -36,20 +36,20 @@ def coco_scores(scenes: Scenes, classes: Sequence[str], found: Tensor) -> Scores
 
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(as_coco(scenes.objects, scenes.sizes, scenes.names, classes))
-        evaluator = COCOeval_faster(truth, truth.loadRes(_results(found)), "bbox")
+        evaluator = COCOeval_faster(truth, truth.loadRes(_results(rows)), "bbox")
         evaluator.evaluate()
         evaluator.accumulate()
     precision = torch.from_numpy(evaluator.eval["precision"])[..., _ANY_AREA, _MOST]  # IoU, recall, class
     recall = torch.from_numpy(evaluator.eval["recall"])[..., _ANY_AREA, _MOST]  # IoU, class
-    seen = [i for i in range(len(classes)) if recall[0, i] >= 0]
-    precision, recall = precision[..., seen], recall[..., seen]
+    present = [i for i in range(len(classes)) if recall[0, i] >= 0]
+    precision, recall = precision[..., present], recall[..., present]
     metrics = {
         "mAP": float(precision.mean()),
         "mAP50": float(precision[0].mean()),
         "mAP75": float(precision[5].mean()),
         "AR": float(recall.mean()),
     }
-    for place, label in enumerate(seen):
+    for place, label in enumerate(present):
         metrics[f"AP/{classes[label]}"] = float(precision[..., place].mean())
         metrics[f"AR/{classes[label]}"] = float(recall[:, place].mean())
     return Scores(metrics, _curves(precision))
@@ -64,7 +64,7 @@ def _curves(precision: Tensor) -> Curves:
     return Curves(lines, "recall", "precision")
 
 
-def _results(found: Tensor) -> list[dict[str, Any]]:
+def _results(rows: Tensor) -> list[dict[str, Any]]:
     """Rows of picture, x1, y1, x2, y2, score, label as COCO's results JSON has them."""
     return [
         {
@@ -73,5 +73,5 @@ def _results(found: Tensor) -> list[dict[str, Any]]:
             "bbox": [x1, y1, x2 - x1, y2 - y1],
             "score": score,
         }
-        for picture, x1, y1, x2, y2, score, label in found.tolist()
+        for picture, x1, y1, x2, y2, score, label in rows.tolist()
     ]

@@ -77,7 +77,7 @@ def test_the_translator_learns_a_few_pairs_by_heart(tmp_path: Path) -> None:
 
     data = DatePairs(train=12, valid=10)
     data.prepare(World(), 0)
-    source, target = (decoded(of[0].tolist()) for of in data._train)
+    source, target = (decoded(of[0].tolist()) for of in data._ready.train)
     for beam in (1, 4):
         told = ddptrain(tmp_path, ["predict", "run=run", f"text={source}", f"beam={beam}"], **ONE_THREAD)
         assert told.out == f"{target}\n", told.err

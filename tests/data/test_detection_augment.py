@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.detection.augment import BoxDraws, DetectionAugment, Seen
+from ddptrain.data.detection.augment import BoxDraws, BoxedImage, DetectionAugment
 from ddptrain.data.detection.batch import Batch, coloured, stacked
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes, draw_scenes
@@ -99,7 +99,7 @@ def test_a_scene_does_not_depend_on_how_many_are_drawn_nor_on_threads() -> None:
     assert not torch.equal(many.image(0), many.image(200))
 
 
-def painted(height: int, width: int, first: int, count: int) -> Seen:
+def painted(height: int, width: int, first: int, count: int) -> BoxedImage:
     """Solid rectangles on grey, apart from each other; each its own colour, of which its label tells."""
     pixels = torch.full((3, height, width), GREY, dtype=torch.uint8)
     boxes = []
@@ -108,7 +108,7 @@ def painted(height: int, width: int, first: int, count: int) -> Seen:
         y1, y2 = round(height * (0.1 + 0.2 * j)), round(height * (0.6 + 0.1 * j))
         pixels[:, y1:y2, x1:x2] = PAINTS[(first + j) % 6].to(torch.uint8)[:, None, None]
         boxes.append([x1, y1, x2, y2])
-    return Seen(pixels, torch.tensor(boxes).float().view(-1, 4), first + torch.arange(count))
+    return BoxedImage(pixels, torch.tensor(boxes).float().view(-1, 4), first + torch.arange(count))
 
 
 def extent(pixels: Tensor, label: int) -> list[float] | None:
@@ -127,7 +127,9 @@ SIDE = 128
 shares = st.sampled_from([0.0, 0.3, 0.5])
 
 
-def applied(augment: DetectionAugment, seed: int, mosaic: bool) -> tuple[list[Seen], Seen, BoxDraws]:
+def applied(
+    augment: DetectionAugment, seed: int, mosaic: bool
+) -> tuple[list[BoxedImage], BoxedImage, BoxDraws]:
     if mosaic:
         tiles = [
             painted(128, 96, 0, 2),
@@ -189,8 +191,8 @@ def test_boxes_grow_with_what_is_turned_and_slanted(
 def test_what_the_mosaics_edge_hides_counts_as_cut_off_also_where_pictures_are_turned() -> None:
     """At most a sixth of an object reaches onto the canvas: too little, however little that is turned."""
     grey = torch.full((3, SIDE, SIDE), GREY, dtype=torch.uint8)
-    empty = Seen(grey, torch.zeros(0, 4), torch.zeros(0).long())
-    tiles = [Seen(grey, torch.tensor([[0.0, 40, 64, 80]]), torch.tensor([0])), empty, empty, empty]
+    empty = BoxedImage(grey, torch.zeros(0, 4), torch.zeros(0).long())
+    tiles = [BoxedImage(grey, torch.tensor([[0.0, 40, 64, 80]]), torch.tensor([0])), empty, empty, empty]
     changes, shown = PLAIN | {"zoom": 0.5, "shift": 0.5}, 0
     for seed in range(1000):
         draws = BoxDraws(seed, torch.tensor([0]), torch.tensor([0]))

@@ -34,7 +34,7 @@ def opened(seed: int = 0) -> DatePairs:
 
 def all_pairs(data: DatePairs) -> tuple[Pairs, Pairs]:
     [valid] = data.valid_batches([range(data.valid_size)])
-    return data._train, valid
+    return data._ready.train, valid
 
 
 @given(st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=126)))

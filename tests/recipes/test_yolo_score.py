@@ -191,7 +191,7 @@ def test_a_network_that_knows_gets_a_perfect_report() -> None:
     task = Detection(lambda **_: nn.Identity(), data, TaskAligned())
     rows = []
     for batch in data.valid_batches([range(1), range(1, 2)]):
-        found = task.evaluate(Knows(batch.boxes[0], batch.labels[0]), batch)["found"]
+        found = task.evaluate(Knows(batch.boxes[0], batch.labels[0]), batch)["detections"]
         assert isinstance(found, Rows)
         sure = found.values[found.values[:, 5] > 0.5]
         i = int(batch.ids[0])
@@ -200,12 +200,12 @@ def test_a_network_that_knows_gets_a_perfect_report() -> None:
         got = sorted(sure[:, [1, 2, 3, 4, 6]].tolist())
         torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=0, atol=0.01)
         rows.append(found.values)
-    report = task.report({"found": torch.cat(rows)})
+    report = task.report({"detections": torch.cat(rows)})
     assert report.metrics["mAP"] == report.metrics["AR"] == pytest.approx(1.0)
     # what reaches beyond the picture is cut off there, as the true boxes are
     far = torch.tensor([[0, 60, 4, 400, 47, 0.9, 1], [1, -200, -99, 30, 11, 0.9, 2]])
-    assert task.report({"found": far}).metrics["AP/owl"] == pytest.approx(1.0)
-    assert task.report({"found": far}).metrics["AR/dog"] == pytest.approx(0.5)
+    assert task.report({"detections": far}).metrics["AP/owl"] == pytest.approx(1.0)
+    assert task.report({"detections": far}).metrics["AR/dog"] == pytest.approx(0.5)
 
 
 def test_a_validation_picture_lies_in_its_square_on_grey_without_crowds() -> None:

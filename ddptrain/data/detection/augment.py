@@ -26,7 +26,7 @@ _YIQ_TO_RGB = torch.linalg.inv(_RGB_TO_YIQ)
 _LEAST_SIDE = 2.0  # Pixels below which what is left of a cut-off box is dropped
 
 
-class Seen(NamedTuple):
+class BoxedImage(NamedTuple):
     """A picture and what is on it."""
 
     pixels: Tensor
@@ -96,15 +96,15 @@ class DetectionAugment:
         others = (int(draws.one(i, name, 0, len(near))) for name in ("second", "third", "fourth"))
         return [sample, *(near[other] for other in others)]
 
-    def apply(self, tiles: Sequence[Seen], draws: BoxDraws, i: int, side: int) -> Seen:
+    def apply(self, tiles: Sequence[BoxedImage], draws: BoxDraws, i: int, side: int) -> BoxedImage:
         """The i-th sample, (3, side, side), from the pictures that `tiles` named, at most ``side`` long."""
         from torchvision.transforms.v2 import functional
         from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat
 
-        canvas, found, labels = self._laid_out(tiles, draws, i, side)
-        seen = found.clamp(0, 2 * side)
+        canvas, whole_boxes, labels = self._laid_out(tiles, draws, i, side)
+        visible_boxes = whole_boxes.clamp(0, 2 * side)
         boxes = BoundingBoxes(
-            seen, format=BoundingBoxFormat.XYXY, canvas_size=(2 * side, 2 * side), clamping_mode=None
+            visible_boxes, format=BoundingBoxFormat.XYXY, canvas_size=(2 * side, 2 * side), clamping_mode=None
         )
         angle = draws.one(i, "angle", -self.degrees, self.degrees)
         slant = draws.one(i, "shear", -self.shear, self.shear)
@@ -116,7 +116,7 @@ class DetectionAugment:
             min(max(round(side - wide / 2 + side * shift), 0), 2 * side - wide)
             for shift in (draws.one(i, name, -self.shift, self.shift) for name in ("shift_x", "shift_y"))
         )
-        whole = _areas(boxes) * (side / wide) ** 2 * (_areas(found) / _areas(seen))
+        whole = _areas(boxes) * (side / wide) ** 2 * (_areas(whole_boxes) / _areas(visible_boxes))
         pixels = functional.resized_crop(canvas, top, left, wide, wide, [side, side])
         boxes = functional.resized_crop(boxes, top, left, wide, wide, [side, side])
         if draws.one(i, "mirror") < self.mirror:
@@ -125,7 +125,7 @@ class DetectionAugment:
             pixels, boxes = functional.vertical_flip(pixels), functional.vertical_flip(boxes)
         plain = boxes.as_subclass(Tensor).clamp(0, side)
         kept = (_areas(plain) >= self.keep * whole) & (_sides(plain).amin(1) >= _LEAST_SIDE)
-        return Seen(pixels, plain[kept], labels[kept])
+        return BoxedImage(pixels, plain[kept], labels[kept])
 
     def colours(self, draws: BoxDraws) -> Tensor:
         """float32 (n, 3, 3): what each sample's RGB values are multiplied by.
@@ -143,7 +143,7 @@ class DetectionAugment:
         colours: Tensor = _YIQ_TO_RGB @ turn @ _RGB_TO_YIQ
         return colours
 
-    def _laid_out(self, tiles: Sequence[Seen], draws: BoxDraws, i: int, side: int) -> Seen:
+    def _laid_out(self, tiles: Sequence[BoxedImage], draws: BoxDraws, i: int, side: int) -> BoxedImage:
         """A canvas twice as wide as a sample: one picture in its middle, or four around a point near it."""
         canvas = torch.full((3, 2 * side, 2 * side), GREY, dtype=torch.uint8)
         if len(tiles) == 1:
@@ -166,7 +166,7 @@ class DetectionAugment:
             )
             canvas[:, y1:y2, x1:x2] = tile.pixels[:, y1 - top : y2 - top, x1 - left : x2 - left]
             boxes.append(tile.boxes + torch.tensor([left, top, left, top]))
-        return Seen(canvas, torch.cat(boxes), torch.cat([tile.labels for tile in tiles]))
+        return BoxedImage(canvas, torch.cat(boxes), torch.cat([tile.labels for tile in tiles]))
 
 
 def _sides(boxes: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddptrain.data.detection.augment import Seen
+from ddptrain.data.detection.augment import BoxedImage
 from ddptrain.data.detection.letterbox import Letterbox
 
 NOTHING = -1
@@ -30,7 +30,7 @@ class Batch(NamedTuple):
     """Where each picture lies in its square; of validation pictures only."""
 
 
-def stacked(samples: Sequence[Seen], colours: Tensor, ids: Tensor, placed: Letterbox) -> Batch:
+def stacked(samples: Sequence[BoxedImage], colours: Tensor, ids: Tensor, placed: Letterbox) -> Batch:
     """One batch of uint8 pictures of one size."""
     most = max(len(sample.labels) for sample in samples)
     boxes = torch.zeros(len(samples), most, 4)

@@ -107,29 +107,29 @@ def _sibling(file: Path) -> Path | None:
 
 def _read(file: Path, problems: Problems) -> _Instances:
     try:
-        found = parse_json(files.read_text(file), object_hook=_without_masks)
+        content = parse_json(files.read_text(file), object_hook=_without_masks)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{file}, line {error.lineno}, column {error.colno}: is not JSON ({error.msg})."
         ) from error
     except ValueError as error:  # a number of thousands of digits, brackets thousands deep
         raise UserError(f"{file}: is no JSON that can be read ({error}).") from error
-    images = _usable_images(file, _entries(file, found, "images"), problems)
+    images = _usable_images(file, _entries(file, content, "images"), problems)
     if not images:
         raise UserError(f"{file}: images: lists no image with an id and a file_name.")
     return _Instances(
         file=file,
         folder=_image_folder(file, images),
-        categories=_categories(file, _entries(file, found, "categories")),
+        categories=_categories(file, _entries(file, content, "categories")),
         images=images,
         annotations=_by_image(
-            file, {image["id"] for image in images}, _entries(file, found, "annotations"), problems
+            file, {image["id"] for image in images}, _entries(file, content, "annotations"), problems
         ),
     )
 
 
-def _entries(file: Path, found: Any, key: str) -> list[dict[str, Any]]:
-    entries = found.get(key) if isinstance(found, dict) else None
+def _entries(file: Path, content: Any, key: str) -> list[dict[str, Any]]:
+    entries = content.get(key) if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"{file}: {key}: must be a list of objects, as in COCO's instances.")
     return entries

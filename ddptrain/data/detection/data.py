@@ -178,16 +178,16 @@ class DetectionData(Data):
 
     @cached_property
     def identity(self) -> str:
-        seen = hashlib.sha256(repr((self.side, tuple(self.classes))).encode())
+        sha256 = hashlib.sha256(repr((self.side, tuple(self.classes))).encode())
         if self._set.identity:
-            seen.update(self._set.identity.encode())
-            return seen.hexdigest()
+            sha256.update(self._set.identity.encode())
+            return sha256.hexdigest()
         for part in (self._set.train, self._set.valid):
             for i, on_it in enumerate(part.objects):
-                seen.update(part.fingerprint(i))
+                sha256.update(part.fingerprint(i))
                 for tensor in (part.sizes[i], on_it.boxes, on_it.labels, on_it.crowd):
-                    seen.update(tensor.numpy().tobytes())
-        return seen.hexdigest()
+                    sha256.update(tensor.numpy().tobytes())
+        return sha256.hexdigest()
 
     def _loaded(self, samples: BoxSamples, keys: Any) -> Iterator[Batch]:
         for batch in read_by_workers(samples, keys, self._workers, self._device):

@@ -48,18 +48,18 @@ class DrawnScenes(DetectionSource):
 
     def open(self, root: Path) -> DetectionSet:
         return DetectionSet(
-            train=self._drawn(self.train, part=0),
-            valid=self._drawn(self.valid, part=1),
+            train=self._scenes(self.train, part=0),
+            valid=self._scenes(self.valid, part=1),
             classes=tuple(DISTANCES),
         )
 
-    def _drawn(self, count: int, part: int) -> ArrayScenes:
+    def _scenes(self, count: int, part: int) -> ArrayScenes:
         chunks = [
             draw_scenes(torch.Generator().manual_seed(derive_seed(self.seed, part, i)), self.side)
             for i in range(math.ceil(count / _CHUNK))
         ]
         images = torch.cat([images for images, _ in chunks])[:count]
-        objects = [one for _, found in chunks for one in found][:count]
+        objects = [one for _, chunk_objects in chunks for one in chunk_objects][:count]
         return ArrayScenes(images, objects, [f"{i:06}" for i in range(count)])
 
 
@@ -82,20 +82,20 @@ def draw_scenes(generator: Generator, side: int) -> tuple[Tensor, list[Objects]]
     count = torch.zeros(_CHUNK, dtype=torch.int64)
     for k in range(_TRIES):
         asked = torch.nonzero(count < wanted)[:, 0]
-        drawn = canvas.paint(
+        accepted = canvas.paint(
             asked, count[asked], labels[asked, k], radius[asked, k], angle[asked, k], centre[asked, k],
             colour[asked, k],
         )  # fmt: skip
-        done = asked[drawn]
+        done = asked[accepted]
         painted[done, count[done]] = labels[done, k]
         count[done] += 1
     images = ((canvas.pixels() + noise).clamp(0, 1) * 255).round().to(torch.uint8)
     boxes = _boxes_of(canvas.owners())
-    found = [
+    objects = [
         Objects(boxes[i, :n].clone(), painted[i, :n].clone(), torch.zeros(n, dtype=torch.bool))
         for i, n in enumerate(count.tolist())
     ]
-    return images, found
+    return images, objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class _Canvas:
     """int64 (n * tall * tall,): which shape is seen at a pixel, counted as painted."""
     whole: Tensor
     """float32 (n, MOST): pixels of each shape."""
-    seen: Tensor
+    visible: Tensor
     """float32 (n, MOST): of those, still to be seen."""
     side: int
 
@@ -142,12 +142,12 @@ class _Canvas:
         under = torch.where(mask, self.owner[at], _NOBODY)
         hidden = torch.zeros(len(rows), MOST + 1).scatter_add_(1, under + 1, torch.ones_like(distance))[:, 1:]
         own = mask.sum(1)
-        takes = (self.seen[rows] - hidden >= _SEEN * self.whole[rows]).all(1)
+        takes = (self.visible[rows] - hidden >= _SEEN * self.whole[rows]).all(1)
         takes &= own >= _SEEN * (distance < 0).sum(1)
         rows, at, mask, number = rows[takes], at[takes], mask[takes], number[takes]
-        self.seen[rows] -= hidden[takes]
+        self.visible[rows] -= hidden[takes]
         self.whole[rows, number] = (distance < 0).sum(1)[takes].float()
-        self.seen[rows, number] = own[takes].float()
+        self.visible[rows, number] = own[takes].float()
         self.owner[at] = torch.where(mask, number[:, None], self.owner[at])
         cover = (0.5 - distance[takes]).clamp(0, 1)[..., None]  # a soft edge of one pixel
         before = self.colours[at]

@@ -174,15 +174,15 @@ def checked_names(file: Path, names: Sequence[str]) -> list[str]:
 
 def check_size(picture: ImageFile, width: object, height: object) -> None:
     """Raises UserError where the labels speak of another size than the picture's."""
-    seen = (picture.width, picture.height)
-    if (width, height) == seen:
+    actual = (picture.width, picture.height)
+    if (width, height) == actual:
         return
-    if picture.turned and (height, width) == seen:
+    if picture.turned and (height, width) == actual:
         raise UserError(
-            f"{picture.file}: its EXIF tag turns it to {seen[0]}x{seen[1]} pixels, but its labels say"
+            f"{picture.file}: its EXIF tag turns it to {actual[0]}x{actual[1]} pixels, but its labels say"
             f" {width}x{height}, as if it were not turned. Label it as it is seen, or remove the tag."
         )
-    raise UserError(f"{picture.file}: is {seen[0]}x{seen[1]} pixels; its labels say {width}x{height}.")
+    raise UserError(f"{picture.file}: is {actual[0]}x{actual[1]} pixels; its labels say {width}x{height}.")
 
 
 def clipped(what: str, box: Box, picture: ImageFile, slack: tuple[float, float], rule: str) -> Box:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddptrain.data.detection.augment import BoxDraws, DetectionAugment, Seen
+from ddptrain.data.detection.augment import BoxDraws, BoxedImage, DetectionAugment
 from ddptrain.data.detection.batch import Batch, stacked
 from ddptrain.data.detection.letterbox import GREY, Letterbox, fitted, letterbox
 from ddptrain.data.detection.source import Objects, PackedObjects, Scenes
@@ -81,23 +81,27 @@ class BoxSamples(Dataset[Any]):
             return error
         return stacked(samples, self._augment.colours(draws), ids, placed)
 
-    def _augmented(self, draws: BoxDraws, i: int, key: Key) -> Seen:
+    def _augmented(self, draws: BoxDraws, i: int, key: Key) -> BoxedImage:
         _, sample, progress = key
         near = neighbours(self._stream, sample, len(self))
         tiles = self._augment.tiles(draws, i, sample, near, progress)
         return self._augment.apply([self._scaled(tile) for tile in tiles], draws, i, self._side)
 
-    def _scaled(self, i: int) -> Seen:
+    def _scaled(self, i: int) -> BoxedImage:
         """A picture at the size it is trained at, not yet in its square."""
         on_it = self._objects[i]
-        return Seen(self._pictures[i], on_it.boxes, on_it.labels)
+        return BoxedImage(self._pictures[i], on_it.boxes, on_it.labels)
 
-    def _letterboxed(self, i: int) -> Seen:
-        seen = self._scaled(i)
+    def _letterboxed(self, i: int) -> BoxedImage:
+        scaled_image = self._scaled(i)
         left, top = self._placed.corner[i].long().tolist()
         square = torch.full((3, self._side, self._side), GREY, dtype=torch.uint8)
-        square[:, top : top + seen.pixels.shape[1], left : left + seen.pixels.shape[2]] = seen.pixels
-        return seen._replace(pixels=square, boxes=seen.boxes + torch.tensor([left, top, left, top]))
+        square[:, top : top + scaled_image.pixels.shape[1], left : left + scaled_image.pixels.shape[2]] = (
+            scaled_image.pixels
+        )
+        return scaled_image._replace(
+            pixels=square, boxes=scaled_image.boxes + torch.tensor([left, top, left, top])
+        )
 
 
 def _to_learn(objects: Sequence[Objects], placed: Letterbox) -> PackedObjects:

@@ -59,13 +59,13 @@ class VocFiles(DetectionSource):
                 ) from error
 
     def open(self, root: Path) -> DetectionSet:
-        train, valid = self._found(root, "train"), self._found(root, "val")
+        train, valid = self._dataset(root, "train"), self._dataset(root, "val")
         problems = Problems(root / self._below, self.on_error)
         return problems.opened(
             FileScenes(_labelled(train, problems)), FileScenes(_labelled(valid, problems)), CLASSES
         )
 
-    def _found(self, root: Path, image_set: str) -> "VOCDetection":
+    def _dataset(self, root: Path, image_set: str) -> "VOCDetection":
         from torchvision.datasets import VOCDetection
 
         try:
@@ -78,11 +78,11 @@ class VocFiles(DetectionSource):
             ) from error
 
 
-def _labelled(found: "VOCDetection", problems: Problems) -> Iterator[tuple[ImageFile, str, list[Row]]]:
-    for image, annotation in zip(found.images, found.annotations, strict=True):
+def _labelled(dataset: "VOCDetection", problems: Problems) -> Iterator[tuple[ImageFile, str, list[Row]]]:
+    for image, annotation in zip(dataset.images, dataset.annotations, strict=True):
         try:
             picture = files.probe(Path(image))
-            objects = _objects(found, annotation, picture)
+            objects = _objects(dataset, annotation, picture)
         except UserError as error:
             problems.add(str(error))
             continue
@@ -95,9 +95,9 @@ def _labelled(found: "VOCDetection", problems: Problems) -> Iterator[tuple[Image
         yield picture, f"JPEGImages/{picture.file.name}", rows
 
 
-def _objects(found: "VOCDetection", annotation: str, picture: ImageFile) -> list[Any]:
+def _objects(dataset: "VOCDetection", annotation: str, picture: ImageFile) -> list[Any]:
     try:
-        tree = found.parse_voc_xml(ElementTree.parse(annotation).getroot())
+        tree = dataset.parse_voc_xml(ElementTree.parse(annotation).getroot())
     except OSError as error:
         raise UserError(f"{annotation}: can't be read ({error.strerror}).") from error
     except ElementTree.ParseError as error:

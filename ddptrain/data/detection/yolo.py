@@ -71,36 +71,36 @@ class _Layout:
 
 def _read_layout(file: Path) -> _Layout:
     try:
-        found = parse_yaml(files.read_text(file))
+        content = parse_yaml(files.read_text(file))
     except ValueError as error:
         raise UserError(f"{file}: is not YAML ({error}).") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{file}: must hold the keys train, names and, where there is one, val.")
-    if "kpt_shape" in found:
+    if "kpt_shape" in content:
         raise UserError(f"{file}: kpt_shape: keypoints can't be trained on; name a set of boxes.")
-    root = found.get("path") or "."
+    root = content.get("path") or "."
     if not isinstance(root, str) or not (file.parent / root).is_dir():
         raise UserError(
             f"{file}: path: {root}: there is no such folder in {file.parent}. Correct it, or remove it if"
             " the images lie beside the yaml."
         )
-    train = _entries(file, "train", found.get("train"))
+    train = _entries(file, "train", content.get("train"))
     if not train:
         raise UserError(f"{file}: the key train is missing; it must name a folder of images.")
-    valid = _entries(file, "val", found.get("val"))
-    return _Layout(file, file.parent / root, train, valid, _names(file, found))
+    valid = _entries(file, "val", content.get("val"))
+    return _Layout(file, file.parent / root, train, valid, _names(file, content))
 
 
-def _entries(file: Path, key: str, found: Any) -> list[str]:
-    entries = found if isinstance(found, list) else [] if found is None else [found]
+def _entries(file: Path, key: str, value: Any) -> list[str]:
+    entries = value if isinstance(value, list) else [] if value is None else [value]
     for entry in entries:
         if not isinstance(entry, str):
             raise UserError(f"{file}: {key}: {entry}: must be a folder, a .txt file or a list of these.")
     return entries
 
 
-def _names(file: Path, found: dict[Any, Any]) -> list[str]:
-    names, count = found.get("names"), found.get("nc")
+def _names(file: Path, content: dict[Any, Any]) -> list[str]:
+    names, count = content.get("names"), content.get("nc")
     if isinstance(names, dict):
         if sorted(names, key=str) != sorted(range(len(names)), key=str):
             raise UserError(f"{file}: names: numbered {', '.join(map(str, names))}; must count up from 0.")
@@ -123,12 +123,12 @@ def _images_of_part(layout: _Layout, key: str, entries: Sequence[str], problems:
         if not place.exists() and entry.startswith("../"):  # as Roboflow writes it; Ultralytics does this
             place = layout.root / entry.removeprefix("../")
         if place.is_dir():
-            found_files = [file for file in place.rglob("*") if not file.name.startswith(".")]
-            found = sorted(file for file in found_files if file.suffix.lower() in ENDINGS)
-            others = (file for file in found_files if file.suffix.lower() not in ("", ".txt", *ENDINGS))
+            listed = [file for file in place.rglob("*") if not file.name.startswith(".")]
+            pictures = sorted(file for file in listed if file.suffix.lower() in ENDINGS)
+            others = (file for file in listed if file.suffix.lower() not in ("", ".txt", *ENDINGS))
             note_not_read(place, [str(file.relative_to(place)) for file in others if file.is_file()])
-            _report_orphans(place, found, problems)
-            images += found
+            _report_orphans(place, pictures, problems)
+            images += pictures
         elif place.suffix == ".txt" and place.is_file():
             images += _read_list(place, problems)
         else:

@@ -53,10 +53,10 @@ class StreamScenes(Scenes):
     def image(self, i: int) -> Tensor:
         from torchvision.transforms.v2.functional import pil_to_tensor
 
-        def made(content: Encoded) -> Tensor:
+        def decode(content: Encoded) -> Tensor:
             return pil_to_tensor(decoded(content, "RGB"))  # type: ignore[no-any-return]
 
-        return self.stream.made([i], ["image"], made)[0]
+        return self.stream.decode([i], ["image"], decode)[0]
 
     def encoded(self, i: int) -> bytes:
         ((content,),) = self.stream.read([i], ["image"])

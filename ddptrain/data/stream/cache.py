@@ -122,9 +122,9 @@ class BlockCache:
                 with self._part_of(self.path(i)) as part:
                     if part is not None:
                         known = self._download(block, part)
-                        found = look(part)
+                        result = look(part)
                         os.rename(self.path(i).with_suffix(_PART), self._path_of(known))
-                        return known, found
+                        return known, result
             except OSError as error:
                 raise self._refused(error) from error
             time.sleep(0.05)
@@ -249,8 +249,8 @@ class BlockCache:
 
 
 def _entries(folder: Path) -> "Iterator[os.DirEntry[str]]":
-    with os.scandir(folder) as found:
-        for entry in found:
+    with os.scandir(folder) as entries:
+        for entry in entries:
             if entry.name.endswith((_FETCHED, _PART)):
                 with suppress(FileNotFoundError):
                     entry.stat()

@@ -44,11 +44,11 @@ class StreamSplit(Split):
 
     def images(self, ids: Tensor) -> Tensor:
         make = partial(fitted, shape=self.shape, resize=self._resize)
-        return torch.stack(self.stream.made(ids.tolist(), [self._picture], make))
+        return torch.stack(self.stream.decode(ids.tolist(), [self._picture], make))
 
     def cropped(self, i: int, box_of: Callable[[int, int], Box]) -> Tensor:
         make = partial(cropped, shape=self.shape, box_of=box_of)
-        return self.stream.made([i], [self._picture], make)[0]
+        return self.stream.decode([i], [self._picture], make)[0]
 
     def encoded(self, i: int) -> bytes:
         ((content,),) = self.stream.read([i], [self._picture])
@@ -121,15 +121,15 @@ class StreamImages(ImageSource):
             raise UserError(
                 "data.source.classes: the set's index names none; give their names or their number."
             )
-        for found in labels:
-            if found.ndim == 1 and len(found) and not 0 <= int(found.min()) <= int(found.max()) < len(named):
+        for part in labels:
+            if part.ndim == 1 and len(part) and not 0 <= int(part.min()) <= int(part.max()) < len(named):
                 raise UserError(
-                    f"data.source.classes: has {len(named)}, and the set's labels are {int(found.min())} to"
-                    f" {int(found.max())}. Give their number or all names."
+                    f"data.source.classes: has {len(named)}, and the set's labels are {int(part.min())} to"
+                    f" {int(part.max())}. Give their number or all names."
                 )
-            if found.ndim == 2 and found.shape[1] != len(named):
+            if part.ndim == 2 and part.shape[1] != len(named):
                 raise UserError(
-                    f"data.source.classes: has {len(named)}, and the set's labels are of {found.shape[1]}."
+                    f"data.source.classes: has {len(named)}, and the set's labels are of {part.shape[1]}."
                     " Give their number or all names."
                 )
         return list(named)

@@ -107,22 +107,22 @@ def of_tars(keys: Sequence[str]) -> Manifest:
     return Manifest("classes", part, None, {}, hashlib.sha256(json.dumps(list(keys)).encode()).hexdigest())
 
 
-def _own(found: Mapping[str, Any], where: str, digest: str) -> Manifest:
-    if found["format"] != FORMAT:
-        raise UserError(f"{where}: has format {found['format']}; this ddptrain reads {FORMAT}.")
-    parts = {name: _part(part) for name, part in found["parts"].items()}
-    return Manifest(found["kind"], parts["train"], parts.get("valid"), found["about"], digest)
+def _own(index: Mapping[str, Any], where: str, digest: str) -> Manifest:
+    if index["format"] != FORMAT:
+        raise UserError(f"{where}: has format {index['format']}; this ddptrain reads {FORMAT}.")
+    parts = {name: _part(part) for name, part in index["parts"].items()}
+    return Manifest(index["kind"], parts["train"], parts.get("valid"), index["about"], digest)
 
 
-def _part(found: Mapping[str, Any]) -> Part:
-    return Part(found["fields"], [Block(*block) for block in found["blocks"]], columns=found["columns"])
+def _part(part: Mapping[str, Any]) -> Part:
+    return Part(part["fields"], [Block(*block) for block in part["blocks"]], columns=part["columns"])
 
 
-def _litdata(found: Mapping[str, Any], where: str, digest: str) -> Manifest:
-    fields = fields_of_litdata(found["config"], where)
-    formats = dict(zip(fields, found["config"]["data_format"], strict=True))
+def _litdata(index: Mapping[str, Any], where: str, digest: str) -> Manifest:
+    fields = fields_of_litdata(index["config"], where)
+    formats = dict(zip(fields, index["config"]["data_format"], strict=True))
     numbers = any(formats[name] == "int" for name in fields if name in LABEL)
     blocks = [
-        Block(chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"], "") for chunk in found["chunks"]
+        Block(chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"], "") for chunk in index["chunks"]
     ]
     return Manifest("", Part(fields, blocks, numbers), None, {}, digest)

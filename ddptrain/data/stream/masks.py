@@ -38,7 +38,7 @@ class StreamPairs(Sequence[Pair]):
     def decoded(self, i: int, classes: int) -> "tuple[Image.Image, Image.Image]":
         """As `read_pair`."""
         make = partial(_read_pair, classes=classes)
-        return self.stream.made([i], _FIELDS, make)[0]
+        return self.stream.decode([i], _FIELDS, make)[0]
 
 
 class MaskSet(NamedTuple):

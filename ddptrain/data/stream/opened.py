@@ -255,9 +255,9 @@ class Streamed:
         labels: list[int] = []
         blocks, said = [], time.monotonic()
         with ThreadPoolExecutor(_THREADS) as pool:
-            for known, found in pool.map(lambda i: cache.learn(i, look), range(len(part.blocks))):
-                labels += found
-                blocks.append(known._replace(samples=len(found)))
+            for known, block_labels in pool.map(lambda i: cache.learn(i, look), range(len(part.blocks))):
+                labels += block_labels
+                blocks.append(known._replace(samples=len(block_labels)))
                 if time.monotonic() - said > _SAY_EVERY_S:
                     said = time.monotonic()
                     log.info("data       %d of %d blocks", len(blocks), len(part.blocks))
@@ -272,14 +272,14 @@ _INDEX = "index.json"
 
 def _indexed(part: Part, folder: Path) -> Part:
     try:
-        found = json.loads((folder / _INDEX).read_text())
+        index = json.loads((folder / _INDEX).read_text())
     except OSError as error:
         raise UserError(
             f"{folder / _INDEX}: can't be read ({error.strerror}). The set that it is an index of has changed"
             " since the run began. Start again.",
             everywhere=False,
         ) from error
-    return replace(part, blocks=[Block(*block) for block in found["blocks"]], columns=found["columns"])
+    return replace(part, blocks=[Block(*block) for block in index["blocks"]], columns=index["columns"])
 
 
 def _number(label: bytes, int64: bool) -> int:

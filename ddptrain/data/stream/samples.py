@@ -43,7 +43,7 @@ class StreamSamples:
         by_block: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for at, (block, place) in enumerate(self.blocks.of(ids)):
             by_block[block].append((place, at))
-        found: list[list[bytes]] = [[]] * len(ids)
+        contents: list[list[bytes]] = [[]] * len(ids)
         for block, wanted in by_block.items():
             if suspect:
                 self.cache.drop_if_damaged(block)
@@ -51,29 +51,29 @@ class StreamSamples:
             read = partial(read_samples, places=places, fields=len(self.fields))
             samples = read_block(self.cache, block, read)
             for (_, at), sample in zip(wanted, samples, strict=True):
-                found[at] = [sample[i] for i in which]
-        return found
+                contents[at] = [sample[i] for i in which]
+        return contents
 
     def in_block_of(self, i: int) -> range:
         """The samples of its block."""
         ((block, place),) = self.blocks.of([i])
         return range(i - place, i - place + int(self.blocks.sizes[block]))
 
-    def made(self, ids: Sequence[int], fields: Sequence[str], make: Callable[..., Result]) -> list[Result]:
+    def decode(self, ids: Sequence[int], fields: Sequence[str], make: Callable[..., Result]) -> list[Result]:
         """What ``make`` gives of these fields of each, which it is given as `Encoded`. Of a sample that it
         refuses, once more if the block has suffered on this node's disk."""
         read = self.read(ids, fields)
         began = time.monotonic()
-        found = [self._made(i, fields, make, contents) for i, contents in zip(ids, read, strict=True)]
+        decoded = [self._decode_one(i, fields, make, contents) for i, contents in zip(ids, read, strict=True)]
         self.cache.counts[DECODING_S] += time.monotonic() - began
-        return found
+        return decoded
 
     def encoded(self, i: int, fields: Sequence[str], contents: Sequence[bytes]) -> list[Encoded]:
         """Fields of a sample, with their names: the first one's is the sample's own."""
         names = [Name(self, i), *(Name(self, i, f"the {field} of ") for field in fields[1:])]
         return [Encoded(content, name) for content, name in zip(contents, names, strict=True)]
 
-    def _made(
+    def _decode_one(
         self, i: int, fields: Sequence[str], make: Callable[..., Result], contents: list[bytes]
     ) -> Result:
         try:

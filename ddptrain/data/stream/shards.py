@@ -56,11 +56,11 @@ def _sample(descriptor: int, place: int, fields: int) -> list[bytes]:
     at = 4 * fields
     if at + sum(lengths) != len(body):
         raise Damaged("its places don't fit together")
-    found = []
+    values = []
     for length in lengths:
-        found.append(body[at : at + length])
+        values.append(body[at : at + length])
         at += length
-    return found
+    return values
 
 
 def count_of(file: IO[bytes]) -> int:
@@ -86,20 +86,20 @@ def from_tar(file: IO[bytes], fields: Sequence[Sequence[str]]) -> bytes:
                     samples.setdefault(f"{folder}/{stem}", {})[ending.lower()] = content.read()
     except (tarfile.TarError, EOFError) as error:
         raise Damaged(f"it is no whole tar ({error})") from None
-    return packed([_fields_of(name, found, fields) for name, found in samples.items()])
+    return packed([_fields_of(name, members, fields) for name, members in samples.items()])
 
 
-def _fields_of(name: str, found: dict[str, bytes], fields: Sequence[Sequence[str]]) -> list[bytes]:
+def _fields_of(name: str, members: dict[str, bytes], fields: Sequence[Sequence[str]]) -> list[bytes]:
     chosen = []
     for endings in fields:
-        ending = next((ending for ending in endings if ending in found), None)
+        ending = next((ending for ending in endings if ending in members), None)
         if ending is None:
             raise UserError(
                 f"{name.strip('/')} in a tar of data.source.url: has no file ending with"
-                f" {' or '.join(endings)}, only with {', '.join(sorted(found))}.",
+                f" {' or '.join(endings)}, only with {', '.join(sorted(members))}.",
                 everywhere=False,
             )
-        chosen.append(found[ending])
+        chosen.append(members[ending])
     return chosen
 
 

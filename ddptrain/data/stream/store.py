@@ -1,8 +1,7 @@
-"""Where a set lies: a bucket, a web server or a folder. Objects are read whole; what helps is tried again."""
+"""Where a set lies: a bucket, a web server or a folder. Objects are read whole; obstore itself asks a
+store that fails again."""
 
-import logging
 import os
-import random
 import re
 import time
 from collections.abc import Callable
@@ -14,12 +13,11 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, final
 from ddptrain.errors import UserError, reason
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
-
-log = logging.getLogger("ddptrain")
+    from obstore.store import ObjectStore, RetryConfig
 
 _SCHEMES = ("s3", "gs", "az", "http", "https")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 15.0
+_ATTEMPTS = 3
+"""Of a transfer whose content is damaged, or that broke off and can't be continued."""
 _PIECE = 8 * 2**20
 """Bytes handed over at a time."""
 _STALLED_S = 30
@@ -56,20 +54,20 @@ class Store:
     """
 
     def __init__(self, url: str, retry_s: float) -> None:
-        scheme, found, _ = url.partition("://")
-        if found and scheme not in _SCHEMES:
+        scheme, separator, _ = url.partition("://")
+        if separator and scheme not in _SCHEMES:
             schemes = ", ".join(f"{name}://" for name in _SCHEMES)
             raise UserError(f"data.source.url={shown(url)}: must begin with {schemes}, or be a folder.")
-        if found and re.search(r"//[^/]*@|\?", url):
+        if separator and re.search(r"//[^/]*@|\?", url):
             raise UserError(
                 f"data.source.url={shown(url)}: holds a password or a query, which would be written to the"
                 " run's folder. Give credentials by the environment."
             )
-        self.url = url.rstrip("/") if found else str(Path(url).expanduser().absolute())
+        self.url = url.rstrip("/") if separator else str(Path(url).expanduser().absolute())
         self.shown = shown(self.url)
         self.retry_s = retry_s
-        self.folder = None if found else Path(self.url)
-        self._scheme = scheme if found else ""
+        self.folder = None if separator else Path(self.url)
+        self._scheme = scheme if separator else ""
         self._opened: ObjectStore | None = None
         self._pid = 0
 
@@ -86,7 +84,7 @@ class Store:
             check(content)
             return content
 
-        return self._patiently(key, once)
+        return self._transfer(key, once)
 
     def size(self, key: str) -> int:
         """Bytes of an object. Raises as `download` does."""
@@ -99,7 +97,7 @@ class Store:
             return obstore.head(self._store(), key)["size"]
 
         try:
-            return self._patiently(key, once)
+            return self._transfer(key, once)
         except FileNotFoundError:
             raise self._missing(key) from None
 
@@ -117,7 +115,7 @@ class Store:
             return f"{about['size']} {about['e_tag']} {about['last_modified']}"
 
         try:
-            return self._patiently(key, once)
+            return self._transfer(key, once)
         except FileNotFoundError:
             raise self._missing(key) from None
 
@@ -135,7 +133,7 @@ class Store:
             check()
 
         try:
-            self._patiently(key, once)
+            self._transfer(key, once)
         except FileNotFoundError:
             raise self._missing(key) from None
 
@@ -146,38 +144,36 @@ class Store:
             everywhere=False,
         )
 
-    def _patiently(self, key: str, work: Callable[[], Result]) -> Result:
-        began, pause = time.monotonic(), _FIRST_PAUSE_S
-        damaged = 0
-        while True:
+    def _transfer(self, key: str, attempt: Callable[[], Result]) -> Result:
+        """What an attempt returns. obstore asks a failing store again for ``retry_s`` seconds, and continues
+        what broke off where the server can; what it can't continue, or what is damaged, is begun anew here.
+        """
+        began = time.monotonic()
+        for _ in range(_ATTEMPTS):
             try:
-                return work()
+                return attempt()
             except (FileNotFoundError, UserError):
                 raise
             except Damaged as error:
-                damaged += 1
-                if damaged == 3:
-                    raise UserError(
-                        f"{self.shown}/{key}: {error}, also when fetched again. It has changed since the set"
-                        " was written, or is damaged there. Write the set anew.",
-                        everywhere=False,
-                    ) from None
                 problem: Exception = error
             except Exception as error:
                 if not _of_a_store(error):
                     raise
                 self._check_worth_it(key, error)
                 problem = error
-            left = self.retry_s - (time.monotonic() - began)
-            if left <= 0:
-                raise UserError(
-                    f"{self.shown}/{key}: was not to be had for {self.retry_s:.0f} seconds"
-                    f" ({_reason(problem)}). Is the store up? data.source.retry_s says how long to wait.",
-                    everywhere=False,
-                ) from None
-            # ranks that failed together must not ask again together
-            time.sleep(min(left, pause * random.Random().uniform(0.5, 1)))
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+                if time.monotonic() - began >= self.retry_s:
+                    break
+        if isinstance(problem, Damaged):
+            raise UserError(
+                f"{self.shown}/{key}: {problem}, also when fetched again. It has changed since the set was"
+                " written, or is damaged there. Write the set anew.",
+                everywhere=False,
+            )
+        raise UserError(
+            f"{self.shown}/{key}: was not to be had for {self.retry_s:.0f} seconds ({_reason(problem)}). Is"
+            " the store up? data.source.retry_s says how long to wait.",
+            everywhere=False,
+        )
 
     def _check_worth_it(self, key: str, error: Exception) -> None:
         """Raises UserError where trying again is of no use."""
@@ -190,10 +186,10 @@ class Store:
             raise UserError(
                 f"{self.shown}/{key}: the store refuses it ({which}).{helps}", everywhere=False
             ) from None
-        if found := _OUR_FAULT.search(text):
+        if status := _OUR_FAULT.search(text):
             raise UserError(
-                f"{self.shown}/{key}: the store does not take the request ({found.group(1)}). Are address and"
-                " region right?",
+                f"{self.shown}/{key}: the store does not take the request ({status.group(1)}). Are address"
+                " and region right?",
                 everywhere=False,
             ) from None
         if isinstance(error, OSError) and self.folder is not None:
@@ -220,7 +216,7 @@ class Store:
     def _store(self) -> "ObjectStore":
         """obstore's threads don't outlive a fork, so each process has its own."""
         if self._opened is None or self._pid != os.getpid():
-            self._opened, self._pid = _connected(self.url, self._scheme), os.getpid()
+            self._opened, self._pid = _connected(self.url, self._scheme, self.retry_s), os.getpid()
         return self._opened
 
 
@@ -229,14 +225,14 @@ def shown(url: str) -> str:
     return re.sub(r"//[^/]*@", "//***@", url.partition("?")[0])
 
 
-def _connected(url: str, scheme: str) -> "ObjectStore":
+def _connected(url: str, scheme: str, retry_s: float) -> "ObjectStore":
     if find_spec("obstore") is None:
         raise UserError(f"data.source.url={shown(url)}: needs obstore: pip install 'ddptrain[stream]'")
     more: dict[str, Any] = {}
     if scheme == "s3" and "AWS_ACCESS_KEY_ID" not in os.environ:
         more = _from_usual_files()
     try:
-        return _client(url, more)
+        return _client(url, retry_s, more)
     except (ValueError, OSError, UserError):
         raise
     except Exception as error:
@@ -246,15 +242,13 @@ def _connected(url: str, scheme: str) -> "ObjectStore":
         ) from error
 
 
-def _client(url: str, more: dict[str, Any]) -> "ObjectStore":
+def _client(url: str, retry_s: float, more: dict[str, Any]) -> "ObjectStore":
     from obstore.store import from_url
 
     client: Any = {"timeout": f"{_STALLED_S}s", "allow_http": True}
-    # `Store` itself tries again: it also knows a broken download, and what is not worth it
-    return from_url(
-        url, client_options=client, retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
-        **more,
-    )  # fmt: skip
+    # a number that is never reached: the time alone is the limit
+    retries: RetryConfig = {"max_retries": 2**31, "retry_timeout": timedelta(seconds=retry_s)}
+    return from_url(url, client_options=client, retry_config=retries, **more)
 
 
 def _of_a_store(error: Exception) -> bool:
@@ -292,5 +286,5 @@ def _reason(error: Exception) -> str:
     ended = next((words for name, words in _ENDED.items() if name in inner), None)
     why = status.group().strip() if status else system[-1] if system else ended
     if why is None:
-        why = reason(Exception(re.sub(r"https?://\S+", lambda found: shown(found.group()), head)))
+        why = reason(Exception(re.sub(r"https?://\S+", lambda address: shown(address.group()), head)))
     return f"{why}, at {asked[2]}" if asked else why

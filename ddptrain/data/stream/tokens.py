@@ -56,9 +56,9 @@ class TokenBlocks:
     def read_windows(self, ids: Tensor, epochs: Tensor, window: int, seed: int) -> Tensor:
         """(n, window + 1): samples of `windows`. Each epoch begins a block's first window at another place of
         it, up to a window's length from its beginning, and goes around the block. ids, epochs: int64 (n,)."""
-        found = self.windows(window).of(ids.tolist())
-        blocks = torch.tensor([block for block, _ in found])
-        places = torch.tensor([place for _, place in found])
+        positions = self.windows(window).of(ids.tolist())
+        blocks = torch.tensor([block for block, _ in positions])
+        places = torch.tensor([place for _, place in positions])
         begins = places * window + draw_below(window, seed, epochs, blocks, _SHIFT)
         return self._read(blocks.tolist(), (begins % self._sizes[blocks]).tolist(), window + 1, 0)
 
@@ -78,10 +78,10 @@ class TokenBlocks:
         places = starts % total
         edges = torch.stack([places, places + length - 1])
         first, last = torch.searchsorted(self._ends, edges % total, right=True) + edges // total * count
-        found: dict[int, None] = {}
+        needed: dict[int, None] = {}
         for a, b in zip(first.tolist(), last.tolist(), strict=True):
-            found.update((block % count, None) for block in range(a, b + 1))
-        return Need(position, list(found))
+            needed.update((block % count, None) for block in range(a, b + 1))
+        return Need(position, list(needed))
 
     def needs_of_streams(self, origins: Tensor, window: int, steps: range) -> Iterator[Need]:
         """Of rows that begin at these places and read on by a window a step: whenever one comes to another

@@ -80,21 +80,21 @@ def cut(
     total = sum(sizes)
     count = max(1, round(total / raw))
     ends = iter([total * i // count for i in range(1, count + 1)])
-    found: list[list[TokenRun]] = [[]]
+    blocks: list[list[TokenRun]] = [[]]
     before, end = 0, next(ends)
     for document, size in zip(documents, sizes, strict=True):
         begin = 0
         while begin < size and before + size > end:
             at = min(size, after(document, end - before))
             if at > begin:
-                found[-1].append(_run(document, begin, at, size))
+                blocks[-1].append(_run(document, begin, at, size))
                 begin = at
-            found.append([])
+            blocks.append([])
             end = next(ends)
         if begin < size:
-            found[-1].append(_run(document, begin, size, size))
+            blocks[-1].append(_run(document, begin, size, size))
         before += size
-    return [runs for runs in found if runs]
+    return [runs for runs in blocks if runs]
 
 
 def after_line(document: Document, at: int) -> int:
@@ -135,11 +135,11 @@ def _tokens_per_byte(documents: Sequence[Document], tokenizer: Tokenizer) -> flo
 def _content(blocks: Sequence[Sequence[TokenRun]], tokenizer: Tokenizer, i: int) -> tuple[bytes, int]:
     """The i-th block, and how many tokens it has."""
     end = torch.tensor([tokenizer.end], dtype=tokenizer.dtype)
-    found: list[Tensor] = []
+    pieces: list[Tensor] = []
     for run in blocks[i]:
-        found += _tokens(run.of, tokenizer)
-        found += [end] * run.ends
-    tokens = torch.cat(found)
+        pieces += _tokens(run.of, tokenizer)
+        pieces += [end] * run.ends
+    tokens = torch.cat(pieces)
     return tokens.numpy().tobytes(), len(tokens)
 
 
