@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 _SCHEMES = ("s3", "gs", "az", "http", "https")
 _ATTEMPTS = 3
-"""Of a transfer whose content is damaged, or that broke off and can't be continued."""
+"""Of a transfer whose content is damaged."""
+_PAUSE_S = 0.5
+"""Before a transfer is begun anew."""
 _PIECE = 8 * 2**20
 """Bytes handed over at a time."""
 _STALLED_S = 30
@@ -146,34 +148,34 @@ class Store:
 
     def _transfer(self, key: str, attempt: Callable[[], Result]) -> Result:
         """What an attempt returns. obstore asks a failing store again for ``retry_s`` seconds, and continues
-        what broke off where the server can; what it can't continue, or what is damaged, is begun anew here.
+        what broke off where the server can. What it can't continue is begun anew here within this time, and a
+        few times what is damaged.
         """
-        began = time.monotonic()
-        for _ in range(_ATTEMPTS):
+        began, damaged = time.monotonic(), 0
+        while True:
             try:
                 return attempt()
             except (FileNotFoundError, UserError):
                 raise
             except Damaged as error:
-                problem: Exception = error
+                damaged += 1
+                if damaged == _ATTEMPTS:
+                    raise UserError(
+                        f"{self.shown}/{key}: {error}, also when fetched again. It has changed since the set"
+                        " was written, or is damaged there. Write the set anew.",
+                        everywhere=False,
+                    ) from None
             except Exception as error:
                 if not _of_a_store(error):
                     raise
                 self._check_worth_it(key, error)
-                problem = error
                 if time.monotonic() - began >= self.retry_s:
-                    break
-        if isinstance(problem, Damaged):
-            raise UserError(
-                f"{self.shown}/{key}: {problem}, also when fetched again. It has changed since the set was"
-                " written, or is damaged there. Write the set anew.",
-                everywhere=False,
-            )
-        raise UserError(
-            f"{self.shown}/{key}: was not to be had for {self.retry_s:.0f} seconds ({_reason(problem)}). Is"
-            " the store up? data.source.retry_s says how long to wait.",
-            everywhere=False,
-        )
+                    raise UserError(
+                        f"{self.shown}/{key}: was not to be had for {self.retry_s:.0f} seconds"
+                        f" ({_reason(error)}). Is the store up? data.source.retry_s says how long to wait.",
+                        everywhere=False,
+                    ) from None
+            time.sleep(_PAUSE_S)
 
     def _check_worth_it(self, key: str, error: Exception) -> None:
         """Raises UserError where trying again is of no use."""
