@@ -138,6 +138,12 @@ def _cross_checks(config: Config) -> list[str]:
     stop = config.stop
     if stop.metric is not None and stop.patience is None and stop.target is None:
         problems.append(f"stop.metric={stop.metric}: needs stop.patience or stop.target beside it.")
+    warmup, cooldown = config.sched.get("warmup"), config.sched.get("cooldown")
+    if isinstance(warmup, float | int) and isinstance(cooldown, float | int) and warmup + cooldown > 1:
+        problems.append(
+            f"sched.cooldown={cooldown}: with sched.warmup={warmup} it is longer than the run; together they"
+            " may be 1 at most."
+        )
     gpus, per_job = config.sweep.gpus, config.sweep.gpus_per_job
     plain = isinstance(gpus, list) and all(type(gpu) in (int, str) and str(gpu).strip() for gpu in gpus)
     if gpus != "auto" and not (plain and gpus and len({str(gpu) for gpu in gpus}) == len(gpus)):

@@ -94,11 +94,6 @@ def wsd(
     first = _warmup_steps(warmup, steps)
     _check_share("final", final)
     _check_share("cooldown", cooldown)
-    if warmup + cooldown > 1:
-        raise UserError(
-            f"sched.cooldown={cooldown:g}: with sched.warmup={warmup:g} it is longer than the run;"
-            " together they may be 1 at most."
-        )
     parts: list[LRScheduler] = [ConstantLR(optimizer, factor=1.0)]
     last = min(round(cooldown * steps), max(1, steps - first))
     if not last:

@@ -32,7 +32,6 @@ def halving(optimizer: Optimizer, steps: int, times: int = 2) -> LRScheduler:
         (lr_schedule("cosine", final=2.0), "sched.final=2: must be at least 0 and at most 1"),
         (lr_schedule("step", gamma=0), "sched.gamma=0: must be above 0"),
         (lr_schedule("step", milestones=[0.5, 0.2]), r"sched.milestones=\[0.5, 0.2\]: must rise"),
-        (lr_schedule("wsd", warmup=0.6, cooldown=0.6), "sched.cooldown=0.6: with sched.warmup=0.6"),
         ({"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, "must be .* follows from the step"),
     ],
 )
