@@ -1,4 +1,4 @@
-"""The groups ``optim`` and ``sched``: another choice than the recipe's comes with its own arguments."""
+"""The groups ``optim``, ``sched`` and ``strategy``: a choice beside the recipe's has its own arguments."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,13 +8,13 @@ _OF_ANY_OPTIMIZER = ("groups", "layer_decay")
 
 
 def place_nodes(tree: Tree, words: Sequence[str], composed: Callable[[Sequence[str]], Tree]) -> Tree:
-    """The tree, and where the words of the command line choose another optimizer or schedule than the
-    recipe's, with that one's own arguments. What the words set is kept; a rate for AdamW is none for SGD, but
-    a share of the run is the same for each schedule that has it.
+    """The tree, and where the words of the command line choose another optimizer, schedule or strategy than
+    the recipe's, with that one's own arguments. What the words set is kept; a rate for AdamW is none for SGD,
+    but a share of the run is the same for each schedule that has it, and so for strategies.
 
     composed: the tree that some words alone make.
     """
-    for section in ("optim", "sched"):
+    for section in ("optim", "sched", "strategy"):
         choice = [word for word in words if word.startswith(f"{section}=")]
         if not choice:
             continue

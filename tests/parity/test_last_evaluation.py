@@ -21,7 +21,7 @@ from composed import RECIPES, made
 from pairwise import Case, name_of, pairwise_of
 from stateful import KINDS, ONLY_CONSTANT, VALID, Guess, Points
 from torch import Tensor, nn
-from toy import auto, strict
+from toy import auto, lr_schedule, strict
 from verbs import train_on
 
 import ddptrain
@@ -100,6 +100,7 @@ def config_of(case: Case, folder: Path) -> Config:
             "task": {"_target_": "stateful.Guess", **task},
             "data": {"_target_": "stateful.Points"},
             "optim": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
+            "sched": lr_schedule("cosine"),
             "observers": {"jsonl": {"_target_": "ddptrain.observe.jsonl.Jsonl"}},
             "train": {
                 "steps": STEPS, "batch_size": 18, "eval_every": 3, "nonfinite": "skip",
