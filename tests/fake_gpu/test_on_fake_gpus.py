@@ -20,9 +20,9 @@ OTHERS = 41
 """Most launches a step that are not the task's loss or its backward pass: data, augmentation, health check,
 optimizer, meter. The most is seen with fp16 and clipping together; six are clipping's norms, whose number is
 torch's (two launches of a stack in 2.14.1)."""
-AVERAGE = 9
-"""More of them with averaged weights: three for each stretch of tensors, of which torch takes some dozens at
-once."""
+AVERAGE = 4
+"""More of them with averaged weights, which the detector's recipes have: three for each stretch of tensors, of
+which torch takes some dozens at once, in place of one."""
 MISTAKES = {
     "if rank == 1: dist.all_reduce(x)": "another rank does not come",
     "dist.all_reduce(x[: 3 - rank])": "all_reduce of",
@@ -109,7 +109,8 @@ def test_every_recipe_trains_with_few_launches(
         # several batches, sums in a fixed order, or memory that torch fills before its use
         parts = any(word in line for word in ("strict", "accumulation", "deterministic"))
         assert line.startswith("ok"), line
-        assert parts or others <= OTHERS + AVERAGE * (" ema " in line), line
+        averages = " ema " in line or "yolo" in line
+        assert parts or others <= OTHERS + AVERAGE * averages, line
 
 
 @pytest.mark.long

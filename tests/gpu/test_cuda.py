@@ -16,7 +16,7 @@ import pytest
 import torch
 from scenes import detector
 from texts import language_model, write_text
-from toy import Classify, Fit, auto
+from toy import Classify, Fit, auto, lr_schedule
 
 from ddptrain.api.observer import End, Observer
 from ddptrain.api.world import World
@@ -71,7 +71,7 @@ def fit(
                      resident=resident)  # fmt: skip
     data.prepare(world, 0)
     plan = Plan(steps=steps, train_size=500, batch_size=64, micro_batch=32, log_every=10, clip_norm=1.0)
-    config = Config(recipe="gpu", task={}, data={}, ema=Ema(0.9),
+    config = Config(recipe="gpu", task={}, data={}, ema=Ema(0.9), sched=lr_schedule("constant"),
                     optim={"_target_": "torch.optim.AdamW", "lr": 1e-3})  # fmt: skip
     torch.manual_seed(0)
     model = cnn().to(device, memory_format=torch.channels_last)
