@@ -21,8 +21,8 @@ OTHERS = 41
 optimizer, meter. The most is seen with fp16 and clipping together; six are clipping's norms, whose number is
 torch's (two launches of a stack in 2.14.1)."""
 AVERAGE = 4
-"""More of them with averaged weights, which the detector's recipes have: three for each stretch of tensors, of
-which torch takes some dozens at once, in place of one."""
+"""More of them with averaged weights, which the detector's recipes have: three for each stretch of tensors,
+of which torch takes some dozens at once, in place of one."""
 MISTAKES = {
     "if rank == 1: dist.all_reduce(x)": "another rank does not come",
     "dist.all_reduce(x[: 3 - rank])": "all_reduce of",
