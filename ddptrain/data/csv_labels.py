@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddptrain.data.agreement import check_distinct, check_known
 from ddptrain.data.held_out import is_held_out
-from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, FolderSplit, check_sizes
+from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, FolderSplit, check_sizes, note_unseen
 from ddptrain.data.paths import Paths
 from ddptrain.data.source import ImageSet, ImageSource
 from ddptrain.errors import UserError
@@ -98,14 +98,8 @@ class CsvLabels(ImageSource):
             parts.append(FolderSplit(files, labels[torch.tensor(ids)], self.size, resize))
         train, valid = parts
         counts = valid.labels.bincount(minlength=len(classes)) if one_each else valid.labels.sum(0)
-        if unseen := [name for name, count in zip(classes, counts.tolist(), strict=True) if not count]:
-            log.warning(
-                "note       %s: no picture for validation in %d of %d classes, %s among them: %s",
-                *(path, len(unseen), len(classes), unseen[0]),
-                "every tenth line is held out, unless a column `split` says more"
-                if held_out
-                else "see `split`",
-            )
+        tenth = "every tenth line is held out, unless a column `split` says more"
+        note_unseen(str(path), classes, counts, tenth if held_out else "see `split`")
         return ImageSet(train, valid, classes, IMAGENET_MEAN, IMAGENET_STD, self.resize, held_out)
 
 

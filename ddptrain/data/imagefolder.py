@@ -103,13 +103,9 @@ class ImageFolder(ImageSource):
 
     def open(self, root: Path) -> ImageSet:
         listed = self._image_set(root)
-        counts = torch.bincount(listed.valid.labels, minlength=len(listed.classes)).tolist()
-        if unseen := [name for name, count in zip(listed.classes, counts, strict=True) if not count]:
-            log.warning(
-                "note       data.root=%s: no picture for validation in %d of %d classes, %s among them: every"
-                " tenth file of a class is held out, unless val/<class>/ has some",
-                *(root, len(unseen), len(counts), unseen[0]),
-            )
+        counts = torch.bincount(listed.valid.labels, minlength=len(listed.classes))
+        held_out_so = "every tenth file of a class is held out, unless val/<class>/ has some"
+        note_unseen(f"data.root={root}", listed.classes, counts, held_out_so)
         if self._cache is None:
             return listed
         folder = self._packed(root, self._cache, listed)
@@ -175,4 +171,13 @@ def check_sizes(size: int, resize: int | None) -> None:
         raise UserError(
             f"data.source.resize={resize}: must be data.source.size={size} or more, out of which that is cut,"
             " or null."
+        )
+
+
+def note_unseen(place: str, classes: Sequence[str], counts: Tensor, why: str) -> None:
+    """Warn of classes that no validation picture has. counts: (classes,), pictures of each."""
+    if unseen := [name for name, count in zip(classes, counts.tolist(), strict=True) if not count]:
+        log.warning(
+            "note       %s: no picture for validation in %d of %d classes, %s among them: %s",
+            *(place, len(unseen), len(classes), unseen[0], why),
         )

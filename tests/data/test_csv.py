@@ -80,6 +80,23 @@ def test_a_column_without_a_picture_is_told(tmp_path: Path, caplog: pytest.LogCa
     assert "no picture has owl, so it is no class" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("heading", "rows", "why"),
+    [
+        ("file,label", ["cat", "dog"] * 5, "every tenth line is held out"),
+        ("file,label,split", ["cat,train", "dog,train", "dog,val"], "see `split`"),
+        ("file,labels,split", ["cat;dog,train", "dog,val"], "see `split`"),
+    ],
+)
+def test_a_class_without_a_validation_picture_is_told(
+    heading: str, rows: list[str], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", logger="ddptrain"):
+        opened(tmp_path, heading, *rows)
+    said = f"no picture for validation in 1 of 2 classes, cat among them: {why}"
+    assert f"{tmp_path / 'labels.csv'}: {said}" in caplog.text
+
+
 def test_class_folders_that_unicode_writes_in_two_ways(tmp_path: Path) -> None:
     """As macOS and Linux do it."""
     for part, name in (("train", NFC), ("train", "dog"), ("val", NFD), ("val", "dog")):
