@@ -135,9 +135,9 @@ def no_such_key(key: str, known: Sequence[str]) -> str:
         name for name in known if name.startswith(f"{key.partition('.')[0]}.") and name.endswith(f".{last}")
     ]
     here = f" Did you mean {inner[0]}?" if len(inner) == 1 and "." in key else ""
-    section = f"{key.partition('.')[0]}."
+    section = key.partition(".")[0]
     near = did_you_mean(key, known)
-    if section in (f"{name.partition('.')[0]}." for name in known) and f" {section}" not in near:
+    if section in known and f" {section}." not in near:
         near = ""  # of another section, though this one is right
     hint = what_to_use(key) or here or _choices_with(key) or near or add
     return f"{key}: there is no such key.{hint}"
