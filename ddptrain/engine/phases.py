@@ -21,16 +21,16 @@ class Phases:
     def __init__(self, watchdog: Watchdog, stopwatch: Stopwatch) -> None:
         self.watchdog = watchdog
         self.stopwatch = stopwatch
-        self._made: dict[str, _Phase] = {}
+        self._phases: dict[str, _Phase] = {}
 
     def __call__(self, name: str, step: int | None = None) -> "_Phase":
         """step: the watchdog is told that this phase of the step begins; None: it is not told."""
-        made = self._made.get(name)
-        if made is None:
-            made = self._made[name] = _Phase(name, self.stopwatch)
+        phase = self._phases.get(name)
+        if phase is None:
+            phase = self._phases[name] = _Phase(name, self.stopwatch)
         if step is not None:
             self.watchdog.mark(_SAID.get(name, name), step)
-        return made
+        return phase
 
 
 @final

@@ -6,8 +6,7 @@ from typing import Literal
 
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
-from ddptrain.errors import UserError
-from ddptrain.strategies.ddp import TORCHS_CAP_MB, Ddp
+from ddptrain.strategies.ddp import TORCHS_CAP_MB, Ddp, no_sync_batchnorm
 from ddptrain.strategies.fsdp import Fsdp
 from ddptrain.strategies.single import Single
 
@@ -34,10 +33,7 @@ def ddp_or_single(
     if world.size > 1:
         return ddp
     if sync_batchnorm:
-        raise UserError(
-            "strategy.sync_batchnorm=true: PyTorch's SyncBatchNorm needs ddp on GPUs;"
-            f" this is single on {world.device.type}."
-        )
+        raise no_sync_batchnorm("single", world)
     if compression != "none":
         log.info("note       strategy.compression=%s: one process sends no gradients", compression)
     return Single(world)

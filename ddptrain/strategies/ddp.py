@@ -20,6 +20,13 @@ TORCHS_CAP_MB = 25.0
 """DDP's default. If it is passed explicitly, there is no small first bucket, which is sent early."""
 
 
+def no_sync_batchnorm(strategy: str, world: World) -> UserError:
+    return UserError(
+        "strategy.sync_batchnorm=true: PyTorch's SyncBatchNorm needs ddp on GPUs;"
+        f" this is {strategy} on {world.device.type}."
+    )
+
+
 @final
 class Ddp(Strategy):
     """torch's DistributedDataParallel.
@@ -60,10 +67,7 @@ class Ddp(Strategy):
                 " torchrun --standalone --nproc-per-node=2 -m ddptrain ..."
             )
         if self._sync_batchnorm and self.world.device.type != "cuda":
-            raise UserError(
-                "strategy.sync_batchnorm=true: PyTorch's SyncBatchNorm needs ddp on GPUs;"
-                f" this is ddp on {self.world.device.type}."
-            )
+            raise no_sync_batchnorm("ddp", self.world)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         if not self._sync_batchnorm:
