@@ -30,6 +30,7 @@ from pipelines import ENDLESS, write_jpegs
 from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder as TorchvisionFolder
+from torchvision.transforms import v2
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
@@ -83,7 +84,7 @@ def main() -> None:
 
 def ours(root: Path) -> Iterator[Any]:
     """As a run with ``data.augment`` of RandomResizedCrop and mirror images."""
-    augment = Transforms(RandomResizedCrop(), horizontal_flip=0.5)
+    augment = Transforms({"flip": v2.RandomHorizontalFlip()}, RandomResizedCrop())
     data = ImageData(ImageFolder(SIZE), augment, str(root), workers=WORKERS, resident=False)
     data.prepare(World(), seed=0)
     return data.train_batches(Sampler(data.train_size, BATCH, seed=0), ENDLESS)

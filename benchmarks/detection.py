@@ -202,7 +202,7 @@ def _waiting(chunks: Sequence[Chunk]) -> str:
 
 def _note(job: Job, steps: int, rounds: int) -> str:
     return (
-        f"The recipe `yolo_shapes`, {job.config.train.batch_size} pictures of {job.data.side} pixels a step,"
+        f"The recipe `yolo_shapes`, {job.config.train.batch_size} pictures of {job.data.size} pixels a step,"
         f" fp32; {turns(steps, rounds)} {made_with('torch', 'torchvision', 'ddptrain')}"
         " Made by `python benchmarks/detection.py`."
     )

@@ -140,7 +140,7 @@ def jpegs(root: Path, cache: Path) -> list[Pipeline]:
 
 def ours(source: ImageSource, crop: int, batch: int, resident: bool, root: Path = Path()) -> Batches:
     """ddptrain's loading path, as its configs build it, without workers: all on this core."""
-    data = ImageData(source, Augment(crop, flip=True), str(root), workers=0, resident=resident)
+    data = ImageData(source, Augment(crop, horizontal_flip=True), str(root), workers=0, resident=resident)
     data.prepare(World(), seed=0)
     return lambda: data.train_batches(Sampler(data.train_size, batch, seed=0), ENDLESS)
 

@@ -23,6 +23,7 @@ from ddptrain.keys import did_you_mean
 _DOWNLOADS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")
 """Arguments by which torchvision fetches a file and unpickles it."""
 _LISTS = (list, tuple, Sequence, Iterable)
+_MAPPINGS = (dict, Mapping)
 
 
 def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list[str]:
@@ -41,7 +42,7 @@ def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list
     for name, value in node.items():
         if name == "_target_":
             continue
-        problems += _hidden_nodes(value, f"{key}.{name}") + _downloads(node, name, key)
+        problems += _hidden_nodes(value, hints.get(name, Any), f"{key}.{name}") + _downloads(node, name, key)
         if not isinstance(name, str):
             problems.append(f"{key}.{name}: is no name of an argument.")
         elif name.startswith("_") and name not in parameters:
@@ -50,18 +51,29 @@ def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list
             known = [f"{key}.{known}" for known in parameters if known not in (offered or ())]
             hint = did_you_mean(f"{key}.{name}", known)
             problems.append(f"{key}.{name}: {node['_target_']} takes no such argument.{hint}")
-        elif nodes := _nodes_of(value, hints.get(name, Any), f"{key}.{name}"):
-            for nested, hint, where in nodes:
-                problems += check_node(nested, where) or _misplaced(nested, hint, where)
-        elif isinstance(value, str) and (problem := _refused_by(hints.get(name), value)):
-            problems.append(f"{key}.{name}={value}: {problem}")
-        elif not _fits(value, hints.get(name, Any)):
-            meant = f" Did you mean {key}.{name}._target_={value}?" * _names_a_target(value, hints[name])
-            problems.append(f"{key}.{name}={value}: must be {_spell(hints[name])}.{meant}")
+        else:
+            problems += _wrong_value(value, hints.get(name, Any), f"{key}.{name}")
     for name, default in parameters.items() if offered is not None else []:
         if default is inspect.Parameter.empty and name not in node and name not in (offered or ()):
             problems.append(f"{key}.{name}: {node['_target_']} needs it; set {key}.{name}=...")
     return problems
+
+
+def _wrong_value(value: Any, hint: Any, key: str) -> list[str]:
+    """What is wrong with an argument, for its annotation."""
+    item = _item_of(hint, _MAPPINGS)
+    if item is not None and isinstance(value, Mapping) and not _is_node(value):
+        wrong = [_wrong_value(one, item, f"{key}.{name}") for name, one in value.items()]
+        return [problem for of_one in wrong for problem in of_one]
+    if nodes := _nodes_of(value, hint, key):
+        wrong = [check_node(node, where) or _misplaced(node, its, where) for node, its, where in nodes]
+        return [problem for of_one in wrong for problem in of_one]
+    if isinstance(value, str) and (problem := _refused_by(hint, value)):
+        return [f"{key}={value}: {problem}"]
+    if not _fits(value, hint):
+        meant = f" Did you mean {key}._target_={value}?" * _names_a_target(value, hint)
+        return [f"{key}={value}: must be {_spell(hint)}.{meant}"]
+    return []
 
 
 def build(node: Node, key: str, **offered: Any) -> Any:
@@ -74,8 +86,9 @@ def build(node: Node, key: str, **offered: Any) -> Any:
     hints = hints_of(target)
     for name, value in node.items():
         where = f"{key}.{name}"
-        wrong = _hidden_nodes(value, where) + _downloads(node, name, key)
-        for nested, hint, place in _nodes_of(value, hints.get(name, Any), where):
+        annotation = hints.get(name, Any)
+        wrong = _hidden_nodes(value, annotation, where) + _downloads(node, name, key)
+        for nested, hint, place in _nodes_of(value, annotation, where):
             wrong += _misplaced(nested, hint, place)
         if wrong:
             raise UserError(wrong[0])
@@ -105,6 +118,8 @@ def _built(value: Any, key: str) -> Any:
         return build(value, key)
     if isinstance(value, list):
         return [_built(item, f"{key}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {name: _built(item, f"{key}.{name}") for name, item in value.items()}
     return value
 
 
@@ -195,31 +210,42 @@ def _is_node(value: Any) -> bool:
 
 
 def _nodes_of(value: Any, hint: Any, key: str) -> list[tuple[Node, Any, str]]:
-    """The nodes that an argument is made of: itself, or items of a list; each with its annotation and key."""
+    """The nodes that an argument is made of: itself, items of a list, or values of a mapping annotated as
+    one; each with its annotation and key."""
     if _is_node(value):
         return [(value, hint, key)]
-    of_lists = [kind for kind in _alternatives(hint) if typing.get_origin(kind) in _LISTS]
-    no_list = inspect.isclass(hint) and hint not in (Any, list)  # Any is a class since Python 3.11
-    if not isinstance(value, list) or no_list:
-        return []
-    item = typing.get_args(of_lists[0])[0] if of_lists else Any
+    values = _item_of(hint, _MAPPINGS)
+    if isinstance(value, Mapping) and values is not None:
+        return [(node, values, f"{key}.{name}") for name, node in value.items() if _is_node(node)]
+    if not isinstance(value, list) or (inspect.isclass(hint) and hint not in (Any, list)):
+        return []  # Any is a class since Python 3.11
+    item = _item_of(hint, _LISTS) or Any
     return [(node, item, f"{key}[{i}]") for i, node in enumerate(value) if _is_node(node)]
 
 
-def _hidden_nodes(value: Any, key: str, depth: int = 0) -> list[str]:
-    """Nodes where nothing would be built of them: deeper than in an argument, or in a list that is one."""
-    is_list = isinstance(value, list)
+def _item_of(hint: Any, kinds: Sequence[Any]) -> Any | None:
+    """What a list, or the values of a mapping, are annotated with; None where the argument is no such."""
+    for kind in _alternatives(hint):
+        if typing.get_origin(kind) in kinds:
+            return typing.get_args(kind)[-1 if kinds is _MAPPINGS else 0]
+    return None
+
+
+def _hidden_nodes(value: Any, hint: Any, key: str, depth: int = 0) -> list[str]:
+    """Nodes where nothing would be built of them: deeper than in an argument, in a list that is one, or in a
+    mapping that is annotated as one."""
+    holds_nodes = depth == 0 and (isinstance(value, list) or _item_of(hint, _MAPPINGS) is not None)
     if isinstance(value, Mapping):
         inner = {} if _is_node(value) else {f"{key}.{name}": item for name, item in value.items()}
     else:
-        inner = {f"{key}[{i}]": item for i, item in enumerate(value)} if is_list else {}
+        inner = {f"{key}[{i}]": item for i, item in enumerate(value)} if isinstance(value, list) else {}
     problems = []
     for where, item in inner.items():
-        if _is_node(item) and not (is_list and depth == 0):
+        if _is_node(item) and not holds_nodes:
             problems.append(
                 f"{where}._target_: a node can only be an argument itself, or in a list that is one; move it."
             )
-        problems += _hidden_nodes(item, where, depth + 1)
+        problems += _hidden_nodes(item, Any, where, depth + 1)
     return problems
 
 

@@ -39,17 +39,17 @@ class Augment:
     """How training images are varied.
 
     crop: pixels of padding (in the set's mean colour) around an image, out of which a window of the
-    original size is cut at random. flip: mirror half of the images, drawn anew in each epoch; ``alternate``
-    draws in epoch 0 only, and from then on every image is turned over from one epoch to the next, so that
-    two epochs in a row show both sides of all of them (Jordan: arXiv 2404.00498). cutout: side in pixels
-    of a square painted over in the mean colour (DeVries, Taylor: arXiv 1708.04552), 0 for none.
+    original size is cut at random. horizontal_flip: mirror half of the images, drawn anew in each epoch;
+    ``alternate`` draws in epoch 0 only, and from then on every image is turned over from one epoch to the
+    next, so that two epochs in a row show both sides of all of them (Jordan: arXiv 2404.00498). cutout: side
+    in pixels of a square painted over in the mean colour (DeVries, Taylor: arXiv 1708.04552), 0 for none.
     brightness: an image gets lighter or darker by up to this share of white. contrast: its pixels' distances
     from the middle grey, 128, are stretched or shrunk by up to this share. Both by an amount drawn evenly,
     in arithmetic that rounds only at its end, so that all devices give the same pixels.
     """
 
     crop: int = 0
-    flip: bool | Literal["alternate"] = False
+    horizontal_flip: bool | Literal["alternate"] = False
     cutout: int = 0
     brightness: float = 0.0
     contrast: float = 0.0
@@ -81,7 +81,7 @@ class Augment:
         return Moves(
             below(offsets, _TOP) if self.crop else none,
             below(offsets, _LEFT) if self.crop else none,
-            self._faces(seed, epochs, ids) if self.flip else none,
+            self._faces(seed, epochs, ids) if self.horizontal_flip else none,
             self._covered(below(height, _CUT_Y), height) if self.cutout else none,
             self._covered(below(width, _CUT_X), width) if self.cutout else none,
             gain,
@@ -95,7 +95,7 @@ class Augment:
         return (places >= first) & (places < first + self.cutout)
 
     def _faces(self, seed: int, epochs: Tensor, ids: Tensor) -> Tensor:
-        if self.flip != "alternate":
+        if self.horizontal_flip != "alternate":
             return draw_below(2, seed, epochs, ids, _FLIP).to(torch.uint8)
         return ((draw_below(2, seed, torch.zeros_like(epochs), ids, _FLIP) + epochs) % 2).to(torch.uint8)
 
@@ -121,7 +121,7 @@ class Augment:
         corners = torch.add(torch.add(moves.left, moves.top, alpha=wide), ids, alpha=tall * wide)
         images = _windows(padded, height, width).index_select(0, corners)
         images = images.view(-1, height, width, channels)
-        if self.flip:
+        if self.horizontal_flip:
             # in uint8, which wraps around: on a CPU twice as fast as a choice of pixels
             images = torch.addcmul(images, images.flip(2) - images, moves.flip[:, None, None, None])
         if self.brightness or self.contrast:

@@ -1,44 +1,67 @@
 """Any map-style dataset as a recipe's data: torchvision's, Hugging Face's, or a class of one's own."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal, NamedTuple, Protocol, final
+from typing import Any, Literal, NamedTuple, final
 
-import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from ddptrain.api.recipe import Batch, Data, Loading
-from ddptrain.api.rng import derive_seed
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data import held_out
 from ddptrain.data.agreement import check_alike, check_renamed
-from ddptrain.data.generators import restored, seed_all
 from ddptrain.data.identity import digest, of_samples
 from ddptrain.data.left_out import BROKEN, HINT, OnError, Unusable, in_words, readable, tell
-from ddptrain.data.transformed import one_thread
-from ddptrain.data.workers import (
-    AS_IT_IS,
-    Key,
-    TrainingKeys,
-    check_workers,
-    read_by,
-    read_by_workers,
-    spare_cores,
-    validation_keys,
-)
+from ddptrain.data.pipeline import MapStyle, Pipeline, Samples
+from ddptrain.data.workers import asked_workers, check_workers
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError, reason
 from ddptrain.text import first_few
 
-_PURPOSE = 8  # 0 to 7 are those of `ddptrain.data.transforms`, `mixing` and `transformed`
+
+@final
+class _Part:
+    """Some samples of a dataset.
+
+    ids: of the samples, in the dataset.
+    """
+
+    def __init__(self, dataset: MapStyle, ids: Sequence[int]) -> None:
+        self._dataset = dataset
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self._ids[index]
+        try:
+            return self._dataset[sample]
+        except BROKEN as error:
+            raise Unusable(
+                f"data.dataset: sample {sample} can't be read ({error}).{HINT}", everywhere=False
+            ) from error
+        except Exception as error:
+            error.add_note(f"(in sample {sample} of data.dataset)")
+            raise
+
+    def only(self, indices: Sequence[int]) -> "_Part":
+        return _Part(self._dataset, [self._ids[index] for index in indices])
+
+    def fingerprints(self) -> Iterator[bytes]:
+        """What tells each sample from others, without reading it."""
+        return of_samples(self._dataset, self._ids)
 
 
-class MapStyle(Sized, Protocol):
-    """Samples by their indices, 0 to len - 1."""
+class _Prepared(NamedTuple):
+    """skipped: a line for each sample that is left out."""
 
-    def __getitem__(self, index: int, /) -> Any: ...
+    pipeline: Pipeline
+    skipped: Sequence[str]
+    identity: str
 
 
 @final
@@ -71,7 +94,7 @@ class DatasetData(Data):
             check_map_style(valid, "data.valid")
         self._dataset = dataset
         self._valid = valid
-        self._collate = collate or default_collate
+        self._collate = collate or collated
         self._classes = class_names(dataset, classes, "data.classes")
         _check_classes(dataset, valid, classes)
         self._workers = workers
@@ -79,42 +102,43 @@ class DatasetData(Data):
         self._prepared: _Prepared | None = None
 
     def prepare(self, world: World, seed: int) -> None:
-        workers = spare_cores(world) if self._workers == "auto" else self._workers
+        workers = asked_workers(self._workers, world)
         everything = range(len(self._dataset))
         if self._valid is not None:
-            train = DatasetSamples(self._dataset, everything, self._collate, seed)
-            valid = DatasetSamples(self._valid, range(len(self._valid)), self._collate, seed)
+            parts = _Part(self._dataset, everything), _Part(self._valid, range(len(self._valid)))
         else:
-            train, valid = (
-                DatasetSamples(self._dataset, ids, self._collate, seed) for ids in held_out.split(everything)
-            )
-        for part in (train, valid) if workers else ():
-            _check_travels(part)
+            train_ids, valid_ids = held_out.split(everything)
+            parts = _Part(self._dataset, train_ids), _Part(self._dataset, valid_ids)
+        for part in parts if workers else ():
+            _check_travels(Samples(part, collate=self._collate))
         skipped: list[str] = []
         if self._on_error == "skip":
-            train, broken_train = _readable(world, "training", train, workers)
-            valid, broken_valid = _readable(world, "validation", valid, workers)
-            skipped = [*broken_train, *broken_valid]
+            (readable_train, broken), (readable_valid, broken_valid) = (
+                _readable(world, name, part, seed, workers)
+                for name, part in zip(("training", "validation"), parts, strict=True)
+            )
+            parts, skipped = (readable_train, readable_valid), [*broken, *broken_valid]
             tell(skipped)
-        identity = once_a_node(world, lambda: self._digest(train, valid))
-        self._prepared = _Prepared(train, valid, workers, world.device, skipped, identity)
+        identity = once_a_node(world, lambda: self._digest(*parts))
+        train, valid = (Samples(part, collate=self._collate, seed=seed) for part in parts)
+        self._prepared = _Prepared(Pipeline(train, valid, workers, world.device), skipped, identity)
 
-    def _digest(self, train: "DatasetSamples", valid: "DatasetSamples") -> str:
+    def _digest(self, train: _Part, valid: _Part) -> str:
         facts = [repr((self._classes, len(train), len(valid))).encode()]
         return digest([*facts, *train.fingerprints(), *valid.fingerprints()])
 
     @property
-    def _ready(self) -> "_Prepared":
+    def _ready(self) -> _Prepared:
         assert self._prepared is not None, "prepare comes first"
         return self._prepared
 
     @property
     def train_size(self) -> int:
-        return len(self._ready.train)
+        return len(self._ready.pipeline.train)
 
     @property
     def valid_size(self) -> int:
-        return len(self._ready.valid)
+        return len(self._ready.pipeline.valid)
 
     @property
     def identity(self) -> str:
@@ -126,15 +150,13 @@ class DatasetData(Data):
 
     @property
     def loading(self) -> Loading:
-        return Loading(self._ready.workers, resident=False, left_out=len(self._ready.skipped))
+        return replace(self._ready.pipeline.loading, left_out=len(self._ready.skipped))
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
-        ready = self._ready
-        return read_by_workers(ready.train, TrainingKeys(sampler, steps), ready.workers, ready.device)
+        return self._ready.pipeline.train_batches(sampler, steps)
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Batch]:
-        ready = self._ready
-        return read_by_workers(ready.valid, validation_keys(chunks), ready.workers, ready.device)
+        return self._ready.pipeline.valid_batches(chunks)
 
     def preview(self) -> Tensor | None:
         return None
@@ -143,89 +165,27 @@ class DatasetData(Data):
         name, classes = type(self._dataset).__name__, f", {len(self._classes)} classes" * bool(self._classes)
         return (
             f"{name}: {self.train_size:,} train, {self.valid_size:,} valid{classes}, "
-            f" {read_by(self._ready.workers)}{in_words(self._ready.skipped)}"
+            f" {self._ready.pipeline.describe()}{in_words(self._ready.skipped)}"
         )
 
 
-@final
-class DatasetSamples(Dataset[Any]):
-    """Some samples of a dataset, read a batch at a time."""
-
-    def __init__(
-        self, dataset: MapStyle, ids: Sequence[int], collate: Callable[[list[Any]], Batch], seed: int
-    ) -> None:
-        self._dataset = dataset
-        self._ids = ids
-        self._collate = collate
-        self._seed = seed
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def only(self, places: Sequence[int]) -> "DatasetSamples":
-        return DatasetSamples(
-            self._dataset, [self._ids[place] for place in places], self._collate, self._seed
-        )
-
-    def fingerprints(self) -> Iterator[bytes]:
-        """What tells each sample from others, without reading it."""
-        return of_samples(self._dataset, self._ids)
-
-    def check(self, place: int) -> None:
-        """Raises Unusable where that sample's file can't be read."""
-        with one_thread(), restored():
-            self._one(AS_IT_IS, place)
-
-    def _one(self, epoch: int, place: int) -> Any:
-        sample = self._ids[place]
-        seed_all(derive_seed(self._seed, epoch, sample, _PURPOSE))
-        try:
-            return self._dataset[sample]
-        except BROKEN as error:
-            raise Unusable(
-                f"data.dataset: sample {sample} can't be read ({error}).{HINT}", everywhere=False
-            ) from error
-        except Exception as error:
-            error.add_note(f"(in sample {sample} of data.dataset)")
-            raise
-
-    def __getitems__(self, keys: list[Key]) -> Batch | UserError:
-        """The batch of these samples; a file that can't be read is returned as its UserError."""
-        with one_thread(), restored():
-            try:
-                samples = [self._one(epoch, place) for epoch, place, _ in keys]
-            except UserError as error:
-                return error
-        if self._collate is not default_collate:
-            return self._collate(samples)
-        try:
-            return default_collate(samples)
-        except (TypeError, RuntimeError) as error:
-            first_line = str(error).partition("\n")[0]
-            return UserError(
-                f"data.dataset: its samples don't make a batch ({first_line}). They must be tensors of one"
-                " size (or numbers), alone, in tuples or in dicts: transform them, or set data.collate.",
-                everywhere=False,
-            )
-
-
-class _Prepared(NamedTuple):
-    """workers: loader processes of this rank. skipped: a line for each sample that is left out."""
-
-    train: DatasetSamples
-    valid: DatasetSamples
-    workers: int
-    device: torch.device
-    skipped: Sequence[str]
-    identity: str
-
-
-def _readable(
-    world: World, name: str, part: DatasetSamples, workers: int
-) -> tuple[DatasetSamples, Sequence[str]]:
+def _readable(world: World, name: str, part: _Part, seed: int, workers: int) -> tuple[_Part, Sequence[str]]:
     """The samples that can be read, and a line for each other one."""
-    ids, lines = readable(world, name, len(part), part.check, workers)
+    ids, lines = readable(world, name, len(part), Samples(part, seed=seed).check, workers)
     return part.only(ids.tolist()), lines
+
+
+def collated(samples: list[Any]) -> Batch:
+    """By torch's ``default_collate``. Raises UserError where they don't make a batch."""
+    try:
+        return default_collate(samples)
+    except (TypeError, RuntimeError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise UserError(
+            f"data.dataset: its samples don't make a batch ({first_line}). They must be tensors of one"
+            " size (or numbers), alone, in tuples or in dicts: transform them, or set data.collate.",
+            everywhere=False,
+        ) from error
 
 
 def check_map_style(dataset: object, key: str) -> None:
@@ -277,7 +237,7 @@ def _check_classes(dataset: MapStyle, valid: MapStyle | None, classes: list[str]
         check_alike(trained, own, "data.valid", "data.dataset")
 
 
-def _check_travels(part: DatasetSamples) -> None:
+def _check_travels(part: Samples) -> None:
     """Raises UserError where loader processes can't be given the dataset."""
     try:
         ForkingPickler.dumps(part)

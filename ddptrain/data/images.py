@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,13 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.augment import Augment, Normalise
 from ddptrain.data.left_out import OnError, check_skip, in_words, opened_set
-from ddptrain.data.loaders import (
-    AugmentedImages,
-    FileLoader,
-    ImagePipeline,
-    Labelled,
-    ResidentLoader,
-    in_memory,
-)
+from ddptrain.data.loaders import AugmentedBatch, Labelled, ResidentLoader, in_memory, keyed
 from ddptrain.data.packed import PackedSplit
 from ddptrain.data.pictures import fitted
-from ddptrain.data.source import ImageSource, Split
+from ddptrain.data.pipeline import Pipeline, Samples
+from ddptrain.data.source import ImageSet, ImageSource, LabelledImage, Split
 from ddptrain.data.stream.write import PartToWrite, Writer
-from ddptrain.data.transformed import OwnTransform, TransformedImages
-from ddptrain.data.transforms import Transforms
+from ddptrain.data.transforms import ImageTransform, MixTransform, Transforms
 from ddptrain.data.workers import asked_workers, check_workers
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
@@ -44,15 +37,30 @@ _RESIDENT_ON_CPU = 2 * 2**30  # Bytes up to which ``resident=auto`` keeps a set 
 _RESIDENT_SHARE_OF_GPU = 0.25
 
 
+class _Known(NamedTuple):
+    """What a trained model's `metadata` tells, too. normalise: None where it does not."""
+
+    classes: tuple[str, ...]
+    shape: tuple[int, int, int]
+    resize: int | None
+    multi_label: bool
+    device: torch.device
+    normalise: Normalise | None
+
+
+class _Prepared(NamedTuple):
+    """train: the training samples, as they are augmented one by one or as batches."""
+
+    opened: ImageSet
+    train: Samples
+    batches: Pipeline | ResidentLoader
+    identity: str
+
+
 @final
-@dataclass(eq=False)
 class ImageData(Data):
     """Batches of (float32 (n, C, H, W), int64 (n,)); soft targets, float32 (n, classes), for the second where
     training samples are mixed.
-
-    Once prepared: classes, their names, into which a label is an index; shape, (height, width, channels);
-    resize, `ImageSet.resize`; multi_label, whether an image has any number of classes: labels are then
-    float32 (n, classes), 0 or 1.
 
     augment: how training images are varied: `Augment` on the device, for resident sets; `Transforms`, or a
     module of one's own (`OwnTransform`), on the CPU. root: folder where the set lies or goes. workers: loader
@@ -64,65 +72,76 @@ class ImageData(Data):
     "stop" ends the run at the first; "skip" reads all before the training and leaves those out.
     """
 
-    source: ImageSource
-    augment: Augment | Transforms | nn.Module
-    root: str = "data"
-    workers: int | Literal["auto"] = "auto"
-    resident: bool | Literal["auto"] = "auto"
-    channels_last: bool = True
-    balance: float = 0.0
-    on_error: OnError = "stop"
-
-    def __post_init__(self) -> None:
-        check_workers(self.workers)
-        if not 0 <= self.balance <= 1:
-            raise UserError(f"data.balance={self.balance}: must be from 0 (off) to 1.")
-        check_skip(self.on_error, self.source.no_skip)
-        self._normalise: Normalise | None = None
-        self._training: Split | None = None
-        self._normal: Mapping[str, Any] = {}
+    def __init__(
+        self,
+        source: ImageSource,
+        augment: Augment | Transforms | nn.Module,
+        root: str = "data",
+        workers: int | Literal["auto"] = "auto",
+        resident: bool | Literal["auto"] = "auto",
+        channels_last: bool = True,
+        balance: float = 0.0,
+        on_error: OnError = "stop",
+    ) -> None:
+        check_workers(workers)
+        if not 0 <= balance <= 1:
+            raise UserError(f"data.balance={balance}: must be from 0 (off) to 1.")
+        check_skip(on_error, source.no_skip)
+        self._source = source
+        self._augment = Transforms({"augment": augment}) if isinstance(augment, nn.Module) else augment
+        self._root = Path(root)
+        self._workers = workers
+        self._resident = resident
+        self._channels_last = channels_last
+        self._balance = balance
+        self._on_error = on_error
+        self._models_normal: Mapping[str, Any] = {}
         """A trained model's mean and deviation, in place of the set's own."""
+        self._known: _Known | None = None
+        self._prepared: _Prepared | None = None
 
     def adopt_metadata(self, metadata: Mapping[str, Any]) -> None:
-        self.source.bring_to(_shape_of(metadata), metadata.get("resize"))
-        self._normal = {name: metadata[name] for name in ("mean", "std")}
+        self._source.bring_to(_shape_of(metadata), metadata.get("resize"))
+        self._models_normal = {name: metadata[name] for name in ("mean", "std")}
 
     def normalise_as(self, mean: Sequence[float], std: Sequence[float]) -> bool:
-        self._normal = {"mean": list(mean), "std": list(std)}
+        self._models_normal = {"mean": list(mean), "std": list(std)}
         return True
 
     def prepare(self, world: World, seed: int) -> None:
-        once_a_node(world, lambda: self.source.fetch(Path(self.root)))
-        self._world = world
-        workers = asked_workers(self.workers, world)
-        opened = opened_set(self.source, Path(self.root), self.on_error, world, workers)
-        self._set = opened.normalised_as(**self._normal) if self._normal else opened
-        self._identity = opened.identity or once_a_node(world, opened.digest)
-        self._training = self._set.train
-        self.classes, self.shape = tuple(self._set.classes), self._set.train.shape
-        self.resize, self.multi_label = self._set.resize, self._set.train.labels.ndim == 2
-        unseen = (self.class_counts[: len(self.classes)] == 0).nonzero().flatten().tolist()
+        once_a_node(world, lambda: self._source.fetch(self._root))
+        workers = asked_workers(self._workers, world)
+        opened = opened_set(self._source, self._root, self._on_error, world, workers)
+        if self._models_normal:
+            opened = opened.normalised_as(**self._models_normal)
+        classes, counts = tuple(opened.classes), class_counts(opened.train.labels, len(opened.classes))
+        unseen = (counts == 0).nonzero().flatten().tolist()
         if unseen:
-            shown = first_few([repr(self.classes[i]) for i in unseen], 5)
+            shown = first_few([repr(classes[i]) for i in unseen], 5)
             log.warning("note       data: no training sample has the class %s", shown)
-        self._normalise = normalise = self._normaliser(self._set.mean, self._set.std)
+        normalise = self._normaliser(opened.mean, opened.std, world.device)
+        several = opened.train.labels.ndim == 2
+        self._known = _Known(classes, opened.train.shape, opened.resize, several, world.device, normalise)
         fill = normalise.mean.round().to(torch.uint8)
-        augment = self.augment
+        augment = self._augment
         if isinstance(augment, Augment):
-            pipeline = ImagePipeline(self._set.train, self._set.valid, augment, normalise, fill, seed)
-            resident = self._fits(augment.crop) if self.resident == "auto" else self.resident
-            self._samples: AugmentedImages | TransformedImages = AugmentedImages(self._set.train, pipeline)
-            self._loader = ResidentLoader(pipeline) if resident else FileLoader(pipeline, workers)
-            return
-        transforms = augment if isinstance(augment, Transforms) else OwnTransform(augment)
-        train, valid = self._stored(transforms)
-        pipeline = ImagePipeline(train, valid, Augment(), normalise, fill, seed)
-        self._samples = TransformedImages(train, transforms, len(self.classes), fill.cpu(), seed)
-        self._loader = FileLoader(pipeline, workers, self._samples)
+            train, valid = opened.train, opened.valid
+            samples = Samples(train, keyed, AugmentedBatch(augment, fill.cpu(), seed), stream=train.stream)
+        else:
+            train, valid = self._stored(opened, augment, world)
+            samples = _one_by_one(train, augment, len(classes), seed)
+        batches: Pipeline | ResidentLoader
+        if isinstance(augment, Augment) and self._is_resident(opened, augment, world):
+            batches = ResidentLoader(train, valid, augment, normalise, fill, seed)
+        else:
+            as_it_is = Samples(valid, stream=valid.stream)
+            batches = Pipeline(samples, as_it_is, workers, world.device, self._on_device)
+        identity = opened.identity or once_a_node(world, opened.digest)
+        self._prepared = _Prepared(opened, samples, batches, identity)
 
-    def _stored(self, transforms: Transforms | OwnTransform) -> tuple[Split, Split]:
+    def _stored(self, opened: ImageSet, transforms: Transforms, world: World) -> tuple[Split, Split]:
         """Both parts, in memory where they are to be."""
-        train, valid = self._set.train, self._set.valid
+        train, valid = opened.train, opened.valid
         crops = transforms.resized_crop is not None
         if crops and isinstance(train, PackedSplit):
             raise UserError(
@@ -130,13 +149,44 @@ class ImageData(Data):
                 " data.augment.resized_crop needs them at full resolution. Set one of the two to null."
             )
         larger = crops and train.full_size
-        if larger and self.resident is True:
+        if larger and self._resident is True:
             raise UserError(
                 "data.resident=true: keeps pictures that are cut and scaled already, and"
                 " data.augment.resized_crop needs them at full resolution. Set data.resident=false."
             )
-        resident = not larger and (self._fits(0) if self.resident == "auto" else self.resident)
+        resident = not larger and self._is_resident(opened, None, world)
         return (in_memory(train), in_memory(valid)) if resident else (train, valid)
+
+    @property
+    def _ready(self) -> _Prepared:
+        assert self._prepared is not None, "prepare comes first"
+        return self._prepared
+
+    @property
+    def _facts(self) -> _Known:
+        assert self._known is not None, "prepare or load_metadata comes first"
+        return self._known
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Their names, into which a label is an index. Known, as all below, after `prepare` or
+        `load_metadata`."""
+        return self._facts.classes
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(height, width, channels)"""
+        return self._facts.shape
+
+    @property
+    def resize(self) -> int | None:
+        """`ImageSet.resize`."""
+        return self._facts.resize
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether an image has any number of classes: labels are then float32 (n, classes), 0 or 1."""
+        return self._facts.multi_label
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -145,44 +195,46 @@ class ImageData(Data):
     @property
     def recalled(self) -> bool:
         """Whether only a checkpoint's `metadata` is known of the set."""
-        return self._training is None
+        return self._prepared is None
 
     @property
     def all_labels(self) -> tuple[Tensor, Tensor]:
         """Of training and of validation, as `Split.labels`. Needs the prepared set."""
-        return self._set.train.labels, self._set.valid.labels
+        opened = self._ready.opened
+        return opened.train.labels, opened.valid.labels
 
     @property
     def class_counts(self) -> Tensor:
         """int64 (classes,): training images of each class; of several labels an image, those that have it.
         Needs the prepared set."""
-        labels = self._set.train.labels
-        return labels.long().sum(0) if labels.ndim == 2 else labels.bincount(minlength=len(self.classes))
+        return class_counts(self._ready.opened.train.labels, len(self.classes))
 
     @property
     def epoch_order(self) -> EpochOrder:
-        if not self.balance:
-            return self._set.epoch_order
-        labels = self._set.train.labels
+        opened = self._ready.opened
+        if not self._balance:
+            return opened.epoch_order
+        labels = opened.train.labels
         if labels.ndim == 2:
             raise UserError("data.balance: is for images of one class each. Set data.balance=0.")
-        if isinstance(self._set.epoch_order, Blocks):
+        if isinstance(opened.epoch_order, Blocks):
             raise UserError(
                 "data.balance: draws from the whole set at once, and this one is read a few blocks at a time."
                 " Set data.balance=0, or weigh the classes in the loss: task.class_weights."
             )
-        return Weighted(self.class_counts.double().pow(-self.balance)[labels])
+        return Weighted(self.class_counts.double().pow(-self._balance)[labels])
 
     @property
     def identity(self) -> str:
-        return self._identity
+        return self._ready.identity
 
     @property
     def loading(self) -> Loading:
-        return replace(self._loader.loading, left_out=len(self._set.skipped))
+        return replace(self._ready.batches.loading, left_out=len(self._ready.opened.skipped))
 
     def metadata(self) -> Mapping[str, Any]:
-        mean, std = ([float(value) for value in of] for of in (self._set.mean, self._set.std))
+        opened = self._ready.opened
+        mean, std = ([float(value) for value in of] for of in (opened.mean, opened.std))
         known = {"classes": list(self.classes), "shape": list(self.shape), "mean": mean, "std": std}
         further = {"resize": self.resize, "multi_label": self.multi_label}
         return {**known, **{name: value for name, value in further.items() if value}}
@@ -193,33 +245,46 @@ class ImageData(Data):
         mean, std: in 0..255, of the channels.
         """
         height, width, channels = self.shape
-        if self._normalise is None:
-            self._normalise = self._normaliser_of_source()
+        normalise = self._normalise
         middle = {"rule": "middle", "draft": max(height, width)}
         return {
             "classes": list(self.classes),
             "mode": "RGB" if channels == 3 else "L",
             "size": [height, width],
             "resize": middle if self.resize is None else {"rule": "short side", "pixels": self.resize},
-            "mean": self._normalise.mean.tolist(),
-            "std": self._normalise.std.tolist(),
+            "mean": normalise.mean.tolist(),
+            "std": normalise.std.tolist(),
         }
 
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
-        self.classes, self.shape = tuple(metadata["classes"]), _shape_of(metadata)
-        self.source.bring_to(self.shape, metadata.get("resize"))
-        self.resize, self.multi_label = metadata.get("resize"), metadata.get("multi_label", False)
-        self._world = world
-        self._normalise = self._normaliser(metadata["mean"], metadata["std"]) if "mean" in metadata else None
+        shape, resize = _shape_of(metadata), metadata.get("resize")
+        self._source.bring_to(shape, resize)
+        normalise = None
+        if "mean" in metadata:
+            normalise = self._normaliser(metadata["mean"], metadata["std"], world.device)
+        several = metadata.get("multi_label", False)
+        self._known = _Known(tuple(metadata["classes"]), shape, resize, several, world.device, normalise)
 
     def normalised(self, pictures: Tensor) -> Tensor:
         """uint8 (n, H, W, C), of any pictures -> float32 (n, C, H, W) on the device, as in batches.
 
         Needs the data set only where it was recalled from a checkpoint that knows neither mean nor deviation.
         """
-        if self._normalise is None:
-            self._normalise = self._normaliser_of_source()
-        return self._normalise(pictures.to(self._world.device))
+        return self._normalise(pictures.to(self._facts.device))
+
+    @property
+    def _normalise(self) -> Normalise:
+        known = self._facts
+        if known.normalise is None:
+            self._source.fetch(self._root)
+            opened = self._source.open(self._root)
+            normalise = self._normaliser(opened.mean, opened.std, known.device)
+            self._known = known = known._replace(normalise=normalise)
+        assert known.normalise is not None
+        return known.normalise
+
+    def _on_device(self, batch: LabelledImage) -> Labelled:
+        return self._normalise(batch.image), batch.label
 
     def preprocess(self, sample: "Named") -> Tensor:
         """A picture, by its file's path or as a PIL image -> float32 (1, C, H, W) on the device, as in
@@ -233,13 +298,14 @@ class ImageData(Data):
     def examples(self, count: int) -> Tensor | None:
         """The first training samples as they are, for models whose first weights follow from them: normalised
         float32 (n, C, H, W) on the device. None where the set was only recalled."""
-        if self._training is None:
+        if self.recalled:
             return None
-        return self.normalised(self._training.images(torch.arange(min(count, len(self._training)))))
+        train = self._ready.opened.train
+        return self.normalised(train.images(torch.arange(min(count, len(train)))))
 
     @property
     def train_size(self) -> int:
-        return len(self._set.train)
+        return len(self._ready.opened.train)
 
     def write(
         self, folder: Path, layout: Literal["stream"] = "stream", block_mb: float = 32.0
@@ -248,10 +314,10 @@ class ImageData(Data):
 
         block_mb: about so many 10^6 bytes a block.
         """
-        self.source.fetch(Path(self.root))
+        self._source.fetch(self._root)
         world = World()
-        workers = asked_workers(self.workers, world)
-        opened = opened_set(self.source, Path(self.root), self.on_error, world, workers)
+        workers = asked_workers(self._workers, world)
+        opened = opened_set(self._source, self._root, self._on_error, world, workers)
         about = {
             "classes": list(opened.classes), "channels": opened.train.shape[2],
             "mean": [float(value) for value in opened.mean], "std": [float(value) for value in opened.std],
@@ -262,49 +328,62 @@ class ImageData(Data):
         yield from writer.write([_to_write(name, split) for name, split in parts])
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Labelled]:
-        return self._loader.train_batches(sampler, steps)
+        return self._ready.batches.train_batches(sampler, steps)
 
     @property
     def valid_size(self) -> int:
-        return len(self._set.valid)
+        return len(self._ready.opened.valid)
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Labelled]:
-        return self._loader.valid_batches(chunks)
+        return self._ready.batches.valid_batches(chunks)
 
     def preview(self) -> Tensor:
         """The first 64 training samples as epoch 0 shows them."""
-        batch = self._samples.__getitems__([(0, i, 0.0) for i in range(min(64, self.train_size))])
-        if isinstance(batch, UserError):
-            raise batch
-        return batch[0].permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
+        batch: LabelledImage = self._ready.train.first(64, epoch=0)
+        return batch.image.permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
 
     def describe(self) -> str:
+        opened, _, batches, _ = self._ready
         height, width, channels = self.shape
-        held_out = " (every tenth, held out)" if self._set.held_out else ""
+        held_out = " (every tenth, held out)" if opened.held_out else ""
         return (
-            f"{self.source.name}: {self.train_size:,} train, {self.valid_size:,} valid{held_out},"
-            f" {len(self.classes)} classes, {height}x{width}x{channels}, {self._loader.describe()}"
-            f"{in_words(self._set.skipped)}"
+            f"{self._source.name}: {self.train_size:,} train, {self.valid_size:,} valid{held_out},"
+            f" {len(self.classes)} classes, {height}x{width}x{channels}, {batches.describe()}"
+            f"{in_words(opened.skipped)}"
         )
 
-    def _normaliser_of_source(self) -> Normalise:
-        self.source.fetch(Path(self.root))
-        opened = self.source.open(Path(self.root))
-        return self._normaliser(opened.mean, opened.std)
+    def _normaliser(self, mean: Sequence[float], std: Sequence[float], device: torch.device) -> Normalise:
+        middle, spread = (torch.tensor(list(of)).to(device) for of in (mean, std))
+        return Normalise(middle, spread, self._channels_last)
 
-    def _normaliser(self, mean: Sequence[float], std: Sequence[float]) -> Normalise:
-        middle, spread = (torch.tensor(list(of)).to(self._world.device) for of in (mean, std))
-        return Normalise(middle, spread, self.channels_last)
-
-    def _fits(self, crop: int) -> bool:
-        """Whether a set padded by ``crop`` is small enough for where it would lie."""
-        height, width, channels = self.shape
-        padded = self.train_size * (height + 2 * crop) * (width + 2 * crop) * channels
-        size = padded + self.valid_size * height * width * channels
-        if self._world.device.type == "cuda" and isinstance(self.augment, Augment):
-            total = torch.cuda.get_device_properties(self._world.device).total_memory
-            return size * self._world.sharers <= _RESIDENT_SHARE_OF_GPU * total
+    def _is_resident(self, opened: ImageSet, on_device: Augment | None, world: World) -> bool:
+        """Whether the set is kept in memory; by itself if it is small enough for the device, padded for its
+        augmentation there, or for the host."""
+        if self._resident != "auto":
+            return self._resident
+        height, width, channels = opened.train.shape
+        crop = on_device.crop if on_device is not None else 0
+        padded = len(opened.train) * (height + 2 * crop) * (width + 2 * crop) * channels
+        size = padded + len(opened.valid) * height * width * channels
+        if world.device.type == "cuda" and on_device is not None:
+            total = torch.cuda.get_device_properties(world.device).total_memory
+            return size * world.sharers <= _RESIDENT_SHARE_OF_GPU * total
         return size <= _RESIDENT_ON_CPU
+
+
+def _one_by_one(train: Split, transforms: Transforms, classes: int, seed: int) -> Samples:
+    """Training samples that are varied, and mixed, one at a time."""
+    varied = Samples(train, ImageTransform(transforms), seed=seed, stream=train.stream)
+    if transforms.mix is None:
+        return varied
+    height, width, _ = train.shape
+    mixing = MixTransform(transforms.mix, seed, (height, width), train.labels, classes)
+    return Samples(varied, mixing, stream=train.stream)
+
+
+def class_counts(labels: Tensor, classes: int) -> Tensor:
+    """int64 (classes,): the images of each class; of several labels an image, those that have it."""
+    return labels.long().sum(0) if labels.ndim == 2 else labels.bincount(minlength=classes)[:classes]
 
 
 def _shape_of(metadata: Mapping[str, Any]) -> tuple[int, int, int]:

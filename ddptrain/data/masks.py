@@ -1,14 +1,15 @@
 """Pictures with a mask each, the class of every pixel, for training and evaluation."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from ddptrain.api.order import EpochOrder, Shuffled
 from ddptrain.api.recipe import Data, Loading
@@ -16,7 +17,6 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.agreement import check_renamed, note_checkpoints_own
 from ddptrain.data.augment import Normalise
-from ddptrain.data.draws import Draws
 from ddptrain.data.identity import of_file
 from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD
 from ddptrain.data.left_out import OnError, check_skip, in_words, skippable
@@ -34,13 +34,16 @@ from ddptrain.data.mask_files import (
     scaled,
 )
 from ddptrain.data.pictures import decoded
+from ddptrain.data.pipeline import Pipeline, Samples
 from ddptrain.data.stream.masks import StreamMasks, StreamPairs, write_masks
-from ddptrain.data.stream.samples import StreamSamples, training_keys, valid_keys
-from ddptrain.data.workers import AS_IT_IS, Key, asked_workers, check_workers, read_by, read_by_workers
+from ddptrain.data.stream.samples import StreamSamples
+from ddptrain.data.workers import AS_IT_IS, Key, asked_workers, check_workers
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from ddptrain.data.pictures import Named
 
 Masked = tuple[Tensor, Tensor]
@@ -49,64 +52,76 @@ Masked = tuple[Tensor, Tensor]
 FILL = tuple(round(level) for level in IMAGENET_MEAN)
 _LEAST, _MOST = 32, 4096
 _SHOWN = 16
-_WINDOW, _MIRROR = range(2)
 
 
-class MaskedPictures(Dataset[Any]):
-    """A part of the set, read a batch at a time, here or in a worker: uint8 (n, size, size, 3) pictures and
-    uint8 (n, size, size) masks. A broken file is returned as its UserError.
+@final
+class DecodedPairs:
+    """Pictures and masks as Pillow has them: the source of `ddptrain.data.pipeline`."""
 
-    scale: least and most length of a training picture's longer side, in shares of ``size``. mirror: share of
-    the training samples that are mirrored.
-    """
-
-    def __init__(
-        self, pairs: Sequence[Pair], classes: int, size: int, scale: tuple[float, float], mirror: float,
-        seed: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, pairs: Sequence[Pair], classes: int) -> None:
         self._pairs = pairs
         self._classes = classes
-        self._size = size
-        self._scale = scale
-        self._mirror = mirror
-        self._seed = seed
 
     def __len__(self) -> int:
         return len(self._pairs)
 
-    def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor] | UserError:
-        try:
-            samples = [self._one(epoch, sample) for epoch, sample, _ in keys]
-        except UserError as error:
-            return error
-        pictures, masks = zip(*samples, strict=True)
-        return torch.stack(pictures), torch.stack(masks)
-
-    def _one(self, epoch: int, sample: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> "tuple[Image.Image, Image.Image]":
         pairs = self._pairs
         if isinstance(pairs, StreamPairs):
-            picture, mask = pairs.decoded(sample, self._classes)
-        else:
-            with skippable():
-                picture, mask = read_pair(pairs[sample], self._classes)
-        training = epoch != AS_IT_IS
-        window = scaled(picture.height, picture.width, self._size)
-        if training:
-            draws = Draws(self._seed, epoch, sample, _WINDOW)
-            window = self._window(draws, picture.height, picture.width)
-        pixels = picture_in_square(picture, window, self._size, FILL)
-        labels = mask_in_square(mask, window, self._size)
-        if training and Draws(self._seed, epoch, sample, _MIRROR).uniform() < self._mirror:
-            pixels, labels = pixels.flip(1), labels.flip(1)
-        return pixels, labels
+            return pairs.decoded(index, self._classes)
+        with skippable():
+            return read_pair(pairs[index], self._classes)
 
-    def _window(self, draws: Draws, height: int, width: int) -> Window:
+
+@final
+@dataclass(frozen=True, slots=True)
+class MaskTransform:
+    """Into a square: uint8 (size, size, 3) pixels and uint8 (size, size) classes.
+
+    scale: least and most length of a training picture's longer side, in shares of ``size``. horizontal_flip:
+    share of the training samples that are mirrored.
+    """
+
+    size: int
+    scale: tuple[float, float]
+    horizontal_flip: float
+
+    def __call__(self, source: DecodedPairs, key: Key) -> tuple[Tensor, Tensor]:
+        picture, mask = source[key.sample]
+        training = key.epoch != AS_IT_IS
+        if training:
+            window = self._window(picture.height, picture.width)
+        else:
+            window = scaled(picture.height, picture.width, self.size)
+        pixels = picture_in_square(picture, window, self.size, FILL)
+        classes = mask_in_square(mask, window, self.size)
+        if training and random.random() < self.horizontal_flip:
+            return pixels.flip(1), classes.flip(1)
+        return pixels, classes
+
+    def _window(self, height: int, width: int) -> Window:
         """Of torchvision's references: a random scale, then a random place in what is larger than the
         square."""
-        window = scaled(height, width, round(self._size * draws.uniform(*self._scale)))
-        top = draws.below(max(window.height - self._size, 0) + 1)
-        left = draws.below(max(window.width - self._size, 0) + 1)
+        window = scaled(height, width, round(self.size * random.uniform(*self.scale)))
+        top = random.randint(0, max(window.height - self.size, 0))
+        left = random.randint(0, max(window.width - self.size, 0))
         return window._replace(top=top, left=left)
+
+
+class _MaskSet(NamedTuple):
+    """pairs: of training and of validation; streams: what they are streamed by. identity: of a streamed set.
+    skipped: a line for each pair that is left out."""
+
+    pairs: tuple[Sequence[Pair], Sequence[Pair]]
+    classes: tuple[str, ...]
+    streams: tuple[StreamSamples | None, StreamSamples | None] = (None, None)
+    identity: str = ""
+    skipped: Sequence[str] = ()
+
+
+class _Prepared(NamedTuple):
+    opened: _MaskSet
+    pipeline: Pipeline
 
 
 @final
@@ -150,7 +165,7 @@ class MaskData(Data):
         self.size = size
         self._asked_classes = classes
         self._scale = (least, most)
-        self._mirror = horizontal_flip
+        self._horizontal_flip = horizontal_flip
         self._asked_workers = workers
         self._channels_last = channels_last
         self._source = source
@@ -171,20 +186,22 @@ class MaskData(Data):
             once_a_node(world, self._source.fetch)
         workers = asked_workers(self._asked_workers, world)
         opened = self._opened(world, workers)
+        transform = MaskTransform(self.size, self._scale, self._horizontal_flip)
         train, valid = (
-            MaskedPictures(pairs, len(opened.classes), self.size, self._scale, self._mirror, seed)
-            for pairs in opened.pairs
+            Samples(DecodedPairs(pairs, len(opened.classes)), transform, seed=seed, stream=stream)
+            for pairs, stream in zip(opened.pairs, opened.streams, strict=True)
         )
         self.classes = opened.classes
         self._normalise = _normaliser(world.device, self._channels_last)
-        self._prepared = _Prepared(opened, train, valid, workers)
+        pipeline = Pipeline(train, valid, workers, world.device, self._on_device)
+        self._prepared = _Prepared(opened, pipeline)
 
     @property
-    def _ready(self) -> "_Prepared":
+    def _ready(self) -> _Prepared:
         assert self._prepared is not None, "prepare comes first"
         return self._prepared
 
-    def _opened(self, world: World, workers: int) -> "_MaskSet":
+    def _opened(self, world: World, workers: int) -> _MaskSet:
         asked = self._asked_classes
         if self._source is not None:
             streamed = self._source.open()
@@ -235,10 +252,8 @@ class MaskData(Data):
 
     @property
     def loading(self) -> Loading:
-        opened = self._ready.opened
-        stream = opened.streams[0]
-        reading = None if stream is None else stream.reading
-        return Loading(self._ready.workers, False, reading, len(opened.skipped))
+        opened, pipeline = self._ready
+        return replace(pipeline.loading, left_out=len(opened.skipped))
 
     def metadata(self) -> Mapping[str, Any]:
         return {"classes": list(self.classes), "size": self.size}
@@ -272,69 +287,41 @@ class MaskData(Data):
 
     @property
     def train_size(self) -> int:
-        return len(self._ready.train)
+        return len(self._ready.pipeline.train)
 
     @property
     def valid_size(self) -> int:
-        return len(self._ready.valid)
+        return len(self._ready.pipeline.valid)
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Masked]:
-        return self._loaded(self._ready.train, training_keys(self._ready.opened.streams[0], sampler, steps))
+        return self._ready.pipeline.train_batches(sampler, steps)
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Masked]:
-        return self._loaded(self._ready.valid, valid_keys(self._ready.opened.streams[1], chunks))
+        return self._ready.pipeline.valid_batches(chunks)
 
     def valid_samples(self, count: int) -> tuple[Tensor, Tensor]:
         """The first validation samples: uint8 (n, size, size, 3) pictures and uint8 (n, size, size) masks, on
         the CPU."""
-        return _sound(self._ready.valid, [(AS_IT_IS, i, 0.0) for i in range(min(count, self.valid_size))])
+        pictures, masks = self._ready.pipeline.valid.first(count, AS_IT_IS)
+        return pictures, masks
 
     def preview(self) -> Tensor:
         """The first 16 training samples as epoch 0 shows them, half in their classes' colours."""
-        pictures, masks = _sound(
-            self._ready.train, [(0, i, 0.0) for i in range(min(_SHOWN, self.train_size))]
-        )
+        pictures, masks = self._ready.pipeline.train.first(_SHOWN, epoch=0)
         return blended(pictures.permute(0, 3, 1, 2), masks)
 
     def describe(self) -> str:
         return (
             f"masks: {self.train_size:,} train, {self.valid_size:,} valid, {len(self.classes)} classes,"
-            f" {self.size}x{self.size}, {read_by(self._ready.workers)}{in_words(self._ready.opened.skipped)}"
+            f" {self.size}x{self.size}, {self._ready.pipeline.describe()}"
+            f"{in_words(self._ready.opened.skipped)}"
         )
 
-    def _loaded(self, part: MaskedPictures, keys: Iterable[list[Key]]) -> Iterator[Masked]:
-        device = self._normalise.mean.device
-        for pictures, masks in read_by_workers(part, keys, self._ready.workers, device):
-            yield self._normalise(pictures), masks.long()
-
-
-class _MaskSet(NamedTuple):
-    """pairs: of training and of validation; streams: what they are streamed by. identity: of a streamed set.
-    skipped: a line for each pair that is left out."""
-
-    pairs: tuple[Sequence[Pair], Sequence[Pair]]
-    classes: tuple[str, ...]
-    streams: tuple[StreamSamples | None, StreamSamples | None] = (None, None)
-    identity: str = ""
-    skipped: Sequence[str] = ()
-
-
-class _Prepared(NamedTuple):
-    """workers: loader processes of this rank."""
-
-    opened: _MaskSet
-    train: MaskedPictures
-    valid: MaskedPictures
-    workers: int
+    def _on_device(self, batch: tuple[Tensor, Tensor]) -> Masked:
+        pictures, masks = batch
+        return self._normalise(pictures), masks.long()
 
 
 def _normaliser(device: torch.device, channels_last: bool) -> Normalise:
     mean, std = (torch.tensor(of, device=device) for of in (IMAGENET_MEAN, IMAGENET_STD))
     return Normalise(mean, std, channels_last)
-
-
-def _sound(part: MaskedPictures, keys: list[Key]) -> tuple[Tensor, Tensor]:
-    samples = part.__getitems__(keys)
-    if isinstance(samples, UserError):
-        raise samples
-    return samples

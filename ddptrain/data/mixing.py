@@ -1,16 +1,17 @@
 """Mixing a training sample with another one: MixUp and CutMix."""
 
 import math
+import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ddptrain.data.draws import Draws, SampleKey
+from ddptrain.api.rng import derive_seed
 from ddptrain.errors import UserError
 
-_MIX = 6  # The purpose; 0 to 5 are those of `ddptrain.data.transforms`
+_PURPOSE = 6  # of the seeds: a sample's own draws have another
 _UNSEEN = 1 / 512
 """A picture of a smaller weight can't change a level of 0 to 255 once that is rounded."""
 
@@ -55,17 +56,17 @@ class Mix:
         if not self.mixup and not self.cutmix:
             raise UserError("data.augment.mix: mixup and cutmix are both 0; set data.augment.mix=null.")
 
-    def params(self, key: SampleKey, near: range, height: int, width: int) -> Mixture:
+    def drawn(self, seed: int, epoch: int, sample: int, near: range, height: int, width: int) -> Mixture:
         """near: the samples that this one, which is among them, may be mixed with. height, width: of the
         set's pictures."""
-        draws, sample = Draws(*key, _MIX), key[2]
-        place = sample - near.start + 1 + draws.below(max(len(near) - 1, 1))
+        generator = random.Random(derive_seed(seed, epoch, sample, _PURPOSE))
+        place = sample - near.start + 1 + generator.randrange(max(len(near) - 1, 1))
         partner = near[place % len(near)]
-        cuts = draws.below(2) == 1 if self.mixup and self.cutmix else bool(self.cutmix)
+        cuts = generator.random() < 0.5 if self.mixup and self.cutmix else bool(self.cutmix)
         if not cuts:
-            return Mixture(partner, draws.beta(self.mixup), None)
-        half = 0.5 * math.sqrt(1 - draws.beta(self.cutmix))
-        x, y = draws.below(width), draws.below(height)
+            return Mixture(partner, generator.betavariate(self.mixup, self.mixup), None)
+        half = 0.5 * math.sqrt(1 - generator.betavariate(self.cutmix, self.cutmix))
+        x, y = generator.randrange(width), generator.randrange(height)
         right, down = int(half * width), int(half * height)
         box = (max(x - right, 0), max(y - down, 0), min(x + right, width), min(y + down, height))
         cut = (box[2] - box[0]) * (box[3] - box[1])
@@ -73,21 +74,22 @@ class Mix:
 
 
 def mixed_pixels(own: Tensor, other: Tensor, mixture: Mixture) -> Tensor:
-    """uint8 (C, H, W) each. Mixed levels are rounded to 8 bits: at most half a level from torchvision's."""
+    """uint8 (H, W, C) each. Mixed levels are rounded to 8 bits: at most half a level from torchvision's."""
     if mixture.box is not None:
         left, top, right, bottom = mixture.box
         image = own.clone()
-        image[:, top:bottom, left:right] = other[:, top:bottom, left:right]
+        image[top:bottom, left:right] = other[top:bottom, left:right]
         return image
     share = mixture.share
     return other.mul(1 - share).add_(own.mul(share)).round_().to(torch.uint8)
 
 
-def soft_targets(labels: Tensor, others: Tensor, shares: Tensor, classes: int) -> Tensor:
-    """float32 (n, classes): ``shares``, float32 (n,), are the labels', the rest is the partners'; int64 (n,)
-    each, or float32 (n, classes)."""
-    if labels.ndim == 2:
-        return torch.lerp(others, labels, shares[:, None])
-    targets = torch.zeros(len(labels), classes)
-    targets.scatter_add_(1, labels[:, None], shares[:, None])
-    return targets.scatter_add_(1, others[:, None], 1 - shares[:, None])
+def soft_target(own: Tensor, other: Tensor, share: float, classes: int) -> Tensor:
+    """float32 (classes,): ``share`` is the sample's own label's, the rest its partner's; both as
+    `ddptrain.data.source.Split.labels`."""
+    if own.ndim:
+        return torch.lerp(other, own, share)
+    target = torch.zeros(classes)
+    target[own] += share
+    target[other] += 1 - share
+    return target

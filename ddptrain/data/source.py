@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,13 @@ from ddptrain.data.pictures import Box, as_png, resized
 from ddptrain.data.stream.samples import StreamSamples
 
 log = logging.getLogger("ddptrain")
+
+
+class LabelledImage(NamedTuple):
+    """image: uint8 (H, W, C). label: as `Split.labels` has it; float32 (classes,) of a mixture."""
+
+    image: Tensor
+    label: Tensor
 
 
 class Split(ABC):
@@ -40,6 +47,10 @@ class Split(ABC):
 
         Raises UserError naming the file where one can't be read.
         """
+
+    def __getitem__(self, i: int) -> LabelledImage:
+        """One, as `ddptrain.data.pipeline.MapStyle`."""
+        return LabelledImage(self.images(torch.tensor([i]))[0], self.labels[i])
 
     def cropped(self, i: int, box_of: Callable[[int, int], Box]) -> Tensor:
         """uint8 (C, H, W): a rectangle of one as it is stored, before it is cut to ``shape``, scaled to that.
@@ -72,6 +83,9 @@ class ArraySplit(Split):
 
     def images(self, ids: Tensor) -> Tensor:
         return self._images[ids]
+
+    def __getitem__(self, i: int) -> LabelledImage:
+        return LabelledImage(self._images[i], self.labels[i])
 
     def fingerprints(self, ids: Sequence[int]) -> Iterator[bytes]:
         return (of_tensor(self._images[i]) for i in ids)

@@ -6,7 +6,7 @@ import pickle
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -19,9 +19,18 @@ from ddptrain.distributed.launcher.process import end_with_rank, start_forkserve
 from ddptrain.errors import UserError
 from ddptrain.text import counted
 
-Key = tuple[int, int, float]
-"""(epoch, sample index, share of the whole training that is done); epoch -1 asks for a picture as it is."""
 AS_IT_IS = -1
+"""In place of an epoch: the sample as an evaluation has it."""
+
+
+class Key(NamedTuple):
+    """What a sample is asked for by."""
+
+    epoch: int
+    sample: int
+    """Its index in its part of the set."""
+    progress: float = 0.0
+    """Share of the whole training that is done."""
 
 
 class TrainingKeys:
@@ -35,7 +44,7 @@ class TrainingKeys:
         per_step = len(self._sampler.micro_sizes)
         for i, (ids, epochs) in enumerate(self._sampler.samples(self._steps, torch.device("cpu"))):
             progress = (self._steps.start + i // per_step) / self._steps.stop
-            yield [(epoch, id, progress) for epoch, id in zip(epochs.tolist(), ids.tolist(), strict=True)]
+            yield [Key(*key, progress) for key in zip(epochs.tolist(), ids.tolist(), strict=True)]
 
     def __len__(self) -> int:
         return len(self._steps) * len(self._sampler.micro_sizes)
@@ -43,7 +52,7 @@ class TrainingKeys:
 
 def validation_keys(chunks: Sequence[Iterable[int]]) -> list[list[Key]]:
     """Samples as they are, a batch for each chunk."""
-    return [[(AS_IT_IS, i, 0.0) for i in chunk] for chunk in chunks]
+    return [[Key(AS_IT_IS, i) for i in chunk] for chunk in chunks]
 
 
 def check_workers(workers: int | Literal["auto"]) -> None:

@@ -81,8 +81,8 @@ class Detection(Task):
         images, true = self._scaled(batch.images, batch.boxes, progress)
         if len(images) == 1 and images.shape[-1] == _COARSEST:
             raise UserError(
-                f"data.side={_COARSEST}: the coarsest map of a single picture has one cell, and BatchNorm"
-                " needs more than one value. Use a larger side, train.batch_size or train.micro_batch."
+                f"data.size={_COARSEST}: the coarsest map of a single picture has one cell, and BatchNorm"
+                " needs more than one value. Use a larger data.size, train.batch_size or train.micro_batch."
             )
         raw = self._checked(model(images), model)
         logits, scores = raw.distances.float(), raw.classes.float()
@@ -144,7 +144,7 @@ class Detection(Task):
         if batch < 1 or most < 1 or not 0 <= score <= 1:
             raise UserError(f"batch={batch} most={most} score={score}: 1 or more, 1 or more, in [0, 1].")
         suppress = Suppression(score, self._overlap, most) if nms else None
-        whole: Deployed = deployed(model, self._data.side, batch, suppress)
+        whole: Deployed = deployed(model, self._data.size, batch, suppress)
         return whole
 
     def _checked(self, raw: Raw, model: nn.Module) -> Raw:

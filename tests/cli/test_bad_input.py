@@ -36,7 +36,10 @@ SMALL = "recipe=cnn_digits device=cpu model.width=8 train.steps=2 observers=[con
         ("+train.epocs=2", ["train.epocs: ", "Did you mean", "epochs?"]),
         ("+experiment=big", ["experiment: there is no such key"]),
         ("optim.lrr=0.1", ["optim.lrr: ", "Did you mean optim.lr"]),
-        ("data.augment.flipp=true", ["data.augment.flipp: ", "Did you mean data.augment.flip"]),
+        (
+            "data.augment.horizontal_flipp=true",
+            ["data.augment.horizontal_flipp: ", "Did you mean data.augment.horizontal_flip"],
+        ),
         ("model.widht=3", ["model.widht: ", "Did you mean model.width"]),
         ("model.cell=gru", ["model.cell: there is no such key. model=recurrent has it"]),
         ("data.source.path=x.txt", ["data.source.path: there is no such key. data=", " and data=text and "]),
@@ -121,8 +124,8 @@ def test_a_value_out_of_its_range_is_named_with_the_range(
 def test_every_wrong_argument_of_every_node_is_named_in_one_message(tmp_path: Path) -> None:
     message = refusal(
         tmp_path,
-        f"{TYPED} +optim.lrr=0.1 +data.augment.flipp=true +task.label_smothing=0.1 +model.widht=3"
-        " optim.weight_decay=nan data.augment.flip=maybe data.workers=two model.hidden=1.5"
+        f"{TYPED} +optim.lrr=0.1 +data.augment.horizontal_flipp=true +task.label_smothing=0.1 +model.widht=3"
+        " optim.weight_decay=nan data.augment.horizontal_flip=maybe data.workers=two model.hidden=1.5"
         " +data.augment._partial_=true +optim._args_=[1]",
     )
     assert message.splitlines() == [
@@ -131,9 +134,9 @@ def test_every_wrong_argument_of_every_node_is_named_in_one_message(tmp_path: Pa
         "model.hidden=1.5: must be a whole number.",
         "model.widht: ddptrain.recipes.cnn.SmallCnn takes no such argument. Did you mean model.width?",
         "data.workers=two: must be a whole number or auto.",
-        "data.augment.flip=maybe: must be true or false or alternate.",
-        "data.augment.flipp: ddptrain.data.augment.Augment takes no such argument."
-        " Did you mean data.augment.flip?",
+        "data.augment.horizontal_flip=maybe: must be true or false or alternate.",
+        "data.augment.horizontal_flipp: ddptrain.data.augment.Augment takes no such argument."
+        " Did you mean data.augment.horizontal_flip?",
         "data.augment._partial_: only _target_ has a meaning here; remove it.",
         "optim.weight_decay=nan: must be a finite number.",
         "optim.lrr: torch.optim.AdamW takes no such argument. Did you mean optim.lr?",

@@ -92,6 +92,8 @@ RANGES = {
     "train.weight_decay_on=some": "one of",
     "sched.name=linear": "Use the group: sched=",
     "elastic=strict": "Use strategy=strict",
+    "data.augment.flip=true": "It is data.augment.horizontal_flip",
+    "data.side=64": "It is data.size",
     "sched=wsd sched.warmup=0.6 sched.cooldown=0.6": "it is longer than the run",
     "ema.decay=1": "below 1",
     "ema.decay=0": "above 0",

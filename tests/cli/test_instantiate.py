@@ -127,8 +127,16 @@ def test_nested_nodes_are_checked_with_their_full_key_and_built() -> None:
         ("ddptrain.data.augment.Augment", {"crop": 1.5}, "k.crop=1.5: must be a whole number."),
         ("ddptrain.data.augment.Augment", {"crop": True}, "k.crop=True: must be a whole number."),
         ("ddptrain.data.augment.Augment", {"crop": None}, "k.crop=None: must be a whole number."),
-        ("ddptrain.data.augment.Augment", {"flip": 1}, "k.flip=1: must be true or false or alternate."),
-        ("ddptrain.data.augment.Augment", {"flip": "yes"}, "k.flip=yes: must be true or false or alternate."),
+        (
+            "ddptrain.data.augment.Augment",
+            {"horizontal_flip": 1},
+            "k.horizontal_flip=1: must be true or false or alternate.",
+        ),
+        (
+            "ddptrain.data.augment.Augment",
+            {"horizontal_flip": "yes"},
+            "k.horizontal_flip=yes: must be true or false or alternate.",
+        ),
         ("ddptrain.data.cifar10.Cifar10", {"url": 3}, "k.url=3: must be text."),
         ("torch.nn.Dropout", {"p": "half"}, "k.p=half: must be a finite number."),
         ("torch.nn.Dropout", {"p": float("nan")}, "k.p=nan: must be a finite number."),
@@ -266,6 +274,30 @@ def test_nodes_in_a_list_are_checked_as_others_are(node: dict[str, Any], problem
         build(node, "model")
 
 
+CROP = {"_target_": "torchvision.transforms.v2.RandomHorizontalFlip", "p": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("transforms", "problem"),
+    [
+        ({"a": {"_target_": "os.system"}}, "k.transforms.a._target_="),
+        ({"a": CROP, "b": {**CROP, "q": 1}}, "k.transforms.b.q: "),
+        ({"a": CROP, "b": 3}, "k.transforms.b=3: must be null or keys with a _target_ (Module)"),
+        ({"a": [CROP]}, "k.transforms.a"),
+        ({"a": {"b": CROP}}, "k.transforms.a"),
+        ({"a": {"_target_": "ddptrain.data.augment.Augment"}}, "k.transforms.a._target_="),
+    ],
+)
+def test_nodes_in_a_mapping_are_checked_as_others_are(transforms: dict[str, Any], problem: str) -> None:
+    node = {"_target_": "ddptrain.data.transforms.Transforms", "transforms": transforms}
+    assert any(text.startswith(problem) for text in check_node(node, "k"))
+    good = {**node, "transforms": {"flip": CROP, "off": None}}
+    assert not check_node(good, "k")
+    built = build(good, "k").transforms
+    assert type(built["flip"]).__name__ == "RandomHorizontalFlip"
+    assert built["off"] is None
+
+
 @pytest.mark.parametrize(
     "value", [[{"a": LINEAR}], {"a": LINEAR}, {"a": [{"b": LINEAR}]}, {"a": [LINEAR]}, [[LINEAR]]]
 )
@@ -335,5 +367,5 @@ def test_a_name_in_the_place_of_a_node_is_told_what_belongs_there() -> None:
 
 
 def test_equal_nodes_build_equal_objects() -> None:
-    node = {"_target_": "ddptrain.data.augment.Augment", "crop": 2, "flip": True}
-    assert build(node, "augment") == build(node, "augment") == Augment(crop=2, flip=True)
+    node = {"_target_": "ddptrain.data.augment.Augment", "crop": 2, "horizontal_flip": True}
+    assert build(node, "augment") == build(node, "augment") == Augment(crop=2, horizontal_flip=True)

@@ -268,10 +268,10 @@ def test_a_set_that_contradicts_itself_is_refused(
     [
         ("recipe=yolo_custom device=cpu", "data.source.path=None: must name a data.yaml"),
         (custom("gone/data.yaml", "device=cpu"), "gone/data.yaml: can't be read (No such file or directory)"),
-        (f"{SHAPES} data.side=100", "data.side=100: must be a multiple of 32 pixels"),
+        (f"{SHAPES} data.size=100", "data.size=100: must be a multiple of 32 pixels"),
         (f"{SHAPES} data.augment.zoom=0.9", "data.augment.zoom=0.9: must be in [0, 0.5]"),
         (f"{SHAPES} task.multi_scale=2", "task.multi_scale=2: must be in [0, 1)"),
-        (f"{SHAPES} data.side=8192", "data.side=8192: must be a multiple of 32 pixels, at most 4096"),
+        (f"{SHAPES} data.size=8192", "data.size=8192: must be a multiple of 32 pixels, at most 4096"),
         (f"{SHAPES} task.box=-1", "task.box=-1"),
         (f"{SHAPES} model=cnn", "model: ddptrain.recipes.cnn.SmallCnn needs in_channels"),
     ],
@@ -282,8 +282,8 @@ def test_a_wrong_word_is_named(tmp_path: Path, words: str, said: str) -> None:
 
 
 def test_a_single_cell_is_too_little_for_batchnorm(tmp_path: Path) -> None:
-    words = f"{SHAPES} data.side=32 train.micro_batch=1 run.dir=run"
-    assert "data.side=32: the coarsest map of a single picture" in refusal(tmp_path, words)
+    words = f"{SHAPES} data.size=32 train.micro_batch=1 run.dir=run"
+    assert "data.size=32: the coarsest map of a single picture" in refusal(tmp_path, words)
 
 
 def test_a_picture_found_broken_in_training_is_named_once(tmp_path: Path) -> None:

@@ -53,11 +53,10 @@ def test_a_preset_replaces_what_data_and_recipe_say(recipe: str, preset: str) ->
 def test_a_presets_batches_train_a_model(preset: str, tmp_path: Path) -> None:
     _, task, data = made("cnn_cifar10", tmp_path, f"augment={preset}", "task.label_smoothing=0.1")
     assert isinstance(data, ImageData)
-    assert isinstance(data.augment, Augment if preset == "none" else Transforms)
+    assert isinstance(data._augment, Augment if preset == "none" else Transforms)
     preview = data.preview()
     assert preview.shape == (8, 3, 32, 32)
-    batch = data._samples.__getitems__([(0, i, 0.0) for i in range(8)])
-    assert not isinstance(batch, UserError)
+    batch = data._ready.train.first(8, epoch=0)
     model = task.build()
     task.loss(model, (data.normalised(batch[0]), batch[1]), None).sum.backward()  # type: ignore[arg-type]
     assert all(torch.isfinite(weight.grad).all() for weight in model.parameters() if weight.grad is not None)
@@ -65,10 +64,18 @@ def test_a_presets_batches_train_a_model(preset: str, tmp_path: Path) -> None:
 
 def test_its_keys_are_those_of_augment() -> None:
     words = ("recipe=cnn_digits", "augment=strong", "augment.mix=null", "augment.resized_crop.scale=[0.5,1]")
-    found = tree(*words, "augment.policy._target_=ddptrain.data.policies.RandAugment", "+augment.policy.n=3")
+    policy = "augment.transforms.policy"
+    found = tree(
+        *words, f"{policy}._target_=torchvision.transforms.v2.RandAugment", f"+{policy}.num_ops=3",
+        "augment.transforms.erasing=null",
+    )  # fmt: skip
     assert found["data"]["augment"]["mix"] is None
     assert found["data"]["augment"]["resized_crop"]["scale"] == [0.5, 1]
-    assert found["data"]["augment"]["policy"] == {"_target_": "ddptrain.data.policies.RandAugment", "n": 3}
+    chosen = found["data"]["augment"]["transforms"]
+    assert chosen["erasing"] is None
+    assert chosen["policy"]["_target_"] == "torchvision.transforms.v2.RandAugment"
+    assert chosen["policy"]["num_ops"] == 3
+    checked(found)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +85,8 @@ def test_its_keys_are_those_of_augment() -> None:
         ("recipe=yolo_shapes augment=none", r"^augment: is for image classification .*DetectionData\. Leave"),
         ("recipe=transformer_translate augment=strong", r"^augment: is for image classification"),
         (
-            "recipe=cnn_digits augment=light data.augment.flip=true",
-            r"^data\.augment\.flip=true: augment=\.\.\. takes the place .* write augment\.flip=true",
+            "recipe=cnn_digits augment=light data.augment.horizontal_flip=true",
+            r"^data\.augment\.horizontal_flip=true: augment=\.\.\. takes the place .* write augment\.hor",
         ),
         ("recipe=cnn_digits +augment.size=4", r"^augment: has keys and no augment\._target_"),
         ("recipe=cnn_digits augment=ligth", r"^augment=ligth: .* Did you mean light\?"),

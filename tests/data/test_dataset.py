@@ -16,7 +16,9 @@ from torch.utils.data import Dataset, IterableDataset
 from ddptrain.api.recipe import Data
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.dataset import DatasetData, DatasetSamples
+from ddptrain.data.dataset import DatasetData
+from ddptrain.data.pipeline import Samples
+from ddptrain.data.workers import Key
 from ddptrain.errors import ExitCode, UserError
 
 SEED, BATCH, STEPS = 4, 8, range(3, 8)
@@ -134,7 +136,7 @@ def test_the_generators_of_the_trainer_go_on_as_if_nothing_was_read() -> None:
         random.seed(0)
         np.random.seed(0)
         if reads:
-            DatasetSamples(Noisy(), range(50), len, SEED).__getitems__([(0, 3, 0.0), (0, 4, 0.0)])
+            Samples(Noisy(), collate=len, seed=SEED).batch([Key(0, 3), Key(0, 4)])
         found.append(drawn())
     assert found[0] == found[1]
 

@@ -1,6 +1,7 @@
 """Boxes against pixels: of scenes the program draws, and of what augmentation makes of pictures."""
 
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.detection.augment import BoxDraws, BoxedImage, DetectionAugment
-from ddptrain.data.detection.batch import Batch, coloured, stacked
+from ddptrain.data.detection.batch import Batch, Sample, coloured, stacked
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes, draw_scenes
 from ddptrain.data.detection.letterbox import GREY, letterbox
@@ -80,7 +81,7 @@ def test_drawn_boxes_hold_what_is_seen_to_the_pixel(side: int) -> None:
 
 
 def scenes_of(train: int) -> Scenes:
-    return DrawnScenes(train=train, valid=1, side=64).open(Path("nowhere")).train
+    return DrawnScenes(train=train, valid=1, size=64).open(Path("nowhere")).train
 
 
 @pytest.mark.long
@@ -127,6 +128,11 @@ SIDE = 128
 shares = st.sampled_from([0.0, 0.3, 0.5])
 
 
+def drawn(seed: int) -> BoxDraws:
+    random.seed(seed)
+    return BoxDraws.drawn()
+
+
 def applied(
     augment: DetectionAugment, seed: int, mosaic: bool
 ) -> tuple[list[BoxedImage], BoxedImage, BoxDraws]:
@@ -139,20 +145,20 @@ def applied(
         ]
     else:
         tiles = [painted(128, 100, seed % 5, 2)]
-    draws = BoxDraws(seed, torch.tensor([3, 1]), torch.tensor([seed % 7, 4]))
-    return tiles, augment.apply(tiles, draws, 0, SIDE), draws
+    draws = drawn(seed)
+    return tiles, augment.apply(tiles, draws, SIDE), draws
 
 
 @settings(deadline=None, max_examples=80)
 @given(st.integers(0, 2**30), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]), shares, shares, st.booleans())
 def test_boxes_stay_on_their_objects(
-    seed: int, mosaic: bool, zoom: float, shift: float, mirror: float, upside_down: bool
+    seed: int, mosaic: bool, zoom: float, shift: float, flip: float, vertical: bool
 ) -> None:
     changes = {
         "zoom": zoom / 2,
         "shift": shift,
-        "mirror": mirror,
-        "upside_down": float(upside_down),
+        "horizontal_flip": flip,
+        "vertical_flip": float(vertical),
         "keep": 0.2,
     }
     tiles, (pixels, boxes, labels), draws = applied(DetectionAugment(**PLAIN | changes), seed, mosaic)
@@ -166,7 +172,7 @@ def test_boxes_stay_on_their_objects(
     everything = DetectionAugment(**PLAIN | changes | {"keep": 0.0})
     for box, label in zip(*applied(everything, seed, mosaic)[1][1:], strict=True):
         whole = next(tile.boxes[tile.labels == label][0] for tile in tiles if label in tile.labels)
-        magnified = SIDE / round(SIDE / draws.one(0, "zoom", 1 - zoom / 2, 1 + zoom / 2))
+        magnified = SIDE / round(SIDE / (1 - zoom / 2 + zoom * draws.zoom))
         left = float((box[2:] - box[:2]).prod() / (whole[2:] - whole[:2]).prod()) / magnified**2
         assert abs(left - 0.2) < 1e-3 or (left >= 0.2) == (int(label) in labels.tolist())
 
@@ -195,23 +201,20 @@ def test_what_the_mosaics_edge_hides_counts_as_cut_off_also_where_pictures_are_t
     tiles = [BoxedImage(grey, torch.tensor([[0.0, 40, 64, 80]]), torch.tensor([0])), empty, empty, empty]
     changes, shown = PLAIN | {"zoom": 0.5, "shift": 0.5}, 0
     for seed in range(1000):
-        draws = BoxDraws(seed, torch.tensor([0]), torch.tensor([0]))
+        draws = drawn(seed)
         # pixels of the first tile that lie left of the canvas
-        beyond = SIDE - round(SIDE * draws.one(0, "middle_x", 0.5, 1.5))
-        if 54 <= beyond <= 60 and len(DetectionAugment(**changes).apply(tiles, draws, 0, SIDE).labels):
+        beyond = SIDE - round(SIDE * (0.5 + draws.middle_x))
+        if 54 <= beyond <= 60 and len(DetectionAugment(**changes).apply(tiles, draws, SIDE).labels):
             shown += 1
             for degrees in (0.0, 0.01):
                 augment = DetectionAugment(**changes | {"degrees": degrees, "keep": 0.2})
-                assert not len(augment.apply(tiles, draws, 0, SIDE).labels), (seed, degrees)
+                assert not len(augment.apply(tiles, draws, SIDE).labels), (seed, degrees)
     assert shown
 
 
 def test_mosaics_are_a_share_of_the_samples_until_they_end() -> None:
-    augment, draws = (
-        DetectionAugment(mosaic=0.5, mosaic_until=0.8),
-        BoxDraws(0, torch.zeros(500).long(), torch.arange(500)),
-    )
-    tiles = [augment.tiles(draws, i, i, range(500), 0.79) for i in range(500)]
+    augment = DetectionAugment(mosaic=0.5, mosaic_until=0.8)
+    tiles = [augment.tiles(drawn(i), i, range(500), 0.79) for i in range(500)]
     four = [of for of in tiles if len(of) == 4]
     assert {len(of) for of in tiles} == {1, 4}
     assert 200 < len(four) < 300
@@ -219,24 +222,26 @@ def test_mosaics_are_a_share_of_the_samples_until_they_end() -> None:
     assert len({tile for of in four for tile in of[1:]}) > 200
     assert all(0 <= tile < 500 for of in four for tile in of)
     for progress in (0.8, 0.99):
-        assert all(augment.tiles(draws, i, i, range(500), progress) == [i] for i in range(500))
+        assert all(augment.tiles(drawn(i), i, range(500), progress) == [i] for i in range(500))
 
 
 def test_colours_turn_saturate_and_scale() -> None:
-    draws = BoxDraws(0, torch.zeros(50).long(), torch.arange(50))
-    plain = DetectionAugment(**PLAIN).colours(draws)
-    torch.testing.assert_close(plain, torch.eye(3).expand(50, 3, 3), rtol=0, atol=1e-5)
+    def colours(**changes: float) -> Tensor:
+        augment = DetectionAugment(**PLAIN | changes)
+        return torch.stack([augment.colours(drawn(i)) for i in range(50)])
+
+    torch.testing.assert_close(colours(), torch.eye(3).expand(50, 3, 3), rtol=0, atol=1e-5)
     grey, red = torch.ones(3) * 0.4, torch.tensor([0.5, 0.1, 0.1])
     for changes in ({"hue": 0.5}, {"saturation": 0.9}):
-        turned = DetectionAugment(**PLAIN | changes).colours(draws)
+        turned = colours(**changes)
         torch.testing.assert_close(turned @ grey, grey.expand(50, 3), rtol=0, atol=1 / 255)
         assert (turned @ red - red).abs().amax(1).median() > 0.05
-    values = DetectionAugment(**PLAIN | {"value": 0.4}).colours(draws)
+    values = colours(value=0.4)
     torch.testing.assert_close(values, values[:, :1, :1] * torch.eye(3), rtol=0, atol=1e-5)
     assert 0.6 <= values[:, 0, 0].min() < 0.7
     assert 1.3 < values[:, 0, 0].max() <= 1.4
-    placed = letterbox(torch.tensor([[8, 8]]), 8)
-    batch = stacked([painted(8, 8, 0, 2)], values[:1], torch.tensor([0]), placed)
+    placed = letterbox(torch.tensor([[8, 8]]), 8).of(0)
+    batch = stacked([Sample(painted(8, 8, 0, 2), values[0], 0, placed)])
     for channels_last in (False, True):
         images = coloured(batch, channels_last).images
         assert images.is_contiguous(memory_format=torch.channels_last) or not channels_last
@@ -269,7 +274,7 @@ def loaded(
 ) -> tuple[DetectionData, list[Batch]]:
     """The training batches of steps 2 to 7 of 8, over an epoch's end; mosaics end at step 4."""
     augment = DetectionAugment(mosaic=0.5, mosaic_until=0.5, degrees=5.0)
-    data = DetectionData(Oblong(*size), augment, side=64, resident=resident, workers=workers)
+    data = DetectionData(Oblong(*size), augment, size=64, resident=resident, workers=workers)
     data.prepare(World(), seed=4)
     sampler = Sampler(data.train_size, 6, seed=4, rank=rank, world_size=ranks)
     return data, list(data.train_batches(sampler, range(2, 8)))

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from shell import ddptrain, refusal
 from torch import Tensor
+from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ddptrain.api.sampler import Sampler
@@ -82,7 +83,7 @@ def read(dataset: Odd, i: int) -> Tensor:
 
 
 def batches(source: ImageSource, root: Path, workers: int = 0) -> list[tuple[Tensor, Tensor]]:
-    augment = Transforms(RandomResizedCrop(), 0.5)
+    augment = Transforms({"flip": v2.RandomHorizontalFlip()}, RandomResizedCrop())
     data = ImageData(source, augment, root=str(root), workers=workers)
     data.prepare(World(), 7)
     valid = list(data.valid_batches([range(4)]))

@@ -14,7 +14,8 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.augment import Augment, Moves, Normalise
 from ddptrain.data.images import ImageData
-from ddptrain.data.loaders import FileLoader, ImagePipeline, ResidentLoader
+from ddptrain.data.loaders import AugmentedBatch, ResidentLoader, keyed
+from ddptrain.data.pipeline import Pipeline, Samples
 from ddptrain.data.prefetch import on_device, tensors_of
 from ddptrain.data.shapes import Shapes
 from ddptrain.data.source import Split
@@ -117,14 +118,15 @@ def test_light_is_drawn_evenly_about_the_middle_anew_in_each_epoch_and_exactly()
 
 def test_alternating_flips_turn_every_image_over_from_epoch_to_epoch() -> None:
     ids = torch.arange(1000)
-    sides = [Augment(flip="alternate").moves(3, torch.full_like(ids, e), ids, 8, 8).flip for e in range(5)]
+    alternate, always = Augment(horizontal_flip="alternate"), Augment(horizontal_flip=True)
+    sides = [alternate.moves(3, torch.full_like(ids, e), ids, 8, 8).flip for e in range(5)]
     for epoch, side in enumerate(sides):
         assert torch.equal(side, (sides[0] + epoch) % 2)
     epochs = torch.tensor([0, 1]).repeat(500)  # a batch may reach over an epoch's end
-    mixed = Augment(flip="alternate").moves(3, epochs, ids, 8, 8).flip
+    mixed = alternate.moves(3, epochs, ids, 8, 8).flip
     assert torch.equal(mixed, torch.where(epochs == 0, sides[0], sides[1]))
-    assert torch.equal(sides[0], Augment(flip=True).moves(3, torch.zeros_like(ids), ids, 8, 8).flip)
-    assert not torch.equal(sides[0], Augment(flip="alternate").moves(4, 0 * ids, ids, 8, 8).flip)
+    assert torch.equal(sides[0], always.moves(3, torch.zeros_like(ids), ids, 8, 8).flip)
+    assert not torch.equal(sides[0], alternate.moves(4, 0 * ids, ids, 8, 8).flip)
 
 
 def test_normalise_is_torchvisions_to_rounding() -> None:
@@ -182,13 +184,17 @@ def test_a_large_set_becomes_resident_block_by_block() -> None:
     train, valid = Large(70), Large(3)
     normalise = Normalise(torch.zeros(1), torch.ones(1), channels_last=True)
     fill = torch.tensor([9], dtype=torch.uint8)
-    recipe = ImagePipeline(train, valid, Augment(crop=1), normalise, fill, seed=9)
-    resident = ResidentLoader(recipe)
+    augment = Augment(crop=1)
+    resident = ResidentLoader(train, valid, augment, normalise, fill, seed=9)
     assert (train.most, valid.most) == (64, 3)
+    samples = Samples(train, keyed, AugmentedBatch(augment, fill, 9))
+    files = Pipeline(
+        samples, Samples(valid), 0, fill.device, lambda batch: (normalise(batch.image), batch.label)
+    )
     sampler = Sampler(70, 35, seed=9)
     for one, other in zip(
         resident.train_batches(sampler, range(2)),
-        FileLoader(recipe, 0).train_batches(sampler, range(2)),
+        files.train_batches(sampler, range(2)),
         strict=True,
     ):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

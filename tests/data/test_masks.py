@@ -16,7 +16,9 @@ from torch import Tensor
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.mask_files import Pair, blended, read_pair
-from ddptrain.data.masks import MaskData, MaskedPictures
+from ddptrain.data.masks import DecodedPairs, MaskData, MaskTransform
+from ddptrain.data.pipeline import Samples
+from ddptrain.data.workers import Key
 from ddptrain.errors import UserError
 
 SEED, BATCH, STEPS = 9, 5, range(2, 7)
@@ -127,12 +129,9 @@ def test_scale_place_and_side_are_drawn_evenly_anew_in_each_epoch(tmp_path: Path
     pair = Pair(tmp_path / "images/a.png", tmp_path / "masks/a.png")
     count = 400
 
-    def drawn(scale: tuple[float, float], mirror: float) -> Tensor:
-        samples = MaskedPictures([pair], 2, 64, scale, mirror, SEED).__getitems__(
-            [(epoch, 0, 0.0) for epoch in range(count)]
-        )
-        assert not isinstance(samples, UserError)
-        return samples[1]
+    def drawn(scale: tuple[float, float], flip: float) -> Tensor:
+        samples = Samples(DecodedPairs([pair], 2), MaskTransform(64, scale, flip), seed=SEED)
+        return samples.batch([Key(epoch, 0) for epoch in range(count)])[1]
 
     def about_evenly(values: Tensor) -> bool:
         """Of [0, 1]: the Kolmogorov-Smirnov distance, which 99.9 % of all draws stay below."""

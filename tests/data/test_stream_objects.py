@@ -20,11 +20,11 @@ from ddptrain.errors import UserError
 
 @pytest.fixture
 def drawn() -> DrawnScenes:
-    return DrawnScenes(train=40, valid=12, side=64)
+    return DrawnScenes(train=40, valid=12, size=64)
 
 
 def test_boxes_are_those_of_the_set_in_the_order_of_the_blocks(drawn: DrawnScenes, tmp_path: Path) -> None:
-    list(DetectionData(drawn, DetectionAugment(), side=64).write(tmp_path / "set", "stream", 0.02))
+    list(DetectionData(drawn, DetectionAugment(), size=64).write(tmp_path / "set", "stream", 0.02))
     opened = drawn.open(tmp_path)
     source = StreamBoxes(str(tmp_path / "set"), cache=str(tmp_path / "cache"), shuffle_blocks=3)
     source.fetch(tmp_path)
@@ -45,11 +45,11 @@ def test_boxes_are_those_of_the_set_in_the_order_of_the_blocks(drawn: DrawnScene
 @pytest.mark.parametrize("workers", [0, 2])
 def test_mosaics_are_made_of_what_is_at_hand(drawn: DrawnScenes, tmp_path: Path, workers: int) -> None:
     """Of a block's pictures; the batches don't depend on ranks and workers."""
-    list(DetectionData(drawn, DetectionAugment(), side=64).write(tmp_path / "set", "stream", 0.02))
+    list(DetectionData(drawn, DetectionAugment(), size=64).write(tmp_path / "set", "stream", 0.02))
 
     def batches(cache: str | None, workers: int, ranks: int) -> list[torch.Tensor]:
         source = StreamBoxes(str(tmp_path / "set"), cache=cache, shuffle_blocks=3, cache_gb=1e-3)
-        data = DetectionData(source, DetectionAugment(mosaic=1.0), side=64, resident=False, workers=workers)
+        data = DetectionData(source, DetectionAugment(mosaic=1.0), size=64, resident=False, workers=workers)
         data.prepare(World(), seed=5)
         found = [
             [
@@ -86,6 +86,6 @@ def test_masks_are_those_of_the_files(tmp_path: Path) -> None:
 
 
 def test_each_kind_says_where_the_others_belong(drawn: DrawnScenes, tmp_path: Path) -> None:
-    list(DetectionData(drawn, DetectionAugment(), side=64).write(tmp_path / "set", "stream"))
+    list(DetectionData(drawn, DetectionAugment(), size=64).write(tmp_path / "set", "stream"))
     with pytest.raises(UserError, match="holds a set of boxes, not of masks"):
         MaskData(source=StreamMasks(str(tmp_path / "set"), cache=str(tmp_path / "c"))).prepare(World(), 0)

@@ -16,18 +16,19 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize, to_pil_image
 
 from ddptrain.api.recipe import Progress
+from ddptrain.api.rng import derive_seed
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.augment import Augment
-from ddptrain.data.draws import Draws
+from ddptrain.data.generators import seed_all
 from ddptrain.data.imagefolder import ImageFolder
 from ddptrain.data.images import ImageData
 from ddptrain.data.mixing import Mix, mixed_pixels
-from ddptrain.data.policies import RandAugment, TrivialAugmentWide
+from ddptrain.data.pipeline import Samples
 from ddptrain.data.shapes import Shapes
 from ddptrain.data.source import ArraySplit, ImageSource
-from ddptrain.data.transformed import TransformedImages
-from ddptrain.data.transforms import ColorJitter, RandomErasing, RandomResizedCrop, Transforms
+from ddptrain.data.transforms import ImageTransform, RandomResizedCrop, Transforms
+from ddptrain.data.workers import Key
 from ddptrain.errors import UserError
 from ddptrain.recipes.image import ImageClassification
 
@@ -44,18 +45,26 @@ class Noise(nn.Module):
         return (picture.int() + noise).clamp(0, 255).to(torch.uint8)
 
 
-PLAIN = Transforms(horizontal_flip=0)
+PLAIN = Transforms()
 AUGMENTS: dict[str, Transforms | nn.Module] = {
-    "resized crop": Transforms(RandomResizedCrop(), horizontal_flip=0),
-    "flips": Transforms(horizontal_flip=0.5, vertical_flip=0.5),
-    "jitter": Transforms(color_jitter=ColorJitter(0.4, 0.4, 0.4, 0.1)),
-    "trivial augment": Transforms(policy=TrivialAugmentWide()),
-    "rand augment": Transforms(policy=RandAugment(3, 12)),
-    "erasing": Transforms(erasing=RandomErasing()),
+    "resized crop": Transforms({}, RandomResizedCrop()),
+    "flips": Transforms({"horizontal": v2.RandomHorizontalFlip(), "vertical": v2.RandomVerticalFlip()}),
+    "jitter": Transforms({"jitter": v2.ColorJitter(0.4, 0.4, 0.4, 0.1)}),
+    "trivial augment": Transforms({"policy": v2.TrivialAugmentWide()}),
+    "rand augment": Transforms({"policy": v2.RandAugment(3, 12)}),
+    "erasing": Transforms({"erasing": v2.RandomErasing()}),
     "mixup": Transforms(mix=Mix(1.0, 0)),
     "cutmix": Transforms(mix=Mix(0, 1.0)),
     "all": Transforms(
-        RandomResizedCrop(), 0.5, 0.1, ColorJitter(0.3), TrivialAugmentWide(), RandomErasing(), Mix()
+        {
+            "horizontal": v2.RandomHorizontalFlip(),
+            "off": None,
+            "jitter": v2.ColorJitter(0.3),
+            "policy": v2.TrivialAugmentWide(),
+            "erasing": v2.RandomErasing(),
+        },
+        RandomResizedCrop(),
+        Mix(),
     ),
     "one's own": Noise(),
     "torchvision's own": v2.AugMix(),
@@ -95,8 +104,8 @@ def test_ranks_and_where_the_steps_begin_change_no_bit(name: str) -> None:
         together = [tuple(map(torch.cat, zip(*parts, strict=True))) for parts in zip(*ranks, strict=True)]
         assert_equal(alone, together)  # type: ignore[arg-type]
     assert_equal(alone[2:], batches(prepared(AUGMENTS[name]), range(4, 7)))
-    epochs = [data._samples.__getitems__([(epoch, i, 0.0) for i in range(12)]) for epoch in (4, 5)]
-    assert not torch.equal(epochs[0][0], epochs[1][0])  # type: ignore[index]
+    epochs = [data._ready.train.first(12, epoch) for epoch in (4, 5)]
+    assert not torch.equal(epochs[0].image, epochs[1].image)
 
 
 @pytest.mark.parametrize(("name", "resident"), [("all", True), ("all", False), ("one's own", False)])
@@ -110,16 +119,15 @@ def test_the_threads_of_a_process_change_no_bit() -> None:
     """A mean over a picture's pixels would be summed up in another order."""
     images = torch.randint(0, 256, (3, 700, 700, 3), dtype=torch.uint8)
     split = ArraySplit(images, torch.zeros(3, dtype=torch.int64))
-    augment = Transforms(color_jitter=ColorJitter(0.4, 0.9, 0.4, 0.1))
-    reader = TransformedImages(split, augment, 2, torch.zeros(3, dtype=torch.uint8), 0)
+    augment = Transforms({"jitter": v2.ColorJitter(0.4, 0.9, 0.4, 0.1)})
+    samples = Samples(split, ImageTransform(augment), seed=0)
     threads, found = torch.get_num_threads(), []
     try:
         for count in (1, 4):
             torch.set_num_threads(count)
-            batch = reader.__getitems__([(0, 0, 0.0), (0, 1, 0.0), (1, 2, 0.0)])
-            assert not isinstance(batch, UserError)
+            batch = samples.batch([Key(0, 0), Key(0, 1), Key(1, 2)])
             assert torch.get_num_threads() == count
-            found.append(batch[0])
+            found.append(batch.image)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*found)
@@ -134,18 +142,15 @@ def test_validation_is_not_augmented() -> None:
 
 @pytest.mark.parametrize("mix", [Mix(1.0, 0), Mix(0, 1.0), Mix(0.2, 1.0)])
 def test_a_partner_is_augmented_as_it_is_as_a_sample_of_its_own(mix: Mix) -> None:
-    parts = {"resized_crop": RandomResizedCrop(), "erasing": RandomErasing()}
-    unmixed, mixed = prepared(Transforms(**parts)), prepared(Transforms(**parts, mix=mix))  # type: ignore[arg-type]
-    keys = [(3, i, 0.0) for i in range(50)]
-    images, labels = unmixed._samples.__getitems__(keys)  # type: ignore[misc]
-    found, targets = mixed._samples.__getitems__(keys)  # type: ignore[misc]
-    planes = images.permute(0, 3, 1, 2)
+    parts = {"erasing": v2.RandomErasing()}, RandomResizedCrop()
+    unmixed, mixed = prepared(Transforms(*parts)), prepared(Transforms(*parts, mix))
+    images, labels = unmixed._ready.train.first(50, epoch=3)
+    found, targets = mixed._ready.train.first(50, epoch=3)
     assert targets.dtype == torch.float32
     assert targets.shape == (50, 10)
     for i in range(50):
-        mixture = mix.params((SEED, 3, i), range(50), 32, 32)
-        expected = mixed_pixels(planes[i], planes[mixture.partner], mixture)
-        assert torch.equal(found[i].permute(2, 0, 1), expected)
+        mixture = mix.drawn(SEED, 3, i, range(50), 32, 32)
+        assert torch.equal(found[i], mixed_pixels(images[i], images[mixture.partner], mixture))
         row = torch.zeros(10)
         row[labels[i]] += mixture.share
         row[labels[mixture.partner]] += 1 - mixture.share
@@ -182,7 +187,7 @@ def test_the_gradient_of_soft_targets_is_that_of_a_loop_over_samples_and_classes
 
 def test_ones_own_draws_follow_from_the_sample_and_leave_the_generators_alone() -> None:
     data = prepared(Noise())
-    keys = [(0, 5, 0.0), (0, 5, 0.0), (1, 5, 0.0)]
+    keys = [Key(0, 5), Key(0, 5), Key(1, 5)]
 
     def seed(number: int) -> None:
         torch.manual_seed(number)
@@ -192,10 +197,10 @@ def test_ones_own_draws_follow_from_the_sample_and_leave_the_generators_alone() 
     seed(3)
     expected = torch.rand(1).item(), random.random(), np.random.rand()
     seed(3)
-    seen = data._samples.__getitems__(keys)[0]  # type: ignore[index]
+    seen = data._ready.train.batch(keys).image
     assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
     seed(4)
-    assert torch.equal(seen, data._samples.__getitems__(keys)[0])  # type: ignore[index]
+    assert torch.equal(seen, data._ready.train.batch(keys).image)
     assert torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[0], seen[2])
 
@@ -208,8 +213,8 @@ class Halved(nn.Module):
 @pytest.mark.parametrize(
     ("module", "found"),
     [
-        (Halved(), r"Halved made torch\.uint8 \(3, 16, 32\)"),
-        (v2.Grayscale(), r"Grayscale made torch\.uint8 \(1, 32, 32\)"),
+        (Halved(), r"augment \(Halved\) made torch\.uint8 \(3, 16, 32\)"),
+        (v2.Grayscale(), r"augment \(Grayscale\) made torch\.uint8 \(1, 32, 32\)"),
     ],
 )
 def test_ones_own_must_give_a_picture_of_the_same_kind(module: nn.Module, found: str) -> None:
@@ -220,7 +225,7 @@ def test_ones_own_must_give_a_picture_of_the_same_kind(module: nn.Module, found:
 def test_preview_shows_what_epoch_0_trains_on_mixing_included() -> None:
     data = prepared(AUGMENTS["all"])
     assert data.preview().shape == (50, 3, 32, 32)
-    seen = data._samples.__getitems__([(0, i, 0.0) for i in range(50)])[0]  # type: ignore[index]
+    seen = data._ready.train.first(50, epoch=0).image
     assert torch.equal(data.preview(), seen.permute(0, 3, 1, 2))
 
 
@@ -242,16 +247,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_files_are_cropped_at_full_resolution_and_scaled_once(folder: Path) -> None:
     crop = RandomResizedCrop((0.1, 0.4))
-    data = prepared(Transforms(crop, horizontal_flip=0), source=ImageFolder(40), root=folder)
+    data = prepared(Transforms({}, crop), source=ImageFolder(40), root=folder)
     seen = data.preview()
     files = sorted((folder / "train").rglob("*.jpg"))
     for i, file in enumerate(files):
         picture = pil_to_tensor(Image.open(file))
-        box = crop.params(Draws(SEED, 0, i, 0), *picture.shape[1:])
+        seed_all(derive_seed(SEED, 0, i, 8))
+        box = crop.box(*picture.shape[1:])
         reference = v2.RandomResizedCrop(40).transform(picture, box._asdict())
         assert torch.equal(seen[i], reference)
     assert_equal(batches(data), batches(prepared(
-        Transforms(crop, horizontal_flip=0), workers=2, source=ImageFolder(40), root=folder)))  # fmt: skip
+        Transforms({}, crop), workers=2, source=ImageFolder(40), root=folder)))  # fmt: skip
 
 
 def test_without_crops_files_are_what_they_were_and_may_lie_in_memory(folder: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ RECIPES = {
     "rnn_text": [*TEXT, "model.width=16", "model.ngram_rows=64", "model.ngram_width=8"],
     "transformer_text": [*TEXT, "model.width=16", "model.heads=2", "model.layers=2"],
     "transformer_translate": ["data.train=96", "data.valid=40", "model.width=16", "model.heads=2"],
-    "yolo_shapes": ["data.source.train=48", "data.source.valid=16", "data.source.side=64"],
+    "yolo_shapes": ["data.source.train=48", "data.source.valid=16", "data.source.size=64"],
 }
 LOADING = {
     "resident": ["data.resident=true"],

@@ -62,7 +62,7 @@ FAMILIES = {
     "lstm": f"recipe=lstm_text {TEXT}",
     "transformer": f"recipe=transformer_text {TEXT} model.heads=2",
     "detector": (
-        "recipe=yolo_shapes data.source.train=32 data.source.valid=8 data.source.side=64 train.batch_size=9"
+        "recipe=yolo_shapes data.source.train=32 data.source.valid=8 data.source.size=64 train.batch_size=9"
         " ema.decay=0.9 task.multi_scale=0.25"
     ),
 }

@@ -15,6 +15,7 @@ from shell import ddptrain, refusal
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, recall_score
 from torch import Tensor, nn
 from torch.nn import functional
+from torchvision.transforms import v2
 
 from ddptrain.api.order import Shuffled
 from ddptrain.api.recipe import Progress
@@ -26,7 +27,7 @@ from ddptrain.data.dataset import DatasetData
 from ddptrain.data.images import ImageData
 from ddptrain.data.mixing import Mix
 from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
-from ddptrain.data.transforms import ColorJitter, Transforms
+from ddptrain.data.transforms import Transforms
 from ddptrain.errors import UserError
 from ddptrain.recipes.image import ImageClassification
 from ddptrain.recipes.multilabel import MultiLabelClassification, average_precision
@@ -98,8 +99,8 @@ class Noisy(nn.Module):
     [
         (Augment(brightness=0.4, contrast=0.4), True),
         (Augment(brightness=0.4, contrast=0.4), False),
-        (Transforms(color_jitter=ColorJitter(brightness=0.9)), "auto"),
-        (Transforms(color_jitter=ColorJitter(brightness=0.9), mix=Mix(mixup=1.0, cutmix=0)), "auto"),
+        (Transforms({"jitter": v2.ColorJitter(brightness=0.9)}), "auto"),
+        (Transforms({"jitter": v2.ColorJitter(brightness=0.9)}, mix=Mix(mixup=1.0, cutmix=0)), "auto"),
         (Noisy(), "auto"),
     ],
     ids=["Augment, resident", "Augment", "Transforms", "Mix", "a module"],

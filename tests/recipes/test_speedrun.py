@@ -321,4 +321,4 @@ def test_the_recipe_as_it_is_called(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["split"] for line in lines] == ["train", "valid"]
     composed = (tmp_path / "run/config.yaml").read_text()
-    assert all(said in composed for said in ("flip: alternate", "lr_schedules.linear", "tta: 2"))
+    assert all(said in composed for said in ("horizontal_flip: alternate", "lr_schedules.linear", "tta: 2"))

@@ -48,7 +48,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def data() -> DetectionData:
-    data = DetectionData(DrawnScenes(train=8, valid=4, side=SIDE), DetectionAugment(), side=SIDE)
+    data = DetectionData(DrawnScenes(train=8, valid=4, size=SIDE), DetectionAugment(), size=SIDE)
     data.prepare(World(), seed=0)
     return data
 

@@ -186,7 +186,7 @@ class Knows(nn.Module):
 
 def test_a_network_that_knows_gets_a_perfect_report() -> None:
     """From its answer in the square's pixels, over doubles, back to the picture's, to the metrics."""
-    data = DetectionData(TwoPictures(), DetectionAugment(), side=64)
+    data = DetectionData(TwoPictures(), DetectionAugment(), size=64)
     data.prepare(World(), seed=0)
     task = Detection(lambda **_: nn.Identity(), data, TaskAligned())
     rows = []
@@ -209,7 +209,7 @@ def test_a_network_that_knows_gets_a_perfect_report() -> None:
 
 
 def test_a_validation_picture_lies_in_its_square_on_grey_without_crowds() -> None:
-    data = DetectionData(TwoPictures(), DetectionAugment(), side=96)  # the picture becomes 96 by 53
+    data = DetectionData(TwoPictures(), DetectionAugment(), size=96)  # the picture becomes 96 by 53
     data.prepare(World(), seed=0)
     [batch] = data.valid_batches([range(2)])
     for bar in (batch.images[:, :, :21], batch.images[:, :, 74:]):

@@ -24,7 +24,7 @@ def made(recipe: str, folder: Path, *changes: str) -> tuple[Config, Task, Data]:
     """The recipe's config, task and prepared data; ``folder`` is for files."""
     few = ["data.source.train=8", "data.source.valid=4", "data.workers=0"]
     if recipe.startswith("yolo"):
-        data = ["data=shapes_detection", *few, "data.source.side=64"]
+        data = ["data=shapes_detection", *few, "data.source.size=64"]
     elif recipe.endswith("_text"):
         data = ["data=text", f"data.source.path={write_text(folder / 'text')}", f"data.root={folder}"]
     elif recipe == "segmentation":

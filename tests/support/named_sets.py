@@ -252,7 +252,7 @@ class DrawnBoxes(DetectionSource):
 
 
 def box_data(source: DetectionSource, side: Any = SIDE) -> DetectionData:
-    return DetectionData(source, DetectionAugment(), side=side, workers=0)
+    return DetectionData(source, DetectionAugment(), size=side, workers=0)
 
 
 def stream_of_boxes(out: Path, names: Names, side: int = SIDE) -> Path:

@@ -13,7 +13,7 @@ SAMPLES = 20
 
 
 def detector(batchnorm: bool = True, multi_scale: float = 0.0) -> tuple[Detection, DetectionData]:
-    data = DetectionData(DrawnScenes(train=SAMPLES, valid=13, side=64), DetectionAugment())
+    data = DetectionData(DrawnScenes(train=SAMPLES, valid=13, size=64), DetectionAugment())
 
     def model(num_classes: int) -> nn.Module:
         network = Yolo(num_classes)

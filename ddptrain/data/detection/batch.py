@@ -13,11 +13,21 @@ NOTHING = -1
 """Label of a row that holds no box."""
 
 
+class Sample(NamedTuple):
+    """One picture in its square."""
+
+    image: BoxedImage
+    colours: Tensor
+    """float32 (3, 3): what RGB values are multiplied by."""
+    id: int
+    placed: Letterbox
+
+
 class Batch(NamedTuple):
-    """n pictures in squares of one side, with at most k boxes each."""
+    """n pictures in squares of one size, with at most k boxes each."""
 
     images: Tensor
-    """float32 (n, 3, side, side) in [0, 1]; uint8 until it is on the device."""
+    """float32 (n, 3, size, size) in [0, 1]; uint8 until it is on the device."""
     boxes: Tensor
     """float32 (n, k, 4) x1, y1, x2, y2 in pixels of the square; zeros below a picture's last box."""
     labels: Tensor
@@ -30,16 +40,18 @@ class Batch(NamedTuple):
     """Where each picture lies in its square; of validation pictures only."""
 
 
-def stacked(samples: Sequence[BoxedImage], colours: Tensor, ids: Tensor, placed: Letterbox) -> Batch:
+def stacked(samples: Sequence[Sample]) -> Batch:
     """One batch of uint8 pictures of one size."""
-    most = max(len(sample.labels) for sample in samples)
-    boxes = torch.zeros(len(samples), most, 4)
-    labels = torch.full((len(samples), most), NOTHING)
-    for i, sample in enumerate(samples):
-        boxes[i, : len(sample.labels)] = sample.boxes
-        labels[i, : len(sample.labels)] = sample.labels
-    pixels = torch.stack([sample.pixels for sample in samples])
-    return Batch(pixels, boxes, labels, colours / 255, ids, placed)
+    images, colours, ids, placed = zip(*samples, strict=True)
+    most = max(len(image.labels) for image in images)
+    boxes = torch.zeros(len(images), most, 4)
+    labels = torch.full((len(images), most), NOTHING)
+    for i, image in enumerate(images):
+        boxes[i, : len(image.labels)] = image.boxes
+        labels[i, : len(image.labels)] = image.labels
+    pixels = torch.stack([image.pixels for image in images])
+    where = Letterbox(*(torch.stack(of) for of in zip(*placed, strict=True)))
+    return Batch(pixels, boxes, labels, torch.stack(colours) / 255, torch.tensor(ids), where)
 
 
 def coloured(batch: Batch, channels_last: bool) -> Batch:

@@ -2,9 +2,10 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -15,13 +16,13 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.agreement import note_checkpoints_own
 from ddptrain.data.detection.augment import DetectionAugment
-from ddptrain.data.detection.batch import Batch, coloured
-from ddptrain.data.detection.samples import BoxSamples, decoded_bytes
-from ddptrain.data.detection.source import DetectionSource, Scenes
+from ddptrain.data.detection.batch import Batch, coloured, stacked
+from ddptrain.data.detection.samples import BoxedPictures, BoxTransform, decoded_bytes
+from ddptrain.data.detection.source import DetectionSet, DetectionSource, Scenes
 from ddptrain.data.detection.write import write_coco, write_yolo
 from ddptrain.data.left_out import in_words, tell
-from ddptrain.data.stream.samples import training_keys, valid_keys
-from ddptrain.data.workers import check_workers, read_by_workers, spare_cores, validation_keys
+from ddptrain.data.pipeline import Pipeline, Samples
+from ddptrain.data.workers import check_workers, spare_cores
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
@@ -31,13 +32,28 @@ _RESIDENT = 2 * 2**30  # Bytes up to which ``resident=auto`` keeps the decoded p
 _LARGEST = 4096
 
 
+class _Known(NamedTuple):
+    """What a trained model's `metadata` tells, too."""
+
+    classes: tuple[str, ...]
+    size: int
+    device: torch.device
+
+
+class _Prepared(NamedTuple):
+    """bytes: of the decoded pictures. seed: the run's."""
+
+    opened: DetectionSet
+    pipeline: Pipeline
+    bytes: int
+    seed: int
+
+
 @final
 class DetectionData(Data):
     """Batches of `ddptrain.data.detection.batch.Batch`.
 
-    Once prepared: classes, their names, into which a label is an index; side; seed, the run's.
-
-    root: folder that the source's relative paths start from. side: pixels of the squares in which pictures
+    root: folder that the source's relative paths start from. size: pixels of the squares in which pictures
     are put, a multiple of 32; ``auto`` takes the median of the pictures' longer sides, 640 at most. resident:
     keep the decoded pictures in memory; ``auto`` if they are small enough. workers: loader processes of a
     rank; ``auto`` by the cores at hand, and none where the training itself needs them (on a CPU).
@@ -48,45 +64,74 @@ class DetectionData(Data):
         source: DetectionSource,
         augment: DetectionAugment,
         root: str = "data",
-        side: int | Literal["auto"] = "auto",
+        size: int | Literal["auto"] = "auto",
         resident: bool | Literal["auto"] = "auto",
         workers: int | Literal["auto"] = "auto",
         channels_last: bool = True,
     ) -> None:
         check_workers(workers)
-        if side != "auto" and (not _COARSEST <= side <= _LARGEST or side % _COARSEST):
+        if size != "auto" and (not _COARSEST <= size <= _LARGEST or size % _COARSEST):
             raise UserError(
-                f"data.side={side}: must be a multiple of {_COARSEST} pixels, at most {_LARGEST}, or auto."
+                f"data.size={size}: must be a multiple of {_COARSEST} pixels, at most {_LARGEST}, or auto."
             )
         self._source = source
         self._augment = augment
         self._root = Path(root)
-        self._asked_side = side
+        self._asked_size = size
         self._resident = resident
         self._asked_workers = workers
         self._channels_last = channels_last
+        self._known: _Known | None = None
+        self._prepared: _Prepared | None = None
 
     def prepare(self, world: World, seed: int) -> None:
         once_a_node(world, lambda: self._source.fetch(self._root))
-        opened = self._set = self._source.open(self._root)
-        for part, scenes in (("training", opened.train), ("validation", opened.valid)):
+        opened = self._source.open(self._root)
+        parts = opened.train, opened.valid
+        for part, scenes in zip(("training", "validation"), parts, strict=True):
             if all(bool(on_it.crowd.all()) for on_it in scenes.objects):
                 raise UserError(f"data: none of the {len(scenes):,} {part} pictures has a box on it.")
-        self.classes = tuple(opened.classes)
         tell(opened.skipped)
         # the smallest multiple of 32 that holds the median of the longer sides
         usual = -(-int(opened.train.sizes.amax(1).median()) // _COARSEST) * _COARSEST
-        self.side = min(usual, _LARGEST_AUTO) if self._asked_side == "auto" else self._asked_side
-        self._bytes = sum(decoded_bytes(part, self.side) for part in (opened.train, opened.valid))
-        resident = self._bytes * world.local_size <= _RESIDENT if self._resident == "auto" else self._resident
-        self._in_memory = resident
-        self._train, self._valid = (
-            BoxSamples(part, self.side, self._augment, seed, resident)
-            for part in (opened.train, opened.valid)
-        )
+        size = min(usual, _LARGEST_AUTO) if self._asked_size == "auto" else self._asked_size
+        decoded = sum(decoded_bytes(scenes, size) for scenes in parts)
+        resident = decoded * world.local_size <= _RESIDENT if self._resident == "auto" else self._resident
         spare = 0 if world.device.type == "cpu" else spare_cores(world)
-        self._workers = spare if self._asked_workers == "auto" else self._asked_workers
-        self._device, self.seed = world.device, seed
+        workers = spare if self._asked_workers == "auto" else self._asked_workers
+        train, valid = (self._samples(scenes, size, resident, seed) for scenes in parts)
+        pipeline = Pipeline(train, valid, workers, world.device, self._on_device, resident)
+        self._known = _Known(tuple(opened.classes), size, world.device)
+        self._prepared = _Prepared(opened, pipeline, decoded, seed)
+
+    def _samples(self, scenes: Scenes, size: int, resident: bool, seed: int) -> Samples:
+        pictures = BoxedPictures(scenes, size, resident)
+        return Samples(pictures, BoxTransform(size, self._augment), stacked, seed, scenes.stream)
+
+    @property
+    def _ready(self) -> _Prepared:
+        assert self._prepared is not None, "prepare comes first"
+        return self._prepared
+
+    @property
+    def _facts(self) -> _Known:
+        assert self._known is not None, "prepare or load_metadata comes first"
+        return self._known
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Their names, into which a label is an index; known after `prepare` or `load_metadata`."""
+        return self._facts.classes
+
+    @property
+    def size(self) -> int:
+        """Pixels of the squares' sides."""
+        return self._facts.size
+
+    @property
+    def seed(self) -> int:
+        """The run's."""
+        return self._ready.seed
 
     @property
     def outputs(self) -> Sequence[str]:
@@ -95,39 +140,35 @@ class DetectionData(Data):
     @property
     def valid(self) -> Scenes:
         """The validation part: what is truly on its pictures."""
-        return self._set.valid
+        return self._ready.opened.valid
 
     @property
     def train_size(self) -> int:
-        return len(self._set.train)
+        return len(self._ready.opened.train)
 
     @property
     def valid_size(self) -> int:
-        return len(self._set.valid)
+        return len(self._ready.opened.valid)
 
     @property
     def epoch_order(self) -> EpochOrder:
-        return self._set.epoch_order
+        return self._ready.opened.epoch_order
 
     @property
     def loading(self) -> Loading:
-        stream = self._set.train.stream
-        reading = None if stream is None else stream.reading
-        return Loading(self._workers, self._in_memory, reading, len(self._set.skipped))
+        return replace(self._ready.pipeline.loading, left_out=len(self._ready.opened.skipped))
 
     def metadata(self) -> Mapping[str, Any]:
-        return {"classes": list(self.classes), "side": self.side}
+        return {"classes": list(self.classes), "size": self.size}
 
     def adopt_metadata(self, metadata: Mapping[str, Any]) -> None:
-        if self._asked_side not in ("auto", metadata["side"]):
-            note_checkpoints_own("data.side", self._asked_side, metadata["side"])
-        self._asked_side = int(metadata["side"])
+        if self._asked_size not in ("auto", metadata["size"]):
+            note_checkpoints_own("data.size", self._asked_size, metadata["size"])
+        self._asked_size = int(metadata["size"])
 
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
-        self.classes = tuple(metadata["classes"])
         self.adopt_metadata(metadata)
-        self.side = int(metadata["side"])
-        self._workers, self._device = 0, world.device
+        self._known = _Known(tuple(metadata["classes"]), int(metadata["size"]), world.device)
 
     def write(
         self, folder: Path, layout: Literal["yolo", "coco", "stream"] = "yolo", block_mb: float = 32.0
@@ -144,23 +185,22 @@ class DetectionData(Data):
         yield from {"yolo": write_yolo, "coco": write_coco}[layout](opened, folder)
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
-        return self._loaded(self._train, training_keys(self._set.train.stream, sampler, steps))
+        return self._ready.pipeline.train_batches(sampler, steps)
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Batch]:
-        return self._loaded(self._valid, valid_keys(self._set.valid.stream, chunks))
+        return self._ready.pipeline.valid_batches(chunks)
 
     def batches_of(self, scenes: Scenes) -> Iterator[Batch]:
         """Any pictures, one at a time, as the validation's are seen."""
-        samples = BoxSamples(scenes, self.side, self._augment, seed=0, resident=False)
-        return self._loaded(samples, validation_keys([[i] for i in range(len(scenes))]))
+        samples = self._samples(scenes, self.size, resident=False, seed=0)
+        pipeline = Pipeline(samples, samples, 0, self._facts.device, self._on_device)
+        return pipeline.valid_batches([range(i, i + 1) for i in range(len(scenes))])
 
     def preview(self) -> Tensor:
         """The first 16 training samples as epoch 0 shows them, with their boxes."""
         from torchvision.utils import draw_bounding_boxes
 
-        batch = self._train.__getitems__([(0, i, 0.0) for i in range(min(16, self.train_size))])
-        if isinstance(batch, UserError):
-            raise batch
+        batch = self._ready.pipeline.train.first(16, epoch=0)
         pictures = (coloured(batch, channels_last=False).images * 255).to(torch.uint8)
         for i, there in enumerate(batch.labels >= 0):
             if there.any():
@@ -168,27 +208,28 @@ class DetectionData(Data):
         return pictures
 
     def describe(self) -> str:
-        boxes = sum(map(len, self._set.train.objects))
-        where = f"in memory ({self._bytes / 2**20:.0f} MiB)" if self._in_memory else "read from disk"
+        opened, pipeline, decoded, _ = self._ready
+        boxes = sum(map(len, opened.train.objects))
+        where = f"in memory ({decoded / 2**20:.0f} MiB)" if pipeline.in_memory else "read from disk"
         return (
             f"{self._source.name}: {self.train_size:,} train with {boxes:,} boxes, {self.valid_size:,}"
-            f" valid, {len(self.classes)} classes, {self.side}x{self.side}, {where},"
-            f" {self._workers} workers{in_words(self._set.skipped)}"
+            f" valid, {len(self.classes)} classes, {self.size}x{self.size}, {where},"
+            f" {pipeline.workers} workers{in_words(opened.skipped)}"
         )
 
     @cached_property
     def identity(self) -> str:
-        sha256 = hashlib.sha256(repr((self.side, tuple(self.classes))).encode())
-        if self._set.identity:
-            sha256.update(self._set.identity.encode())
+        opened = self._ready.opened
+        sha256 = hashlib.sha256(repr((self.size, self.classes)).encode())
+        if opened.identity:
+            sha256.update(opened.identity.encode())
             return sha256.hexdigest()
-        for part in (self._set.train, self._set.valid):
+        for part in (opened.train, opened.valid):
             for i, on_it in enumerate(part.objects):
                 sha256.update(part.fingerprint(i))
                 for tensor in (part.sizes[i], on_it.boxes, on_it.labels, on_it.crowd):
                     sha256.update(tensor.numpy().tobytes())
         return sha256.hexdigest()
 
-    def _loaded(self, samples: BoxSamples, keys: Any) -> Iterator[Batch]:
-        for batch in read_by_workers(samples, keys, self._workers, self._device):
-            yield coloured(batch, self._channels_last)
+    def _on_device(self, batch: Batch) -> Batch:
+        return coloured(batch, self._channels_last)

@@ -32,19 +32,19 @@ _NOBODY = -1
 @final
 @dataclass(frozen=True, eq=False)
 class DrawnScenes(DetectionSource):
-    """train, valid: how many scenes. side: of a scene in pixels. seed: of the drawings; it is not the run's,
-    so that runs with different seeds see the same set."""
+    """train, valid: how many scenes. size: pixels of a scene's side. seed: of the drawings; it is not the
+    run's, so that runs with different seeds see the same set."""
 
     name = "shapes_detection"
 
     train: int = 2000
     valid: int = 400
-    side: int = 128
+    size: int = 128
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_least("data.source", 1, train=self.train, valid=self.valid)
-        check_least("data.source", 64, side=self.side)
+        check_least("data.source", 64, size=self.size)
 
     def open(self, root: Path) -> DetectionSet:
         return DetectionSet(
@@ -55,7 +55,7 @@ class DrawnScenes(DetectionSource):
 
     def _scenes(self, count: int, part: int) -> ArrayScenes:
         chunks = [
-            draw_scenes(torch.Generator().manual_seed(derive_seed(self.seed, part, i)), self.side)
+            draw_scenes(torch.Generator().manual_seed(derive_seed(self.seed, part, i)), self.size)
             for i in range(math.ceil(count / _CHUNK))
         ]
         images = torch.cat([images for images, _ in chunks])[:count]

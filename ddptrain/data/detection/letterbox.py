@@ -35,19 +35,19 @@ def _twice(of: Tensor) -> Tensor:
     return torch.cat([of, of], dim=-1).unsqueeze(-2)
 
 
-def fitted(sizes: Tensor, side: int) -> Tensor:
-    """int64 (..., 2) heights and widths -> the same, scaled so that the longer side is ``side``; no side
+def fitted(sizes: Tensor, size: int) -> Tensor:
+    """int64 (..., 2) heights and widths -> the same, scaled so that the longer side is ``size``; no side
     falls below one pixel."""
-    scale = side / sizes.amax(-1, keepdim=True).double()
-    return (sizes * scale).round().long().clamp(1, side)
+    scale = size / sizes.amax(-1, keepdim=True).double()
+    return (sizes * scale).round().long().clamp(1, size)
 
 
-def letterbox(sizes: Tensor, side: int) -> Letterbox:
-    """int64 (n, 2) heights and widths of pictures -> where they lie in squares of ``side`` pixels.
+def letterbox(sizes: Tensor, size: int) -> Letterbox:
+    """int64 (n, 2) heights and widths of pictures -> where they lie in squares of ``size`` pixels.
 
     The scales are those of the rounded sizes, so that there and back is exact.
     """
-    inner = fitted(sizes, side)
+    inner = fitted(sizes, size)
     scale = inner / sizes.double()
-    corner = (side - inner) // 2
+    corner = (size - inner) // 2
     return Letterbox(scale.flip(1).float(), corner.flip(1).float())

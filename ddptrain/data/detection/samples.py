@@ -1,35 +1,33 @@
-"""The samples of a part of a set: which pictures make one, and what is done to them."""
+"""Pictures with boxes as `ddptrain.data.pipeline` has them: source and transform."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import final
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from ddptrain.data.detection.augment import BoxDraws, BoxedImage, DetectionAugment
-from ddptrain.data.detection.batch import Batch, stacked
+from ddptrain.data.detection.batch import Sample
 from ddptrain.data.detection.letterbox import GREY, Letterbox, fitted, letterbox
 from ddptrain.data.detection.source import Objects, PackedObjects, Scenes
 from ddptrain.data.stream.samples import neighbours
 from ddptrain.data.workers import AS_IT_IS, Key
-from ddptrain.errors import UserError
 
 
 class ScaledPictures:
-    """Pictures scaled so that their longer side is ``side``; uint8 (3, h, w).
+    """Pictures scaled so that their longer side is ``size``; uint8 (3, h, w).
 
     resident: decode all of them once, into one piece of memory, which loader processes share. Else each is
     decoded whenever it is asked for.
     """
 
-    def __init__(self, scenes: Scenes, side: int, resident: bool) -> None:
-        self._sizes = fitted(scenes.sizes, side)
+    def __init__(self, scenes: Scenes, size: int, resident: bool) -> None:
+        self._sizes = fitted(scenes.sizes, size)
         lengths = 3 * self._sizes.prod(1)
         self._ends = lengths.cumsum(0)
         self._pictures: Scenes | Tensor = scenes
         if resident:
-            decoded = torch.empty(decoded_bytes(scenes, side), dtype=torch.uint8)
+            decoded = torch.empty(decoded_bytes(scenes, size), dtype=torch.uint8)
             for i, place in enumerate(decoded.split(lengths.tolist())):
                 place.copy_(self[i].flatten())
             self._pictures = decoded
@@ -46,56 +44,52 @@ class ScaledPictures:
         return picture if same else functional.resize(picture, [height, width])
 
 
-def decoded_bytes(scenes: Scenes, side: int) -> int:
+def decoded_bytes(scenes: Scenes, size: int) -> int:
     """The memory that resident `ScaledPictures` take."""
-    return int(3 * fitted(scenes.sizes, side).prod(1).sum())
+    return int(3 * fitted(scenes.sizes, size).prod(1).sum())
 
 
-class BoxSamples(Dataset[Any]):
-    """A part of the set, read a batch at a time, here or in a worker."""
+@final
+class BoxedPictures:
+    """Pictures at the size they are trained at, not yet in their squares, with their boxes: the source of
+    `ddptrain.data.pipeline`. resident: as `ScaledPictures` has it."""
 
-    def __init__(
-        self, scenes: Scenes, side: int, augment: DetectionAugment, seed: int, resident: bool
-    ) -> None:
-        self._placed = letterbox(scenes.sizes, side)
-        self._pictures = ScaledPictures(scenes, side, resident)
-        self._objects = _to_learn(scenes.objects, self._placed)
-        self._stream = scenes.stream
-        self._side = side
-        self._augment = augment
-        self._seed = seed
+    def __init__(self, scenes: Scenes, size: int, resident: bool) -> None:
+        self.placed = letterbox(scenes.sizes, size)
+        self.stream = scenes.stream
+        self._pictures = ScaledPictures(scenes, size, resident)
+        self._objects = _to_learn(scenes.objects, self.placed)
 
     def __len__(self) -> int:
         return len(self._objects)
 
-    def __getitems__(self, keys: list[Key]) -> Batch | UserError:
-        epochs, ids, _ = map(torch.tensor, zip(*keys, strict=True))
-        draws = BoxDraws(self._seed, epochs, ids)
-        placed = self._placed.of(ids)
-        try:
-            if keys[0][0] == AS_IT_IS:
-                plain = torch.eye(3).repeat(len(keys), 1, 1)  # an expanded one can't be pinned
-                return stacked([self._letterboxed(i) for _, i, _ in keys], plain, ids, placed)
-            samples = [self._augmented(draws, i, key) for i, key in enumerate(keys)]
-        except UserError as error:
-            return error
-        return stacked(samples, self._augment.colours(draws), ids, placed)
+    def __getitem__(self, index: int) -> BoxedImage:
+        on_it = self._objects[index]
+        return BoxedImage(self._pictures[index], on_it.boxes, on_it.labels)
 
-    def _augmented(self, draws: BoxDraws, i: int, key: Key) -> BoxedImage:
-        _, sample, progress = key
-        near = neighbours(self._stream, sample, len(self))
-        tiles = self._augment.tiles(draws, i, sample, near, progress)
-        return self._augment.apply([self._scaled(tile) for tile in tiles], draws, i, self._side)
 
-    def _scaled(self, i: int) -> BoxedImage:
-        """A picture at the size it is trained at, not yet in its square."""
-        on_it = self._objects[i]
-        return BoxedImage(self._pictures[i], on_it.boxes, on_it.labels)
+@final
+class BoxTransform:
+    """Into a square: as it is, or augmented."""
 
-    def _letterboxed(self, i: int) -> BoxedImage:
-        scaled_image = self._scaled(i)
-        left, top = self._placed.corner[i].long().tolist()
-        square = torch.full((3, self._side, self._side), GREY, dtype=torch.uint8)
+    def __init__(self, size: int, augment: DetectionAugment) -> None:
+        self._size = size
+        self._augment = augment
+
+    def __call__(self, source: BoxedPictures, key: Key) -> Sample:
+        placed = source.placed.of(key.sample)
+        if key.epoch == AS_IT_IS:
+            image = self._letterboxed(source[key.sample], placed)
+            return Sample(image, torch.eye(3), key.sample, placed)
+        draws = BoxDraws.drawn()
+        near = neighbours(source.stream, key.sample, len(source))
+        tiles = self._augment.tiles(draws, key.sample, near, key.progress)
+        image = self._augment.apply([source[tile] for tile in tiles], draws, self._size)
+        return Sample(image, self._augment.colours(draws), key.sample, placed)
+
+    def _letterboxed(self, scaled_image: BoxedImage, placed: Letterbox) -> BoxedImage:
+        left, top = placed.corner.long().tolist()
+        square = torch.full((3, self._size, self._size), GREY, dtype=torch.uint8)
         square[:, top : top + scaled_image.pixels.shape[1], left : left + scaled_image.pixels.shape[2]] = (
             scaled_image.pixels
         )
