@@ -39,10 +39,15 @@ def test_every_key_is_documented_and_every_documented_key_exists() -> None:
     assert {key for key in listed if not key.startswith("data.")} <= known
 
 
-def test_the_recipe_in_the_docs_is_the_one_the_tests_train() -> None:
+def test_the_code_in_the_docs_is_what_the_tests_train() -> None:
     page = (ROOT / "docs/recipes.md").read_text()
-    for file in ("my_recipe.py", "recipe/my_recipe.yaml"):
-        assert (ROOT / "tests/packaging/my_recipe" / file).read_text().strip() in page
+    for file in (
+        "my_recipe/my_recipe.py",
+        "my_recipe/recipe/my_recipe.yaml",
+        "my_data/recordings.py",
+        "my_data/data/recordings.yaml",
+    ):
+        assert (ROOT / "tests/packaging" / file).read_text().strip() in page
 
 
 def test_every_local_link_leads_somewhere() -> None:
