@@ -21,7 +21,9 @@ from ddptrain.api.rng import derive_seed
 from ddptrain.api.sampler import Sampler
 from ddptrain.data.generators import restored, seed_all
 from ddptrain.data.stream.samples import StreamSamples, training_keys, valid_keys
-from ddptrain.data.workers import AS_IT_IS, Key, read_by, read_by_workers
+from ddptrain.data.workers import AS_IT_IS as AS_IT_IS
+from ddptrain.data.workers import Key as Key
+from ddptrain.data.workers import read_by, read_by_workers
 from ddptrain.errors import UserError
 
 _PURPOSE = 8  # of the seeds: the order of an epoch has another

@@ -206,6 +206,7 @@ EARLY = {
 
 JUDGE = """
 import contextlib, io, json, os, sys
+import ddptrain.config.compose, hydra
 from ddptrain.verbs.main import main
 for line in json.loads(sys.stdin.read()):
     if os.fork():

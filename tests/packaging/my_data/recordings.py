@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.api import Data, Sampler, World
-from ddptrain.data.pipeline import Pipeline, Samples
-from ddptrain.data.workers import AS_IT_IS, Key
+from ddptrain.data.pipeline import AS_IT_IS, Key, Pipeline, Samples
 
 Labelled = tuple[Tensor, int]
 
