@@ -4,7 +4,9 @@ import contextlib
 import io
 import math
 import os
+import select
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -233,6 +235,7 @@ def _render(request: tuple[Any, ...]) -> RenderedFigure:
 def main(descriptor: int) -> None:
     """Draw the requests that arrive on a connection, until it is closed."""
     os.nice(5)
+    threading.Thread(target=_end_when_closed, args=[descriptor], daemon=True).start()
     line: Connection[Any, Any] = Connection(descriptor)
     _png(draw_matrix([[1, 0], [0, 1]], ["a", "b"]))  # loads fonts
     with contextlib.suppress(EOFError, OSError):
@@ -243,6 +246,14 @@ def main(descriptor: int) -> None:
             except Exception as error:
                 answer = RenderedFigure(b"", f"{type(error).__name__}: {error}")
             line.send(tuple(answer))  # here this module is __main__, which the rank's is not
+
+
+def _end_when_closed(descriptor: int) -> None:
+    """Also while matplotlib is loading, which takes seconds on a busy machine."""
+    poller = select.poll()
+    poller.register(descriptor, 0)  # a hangup is told whatever is asked for
+    poller.poll()
+    os._exit(0)
 
 
 if __name__ == "__main__":
