@@ -118,7 +118,7 @@ def trained(task: Task, root: Path, run: Path, weights: str, seed: int, epochs: 
             "device=cpu",
         ),
         *("observers=[]", "train.eval_every=100000", f"train.batch_size={BATCH}"),
-        *(["augment.horizontal_flip=0"] if task.side == 32 else []),
+        *(["augment.transforms.horizontal_flip=null"] if task.side == 32 else []),
     ]
     done = subprocess.run([sys.executable, "-m", "ddptrain", *words], capture_output=True, text=True)
     if done.returncode != 0:

@@ -13,20 +13,23 @@ from shell import ddptrain
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.saved_checkpoint import unpack
 
-NODE = "ddptrain.data"
-JITTER = (
-    f"augment.color_jitter={{_target_: {NODE}.transforms.ColorJitter, brightness: 0.4, contrast: 0.4,"
-    " saturation: 0.4, hue: 0.1}"
-)
-MIX = f"augment.mix={{_target_: {NODE}.mixing.Mix, mixup: %s, cutmix: %s}}"
-PLAIN = ["augment=light", "augment.resized_crop=null", "augment.horizontal_flip=0"]
+MIX = "augment.mix={_target_: ddptrain.data.mixing.Mix, mixup: %s, cutmix: %s}"
+PLAIN = ["augment=light", "augment.resized_crop=null", "augment.transforms.horizontal_flip=null"]
+
+
+def torchvisions(name: str, **arguments: float) -> str:
+    """A word that adds a transform."""
+    pairs = "".join(f", {key}: {value}" for key, value in arguments.items())
+    return f"+augment.transforms.one={{_target_: torchvision.transforms.v2.{name}{pairs}}}"
+
+
 AUGMENTS = {
-    "crops": ["augment=light", "augment.horizontal_flip=0"],
-    "flips": [*PLAIN, "augment.horizontal_flip=0.5", "augment.vertical_flip=0.5"],
-    "jitter": [*PLAIN, JITTER],
-    "trivial": [*PLAIN, f"augment.policy={{_target_: {NODE}.policies.TrivialAugmentWide}}"],
-    "rand": [*PLAIN, f"augment.policy={{_target_: {NODE}.policies.RandAugment, n: 2, magnitude: 9}}"],
-    "erasing": [*PLAIN, f"augment.erasing={{_target_: {NODE}.transforms.RandomErasing, p: 0.5}}"],
+    "crops": ["augment=light", "augment.transforms.horizontal_flip=null"],
+    "flips": ["augment=light", "augment.resized_crop=null", torchvisions("RandomVerticalFlip", p=0.5)],
+    "jitter": [*PLAIN, torchvisions("ColorJitter", brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)],
+    "trivial": [*PLAIN, torchvisions("TrivialAugmentWide")],
+    "rand": [*PLAIN, torchvisions("RandAugment", num_ops=2, magnitude=9)],
+    "erasing": [*PLAIN, torchvisions("RandomErasing", p=0.5)],
     "mixup": [*PLAIN, MIX % (0.8, 0)],
     "cutmix": [*PLAIN, MIX % (0, 1.0)],
     "strong": ["augment=strong"],

@@ -4,10 +4,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from warm import run_warm
+
+_TIMEOUT_S = 120
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -21,17 +24,24 @@ class Ended:
 
 
 def ddptrain(cwd: Path, arguments: str | Sequence[str], **variables: str) -> Ended:
-    words = arguments.split() if isinstance(arguments, str) else arguments
-    inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     ended = subprocess.run(
-        [sys.executable, "-m", "ddptrain", *words],
+        [sys.executable, "-m", "ddptrain", *_words(arguments)],
         cwd=cwd,
-        env={**inherited, "no_proxy": "*", **variables},
+        env=_environment(variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=_TIMEOUT_S,
     )
     return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+
+def _words(arguments: str | Sequence[str]) -> list[str]:
+    return arguments.split() if isinstance(arguments, str) else list(arguments)
+
+
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    return {**inherited, "no_proxy": "*", **variables}
 
 
 def with_imports(cwd: Path, arguments: str | Sequence[str], **variables: str) -> tuple[Ended, set[str]]:
@@ -53,8 +63,9 @@ def without_torch(cwd: Path, arguments: str | Sequence[str], **variables: str) -
 
 
 def refusal(cwd: Path, arguments: str | Sequence[str], **variables: str) -> str:
-    """The one message with which a command line is refused."""
-    ended = ddptrain(cwd, arguments, **variables)
+    """The one message with which a command line is refused. Not by a process of its own: tests of `ddptrain`
+    start some."""
+    ended = Ended(*run_warm(cwd, _words(arguments), _environment(variables), _TIMEOUT_S))
     assert "Traceback" not in ended.err, ended.err
     assert ended.code == 2, ended
     messages = re.split(r"^ddptrain: ", ended.err, flags=re.MULTILINE)[1:]
