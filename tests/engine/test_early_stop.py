@@ -9,7 +9,6 @@ import pytest
 from compare import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
-from shell import ddptrain, refusal
 from toy import Fit, lr_schedule, run_killed_at, strict, with_noise
 
 from ddptrain.api.observer import Evaluated
@@ -23,14 +22,6 @@ from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.summary import Summary
 
 PLAN = Plan(steps=60, train_size=96, batch_size=24, micro_batch=8, eval_every=3, save_every=4, shards=4)
-DIGITS = "recipe=cnn_digits device=cpu train.eval_every=4 observers=[console,jsonl]"
-MINE = """
-from ddptrain.api import Controller
-
-class Never(Controller):
-    def goes_on(self, event):
-        return True
-"""
 
 
 def at(step: int, value: float, higher_is_better: bool = True, **more: float) -> Evaluated:
@@ -98,47 +89,6 @@ def test_any_number_of_ranks_stops_at_the_same_step_killed_or_not(tmp_path: Path
     lines = [(folder / "metrics.jsonl").read_bytes() for folder in (tmp_path / "1", killed)]
     assert lines[0] == lines[1]
     assert json.loads((killed / "summary.json").read_text())["outcome"] == "stopped early"
-
-
-def test_by_the_command_line(tmp_path: Path) -> None:
-    words = f"{DIGITS} optim.lr=1e-30 train.steps=40 stop.patience=3 run.dir=run"
-    for _ in range(2):  # the second time it finds out again, without a further step
-        ended = ddptrain(tmp_path, f"launch --nproc-per-node=2 {words}")
-        assert ended.code == 0, ended.err
-        said = "accuracy has not improved for 3 evaluations (stop.patience), at step 16"
-        assert (ended.out + ended.err).count(said) == 1
-        assert json.loads((tmp_path / "run/summary.json").read_text())["outcome"] == "stopped early"
-    ended = ddptrain(tmp_path, words.replace("patience=3", "patience=5"))
-    assert "has not improved for 5 evaluations (stop.patience), at step 24" in ended.out + ended.err
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["split"] == "valid"] == [4, 8, 12, 16, 20, 24]
-    message = refusal(tmp_path, f"{DIGITS} train.steps=8 stop.patience=3 stop.metric=acc")
-    assert message.startswith("stop.metric=acc: the evaluation has accuracy, ")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/my_stop.py").write_text(MINE)
-    theirs = "--config-dir=mine +controllers.stop._target_=my_stop.Never"
-    message = refusal(tmp_path, f"{DIGITS} {theirs} stop.patience=3")
-    assert message.startswith("controllers.stop: this name is that of stop.patience and stop.target")
-    message = refusal(tmp_path, f"{DIGITS} stop.metric=loss")
-    assert message.startswith("stop.metric=loss: needs stop.patience or stop.target")
-
-
-def test_a_run_that_starts_from_another_ones_checkpoint_has_a_patience_of_its_own(tmp_path: Path) -> None:
-    words = f"{DIGITS} model.width=4 optim.lr=1e-30 stop.patience=2"
-    for run, last in (("theirs", 12), ("ours run.resume=theirs/checkpoints/step-12", 20)):
-        ended = ddptrain(tmp_path, f"{words} train.steps=40 run.dir={run}")
-        assert ended.code == 0, ended.err
-        assert f"has not improved for 2 evaluations (stop.patience), at step {last}" in ended.out + ended.err
-
-
-def test_a_sweep_counts_it_done(tmp_path: Path) -> None:
-    words = f"--multirun {DIGITS} optim.lr=1e-30,0.003 train.steps=40 stop.target=0.4 sweep.dir=swept"
-    ended = ddptrain(tmp_path, words)
-    assert ended.code == 0, ended.err
-    outcomes = sorted(
-        json.loads(path.read_text())["outcome"] for path in (tmp_path / "swept").rglob("summary.json")
-    )
-    assert outcomes == ["done", "stopped early"]
 
 
 def test_values_of_another_metric_do_not_count() -> None:

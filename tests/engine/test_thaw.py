@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_same
-from shell import ddptrain, refusal
 from torch import nn
 from toy import Classify, Fit, Vectors, auto, lr_schedule, run_killed_at, strict, with_noise
 
@@ -106,23 +105,3 @@ def test_strict_thaws_with_the_same_bits_on_any_number_of_ranks(tmp_path: Path) 
     one, *others = [train(tmp_path / str(ranks), ranks, "strict")["model"] for ranks in (1, 2, 3)]
     for other in others:
         assert_same(one, other)
-
-
-def test_by_the_command_line(tmp_path: Path) -> None:
-    words = (
-        "recipe=mobilenet_cifar10 data=shapes data.source.train=80 data.source.valid=20 device=cpu"
-        " train.batch_size=20 train.steps=5 observers=[]"
-    )
-    ended = ddptrain(tmp_path, f"launch --nproc-per-node=2 {words} run.dir=run freeze=[features.*] thaw=0.5")
-    assert ended.code == 0, ended.err
-    said = ended.out + ended.err
-    assert ", until step 3: features.0.0.weight, " in said
-    assert "thawed     at step 3: " in said
-    longer = f"launch --nproc-per-node=2 {words} train.steps=12 run.dir=run freeze=[features.*] thaw=0.5"
-    ended = ddptrain(tmp_path, longer)  # half of twelve is six, and it has been thawed at three
-    assert ended.code == 0, ended.err
-    assert "frozen " not in ended.out + ended.err
-    message = refusal(tmp_path, f"{words} run.dir=run freeze=[features.*]")
-    assert message.startswith("freeze, thaw, optim.groups")
-    message = refusal(tmp_path, f"{words} run.dir=other thaw=0.5")
-    assert message.startswith("thaw: nothing is frozen")
