@@ -44,10 +44,10 @@ def print_tables(*tables: Any) -> None:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-    with console.capture() as drawn:
+    with console.capture() as output:
         for table in tables:
             console.print(table, highlight=False)
-    for line in drawn.get().splitlines():  # rich fills its lines with blanks
+    for line in output.get().splitlines():  # rich fills its lines with blanks
         print(line.rstrip())
 
 

@@ -27,8 +27,8 @@ class Rule:
     def bounds(self) -> dict[str, float]:
         """Those that are set, by their names in words: ``at least``."""
         names = ("at_least", "above", "at_most", "below")
-        found = {name.replace("_", " "): getattr(self, name) for name in names}
-        return {name: bound for name, bound in found.items() if bound is not None}
+        bounds = {name.replace("_", " "): getattr(self, name) for name in names}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
 
 def rule(default: Any, **bounds: Any) -> Any:

@@ -123,14 +123,14 @@ def _written(parts: dict[str, Any], folder: Path, world: World) -> dict[str, dic
 def with_shards(state: dict[str, Any], folder: Path, empty: Empty) -> dict[str, Any]:
     """The state with the tensors of a verified folder in their places. empty: makes what is read into."""
     places: dict[str, Tensor] = {}
-    found = _Found(folder, empty, places)
-    whole: dict[str, Any] = mapped(state, found)
+    shards = _Shards(folder, empty, places)
+    whole: dict[str, Any] = mapped(state, shards)
     if places:
-        found.read()
+        shards.read()
     return whole
 
 
-class _Found:
+class _Shards:
     """Replaces a name by the tensor to read."""
 
     def __init__(self, folder: Path, empty: Empty, places: dict[str, Tensor]) -> None:

@@ -77,7 +77,7 @@ def _of_file(path: Path, key: str) -> dict[str, Any]:
     if path.suffix == ".safetensors":
         return _safetensors(path, key)
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # torch raises whatever the bytes lead to
@@ -91,7 +91,7 @@ def _of_file(path: Path, key: str) -> dict[str, Any]:
             f"{key}: can't be read as weights{why}: it is damaged, or torch.save has not written it. Copy or"
             " download it again, or save the model's state_dict() with torch.save."
         ) from error
-    return _inside(found, key)
+    return _inside(loaded, key)
 
 
 def _safetensors(path: Path, key: str) -> dict[str, Tensor]:

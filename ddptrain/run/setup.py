@@ -131,9 +131,9 @@ def make_task(config: Config) -> tuple[Task, Data]:
     problems += check_node(config.data, "data")
     problems += check_node(arguments_of(config.optim), "optim", offered=("params",))
     _refuse([*problems, *check_node(config.sched, "sched", offered=("optimizer", "steps"))])
-    data = _made(Data, config.data, "data")  # type: ignore[type-abstract]
+    data = _built(Data, config.data, "data")  # type: ignore[type-abstract]
     model = None if config.model is None else partial(build, config.model, "model")
-    task = _made(Task, config.task, "task", model=model, data=data)  # type: ignore[type-abstract]
+    task = _built(Task, config.task, "task", model=model, data=data)  # type: ignore[type-abstract]
     return task, data
 
 
@@ -154,7 +154,7 @@ def _refuse(problems: Sequence[str]) -> None:
 
 def make_observers(config: Config) -> list[Observer]:
     """Those of the config, and the two that every run has: the summary, and what was compiled."""
-    observers = [_made(Observer, node, f"observers.{name}") for name, node in config.observers.items()]
+    observers = [_built(Observer, node, f"observers.{name}") for name, node in config.observers.items()]
     readers = [
         name
         for name, observer in zip(config.observers, observers, strict=True)
@@ -167,7 +167,7 @@ def make_observers(config: Config) -> list[Observer]:
 
 def make_controllers(config: Config) -> dict[str, Controller]:
     controllers: dict[str, Controller] = {
-        name: _made(Controller, node, f"controllers.{name}")  # type: ignore[type-abstract]
+        name: _built(Controller, node, f"controllers.{name}")  # type: ignore[type-abstract]
         for name, node in config.controllers.items()
     }
     stop = config.stop
@@ -180,7 +180,7 @@ def make_controllers(config: Config) -> dict[str, Controller]:
     return controllers
 
 
-def _made(kind: type[Made], node: Any, key: str, **offered: Any) -> Made:
+def _built(kind: type[Made], node: Any, key: str, **offered: Any) -> Made:
     result = build(node, key, **offered)
     if not isinstance(result, kind):
         raise UserError(f"{key}._target_={node['_target_']}: must be a ddptrain.api.{kind.__name__}.")

@@ -246,14 +246,14 @@ def _is_summarised(folder: Path, steps: int) -> bool:
 def _saved(config: Config, checkpointer: Checkpointer, world: World) -> LoadedCheckpoint | None:
     """The checkpoint that the run's folder holds or run.resume names, as rank 0 has read and verified it."""
 
-    def found() -> LoadedCheckpoint | None:
+    def load() -> LoadedCheckpoint | None:
         checkpointer.recover()
         saved = checkpointer.newest()
         if saved is None and config.run.resume not in ("auto", "never"):
             saved = read(Path(config.run.resume))
         return saved
 
-    return on_first_rank(world, found)
+    return on_first_rank(world, load)
 
 
 def _resume(saved: LoadedCheckpoint, step: TrainStep, data: Data, checkpointer: Checkpointer) -> None:

@@ -159,21 +159,21 @@ class _Line:
 
     def _own(self) -> dict[str, list[str]]:
         """The words that the verb's help names, and their values if it lists them."""
-        found = re.findall(r"(?<![\w.-])([a-z_]+)=([\w|]*)", self._verb.help)
+        pairs = re.findall(r"(?<![\w.-])([a-z_]+)=([\w|]*)", self._verb.help)
         own: dict[str, list[str]] = {}
-        for name, values in found:
+        for name, values in pairs:
             own[name] = own.get(name) or (values.strip("|").split("|") if "|" in values else [])
         return own
 
     def _keys(self, section: str) -> Iterator[str]:
         """One step further than ``section``: ``train.batch_size=``, ``data.source.``."""
         prefix = f"{section}." if section else ""
-        found = {name: dataclasses.is_dataclass(field.type) for name, field in _section(section).items()}
+        sections = {name: dataclasses.is_dataclass(field.type) for name, field in _section(section).items()}
         for tree in self._trees():
             inner = _at(tree, section) if section else tree
             for name, value in inner.items() if isinstance(inner, Mapping) else ():
-                found[str(name)] = found.get(str(name), False) or isinstance(value, Mapping)
-        for name, is_section in sorted(found.items()):
+                sections[str(name)] = sections.get(str(name), False) or isinstance(value, Mapping)
+        for name, is_section in sorted(sections.items()):
             if name not in ("recipe", "_target_", "defaults", "hydra"):
                 yield f"{prefix}{name}{'.' if is_section else '='}"
         if not section:
