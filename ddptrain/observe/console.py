@@ -34,6 +34,7 @@ class Console(Observer):
         self._task: TaskID | None = None
         self._metrics = ""
         self._evaluations = 0
+        self._steps = 0
         self._first_step = 0
 
     def start(self, event: Start) -> None:

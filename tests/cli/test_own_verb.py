@@ -15,11 +15,13 @@ PAGE = Path(__file__).parents[2] / "docs/verbs.md"
 @pytest.fixture
 def installed(tmp_path: Path) -> str:
     """The folder of a package with the page's verb."""
-    module, project = re.findall(r"```(?:python|toml)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    module, project, on_a_model = re.findall(r"```(?:python|toml)\n(.*?)```", PAGE.read_text(), re.DOTALL)
     source = tmp_path / "source"
     source.mkdir()
     (source / "sizes.py").write_text(module)
-    (source / "pyproject.toml").write_text(project)
+    (source / "parameters.py").write_text(on_a_model)
+    project = project.replace('"sizes:VERB"', '"sizes:VERB"\nparameters = "parameters:VERB"')
+    (source / "pyproject.toml").write_text(project.replace('["sizes"]', '["sizes", "parameters"]'))
     target = tmp_path / "installed"
     pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([sys.executable, *pip, "--target", str(target), str(source)], check=True)
@@ -38,6 +40,16 @@ def test_a_verb_of_a_package(installed: str, tmp_path: Path) -> None:
     assert wrong.err.startswith("ddptrain: run=nowhere: must name a run's folder")
     assert "The size of each checkpoint" in ddptrain(tmp_path, "sizes --help", PYTHONPATH=installed).out
     assert re.search(r"^  sizes +the size of", ddptrain(tmp_path, "--help", PYTHONPATH=installed).out, re.M)
+
+
+def test_a_verb_on_a_runs_model(installed: str, tmp_path: Path) -> None:
+    words = "recipe=cnn_digits device=cpu train.steps=1 model.width=8 observers=[] run.dir=run"
+    trained = ddptrain(tmp_path, words)
+    assert trained.code == 0, trained.err
+    counted = re.search(r"([\d,]+) parameters", trained.err)
+    told = ddptrain(tmp_path, "parameters run=run", PYTHONPATH=installed)
+    assert counted is not None
+    assert told.out == counted[1].replace(",", "") + "\n", told.err
 
 
 def test_a_broken_package_is_named_and_the_others_go_on(installed: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.api import Data, Sampler, World
+from ddptrain.data.identity import digest, of_file
 from ddptrain.data.pipeline import AS_IT_IS, Key, Pipeline, Samples
 
 Labelled = tuple[Tensor, int]
@@ -17,15 +18,15 @@ class Files:
     """The source: float32 (samples,), and the class, as they are stored."""
 
     def __init__(self, folder: Path, classes: Sequence[str]) -> None:
-        self._files = [
+        self.files = [
             (file, i) for i, name in enumerate(classes) for file in sorted(folder.glob(f"{name}/*.npy"))
         ]
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.files)
 
     def __getitem__(self, index: int) -> Labelled:
-        file, label = self._files[index]
+        file, label = self.files[index]
         return torch.from_numpy(np.load(file)).float(), label
 
 
@@ -41,7 +42,7 @@ class Spectrogram:
     def __call__(self, source: Files, key: Key) -> Labelled:
         recording, label = source[key.sample]
         room = len(recording) - 256
-        if key.epoch == AS_IT_IS:
+        if key.epoch == AS_IT_IS:  # of an evaluation
             window = recording[room // 2 :][:256]
         else:
             window = recording[int(torch.randint(room + 1, ())) :][:256] + self._noise * torch.randn(256)
@@ -72,6 +73,15 @@ class Recordings(Data):
     @property
     def outputs(self) -> Sequence[str]:
         return self._classes
+
+    @property
+    def identity(self) -> str:
+        parts = (self._ready.train.source.files, self._ready.valid.source.files)
+        return digest(
+            of_file(str(file), str(file.relative_to(self._root)), len(files))
+            for files in parts
+            for file, _ in files
+        )
 
     @property
     def train_size(self) -> int:
