@@ -34,9 +34,9 @@ from torchvision.transforms import v2
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.imagefolder import ImageFolder
-from ddptrain.data.images import ImageData
-from ddptrain.data.transforms import RandomResizedCrop, Transforms
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.folder import ImageFolder
+from ddptrain.data.images.transforms import RandomResizedCrop, Transforms
 
 NAME = "augmented"
 """Of the markers."""

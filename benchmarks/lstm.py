@@ -45,7 +45,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
-from ddptrain.data.corpus import StandardLibrary
+from ddptrain.data.text.corpus import StandardLibrary
 from ddptrain.recipes.recurrent import RecurrentModel
 from ddptrain.recipes.text import State
 from ddptrain.run.setup import make_task

@@ -31,10 +31,10 @@ from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.augment import Augment
-from ddptrain.data.imagefolder import ImageFolder
-from ddptrain.data.images import ImageData
-from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
+from ddptrain.data.images.augment import Augment
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.folder import ImageFolder
+from ddptrain.data.images.source import ArraySplit, ImageSet, ImageSource
 
 NAME = "pipelines"
 """Of the markers."""

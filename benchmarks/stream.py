@@ -28,9 +28,9 @@ from PIL import Image
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.augment import Augment
-from ddptrain.data.imagefolder import ImageFolder
-from ddptrain.data.images import ImageData
+from ddptrain.data.images.augment import Augment
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.folder import ImageFolder
 from ddptrain.data.pictures import Encoded, fitted
 from ddptrain.data.stream.images import StreamImages
 

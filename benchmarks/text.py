@@ -29,7 +29,7 @@ from pathlib import Path
 import yaml
 from common import check_markers, made_with, markers, publish
 
-from ddptrain.data.corpus import Document, StandardLibrary
+from ddptrain.data.text.corpus import Document, StandardLibrary
 
 NAME = "text"
 """Of the markers."""

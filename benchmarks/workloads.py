@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 from ddptrain.api.recipe import Data
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.augment import Augment, Normalise
-from ddptrain.data.images import ImageData
-from ddptrain.data.shapes import Shapes
+from ddptrain.data.images.augment import Augment, Normalise
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.shapes import Shapes
 from ddptrain.recipes.mobilenet import mobilenet_v3_small_32
 
 SEED = 0

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.api import Data, UserError
-from ddptrain.data.images import ImageData
+from ddptrain.data.images.data import ImageData
 
 
 @final
@@ -37,8 +37,8 @@ class ClassWeights:
         elif self._asked == "balanced":
             if not isinstance(data, ImageData):
                 raise UserError(
-                    "task.class_weights=balanced: needs data of ddptrain.data.images.ImageData, which counts"
-                    f" its classes; {type(data).__name__} does not. Give a list of numbers."
+                    "task.class_weights=balanced: needs data of ddptrain.data.images.data.ImageData, which"
+                    f" counts its classes; {type(data).__name__} does not. Give a list of numbers."
                 )
             if data.recalled:  # no training follows
                 return

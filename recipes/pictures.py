@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddptrain.api import Data, Deployed, UserError
 from ddptrain.data.detection.files import probe
-from ddptrain.data.images import ImageData
+from ddptrain.data.images.data import ImageData
 from ddptrain.data.pictures import claim, fitted, named_pictures
 from ddptrain.recipes.limits import check_batch
 from ddptrain.recipes.outputs import check_zero_or_one, kind
@@ -90,7 +90,7 @@ def predictions(
     if not isinstance(data, ImageData):
         raise UserError(
             f"predict: reads picture files, and how {type(data).__name__} makes its images of them is not"
-            " known. Use data of ddptrain.data.images.ImageData, or export the model."
+            " known. Use data of ddptrain.data.images.data.ImageData, or export the model."
         )
     files, folder = named_pictures(source), Path(out)
     _check_sound(files)

@@ -15,8 +15,8 @@ from torchvision.utils import make_grid
 
 from ddptrain.api import ConfusionMatrix, Deployed, Figure, Loss, Picture, Progress, Report, Task, UserError
 from ddptrain.data.detection.files import probe
-from ddptrain.data.mask_files import IGNORED, PALETTE, blended, scaled
-from ddptrain.data.masks import MaskData, Masked
+from ddptrain.data.masks.data import MaskData, Masked
+from ddptrain.data.masks.files import IGNORED, PALETTE, blended, scaled
 from ddptrain.data.pictures import check_apart, claim, decoded, named_pictures
 from ddptrain.recipes.limits import check_batch
 from ddptrain.recipes.outputs import check_outputs, kind

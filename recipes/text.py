@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddptrain.api import Figure, Loss, Progress, Report, Task, TextSample, UserError
-from ddptrain.data.text import TextData, Windows
+from ddptrain.data.text.data import TextData, Windows
 from ddptrain.recipes.outputs import check_outputs
 
 State = dict[str, Tensor]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddptrain.api import Figure, Loss, Progress, Report, Task, TextSample, UserError
-from ddptrain.data.dates import BEGIN, END, VOCABULARY, DatePairs, Pairs, decoded, padded
+from ddptrain.data.text.dates import BEGIN, END, VOCABULARY, DatePairs, Pairs, decoded, padded
 from ddptrain.recipes.encoder_decoder import EncoderDecoder
 from ddptrain.recipes.limits import check_label_smoothing
 

@@ -6,7 +6,7 @@ from typing import Any
 from ddptrain.errors import UserError
 
 Tree = dict[str, Any]
-_IMAGES = "ddptrain.data.images.ImageData"
+_IMAGES = "ddptrain.data.images.data.ImageData"
 
 
 def place_augment(tree: Tree, words: Sequence[str]) -> Tree:

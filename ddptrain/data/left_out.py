@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddptrain.api.world import World
+from ddptrain.data.images.source import ArraySplit, ImageSet, ImageSource, Split
 from ddptrain.data.pictures import Box
-from ddptrain.data.source import ArraySplit, ImageSet, ImageSource, Split
 from ddptrain.data.workers import read_by_workers
 from ddptrain.distributed.comm import from_all_ranks, on_all_ranks
 from ddptrain.errors import UserError

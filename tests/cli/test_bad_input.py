@@ -135,7 +135,7 @@ def test_every_wrong_argument_of_every_node_is_named_in_one_message(tmp_path: Pa
         "model.widht: ddptrain.recipes.cnn.SmallCnn takes no such argument. Did you mean model.width?",
         "data.workers=two: must be a whole number or auto.",
         "data.augment.horizontal_flip=maybe: must be true or false or alternate.",
-        "data.augment.horizontal_flipp: ddptrain.data.augment.Augment takes no such argument."
+        "data.augment.horizontal_flipp: ddptrain.data.images.augment.Augment takes no such argument."
         " Did you mean data.augment.horizontal_flip?",
         "data.augment._partial_: only _target_ has a meaning here; remove it.",
         "optim.weight_decay=nan: must be a finite number.",
@@ -155,7 +155,7 @@ def test_an_optimizer_rate_that_is_no_number_is_named(tmp_path: Path) -> None:
         ("optim.lr=-1", ["optim", "learning rate: -1"]),
         ("model.width=-3", ["model", "-3"]),
         ("data.augment.crop=-1", ["data.augment.crop=-1: must be 0 or more"]),
-        ("data.source._target_=ddptrain.data.source.ImageSource", ["data.source", "ImageSource"]),
+        ("data.source._target_=ddptrain.data.images.source.ImageSource", ["data.source", "ImageSource"]),
     ],
 )
 def test_a_value_that_a_target_refuses_is_named_with_its_section(

@@ -87,7 +87,10 @@ def test_a_section_tells_who_chose_it_and_what_set_each_key_last(said: Said) -> 
         ("--explain recipe", ["recipe = cnn_digits", "command line recipe=cnn_digits"]),
         ("--explain data.channels_last", ["data.channels_last = true (${channels_last})"]),
         ("channels_last=false --explain data.channels_last", ["= false (${channels_last})"]),
-        ("--explain data.source", ["data.source._target_ ddptrain.data.digits.Digits conf/data/digits.yaml"]),
+        (
+            "--explain data.source",
+            ["data.source._target_ ddptrain.data.images.digits.Digits conf/data/digits.yaml"],
+        ),
     ],
 )
 def test_every_way_to_set_a_key_is_told(said: Said, words: str, expected: list[str]) -> None:

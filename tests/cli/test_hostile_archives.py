@@ -13,7 +13,7 @@ import pytest
 from hostile import Place
 from served import BATCHES, add, small_archive
 
-from ddptrain.data.cifar10 import ARCHIVE, Cifar10
+from ddptrain.data.images.cifar10 import ARCHIVE, Cifar10
 from ddptrain.errors import UserError
 
 RECORD = 3073
@@ -120,7 +120,10 @@ def test_members_that_would_lead_outside_are_read_over_and_not_unpacked(place: P
 def test_the_command_line_refuses_a_hostile_archive(place: Place) -> None:
     content = ARCHIVES["a bomb"][0]()
     (place.theirs / ARCHIVE).write_bytes(content)
-    source = {"_target_": "ddptrain.data.cifar10.Cifar10", "sha256": hashlib.sha256(content).hexdigest()}
-    data = {"_target_": "ddptrain.data.images.ImageData", "source": source, "root": "THEIRS"}
-    run = place.run_of({"data": {**data, "augment": {"_target_": "ddptrain.data.augment.Augment"}}})
+    source = {
+        "_target_": "ddptrain.data.images.cifar10.Cifar10",
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    data = {"_target_": "ddptrain.data.images.data.ImageData", "source": source, "root": "THEIRS"}
+    run = place.run_of({"data": {**data, "augment": {"_target_": "ddptrain.data.images.augment.Augment"}}})
     assert place.refused(["evaluate", f"run={run}"])

@@ -18,7 +18,7 @@ from ddptrain.config.limits import read_config
 from ddptrain.data.detection.coco import CocoFiles
 from ddptrain.data.detection.yolo import YoloFiles
 from ddptrain.data.pictures import fitted
-from ddptrain.data.tokens import open_tokens
+from ddptrain.data.text.tokens import open_tokens
 from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, sealed, unpack
 from ddptrain.errors import UserError
 from ddptrain.tools.report.page import write_page

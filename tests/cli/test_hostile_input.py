@@ -119,7 +119,7 @@ def test_no_place_of_a_config_takes_such_a_node(place: Place, path: str, value: 
     [
         ("data.source", {"_target_": "ddptrain.recipes.cnn.SmallCnn", "num_classes": 1, "in_channels": 1,
                          "image_size": [8, 8]}, "must make ImageSource"),
-        ("data.augment", {"_target_": "ddptrain.data.digits.Digits"}, "must make Augment"),
+        ("data.augment", {"_target_": "ddptrain.data.images.digits.Digits"}, "must make Augment"),
         ("model", {"_target_": "torchvision.models.resnet18", "weights": "IMAGENET1K_V1"}, "unpickle"),
     ],
 )  # fmt: skip

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from ddptrain.config.instantiate import build, check_node, open_package
-from ddptrain.data.augment import Augment
+from ddptrain.data.images.augment import Augment
 from ddptrain.errors import UserError
 from ddptrain.recipes.cnn import SmallCnn
 
 LINEAR = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}
 SEQUENCE = {"_target_": "torch.nn.Sequential"}
 IMAGES = {
-    "_target_": "ddptrain.data.images.ImageData",
-    "source": {"_target_": "ddptrain.data.digits.Digits"},
-    "augment": {"_target_": "ddptrain.data.augment.Augment", "crop": 1},
+    "_target_": "ddptrain.data.images.data.ImageData",
+    "source": {"_target_": "ddptrain.data.images.digits.Digits"},
+    "augment": {"_target_": "ddptrain.data.images.augment.Augment", "crop": 1},
 }
 
 HOSTILE = [
@@ -36,8 +36,8 @@ HOSTILE = [
     "ddptrain.testing.run_ranks",
     "ddptrain.recipes.image.torch.load",
     "ddptrain.recipes.image.functional.torch.hub.load",
-    "ddptrain.data.cifar10.urllib.request.urlretrieve",
-    "ddptrain.data.cifar10.tarfile.TarFile",
+    "ddptrain.data.images.cifar10.urllib.request.urlretrieve",
+    "ddptrain.data.images.cifar10.tarfile.TarFile",
     "ddptrain.data.workers.multiprocessing.Process",
     "torch.nn.modules.module.torch.load",
     "torch.nn.modules.module.functools.partial",
@@ -96,9 +96,9 @@ def test_checking_any_name_answers_instead_of_raising(module: str) -> None:
 
 
 def test_an_abstract_class_is_refused() -> None:
-    node = {"_target_": "ddptrain.data.source.ImageSource"}
+    node = {"_target_": "ddptrain.data.images.source.ImageSource"}
     (problem,) = check_node(node, "data.source")
-    assert problem.startswith("data.source._target_=ddptrain.data.source.ImageSource: ")
+    assert problem.startswith("data.source._target_=ddptrain.data.images.source.ImageSource: ")
     with pytest.raises(UserError):
         build(node, "data.source")
 
@@ -116,7 +116,7 @@ def test_nested_nodes_are_checked_with_their_full_key_and_built() -> None:
     assert type(data).__name__ == "ImageData"
     wrong = {**IMAGES, "augment": {**IMAGES["augment"], "crap": 1}}
     assert check_node(wrong, "data") == [
-        "data.augment.crap: ddptrain.data.augment.Augment takes no such argument."
+        "data.augment.crap: ddptrain.data.images.augment.Augment takes no such argument."
         " Did you mean data.augment.crop?"
     ]
 
@@ -124,20 +124,20 @@ def test_nested_nodes_are_checked_with_their_full_key_and_built() -> None:
 @pytest.mark.parametrize(
     ("target", "arguments", "problem"),
     [
-        ("ddptrain.data.augment.Augment", {"crop": 1.5}, "k.crop=1.5: must be a whole number."),
-        ("ddptrain.data.augment.Augment", {"crop": True}, "k.crop=True: must be a whole number."),
-        ("ddptrain.data.augment.Augment", {"crop": None}, "k.crop=None: must be a whole number."),
+        ("ddptrain.data.images.augment.Augment", {"crop": 1.5}, "k.crop=1.5: must be a whole number."),
+        ("ddptrain.data.images.augment.Augment", {"crop": True}, "k.crop=True: must be a whole number."),
+        ("ddptrain.data.images.augment.Augment", {"crop": None}, "k.crop=None: must be a whole number."),
         (
-            "ddptrain.data.augment.Augment",
+            "ddptrain.data.images.augment.Augment",
             {"horizontal_flip": 1},
             "k.horizontal_flip=1: must be true or false or alternate.",
         ),
         (
-            "ddptrain.data.augment.Augment",
+            "ddptrain.data.images.augment.Augment",
             {"horizontal_flip": "yes"},
             "k.horizontal_flip=yes: must be true or false or alternate.",
         ),
-        ("ddptrain.data.cifar10.Cifar10", {"url": 3}, "k.url=3: must be text."),
+        ("ddptrain.data.images.cifar10.Cifar10", {"url": 3}, "k.url=3: must be text."),
         ("torch.nn.Dropout", {"p": "half"}, "k.p=half: must be a finite number."),
         ("torch.nn.Dropout", {"p": float("nan")}, "k.p=nan: must be a finite number."),
         ("torch.nn.Dropout", {"p": float("inf")}, "k.p=inf: must be a finite number."),
@@ -194,7 +194,7 @@ def test_a_value_that_the_target_refuses_is_the_users_error_and_names_the_sectio
     with pytest.raises(UserError, match=r"^model \(torch\.nn\.Dropout\): .*probability"):
         build({"_target_": "torch.nn.Dropout", "p": 2}, "model")
     with pytest.raises(UserError, match=r"^data\.augment\.crop=-1: must be 0 or more"):
-        build({"_target_": "ddptrain.data.augment.Augment", "crop": -1}, "data.augment")
+        build({"_target_": "ddptrain.data.images.augment.Augment", "crop": -1}, "data.augment")
     with pytest.raises(UserError, match=r"^optim .*learning rate"):
         build({"_target_": "torch.optim.SGD", "lr": -1}, "optim", params=[nn.Parameter(torch.zeros(1))])
 
@@ -285,11 +285,11 @@ CROP = {"_target_": "torchvision.transforms.v2.RandomHorizontalFlip", "p": 0.5}
         ({"a": CROP, "b": 3}, "k.transforms.b=3: must be null or keys with a _target_ (Module)"),
         ({"a": [CROP]}, "k.transforms.a"),
         ({"a": {"b": CROP}}, "k.transforms.a"),
-        ({"a": {"_target_": "ddptrain.data.augment.Augment"}}, "k.transforms.a._target_="),
+        ({"a": {"_target_": "ddptrain.data.images.augment.Augment"}}, "k.transforms.a._target_="),
     ],
 )
 def test_nodes_in_a_mapping_are_checked_as_others_are(transforms: dict[str, Any], problem: str) -> None:
-    node = {"_target_": "ddptrain.data.transforms.Transforms", "transforms": transforms}
+    node = {"_target_": "ddptrain.data.images.transforms.Transforms", "transforms": transforms}
     assert any(text.startswith(problem) for text in check_node(node, "k"))
     good = {**node, "transforms": {"flip": CROP, "off": None}}
     assert not check_node(good, "k")
@@ -367,5 +367,5 @@ def test_a_name_in_the_place_of_a_node_is_told_what_belongs_there() -> None:
 
 
 def test_equal_nodes_build_equal_objects() -> None:
-    node = {"_target_": "ddptrain.data.augment.Augment", "crop": 2, "horizontal_flip": True}
+    node = {"_target_": "ddptrain.data.images.augment.Augment", "crop": 2, "horizontal_flip": True}
     assert build(node, "augment") == build(node, "augment") == Augment(crop=2, horizontal_flip=True)

@@ -21,7 +21,7 @@ from torch import nn
 from torchvision.io import decode_image
 from torchvision.ops import box_iou
 
-from ddptrain.data.shapes import DISTANCES
+from ddptrain.data.images.shapes import DISTANCES
 from ddptrain.engine.load_model import fit_model
 from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.recipes.yolo.boxes import decoded, detections

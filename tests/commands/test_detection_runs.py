@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
-from ddptrain.data.shapes import DISTANCES
+from ddptrain.data.images.shapes import DISTANCES
 from ddptrain.engine.saved_checkpoint import read, unpack
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import to_pil_image
 
 from ddptrain.api.recipe import Deployed
-from ddptrain.data.digits import Digits
-from ddptrain.data.imagefolder import ImageFolder
+from ddptrain.data.images.digits import Digits
+from ddptrain.data.images.folder import ImageFolder
+from ddptrain.data.images.source import Split
 from ddptrain.data.pictures import fitted
-from ddptrain.data.source import Split
 from ddptrain.engine.saved_checkpoint import sealed
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.run import export

@@ -73,7 +73,7 @@ def test_the_translator_learns_a_few_pairs_by_heart(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert "exact_match" in done.err
     from ddptrain.api.world import World
-    from ddptrain.data.dates import DatePairs, decoded
+    from ddptrain.data.text.dates import DatePairs, decoded
 
     data = DatePairs(train=12, valid=10)
     data.prepare(World(), 0)

@@ -10,7 +10,7 @@ from named_sets import TRAINED, in_folders
 from shell import ddptrain
 from torchvision import models
 
-from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD
+from ddptrain.data.images.folder import IMAGENET_MEAN, IMAGENET_STD
 from ddptrain.engine.initial_weights import normalisation_of
 
 TORCHVISION = "ddptrain.recipes.classifiers.torchvision_classifier"

@@ -15,9 +15,9 @@ from shell import ddptrain
 from ddptrain.config.check import checked
 from ddptrain.config.compose import composed_tree
 from ddptrain.config.instantiate import check_node
-from ddptrain.data.augment import Augment
-from ddptrain.data.images import ImageData
-from ddptrain.data.transforms import Transforms
+from ddptrain.data.images.augment import Augment
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.transforms import Transforms
 from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.errors import UserError
 from ddptrain.verbs.argv import parse
@@ -45,7 +45,7 @@ def test_a_preset_replaces_what_data_and_recipe_say(recipe: str, preset: str) ->
     assert chosen["data"]["augment"] == written
     assert {**chosen["data"], "augment": plain["data"]["augment"]} == plain["data"]
     assert {**chosen, "data": plain["data"]} == plain
-    assert plain["data"]["augment"]["_target_"] == "ddptrain.data.augment.Augment"
+    assert plain["data"]["augment"]["_target_"] == "ddptrain.data.images.augment.Augment"
     checked(chosen)
 
 

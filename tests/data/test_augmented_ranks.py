@@ -13,7 +13,7 @@ from shell import ddptrain
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.saved_checkpoint import unpack
 
-MIX = "augment.mix={_target_: ddptrain.data.mixing.Mix, mixup: %s, cutmix: %s}"
+MIX = "augment.mix={_target_: ddptrain.data.images.mixing.Mix, mixup: %s, cutmix: %s}"
 PLAIN = ["augment=light", "augment.resized_crop=null", "augment.transforms.horizontal_flip=null"]
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ddptrain.data.csv_labels import CsvLabels
-from ddptrain.data.imagefolder import ImageFolder
-from ddptrain.data.source import ImageSet
+from ddptrain.data.images.csv_labels import CsvLabels
+from ddptrain.data.images.folder import ImageFolder
+from ddptrain.data.images.source import ImageSet
 from ddptrain.errors import UserError
 
 

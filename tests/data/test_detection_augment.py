@@ -19,7 +19,7 @@ from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes, draw_scenes
 from ddptrain.data.detection.letterbox import GREY, letterbox
 from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects, Scenes
-from ddptrain.data.shapes import DISTANCES
+from ddptrain.data.images.shapes import DISTANCES
 
 PLAIN = dict.fromkeys(DetectionAugment.__dataclass_fields__, 0.0)
 """An augmentation that does nothing."""

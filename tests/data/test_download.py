@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from served import served, small_archive
 
-from ddptrain.data.cifar10 import ARCHIVE, Cifar10
 from ddptrain.data.download import DownloadLimits, download
+from ddptrain.data.images.cifar10 import ARCHIVE, Cifar10
 from ddptrain.errors import UserError
 
 CONTENT = b"0123456789" * 10_000

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ddptrain.data.imagefolder import FolderSplit, ImageFolder
+from ddptrain.data.images.folder import FolderSplit, ImageFolder
 from ddptrain.errors import UserError
 
 

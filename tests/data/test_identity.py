@@ -36,18 +36,18 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from ddptrain.api.recipe import Data
 from ddptrain.api.world import World
-from ddptrain.data.corpus import TextFiles
-from ddptrain.data.csv_labels import CsvLabels
 from ddptrain.data.dataset import DatasetData
-from ddptrain.data.dates import DatePairs
 from ddptrain.data.detection.coco import CocoFiles
-from ddptrain.data.digits import Digits
-from ddptrain.data.image_dataset import DatasetImages
-from ddptrain.data.imagefolder import ImageFolder
-from ddptrain.data.masks import MaskData
-from ddptrain.data.shapes import Shapes
+from ddptrain.data.images.csv_labels import CsvLabels
+from ddptrain.data.images.dataset import DatasetImages
+from ddptrain.data.images.digits import Digits
+from ddptrain.data.images.folder import ImageFolder
+from ddptrain.data.images.shapes import Shapes
+from ddptrain.data.masks.data import MaskData
 from ddptrain.data.stream.images import StreamImages
-from ddptrain.data.text import TextData
+from ddptrain.data.text.corpus import TextFiles
+from ddptrain.data.text.data import TextData
+from ddptrain.data.text.dates import DatePairs
 from ddptrain.errors import UserError
 from ddptrain.run.setup import prepare
 from ddptrain.testing import RankFailed, run_ranks

@@ -17,11 +17,11 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.config.instantiate import build, check_node, open_package
-from ddptrain.data.image_dataset import DatasetImages
-from ddptrain.data.imagefolder import ImageFolder
-from ddptrain.data.images import ImageData
-from ddptrain.data.source import ImageSource
-from ddptrain.data.transforms import RandomResizedCrop, Transforms
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.dataset import DatasetImages
+from ddptrain.data.images.folder import ImageFolder
+from ddptrain.data.images.source import ImageSource
+from ddptrain.data.images.transforms import RandomResizedCrop, Transforms
 from ddptrain.errors import UserError
 
 KINDS: dict[str, Callable[[Image.Image, int], Any]] = {
@@ -192,7 +192,7 @@ def test_a_dataset_of_no_use_is_told_by_its_key(
     monkeypatch.delitem(sys.modules, "mistakes", raising=False)
     open_package("mistakes")
     node: dict[str, Any] = {
-        "_target_": "ddptrain.data.image_dataset.DatasetImages",
+        "_target_": "ddptrain.data.images.dataset.DatasetImages",
         "dataset": {"_target_": "torchvision.datasets.FakeData", "size": 20, "num_classes": 2},
     }
     node[key.rpartition(".")[2]] = {"_target_": f"mistakes.{target}"}

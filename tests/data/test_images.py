@@ -12,13 +12,13 @@ from torchvision.transforms import v2
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.augment import Augment, Moves, Normalise
-from ddptrain.data.images import ImageData
-from ddptrain.data.loaders import AugmentedBatch, ResidentLoader, keyed
+from ddptrain.data.images.augment import Augment, Moves, Normalise
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.loaders import AugmentedBatch, ResidentLoader, keyed
+from ddptrain.data.images.shapes import Shapes
+from ddptrain.data.images.source import Split
 from ddptrain.data.pipeline import Pipeline, Samples
 from ddptrain.data.prefetch import on_device, tensors_of
-from ddptrain.data.shapes import Shapes
-from ddptrain.data.source import Split
 from ddptrain.errors import UserError
 
 Flip = bool | Literal["alternate"]

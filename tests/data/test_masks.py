@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.mask_files import Pair, blended, read_pair
-from ddptrain.data.masks import DecodedPairs, MaskData, MaskTransform
+from ddptrain.data.masks.data import DecodedPairs, MaskData, MaskTransform
+from ddptrain.data.masks.files import Pair, blended, read_pair
 from ddptrain.data.pipeline import Samples
 from ddptrain.data.workers import Key
 from ddptrain.errors import UserError

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.augment import Augment
-from ddptrain.data.imagefolder import ImageFolder
-from ddptrain.data.images import ImageData
+from ddptrain.data.images.augment import Augment
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.folder import ImageFolder
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 from ddptrain.testing import run_ranks
@@ -240,7 +240,7 @@ def test_a_cache_among_the_classes_is_refused(pictures: Path) -> None:
 FULL = """
 import subprocess, sys
 from pathlib import Path
-from ddptrain.data.imagefolder import ImageFolder
+from ddptrain.data.images.folder import ImageFolder
 from ddptrain.errors import UserError
 
 pictures, disk = sys.argv[1:]

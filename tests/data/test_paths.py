@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from ddptrain.data.imagefolder import FolderSplit
+from ddptrain.data.images.folder import FolderSplit
 from ddptrain.data.paths import Paths
 from ddptrain.data.workers import read_by_workers
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ddptrain.api.world import World
-from ddptrain.data.augment import Augment
 from ddptrain.data.detection.files import FileScenes, probe
-from ddptrain.data.image_dataset import DatasetImages
-from ddptrain.data.imagefolder import ImageFolder
-from ddptrain.data.images import ImageData
-from ddptrain.data.mask_files import Pair, read_pair
+from ddptrain.data.images.augment import Augment
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.dataset import DatasetImages
+from ddptrain.data.images.folder import ImageFolder
+from ddptrain.data.masks.files import Pair, read_pair
 from ddptrain.data.pictures import Box, cropped
 from ddptrain.errors import UserError
 

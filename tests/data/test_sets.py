@@ -16,10 +16,10 @@ from PIL import Image
 from toy import Vectors
 
 from ddptrain.api.world import World
-from ddptrain.data.cifar10 import ARCHIVE, Cifar10
-from ddptrain.data.digits import Digits
-from ddptrain.data.imagefolder import ImageFolder
-from ddptrain.data.shapes import DISTANCES, Shapes
+from ddptrain.data.images.cifar10 import ARCHIVE, Cifar10
+from ddptrain.data.images.digits import Digits
+from ddptrain.data.images.folder import ImageFolder
+from ddptrain.data.images.shapes import DISTANCES, Shapes
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 from ddptrain.run.setup import prepare

@@ -15,9 +15,9 @@ from streamed_sets import SIDE, assert_same, blocks, pictures, streamed, trained
 
 from ddptrain.api.blocks import Blocks
 from ddptrain.api.world import World
-from ddptrain.data.augment import Augment
-from ddptrain.data.imagefolder import ImageFolder
-from ddptrain.data.images import ImageData
+from ddptrain.data.images.augment import Augment
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.folder import ImageFolder
 from ddptrain.data.stream.images import StreamImages
 from ddptrain.data.stream.shards import packed, read_samples
 from ddptrain.errors import UserError

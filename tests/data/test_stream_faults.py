@@ -21,7 +21,7 @@ from masked import mask_set
 from streamed_sets import assert_same, blocks, pictures, streamed, trained, written
 
 from ddptrain.api.world import World
-from ddptrain.data.masks import MaskData
+from ddptrain.data.masks.data import MaskData
 from ddptrain.data.stream.block_table import Block, BlockTable
 from ddptrain.data.stream.cache import BlockCache
 from ddptrain.data.stream.masks import StreamMasks

@@ -15,9 +15,9 @@ from running import Job, assert_same_outcome, kill_at_random
 from shell import ddptrain
 
 from ddptrain.api.blocks import Blocks
-from ddptrain.data.augment import Augment
-from ddptrain.data.images import ImageData
-from ddptrain.data.shapes import Shapes
+from ddptrain.data.images.augment import Augment
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.shapes import Shapes
 from ddptrain.data.stream.block_table import Block, BlockTable
 from ddptrain.data.stream.cache import BlockCache
 from ddptrain.data.stream.samples import StreamSamples

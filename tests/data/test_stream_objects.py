@@ -12,7 +12,7 @@ from ddptrain.api.world import World
 from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes
-from ddptrain.data.masks import MaskData
+from ddptrain.data.masks.data import MaskData
 from ddptrain.data.stream.boxes import StreamBoxes
 from ddptrain.data.stream.masks import StreamMasks
 from ddptrain.errors import UserError

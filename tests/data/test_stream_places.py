@@ -29,14 +29,14 @@ from named_sets import (
     told,
 )
 
-from ddptrain.data.corpus import TextFiles
-from ddptrain.data.images import ImageData
-from ddptrain.data.masks import MaskData
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.masks.data import MaskData
 from ddptrain.data.stream.boxes import StreamBoxes
 from ddptrain.data.stream.images import StreamImages
 from ddptrain.data.stream.masks import StreamMasks
 from ddptrain.data.stream.text import StreamText
-from ddptrain.data.text import TextData
+from ddptrain.data.text.corpus import TextFiles
+from ddptrain.data.text.data import TextData
 from ddptrain.errors import UserError
 
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from streamed_texts import folder_of_texts, small_tokenizer, streamed, tokens_of, trained, written
 
 from ddptrain.api.sampler import Sampler
-from ddptrain.data.corpus import Document, TextFiles
 from ddptrain.data.stream.block_table import Block, BlockTable
 from ddptrain.data.stream.cache import BlockCache
 from ddptrain.data.stream.store import Store
 from ddptrain.data.stream.tokens import TokenBlocks
 from ddptrain.data.stream.write_text import cut
-from ddptrain.data.text import TextData
-from ddptrain.data.tokenizer import Tokenizer, read_tokenizer
+from ddptrain.data.text.corpus import Document, TextFiles
+from ddptrain.data.text.data import TextData
+from ddptrain.data.text.tokenizer import Tokenizer, read_tokenizer
 from ddptrain.errors import UserError
 
 SIZES = st.lists(st.integers(5, 60), min_size=1, max_size=9)

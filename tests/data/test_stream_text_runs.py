@@ -16,9 +16,9 @@ from streamed_texts import folder_of_texts, small_tokenizer, written
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.corpus import TextFiles
 from ddptrain.data.stream.text import StreamText
-from ddptrain.data.text import TextData
+from ddptrain.data.text.corpus import TextFiles
+from ddptrain.data.text.data import TextData
 from ddptrain.testing import run_ranks
 
 TEXT_BYTES, CACHE_GB = 200_000_000, 0.02

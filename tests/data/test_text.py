@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.corpus import Corpus, Document, StandardLibrary, TextFiles
-from ddptrain.data.text import TextData
-from ddptrain.data.tokens import Vocabulary, open_tokens, tokens_folder, write_tokens
+from ddptrain.data.text.corpus import Corpus, Document, StandardLibrary, TextFiles
+from ddptrain.data.text.data import TextData
+from ddptrain.data.text.tokens import Vocabulary, open_tokens, tokens_folder, write_tokens
 from ddptrain.errors import UserError
 from ddptrain.testing import run_ranks
 
@@ -185,7 +185,7 @@ def test_a_large_alphabet_takes_wider_tokens(tmp_path: Path) -> None:
 
 
 def test_a_character_across_two_blocks_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddptrain.data.corpus._BLOCK", 5)
+    monkeypatch.setattr("ddptrain.data.text.corpus._BLOCK", 5)
     text = "a→\U0001d518ä" * 30
     (tmp_path / "text").write_text(text)
     corpus = Corpus([Document(tmp_path / "text")], [])
@@ -196,7 +196,7 @@ def test_a_character_across_two_blocks_is_read_whole(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("at", [0, 3, 7])
 def test_the_byte_that_is_no_utf8_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    monkeypatch.setattr("ddptrain.data.corpus._BLOCK", 4)
+    monkeypatch.setattr("ddptrain.data.text.corpus._BLOCK", 4)
     (tmp_path / "text").write_bytes("→aäbcd→e".encode()[:at] + b"\xff" + b"rest")
     with pytest.raises(UserError, match=rf"text: byte {at} is not UTF-8"):
         write_tokens(tmp_path / "tokens", Corpus([Document(tmp_path / "text")], []), "characters")

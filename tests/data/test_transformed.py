@@ -19,15 +19,15 @@ from ddptrain.api.recipe import Progress
 from ddptrain.api.rng import derive_seed
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.augment import Augment
 from ddptrain.data.generators import seed_all
-from ddptrain.data.imagefolder import ImageFolder
-from ddptrain.data.images import ImageData
-from ddptrain.data.mixing import Mix, mixed_pixels
+from ddptrain.data.images.augment import Augment
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.folder import ImageFolder
+from ddptrain.data.images.mixing import Mix, mixed_pixels
+from ddptrain.data.images.shapes import Shapes
+from ddptrain.data.images.source import ArraySplit, ImageSource
+from ddptrain.data.images.transforms import ImageTransform, RandomResizedCrop, Transforms
 from ddptrain.data.pipeline import Samples
-from ddptrain.data.shapes import Shapes
-from ddptrain.data.source import ArraySplit, ImageSource
-from ddptrain.data.transforms import ImageTransform, RandomResizedCrop, Transforms
 from ddptrain.data.workers import Key
 from ddptrain.errors import UserError
 from ddptrain.recipes.image import ImageClassification

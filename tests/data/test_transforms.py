@@ -13,11 +13,11 @@ from torchvision.transforms import v2
 
 from ddptrain.api.rng import derive_seed
 from ddptrain.data.generators import seed_all
-from ddptrain.data.mixing import Mix, Mixture, mixed_pixels, soft_target
+from ddptrain.data.images.mixing import Mix, Mixture, mixed_pixels, soft_target
+from ddptrain.data.images.source import ArraySplit
+from ddptrain.data.images.transforms import ImageTransform, RandomResizedCrop, Transforms
 from ddptrain.data.pictures import Box, resized
 from ddptrain.data.pipeline import Samples
-from ddptrain.data.source import ArraySplit
-from ddptrain.data.transforms import ImageTransform, RandomResizedCrop, Transforms
 from ddptrain.data.workers import Key
 from ddptrain.errors import UserError
 

@@ -18,9 +18,9 @@ from toy import Fit
 
 from ddptrain.api.world import World
 from ddptrain.data import prefetch, workers
-from ddptrain.data.augment import Augment
-from ddptrain.data.images import ImageData
-from ddptrain.data.shapes import Shapes
+from ddptrain.data.images.augment import Augment
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.shapes import Shapes
 from ddptrain.engine.health import Health
 from ddptrain.engine.plan import Plan
 from ddptrain.recipes.cnn import SmallCnn

@@ -11,9 +11,9 @@ import torch
 from served import LABELS, Served, served, small_archive
 
 from ddptrain.api.world import World
-from ddptrain.data import cifar10
-from ddptrain.data.cifar10 import ARCHIVE
 from ddptrain.data.download import DownloadLimits
+from ddptrain.data.images import cifar10
+from ddptrain.data.images.cifar10 import ARCHIVE
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.testing import RankFailed, run_ranks
 
@@ -85,7 +85,7 @@ def test_a_bad_server_leaves_nothing_and_a_good_one_is_asked_again(
 DOWNLOAD = """
 import sys
 from pathlib import Path
-from ddptrain.data.cifar10 import Cifar10
+from ddptrain.data.images.cifar10 import Cifar10
 source = Cifar10(sys.argv[1], sys.argv[2])
 source.fetch(Path(sys.argv[3]))
 print(source.open(Path(sys.argv[3])).train.labels.tolist(), flush=True)

@@ -21,10 +21,10 @@ from toy import Classify, Fit, auto, lr_schedule
 from ddptrain.api.observer import End, Observer
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config, Ema
-from ddptrain.data.augment import Augment
-from ddptrain.data.images import ImageData
+from ddptrain.data.images.augment import Augment
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.shapes import Shapes
 from ddptrain.data.prefetch import on_device
-from ddptrain.data.shapes import Shapes
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.doctor import proof
 from ddptrain.doctor.facts import Proof

@@ -15,7 +15,7 @@ from running import stopped_steps
 from shell import ddptrain
 from torchvision.transforms.v2.functional import to_pil_image
 
-from ddptrain.data.digits import Digits
+from ddptrain.data.images.digits import Digits
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")

@@ -20,7 +20,7 @@ from shell import RANK_VARIABLES, ddptrain
 from torchvision.transforms.v2.functional import to_pil_image
 
 import ddptrain as python
-from ddptrain.data.digits import Digits
+from ddptrain.data.images.digits import Digits
 from ddptrain.errors import UserError
 
 WORDS = ["recipe=cnn_digits", "device=cpu", "train.epochs=3", "log.every=10"]

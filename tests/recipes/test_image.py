@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddptrain.data.augment import Augment
-from ddptrain.data.images import ImageData
-from ddptrain.data.shapes import Shapes
+from ddptrain.data.images.augment import Augment
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.shapes import Shapes
 from ddptrain.recipes.image import ImageClassification
 
 

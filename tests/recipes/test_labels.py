@@ -21,13 +21,13 @@ from ddptrain.api.order import Shuffled
 from ddptrain.api.recipe import Progress
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.augment import Augment
-from ddptrain.data.csv_labels import CsvLabels
 from ddptrain.data.dataset import DatasetData
-from ddptrain.data.images import ImageData
-from ddptrain.data.mixing import Mix
-from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
-from ddptrain.data.transforms import Transforms
+from ddptrain.data.images.augment import Augment
+from ddptrain.data.images.csv_labels import CsvLabels
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.mixing import Mix
+from ddptrain.data.images.source import ArraySplit, ImageSet, ImageSource
+from ddptrain.data.images.transforms import Transforms
 from ddptrain.errors import UserError
 from ddptrain.recipes.image import ImageClassification
 from ddptrain.recipes.multilabel import MultiLabelClassification, average_precision

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ddptrain.api.recipe import Progress
 from ddptrain.api.world import World
-from ddptrain.data.text import Windows
+from ddptrain.data.text.data import Windows
 from ddptrain.recipes.attention import rotated, rotation
 from ddptrain.recipes.ngrams import NgramEmbedding
 from ddptrain.recipes.recurrent import RecurrentModel

@@ -22,8 +22,8 @@ from toy import Fit, weights
 
 from ddptrain.api.recipe import Picture, Progress
 from ddptrain.api.world import World
-from ddptrain.data.mask_files import PALETTE
-from ddptrain.data.masks import MaskData
+from ddptrain.data.masks.data import MaskData
+from ddptrain.data.masks.files import PALETTE
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.evaluate import evaluate
 from ddptrain.engine.plan import Plan

@@ -16,11 +16,11 @@ from torch.nn import functional
 from toy import Fit, auto, lr_schedule, strict, weights
 
 from ddptrain.api.world import World
-from ddptrain.data.augment import Augment
-from ddptrain.data.digits import Digits
-from ddptrain.data.images import ImageData
-from ddptrain.data.shapes import Shapes
-from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
+from ddptrain.data.images.augment import Augment
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.digits import Digits
+from ddptrain.data.images.shapes import Shapes
+from ddptrain.data.images.source import ArraySplit, ImageSet, ImageSource
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.saved_checkpoint import unpack

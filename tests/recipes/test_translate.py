@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ddptrain.api.recipe import Progress
 from ddptrain.api.world import World
-from ddptrain.data.dates import BEGIN, END, VOCABULARY, DatePairs, Pairs, decoded, encoded, padded
+from ddptrain.data.text.dates import BEGIN, END, VOCABULARY, DatePairs, Pairs, decoded, encoded, padded
 from ddptrain.errors import UserError
 from ddptrain.recipes.encoder_decoder import EncoderDecoder
 from ddptrain.recipes.translate import Translation, beam_search, greedy

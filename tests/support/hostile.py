@@ -117,9 +117,9 @@ def saved() -> dict[str, Any]:
         "task": {"_target_": "ddptrain.recipes.image.ImageClassification"},
         "model": {"_target_": "ddptrain.recipes.cnn.SmallCnn", "width": 8},
         "data": {
-            "_target_": "ddptrain.data.images.ImageData",
-            "source": {"_target_": "ddptrain.data.digits.Digits"},
-            "augment": {"_target_": "ddptrain.data.augment.Augment", "crop": 1},
+            "_target_": "ddptrain.data.images.data.ImageData",
+            "source": {"_target_": "ddptrain.data.images.digits.Digits"},
+            "augment": {"_target_": "ddptrain.data.images.augment.Augment", "crop": 1},
         },
         "optim": {"_target_": "torch.optim.AdamW", "lr": 0.001},
         "sched": {"_target_": "ddptrain.engine.lr_schedules.constant"},

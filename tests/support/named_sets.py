@@ -17,18 +17,18 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ddptrain.api.world import World
-from ddptrain.data.augment import Augment
-from ddptrain.data.csv_labels import CsvLabels
 from ddptrain.data.dataset import DatasetData
 from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.coco import CocoFiles
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects
-from ddptrain.data.image_dataset import DatasetImages
-from ddptrain.data.imagefolder import ImageFolder
-from ddptrain.data.images import ImageData
-from ddptrain.data.masks import MaskData
-from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
+from ddptrain.data.images.augment import Augment
+from ddptrain.data.images.csv_labels import CsvLabels
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.dataset import DatasetImages
+from ddptrain.data.images.folder import ImageFolder
+from ddptrain.data.images.source import ArraySplit, ImageSet, ImageSource
+from ddptrain.data.masks.data import MaskData
 from ddptrain.data.stream.boxes import StreamBoxes
 from ddptrain.data.stream.images import StreamImages
 from ddptrain.data.stream.masks import StreamMasks

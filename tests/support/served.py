@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddptrain.data.cifar10 import ARCHIVE, Cifar10
+from ddptrain.data.images.cifar10 import ARCHIVE, Cifar10
 
 BATCHES = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
 LABELS = [(number + i) % 10 for number in range(5) for i in range(4)]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.augment import Augment
-from ddptrain.data.imagefolder import ImageFolder
-from ddptrain.data.images import ImageData
+from ddptrain.data.images.augment import Augment
+from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.folder import ImageFolder
 from ddptrain.data.stream.images import StreamImages
 
 SIDE = 16

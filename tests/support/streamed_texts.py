@@ -8,9 +8,9 @@ import torch
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.corpus import TextFiles
 from ddptrain.data.stream.text import StreamText
-from ddptrain.data.text import TextData, Windows
+from ddptrain.data.text.corpus import TextFiles
+from ddptrain.data.text.data import TextData, Windows
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "<|endoftext|>", "däs", "saß", "→", "\U0001d518"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ddptrain.data.corpus import TextFiles
-from ddptrain.data.text import TextData
+from ddptrain.data.text.corpus import TextFiles
+from ddptrain.data.text.data import TextData
 from ddptrain.recipes.recurrent import RecurrentModel
 from ddptrain.recipes.text import LanguageModelling
 from ddptrain.recipes.transformer import TransformerModel

@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from ddptrain.api.rng import derive_seed
 from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects
-from ddptrain.data.shapes import DISTANCES, signed_distance
+from ddptrain.data.images.shapes import DISTANCES, signed_distance
 from ddptrain.errors import check_least
 
 MOST = 12

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ddptrain.data.agreement import Relabelling, check_renamed
-from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
+from ddptrain.data.images.folder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
+from ddptrain.data.images.source import ImageSet, ImageSource, Split
 from ddptrain.data.pictures import Box, cropped, fitted
-from ddptrain.data.source import ImageSet, ImageSource, Split
 from ddptrain.data.stream.manifest import PICTURE
 from ddptrain.data.stream.opened import Column, Streamed
 from ddptrain.data.stream.samples import StreamSamples

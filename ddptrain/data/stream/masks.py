@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 from torch import Tensor
 
 from ddptrain.data.agreement import check_alike
-from ddptrain.data.mask_files import Pair, read_pair
+from ddptrain.data.masks.files import Pair, read_pair
 from ddptrain.data.pictures import Encoded, content_of
 from ddptrain.data.stream.opened import Streamed
 from ddptrain.data.stream.samples import StreamSamples

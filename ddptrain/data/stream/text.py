@@ -6,7 +6,7 @@ import torch
 
 from ddptrain.data.stream.opened import OpenedPart, Streamed
 from ddptrain.data.stream.tokens import TokenBlocks
-from ddptrain.data.tokenizer import BYTES, Tokenizer
+from ddptrain.data.text.tokenizer import BYTES, Tokenizer
 from ddptrain.errors import UserError
 
 KIND = "tokens"

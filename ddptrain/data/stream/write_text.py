@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ddptrain.api.rng import derive_seed
-from ddptrain.data.corpus import CONTINUATION, Corpus, Document
 from ddptrain.data.disk import size_and_time
 from ddptrain.data.stream.text import KIND, TOKENIZER
 from ddptrain.data.stream.write import SetFolder, bytes_of_block
-from ddptrain.data.tokenizer import BYTES, Tokenizer
-from ddptrain.data.tokens import decoded
+from ddptrain.data.text.corpus import CONTINUATION, Corpus, Document
+from ddptrain.data.text.tokenizer import BYTES, Tokenizer
+from ddptrain.data.text.tokens import decoded
 from ddptrain.errors import UserError
 
 _LOOK = 2**16

@@ -18,15 +18,15 @@ from ddptrain.api.rng import draw_below
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.agreement import note_checkpoints_own
-from ddptrain.data.corpus import TextSource
 from ddptrain.data.prefetch import on_device
 from ddptrain.data.stream.block_prefetch import PREFETCH_SHARE, Need, validation_share
 from ddptrain.data.stream.samples import training_needs, training_positions
 from ddptrain.data.stream.text import OpenedText, StreamText
 from ddptrain.data.stream.tokens import TokenBlocks
 from ddptrain.data.stream.write_text import write_text
-from ddptrain.data.tokenizer import BYTES, Tokenizer, read_tokenizer
-from ddptrain.data.tokens import Level, Tokens, Vocabulary, open_tokens, tokens_folder, write_tokens
+from ddptrain.data.text.corpus import TextSource
+from ddptrain.data.text.tokenizer import BYTES, Tokenizer, read_tokenizer
+from ddptrain.data.text.tokens import Level, Tokens, Vocabulary, open_tokens, tokens_folder, write_tokens
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError, check_least
 

@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from ddptrain.api.rng import derive_seed
 from ddptrain.data.identity import digest
-from ddptrain.data.source import ArraySplit, ImageSet, ImageSource, Split
+from ddptrain.data.images.source import ArraySplit, ImageSet, ImageSource, Split
 from ddptrain.errors import check_least
 
 SIDE = 32

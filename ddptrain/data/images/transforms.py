@@ -11,10 +11,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from ddptrain.data.mixing import Mix, mixed_pixels, soft_target
+from ddptrain.data.images.mixing import Mix, mixed_pixels, soft_target
+from ddptrain.data.images.source import LabelledImage, Split
 from ddptrain.data.pictures import Box
 from ddptrain.data.pipeline import Samples
-from ddptrain.data.source import LabelledImage, Split
 from ddptrain.data.stream.samples import neighbours
 from ddptrain.data.workers import Key
 from ddptrain.errors import UserError

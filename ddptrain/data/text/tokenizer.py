@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ddptrain.data.tokens import Vocabulary
+from ddptrain.data.text.tokens import Vocabulary
 from ddptrain.errors import UserError
 
 BYTES = "bytes"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.data.download import DownloadLimits, download, sha256_of
-from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
+from ddptrain.data.images.source import ArraySplit, ImageSet, ImageSource
 from ddptrain.errors import UserError
 
 ARCHIVE = "cifar-10-binary.tar.gz"

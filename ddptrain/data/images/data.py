@@ -14,15 +14,15 @@ from ddptrain.api.order import EpochOrder, Weighted
 from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.augment import Augment, Normalise
+from ddptrain.data.images.augment import Augment, Normalise
+from ddptrain.data.images.loaders import AugmentedBatch, Labelled, ResidentLoader, in_memory, keyed
+from ddptrain.data.images.packed import PackedSplit
+from ddptrain.data.images.source import ImageSet, ImageSource, LabelledImage, Split
+from ddptrain.data.images.transforms import ImageTransform, MixTransform, Transforms
 from ddptrain.data.left_out import OnError, check_skip, in_words, opened_set
-from ddptrain.data.loaders import AugmentedBatch, Labelled, ResidentLoader, in_memory, keyed
-from ddptrain.data.packed import PackedSplit
 from ddptrain.data.pictures import fitted
 from ddptrain.data.pipeline import Pipeline, Samples
-from ddptrain.data.source import ImageSet, ImageSource, LabelledImage, Split
 from ddptrain.data.stream.write import PartToWrite, Writer
-from ddptrain.data.transforms import ImageTransform, MixTransform, Transforms
 from ddptrain.data.workers import asked_workers, check_workers
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.data.disk import exclusive_lock, flush_folder, folder_by_content, map_file
-from ddptrain.data.source import Split
+from ddptrain.data.images.source import Split
 from ddptrain.distributed.cpu import cores
 from ddptrain.errors import UserError
 from ddptrain.text import parse_json

@@ -5,7 +5,7 @@ from typing import final
 
 import torch
 
-from ddptrain.data.source import ArraySplit, ImageSet, ImageSource
+from ddptrain.data.images.source import ArraySplit, ImageSet, ImageSource
 from ddptrain.errors import UserError
 
 

@@ -133,7 +133,7 @@ class ImageSet:
 class ImageSource(ABC):
     """One format or set of labelled images.
 
-    size, resize: pixels to which pictures are brought, as `ddptrain.data.imagefolder.ImageFolder` has them.
+    size, resize: pixels to which pictures are brought, as `ddptrain.data.images.folder.ImageFolder` has them.
     size: None where the set has one of its own.
     """
 

@@ -16,11 +16,11 @@ from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.agreement import check_renamed, note_checkpoints_own
-from ddptrain.data.augment import Normalise
 from ddptrain.data.identity import of_file
-from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD
+from ddptrain.data.images.augment import Normalise
+from ddptrain.data.images.folder import IMAGENET_MEAN, IMAGENET_STD
 from ddptrain.data.left_out import OnError, check_skip, in_words, skippable
-from ddptrain.data.mask_files import (
+from ddptrain.data.masks.files import (
     Pair,
     Window,
     blended,
@@ -138,7 +138,7 @@ class MaskData(Data):
     are; None to read the names from ``root/classes.txt``, one a line. scale: a training picture's longer side
     becomes ``size`` times a share drawn from this range; of what is larger than the square a random window is
     taken. In evaluation the share is 1. horizontal_flip: share of training samples that are mirrored.
-    on_error: as `ddptrain.data.images.ImageData` has it, of pictures and masks.
+    on_error: as `ddptrain.data.images.data.ImageData` has it, of pictures and masks.
     """
 
     def __init__(

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ddptrain.data.agreement import check_distinct, check_known
 from ddptrain.data.held_out import is_held_out
-from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, FolderSplit, check_sizes, note_unseen
+from ddptrain.data.images.folder import IMAGENET_MEAN, IMAGENET_STD, FolderSplit, check_sizes, note_unseen
+from ddptrain.data.images.source import ImageSet, ImageSource
 from ddptrain.data.paths import Paths
-from ddptrain.data.source import ImageSet, ImageSource
 from ddptrain.errors import UserError
 from ddptrain.text import first_few
 
@@ -52,7 +52,7 @@ class CsvLabels(ImageSource):
     class, 1 where the picture has it, else 0. A column ``split`` says train, val or test; without it every
     tenth line is held out. The lines of test are left out; where there are none of val, they are validation.
 
-    size, resize: as `ddptrain.data.imagefolder.ImageFolder` has them.
+    size, resize: as `ddptrain.data.images.folder.ImageFolder` has them.
     """
 
     name = "csv"

@@ -15,8 +15,8 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from ddptrain.data.corpus import Corpus, Document
 from ddptrain.data.disk import folder_by_content, map_file, size_and_time
+from ddptrain.data.text.corpus import Corpus, Document
 from ddptrain.errors import UserError
 from ddptrain.text import parse_json
 

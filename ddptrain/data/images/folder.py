@@ -14,13 +14,13 @@ from torch import Tensor
 from ddptrain.data import held_out
 from ddptrain.data.agreement import check_distinct, check_known
 from ddptrain.data.disk import size_and_time
-from ddptrain.data.folders import parts_of, pictures_by_class, unpacked
 from ddptrain.data.identity import of_file
+from ddptrain.data.images.class_folders import parts_of, pictures_by_class, unpacked
+from ddptrain.data.images.packed import open_packed, pack, packed_folder
+from ddptrain.data.images.source import ImageSet, ImageSource, Split
 from ddptrain.data.left_out import skippable
-from ddptrain.data.packed import open_packed, pack, packed_folder
 from ddptrain.data.paths import Paths
 from ddptrain.data.pictures import Box, content_of, cropped, decoders, fitted
-from ddptrain.data.source import ImageSet, ImageSource, Split
 from ddptrain.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from ddptrain.data.agreement import note_other_labels, places_among, relabelled
 from ddptrain.data.dataset import check_map_style, class_names
 from ddptrain.data.held_out import is_held_out
 from ddptrain.data.identity import of_samples
-from ddptrain.data.imagefolder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
+from ddptrain.data.images.folder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
+from ddptrain.data.images.source import ImageSet, ImageSource, Split
 from ddptrain.data.left_out import BROKEN, HINT, Unusable
 from ddptrain.data.pictures import Box, check_pixels, cut, fit, upright
 from ddptrain.data.pipeline import MapStyle
-from ddptrain.data.source import ImageSet, ImageSource, Split
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ddptrain.api.world import World
 from ddptrain.data import held_out
 from ddptrain.data.detection.files import read_text
-from ddptrain.data.folders import VALID_NAMES
+from ddptrain.data.images.class_folders import VALID_NAMES
 from ddptrain.data.left_out import readable, skippable, tell
 from ddptrain.data.pictures import ENDINGS, Encoded, check_apart, decoded, opened, pictures_in
 from ddptrain.errors import UserError

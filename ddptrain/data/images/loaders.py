@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ddptrain.api.recipe import Loading
 from ddptrain.api.sampler import Sampler
-from ddptrain.data.augment import Augment, Moves, Normalise
+from ddptrain.data.images.augment import Augment, Moves, Normalise
+from ddptrain.data.images.source import ArraySplit, LabelledImage, Split
 from ddptrain.data.prefetch import on_device
-from ddptrain.data.source import ArraySplit, LabelledImage, Split
 from ddptrain.data.workers import Key
 
 Labelled = tuple[Tensor, Tensor]

@@ -86,7 +86,7 @@ def mixed_pixels(own: Tensor, other: Tensor, mixture: Mixture) -> Tensor:
 
 def soft_target(own: Tensor, other: Tensor, share: float, classes: int) -> Tensor:
     """float32 (classes,): ``share`` is the sample's own label's, the rest its partner's; both as
-    `ddptrain.data.source.Split.labels`."""
+    `ddptrain.data.images.source.Split.labels`."""
     if own.ndim:
         return torch.lerp(other, own, share)
     target = torch.zeros(classes)
