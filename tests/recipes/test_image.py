@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddptrain.api.world import World
 from ddptrain.data.images.augment import Augment
 from ddptrain.data.images.data import ImageData
 from ddptrain.data.images.shapes import Shapes
@@ -19,7 +20,7 @@ class Said(nn.Module):
 
 def test_the_confusion_matrix_is_a_loops() -> None:
     data = ImageData(Shapes(), Augment())
-    data.classes = tuple("abcdefg")
+    data.load_metadata({"classes": list("abcdefg"), "shape": (32, 32, 3)}, World())
     task = ImageClassification(nn.Identity, data)
     draw = torch.Generator().manual_seed(0)
     images, labels = torch.randn(500, 1, 3, 3, generator=draw), torch.randint(0, 5, (500,), generator=draw)
@@ -38,7 +39,7 @@ def test_the_confusion_matrix_is_a_loops() -> None:
 
 def test_one_answer_for_all_is_noted(caplog: pytest.LogCaptureFixture) -> None:
     data = ImageData(Shapes(), Augment())
-    data.classes = ("cat", "dog")
+    data.load_metadata({"classes": ["cat", "dog"], "shape": (32, 32, 3)}, World())
     task = ImageClassification(nn.Identity, data)
     for matrix, noted in (([[3, 0], [5, 0]], True), ([[3, 0], [0, 5]], False)):
         caplog.clear()
