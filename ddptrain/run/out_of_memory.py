@@ -42,7 +42,7 @@ def _remedy(error: BaseException, config: Config, world: World, place: str) -> s
             return "Compute activations again instead of keeping them: train.recompute=[<blocks>]."
         if config.precision in ("fp32", "tf32"):
             return "What the forward pass keeps is about half as much with precision=bf16."
-    elif within("data/loaders"):
+    elif within("data/images/loaders"):
         return "Leave the data in files, and have them read by workers: data.resident=false."
     return (
         "No batch size makes the model smaller: take a smaller one, a device with more memory, or several:"

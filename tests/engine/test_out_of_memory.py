@@ -45,7 +45,7 @@ def raise_within(files: Sequence[str], text: str) -> None:
     [
         (["engine/loop"], "forward", {}, HALF),
         (["engine/loop", "engine/warmup"], "preparing", {}, HALF),
-        (["engine/loop", "data/loaders"], "waiting for a batch", {}, HALF),
+        (["engine/loop", "data/images/loaders"], "waiting for a batch", {}, HALF),
         (
             ["engine/loop"],
             "backward",
@@ -62,7 +62,7 @@ def raise_within(files: Sequence[str], text: str) -> None:
         (["engine/loop", "engine/step"], "optimizer", {}, MODEL),
         (["engine/loop", "engine/evaluate"], "evaluating", {}, "train.eval_batch_size=128 (now 256)."),
         (["engine/loop", "engine/evaluate"], "evaluating", {"eval_batch_size": 1}, MODEL),
-        (["data/images", "data/loaders"], "preparing", {}, "data.resident=false."),
+        (["data/images/data", "data/images/loaders"], "preparing", {}, "data.resident=false."),
         (["engine/state"], "preparing", {}, MODEL),
     ],
 )
@@ -83,7 +83,7 @@ def test_the_override_that_fits(files: list[str], phase: str, changes: dict[str,
 
 
 def test_files_that_decide_exist() -> None:
-    for name in ("engine/loop", "engine/step", "engine/warmup", "engine/evaluate", "data/loaders"):
+    for name in ("engine/loop", "engine/step", "engine/warmup", "engine/evaluate", "data/images/loaders"):
         assert (Path(ddptrain.__file__).parent / f"{name}.py").exists()
 
 
