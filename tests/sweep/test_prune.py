@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from sweeps import events, points, start, statuses, swept_words
 
 from ddptrain.tools.sweep.ledger import Evaluation, Job, Ledger, read_ledger
+from ddptrain.tools.sweep.pruning_requests import ANSWERS, PruningRequests
 from ddptrain.tools.sweep.pruning_rules import Asha, Median, PruningRule
 
 EPOCHS = 9
@@ -202,3 +204,12 @@ def test_a_sweep_killed_before_it_starts_a_promoted_job_starts_it_again(tmp_path
     ledger.write(job, "promoted", share=1 / 9)
     (again,) = read_ledger(tmp_path, live=False)
     assert again.status == "stopped"
+
+
+def test_a_job_whose_folder_is_deleted_needs_no_answer(tmp_path: Path) -> None:
+    requests = PruningRequests(tmp_path / "job")
+    requests.answer(True)
+    assert (tmp_path / "job" / ANSWERS).read_text() == '{"goes_on": true}\n'
+    shutil.rmtree(tmp_path / "job")
+    requests.answer(True)
+    assert not (tmp_path / "job").exists()

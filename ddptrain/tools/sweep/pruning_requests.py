@@ -8,6 +8,7 @@ that time.
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class PruningRequests:
 
     def answer(self, goes_on: bool) -> None:
         """The first one that is not answered."""
-        append(self._folder / ANSWERS, {"goes_on": goes_on})
+        with suppress(FileNotFoundError):  # the folder was deleted: the job sees that too, and ends
+            append(self._folder / ANSWERS, {"goes_on": goes_on})
         self._answered += 1
 
 
