@@ -63,9 +63,12 @@ def without_torch(cwd: Path, arguments: str | Sequence[str], **variables: str) -
 
 
 def refusal(cwd: Path, arguments: str | Sequence[str], **variables: str) -> str:
-    """The one message with which a command line is refused. Not by a process of its own: tests of `ddptrain`
-    start some."""
-    ended = Ended(*run_warm(cwd, _words(arguments), _environment(variables), _TIMEOUT_S))
+    """The one message with which a command line is refused. By a process of its own only where a variable
+    needs one: Python reads PYTHONPATH when it starts."""
+    if "PYTHONPATH" in variables:
+        ended = ddptrain(cwd, arguments, **variables)
+    else:
+        ended = Ended(*run_warm(cwd, _words(arguments), _environment(variables), _TIMEOUT_S))
     assert "Traceback" not in ended.err, ended.err
     assert ended.code == 2, ended
     messages = re.split(r"^ddptrain: ", ended.err, flags=re.MULTILINE)[1:]
