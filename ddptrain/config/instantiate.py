@@ -12,6 +12,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, Union
 
 from ddptrain.config.targets import LIBRARIES, Node, hints_of, made_by, resolve
@@ -63,11 +64,9 @@ def _wrong_value(value: Any, hint: Any, key: str) -> list[str]:
     """What is wrong with an argument, for its annotation."""
     item = _item_of(hint, _MAPPINGS)
     if item is not None and isinstance(value, Mapping) and not _is_node(value):
-        wrong = [_wrong_value(one, item, f"{key}.{name}") for name, one in value.items()]
-        return [problem for of_one in wrong for problem in of_one]
+        return list(chain(*(_wrong_value(one, item, f"{key}.{name}") for name, one in value.items())))
     if nodes := _nodes_of(value, hint, key):
-        wrong = [check_node(node, where) or _misplaced(node, its, where) for node, its, where in nodes]
-        return [problem for of_one in wrong for problem in of_one]
+        return list(chain(*(check_node(node, at) or _misplaced(node, its, at) for node, its, at in nodes)))
     if isinstance(value, str) and (problem := _refused_by(hint, value)):
         return [f"{key}={value}: {problem}"]
     if not _fits(value, hint):

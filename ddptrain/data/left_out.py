@@ -10,7 +10,6 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, final
@@ -112,12 +111,13 @@ def opened_set(source: ImageSource, root: Path, on_error: OnError, world: World,
         if isinstance(split, ArraySplit):  # was read already
             parts.append(split)
             continue
-        ids, wrong = readable(world, name, len(split), partial(_image, split), workers)
+        ids, wrong = readable(world, name, len(split), split.__getitem__, workers)
         parts.append(KeptSplit(split, ids) if wrong else split)
         lines += wrong
     tell(lines)
     train, valid = parts
-    lost = (_counts(opened.train, opened.classes) > 0) & (_counts(train, opened.classes) == 0)
+    before, after = (split.class_counts(len(opened.classes)) for split in (opened.train, train))
+    lost = (before > 0) & (after == 0)
     if lost.any():
         names = [name for name, gone in zip(opened.classes, lost.tolist(), strict=True) if gone]
         raise UserError(
@@ -125,12 +125,6 @@ def opened_set(source: ImageSource, root: Path, on_error: OnError, world: World,
             " files, or take it out of the set."
         )
     return replace(opened, train=train, valid=valid, skipped=lines)
-
-
-def _counts(split: Split, classes: Sequence[str]) -> Tensor:
-    """int64 (classes,): the samples that have each."""
-    labels = split.labels
-    return labels.long().sum(0) if labels.ndim == 2 else labels.bincount(minlength=len(classes))
 
 
 def tell(lines: Sequence[str]) -> None:
@@ -177,7 +171,3 @@ class KeptSplit(Split):
 
     def fingerprints(self, ids: Sequence[int]) -> Iterator[bytes]:
         return self._split.fingerprints([int(self._ids[i]) for i in ids])
-
-
-def _image(split: Split, i: int) -> Tensor:
-    return split.images(torch.tensor([i]))

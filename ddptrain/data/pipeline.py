@@ -9,7 +9,7 @@ The first three are done by loader processes, the last by the training's own (no
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -51,8 +51,8 @@ class Samples(Dataset[Any]):
 
     transform: what it draws from torch's, NumPy's and Python's global generators follows from (seed, epoch,
     sample index), so it is the same for any number of ranks and workers. collate: called with a list of
-    samples; must not draw. seed: None where nothing is drawn, which saves 20 us a sample. stream: where the
-    source is read from, if it is streamed.
+    samples; must not draw. seed: None where nothing is drawn: no generator is seeded, nor restored after the
+    batch. stream: where the source is read from, if it is streamed.
 
     All of them are sent to loader processes.
     """
@@ -82,12 +82,12 @@ class Samples(Dataset[Any]):
 
     def check(self, index: int) -> None:
         """Raises UserError where a sample can't be read."""
-        with _one_thread(), restored():
+        with _restored_by_one_thread():
             self.sample(Key(AS_IT_IS, index))
 
     def batch(self, keys: Iterable[Key]) -> Batch:
         """On the CPU. Raises UserError where a sample can't be read."""
-        with _one_thread(), restored():
+        with nullcontext() if self._seed is None else _restored_by_one_thread():
             return self._collate([self.sample(key) for key in keys])
 
     def first(self, count: int, epoch: int) -> Batch:
@@ -125,13 +125,13 @@ class Pipeline:
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
         """`Data.train_batches`."""
-        return self.batches(self.train, training_keys(self.train.stream, sampler, steps))
+        return self._batches(self.train, training_keys(self.train.stream, sampler, steps))
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Batch]:
         """`Data.valid_batches`."""
-        return self.batches(self.valid, valid_keys(self.valid.stream, chunks))
+        return self._batches(self.valid, valid_keys(self.valid.stream, chunks))
 
-    def batches(self, samples: Samples, keys: Iterable[list[Key]]) -> Iterator[Batch]:
+    def _batches(self, samples: Samples, keys: Iterable[list[Key]]) -> Iterator[Batch]:
         """A batch for each list of keys."""
         return map(self.batch_transform, read_by_workers(samples, keys, self.workers, self.device))
 
@@ -147,12 +147,13 @@ class Pipeline:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """A sum over a picture (contrast's mean) is rounded otherwise by another number of threads: a worker has
-    one, the trainer's own process all of its cores."""
+def _restored_by_one_thread() -> Iterator[None]:
+    """The generators are as before afterwards. A sum over a picture (contrast's mean) is rounded otherwise by
+    another number of threads: a worker has one, the trainer's own process all of its cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with restored():
+            yield
     finally:
         torch.set_num_threads(threads)

@@ -99,12 +99,13 @@ class DetectionData(Data):
         resident = decoded * world.local_size <= _RESIDENT if self._resident == "auto" else self._resident
         spare = 0 if world.device.type == "cpu" else spare_cores(world)
         workers = spare if self._asked_workers == "auto" else self._asked_workers
-        train, valid = (self._samples(scenes, size, resident, seed) for scenes in parts)
+        train = self._samples(opened.train, size, resident, seed)
+        valid = self._samples(opened.valid, size, resident)
         pipeline = Pipeline(train, valid, workers, world.device, self._on_device, resident)
         self._known = _Known(tuple(opened.classes), size, world.device)
         self._prepared = _Prepared(opened, pipeline, decoded, seed)
 
-    def _samples(self, scenes: Scenes, size: int, resident: bool, seed: int) -> Samples:
+    def _samples(self, scenes: Scenes, size: int, resident: bool, seed: int | None = None) -> Samples:
         pictures = BoxedPictures(scenes, size, resident)
         return Samples(pictures, BoxTransform(size, self._augment), stacked, seed, scenes.stream)
 
@@ -192,7 +193,7 @@ class DetectionData(Data):
 
     def batches_of(self, scenes: Scenes) -> Iterator[Batch]:
         """Any pictures, one at a time, as the validation's are seen."""
-        samples = self._samples(scenes, self.size, resident=False, seed=0)
+        samples = self._samples(scenes, self.size, resident=False)
         pipeline = Pipeline(samples, samples, 0, self._facts.device, self._on_device)
         return pipeline.valid_batches([range(i, i + 1) for i in range(len(scenes))])
 

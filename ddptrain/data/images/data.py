@@ -63,7 +63,7 @@ class ImageData(Data):
     training samples are mixed.
 
     augment: how training images are varied: `Augment` on the device, for resident sets; `Transforms`, or a
-    module of one's own (`OwnTransform`), on the CPU. root: folder where the set lies or goes. workers: loader
+    module of one's own, on the CPU. root: folder where the set lies or goes. workers: loader
     processes of a rank, ``auto`` by the cores at hand. resident: keep the uint8 set on the device, or, where
     the CPU varies the images, in its memory; ``auto`` if it is small enough. Both ways give the same pixels.
     channels_last: memory format of the batches. balance: how far classes of few training images are made up
@@ -114,7 +114,7 @@ class ImageData(Data):
         opened = opened_set(self._source, self._root, self._on_error, world, workers)
         if self._models_normal:
             opened = opened.normalised_as(**self._models_normal)
-        classes, counts = tuple(opened.classes), class_counts(opened.train.labels, len(opened.classes))
+        classes, counts = tuple(opened.classes), opened.train.class_counts(len(opened.classes))
         unseen = (counts == 0).nonzero().flatten().tolist()
         if unseen:
             shown = first_few([repr(classes[i]) for i in unseen], 5)
@@ -207,7 +207,7 @@ class ImageData(Data):
     def class_counts(self) -> Tensor:
         """int64 (classes,): training images of each class; of several labels an image, those that have it.
         Needs the prepared set."""
-        return class_counts(self._ready.opened.train.labels, len(self.classes))
+        return self._ready.opened.train.class_counts(len(self.classes))
 
     @property
     def epoch_order(self) -> EpochOrder:
@@ -378,12 +378,7 @@ def _one_by_one(train: Split, transforms: Transforms, classes: int, seed: int) -
         return varied
     height, width, _ = train.shape
     mixing = MixTransform(transforms.mix, seed, (height, width), train.labels, classes)
-    return Samples(varied, mixing, stream=train.stream)
-
-
-def class_counts(labels: Tensor, classes: int) -> Tensor:
-    """int64 (classes,): the images of each class; of several labels an image, those that have it."""
-    return labels.long().sum(0) if labels.ndim == 2 else labels.bincount(minlength=classes)[:classes]
+    return Samples(varied, mixing, seed=seed, stream=train.stream)
 
 
 def _shape_of(metadata: Mapping[str, Any]) -> tuple[int, int, int]:

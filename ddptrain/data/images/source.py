@@ -64,6 +64,11 @@ class Split(ABC):
         """One as a picture's file, with the pixels that are stored: a PNG, unless it lies in a file."""
         return as_png(self.images(torch.tensor([i]))[0].permute(2, 0, 1))
 
+    def class_counts(self, classes: int) -> Tensor:
+        """int64 (classes,): the images of each class; of several labels an image, those that have it."""
+        labels = self.labels
+        return labels.long().sum(0) if labels.ndim == 2 else labels.bincount(minlength=classes)[:classes]
+
     def fingerprints(self, ids: Sequence[int]) -> Iterator[bytes]:
         """What tells each of these images from others beside its label, without decoding it."""
         return repeat(b"", len(ids))

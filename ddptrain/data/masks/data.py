@@ -188,8 +188,8 @@ class MaskData(Data):
         opened = self._opened(world, workers)
         transform = MaskTransform(self.size, self._scale, self._horizontal_flip)
         train, valid = (
-            Samples(DecodedPairs(pairs, len(opened.classes)), transform, seed=seed, stream=stream)
-            for pairs, stream in zip(opened.pairs, opened.streams, strict=True)
+            Samples(DecodedPairs(pairs, len(opened.classes)), transform, seed=drawn_by, stream=stream)
+            for pairs, stream, drawn_by in zip(opened.pairs, opened.streams, (seed, None), strict=True)
         )
         self.classes = opened.classes
         self._normalise = _normaliser(world.device, self._channels_last)
