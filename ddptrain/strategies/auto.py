@@ -7,7 +7,6 @@ from typing import Literal
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
 from ddptrain.strategies.ddp import TORCHS_CAP_MB, Ddp, no_sync_batchnorm
-from ddptrain.strategies.fsdp import Fsdp
 from ddptrain.strategies.single import Single
 
 log = logging.getLogger("ddptrain")
@@ -49,4 +48,6 @@ def fsdp_or_single(
     """`Fsdp` with these arguments; `Single` for one rank."""
     if world.size == 1:
         return Single(world)
+    from ddptrain.strategies.fsdp import Fsdp  # half a second: torch's DTensor imports sympy
+
     return Fsdp(world, wrap, reshard_after_forward, shard_over, whole_checkpoint_gb)

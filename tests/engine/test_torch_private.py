@@ -23,7 +23,7 @@ if sys.argv[1] == "compiler":
     import torch._dynamo
 from ddptrain.verbs.main import main
 assert main(sys.argv[2:]) == 0
-heavy = {"torch._dynamo", "torch.onnx", "torchvision", "triton", "sklearn", "pandas", "IPython"}
+heavy = {"torch._dynamo", "torch.onnx", "torchvision", "triton", "sklearn", "pandas", "IPython", "sympy"}
 print(*sorted(heavy & sys.modules.keys()))
 """
 LATE = """
