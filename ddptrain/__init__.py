@@ -11,13 +11,16 @@ from ddptrain.version import __version__
 
 if TYPE_CHECKING:
     from ddptrain.python.curves import MetricRows
+    from ddptrain.python.fit import fit
     from ddptrain.python.load import Trained, load
     from ddptrain.python.run import Run
     from ddptrain.python.train import train
 
-__all__ = ["MetricRows", "Run", "Trained", "__version__", "load", "train"]
+__all__ = ["MetricRows", "Run", "Trained", "__version__", "fit", "load", "train"]
 
-_MODULES = {"MetricRows": "curves", "Run": "run", "Trained": "load", "load": "load", "train": "train"}
+_MODULES = {
+    "MetricRows": "curves", "Run": "run", "Trained": "load", "fit": "fit", "load": "load", "train": "train",
+}  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of these
 

@@ -7,6 +7,10 @@ GROUPS = ("recipe", "model", "data", "augment", "optim", "sched", "strategy", "o
 CONFIG_DIR = ("--config-dir", "-cd")
 EXPLAIN = "--explain"
 ENV = "--env"
+SCRIPT = "--script"
+TRUST = "--trust"
+OURS = (*CONFIG_DIR, ENV, SCRIPT, TRUST)
+"""Options that are not Hydra's, and go into a run's record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +27,19 @@ class Arguments:
     own_options: tuple[str, ...] = ()
     """The verb's own, those with a value as ``--option=value``."""
 
+    def values_of(self, option: str) -> tuple[str, ...]:
+        """Of an option that may be given several times."""
+        return tuple(word.partition("=")[2] for word in self.options if word.startswith(f"{option}="))
+
     @property
     def variables(self) -> tuple[str, ...]:
         """The environment variables of --env, which configs may read."""
-        return tuple(word.partition("=")[2] for word in self.options if word.startswith(f"{ENV}="))
+        return self.values_of(ENV)
+
+    @property
+    def trusted(self) -> tuple[str, ...]:
+        """The installed packages of --trust, whose classes configs may name."""
+        return tuple(name.strip() for value in self.values_of(TRUST) for name in value.split(","))
 
     @property
     def sweeps(self) -> bool:

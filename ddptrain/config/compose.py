@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddptrain.config.arguments import CONFIG_DIR, ENV, EXPLAIN, GROUPS, Arguments
+from ddptrain.config.arguments import EXPLAIN, GROUPS, OURS, Arguments
 from ddptrain.config.augment_group import Tree, place_augment
 from ddptrain.config.check import type_message
 from ddptrain.config.chosen_nodes import place_nodes
@@ -65,7 +65,7 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
                 print(explained(key, overrides))
             return
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us whole instead of being printed
-    of_hydra = ["".join(parts) for parts in options if parts[0] not in (*CONFIG_DIR, ENV)]
+    of_hydra = ["".join(parts) for parts in options if parts[0] not in OURS]
     sys.argv = [sys.argv[0], *of_hydra, *overrides]
 
     failures: list[Exception] = []

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -14,6 +15,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
+from ddptrain.config.arguments import TRUST
 from ddptrain.config.choices import ENTRY_POINTS
 from ddptrain.config.instantiate import open_package
 from ddptrain.config.limits import guard_resolvers, named_defaults, read_config
@@ -29,9 +31,17 @@ _named: list[tuple[str, str]] = []
 """What this command line names: who asked, and a folder:// or pkg://."""
 
 
-def open_user_code(config_dirs: Sequence[Path]) -> None:
-    """Let configs name code that the user put beside them: modules in the folder of --config-dir or
-    the current folder, and installed packages that carry recipes."""
+def open_user_code(config_dirs: Sequence[Path], trusted: Sequence[str] = ()) -> None:
+    """Let configs name code that the user put beside them (modules in the folder of --config-dir or the
+    current folder), installed packages that carry recipes, and those that ``--trust`` names. Raises
+    UserError where there is no such folder or package."""
+    for name in trusted:
+        if name in _LIBRARIES or find_spec(name) is None:
+            why = "is never trusted as a whole" if name in _LIBRARIES else "is not installed"
+            raise UserError(
+                f"{TRUST} {name}: {why}. Name installed packages, whose classes configs may then name."
+            )
+        open_package(name)
     for entry in metadata.entry_points(group=ENTRY_POINTS):
         open_package(entry.value.partition(".")[0])
     for folder in config_dirs:

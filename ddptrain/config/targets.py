@@ -26,9 +26,15 @@ _DOORS = {
     "ddptrain.api.controller.Controller",
     "ddptrain.api.strategy.Strategy",
 }
+METRICS = (
+    *("torchmetrics.classification.", "torchmetrics.regression.", "torchmetrics.segmentation."),
+    *("torchmetrics.retrieval.", "torchmetrics.nominal."),
+)
+"""Of torchmetrics what computes; its other metrics load models."""
 ALLOWED = (
     *("ddptrain.recipes.", "ddptrain.data.", "torch.nn.", "torch.optim.", "torchvision.models."),
     *("torchvision.transforms.v2.", "torchvision.datasets.", "ddptrain.engine.lr_schedules.", *OURS),
+    *("timm.optim.", *METRICS),
 )
 FUNCTIONS_ALLOWED = (
     "ddptrain.recipes.",
@@ -36,7 +42,7 @@ FUNCTIONS_ALLOWED = (
     "ddptrain.engine.lr_schedules.",
     "torchvision.models.",
 )
-LIBRARIES = ("torch.", "torchvision.")
+LIBRARIES = ("torch.", "torchvision.", "torchmetrics.", "timm.")
 _MODULES = ("torch.nn.", "torchvision.models.", "torchvision.transforms.v2.")
 _UNPICKLES = "torchvision.datasets.lsun."
 """A list of keys that lies in the current folder; CIFAR-10's files are unpickled too, after their hashes."""
@@ -108,10 +114,19 @@ def _kinds_wanted_instead(target: Any, home: str, key: str) -> str | None:
     from torch import nn, optim
     from torch.utils.data import Dataset
 
+    from ddptrain.api.recipe import Data, Task
+
     made = made_by(target)
     if home.startswith(OURS):
         kinds = {f"{base.__module__}.{base.__qualname__}" for base in getattr(made, "__mro__", ())}
         return None if kinds & _DOORS else "strategies, observers and controllers"
+    if home.startswith(METRICS):
+        from torchmetrics import Metric
+
+        return None if inspect.isclass(target) and issubclass(target, Metric) else "metrics"
+    if home.startswith("timm.optim."):
+        sound = inspect.isclass(target) and issubclass(target, optim.Optimizer)
+        return None if sound else "Optimizers"
     if home.startswith("torch.optim."):
         kind = optim.lr_scheduler.LRScheduler if key == "sched" else optim.Optimizer
         return None if inspect.isclass(target) and issubclass(target, kind) else f"{kind.__name__}s"
@@ -124,8 +139,8 @@ def _kinds_wanted_instead(target: Any, home: str, key: str) -> str | None:
         builders = importlib.import_module("torchvision.models._api").BUILTIN_MODELS
         return None if target in builders.values() else "modules and the functions that make a named model"
     if home.startswith("ddptrain.recipes.") and not inspect.isclass(target):
-        makes_a_model = made is not None and issubclass(made, nn.Module)
-        return None if makes_a_model else "classes and functions that make a model"
+        sound = made is not None and issubclass(made, nn.Module | Task | Data)
+        return None if sound else "classes and functions that make a model, a task or data"
     return None
 
 

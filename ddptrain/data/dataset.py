@@ -5,6 +5,7 @@ from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, NamedTuple, final
 
+import cloudpickle
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -109,8 +110,8 @@ class DatasetData(Data):
         else:
             train_ids, valid_ids = held_out.split(everything)
             parts = _Part(self._dataset, train_ids), _Part(self._dataset, valid_ids)
-        for part in parts if workers else ():
-            _check_travels(Samples(part, collate=self._collate))
+        samples = [Samples(part, collate=self._collate) for part in parts]
+        by_value = bool(workers) and any(list(map(_only_by_value, samples)))  # both are checked
         skipped: list[str] = []
         if self._on_error == "skip":
             (readable_train, broken), (readable_valid, broken_valid) = (
@@ -120,7 +121,7 @@ class DatasetData(Data):
             parts, skipped = (readable_train, readable_valid), [*broken, *broken_valid]
             tell(skipped)
         identity = once_a_node(world, lambda: self._digest(*parts))
-        train, valid = (Samples(part, collate=self._collate, seed=seed) for part in parts)
+        train, valid = (Samples(part, collate=self._collate, seed=seed, by_value=by_value) for part in parts)
         self._prepared = _Prepared(Pipeline(train, valid, workers, world.device), skipped, identity)
 
     def _digest(self, train: _Part, valid: _Part) -> str:
@@ -147,6 +148,12 @@ class DatasetData(Data):
     @property
     def outputs(self) -> Sequence[str]:
         return self._classes
+
+    def metadata(self) -> Mapping[str, Any]:
+        return {"classes": list(self._classes)}
+
+    def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
+        """The classes are those that the dataset names."""
 
     @property
     def loading(self) -> Loading:
@@ -237,12 +244,18 @@ def _check_classes(dataset: MapStyle, valid: MapStyle | None, classes: list[str]
         check_alike(trained, own, "data.valid", "data.dataset")
 
 
-def _check_travels(part: Samples) -> None:
-    """Raises UserError where loader processes can't be given the dataset."""
+def _only_by_value(part: Samples) -> bool:
+    """Whether loader processes can be given the dataset only together with the code of its classes, because a
+    script or a notebook defines them. Raises UserError where they can't be given it at all."""
     try:
-        ForkingPickler.dumps(part)
-    except Exception as error:  # whatever the dataset's own __reduce__ or a C type raises
-        raise UserError(
-            f"data.dataset: can't be sent to loader processes ({error}). Leave lambdas, open files and locks"
-            " out of it, or set data.workers=0."
-        ) from error
+        return b"__main__" in bytes(ForkingPickler.dumps(part))
+    except Exception:  # whatever the dataset's own __reduce__ or a C type raises
+        try:
+            cloudpickle.dumps(part.__reduce__()[1])
+        except Exception as error:
+            raise UserError(
+                f"data.dataset: can't be sent to loader processes ({error}). Leave open files and locks"
+                " out of"
+                " it, or set data.workers=0."
+            ) from error
+    return True

@@ -8,11 +8,13 @@
 The first three are done by loader processes, the last by the training's own (normalising, for example).
 """
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
+import cloudpickle
 import torch
 from torch.utils.data import Dataset, default_collate
 
@@ -54,7 +56,8 @@ class Samples(Dataset[Any]):
     samples; must not draw. seed: None where nothing is drawn: no generator is seeded, nor restored after the
     batch. stream: where the source is read from, if it is streamed.
 
-    All of them are sent to loader processes.
+    All of them are sent to loader processes. by_value: with the code of what is not in a module (a notebook's
+    or a script's own classes, lambdas), and with a copy of their tensors, which are else shared.
     """
 
     def __init__(
@@ -64,12 +67,18 @@ class Samples(Dataset[Any]):
         collate: Callable[[list[Any]], Batch] = default_collate,
         seed: int | None = None,
         stream: StreamSamples | None = None,
+        by_value: bool = False,
     ) -> None:
         self.source = source
         self.stream = stream
         self._transform = transform
         self._collate = collate
         self._seed = seed
+        self._by_value = by_value
+
+    def __reduce__(self) -> tuple[Callable[..., "Samples"], tuple[Any, ...]]:
+        arguments = self.source, self._transform, self._collate, self._seed, self.stream
+        return (_unpacked, (cloudpickle.dumps(arguments),)) if self._by_value else (Samples, arguments)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -101,6 +110,10 @@ class Samples(Dataset[Any]):
             return self.batch(keys)
         except UserError as error:
             return error
+
+
+def _unpacked(arguments: bytes) -> Samples:
+    return Samples(*pickle.loads(arguments))
 
 
 def unchanged(batch: Batch) -> Batch:

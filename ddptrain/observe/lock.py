@@ -48,7 +48,7 @@ _held: dict[Path, _Held] = {}
 
 
 def lock_folder(folder: Path, key: str = "run.dir", does: str = "is training") -> None:
-    """Make this process the only writer of a folder, until it ends. Readers need no lock.
+    """Make this process the only writer of a folder, until it ends or unlocks it. Readers need no lock.
 
     key: the config key of the folder. does: what a process with this lock does.
     Raises UserError if another process holds it, or the folder can't be written.
@@ -61,6 +61,12 @@ def lock_folder(folder: Path, key: str = "run.dir", does: str = "is training") -
             time.sleep(0.1)
     except OSError as error:
         raise unwritable(folder, error, key) from error
+
+
+def unlock_folder(folder: Path) -> None:
+    """End what `lock_folder` began; nothing where another process holds the lock."""
+    if folder in _held:
+        _close(_held.pop(folder))
 
 
 def lost(folder: Path) -> Lost | None:

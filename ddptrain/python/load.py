@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -9,6 +10,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from ddptrain.python.run import Run
+from ddptrain.recipes.given import giving
 from ddptrain.run.setup import loaded_model
 from ddptrain.verbs.saved_run import asked_to_load
 
@@ -42,5 +44,7 @@ def load(
     """
     folder = run.folder if isinstance(run, Run) else Path(run)
     asked = asked_to_load([f"run={folder}", f"checkpoint={checkpoint or ''}", *words])
-    module, data, path = loaded_model(*asked, device)
+    objects = run.objects if isinstance(run, Run) else None
+    with nullcontext() if objects is None else giving(objects):
+        module, data, path = loaded_model(*asked, device)
     return Trained(module, tuple(data.outputs), data.preprocess, path)

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from ddptrain.errors import UserError
 from ddptrain.observe.lock import is_locked
@@ -11,15 +12,22 @@ from ddptrain.observe.metrics_file import read_lines
 from ddptrain.python.curves import MetricRows
 from ddptrain.text import parse_json, parse_yaml
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ddptrain.recipes.given import Objects
+
 
 @final
 class Run:
     """A run as its folder tells of it now; made again, it tells of a run that has gone on.
 
-    Raises UserError where the folder is no run's, or a file in it is damaged.
+    objects: what `ddptrain.fit` has trained here. Raises UserError where the folder is no run's, or a file in
+    it is damaged.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], objects: "Objects | None" = None) -> None:
+        self.objects = objects
         self.folder = Path(folder).absolute()
         """Absolute, so that it is found from any current folder."""
         if not (self.folder / "config.yaml").is_file():
@@ -49,6 +57,13 @@ class Run:
         if "best" in self.checkpoints:
             manifest = self._read("checkpoints/best/manifest.json")
             self.best = {"step": manifest["step"], **manifest["metrics"]}
+
+    @cached_property
+    def model(self) -> "nn.Module":
+        """The trained model: ``ddptrain.load(run).module``, made at the first use."""
+        from ddptrain.python.load import load
+
+        return load(self).module
 
     def __repr__(self) -> str:
         values = "".join(f"  {name} {v:.4f}" for name, v in self.metrics.items() if "/" not in name)

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Self
 
-from ddptrain.config.arguments import CONFIG_DIR, ENV
+from ddptrain.config.arguments import OURS
 from ddptrain.distributed.launcher.process import AGENT
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.python.run import Run
@@ -34,27 +35,29 @@ def train(*words: str, ranks: int = 1) -> Run:
     ``stopped``. ``train(..., f"run.dir={run.folder}")`` goes on. A second one ends it at once, without saving
     (KeyboardInterrupt), and so does one before the run has begun.
 
-    words: overrides, ``--config-dir=<folder>`` and ``--env=<NAME>``, as on the command line. ranks:
-    processes, usually one per GPU. Raises UserError, a ValueError, with the message for what the user can
-    mend; RuntimeError with the end of the log where the training has failed.
+    words: overrides, ``--config-dir``, ``--env``, ``--trust`` and ``--script``, as on the command line.
+    ranks: processes, usually one per GPU. Raises UserError, a ValueError, with the message for what the
+    user can mend; RuntimeError with the end of the log where the training has failed.
     """
+    return Run(train_in_processes(words, ranks, {}))
+
+
+def train_in_processes(words: Sequence[str], ranks: int, environment: Mapping[str, str]) -> Path:
+    """As `train`; returns the run's folder. environment: further variables of the processes."""
     if ranks < 1:
         raise UserError(f"ranks={ranks}: must be 1 or more.")
     for option in parse(["train", *words]).options:
-        if option.partition("=")[0] not in (*CONFIG_DIR, ENV):
-            raise UserError(f"{option}: train takes overrides, --config-dir and --env; use the command line.")
+        if option.partition("=")[0] not in OURS:
+            raise UserError(f"{option}: from Python {', '.join(OURS)} are taken; use the command line.")
     verb = ["train"] if ranks == 1 else ["launch", f"--nproc-per-node={ranks}"]
-    return _run([sys.executable, "-u", "-m", "ddptrain", *verb, *words])
-
-
-def _run(command: Sequence[str]) -> Run:
+    command = [sys.executable, "-u", "-m", "ddptrain", *verb, *words]
     show, said, folder = _shower(), deque[str](maxlen=_LINES_KEPT), None
     # without what a scheduler or torchrun says to its ranks: the training is on this node alone
     inherited = {name: value for name, value in os.environ.items() if not _OF_RANKS.match(name)}
     with _Interrupts() as interrupts:
         process = subprocess.Popen(
             command,
-            env={**inherited, AGENT: str(os.getpid()), "PYTHONIOENCODING": "utf-8"},
+            env={**inherited, **environment, AGENT: str(os.getpid()), "PYTHONIOENCODING": "utf-8"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -75,7 +78,7 @@ def _run(command: Sequence[str]) -> Run:
             finally:
                 process.kill()  # nothing where it has ended; its ranks end with it
     if folder is not None and code in (ExitCode.DONE, ExitCode.STOPPED):
-        return Run(folder)
+        return Path(folder)
     if interrupts.count:
         raise KeyboardInterrupt("the training has ended before it could save")
     if code == ExitCode.USER_ERROR:

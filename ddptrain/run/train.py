@@ -42,7 +42,7 @@ from ddptrain.keys import flat_values
 from ddptrain.observe.console import open_log
 from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.gauges import own_gauges
-from ddptrain.observe.lock import lock_folder
+from ddptrain.observe.lock import lock_folder, unlock_folder
 from ddptrain.observe.monitor import Monitor, extremes
 from ddptrain.observe.profile import profiled
 from ddptrain.observe.rundir import check_kept, describe_run, discard_unused, is_described, name_run, open_run
@@ -59,8 +59,9 @@ from ddptrain.version import __version__
 log = logging.getLogger("ddptrain")
 
 
-def run(config: Config, arguments: Sequence[str]) -> None:
-    """Train what the config says, as one rank. ``arguments`` are the command line's overrides.
+def run(config: Config, arguments: Sequence[str]) -> Path:
+    """Train what the config says, as one rank; returns the run's folder. ``arguments`` are the command line's
+    overrides.
 
     Raises UserError for what the user can mend, Diverged where the loss left the finite numbers.
     """
@@ -92,7 +93,8 @@ def run(config: Config, arguments: Sequence[str]) -> None:
             log.info("plan       steps %d to %d, %.4g epochs", done, steps, step.plan.epoch(steps))
             if done > steps or (done == steps and _is_summarised(folder, steps)):
                 log.info("this run is finished; raise train.epochs or train.steps to go on")
-                return
+                on_first_rank(world, lambda: unlock_folder(folder))
+                return folder
             on_first_rank(world, lambda: describe_run(folder, asdict(config), world, arguments, done))
         except UserError:
             if world.is_first:
@@ -122,6 +124,8 @@ def run(config: Config, arguments: Sequence[str]) -> None:
         views = {"plots": f"{folder}/plots", "tensorboard": f"tensorboard --logdir {folder.parent}"}
         if shown := [view for name, view in views.items() if name in config.observers]:
             log.info("look       %s", ", or ".join(shown))
+        on_first_rank(world, lambda: unlock_folder(folder))
+    return folder
 
 
 def make_train_step(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from ddptrain.config.arguments import CONFIG_DIR, ENV, EXPLAIN, GROUPS, Arguments
+from ddptrain.config.arguments import CONFIG_DIR, ENV, EXPLAIN, GROUPS, OURS, TRUST, Arguments
 from ddptrain.config.choices import known_keys
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean
@@ -16,9 +16,9 @@ _SWITCHES = (*("--help", "-h", "--hydra-help", "--version", "--resolve", "--run"
 INFO = ("--info", "-i")
 _INFO_OF = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _TAKE_A_VALUE = (
-    *CONFIG_DIR,
+    *OURS,
     *("--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p"),
-    *("--experimental-rerun", EXPLAIN, ENV),
+    *("--experimental-rerun", EXPLAIN),
 )
 HYDRA_OPTIONS = frozenset({*_SWITCHES, *INFO, *_TAKE_A_VALUE})
 """And ours that go with them."""
@@ -67,6 +67,10 @@ def parse(words: Sequence[str]) -> Arguments:
                 raise UserError(f"{name}: is for {compose}; {verb} composes no config.")
             if name == ENV and not re.fullmatch(r"[A-Za-z_]\w*", value):
                 raise UserError(f"{name} {value}: takes the name of an environment variable: {name} DATA")
+            if name == TRUST and not all(part.strip().isidentifier() for part in value.split(",")):
+                raise UserError(
+                    f"{name} {value}: takes names of installed packages: {name} albumentations,transformers"
+                )
             if name in own:
                 own_options.append(f"{name}={value}")
                 continue

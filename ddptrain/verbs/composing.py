@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ddptrain.config.arguments import ENV, GROUPS, Arguments
+from ddptrain.config.arguments import GROUPS, OURS, Arguments
 from ddptrain.config.augment_group import Tree
 from ddptrain.config.choices import choices, yaml_folders
 from ddptrain.config.schema import Config
@@ -24,7 +24,7 @@ def composed(arguments: Arguments) -> tuple[Config, list[str]] | None:
     from ddptrain.config.compose import composed_tree
     from ddptrain.config.search_path import open_user_code
 
-    open_user_code(arguments.config_dirs)
+    open_user_code(arguments.config_dirs, arguments.trusted)
     if (known := composed_tree(arguments)) is None:
         return None
     tree, overrides = known
@@ -65,9 +65,9 @@ def expect_no_sweep(arguments: Arguments) -> None:
 
 
 def own_options(arguments: Arguments) -> list[str]:
-    """The options that are not Hydra's: where the user's own recipes are, and what they may read."""
-    folders = [f"--config-dir={folder}" for folder in arguments.config_dirs]
-    return [*folders, *(f"{ENV}={name}" for name in arguments.variables)]
+    """The options that are not Hydra's: where the user's own recipes are, what they may read, and whom they
+    may name."""
+    return [option for option in arguments.options if option.partition("=")[0] in OURS]
 
 
 @contextmanager

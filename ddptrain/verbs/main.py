@@ -9,16 +9,15 @@ import os
 import select
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ddptrain.config.choices import yaml_folders
 from ddptrain.distributed.launcher.process import end_with_agent
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
-from ddptrain.verbs.argv import (
-    parse,
-)
+from ddptrain.verbs.argv import parse
 from ddptrain.verbs.help import overview
 from ddptrain.verbs.installed import verb_named
+from ddptrain.verbs.script import with_script
 from ddptrain.version import __version__
 
 _WAIT_FOR_FIRST_RANK_S = 30.0
@@ -29,22 +28,31 @@ _BY_SIGPIPE = 141
 
 def main(words: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
+    return ended(lambda: _run(words))
+
+
+def _run(words: Sequence[str]) -> int:
+    arguments = parse(words)
+    if "--version" in words:
+        print(f"ddptrain {__version__}")
+        return ExitCode.DONE
+    verb = verb_named(arguments.verb)
+    if arguments.asks_help and verb.help:
+        print(verb.help)
+        return ExitCode.DONE
+    if arguments.asks_help and not arguments.overrides:
+        print(overview(yaml_folders(arguments.config_dirs)))
+        return ExitCode.DONE
+    return verb.run(with_script(arguments, verb.composes))
+
+
+def ended(work: Callable[[], int]) -> int:
+    """Do a process's work; returns the exit code. What ends it is printed, once over all ranks."""
     end_with_agent()
     if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: a name may hold what the terminal lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        arguments = parse(words)
-        if "--version" in words:
-            print(f"ddptrain {__version__}")
-            return ExitCode.DONE
-        verb = verb_named(arguments.verb)
-        if arguments.asks_help and verb.help:
-            print(verb.help)
-            return ExitCode.DONE
-        if arguments.asks_help and not arguments.overrides:
-            print(overview(yaml_folders(arguments.config_dirs)))
-            return ExitCode.DONE
-        code = verb.run(arguments)
+        code = work()
         sys.stdout.flush()  # while a reader that has ended is still met here
         return code
     except UserError as error:

@@ -15,7 +15,7 @@ from ddptrain.verbs.composing import complete, expect_no_sweep, own_options
 
 def multirun(arguments: Arguments) -> int:
     _check(arguments)
-    open_user_code(arguments.config_dirs)
+    open_user_code(arguments.config_dirs, arguments.trusted)
     places = [word for word in arguments.overrides if word.startswith("hydra.searchpath=")]
     sweep = SweepRunner()
 
@@ -24,7 +24,7 @@ def multirun(arguments: Arguments) -> int:
         return SweepPoint(complete(tree, arguments), (*own_options(arguments), *places, *own))
 
     def job(tree: Tree, overrides: list[str]) -> None:  # under a launcher that is not ours
-        open_user_code(arguments.config_dirs)  # in a process of its making
+        open_user_code(arguments.config_dirs, arguments.trusted)  # in a process of its making
         config = complete(tree, arguments)
         from ddptrain.run import train
 

@@ -46,7 +46,7 @@ def _asked(arguments: Arguments, is_own: Callable[[str], bool]) -> tuple[Config,
     from ddptrain.config.compose import saved_tree
     from ddptrain.config.search_path import open_user_code
 
-    open_user_code(arguments.config_dirs)
+    open_user_code(arguments.config_dirs, arguments.trusted)
     own, overrides = divided(arguments.overrides, is_own)
     folder = run_folder(arguments.verb, own)
     config = checked(saved_tree(folder / "config.yaml", arguments, overrides))

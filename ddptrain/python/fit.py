@@ -1,0 +1,154 @@
+"""``ddptrain.fit``: train your own module on your own data with your own loss (docs/fit.md)."""
+
+import copy
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddptrain.api.recipe import Batch, Loss
+from ddptrain.config.arguments import SCRIPT
+from ddptrain.distributed.launcher.process import leave
+from ddptrain.errors import ExitCode, UserError
+from ddptrain.python.objects import objects_of, write_objects
+from ddptrain.python.run import Run
+from ddptrain.python.train import train_in_processes
+from ddptrain.recipes.given import Objects, give
+from ddptrain.run.train import run
+from ddptrain.verbs.argv import parse
+from ddptrain.verbs.composing import composed, own_options, recorded
+from ddptrain.verbs.main import ended
+from ddptrain.verbs.script import FIT_INTO, OBJECTS
+
+
+def fit(
+    model: nn.Module | Callable[[], nn.Module],
+    train: Any,
+    valid: Any = None,
+    *words: str,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    step: Callable[[nn.Module, Batch], Tensor | Loss] | None = None,
+    metrics: Mapping[str, Callable[..., Any]] | Callable[..., Any] | None = None,
+    best: str | None = None,
+    epochs: float | None = None,
+    batch_size: int | None = None,
+    optimizer: str | None = None,
+    lr: float | None = None,
+    ranks: int | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+) -> Run:
+    """Train ``model`` on ``train``, measure it on ``valid``, and wait for the end.
+
+    In a script or a notebook the training has ``ranks`` processes of its own (default 1), to which the
+    objects are sent; under ``torchrun script.py`` it is done by these ranks. The same call with the same
+    ``run_dir`` goes on where it stopped, and returns at once where it had finished. ``model`` itself is not
+    changed: the trained one is ``run.model``.
+
+    model: a module on the CPU, or a function that makes one (then its weights follow from ``seed``). train,
+    valid: map-style datasets whose samples are (input, target), tuples of tensors whose row i is sample i, or
+    DataLoaders, of which dataset, batch size, collate and workers are taken; without ``valid`` every tenth
+    sample of ``train`` is held out. words: overrides, as on the command line: ``"strategy=fsdp"``,
+    ``"precision=bf16"``. loss: a module or function of (output, target); a mean, a sum, or one value for each
+    sample. step: in place of it, a function of (model, batch) that returns such a value, or a
+    `ddptrain.api.Loss`. metrics: by name, of torchmetrics or functions of (output, target). best: the metric
+    that decides on ``checkpoints/best``; default: the validation loss. batch_size: of one optimizer step over
+    all ranks. optimizer: a name of the group ``optim``: adamw, sgd, rmsprop.
+
+    Raises UserError, a ValueError, for what the caller can mend; RuntimeError with the end of the log where
+    the training has failed; KeyboardInterrupt at a second Ctrl-C: the first one saves and returns the run.
+    """
+    if isinstance(valid, str):
+        words, valid = (valid, *words), None
+    objects, of_loaders = objects_of(model, train, valid, loss, metrics, step)
+    named = {
+        "train.epochs": epochs, "train.batch_size": batch_size, "optim": optimizer, "optim.lr": lr,
+        "task.best_metric": best, "run.dir": run_dir,
+    }  # fmt: skip
+    settings = {**of_loaders, **{key: value for key, value in named.items() if value is not None}}
+    asked = {word.partition("=")[0] for word in words}
+    overrides = [f"{key}={value}" for key, value in settings.items() if key not in asked]
+    asked_words = ["recipe=fit", *overrides, *words]
+    if (into := os.environ.get(FIT_INTO)) is not None:
+        write_objects(objects, asked_words, Path(into))
+        raise SystemExit(0)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _check_ranks(ranks)
+        return _as_a_rank(objects, asked_words)
+    with tempfile.TemporaryDirectory(prefix="ddptrain-") as folder:
+        environment = {OBJECTS: write_objects(objects, asked_words, Path(folder))}
+        ran = train_in_processes([*_script(), *asked_words], 1 if ranks is None else ranks, environment)
+    return Run(ran, _own(objects))
+
+
+def _script() -> list[str]:
+    """So that the run's record repeats it from a shell, where a program calls."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return [] if file is None else [f"{SCRIPT}={os.path.relpath(file)}"]
+
+
+def _check_ranks(ranks: int | None) -> None:
+    size = int(os.environ["WORLD_SIZE"])
+    if ranks not in (None, size):
+        raise UserError(
+            f"ranks={ranks}: torchrun has started {size} already (--nproc-per-node). Leave ranks out, or"
+            " start the script with python."
+        )
+
+
+def _as_a_rank(objects: Objects, words: Sequence[str]) -> Run:
+    """In one of torchrun's processes. Ends it where the training does not come to its end."""
+    folders: list[Path] = []
+
+    def train() -> int:
+        arguments = parse(["train", *_script(), *words])
+        known = composed(arguments)
+        assert known is not None, "there is no option that asks for something else"
+        config, overrides = known
+        with recorded():
+            folders.append(run(config, [*own_options(arguments), *overrides]))
+        return ExitCode.DONE
+
+    give(_own(objects))
+    with _main_not_imported(), _argv_kept():
+        code = ended(train)
+    if code != ExitCode.DONE:
+        leave(code)
+    return Run(folders[0], _own(objects))
+
+
+def _own(objects: Objects) -> Objects:
+    """With copies of what a training changes."""
+    return replace(
+        objects,
+        model=copy.deepcopy(objects.model),
+        loss=copy.deepcopy(objects.loss),
+        metrics=copy.deepcopy(objects.metrics),
+    )
+
+
+@contextmanager
+def _main_not_imported() -> Iterator[None]:
+    """Inside, loader processes do not run the script again, with or without a main guard: multiprocessing
+    imports the main module in each by its file."""
+    main = sys.modules["__main__"]
+    file = vars(main).pop("__file__", None)
+    try:
+        yield
+    finally:
+        if file is not None:
+            main.__file__ = file
+
+
+@contextmanager
+def _argv_kept() -> Iterator[None]:
+    argv = sys.argv
+    try:
+        yield
+    finally:
+        sys.argv = argv

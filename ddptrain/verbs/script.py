@@ -1,0 +1,60 @@
+"""The option ``--script``: what a program gives to ``ddptrain.fit``, for any verb. Imports no torch."""
+
+import atexit
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ddptrain.config.arguments import SCRIPT, Arguments
+from ddptrain.errors import UserError
+
+FIT_INTO = "DDPTRAIN_FIT_INTO"
+"""Environment variable: a folder into which ``ddptrain.fit`` writes its objects and words, and then ends the
+program."""
+OBJECTS = "DDPTRAIN_OBJECTS"
+"""Environment variable: a file with the program's sys.path and the objects given to ``ddptrain.fit``, pickled
+by this user's own program."""
+WORDS = "words.json"
+_SHOWN = 20
+
+
+def with_script(arguments: Arguments, composes: bool) -> Arguments:
+    """The command line with the words that the program of ``--script`` gives to `fit`, where the user gives
+    no others; its objects are known to this process and those that it starts."""
+    if not (named := arguments.values_of(SCRIPT)):
+        return arguments
+    if OBJECTS not in os.environ:  # else a rank of a launch that has run it
+        os.environ[OBJECTS] = str(_objects_of(Path(named[-1])))
+    words = json.loads(Path(os.environ[OBJECTS]).with_name(WORDS).read_text())
+    own = {word.lstrip("+~").partition("=")[0] for word in arguments.overrides}
+    if arguments.verb not in ("train", "launch") or arguments.sweeps:  # these name folders of their own
+        own.add("run.dir")
+    more = [word for word in words if word.partition("=")[0] not in own] if composes else []
+    return dataclasses.replace(arguments, overrides=(*arguments.overrides, *more))
+
+
+def _objects_of(script: Path) -> Path:
+    """Run a program up to its first `fit`."""
+    if not script.is_file():
+        raise UserError(f"{SCRIPT}={script}: there is no such file.")
+    folder = Path(tempfile.mkdtemp(prefix="ddptrain-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, FIT_INTO: str(folder)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+    )
+    if not (folder / WORDS).exists():
+        end = "\n".join(ended.stderr.splitlines()[-_SHOWN:])
+        said = f"it ended with exit code {ended.returncode}:\n{end}" if ended.returncode else "it never does."
+        raise UserError(f"{SCRIPT}={script}: must call ddptrain.fit, and {said}")
+    return folder / "objects.pkl"

@@ -1,0 +1,145 @@
+"""The loss of a batch as a sum and a count, from a loss module or function of (output, target)."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from ddptrain.api import Loss, UserError
+from ddptrain.data.prefetch import changed, rows_of, tensors_of
+
+log = logging.getLogger("ddptrain")
+
+_TRIED = 4
+"""Samples by which a mean is told from a sum."""
+_ROUNDING = 1e-3
+"""Relative: outputs may come from autocast."""
+_NO_TARGET = -100
+"""torch's default for ``ignore_index``."""
+_WAY_OUT = (
+    " Return one value for each sample, or give step=, a function of (model, batch) that returns"
+    " ddptrain.api.Loss: a sum, and the count to divide it by."
+)
+
+
+@final
+class BatchLoss:
+    """``function(output, target)`` as a sum over the batch and the count that makes a mean of it.
+
+    function: a loss of torch.nn, whose ``reduction`` says what it divides by, class weights and ignored
+    targets included; or whatever returns the mean over the samples, their sum, or one value for each. Which
+    of them, the first batch of more than one sample tells, and the log says. A sum is trained as the mean:
+    the engine divides by the global count.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Tensor]) -> None:
+        if not callable(function):
+            raise UserError(f"loss={function!r}: must be a loss module or a function of (output, target).")
+        if isinstance(function, nn.Module) and (names := [name for name, _ in function.named_parameters()]):
+            raise UserError(
+                f"loss: {type(function).__name__} has parameters ({', '.join(names)}), which nothing would"
+                " train. Make it a part of the model, and give step= in place of loss=."
+            )
+        self._name = name_of(function)
+        self._function = function
+        self._each = _without_reduction(function)
+        self._batchmean = getattr(function, "reduction", None) == "batchmean"
+        self._reduction: Literal["mean", "sum"] | None = None
+
+    def __call__(self, output: Any, target: Any, size: int) -> Loss:
+        """size: samples of the batch. Raises UserError where the function's result can't be understood."""
+        if isinstance(self._function, nn.Module) and any(True for _ in self._function.buffers()):
+            self._function.to(next(tensors_of(output)).device)  # class weights; nothing where they are
+        if self._each is not None:
+            return self._counted(self._of(self._each, output, target), output, target, size)
+        value = self._of(self._function, output, target)
+        if not isinstance(value, Tensor):
+            raise UserError(f"loss: {self._name} returned {type(value).__name__}; it must return a tensor.")
+        if value.ndim and value.shape[0] == size:
+            return Loss(value.sum(), value.numel())
+        if value.ndim:
+            raise UserError(
+                f"loss: {self._name} returned a tensor of shape {tuple(value.shape)} for {size} samples; it"
+                " must return one number (their mean or sum), or one for each sample."
+            )
+        if self._reduction is None:
+            self._reduction = self._reduction_by(output, target, size)
+        return Loss(value if self._reduction == "sum" else value * size, size)
+
+    def _of(self, function: Callable[[Any, Any], Tensor], output: Any, target: Any) -> Tensor:
+        try:
+            return function(output, target)
+        except (ValueError, IndexError, RuntimeError) as error:
+            if type(error) not in (ValueError, IndexError, RuntimeError):  # out of memory, for one
+                raise
+            raise UserError(
+                f"loss: {self._name} refuses the model's output {_shapes(output)} and the target"
+                f" {_shapes(target)}: {error}",
+                everywhere=False,
+            ) from error
+
+    def _counted(self, values: Tensor, output: Any, target: Any, size: int) -> Loss:
+        """Of a loss of torch.nn, whose values are not reduced."""
+        loss = self._function
+        if isinstance(target, Tensor) and values.numel() > max(output.numel(), target.numel()):
+            raise UserError(
+                f"loss: {self._name} compares each output with each target, for their shapes differ:"
+                f" {tuple(output.shape)} and {tuple(target.shape)}. Give them one shape (squeeze, unsqueeze)."
+            )
+        total = values.sum()
+        if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and not target.is_floating_point():
+            # of one class a sample, as torch's own default says: none is ignored
+            counts_all = target.ndim == 1 and loss.ignore_index == _NO_TARGET and loss.weight is None
+            if not counts_all:
+                kept = target != loss.ignore_index
+                weights = 1.0 if loss.weight is None else loss.weight[torch.where(kept, target, 0)]
+                return Loss(total, (kept * weights).sum())
+        return Loss(total, size if self._batchmean else values.numel())
+
+    @torch.no_grad()
+    def _reduction_by(self, output: Any, target: Any, size: int) -> Literal["mean", "sum"] | None:
+        """What the function makes of several samples; None where these can't tell. A sync point."""
+        count = min(size, _TRIED)
+        if count < 2:
+            return None
+        output = changed(output, lambda values: values.float() if values.is_floating_point() else values)
+
+        def of(rows: slice) -> float:
+            return float(self._function(rows_of(output, rows), rows_of(target, rows)))
+
+        whole, parts = of(slice(count)), [of(slice(i, i + 1)) for i in range(count)]
+        near = _ROUNDING * max(map(abs, parts))
+        if not near or abs(sum(parts)) <= near:
+            return None
+        for name, value in (("mean", sum(parts) / count), ("sum", sum(parts))):
+            if abs(whole - value) <= near:
+                log.info("loss       %s returns the %s over the samples", self._name, name)
+                return "mean" if name == "mean" else "sum"
+        each = ", ".join(f"{part:.4g}" for part in parts)
+        raise UserError(
+            f"loss: {self._name} is {whole:.4g} for {count} samples, and {each} for each of them:"
+            " neither their mean nor their sum. Perhaps it divides by a count of its own, or compares samples"
+            f" with each other.{_WAY_OUT}",
+            everywhere=False,
+        )
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """For messages."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _shapes(values: Any) -> str:
+    return ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors_of(values))
+
+
+def _without_reduction(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor] | None:
+    """One of torch.nn's losses that gives each value by itself; None of all else."""
+    if type(function).__module__ != "torch.nn.modules.loss" or not hasattr(function, "reduction"):
+        return None
+    each = copy.copy(function)
+    each.reduction = "none"
+    return each

@@ -1,0 +1,90 @@
+"""Task and data made of Python's own objects, which ``ddptrain.fit`` gives (docs/fit.md)."""
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ddptrain.api import Data, UserError
+from ddptrain.data.dataset import DatasetData
+from ddptrain.data.tensors import TensorData
+from ddptrain.recipes.supervised import Step, Supervised
+
+FILE = "DDPTRAIN_OBJECTS"
+"""Environment variable: a file with the program's sys.path and its `Objects`, pickled by this user's own
+program."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """What a program has given. train, valid: tuples of tensors, or map-style datasets."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    train: tuple[Tensor, ...] | Dataset[Any]
+    valid: tuple[Tensor, ...] | Dataset[Any] | None
+    collate: Callable[[list[Any]], Any] | None
+    loss: Callable[[Any, Any], Tensor] | None
+    metrics: Mapping[str, Callable[..., Any]] | Callable[..., Any] | None
+    step: Step | None
+
+
+_given: list[Objects] = []
+
+
+def give(objects: Objects) -> None:
+    """In this process, configs are made of these from now on."""
+    _given[:] = [objects]
+
+
+@contextmanager
+def giving(objects: Objects) -> Iterator[None]:
+    """Inside, configs are made of these, which are changed: their model is trained, or loaded into."""
+    before = list(_given)
+    give(objects)
+    try:
+        yield
+    finally:
+        _given[:] = before
+
+
+def task(data: Data, best_metric: str = "loss", higher_is_better: bool | None = None) -> Supervised:
+    """`Supervised` of the given model, loss and metrics."""
+    objects = _objects()
+    return Supervised(
+        objects.model, data, objects.loss, objects.metrics, objects.step, best_metric, higher_is_better
+    )
+
+
+def data(
+    classes: list[str] | int | None = None,
+    workers: int | Literal["auto"] = "auto",
+    on_error: Literal["stop", "skip"] = "stop",
+) -> Data:
+    """The given sets. classes, workers, on_error: as `DatasetData` takes them."""
+    objects = _objects()
+    if isinstance(objects.train, tuple):
+        assert objects.valid is None or isinstance(objects.valid, tuple), "fit has made both alike"
+        return TensorData(objects.train, objects.valid)
+    return DatasetData(objects.train, objects.valid, objects.collate, classes, workers, on_error)  # type: ignore[arg-type]
+
+
+def _objects() -> Objects:
+    if not _given:
+        if (file := os.environ.get(FILE)) is None:
+            raise UserError(
+                "recipe=fit: its model and data are objects of a Python program, which are not known here."
+                " Call"
+                " ddptrain.fit there as before (a run that has finished is returned at once), or name the"
+                " program: --script=<file>.py"
+            )
+        with open(file, "rb") as pickled:
+            sys.path += [folder for folder in pickle.load(pickled) if folder not in sys.path]
+            give(pickle.load(pickled))
+    return _given[0]

@@ -1,0 +1,232 @@
+"""``ddptrain.fit``: a program's own objects, trained on ranks; and the same program by ``--script``."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import MARK, living
+from shell import ddptrain as command_line
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+
+import ddptrain
+from ddptrain.errors import UserError
+
+PROGRAM = """
+import os
+import sys
+
+import ddptrain
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+torch.manual_seed(0)
+
+
+class Points(Dataset):
+    '''Noisy points, whose class is the sign of the first coordinate.'''
+
+    def __init__(self, count, seed):
+        self.x = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
+        self.scaled = lambda x: 2 * x
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.scaled(self.x[i]) + 0.1 * torch.randn(6), (self.x[i, 0] > 0).long()
+
+
+def accuracy(output, target):
+    return (output.argmax(1) == target).float()
+
+
+net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+before = [p.clone() for p in net.parameters()]
+run = ddptrain.fit(
+    net,
+    DataLoader(Points(120, 1), batch_size=20, shuffle=True, num_workers=WORKERS),
+    Points(50, 2),
+    "device=cpu", "log.every=2", "checkpoint.every=4", "task.higher_is_better=true", *sys.argv[1:],
+    loss=nn.CrossEntropyLoss(),
+    metrics={"accuracy": accuracy},
+    best="accuracy",
+    epochs=2,
+    lr=1e-2,
+    ranks=RANKS,
+    run_dir="run",
+)
+assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+if os.environ.get("RANK", "0") == "0":
+    total = sum(float(p.double().sum()) for p in run.model.parameters())
+    print("RESULT", run.outcome, run.step, run.metrics["accuracy"], len(run.curves), total, flush=True)
+"""
+"""Without a main guard, with a class and a lambda of the program's own in loader processes."""
+
+
+def program(folder: Path, ranks: int | None = None, workers: int = 0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "mine.py"
+    file.write_text(PROGRAM.replace("RANKS", repr(ranks)).replace("WORKERS", repr(workers)))
+    return file
+
+
+def started(file: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *launcher, file.name, *words],
+        cwd=file.parent,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def result(ended: subprocess.CompletedProcess[str]) -> list[str]:
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("RESULT"))
+    return line.split()[1:]
+
+
+def losses_of(run: Path) -> list[float]:
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if row["split"] == "train"]
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def test_a_program_on_its_own_ranks_under_torchrun_and_by_its_name(tmp_path: Path) -> None:
+    """The same losses, and the same end, where the batches are the same; a call that is repeated goes on."""
+    one = program(tmp_path / "one", workers=1)
+    alone = result(started(one))
+    assert alone[:2] == ["done", "12"]
+    assert result(started(one)) == alone, "a finished run is returned"
+
+    # by its name: first in part, then to the end, with the bits of the whole
+    parts = program(tmp_path / "parts")
+    begun = command_line(parts.parent, "--script=mine.py train.steps=6")
+    assert begun.code == 0, begun.err
+    assert result(started(parts)) == alone
+
+    two = program(tmp_path / "two", ranks=2)
+    own = result(started(two))
+    torchrun = program(tmp_path / "torchrun", workers=1)
+    assert result(started(torchrun, launcher=TORCHRUN)) == own
+    assert losses_of(torchrun.parent / "run") == losses_of(two.parent / "run")
+
+    record = (two.parent / "run/command.txt").read_text()
+    assert "--script=mine.py" in record
+    evaluated = command_line(two.parent, "evaluate run=run --script=mine.py checkpoint=last")
+    assert evaluated.code == 0, evaluated.err
+    assert f'"accuracy": {own[2]}' in evaluated.out
+    unknown = command_line(two.parent, "evaluate run=run")
+    assert unknown.code == 2
+    assert "--script=<file>.py" in unknown.err
+
+
+def test_a_rank_that_is_refused_ends_torchrun_with_one_message(tmp_path: Path) -> None:
+    ended = started(program(tmp_path), "train.batch_size=0", launcher=TORCHRUN)
+    assert ended.returncode == 1  # torchrun's own
+    assert "exitcode  : 2" in ended.stderr
+    assert ended.stderr.count("train.batch_size=0") == 1
+    other = started(program(tmp_path, ranks=3), launcher=TORCHRUN)
+    assert "ranks=3: torchrun has started 2 already" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("print(1)", "it never does"), ("import nowhere", "No module named 'nowhere'")],
+)
+def test_a_program_that_never_calls_fit(content: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(content)
+    ended = command_line(tmp_path, "--script=mine.py")
+    assert ended.code == 2
+    assert said in ended.err
+
+
+X, Y = torch.randn(20, 3), torch.randint(2, (20,))
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class Locked(Dataset[Any]):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index], Y[index]
+
+
+def net() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+LOSS = nn.CrossEntropyLoss()
+PAIRS = TensorDataset(X, Y)
+WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+    (("net", (X, Y)), {"loss": LOSS}, "model='net': must be a torch.nn.Module"),
+    ((nn.Identity(), (X, Y)), {"loss": LOSS}, "Identity has no parameters"),
+    ((nn.LazyLinear(2), (X, Y)), {"loss": LOSS}, "has no shape yet"),
+    ((nn.Linear(3, 2, device="meta"), (X, Y)), {"loss": LOSS}, "weight is on meta"),
+    ((nn.DataParallel(net()), (X, Y)), {"loss": LOSS}, "wrapped in DataParallel already"),
+    ((torch.compile(net()), (X, Y)), {"loss": LOSS}, "is compiled already"),
+    ((net(), X), {"loss": LOSS}, "train: one tensor"),
+    ((net(), (X, Y[:5])), {"loss": LOSS}, "all need as many rows"),
+    ((net(), (X, torch.tensor(1))), {"loss": LOSS}, "has no dimension"),
+    ((net(), (X, Y), (X,)), {"loss": LOSS}, "valid: 1 tensors, and train has 2"),
+    ((net(), (X, Y), [1, 2]), {"loss": LOSS}, "must be of the kind of train"),
+    ((net(), (X.to("meta"), Y)), {"loss": LOSS}, "a tensor is on meta"),
+    ((net(), Stream()), {"loss": LOSS}, "is not map-style"),
+    ((net(), DataLoader(Stream())), {"loss": LOSS}, "is not map-style"),
+    ((net(), {"train": PAIRS}), {"loss": LOSS}, "has names (train)"),
+    (
+        (net(), DataLoader(PAIRS, sampler=WeightedRandomSampler([1.0] * 20, 20))),
+        {"loss": LOSS},
+        "a DataLoader with WeightedRandomSampler",
+    ),
+    ((net(), DataLoader(PAIRS, batch_size=None)), {"loss": LOSS}, "makes its own batches"),
+    ((net(), DataLoader(PAIRS, batch_sampler=[[1, 2], [3]])), {"loss": LOSS}, "with list makes its own"),
+    ((net(), Locked()), {"loss": LOSS}, "train: can't be sent"),
+    ((net(), (X, Y)), {"loss": LOSS, "ranks": 0}, "ranks=0: must be 1 or more"),
+    ((net(), (X, Y)), {}, "give one of them"),
+    ((net(), (X, Y)), {"loss": LOSS, "optimizer": "adamm"}, "adamm"),
+    ((net(), (X, Y)), {"loss": LOSS, "batch_size": 0}, "train.batch_size=0"),
+    ((net(), (X, Y)), {"loss": LOSS, "best": "f1"}, "task.best_metric=f1"),
+    ((net(), (X, Y), None, "lerning=1"), {"loss": LOSS}, "lerning"),
+    ((net(), (X, Y), None, "--cfg=job"), {"loss": LOSS}, "--cfg=job: from Python"),
+    ((net(), (X, Y.float())), {"loss": nn.MSELoss()}, "MSELoss refuses the model's output"),
+    ((lambda: None, (X, Y)), {"loss": LOSS}, "makes NoneType"),
+]
+
+
+@pytest.mark.parametrize("wrong", range(len(WRONG)))
+def test_wrong_calls(wrong: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message, which says the way out."""
+    monkeypatch.chdir(tmp_path)
+    arguments, named, said = WRONG[wrong]
+    words = ("device=cpu",) if len(arguments) > 2 else (None, "device=cpu")
+    with pytest.raises(UserError) as error:
+        ddptrain.fit(*arguments, *words, **{"epochs": 1, **named})
+    assert said in str(error.value)
+    assert not list(tmp_path.glob("runs/*/*"))
+
+
+def test_no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, "fit")
+    monkeypatch.chdir(tmp_path)
+    run = ddptrain.fit(net(), (X, Y), "device=cpu", loss=LOSS, batch_size=10, epochs=1, ranks=2)
+    assert living("fit") == {}
+    assert json.loads((run.folder / "summary.json").read_text())["outcome"] == "done"
+    assert not run.model.training

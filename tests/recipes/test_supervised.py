@@ -1,0 +1,222 @@
+"""Any model with any loss: the gradient of the plain script, on any number of ranks and micro-batches."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from toy import Fit, lr_schedule, weights
+
+from ddptrain.api.recipe import Loss, Progress
+from ddptrain.api.world import World
+from ddptrain.data.tensors import TensorData
+from ddptrain.engine.plan import Plan
+from ddptrain.errors import UserError
+from ddptrain.recipes.supervised import Supervised
+from ddptrain.testing import run_ranks
+
+N, FEATURES, CLASSES, STEPS = 36, 6, 4, 3
+LR = 0.2
+_GENERATOR = torch.Generator().manual_seed(3)
+X = torch.randn(N, FEATURES, generator=_GENERATOR)
+LABELS = torch.randint(CLASSES, (N,), generator=_GENERATOR)
+NUMBERS = torch.randn(N, CLASSES, generator=_GENERATOR)
+RATES = torch.rand(N, CLASSES, generator=_GENERATOR)
+TOKENS = torch.randint(CLASSES, (N, 3), generator=_GENERATOR).masked_fill(
+    torch.rand(N, 3, generator=_GENERATOR) < 0.4, -100
+)
+WEIGHT = torch.tensor([0.2, 1.0, 3.0, 0.5])
+
+
+def flat() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def tokens() -> nn.Module:
+    """Logits (n, classes, 3)."""
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 3 * CLASSES), nn.Unflatten(1, (CLASSES, 3))
+    )
+
+
+def first_of_batch(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def counted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+    each = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    kept = batch[1] > 0
+    return Loss((each * kept).sum(), kept.sum(), {"kept": kept.sum().float()})
+
+
+def kept_mean(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, reduction="none")[target > 0].mean()
+
+
+Plain = Callable[[Tensor, Tensor], Tensor]
+LOSSES: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any], Plain | None]] = {
+    "CrossEntropyLoss": (flat, LABELS, {"loss": nn.CrossEntropyLoss()}, None),
+    "smoothed": (flat, LABELS, {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, None),
+    "weighted": (flat, LABELS, {"loss": nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1)}, None),
+    "one ignored": (flat, LABELS, {"loss": nn.CrossEntropyLoss(ignore_index=2)}, None),
+    "padded": (tokens, TOKENS, {"loss": nn.CrossEntropyLoss()}, None),
+    "padded and weighted": (tokens, TOKENS, {"loss": nn.CrossEntropyLoss(weight=WEIGHT)}, None),
+    "probabilities": (flat, NUMBERS.softmax(1), {"loss": nn.CrossEntropyLoss()}, None),
+    "NLLLoss": (lambda: nn.Sequential(flat(), nn.LogSoftmax(1)), LABELS, {"loss": nn.NLLLoss(WEIGHT)}, None),
+    "MSELoss": (flat, NUMBERS, {"loss": nn.MSELoss()}, None),
+    "HuberLoss": (flat, NUMBERS, {"loss": nn.HuberLoss()}, None),
+    "BCE": (flat, RATES.round(), {"loss": nn.BCEWithLogitsLoss(pos_weight=WEIGHT)}, None),
+    "KL": (
+        lambda: nn.Sequential(flat(), nn.LogSoftmax(1)),
+        NUMBERS.softmax(1),
+        {"loss": nn.KLDivLoss(reduction="batchmean")},
+        None,
+    ),
+    "multi-margin": (flat, LABELS, {"loss": nn.MultiMarginLoss()}, None),
+    "soft margins": (flat, RATES.round(), {"loss": nn.MultiLabelSoftMarginLoss()}, None),
+    "a mean": (flat, LABELS, {"loss": functional.cross_entropy}, None),
+    "a sum": (
+        flat,
+        LABELS,
+        {"loss": lambda output, target: functional.cross_entropy(output, target, reduction="sum")},
+        functional.cross_entropy,
+    ),
+    "one for each": (
+        flat,
+        LABELS,
+        {"loss": lambda output, target: functional.cross_entropy(output, target, reduction="none")},
+        functional.cross_entropy,
+    ),
+    "a step": (flat, LABELS, {"step": first_of_batch}, functional.cross_entropy),
+    "a counting step": (flat, LABELS, {"step": counted}, kept_mean),
+}
+
+
+def by_hand(model: nn.Module, target: Tensor, loss: Plain) -> Tensor:
+    """The plain script, on whole batches: their order does not matter."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss(model(X), target).backward()
+        optimizer.step()
+    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_is_that_of_the_plain_script(name: str, size: int, tmp_path: Path) -> None:
+    make_model, target, given, plain = LOSSES[name]
+    torch.manual_seed(0)
+    model = make_model()
+    expected_loss = plain or given["loss"]
+    plan = Plan(steps=STEPS, train_size=N, batch_size=N, micro_batch=7, eval_batch_size=10, seed=1)
+
+    def rank(world: World) -> tuple[Tensor, float]:
+        data = TensorData((X, target), (X, target))
+        task = Supervised(model, data, **given)
+        optim = {"_target_": "torch.optim.SGD", "lr": LR}
+        fit = Fit(plan, optim=optim, sched=lr_schedule("constant", warmup=0.0))
+        state, report = fit.train(task, data, world, tmp_path)
+        return weights(state), report.metrics["loss"]
+
+    results = run_ranks(rank, size)
+    expected = by_hand(model, target, expected_loss)
+    with torch.no_grad():
+        value = float(expected_loss(model(X), target))
+    for trained, loss in results:
+        torch.testing.assert_close(trained, expected, rtol=0, atol=2e-6)
+        assert loss == pytest.approx(value, rel=1e-5)
+
+
+REFUSED: dict[str, tuple[Any, Tensor, str]] = {
+    "a shape of its own": (lambda output, target: output.mean(0), LABELS, "shape (4,) for 9 samples"),
+    "no tensor": (lambda output, target: 0.5, LABELS, "returned float"),
+    "of pairs": (
+        lambda output, target: (output @ output.T).logsumexp(1).mean(),
+        LABELS,
+        "neither their mean",
+    ),
+    "broadcast": (nn.MSELoss(), NUMBERS[:, 0], "each output with each target"),
+    "broadcast by a function": (
+        lambda o, t: ((o[:, :1] - t) ** 2).mean(),
+        NUMBERS[:, 0],
+        "neither their mean",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_not_be_understood_is_refused(name: str) -> None:
+    loss, target, said = REFUSED[name]
+    model = nn.Sequential(flat(), nn.Linear(CLASSES, 1)) if name == "broadcast" else flat()
+    task = Supervised(model, TensorData((X, target)), loss)
+    with pytest.raises(UserError) as error:
+        task.loss(model, (X[:9], target[:9]), Progress(0, 0, 0.0))
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "give one of them"),
+        ({"loss": nn.MSELoss(), "step": first_of_batch}, "give one of them"),
+        ({"step": first_of_batch, "metrics": {"a": kept_mean}}, "which step= does not tell"),
+        ({"loss": "mse"}, "must be a loss module or a function"),
+        ({"loss": nn.Sequential(nn.Linear(2, 1))}, "has parameters (0.weight, 0.bias)"),
+        ({"loss": nn.MSELoss(), "metrics": {"loss": kept_mean}}, "metrics.loss: is the name of the loss"),
+        ({"loss": nn.MSELoss(), "metrics": {"a": 3}}, "metrics.a=3: must be a metric"),
+        ({"loss": nn.MSELoss(), "metrics": {"a": nn.MSELoss}}, "made with its arguments"),
+        (
+            {"loss": nn.MSELoss(), "metrics": {"a": kept_mean}, "best_metric": "a"},
+            "higher is better isn't known",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        Supervised(flat(), TensorData((X, NUMBERS)), **given)
+    assert said in str(error.value)
+
+
+def test_batches_of_another_kind_ask_for_a_step() -> None:
+    task = Supervised(flat(), TensorData((X, LABELS)), nn.CrossEntropyLoss())
+    with pytest.raises(UserError, match="give step="):
+        task.loss(flat(), {"x": X, "y": LABELS}, Progress(0, 0, 0.0))
+
+
+def test_several_inputs_and_function_metrics(tmp_path: Path) -> None:
+    """On three ranks of batches that don't divide as by one loop."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = flat(), flat()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            output: Tensor = self.left(x) + self.right(y)
+            return output
+
+    torch.manual_seed(1)
+    model, other = Two(), X.flip(0)
+    metrics = {
+        "accuracy": lambda output, target: (output.argmax(1) == target).float(),
+        "margin": lambda output, target: output.max(1).values.mean(),
+    }
+    plan = Plan(steps=1, train_size=N, batch_size=N, eval_batch_size=5)
+
+    def rank(world: World) -> dict[str, float]:
+        data = TensorData((X, other, LABELS), (X, other, LABELS))
+        task = Supervised(
+            model, data, nn.CrossEntropyLoss(), metrics, best_metric="accuracy", higher_is_better=True
+        )
+        optim = {"_target_": "torch.optim.SGD", "lr": 0.0}
+        return dict(Fit(plan, optim=optim).train(task, data, world, tmp_path)[1].metrics)
+
+    with torch.no_grad():
+        output = model(X, other)
+    for report in run_ranks(rank, 3):
+        assert report["accuracy"] == pytest.approx(float((output.argmax(1) == LABELS).float().mean()))
+        assert report["margin"] == pytest.approx(float(output.max(1).values.mean()))
