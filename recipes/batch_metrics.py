@@ -240,7 +240,7 @@ def _plotted(metric: Any, value: Any) -> Picture:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure, _ = metric.plot(value)
-    canvas = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     pixels = torch.tensor(np.asarray(canvas.buffer_rgba()))
     pyplot.close(figure)
