@@ -73,7 +73,7 @@ class FunctionMetric(BatchMetric):
 
     def sums(self, output: Any, target: Any, size: int) -> Mapping[str, Tensor | Rows]:
         value = self._function(output, target)
-        value = value if isinstance(value, Tensor) else torch.tensor(float(value))
+        value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
         if value.ndim and value.shape[0] != size:
             raise UserError(
                 f"metrics.{self.name}: returned a tensor of shape {tuple(value.shape)} for {size} samples;"
@@ -83,7 +83,7 @@ class FunctionMetric(BatchMetric):
             )
         total = value.double().sum() if value.ndim else value.double() * size
         count = value.numel() if value.ndim else size
-        return {f"{self.name}/sum": total, f"{self.name}/count": torch.tensor(count)}
+        return {f"{self.name}/sum": total, f"{self.name}/count": total.new_full((), count, dtype=torch.int64)}
 
     def report(self, sums: Mapping[str, Tensor], outputs: Sequence[str]) -> Reported:
         return {self.name: float(sums[f"{self.name}/sum"]) / int(sums[f"{self.name}/count"])}, {}
@@ -125,7 +125,9 @@ class TorchMetric(BatchMetric):
     def sums(self, output: Any, target: Any, size: int) -> Mapping[str, Tensor | Rows]:
         output = changed(output, lambda v: v.float() if v.dtype in (torch.half, torch.bfloat16) else v)
         device = next(tensors_of(output)).device
-        self._metric.to(device).reset()
+        if self._metric.device != device:
+            self._metric.to(device)
+        self._metric.reset()
         for part in self._parts.values():
             part.reset()
         try:

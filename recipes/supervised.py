@@ -93,7 +93,9 @@ class Supervised(Task):
                 sums |= metric.sums(output, target, size)
         for name, total in {"loss": loss.sum, **loss.logs}.items():
             sums[f"{name}/sum"] = total
-        count = loss.count if isinstance(loss.count, Tensor) else torch.tensor(loss.count)
+        count = loss.count
+        if not isinstance(count, Tensor):
+            count = loss.sum.new_full((), count, dtype=torch.int64)  # without waiting for the device
         return sums | {"/count": count}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:

@@ -4,7 +4,7 @@ import copy
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddptrain.api.recipe import Batch, Loss
-from ddptrain.config.arguments import SCRIPT
+from ddptrain.config.arguments import SCRIPT, Arguments
 from ddptrain.distributed.launcher.process import leave
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.python.objects import objects_of, write_objects
@@ -23,7 +23,7 @@ from ddptrain.recipes.given import Objects, give
 from ddptrain.run.train import run
 from ddptrain.verbs.argv import parse
 from ddptrain.verbs.composing import composed, own_options, recorded
-from ddptrain.verbs.main import ended
+from ddptrain.verbs.main import main
 from ddptrain.verbs.script import FIT_INTO, OBJECTS
 
 
@@ -65,61 +65,63 @@ def fit(
     """
     if isinstance(valid, str):
         words, valid = (valid, *words), None
-    objects, of_loaders = objects_of(model, train, valid, loss, metrics, step)
     named = {
         "train.epochs": epochs, "train.batch_size": batch_size, "optim": optimizer, "optim.lr": lr,
         "task.best_metric": best, "run.dir": run_dir,
     }  # fmt: skip
-    settings = {**of_loaders, **{key: value for key, value in named.items() if value is not None}}
-    asked = {word.partition("=")[0] for word in words}
-    overrides = [f"{key}={value}" for key, value in settings.items() if key not in asked]
-    asked_words = ["recipe=fit", *overrides, *words]
-    if (into := os.environ.get(FIT_INTO)) is not None:
-        write_objects(objects, asked_words, Path(into))
-        raise SystemExit(0)
+
+    def given() -> tuple[Objects, list[str]]:
+        """And the config's words."""
+        objects, of_loaders = objects_of(model, train, valid, loss, metrics, step)
+        settings = {**of_loaders, **{key: value for key, value in named.items() if value is not None}}
+        asked = {word.partition("=")[0] for word in words}
+        overrides = [f"{key}={value}" for key, value in settings.items() if key not in asked]
+        return objects, ["recipe=fit", *overrides, *words]
+
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _check_ranks(ranks)
-        return _as_a_rank(objects, asked_words)
+        return _as_a_rank(given, ranks)
+    objects, overrides = given()
+    if (into := os.environ.get(FIT_INTO)) is not None:
+        write_objects(objects, overrides, Path(into))
+        raise SystemExit(0)
     with tempfile.TemporaryDirectory(prefix="ddptrain-") as folder:
-        environment = {OBJECTS: write_objects(objects, asked_words, Path(folder))}
-        ran = train_in_processes([*_script(), *asked_words], 1 if ranks is None else ranks, environment)
+        environment = {OBJECTS: write_objects(objects, overrides, Path(folder))}
+        ran = train_in_processes([*_script(), *overrides], 1 if ranks is None else ranks, environment)
     return Run(ran, _own(objects))
+
+
+def _as_a_rank(given: Callable[[], tuple[Objects, list[str]]], ranks: int | None) -> Run:
+    """In one of torchrun's processes. Ends it where the training does not come to its end."""
+    runs: list[Run] = []
+    script = _script()
+
+    def train(_: Arguments) -> int:
+        if ranks not in (None, size := int(os.environ["WORLD_SIZE"])):
+            raise UserError(
+                f"ranks={ranks}: torchrun has started {size} already (--nproc-per-node). Leave ranks out, or"
+                " start the script with python."
+            )
+        objects, overrides = given()
+        give(_own(objects))
+        arguments = parse(["train", *overrides])
+        known = composed(arguments)
+        assert known is not None, "there is no option that asks for something else"
+        with recorded():
+            folder = run(known[0], [*script, *own_options(arguments), *known[1]])
+        runs.append(Run(folder, _own(objects)))
+        return ExitCode.DONE
+
+    with _main_not_imported(), _argv_kept():
+        code = main(["train"], train)
+    if code != ExitCode.DONE:
+        leave(code)
+    return runs[0]
 
 
 def _script() -> list[str]:
     """So that the run's record repeats it from a shell, where a program calls."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     return [] if file is None else [f"{SCRIPT}={os.path.relpath(file)}"]
-
-
-def _check_ranks(ranks: int | None) -> None:
-    size = int(os.environ["WORLD_SIZE"])
-    if ranks not in (None, size):
-        raise UserError(
-            f"ranks={ranks}: torchrun has started {size} already (--nproc-per-node). Leave ranks out, or"
-            " start the script with python."
-        )
-
-
-def _as_a_rank(objects: Objects, words: Sequence[str]) -> Run:
-    """In one of torchrun's processes. Ends it where the training does not come to its end."""
-    folders: list[Path] = []
-
-    def train() -> int:
-        arguments = parse(["train", *_script(), *words])
-        known = composed(arguments)
-        assert known is not None, "there is no option that asks for something else"
-        config, overrides = known
-        with recorded():
-            folders.append(run(config, [*own_options(arguments), *overrides]))
-        return ExitCode.DONE
-
-    give(_own(objects))
-    with _main_not_imported(), _argv_kept():
-        code = ended(train)
-    if code != ExitCode.DONE:
-        leave(code)
-    return Run(folders[0], _own(objects))
 
 
 def _own(objects: Objects) -> Objects:

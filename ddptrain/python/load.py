@@ -2,17 +2,14 @@
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor, nn
 
+from ddptrain.python.loaded import loaded
 from ddptrain.python.run import Run
-from ddptrain.recipes.given import giving
-from ddptrain.run.setup import loaded_model
-from ddptrain.verbs.saved_run import asked_to_load
 
 
 @final
@@ -42,9 +39,6 @@ def load(
     one, else the last. device: as the key ``device``. Needs the data set only where the checkpoint does not
     say enough about it. Raises UserError.
     """
-    folder = run.folder if isinstance(run, Run) else Path(run)
-    asked = asked_to_load([f"run={folder}", f"checkpoint={checkpoint or ''}", *words])
-    objects = run.objects if isinstance(run, Run) else None
-    with nullcontext() if objects is None else giving(objects):
-        module, data, path = loaded_model(*asked, device)
+    folder, objects = (run.folder, run.objects) if isinstance(run, Run) else (Path(run), None)
+    module, data, path = loaded(folder, words, checkpoint or "", device, objects)
     return Trained(module, tuple(data.outputs), data.preprocess, path)

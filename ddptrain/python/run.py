@@ -61,9 +61,9 @@ class Run:
     @cached_property
     def model(self) -> "nn.Module":
         """The trained model: ``ddptrain.load(run).module``, made at the first use."""
-        from ddptrain.python.load import load
+        from ddptrain.python.loaded import loaded
 
-        return load(self).module
+        return loaded(self.folder, (), "", "cpu", self.objects)[0]
 
     def __repr__(self) -> str:
         values = "".join(f"  {name} {v:.4f}" for name, v in self.metrics.items() if "/" not in name)

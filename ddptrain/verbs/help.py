@@ -11,6 +11,8 @@ from ddptrain.verbs.installed import verb_named, verb_names
 OPTIONS = {
     "--config-dir, -cd <folder>": "find recipes and other choices there too, and the code that they name",
     "--env <NAME>": "let YAMLs read this environment variable: ${oc.env:NAME}",
+    "--script <file>.py": "train what this program gives to ddptrain.fit",
+    "--trust <package>,...": "let YAMLs name what is defined in these installed packages",
     "--multirun, -m": "a sweep: a job for each combination of values: optim.lr=0.1,0.2",
     "--cfg, -c job|hydra|all": "print the config and train nothing",
     "--package, -p <section>": "with --cfg: this part alone",

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from ddptrain.config.arguments import Arguments
 from ddptrain.config.choices import yaml_folders
 from ddptrain.distributed.launcher.process import end_with_agent
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
@@ -26,33 +27,24 @@ _BY_SIGPIPE = 141
 """What a shell says of a program that ended so."""
 
 
-def main(words: Sequence[str]) -> int:
-    """Run a command line; returns the exit code."""
-    return ended(lambda: _run(words))
-
-
-def _run(words: Sequence[str]) -> int:
-    arguments = parse(words)
-    if "--version" in words:
-        print(f"ddptrain {__version__}")
-        return ExitCode.DONE
-    verb = verb_named(arguments.verb)
-    if arguments.asks_help and verb.help:
-        print(verb.help)
-        return ExitCode.DONE
-    if arguments.asks_help and not arguments.overrides:
-        print(overview(yaml_folders(arguments.config_dirs)))
-        return ExitCode.DONE
-    return verb.run(with_script(arguments, verb.composes))
-
-
-def ended(work: Callable[[], int]) -> int:
-    """Do a process's work; returns the exit code. What ends it is printed, once over all ranks."""
+def main(words: Sequence[str], work: Callable[[Arguments], int] | None = None) -> int:
+    """Run a command line; returns the exit code. work: done in place of the verb's own."""
     end_with_agent()
     if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: a name may hold what the terminal lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = work()
+        arguments = parse(words)
+        if "--version" in words:
+            print(f"ddptrain {__version__}")
+            return ExitCode.DONE
+        verb = verb_named(arguments.verb)
+        if arguments.asks_help and verb.help:
+            print(verb.help)
+            return ExitCode.DONE
+        if arguments.asks_help and not arguments.overrides:
+            print(overview(yaml_folders(arguments.config_dirs)))
+            return ExitCode.DONE
+        code = (work or verb.run)(with_script(arguments, verb.composes))
         sys.stdout.flush()  # while a reader that has ended is still met here
         return code
     except UserError as error:

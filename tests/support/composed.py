@@ -16,8 +16,10 @@ from ddptrain.run.setup import make_task
 from ddptrain.verbs.argv import parse
 
 RECIPES = sorted(
-    path.name.removesuffix(".yaml") for path in (files("ddptrain.conf") / "recipe").iterdir()
-)  # fmt: skip
+    path.name.removesuffix(".yaml")
+    for path in (files("ddptrain.conf") / "recipe").iterdir()
+    if path.name != "fit.yaml"  # its model and data are objects
+)
 
 
 def made(recipe: str, folder: Path, *changes: str) -> tuple[Config, Task, Data]:
@@ -29,6 +31,9 @@ def made(recipe: str, folder: Path, *changes: str) -> tuple[Config, Task, Data]:
         data = ["data=text", f"data.source.path={write_text(folder / 'text')}", f"data.root={folder}"]
     elif recipe == "segmentation":
         data = [f"data.root={mask_set(folder / 'masks')}", "data.size=64", "data.workers=0"]
+    elif recipe == "supervised":
+        data = ["data=shapes", *few, "model._target_=torchvision.models.shufflenet_v2_x0_5"]
+        data += ["+model.num_classes=10"]
     elif recipe.endswith("_translate"):
         data = ["data.train=64", "data.valid=8"]
     else:
