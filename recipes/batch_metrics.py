@@ -112,8 +112,7 @@ class TorchMetric(BatchMetric):
         if kind in _OVER_TIME:
             raise UserError(
                 f"metrics.{self.name}: {kind} draws random numbers, or is of more than one evaluation;"
-                " give the"
-                " metric inside of it."
+                " give the metric inside of it."
             )
         for state, reduction in part._reductions.items():
             if reduction is dim_zero_mean:
@@ -135,8 +134,7 @@ class TorchMetric(BatchMetric):
         except (ValueError, RuntimeError, TypeError) as error:
             raise UserError(
                 f"metrics.{self.name}: {type(self._metric).__name__} refuses a batch of the model's output"
-                " and"
-                f" the target: {error}",
+                f" and the target: {error}",
                 everywhere=False,
             ) from error
         return dict(self._sums())
@@ -158,10 +156,8 @@ class TorchMetric(BatchMetric):
             return values
         raise UserError(
             f"metrics.{self.name}: {type(self._metric).__name__} keeps {state} as a list of something else"
-            " than"
-            " tensors of one width, which can't be gathered in the order of the set. Give a function of"
-            " (output,"
-            " target) in place of it."
+            " than tensors of one width, which can't be gathered in the order of the set. Give a function of"
+            " (output, target) in place of it."
         )
 
     def report(self, sums: Mapping[str, Tensor], outputs: Sequence[str]) -> Reported:

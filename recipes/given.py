@@ -80,9 +80,8 @@ def _objects() -> Objects:
         if (file := os.environ.get(FILE)) is None:
             raise UserError(
                 "recipe=fit: its model and data are objects of a Python program, which are not known here."
-                " Call"
-                " ddptrain.fit there as before (a run that has finished is returned at once), or name the"
-                " program: --script=<file>.py"
+                " Call ddptrain.fit there as before (a run that has finished is returned at once), or name"
+                " the program: --script=<file>.py"
             )
         with open(file, "rb") as pickled:
             sys.path += [folder for folder in pickle.load(pickled) if folder not in sys.path]

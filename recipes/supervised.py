@@ -44,8 +44,7 @@ class Supervised(Task):
         if step is not None and metrics:
             raise UserError(
                 "metrics: are of (output, target), which step= does not tell. Return ddptrain.api.Loss"
-                " from it,"
-                " with sums of what is to be measured as its logs."
+                " from it, with sums of what is to be measured as its logs."
             )
         self._model = model
         self._data = data

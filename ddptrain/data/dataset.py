@@ -254,8 +254,7 @@ def _only_by_value(part: Samples) -> bool:
             cloudpickle.dumps(part.__reduce__()[1])
         except Exception as error:
             raise UserError(
-                f"data.dataset: can't be sent to loader processes ({error}). Leave open files and locks"
-                " out of"
-                " it, or set data.workers=0."
+                f"data.dataset: can't be sent to loader processes ({error}). Leave open files and"
+                " locks out of it, or set data.workers=0."
             ) from error
     return True

@@ -69,8 +69,7 @@ def write_objects(objects: Objects, words: Sequence[str], folder: Path) -> str:
             except Exception as error:
                 raise UserError(
                     f"{field.name}: can't be sent to the training's processes ({error}). Leave open files,"
-                    " locks"
-                    " and generators out of it: open them where they are first used"
+                    " locks and generators out of it: open them where they are first used"
                     + (", or give a function that makes the model." if field.name == "model" else ".")
                 ) from error
         raise UserError(f"the objects can't be sent to the training's processes ({whole}).") from whole
@@ -102,8 +101,7 @@ def _check_model(model: Any) -> None:
         if tensor.device.type != "cpu":
             raise UserError(
                 f"model: {name} is on {tensor.device}. Give the model before .to(...), or model.cpu():"
-                " each rank"
-                " moves its own to its device."
+                " each rank moves its own to its device."
             )
     if not any(True for _ in model.parameters()):
         raise UserError(f"model: {type(model).__name__} has no parameters, so there is nothing to train.")
@@ -117,8 +115,7 @@ def _check_loader(loader: DataLoader[Any], key: str) -> None:
         kind = "batch_size=None" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
         raise UserError(
             f"{key}: a DataLoader with {kind} makes its own batches, which could not be divided among"
-            " ranks nor"
-            " continued exactly. Give the dataset, and batch_size= (the global one)."
+            " ranks nor continued exactly. Give the dataset, and batch_size= (the global one)."
         )
     sampler = loader.sampler
     plain = type(sampler) in (SequentialSampler, DistributedSampler) or (
@@ -129,10 +126,9 @@ def _check_loader(loader: DataLoader[Any], key: str) -> None:
     if not plain:
         raise UserError(
             f"{key}: a DataLoader with {type(sampler).__name__}: an order of one's own could not be"
-            " divided among"
-            " ranks nor continued exactly. Give the dataset: it is shuffled by (seed, epoch). For rare"
-            " classes"
-            " weight the loss (CrossEntropyLoss(weight=...)), for a part of the samples give a Subset."
+            " divided among ranks nor continued exactly. Give the dataset: it is shuffled by (seed, epoch)."
+            " For rare classes weight the loss (CrossEntropyLoss(weight=...)), for a part of the samples give"
+            " a Subset."
         )
 
 
