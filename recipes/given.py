@@ -14,11 +14,8 @@ from torch.utils.data import Dataset
 from ddptrain.api import Data, UserError
 from ddptrain.data.dataset import DatasetData
 from ddptrain.data.tensors import TensorData
+from ddptrain.distributed.launcher.process import OBJECTS
 from ddptrain.recipes.supervised import Step, Supervised
-
-FILE = "DDPTRAIN_OBJECTS"
-"""Environment variable: a file with the program's sys.path and its `Objects`, pickled by this user's own
-program."""
 
 
 @final
@@ -77,7 +74,7 @@ def data(
 
 def _objects() -> Objects:
     if not _given:
-        if (file := os.environ.get(FILE)) is None:
+        if (file := os.environ.get(OBJECTS)) is None:
             raise UserError(
                 "recipe=fit: its model and data are objects of a Python program, which are not known here."
                 " Call ddptrain.fit there as before (a run that has finished is returned at once), or name"

@@ -66,7 +66,6 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
             return
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us whole instead of being printed
     of_hydra = ["".join(parts) for parts in options if parts[0] not in OURS]
-    sys.argv = [sys.argv[0], *of_hydra, *overrides]
 
     failures: list[Exception] = []
 
@@ -82,8 +81,13 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
                 raise
             failures.append(error)  # carried past Hydra, which would report it in its own way
 
-    with _hydra_errors_as_user_errors(overrides):
-        hydra.main(config_path=f"pkg://{CONF}", config_name="config", version_base="1.3")(task)()
+    argv = sys.argv
+    sys.argv = [argv[0], *of_hydra, *overrides]  # Hydra reads them there
+    try:
+        with _hydra_errors_as_user_errors(overrides):
+            hydra.main(config_path=f"pkg://{CONF}", config_name="config", version_base="1.3")(task)()
+    finally:
+        sys.argv = argv
     if failures:
         raise failures[0]
 

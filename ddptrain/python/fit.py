@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ddptrain.api.recipe import Batch, Loss
 from ddptrain.config.arguments import SCRIPT, Arguments
-from ddptrain.distributed.launcher.process import leave
+from ddptrain.distributed.launcher.process import OBJECTS, leave
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.python.objects import objects_of, write_objects
 from ddptrain.python.run import Run
@@ -24,7 +24,7 @@ from ddptrain.run.train import run
 from ddptrain.verbs.argv import parse
 from ddptrain.verbs.composing import composed, own_options, recorded
 from ddptrain.verbs.main import main
-from ddptrain.verbs.script import FIT_INTO, OBJECTS
+from ddptrain.verbs.script import FIT_INTO
 
 
 def fit(
@@ -111,7 +111,7 @@ def _as_a_rank(given: Callable[[], tuple[Objects, list[str]]], ranks: int | None
         runs.append(Run(folder, _own(objects)))
         return ExitCode.DONE
 
-    with _main_not_imported(), _argv_kept():
+    with _main_not_imported():
         code = main(["train"], train)
     if code != ExitCode.DONE:
         leave(code)
@@ -145,12 +145,3 @@ def _main_not_imported() -> Iterator[None]:
     finally:
         if file is not None:
             main.__file__ = file
-
-
-@contextmanager
-def _argv_kept() -> Iterator[None]:
-    argv = sys.argv
-    try:
-        yield
-    finally:
-        sys.argv = argv

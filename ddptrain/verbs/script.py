@@ -11,14 +11,12 @@ import tempfile
 from pathlib import Path
 
 from ddptrain.config.arguments import SCRIPT, Arguments
+from ddptrain.distributed.launcher.process import OBJECTS
 from ddptrain.errors import UserError
 
 FIT_INTO = "DDPTRAIN_FIT_INTO"
 """Environment variable: a folder into which ``ddptrain.fit`` writes its objects and words, and then ends the
 program."""
-OBJECTS = "DDPTRAIN_OBJECTS"
-"""Environment variable: a file with the program's sys.path and the objects given to ``ddptrain.fit``, pickled
-by this user's own program."""
 WORDS = "words.json"
 _SHOWN = 20
 

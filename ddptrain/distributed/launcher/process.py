@@ -20,6 +20,9 @@ from typing import NoReturn
 AGENT = "DDPTRAIN_AGENT"
 """Environment variable: the process id of the ``launch`` that starts this rank, or of the sweep that starts
 this job."""
+OBJECTS = "DDPTRAIN_OBJECTS"
+"""Environment variable: a file with a program's sys.path and the objects given to ``ddptrain.fit``, pickled
+by this user's own program."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 STOP_SIGNALS = (
