@@ -44,30 +44,25 @@ class BatchLoss:
                 " train. Make it a part of the model, and give step= in place of loss=."
             )
         self._name = name_of(function)
-        self._function = function
+        self._function: Any = function
+        self._has_buffers = isinstance(function, nn.Module) and any(True for _ in function.buffers())
         self._each = _without_reduction(function)
         self._batchmean = getattr(function, "reduction", None) == "batchmean"
         self._reduction: Literal["mean", "sum"] | None = None
 
     def __call__(self, output: Any, target: Any, size: int) -> Loss:
         """size: samples of the batch. Raises UserError where the function's result can't be understood."""
-        if isinstance(self._function, nn.Module) and any(True for _ in self._function.buffers()):
+        if self._has_buffers:
             self._function.to(next(tensors_of(output)).device)  # class weights; nothing where they are
         if self._each is not None:
             return self._counted(self._of(self._each, output, target), output, target, size)
         value = self._of(self._function, output, target)
-        if not isinstance(value, Tensor):
-            raise UserError(f"loss: {self._name} returned {type(value).__name__}; it must return a tensor.")
-        if value.ndim and value.shape[0] == size:
-            return Loss(value.sum(), value.numel())
-        if value.ndim:
-            raise UserError(
-                f"loss: {self._name} returned a tensor of shape {tuple(value.shape)} for {size} samples; it"
-                " must return one number (their mean or sum), or one for each sample."
-            )
-        if self._reduction is None:
-            self._reduction = self._reduction_by(output, target, size)
-        return Loss(value if self._reduction == "sum" else value * size, size)
+        if isinstance(value, Tensor) and value.ndim == 0:
+            if self._reduction is None:
+                self._reduction = self._reduction_by(output, target, size)
+            if self._reduction == "sum":
+                return Loss(value, size)
+        return mean_or_each(value, size, f"loss: {self._name}")
 
     def _of(self, function: Callable[[Any, Any], Tensor], output: Any, target: Any) -> Tensor:
         try:
@@ -125,6 +120,27 @@ class BatchLoss:
             f" with each other.{_WAY_OUT}",
             everywhere=False,
         )
+
+
+def mean_or_each(value: Any, size: int, where: str) -> Loss:
+    """Of so many samples: their mean, or one value for each. Raises UserError, which names ``where``, for
+    what is neither."""
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return Loss(value * size, size)
+    if isinstance(value, Tensor) and value.shape[0] == size:
+        return Loss(value.sum(), value.numel())
+    said = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise UserError(
+        f"{where} returned {said} for {size} samples; it must return a tensor: one number for all of them, or"
+        " one for each.",
+        everywhere=False,
+    )
+
+
+def count_of(loss: Loss) -> Tensor:
+    """On the loss's device; the host does not wait for it."""
+    count = loss.count
+    return count if isinstance(count, Tensor) else loss.sum.new_full((), count, dtype=torch.int64)
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddptrain.api import ConfusionMatrix, Figure, Picture, Rows, UserError
 from ddptrain.data.prefetch import changed, tensors_of
-from ddptrain.recipes.batch_loss import name_of
+from ddptrain.recipes.batch_loss import count_of, mean_or_each, name_of
 
 Reported = tuple[Mapping[str, float], Mapping[str, Figure]]
 _OVER_TIME = ("BootStrapper", "MinMaxMetric", "MetricTracker", "Running", "FeatureShare")
@@ -73,17 +73,9 @@ class FunctionMetric(BatchMetric):
 
     def sums(self, output: Any, target: Any, size: int) -> Mapping[str, Tensor | Rows]:
         value = self._function(output, target)
-        value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-        if value.ndim and value.shape[0] != size:
-            raise UserError(
-                f"metrics.{self.name}: returned a tensor of shape {tuple(value.shape)} for {size} samples;"
-                " it must"
-                " return their mean, or one value for each.",
-                everywhere=False,
-            )
-        total = value.double().sum() if value.ndim else value.double() * size
-        count = value.numel() if value.ndim else size
-        return {f"{self.name}/sum": total, f"{self.name}/count": total.new_full((), count, dtype=torch.int64)}
+        value = value.detach().double() if isinstance(value, Tensor) else torch.tensor(float(value))
+        mean = mean_or_each(value, size, f"metrics.{self.name}:")
+        return {f"{self.name}/sum": mean.sum, f"{self.name}/count": count_of(mean)}
 
     def report(self, sums: Mapping[str, Tensor], outputs: Sequence[str]) -> Reported:
         return {self.name: float(sums[f"{self.name}/sum"]) / int(sums[f"{self.name}/count"])}, {}
@@ -126,8 +118,7 @@ class TorchMetric(BatchMetric):
         device = next(tensors_of(output)).device
         if self._metric.device != device:
             self._metric.to(device)
-        self._metric.reset()
-        for part in self._parts.values():
+        for part in self._parts.values():  # the metric itself among them
             part.reset()
         try:
             self._metric.update(output, target)

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from ddptrain.api import Batch, Data, Figure, Loss, Progress, Report, Rows, Task, UserError
 from ddptrain.data.prefetch import tensors_of
-from ddptrain.recipes.batch_loss import BatchLoss
+from ddptrain.recipes.batch_loss import BatchLoss, count_of, mean_or_each
 from ddptrain.recipes.batch_metrics import batch_metrics
 
 Step = Callable[[nn.Module, Batch], Tensor | Loss]
@@ -92,10 +91,7 @@ class Supervised(Task):
                 sums |= metric.sums(output, target, size)
         for name, total in {"loss": loss.sum, **loss.logs}.items():
             sums[f"{name}/sum"] = total
-        count = loss.count
-        if not isinstance(count, Tensor):
-            count = loss.sum.new_full((), count, dtype=torch.int64)  # without waiting for the device
-        return sums | {"/count": count}
+        return sums | {"/count": count_of(loss)}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         count = float(sums["/count"])
@@ -124,17 +120,7 @@ def _output(model: nn.Module, batch: Batch) -> tuple[Any, Any]:
 
 
 def _of_step(value: Any, size: int) -> Loss:
-    if isinstance(value, Loss):
-        return value
-    if isinstance(value, Tensor) and value.ndim == 0:
-        return Loss(value * size, size)
-    if isinstance(value, Tensor) and value.shape[0] == size:
-        return Loss(value.sum(), value.numel())
-    said = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-    raise UserError(
-        f"step: returned {said} for {size} samples; it must return their mean, one value for each, or a"
-        " ddptrain.api.Loss."
-    )
+    return value if isinstance(value, Loss) else mean_or_each(value, size, "step:")
 
 
 def _size(batch: Batch) -> int:
