@@ -18,7 +18,7 @@ from ddptrain.distributed.launcher.process import OBJECTS, leave
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.python.objects import objects_of, write_objects
 from ddptrain.python.run import Run
-from ddptrain.python.train import train_in_processes
+from ddptrain.python.train import check_options, train_in_processes
 from ddptrain.recipes.given import Objects, give
 from ddptrain.run.train import run
 from ddptrain.verbs.argv import parse
@@ -72,6 +72,7 @@ def fit(
 
     def given() -> tuple[Objects, list[str]]:
         """And the config's words."""
+        check_options(words, "from Python fit takes overrides, --config-dir, --env and --trust")
         objects, of_loaders = objects_of(model, train, valid, loss, metrics, step)
         settings = {**of_loaders, **{key: value for key, value in named.items() if value is not None}}
         asked = {word.partition("=")[0] for word in words}

@@ -39,16 +39,21 @@ def train(*words: str, ranks: int = 1) -> Run:
     ranks: processes, usually one per GPU. Raises UserError, a ValueError, with the message for what the
     user can mend; RuntimeError with the end of the log where the training has failed.
     """
+    check_options(words, "train takes overrides, --config-dir and --env; --script and --trust, too")
     return Run(train_in_processes(words, ranks, {}))
+
+
+def check_options(words: Sequence[str], rule: str) -> None:
+    """Raises UserError, which says the rule, for an option that trains nothing, or more than one run."""
+    for option in parse(["train", *words]).options:
+        if option.partition("=")[0] not in OURS:
+            raise UserError(f"{option}: {rule}. For all others use the command line.")
 
 
 def train_in_processes(words: Sequence[str], ranks: int, environment: Mapping[str, str]) -> Path:
     """As `train`; returns the run's folder. environment: further variables of the processes."""
     if ranks < 1:
         raise UserError(f"ranks={ranks}: must be 1 or more.")
-    for option in parse(["train", *words]).options:
-        if option.partition("=")[0] not in OURS:
-            raise UserError(f"{option}: from Python {', '.join(OURS)} are taken; use the command line.")
     verb = ["train"] if ranks == 1 else ["launch", f"--nproc-per-node={ranks}"]
     command = [sys.executable, "-u", "-m", "ddptrain", *verb, *words]
     show, said, folder = _shower(), deque[str](maxlen=_LINES_KEPT), None
