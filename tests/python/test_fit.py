@@ -70,6 +70,13 @@ if os.environ.get("RANK", "0") == "0":
 """Without a main guard, with a class and a lambda of the program's own in loader processes."""
 
 
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a loader process takes a core from the trainer's threads, whose number decides on the rounding. Under
+    torchrun a 1 is nobody's choice."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+
+
 def program(folder: Path, ranks: int | None = None, workers: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "mine.py"
