@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -100,6 +101,19 @@ def test_nothing_outlives_a_killed_agent(tmp_path: Path, launcher: Start, moment
     os.kill(job.launcher.pid, signal.SIGKILL)
     job.launcher.wait()
     assert not job.left_after(2.0)
+
+
+def test_a_rank_whose_torchrun_died_before_it_had_started_ends_at_once(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        variables = {
+            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(closed.getsockname()[1]),
+            "TORCHELASTIC_RUN_ID": "gone", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }  # fmt: skip
+        ended = ddptrain(tmp_path, "recipe=cnn_digits device=cpu", **variables)
+    assert ended.code == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_rank_that_crashed_is_named_though_its_peers_were_gone_first(tmp_path: Path) -> None:

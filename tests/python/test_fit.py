@@ -72,8 +72,8 @@ if os.environ.get("RANK", "0") == "0":
 
 @pytest.fixture(autouse=True)
 def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a loader process takes a core from the trainer's threads, whose number decides on the rounding. Under
-    torchrun a 1 is nobody's choice."""
+    """Else a loader process takes a core from the trainer's threads, whose number decides on the rounding.
+    Under torchrun a 1 is nobody's choice."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
 

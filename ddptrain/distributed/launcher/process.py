@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,10 +37,21 @@ decides."""
 def end_with_agent() -> None:
     """End this process, if it is a rank or a sweep's job, when the agent or the sweep that started it ends.
 
-    To be called early, while that one still lives: of one that died before, plain torchrun's is not known.
+    To be called early. Whether plain torchrun's agent died before, its store tells: it serves the ranks from
+    before they start until it ends.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ or AGENT in os.environ:
-        end_with_parent(os.environ.pop(AGENT, None))  # not for what this rank starts
+    if (agent := os.environ.pop(AGENT, None)) is not None:  # not for what this rank starts
+        end_with_parent(agent)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(None)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            try:
+                socket.create_connection(store, timeout=1).close()
+            except ConnectionRefusedError:
+                os.kill(os.getpid(), signal.SIGKILL)
+            except OSError:
+                pass  # who can't be asked is not known to be dead
 
 
 def end_with_parent(parent: str | None) -> None:
