@@ -1,5 +1,5 @@
-# The same three commands as setup.sh, which needs no make.
-.PHONY: demo test check
+# The same commands as setup.sh, which needs no make.
+.PHONY: demo test check docs
 
 demo: ## train the main job on two ranks, on data that needs no download
 	sh setup.sh demo
@@ -9,3 +9,6 @@ test: ## the tests
 
 check: ## linters, formatter, type checker, launch files
 	sh setup.sh check
+
+docs: ## the site, into site/
+	sh setup.sh docs

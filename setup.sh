@@ -5,6 +5,7 @@
 #   sh setup.sh demo     ... and train the main job on two ranks, on data that needs no download
 #   sh setup.sh test     ... and run the tests of what ddptrain promises; further words go to pytest
 #   sh setup.sh test-all ... and run all tests but the marked suites; further words go to pytest
+#   sh setup.sh docs     ... and build the site into site/
 #   sh setup.sh check    ... and run the linters, the formatter and the type checker, and check launch/
 #
 # VENV names the environment's folder (default .venv), PYTHON the interpreter (default python3.11 or
@@ -24,9 +25,10 @@ MARKED="long and not faults and not soak and not cluster and not browser and not
 case $WHAT in
 setup | demo) EXTRA= ;;
 test | test-all) EXTRA="[test]" ;;
+docs) EXTRA="[docs]" ;;
 check) EXTRA="[dev]" ;;
 *)
-    echo "setup.sh: $WHAT: must be demo, test, test-all, check or nothing" >&2
+    echo "setup.sh: $WHAT: must be demo, test, test-all, docs, check or nothing" >&2
     exit 2
     ;;
 esac
@@ -59,12 +61,19 @@ test-all)
     "$VENV/bin/python" -m pytest -n auto --maxprocesses=8 --dist=loadfile -m "not serial and not $MARKED"
     exec "$VENV/bin/python" -m pytest -m "serial and not $MARKED"
     ;;
+docs)
+    # no word about the next major version of MkDocs, which pyproject.toml leaves out
+    NO_MKDOCS_2_WARNING=1 exec "$VENV/bin/mkdocs" build --strict --quiet
+    ;;
 check)
     "$VENV/bin/ruff" check .
     "$VENV/bin/ruff" format --check .
     "$VENV/bin/mypy"
     "$VENV/bin/shellcheck" setup.sh .ci/run launch/*.sh launch/*.sbatch
     "$VENV/bin/hadolint" launch/Dockerfile
+    "$VENV/bin/check-jsonschema" --builtin-schema vendor.github-workflows .github/workflows/*.yml
+    "$VENV/bin/check-jsonschema" --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/idea.yml
+    "$VENV/bin/zizmor" --offline --quiet .github/workflows
     exec "$VENV/bin/python" -m pytest -q tests/launch/test_manifests.py
     ;;
 esac

@@ -171,7 +171,7 @@ class DatasetData(Data):
     def describe(self) -> str:
         name, classes = type(self._dataset).__name__, f", {len(self._classes)} classes" * bool(self._classes)
         return (
-            f"{name}: {self.train_size:,} train, {self.valid_size:,} valid{classes}, "
+            f"{name}: {self.train_size:,} train, {self.valid_size:,} valid{classes},"
             f" {self._ready.pipeline.describe()}{in_words(self._ready.skipped)}"
         )
 

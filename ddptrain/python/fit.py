@@ -4,7 +4,7 @@ import copy
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddptrain.api.recipe import Batch, Loss
-from ddptrain.config.arguments import SCRIPT, Arguments
+from ddptrain.config.arguments import SCRIPT, TRUST, Arguments
 from ddptrain.distributed.launcher.process import OBJECTS, leave
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.python.objects import objects_of, write_objects
@@ -42,6 +42,7 @@ def fit(
     lr: float | None = None,
     ranks: int | None = None,
     run_dir: str | os.PathLike[str] | None = None,
+    trust: Sequence[str] = (),
 ) -> Run:
     """Train ``model`` on ``train``, measure it on ``valid``, and wait for the end.
 
@@ -58,7 +59,8 @@ def fit(
     sample. step: in place of it, a function of (model, batch) that returns such a value, or a
     `ddptrain.api.Loss`. metrics: by name, of torchmetrics or functions of (output, target). best: the metric
     that decides on ``checkpoints/best``; default: the validation loss. batch_size: of one optimizer step over
-    all ranks. optimizer: a name of the group ``optim``: adamw, sgd, rmsprop.
+    all ranks. optimizer: a name of the group ``optim``: adamw, sgd, rmsprop. trust: names of installed
+    packages whose classes the words may name: ``"optim._target_=<package>.<class>"``.
 
     Raises UserError, a ValueError, for what the caller can mend; RuntimeError with the end of the log where
     the training has failed; KeyboardInterrupt at a second Ctrl-C: the first one saves and returns the run.
@@ -77,7 +79,8 @@ def fit(
         settings = {**of_loaders, **{key: value for key, value in named.items() if value is not None}}
         asked = {word.partition("=")[0] for word in words}
         overrides = [f"{key}={value}" for key, value in settings.items() if key not in asked]
-        return objects, ["recipe=fit", *overrides, *words]
+        trusted = [f"{TRUST}={','.join(trust)}"] if trust else []
+        return objects, [*trusted, "recipe=fit", *overrides, *words]
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _as_a_rank(given, ranks)

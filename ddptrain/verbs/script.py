@@ -13,6 +13,7 @@ from pathlib import Path
 from ddptrain.config.arguments import SCRIPT, Arguments
 from ddptrain.distributed.launcher.process import OBJECTS
 from ddptrain.errors import UserError
+from ddptrain.verbs.argv import parse
 
 FIT_INTO = "DDPTRAIN_FIT_INTO"
 """Environment variable: a folder into which ``ddptrain.fit`` writes its objects and words, and then ends the
@@ -28,12 +29,17 @@ def with_script(arguments: Arguments, composes: bool) -> Arguments:
         return arguments
     if OBJECTS not in os.environ:  # else a rank of a launch that has run it
         os.environ[OBJECTS] = str(_objects_of(Path(named[-1])))
-    words = json.loads(Path(os.environ[OBJECTS]).with_name(WORDS).read_text())
+    given = parse(["train", *json.loads(Path(os.environ[OBJECTS]).with_name(WORDS).read_text())])
     own = {word.lstrip("+~").partition("=")[0] for word in arguments.overrides}
     if arguments.verb not in ("train", "launch") or arguments.sweeps:  # these name folders of their own
         own.add("run.dir")
-    more = [word for word in words if word.partition("=")[0] not in own] if composes else []
-    return dataclasses.replace(arguments, overrides=(*arguments.overrides, *more))
+    more = [word for word in given.overrides if word.partition("=")[0] not in own] if composes else []
+    return dataclasses.replace(
+        arguments,
+        overrides=(*arguments.overrides, *more),
+        options=tuple(dict.fromkeys((*arguments.options, *given.options))),
+        config_dirs=tuple(dict.fromkeys((*arguments.config_dirs, *given.config_dirs))),
+    )
 
 
 def _objects_of(script: Path) -> Path:

@@ -54,10 +54,10 @@ def metrics(home: Path) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the tracked files: old build folders can't add to it."""
+    """As a release is built, from the sdist, beside which it lies. Of a copy of the tracked files: old build
+    folders can't add to it."""
     source, built = checked_out(tmp_path_factory.mktemp("source")), tmp_path_factory.mktemp("wheel")
-    make = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", built]
-    done(source, [sys.executable, *make, source])
+    done(source, [sys.executable, "-m", "build", "--no-isolation", "--outdir", built])
     (path,) = built.glob("ddptrain-*.whl")
     return path
 
@@ -90,6 +90,26 @@ def test_the_wheel_holds_the_tracked_files_and_nothing_else(wheel: Path) -> None
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert {"ddptrain/py.typed", "ddptrain/conf/config.yaml", "ddptrain/recipes/cnn.py"} <= expected
+
+
+def test_wheel_and_sdist_are_fit_for_a_registry(wheel: Path) -> None:
+    files = sorted(wheel.parent.iterdir())
+    assert [file.suffix for file in files] == [".whl", ".gz"]
+    done(wheel.parent, [sys.executable, "-m", "twine", "check", "--strict", *files])
+
+
+def test_a_script_is_fitted_by_the_installed_wheel_from_an_empty_folder(
+    installed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("""
+import ddptrain, torch
+x = torch.randn(200, 4)
+net = torch.nn.Linear(4, 1)
+run = ddptrain.fit(net, (x, x.sum(1, keepdim=True)), "device=cpu", loss=torch.nn.MSELoss(), epochs=2, ranks=2)
+print(ddptrain.__file__, run.outcome, run.model(x[:2]).shape, sep="\\n")
+""")
+    lines = done(tmp_path, [sys.executable, "mine.py"], PYTHONPATH=str(installed)).splitlines()
+    assert lines[-3:] == [str(installed / "ddptrain/__init__.py"), "done", "torch.Size([2, 1])"]
 
 
 def test_the_installed_wheel_trains_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:

@@ -236,3 +236,23 @@ def test_no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert living("fit") == {}
     assert json.loads((run.folder / "summary.json").read_text())["outcome"] == "done"
     assert not run.model.training
+
+
+def test_words_name_classes_of_packages_that_are_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed/theirs.py").write_text("import torch\nclass Plain(torch.optim.SGD): pass")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "installed"))
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    monkeypatch.chdir(tmp_path)
+    words = ["optim=sgd", "optim._target_=theirs.Plain", "device=cpu"]
+    asked: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "epochs": 1, "lr": 0.1, "run_dir": "r"}
+    with pytest.raises(UserError, match=r"theirs\.Plain"):
+        ddptrain.fit(net(), (X, Y), None, *words, **asked)
+    run = ddptrain.fit(net(), (X, Y), None, *words, **asked, trust=["theirs"])
+    assert run.outcome == "done"
+    assert "--trust=theirs" in (run.folder / "command.txt").read_text()
+    assert "Plain" in capfd.readouterr().out
+    with pytest.raises(UserError, match="nowhere: is not installed"):
+        ddptrain.fit(net(), (X, Y), None, **asked, trust=["nowhere"])

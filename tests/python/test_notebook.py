@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import uuid
 from collections.abc import Callable
@@ -112,3 +113,40 @@ def test_train_interrupt_go_on_load_predict_plot(tmp_path: Path, monkeypatch: py
     assert answer == label
     assert f"{float(probability):.6g}" == share
     assert any("image/png" in output.get("data", {}) for output in client.nb.cells[3].outputs)
+
+
+EXAMPLE = Path(__file__).parents[2] / "docs/examples/spirals.ipynb"
+TRAINS, GOES_ON = 3, 5
+"""Its cells."""
+
+
+def executed(home: Path, interrupted: int = -1) -> list[tuple[int, float]]:
+    """The steps and losses that the example's notebook leaves, one of its cells interrupted as soon as it has
+    written some."""
+    home.mkdir()
+    metrics = home / "runs/spirals/metrics.jsonl"
+    written, place = nbformat.read(EXAMPLE, 4), {"metadata": {"path": str(home)}}
+    client = nbclient.NotebookClient(written, timeout=200, resources=place)
+    left = asyncio.run(
+        execute(
+            client,
+            interrupted,
+            lambda: metrics.exists() and metrics.stat().st_size > 0,
+            lambda: living(os.environ[MARK]),
+        )
+    )
+    assert living(os.environ[MARK]) == {}
+    assert left is None or len(left) == 1, "the kernel"
+    assert ("done" if left is None else "stopped") in said(client, TRAINS)
+    assert "'accuracy': 0.99" in said(client, GOES_ON)
+    assert "image/png" in client.nb.cells[-1].outputs[-1]["data"]
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows]
+
+
+def test_the_example_trains_what_its_cells_define_and_goes_on_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MARK, uuid.uuid4().hex)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert executed(tmp_path / "whole") == executed(tmp_path / "stopped", interrupted=TRAINS)

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from ddptrain.config.schema import Config
+from ddptrain.version import __version__
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,10 +57,17 @@ def test_every_local_link_leads_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_every_recipe_is_in_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_every_recipe_is_in_the_list() -> None:
+    page = (ROOT / "docs/recipe-list.md").read_text()
     for recipe in ROOT.glob("conf/recipe/*.yaml"):
-        assert f"| `{recipe.stem}` |" in readme
+        assert f"| `{recipe.stem}` |" in page
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    changes = re.findall(r"^## \[(\d.*?)\] - (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert changes[0] == (__version__, citation["date-released"])
+    assert citation["version"] == __version__
 
 
 def test_no_file_names_a_registry_or_a_path_of_one_machine() -> None:
