@@ -68,7 +68,7 @@ class BatchLoss:
         try:
             return function(output, target)
         except (ValueError, IndexError, RuntimeError) as error:
-            if type(error) not in (ValueError, IndexError, RuntimeError):  # out of memory, for one
+            if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise UserError(
                 f"loss: {self._name} refuses the model's output {_shapes(output)} and the target"

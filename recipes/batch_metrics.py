@@ -123,6 +123,8 @@ class TorchMetric(BatchMetric):
         try:
             self._metric.update(output, target)
         except (ValueError, RuntimeError, TypeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise UserError(
                 f"metrics.{self.name}: {type(self._metric).__name__} refuses a batch of the model's output"
                 f" and the target: {error}",

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from browser import Browser, headless_chromium
+from debian import CannotRun
 
 torch.set_num_threads(1)
 
@@ -56,3 +58,19 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = [(config.invocation_params.dir / word.partition("::")[0]).resolve() for word in config.args]
     if not all(any(path.is_relative_to(folder) for folder in GPU) for path in asked):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA reads it when it is first called
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """To look at pages with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "*")
+        try:
+            chromium = headless_chromium(tmp_path_factory.mktemp("chromium"))
+            running = chromium.__enter__()
+        except CannotRun as reason:
+            pytest.skip(str(reason))
+        try:
+            yield running
+        finally:
+            chromium.__exit__(None, None, None)

@@ -51,16 +51,21 @@ def fit(
     ``run_dir`` goes on where it stopped, and returns at once where it had finished. ``model`` itself is not
     changed: the trained one is ``run.model``.
 
-    model: a module on the CPU, or a function that makes one (then its weights follow from ``seed``). train,
-    valid: map-style datasets whose samples are (input, target), tuples of tensors whose row i is sample i, or
-    DataLoaders, of which dataset, batch size, collate and workers are taken; without ``valid`` every tenth
-    sample of ``train`` is held out. words: overrides, as on the command line: ``"strategy=fsdp"``,
-    ``"precision=bf16"``. loss: a module or function of (output, target); a mean, a sum, or one value for each
-    sample. step: in place of it, a function of (model, batch) that returns such a value, or a
-    `ddptrain.api.Loss`. metrics: by name, of torchmetrics or functions of (output, target). best: the metric
-    that decides on ``checkpoints/best``; default: the validation loss. batch_size: of one optimizer step over
-    all ranks. optimizer: a name of the group ``optim``: adamw, sgd, rmsprop. trust: names of installed
-    packages whose classes the words may name: ``"optim._target_=<package>.<class>"``.
+    - model: a module on the CPU, or a function that makes one (then its weights follow from ``seed``).
+    - train, valid: map-style datasets whose samples are (input, target) or (*inputs, target); tuples of
+      tensors whose row i is sample i; or DataLoaders, of which dataset, batch size, collate and workers are
+      taken. Without ``valid`` every tenth sample of ``train`` is held out.
+    - words: overrides, as on the command line: ``"strategy=fsdp"``, ``"precision=bf16"``.
+    - loss: a module or function of (output, target) that returns the mean over the samples, their sum, or one
+      value for each.
+    - step: in place of loss, a function of (model, batch) that returns such a value, or a `ddptrain.api.Loss`.
+    - metrics: by name, metrics of torchmetrics or functions of (output, target).
+    - best: the metric that decides on ``checkpoints/best``; default: the validation loss.
+    - epochs: above 0, may be a fraction. batch_size: samples of one optimizer step over all ranks.
+      optimizer: a name of the group ``optim``: adamw, sgd, rmsprop. lr: its learning rate.
+    - ranks: processes, usually one per GPU. run_dir: the run's folder; default: a new one below ``runs/fit``.
+    - trust: names of installed packages whose classes the words may name, as
+      ``"optim._target_=<package>.<class>"`` does.
 
     Raises UserError, a ValueError, for what the caller can mend; RuntimeError with the end of the log where
     the training has failed; KeyboardInterrupt at a second Ctrl-C: the first one saves and returns the run.

@@ -39,6 +39,6 @@ def bits(output: Tensor, target: Tensor) -> Tensor:
 net = LanguageModel()
 
 run = ddptrain.fit(
-    net, train_loader, valid_loader, loss=cross_entropy, metrics={"bits": bits}, epochs=8, lr=5e-3
+    net, train_loader, valid_loader, loss=cross_entropy, metrics={"bits": bits}, epochs=8, lr=2e-3
 )
 print("bits", run.metrics["bits"])

@@ -36,7 +36,7 @@ def bits(output: Tensor, target: Tensor) -> Tensor:
 
 net = LanguageModel()
 
-optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
+optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3)
 for _ in range(8):
     for inputs, target in train_loader:
         optimizer.zero_grad()

@@ -256,3 +256,13 @@ def test_words_name_classes_of_packages_that_are_trusted(
     assert "Plain" in capfd.readouterr().out
     with pytest.raises(UserError, match="nowhere: is not installed"):
         ddptrain.fit(net(), (X, Y), None, **asked, trust=["nowhere"])
+
+
+def test_a_sweep_of_what_a_program_gives(tmp_path: Path) -> None:
+    program(tmp_path)
+    ended = command_line(tmp_path, "--multirun --script=mine.py optim.lr=0.01,0.001 train.steps=4")
+    assert ended.code == 0, ended.err
+    assert "2 jobs: 2 done" in ended.out
+    losses = [losses_of(folder.parent) for folder in sorted(tmp_path.glob("sweeps/fit/*/metrics.jsonl"))]
+    assert len(losses) == 2
+    assert losses[0] != losses[1]

@@ -1,15 +1,13 @@
-"""Run folders as trainings leave them, without the trainings, and a browser to look at pages with."""
+"""Run folders as trainings leave them, without the trainings."""
 
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, headless_chromium
-from debian import CannotRun
 
 MakeRun = Callable[..., Path]
 
@@ -46,18 +44,3 @@ def write_run(home: Path, name: str, lr: float = 0.1, lines: int = 20, seed: int
     }  # fmt: skip
     (folder / "summary.json").write_text(json.dumps({**known, **summary}))
     return folder
-
-
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NO_PROXY", "*")
-        try:
-            chromium = headless_chromium(tmp_path_factory.mktemp("chromium"))
-            running = chromium.__enter__()
-        except CannotRun as reason:
-            pytest.skip(str(reason))
-        try:
-            yield running
-        finally:
-            chromium.__exit__(None, None, None)
