@@ -1,4 +1,4 @@
-"""Every table of docs/performance.md, text.md, finetuning.md, reliability.md, and the picture, in turn.
+"""Every table of docs/performance.md, text.md, finetuning.md, reliability.md, fit.md, and the picture.
 
 python benchmarks/everything.py                      # in some three hours, 45 minutes of them for text.py
 python benchmarks/everything.py throughput startup   # some
@@ -22,6 +22,7 @@ FILES = {
     "text": ROOT / "docs/text.md",
     "finetune": ROOT / "docs/finetuning.md",
     "strict": ROOT / "docs/reliability.md",
+    "ports": ROOT / "docs/fit.md",
 }
 
 

@@ -4,12 +4,14 @@
     python benchmarks/ports.py --write docs/fit.md    # and into that file
     python benchmarks/ports.py --examples digits --rounds 3
 
-Each script is started as it is, in a process of its own; both take turns, and a ratio is taken within one
+Both scripts of an example are executed as they are, in turns, in one process, and a ratio is taken within one
 round. A step lasts from one call of the loss to the next, and the median of a script's last steps counts: no
 set-up, no evaluation, no log.
 """
 
 import argparse
+import gc
+import json
 import os
 import runpy
 import statistics
@@ -17,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ EXAMPLES = Path(__file__).parents[1] / "docs/examples"
 NAMES = sorted(path.name.removesuffix("_plain.py") for path in EXAMPLES.glob("*_plain.py"))
 LAST = 80
 """Steps that count."""
+_MARK = "TURNS"
 
 
 def main() -> None:
@@ -35,10 +40,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="(%(default)s)")
     parser.add_argument("--examples", default=",".join(NAMES), help="(%(default)s)")
     parser.add_argument("--write", type=Path, metavar="FILE")
-    parser.add_argument("--time", type=Path, metavar="SCRIPT", help=argparse.SUPPRESS)
+    parser.add_argument("--turns", metavar="EXAMPLE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.time:
-        print("STEP", timed(arguments.time))
+    if arguments.turns:
+        print(_MARK, json.dumps(take_turns(arguments.turns, arguments.rounds)))
         return
     if arguments.write:
         check_markers(arguments.write, NAME)
@@ -47,55 +52,61 @@ def main() -> None:
         "|---|---:|---:|---:|---:|",
     ]
     for name in arguments.examples.split(","):
-        plain, ratios = [], []
-        for number in range(arguments.rounds):
-            kinds = ["plain", "fit"] if number % 2 else ["fit", "plain"]
-            seconds = {kind: started(EXAMPLES / f"{name}_{kind}.py") for kind in kinds}
-            plain.append(seconds["plain"])
-            ratios.append(seconds["fit"] / seconds["plain"])
+        rounds = by_itself(name, arguments.rounds)
+        ratios = [port / plain for plain, port in rounds]
         print(name, [round(ratio, 3) for ratio in ratios], file=sys.stderr, flush=True)
+        milliseconds = 1000 * statistics.median(plain for plain, _ in rounds)
         share = f"**{statistics.median(ratios):.3f}** | {min(ratios):.3f} | {max(ratios):.3f}"
-        lines.append(f"| {name} | {1000 * statistics.median(plain):.2f} ms | {share} |")
+        lines.append(f"| {name} | {milliseconds:.2f} ms | {share} |")
     lines += ["", f"{arguments.rounds} rounds in which both take turns, {THREADS} threads."]
     lines[-1] += f" {made_with('torch', 'ddptrain')} Made by `python benchmarks/ports.py`."
     publish("\n".join(lines), NAME, arguments.write)
 
 
-def started(script: Path) -> float:
-    """Seconds of a step of a script, run by itself. Under torchrun, so that `fit` trains in the process that
-    has the loss."""
+def by_itself(name: str, rounds: int) -> list[tuple[float, float]]:
+    """The turns of one example in a process of their own: torchrun's, so that `fit` trains in it."""
     with tempfile.TemporaryDirectory() as folder:
         ended = subprocess.run(
             [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"),
-             *(__file__, "--time", str(script))],
+             *(__file__, "--turns", name, "--rounds", str(rounds))],
             cwd=folder, env={**os.environ, "OMP_NUM_THREADS": str(THREADS)}, capture_output=True, text=True,
         )  # fmt: skip
-    words = [line.split() for line in ended.stdout.splitlines() if line.startswith("STEP")]
-    if ended.returncode or not words:
-        raise SystemExit(f"{script}: {ended.stdout}{ended.stderr}")
-    return float(words[0][1])
+    answers = [line for line in ended.stdout.splitlines() if line.startswith(_MARK)]
+    if ended.returncode or not answers:
+        raise SystemExit(f"{name}: {ended.stdout}{ended.stderr}")
+    return [(plain, port) for plain, port in json.loads(answers[0].removeprefix(_MARK))]
 
 
-def timed(script: Path) -> float:
-    """Run a script; seconds of a step, from one call of torch's loss function to the next."""
-    import torch
+def take_turns(name: str, rounds: int) -> list[tuple[float, float]]:
+    """Seconds of a step, plain and by `fit`, of each round."""
     from torch.nn import functional
 
     begins: list[float] = []
+    for loss in ("cross_entropy", "mse_loss"):
+        setattr(functional, loss, noted(getattr(functional, loss), begins))
+    results = []
+    for number in range(rounds + 1):
+        seconds = {}
+        for kind in ("plain", "fit") if number % 2 else ("fit", "plain"):
+            begins.clear()
+            gc.collect()  # so that none pays for what the other one left
+            runpy.run_path(str(EXAMPLES / f"{name}_{kind}.py"), run_name="__main__")
+            last = begins[-LAST:]
+            seconds[kind] = statistics.median(after - before for before, after in pairwise(last))
+        results.append((seconds["plain"], seconds["fit"]))
+    return results[1:]  # in the first round caches are filled
 
-    def noting(loss: Any) -> Any:
-        def noted(*words: Any, **named: Any) -> Any:
-            if torch.is_grad_enabled():
-                begins.append(time.perf_counter())
-            return loss(*words, **named)
 
-        return noted
+def noted(loss: Callable[..., Any], begins: list[float]) -> Callable[..., Any]:
+    """A loss function of torch that writes down when a training step calls it."""
+    import torch
 
-    for name in ("cross_entropy", "mse_loss"):
-        setattr(functional, name, noting(getattr(functional, name)))
-    sys.argv = [str(script)]
-    runpy.run_path(str(script), run_name="__main__")
-    return statistics.median(b - a for a, b in zip(begins[-LAST:], begins[1 - LAST :], strict=False))
+    def function(*words: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled():
+            begins.append(time.perf_counter())
+        return loss(*words, **named)
+
+    return function
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, final
 
 import cloudpickle
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data import default_collate
 
 from ddptrain.api.recipe import Batch, Data, Loading
 from ddptrain.api.sampler import Sampler
@@ -48,14 +48,6 @@ class _Part:
         except Exception as error:
             error.add_note(f"(in sample {sample} of data.dataset)")
             raise
-
-    @property
-    def may_draw(self) -> bool:
-        """Whether a sample may be made with random numbers: seeding them takes longer than a row of tensors."""
-        dataset: Any = self._dataset
-        while type(dataset) is Subset:
-            dataset = dataset.dataset
-        return type(dataset) is not TensorDataset
 
     def only(self, indices: Sequence[int]) -> "_Part":
         return _Part(self._dataset, [self._ids[index] for index in indices])
@@ -129,10 +121,7 @@ class DatasetData(Data):
             parts, skipped = (readable_train, readable_valid), [*broken, *broken_valid]
             tell(skipped)
         identity = once_a_node(world, lambda: self._digest(*parts))
-        train, valid = (
-            Samples(part, collate=self._collate, seed=seed if part.may_draw else None, by_value=by_value)
-            for part in parts
-        )
+        train, valid = (Samples(part, collate=self._collate, seed=seed, by_value=by_value) for part in parts)
         self._prepared = _Prepared(Pipeline(train, valid, workers, world.device), skipped, identity)
 
     def _digest(self, train: _Part, valid: _Part) -> str:

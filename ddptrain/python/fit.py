@@ -1,6 +1,7 @@
 """``ddptrain.fit``: train your own module on your own data with your own loss (docs/fit.md)."""
 
 import copy
+import itertools
 import os
 import sys
 import tempfile
@@ -25,6 +26,9 @@ from ddptrain.verbs.argv import parse
 from ddptrain.verbs.composing import composed, own_options, recorded
 from ddptrain.verbs.main import main
 from ddptrain.verbs.script import FIT_INTO
+
+_calls = itertools.count(1)
+"""Of `fit`, in one of torchrun's processes."""
 
 
 def fit(
@@ -58,7 +62,8 @@ def fit(
     - words: overrides, as on the command line: ``"strategy=fsdp"``, ``"precision=bf16"``.
     - loss: a module or function of (output, target) that returns the mean over the samples, their sum, or one
       value for each.
-    - step: in place of loss, a function of (model, batch) that returns such a value, or a `ddptrain.api.Loss`.
+    - step: in place of loss, a function of (model, batch) that returns such a value or a
+      `ddptrain.api.Loss`.
     - metrics: by name, metrics of torchmetrics or functions of (output, target).
     - best: the metric that decides on ``checkpoints/best``; default: the validation loss.
     - epochs: above 0, may be a fraction. batch_size: samples of one optimizer step over all ranks.
@@ -120,7 +125,7 @@ def _as_a_rank(given: Callable[[], tuple[Objects, list[str]]], ranks: int | None
         runs.append(Run(folder, _own(objects)))
         return ExitCode.DONE
 
-    with _main_not_imported():
+    with _main_not_imported(), _job(next(_calls)):
         code = main(["train"], train)
     if code != ExitCode.DONE:
         leave(code)
@@ -141,6 +146,19 @@ def _own(objects: Objects) -> Objects:
         loss=copy.deepcopy(objects.loss),
         metrics=copy.deepcopy(objects.metrics),
     )
+
+
+@contextmanager
+def _job(number: int) -> Iterator[None]:
+    """Inside, torchrun's job is called otherwise for each call but the first: the folder that a run has by
+    default is named by it, so that a restart finds its own."""
+    variable = "TORCHELASTIC_RUN_ID"
+    name = os.environ[variable]
+    os.environ[variable] = name if number == 1 else f"{name}/{number}"
+    try:
+        yield
+    finally:
+        os.environ[variable] = name
 
 
 @contextmanager

@@ -137,6 +137,24 @@ def test_a_program_on_its_own_ranks_under_torchrun_and_by_its_name(tmp_path: Pat
     assert "--script=<file>.py" in unknown.err
 
 
+def test_two_trainings_of_one_program_under_torchrun_are_two_runs(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("""
+import ddptrain, torch
+x = torch.randn(40, 3)
+for width in (1, 2):
+    net, loss = torch.nn.Linear(3, width), torch.nn.MSELoss()
+    run = ddptrain.fit(net, (x, x[:, :width]), None, "device=cpu", loss=loss, batch_size=8, epochs=width)
+    print("RESULT", run.folder.name, run.step, flush=True)
+""")
+    ended = started(tmp_path / "mine.py", launcher=TORCHRUN)
+    assert ended.returncode == 0, ended.stderr
+    said = [tuple(line.split()[1:]) for line in ended.stdout.splitlines() if line.startswith("RESULT")]
+    (one, steps), (other, more) = sorted(set(said), key=lambda run: int(run[1]))
+    assert len(said) == 4
+    assert one != other
+    assert int(more) > int(steps)
+
+
 def test_a_rank_that_is_refused_ends_torchrun_with_one_message(tmp_path: Path) -> None:
     ended = started(program(tmp_path), "train.batch_size=0", launcher=TORCHRUN)
     assert ended.returncode == 1  # torchrun's own
