@@ -11,7 +11,7 @@ torch.manual_seed(0)
 
 
 class Discs(Dataset[tuple[Tensor, Tensor]]):
-    """Noisy pictures (1, 32, 32), and the class of each pixel, int64 (32, 32)."""
+    """Noisy pictures (1, 64, 64), and the class of each pixel, int64 (64, 64)."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.places = torch.rand(count, 3, generator=torch.Generator().manual_seed(seed))
@@ -20,10 +20,10 @@ class Discs(Dataset[tuple[Tensor, Tensor]]):
         return len(self.places)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x, y, radius = 32 * self.places[index]
-        rows, columns = torch.arange(32)[:, None], torch.arange(32)
+        x, y, radius = 64 * self.places[index]
+        rows, columns = torch.arange(64)[:, None], torch.arange(64)
         inside = (rows - y) ** 2 + (columns - x) ** 2 < (4 + radius / 4) ** 2
-        return inside.float()[None] + torch.randn(1, 32, 32), inside.long()
+        return inside.float()[None] + torch.randn(1, 64, 64), inside.long()
 
 
 train_loader = DataLoader(Discs(600, seed=1), batch_size=20, shuffle=True)
