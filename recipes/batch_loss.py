@@ -38,6 +38,8 @@ class BatchLoss:
     def __init__(self, function: Callable[[Any, Any], Tensor]) -> None:
         if not callable(function):
             raise UserError(f"loss={function!r}: must be a loss module or a function of (output, target).")
+        if isinstance(function, type):
+            raise UserError(f"loss: {name_of(function)} is a class; make one, with its arguments.")
         if isinstance(function, nn.Module) and (names := [name for name, _ in function.named_parameters()]):
             raise UserError(
                 f"loss: {type(function).__name__} has parameters ({', '.join(names)}), which nothing would"
@@ -71,10 +73,13 @@ class BatchLoss:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise UserError(
-                f"loss: {self._name} refuses the model's output {_shapes(output)} and the target"
-                f" {_shapes(target)}: {error}",
+                f"loss: {self._name} refuses the model's output {shapes_of(output)} and the target"
+                f" {shapes_of(target)}: {error}",
                 everywhere=False,
             ) from error
+        except TypeError as error:
+            error.add_note(f"(the loss was given {shapes_of(output)} and {shapes_of(target)})")
+            raise
 
     def _counted(self, values: Tensor, output: Any, target: Any, size: int) -> Loss:
         """Of a loss of torch.nn, whose values are not reduced."""
@@ -148,7 +153,8 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _shapes(values: Any) -> str:
+def shapes_of(values: Any) -> str:
+    """For messages."""
     return ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors_of(values))
 
 

@@ -101,6 +101,8 @@ class TorchMetric(BatchMetric):
         from torchmetrics.utilities import dim_zero_mean
 
         kind = type(part).__name__
+        if part.device.type == "meta":
+            raise UserError(f"metrics.{self.name}: {kind} is on meta, and holds nothing; make it on the CPU.")
         if kind in _OVER_TIME:
             raise UserError(
                 f"metrics.{self.name}: {kind} draws random numbers, or is of more than one evaluation;"

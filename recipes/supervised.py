@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ddptrain.api import Batch, Data, Figure, Loss, Progress, Report, Rows, Task, UserError
 from ddptrain.data.prefetch import tensors_of
-from ddptrain.recipes.batch_loss import BatchLoss, count_of, mean_or_each
+from ddptrain.recipes.batch_loss import BatchLoss, count_of, mean_or_each, shapes_of
 from ddptrain.recipes.batch_metrics import batch_metrics
 
 Step = Callable[[nn.Module, Batch], Tensor | Loss]
@@ -116,7 +116,11 @@ def _output(model: nn.Module, batch: Batch) -> tuple[Any, Any]:
             " target) of a model with several. For any other kind give step=, a function of (model, batch)."
         )
     *inputs, target = batch
-    return model(*inputs), target
+    try:
+        return model(*inputs), target
+    except (TypeError, ValueError, RuntimeError) as error:
+        error.add_note(f"(the model was given {shapes_of(inputs)})")
+        raise
 
 
 def _of_step(value: Any, size: int) -> Loss:

@@ -190,24 +190,24 @@ def collated(samples: list[Any]) -> Batch:
         first_line = str(error).partition("\n")[0]
         raise UserError(
             f"data.dataset: its samples don't make a batch ({first_line}). They must be tensors of one"
-            " size (or numbers), alone, in tuples or in dicts: transform them, or set data.collate.",
+            " size (or numbers), alone, in tuples or in dicts: transform them, or set data.collate"
+            " (of ddptrain.fit: a DataLoader's collate_fn).",
             everywhere=False,
         ) from error
 
 
 def check_map_style(dataset: object, key: str) -> None:
     """Raises UserError where it is something else."""
-    name = type(dataset).__name__
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    name = dataset.__name__ if isinstance(dataset, type) else type(dataset).__name__
+    if isinstance(dataset, type) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UserError(
             f"{key}: {name} is not map-style; it needs __len__ and __getitem__ (an IterableDataset can't be"
-            f" shuffled, nor continued exactly). Name a class of such, or a function that returns one, by"
-            f" {key}._target_=..."
+            " shuffled, nor continued exactly). Give an instance of a class that has both."
         )
     if isinstance(dataset, Mapping):  # as load_dataset(...) of Hugging Face gives all parts
         raise UserError(
             f"{key}: {name} has names ({first_few(list(map(str, dataset)), 4)}) where a dataset has samples 0"
-            f" to len - 1. Return one of its parts, say split='train', from the function of {key}._target_."
+            " to len - 1. Give one of its parts: split='train', for example."
         )
     try:
         len(dataset)

@@ -46,7 +46,7 @@ def fit(
     lr: float | None = None,
     ranks: int | None = None,
     run_dir: str | os.PathLike[str] | None = None,
-    trust: Sequence[str] = (),
+    trust: str | Sequence[str] = (),
 ) -> Run:
     """Train ``model`` on ``train``, measure it on ``valid``, and wait for the end.
 
@@ -84,12 +84,20 @@ def fit(
 
     def given() -> tuple[Objects, list[str]]:
         """And the config's words."""
+        if isinstance(train, str):
+            raise UserError(f"train={train!r}: is a word; words follow the model and the data.")
+        if not isinstance(optimizer, str | None):
+            raise UserError(
+                f"optimizer: {type(optimizer).__name__} is an object; give a name (adamw, sgd, rmsprop), and"
+                " settings as words: 'optim._target_=torch.optim.NAdam', 'optim.weight_decay=0.1'."
+            )
         check_options(words, "from Python fit takes overrides, --config-dir, --env and --trust")
         objects, of_loaders = objects_of(model, train, valid, loss, metrics, step)
         settings = {**of_loaders, **{key: value for key, value in named.items() if value is not None}}
         asked = {word.partition("=")[0] for word in words}
         overrides = [f"{key}={value}" for key, value in settings.items() if key not in asked]
-        trusted = [f"{TRUST}={','.join(trust)}"] if trust else []
+        packages = trust if isinstance(trust, str) else ",".join(trust)
+        trusted = [f"{TRUST}={packages}"] if packages else []
         return objects, [*trusted, "recipe=fit", *overrides, *words]
 
     if "TORCHELASTIC_RUN_ID" in os.environ:

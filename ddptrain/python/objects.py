@@ -24,6 +24,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from ddptrain.data.dataset import check_map_style
 from ddptrain.errors import UserError
 from ddptrain.recipes.given import Objects
 from ddptrain.verbs.script import WORDS
@@ -151,4 +152,5 @@ def _samples(given: Any, key: str) -> Any:
         if any(tensor.ndim == 0 for tensor in tensors):
             raise UserError(f"{key}: a tensor has no dimension; row i of each must belong to sample i.")
         return tensors
+    check_map_style(given, key)
     return given

@@ -13,6 +13,7 @@ from jobs import MARK, living
 from shell import ddptrain as command_line
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torchmetrics.classification import BinaryAccuracy, MulticlassF1Score
 
 import ddptrain
 from ddptrain.errors import UserError
@@ -233,6 +234,23 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((net(), (X, Y), None, "--cfg=job"), {"loss": LOSS}, "--cfg=job: from Python"),
     ((net(), (X, Y.float())), {"loss": nn.MSELoss()}, "MSELoss refuses the model's output"),
     ((lambda: None, (X, Y)), {"loss": LOSS}, "makes NoneType"),
+    ((net(), "strategy=ddp", (X, Y)), {"loss": LOSS}, "words follow the model and the data"),
+    ((net(), Locked), {"loss": LOSS}, "is not map-style"),
+    ((net(), [(X[: 1 + i % 2], 0) for i in range(20)]), {"loss": LOSS}, "a DataLoader's collate_fn"),
+    ((net(), (X, Y)), {"loss": nn.CrossEntropyLoss}, "CrossEntropyLoss is a class; make one"),
+    ((net(), (X, Y)), {"loss": nn.Linear(2, 1)}, "Make it a part of the model"),
+    ((net(), (X, Y)), {"loss": lambda output, target: 0.5}, "returned float for"),
+    ((net(), (X, Y)), {"loss": lambda output, target: torch.ones(3)}, "returned a tensor of shape (3,) for"),
+    ((net(), (X, Y)), {"loss": lambda output, target: output.detach().sum(1)}, "has no graph"),
+    ((net(), (X, Y)), {"loss": lambda output, target: (output @ output.T).sum()}, "neither their mean nor"),
+    ((net(), (X, Y + 5)), {"loss": LOSS}, "Target"),
+    ((net(), (X, Y)), {"loss": LOSS, "optimizer": torch.optim.SGD(net().parameters())}, "give a name"),
+    ((net(), (X, Y)), {"loss": LOSS, "metrics": {"f1": MulticlassF1Score}}, "made with its arguments"),
+    ((net(), (X, Y)), {"loss": LOSS, "metrics": {"f1": MulticlassF1Score(2).to("meta")}}, "is on meta"),
+    ((net(), (X, Y)), {"loss": LOSS, "metrics": {"a": BinaryAccuracy()}}, "BinaryAccuracy refuses a batch"),
+    ((net(), (X, Y)), {"loss": LOSS, "metrics": {"loss": LOSS}}, "is the name of the loss"),
+    ((net(), (X, Y)), {"loss": LOSS, "batch_size": 1, "ranks": 2}, "must give each of the 2 ranks a sample"),
+    ((net(), (X, Y)), {"step": lambda model, batch: None}, "step: returned NoneType"),
 ]
 
 
