@@ -56,7 +56,8 @@ def open_group(world: World, even_single: bool = False) -> World:
 
 
 def _store_of_this_attempt() -> "Store":
-    """Torchrun's store, or a part of it that no earlier attempt has written to.
+    """A part of torchrun's store that no earlier attempt has written to, nor an earlier group of these
+    processes: a program may train twice.
 
     torchrun keeps one store over restarts (torch 2.11 to 2.15 do), and a restarted rank then dials what
     dead ranks have left there. Agents of several nodes may count restarts differently, so only on one
@@ -68,6 +69,8 @@ def _store_of_this_attempt() -> "Store":
     store: Store
     store, _, _ = next(rendezvous("env://", timeout=START_TIMEOUT))
     store.set_timeout(START_TIMEOUT)
+    if _left:
+        store = PrefixStore(f"group-{len(_left)}", store)
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if not restarts or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store

@@ -145,7 +145,7 @@ x = torch.randn(40, 3)
 for width in (1, 2):
     net, loss = torch.nn.Linear(3, width), torch.nn.MSELoss()
     run = ddptrain.fit(net, (x, x[:, :width]), None, "device=cpu", loss=loss, batch_size=8, epochs=width)
-    print("RESULT", run.folder.name, run.step, flush=True)
+    print(f"RESULT {run.folder.name} {run.step}\\n", end="", flush=True)  # at once: two ranks print
 """)
     ended = started(tmp_path / "mine.py", launcher=TORCHRUN)
     assert ended.returncode == 0, ended.stderr
