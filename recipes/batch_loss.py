@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
 import torch
@@ -20,9 +21,11 @@ _ROUNDING = 1e-3
 _NO_TARGET = -100
 """torch's default for ``ignore_index``."""
 _WAY_OUT = (
-    " Return one value for each sample, or give step=, a function of (model, batch) that returns"
+    "Return one value for each sample, or give step=, a function of (model, batch) that returns"
     " ddptrain.api.Loss: a sum, and the count to divide it by."
 )
+
+Reduction = Literal["mean", "sum"]
 
 
 @final
@@ -50,7 +53,7 @@ class BatchLoss:
         self._has_buffers = isinstance(function, nn.Module) and any(True for _ in function.buffers())
         self._each = _without_reduction(function)
         self._batchmean = getattr(function, "reduction", None) == "batchmean"
-        self._reduction: Literal["mean", "sum"] | None = None
+        self._reduction: Reduction | None = None
 
     def __call__(self, output: Any, target: Any, size: int) -> Loss:
         """size: samples of the batch. Raises UserError where the function's result can't be understood."""
@@ -61,7 +64,10 @@ class BatchLoss:
         value = self._of(self._function, output, target)
         if isinstance(value, Tensor) and value.ndim == 0:
             if self._reduction is None:
-                self._reduction = self._reduction_by(output, target, size)
+                where = f"loss: {self._name}"
+                self._reduction = reduction_of(self._function, output, target, size, where, _WAY_OUT)
+                if self._reduction is not None:
+                    log.info("loss       %s returns the %s over the samples", self._name, self._reduction)
             if self._reduction == "sum":
                 return Loss(value, size)
         return mean_or_each(value, size, f"loss: {self._name}")
@@ -99,32 +105,43 @@ class BatchLoss:
                 return Loss(total, (kept * weights).sum())
         return Loss(total, size if self._batchmean else values.numel())
 
-    @torch.no_grad()
-    def _reduction_by(self, output: Any, target: Any, size: int) -> Literal["mean", "sum"] | None:
-        """What the function makes of several samples; None where these can't tell. A sync point."""
-        count = min(size, _TRIED)
-        if count < 2:
-            return None
-        output = changed(output, lambda values: values.float() if values.is_floating_point() else values)
 
-        def of(rows: slice) -> float:
-            return float(self._function(rows_of(output, rows), rows_of(target, rows)))
+@torch.no_grad()
+def reduction_of(
+    function: Callable[[Any, Any], Any], output: Any, target: Any, size: int, where: str, way_out: str
+) -> Reduction | None:
+    """What a function that returns one number for several samples makes of those for each of them; None where
+    these can't tell. A sync point.
 
-        whole, parts = of(slice(count)), [of(slice(i, i + 1)) for i in range(count)]
-        near = _ROUNDING * max(map(abs, parts))
+    Raises UserError where it is neither their mean nor their sum; it begins with ``where``, and ends with
+    ``way_out``.
+    """
+    count = min(size, _TRIED)
+    if count < 2:
+        return None
+    output = changed(output, lambda values: values.float() if values.is_floating_point() else values)
+
+    def of(rows: slice) -> float:
+        return float(function(rows_of(output, rows), rows_of(target, rows)))
+
+    whole, parts = of(slice(count)), [of(slice(i, i + 1)) for i in range(count)]
+    if not math.isfinite(whole):
+        return None
+    near = _ROUNDING * max(map(abs, parts))
+    if math.isfinite(sum(parts)):
         if not near or abs(sum(parts)) <= near:
             return None
-        for name, value in (("mean", sum(parts) / count), ("sum", sum(parts))):
-            if abs(whole - value) <= near:
-                log.info("loss       %s returns the %s over the samples", self._name, name)
-                return "mean" if name == "mean" else "sum"
-        each = ", ".join(f"{part:.4g}" for part in parts)
-        raise UserError(
-            f"loss: {self._name} is {whole:.4g} for {count} samples, and {each} for each of them:"
-            " neither their mean nor their sum. Perhaps it divides by a count of its own, or compares samples"
-            f" with each other.{_WAY_OUT}",
-            everywhere=False,
-        )
+        if abs(whole - sum(parts) / count) <= near:
+            return "mean"
+        if abs(whole - sum(parts)) <= near:
+            return "sum"
+    each = ", ".join(f"{part:.4g}" for part in parts)
+    raise UserError(
+        f"{where} is {whole:.4g} for {count} samples, and {each} for each of them: neither their mean nor"
+        " their sum. Perhaps it divides by a count of its own, or compares samples with each other."
+        f" {way_out}",
+        everywhere=False,
+    )
 
 
 def mean_or_each(value: Any, size: int, where: str) -> Loss:
@@ -155,7 +172,13 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def shapes_of(values: Any) -> str:
     """For messages."""
-    return ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors_of(values))
+    if isinstance(values, Tensor):
+        return f"{tuple(values.shape)} {values.dtype}"
+    if isinstance(values, Mapping):
+        return "{" + ", ".join(f"{key}: {shapes_of(value)}" for key, value in values.items()) + "}"
+    if isinstance(values, tuple | list):
+        return "(" + ", ".join(map(shapes_of, values)) + ")"
+    return type(values).__name__
 
 
 def _without_reduction(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor] | None:

@@ -11,11 +11,15 @@ from torch import Tensor
 
 from ddptrain.api import ConfusionMatrix, Figure, Picture, Rows, UserError
 from ddptrain.data.prefetch import changed, tensors_of
-from ddptrain.recipes.batch_loss import count_of, mean_or_each, name_of
+from ddptrain.recipes.batch_loss import Reduction, count_of, mean_or_each, name_of, reduction_of
 
 Reported = tuple[Mapping[str, float], Mapping[str, Figure]]
 _OVER_TIME = ("BootStrapper", "MinMaxMetric", "MetricTracker", "Running", "FeatureShare")
 """Of torchmetrics.wrappers: random, or of more than one evaluation."""
+_WAY_OUT = (
+    "Return one value for each sample; or give a metric of torchmetrics, which is computed over the whole"
+    " set: torchmetrics.regression.R2Score(), for one."
+)
 
 
 class BatchMetric(ABC):
@@ -64,16 +68,23 @@ def batch_metrics(metrics: Any) -> list[BatchMetric]:
 
 @final
 class FunctionMetric(BatchMetric):
-    """A function of (output, target): the mean over the samples, or one value for each."""
+    """A function of (output, target): the mean over the samples, or one value for each. The first batch of
+    several samples tells whether it is one."""
 
     def __init__(self, name: str, function: Callable[[Any, Any], Tensor]) -> None:
         self.name = name
         self.higher_is_better = None
         self._function = function
+        self._reduction: Reduction | None = None
 
     def sums(self, output: Any, target: Any, size: int) -> Mapping[str, Tensor | Rows]:
         value = self._function(output, target)
         value = value.detach().double() if isinstance(value, Tensor) else torch.tensor(float(value))
+        if value.ndim == 0 and self._reduction is None:
+            where = f"metrics.{self.name}:"
+            self._reduction = reduction_of(self._function, output, target, size, where, _WAY_OUT)
+        if self._reduction == "sum":
+            value = value / size
         mean = mean_or_each(value, size, f"metrics.{self.name}:")
         return {f"{self.name}/sum": mean.sum, f"{self.name}/count": count_of(mean)}
 

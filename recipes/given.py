@@ -51,6 +51,15 @@ def giving(objects: Objects) -> Iterator[None]:
         _given[:] = before
 
 
+def read(file: str | os.PathLike[str]) -> Objects:
+    """The objects in a file that ``fit`` has written, in this user's own program."""
+    with open(file, "rb") as pickled:
+        sys.path += [folder for folder in pickle.load(pickled) if folder not in sys.path]
+        objects = pickle.load(pickled)
+    assert isinstance(objects, Objects)
+    return objects
+
+
 def task(data: Data, best_metric: str = "loss", higher_is_better: bool | None = None) -> Supervised:
     """`Supervised` of the given model, loss and metrics."""
     objects = _objects()
@@ -80,7 +89,5 @@ def _objects() -> Objects:
                 " Call ddptrain.fit there as before (a run that has finished is returned at once), or name"
                 " the program: --script=<file>.py"
             )
-        with open(file, "rb") as pickled:
-            sys.path += [folder for folder in pickle.load(pickled) if folder not in sys.path]
-            give(pickle.load(pickled))
+        give(read(file))
     return _given[0]

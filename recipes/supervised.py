@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from ddptrain.api import Batch, Data, Figure, Loss, Progress, Report, Rows, Task, UserError
 from ddptrain.data.prefetch import tensors_of
+from ddptrain.keys import did_you_mean
 from ddptrain.recipes.batch_loss import BatchLoss, count_of, mean_or_each, shapes_of
-from ddptrain.recipes.batch_metrics import batch_metrics
+from ddptrain.recipes.batch_metrics import TorchMetric, batch_metrics
 
 Step = Callable[[nn.Module, Batch], Tensor | Loss]
 """``(model, batch)`` -> the mean over the batch's samples, one value for each, or a `Loss`."""
@@ -56,6 +57,14 @@ class Supervised(Task):
     def _direction(self, asked: bool | None) -> bool:
         """Of the best metric."""
         known = {metric.name: metric.higher_is_better for metric in self._metrics}
+        # one of torchmetrics may have several values, f1/0 and f1/1
+        of_several = tuple(metric.name for metric in self._metrics if isinstance(metric, TorchMetric))
+        names, best = ["loss", *known], self.best_metric
+        if self._step is None and best not in names and not best.startswith(of_several):
+            raise UserError(
+                f"task.best_metric={best}: there is no such metric; there are {', '.join(names)}."
+                f"{did_you_mean(best, names)}"
+            )
         better = known.get(self.best_metric, False if self.best_metric == "loss" else None)
         if asked is None and better is None:
             raise UserError(

@@ -67,7 +67,8 @@ def fit(
     - metrics: by name, metrics of torchmetrics or functions of (output, target).
     - best: the metric that decides on ``checkpoints/best``; default: the validation loss.
     - epochs: above 0, may be a fraction. batch_size: samples of one optimizer step over all ranks.
-      optimizer: a name of the group ``optim``: adamw, sgd, rmsprop. lr: its learning rate.
+      optimizer: a name of the group ``optim``: adamw (default), adam, sgd, rmsprop. lr: its learning rate,
+      which is constant unless a word says ``sched=cosine``.
     - ranks: processes, usually one per GPU. run_dir: the run's folder; default: a new one below ``runs/fit``.
     - trust: names of installed packages whose classes the words may name, as
       ``"optim._target_=<package>.<class>"`` does.
@@ -88,8 +89,8 @@ def fit(
             raise UserError(f"train={train!r}: is a word; words follow the model and the data.")
         if not isinstance(optimizer, str | None):
             raise UserError(
-                f"optimizer: {type(optimizer).__name__} is an object; give a name (adamw, sgd, rmsprop), and"
-                " settings as words: 'optim._target_=torch.optim.NAdam', 'optim.weight_decay=0.1'."
+                f"optimizer: {type(optimizer).__name__} is an object; give a name (adamw, adam, sgd),"
+                " and settings as words: 'optim._target_=torch.optim.NAdam', 'optim.weight_decay=0.1'."
             )
         check_options(words, "from Python fit takes overrides, --config-dir, --env and --trust")
         objects, of_loaders = objects_of(model, train, valid, loss, metrics, step)
@@ -100,12 +101,12 @@ def fit(
         trusted = [f"{TRUST}={packages}"] if packages else []
         return objects, [*trusted, "recipe=fit", *overrides, *words]
 
+    if (into := os.environ.get(FIT_INTO)) is not None:
+        write_objects(*given(), Path(into))
+        raise SystemExit(0)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _as_a_rank(given, ranks)
     objects, overrides = given()
-    if (into := os.environ.get(FIT_INTO)) is not None:
-        write_objects(objects, overrides, Path(into))
-        raise SystemExit(0)
     with tempfile.TemporaryDirectory(prefix="ddptrain-") as folder:
         environment = {OBJECTS: write_objects(objects, overrides, Path(folder))}
         ran = train_in_processes([*_script(), *overrides], 1 if ranks is None else ranks, environment)

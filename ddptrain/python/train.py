@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Self
 
 from ddptrain.config.arguments import OURS
-from ddptrain.distributed.launcher.process import AGENT
+from ddptrain.distributed.launcher.process import AGENT, environment_of_no_rank
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.python.run import Run
 from ddptrain.verbs.argv import parse
 
 _FIRST_LINE = re.compile(r"ddptrain \S+  recipe .+?  run (.+)")
 """Of the log. It names the folder."""
-_OF_RANKS = re.compile(r"PET_|TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$")
 _LINES_KEPT = 1000
 _LINES_SHOWN = 30
 
@@ -57,8 +56,7 @@ def train_in_processes(words: Sequence[str], ranks: int, environment: Mapping[st
     verb = ["train"] if ranks == 1 else ["launch", f"--nproc-per-node={ranks}"]
     command = [sys.executable, "-u", "-m", "ddptrain", *verb, *words]
     show, said, folder = _shower(), deque[str](maxlen=_LINES_KEPT), None
-    # without what a scheduler or torchrun says to its ranks: the training is on this node alone
-    inherited = {name: value for name, value in os.environ.items() if not _OF_RANKS.match(name)}
+    inherited = environment_of_no_rank()  # the training is on this node alone
     with _Interrupts() as interrupts:
         process = subprocess.Popen(
             command,

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from ddptrain.config.arguments import SCRIPT, Arguments
-from ddptrain.distributed.launcher.process import OBJECTS
+from ddptrain.distributed.launcher.process import OBJECTS, environment_of_no_rank
 from ddptrain.errors import UserError
 from ddptrain.verbs.argv import parse
 
@@ -28,7 +28,7 @@ def with_script(arguments: Arguments, composes: bool) -> Arguments:
     if not (named := arguments.values_of(SCRIPT)):
         return arguments
     if OBJECTS not in os.environ:  # else a rank of a launch that has run it
-        os.environ[OBJECTS] = str(_objects_of(Path(named[-1])))
+        os.environ[OBJECTS] = str(objects_file(Path(named[-1])))
     given = parse(["train", *json.loads(Path(os.environ[OBJECTS]).with_name(WORDS).read_text())])
     own = {word.lstrip("+~").partition("=")[0] for word in arguments.overrides}
     if arguments.verb not in ("train", "launch") or arguments.sweeps:  # these name folders of their own
@@ -42,15 +42,16 @@ def with_script(arguments: Arguments, composes: bool) -> Arguments:
     )
 
 
-def _objects_of(script: Path) -> Path:
-    """Run a program up to its first `fit`."""
+def objects_file(script: Path) -> Path:
+    """Run a program up to its first `fit`; the file with the objects that it gives. It lives as long as this
+    process. Raises UserError where there is no such call."""
     if not script.is_file():
         raise UserError(f"{SCRIPT}={script}: there is no such file.")
     folder = Path(tempfile.mkdtemp(prefix="ddptrain-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     ended = subprocess.run(
         [sys.executable, str(script)],
-        env={**os.environ, FIT_INTO: str(folder)},
+        env={**environment_of_no_rank(), FIT_INTO: str(folder)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

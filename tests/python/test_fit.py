@@ -11,7 +11,7 @@ import pytest
 import torch
 from jobs import MARK, living
 from shell import ddptrain as command_line
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 from torchmetrics.classification import BinaryAccuracy, MulticlassF1Score
 
@@ -133,6 +133,14 @@ def test_a_program_on_its_own_ranks_under_torchrun_and_by_its_name(tmp_path: Pat
     evaluated = command_line(two.parent, "evaluate run=run --script=mine.py checkpoint=last")
     assert evaluated.code == 0, evaluated.err
     assert f'"accuracy": {own[2]}' in evaluated.out
+    again = [*TORCHRUN, "-m", "ddptrain", "--script=mine.py", "run.dir=again", "recipe=fit"]
+    ended = subprocess.run(
+        [sys.executable, *again], cwd=two.parent, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert losses_of(two.parent / "again") == losses_of(two.parent / "run")
+    read = ddptrain.load(two.parent / "run", f"--script={two}").module
+    assert sum(float(p.double().sum()) for p in read.parameters()) == float(own[4])
     unknown = command_line(two.parent, "evaluate run=run")
     assert unknown.code == 2
     assert "--script=<file>.py" in unknown.err
@@ -199,6 +207,16 @@ def net() -> nn.Module:
     return nn.Linear(3, 2)
 
 
+def worst(output: Tensor, target: Tensor) -> Tensor:
+    """Of the batch: no mean."""
+    return nn.functional.cross_entropy(output, target, reduction="none").max()
+
+
+def spread(output: Tensor, target: Tensor) -> Tensor:
+    """Compares the samples with each other; infinite for one."""
+    return ((output - target) ** 2).sum() / ((target - target.mean(0)) ** 2).sum()
+
+
 LOSS = nn.CrossEntropyLoss()
 PAIRS = TensorDataset(X, Y)
 WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
@@ -249,6 +267,13 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((net(), (X, Y)), {"loss": LOSS, "metrics": {"f1": MulticlassF1Score(2).to("meta")}}, "is on meta"),
     ((net(), (X, Y)), {"loss": LOSS, "metrics": {"a": BinaryAccuracy()}}, "BinaryAccuracy refuses a batch"),
     ((net(), (X, Y)), {"loss": LOSS, "metrics": {"loss": LOSS}}, "is the name of the loss"),
+    ((net(), (X, Y)), {"loss": LOSS, "metrics": {"worst": worst}}, "metrics.worst: is"),
+    (
+        (net(), (X, Y)),
+        {"loss": LOSS, "metrics": {"f1": MulticlassF1Score(2)}, "best": "F2"},
+        "Did you mean f1",
+    ),
+    ((net(), (X, X[:, :2])), {"loss": spread}, "inf, inf, inf, inf for each of them"),
     ((net(), (X, Y)), {"loss": LOSS, "batch_size": 1, "ranks": 2}, "must give each of the 2 ranks a sample"),
     ((net(), (X, Y)), {"step": lambda model, batch: None}, "step: returned NoneType"),
 ]

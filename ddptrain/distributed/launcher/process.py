@@ -9,6 +9,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ this job."""
 OBJECTS = "DDPTRAIN_OBJECTS"
 """Environment variable: a file with a program's sys.path and the objects given to ``ddptrain.fit``, pickled
 by this user's own program."""
+_OF_RANKS = re.compile(r"PET_|TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 STOP_SIGNALS = (
@@ -32,6 +34,11 @@ STOP_SIGNALS = (
 )
 """Signals by which a job is stopped. They may go to the launcher's or a rank's whole process group; the rank
 decides."""
+
+
+def environment_of_no_rank() -> dict[str, str]:
+    """This process's variables without what a scheduler or torchrun says to its ranks."""
+    return {name: value for name, value in os.environ.items() if not _OF_RANKS.match(name)}
 
 
 def end_with_agent() -> None:
