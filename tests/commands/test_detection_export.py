@@ -312,5 +312,5 @@ def test_what_offers_no_export_says_so(tmp_path: Path) -> None:
     )
     assert done.code == 0, done.err
     message = refusal(tmp_path, "export run=run format=onnx", **ONE_THREAD)
-    assert "export: LanguageModelling offers none" in message
+    assert "export: LanguageModelling has none" in message
     assert not (tmp_path / "run/model.onnx").exists()

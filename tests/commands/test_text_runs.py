@@ -231,7 +231,7 @@ def test_a_task_without_predictions_says_so(tmp_path: Path) -> None:
     own = f"--config-dir={FAULTY}"
     done = ddptrain(tmp_path, f"{own} recipe=faulty device=cpu train.steps=1 run.dir=run", **ONE_THREAD)
     assert done.code == 0, done.err
-    assert "predict: Faulty offers none" in refusal(tmp_path, f"predict {own} run=run")
+    assert "predict: Faulty has none" in refusal(tmp_path, f"predict {own} run=run")
 
 
 @pytest.mark.parametrize(
