@@ -51,7 +51,8 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
     config.device, config.channels_last = "cpu", False
     task, data = make_task(config)
     if type(task).deploy is Task.deploy:
-        raise UserError(f"export: {type(task).__name__} has none. In Python ddptrain.load(run).module is the model.")
+        name = type(task).__name__
+        raise UserError(f"export: {name} has none. In Python ddptrain.load(run).module is the model.")
     arguments = typed_arguments(task.deploy, words, "export")
     write = {"pt2": _write_pt2, "onnx": _write_onnx}[chosen.format]
     name = f"model.{chosen.format}"

@@ -29,7 +29,8 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
         return
     task, data = make_task(config)
     if type(task).predict is Task.predict:
-        raise UserError(f"predict: {type(task).__name__} has none. In Python ddptrain.load(run).module is the model.")
+        name = type(task).__name__
+        raise UserError(f"predict: {name} has none. In Python ddptrain.load(run).module is the model.")
     arguments = typed_arguments(task.predict, asked, "predict")
     with joined_world(config, alone=True) as (world, reason, _):
         saved = named_checkpoint(folder, checkpoint)
