@@ -14,8 +14,8 @@ from ddptrain.data.prefetch import changed, rows_of, tensors_of
 
 log = logging.getLogger("ddptrain")
 
-_TRIED = 4
-"""Samples by which a mean is told from a sum."""
+_TRIED = (4, 32)
+"""Samples by which a mean is told from a sum, and how many where these can't tell."""
 _ROUNDING = 1e-3
 """Relative: outputs may come from autocast."""
 _NO_TARGET = -100
@@ -116,32 +116,37 @@ def reduction_of(
     Raises UserError where it is neither their mean nor their sum; it begins with ``where``, and ends with
     ``way_out``.
     """
-    count = min(size, _TRIED)
-    if count < 2:
-        return None
     output = changed(output, lambda values: values.float() if values.is_floating_point() else values)
 
     def of(rows: slice) -> float:
         return float(function(rows_of(output, rows), rows_of(target, rows)))
 
-    whole, parts = of(slice(count)), [of(slice(i, i + 1)) for i in range(count)]
-    if not math.isfinite(whole):
-        return None
-    near = _ROUNDING * max(map(abs, parts))
-    if math.isfinite(sum(parts)):
-        if not near or abs(sum(parts)) <= near:
-            return None
-        if abs(whole - sum(parts) / count) <= near:
+    for count in sorted({min(size, most) for most in _TRIED} - {1}):
+        try:
+            whole, parts = of(slice(count)), [of(slice(i, i + 1)) for i in range(count)]
+        except Exception as error:  # whatever the function raises for a part of a batch
+            log.info("%s can't be tried on single samples (%s); taken for the mean over them", where, error)
             return "mean"
-        if abs(whole - sum(parts)) <= near:
-            return "sum"
-    each = ", ".join(f"{part:.4g}" for part in parts)
-    raise UserError(
-        f"{where} is {whole:.4g} for {count} samples, and {each} for each of them: neither their mean nor"
-        " their sum. Perhaps it divides by a count of its own, or compares samples with each other."
-        f" {way_out}",
-        everywhere=False,
-    )
+        total, near = sum(parts), _ROUNDING * max(map(abs, parts))
+        if not math.isfinite(whole):
+            return None
+        if math.isfinite(total):
+            is_mean, is_sum = abs(whole - total / count) <= near, abs(whole - total) <= near
+            if is_sum and not is_mean:
+                return "sum"
+            alike = max(parts) - min(parts) <= near  # of which a maximum is the mean, too
+            if is_mean and not (is_sum or alike):
+                return "mean"
+            if is_mean:
+                continue
+        each = ", ".join(f"{part:.4g}" for part in parts[: _TRIED[0]])
+        raise UserError(
+            f"{where} is {whole:.4g} for {count} samples, and {each} for each of them: neither their mean nor"
+            " their sum. Perhaps it divides by a count of its own, or compares samples with each other."
+            f" {way_out}",
+            everywhere=False,
+        )
+    return None
 
 
 def mean_or_each(value: Any, size: int, where: str) -> Loss:

@@ -77,7 +77,7 @@ def data(
     objects = _objects()
     if isinstance(objects.train, tuple):
         assert objects.valid is None or isinstance(objects.valid, tuple), "fit has made both alike"
-        return TensorData(objects.train, objects.valid)
+        return TensorData(objects.train, objects.valid, each_rank=OBJECTS not in os.environ)
     return DatasetData(objects.train, objects.valid, objects.collate, classes, workers, on_error)  # type: ignore[arg-type]
 
 

@@ -58,7 +58,8 @@ class Supervised(Task):
         """Of the best metric."""
         known = {metric.name: metric.higher_is_better for metric in self._metrics}
         # one of torchmetrics may have several values, f1/0 and f1/1
-        of_several = tuple(metric.name for metric in self._metrics if isinstance(metric, TorchMetric))
+        several = [metric.name for metric in self._metrics if isinstance(metric, TorchMetric)]
+        of_several = tuple(f"{name}{mark}" for name in several for mark in "/_")
         names, best = ["loss", *known], self.best_metric
         if self._step is None and best not in names and not best.startswith(of_several):
             raise UserError(

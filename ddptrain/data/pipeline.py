@@ -10,7 +10,7 @@ The first three are done by loader processes, the last by the training's own (no
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, default_collate
 from ddptrain.api.recipe import Batch, Loading
 from ddptrain.api.rng import derive_seed
 from ddptrain.api.sampler import Sampler
-from ddptrain.data.generators import GeneratorStates, restored, seed_all
+from ddptrain.data.generators import restored, seed_all
 from ddptrain.data.stream.samples import StreamSamples, training_keys, valid_keys
 from ddptrain.data.workers import AS_IT_IS as AS_IT_IS
 from ddptrain.data.workers import Key as Key
@@ -75,7 +75,6 @@ class Samples(Dataset[Any]):
         self._collate = collate
         self._seed = seed
         self._by_value = by_value
-        self._seeds_pythons = False
 
     def __reduce__(self) -> tuple[Callable[..., "Samples"], tuple[Any, ...]]:
         arguments = self.source, self._transform, self._collate, self._seed, self.stream
@@ -87,33 +86,18 @@ class Samples(Dataset[Any]):
     def sample(self, key: Key) -> Any:
         """One, not collated. Raises UserError where it can't be read."""
         if self._seed is not None:
-            seed_all(derive_seed(self._seed, key.epoch, key.sample, _PURPOSE), self._seeds_pythons)
+            seed_all(derive_seed(self._seed, key.epoch, key.sample, _PURPOSE))
         return self._transform(self.source, key)
 
     def check(self, index: int) -> None:
         """Raises UserError where a sample can't be read."""
-        with _one_thread(), restored():
+        with _restored_by_one_thread():
             self.sample(Key(AS_IT_IS, index))
 
     def batch(self, keys: Iterable[Key]) -> Batch:
-        """On the CPU. Raises UserError where a sample can't be read.
-
-        Python's and NumPy's generators are seeded from the first batch on that draws from them, which is read
-        again.
-        """
-        if self._seed is None:
+        """On the CPU. Raises UserError where a sample can't be read."""
+        with nullcontext() if self._seed is None else _restored_by_one_thread():
             return self._collate([self.sample(key) for key in keys])
-        keys, before, drawn = list(keys), GeneratorStates(), True
-        with _one_thread():
-            try:
-                samples = [self.sample(key) for key in keys]
-                drawn = self._seeds_pythons or before.pythons_have_drawn()
-                if drawn and not self._seeds_pythons:
-                    self._seeds_pythons = True
-                    samples = [self.sample(key) for key in keys]
-                return self._collate(samples)
-            finally:
-                before.restore(pythons=drawn)
 
     def first(self, count: int, epoch: int) -> Batch:
         """A batch of the first ones, as an epoch has them; `AS_IT_IS`: as an evaluation has them."""
@@ -176,12 +160,13 @@ class Pipeline:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """A sum over a picture (contrast's mean) is rounded otherwise by another number of threads: a worker has
-    one, the trainer's own process all of its cores."""
+def _restored_by_one_thread() -> Iterator[None]:
+    """The generators are as before afterwards. A sum over a picture (contrast's mean) is rounded otherwise by
+    another number of threads: a worker has one, the trainer's own process all of its cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with restored():
+            yield
     finally:
         torch.set_num_threads(threads)

@@ -32,10 +32,11 @@ class TensorData(Data):
     """Batches ``(*inputs, target)`` of rows of these tensors, which lie on the device.
 
     train: any dtypes, with as many rows each. valid: as many tensors; without it every tenth row of ``train``
-    is held out.
+    is held out. each_rank: whether each rank has made its own, as a script does under torchrun: then they are
+    compared; else one of a node is hashed.
     """
 
-    def __init__(self, train: Tensors, valid: Tensors | None = None) -> None:
+    def __init__(self, train: Tensors, valid: Tensors | None = None, each_rank: bool = False) -> None:
         for key, tensors in (("train", train), ("valid", valid)):
             if tensors is None:
                 continue
@@ -48,6 +49,7 @@ class TensorData(Data):
             raise UserError(f"valid: {len(valid)} tensors, and train has {len(train)}; give as many.")
         self._train = train
         self._valid = valid
+        self._each_rank = each_rank
         self._prepared: _Prepared | None = None
 
     def prepare(self, world: World, seed: int) -> None:
@@ -56,7 +58,11 @@ class TensorData(Data):
             rows, valid_rows = held_out.split(range(len(train[0])))
             train, valid = tuple(t[rows] for t in self._train), tuple(t[valid_rows] for t in self._train)
         parts = train, valid
-        identity = once_a_node(world, lambda: digest(of_tensor(t) for part in parts for t in part))
+
+        def hashed() -> str:
+            return digest(of_tensor(t) for part in parts for t in part)
+
+        identity = hashed() if self._each_rank else once_a_node(world, hashed)
         train, valid = (tuple(t.to(world.device) for t in part) for part in parts)
         self._prepared = _Prepared(train, valid, world.device, identity)
 

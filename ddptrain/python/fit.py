@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ddptrain.api.recipe import Batch, Loss
 from ddptrain.config.arguments import SCRIPT, TRUST, Arguments
+from ddptrain.data.generators import restored
 from ddptrain.distributed.launcher.process import OBJECTS, leave
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.python.objects import objects_of, write_objects
@@ -95,7 +96,7 @@ def fit(
         check_options(words, "from Python fit takes overrides, --config-dir, --env and --trust")
         objects, of_loaders = objects_of(model, train, valid, loss, metrics, step)
         settings = {**of_loaders, **{key: value for key, value in named.items() if value is not None}}
-        asked = {word.partition("=")[0] for word in words}
+        asked = {word.lstrip("+~").partition("=")[0] for word in words}
         overrides = [f"{key}={value}" for key, value in settings.items() if key not in asked]
         packages = trust if isinstance(trust, str) else ",".join(trust)
         trusted = [f"{TRUST}={packages}"] if packages else []
@@ -134,7 +135,7 @@ def _as_a_rank(given: Callable[[], tuple[Objects, list[str]]], ranks: int | None
         runs.append(Run(folder, _own(objects)))
         return ExitCode.DONE
 
-    with _main_not_imported(), _job(next(_calls)):
+    with restored(), _main_not_imported(), _job(next(_calls)):
         code = main(["train"], train)
     if code != ExitCode.DONE:
         leave(code)

@@ -30,16 +30,20 @@ def with_script(arguments: Arguments, composes: bool) -> Arguments:
     if OBJECTS not in os.environ:  # else a rank of a launch that has run it
         os.environ[OBJECTS] = str(objects_file(Path(named[-1])))
     given = parse(["train", *json.loads(Path(os.environ[OBJECTS]).with_name(WORDS).read_text())])
-    own = {word.lstrip("+~").partition("=")[0] for word in arguments.overrides}
+    own = set(map(_key, arguments.overrides))
     if arguments.verb not in ("train", "launch") or arguments.sweeps:  # these name folders of their own
         own.add("run.dir")
-    more = [word for word in given.overrides if word.partition("=")[0] not in own] if composes else []
+    more = [word for word in given.overrides if _key(word) not in own] if composes else []
     return dataclasses.replace(
         arguments,
         overrides=(*arguments.overrides, *more),
         options=tuple(dict.fromkeys((*arguments.options, *given.options))),
         config_dirs=tuple(dict.fromkeys((*arguments.config_dirs, *given.config_dirs))),
     )
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
 
 
 def objects_file(script: Path) -> Path:

@@ -1,6 +1,7 @@
 """Any model with any loss: the gradient of the plain script, on any number of ranks and micro-batches."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ddptrain.api.world import World
 from ddptrain.data.tensors import TensorData
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
+from ddptrain.recipes.batch_metrics import FunctionMetric
 from ddptrain.recipes.supervised import Supervised
 from ddptrain.testing import run_ranks
 
@@ -220,3 +222,39 @@ def test_several_inputs_and_function_metrics(tmp_path: Path) -> None:
     for report in run_ranks(rank, 3):
         assert report["accuracy"] == pytest.approx(float((output.argmax(1) == LABELS).float().mean()))
         assert report["margin"] == pytest.approx(float(output.max(1).values.mean()))
+
+
+def of_pairs(output: Tensor, target: Tensor) -> Tensor:
+    """0 for one sample."""
+    return (output[:, None] - output[None]).abs().mean()
+
+
+ALIKE, RISING = torch.ones(40), torch.arange(40.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "output", "said"),
+    [
+        (lambda output, target: output.mean(), RISING, None),
+        (lambda output, target: (output > 30).sum(), RISING, None),  # of the first four: 0
+        (lambda output, target: output.max(), RISING, "neither their mean nor"),
+        (lambda output, target: output.max(), torch.cat([ALIKE, RISING]), "neither their mean nor"),
+        (of_pairs, RISING, "neither their mean nor"),
+        (lambda output, target: output["x"].mean(), {"x": RISING, "aux": torch.tensor(1.0)}, None),
+    ],
+)
+def test_a_metric_function_is_a_mean_on_any_number_of_ranks(
+    function: Any, output: Any, said: str | None
+) -> None:
+    """In batches of 40, and of 20, of each of which a rank has half."""
+    values, rows = [], len(output["x"]) if isinstance(output, dict) else len(output)
+    for size in (40, 20):
+        metric, totals = FunctionMetric("m", function), {"m/sum": 0.0, "m/count": 0}
+        with pytest.raises(UserError, match=said) if said else nullcontext():
+            for start in range(0, rows, size):
+                part = slice(start, start + size)
+                some = {**output, "x": output["x"][part]} if isinstance(output, dict) else output[part]
+                for key, value in metric.sums(some, torch.zeros(size), size).items():
+                    totals[key] += float(value)
+        values.append(totals["m/sum"] / max(1, totals["m/count"]))
+    assert said or values[0] == pytest.approx(values[1])
