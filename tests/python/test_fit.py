@@ -149,19 +149,33 @@ def test_a_program_on_its_own_ranks_under_torchrun_and_by_its_name(tmp_path: Pat
 def test_two_trainings_of_one_program_under_torchrun_are_two_runs(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("""
 import ddptrain, torch
-x = torch.randn(40, 3)
+torch.manual_seed(0)
 for width in (1, 2):
+    x = torch.randn(40, 3)  # the second time, after a training
     net, loss = torch.nn.Linear(3, width), torch.nn.MSELoss()
     run = ddptrain.fit(net, (x, x[:, :width]), None, "device=cpu", loss=loss, batch_size=8, epochs=width)
-    print(f"RESULT {run.folder.name} {run.step}\\n", end="", flush=True)  # at once: two ranks print
+    print(f"RESULT {run.folder.name} {run.step} {float(x.sum())}\\n", end="", flush=True)  # at once: two ranks print
 """)
     ended = started(tmp_path / "mine.py", launcher=TORCHRUN)
     assert ended.returncode == 0, ended.stderr
     said = [tuple(line.split()[1:]) for line in ended.stdout.splitlines() if line.startswith("RESULT")]
-    (one, steps), (other, more) = sorted(set(said), key=lambda run: int(run[1]))
+    (one, steps, _), (other, more, _) = sorted(set(said), key=lambda run: int(run[1]))  # alike on both ranks
     assert len(said) == 4
     assert one != other
     assert int(more) > int(steps)
+
+
+def test_ranks_that_make_other_tensors_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("""
+import ddptrain, os, torch
+x = torch.randn(40, 3, generator=torch.Generator().manual_seed(int(os.environ["RANK"])))
+loss = torch.nn.MSELoss()
+ddptrain.fit(torch.nn.Linear(3, 3), (x, x), None, "device=cpu", loss=loss, batch_size=8, epochs=1)
+""")
+    ended = started(tmp_path / "mine.py", launcher=TORCHRUN)
+    assert ended.returncode == 1
+    assert ended.stderr.count("ddptrain: ") == 1
+    assert "data: rank 1 sees 36 + 4 samples and rank 0" in ended.stderr
 
 
 def test_a_rank_that_is_refused_ends_torchrun_with_one_message(tmp_path: Path) -> None:
