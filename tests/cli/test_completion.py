@@ -180,7 +180,7 @@ def type_and_read(shell: list[str], folder: Path, **variables: str) -> None:
             "cd . && ddptrain evaluate run=runs/cnn/": "ddptrain evaluate run=runs/cnn/one _",
             "ddptrain launch --nproc-p": "ddptrain launch --nproc-per-node=_",
             "ddptrain data.root=pict": "ddptrain data.root=pictures/_",
-            f"{PROGRAM} optim=ad": f"{PROGRAM} optim=adamw _",
+            f"{PROGRAM} optim=rm": f"{PROGRAM} optim=rmsprop _",
         }.items():
             screen.clear()
             screen.type(typed, "Tab", "_")

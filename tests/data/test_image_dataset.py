@@ -174,7 +174,7 @@ def nothing(): return None
         ("NoLength", "{key}: NoLength is not map-style; it needs __len__ and __getitem__"),
         ("nothing", "{key} (mistakes.nothing): returns None; it must return what it makes."),
         ("BadLength", "{key}: the length of BadLength can't be had (no length). Its __len__ must return"),
-        ("a_class", "{key}: the length of type can't be had"),
+        ("a_class", "{key}: Words is not map-style"),
         ("parts", "{key}: dict has names (train, test) where a dataset has samples 0 to len - 1"),
         ("Empty", "{key}: Empty has no sample. Its __len__ says 0"),
         ("Words", "{key}: sample 0 can't be used (it must be (picture, label), or a dict with image"),

@@ -70,6 +70,6 @@ def test_pages_have_a_menu_a_picture_and_two_schemes(site: str, browser: Browser
             tab.evaluate("localStorage.clear()")  # what the other scheme's visit has left
             tab.reload()
             assert tab.evaluate("document.body.dataset.mdColorScheme") == scheme
-            assert tab.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
+            tab.wait_for("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
             assert tab.evaluate("document.querySelectorAll('.md-nav__link').length") > 30
             assert tab.complaints == []
