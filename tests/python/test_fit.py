@@ -154,7 +154,7 @@ for width in (1, 2):
     x = torch.randn(40, 3)  # the second time, after a training
     net, loss = torch.nn.Linear(3, width), torch.nn.MSELoss()
     run = ddptrain.fit(net, (x, x[:, :width]), None, "device=cpu", loss=loss, batch_size=8, epochs=width)
-    print(f"RESULT {run.folder.name} {run.step} {float(x.sum())}\\n", end="", flush=True)  # at once: two ranks print
+    print(f"RESULT {run.folder.name} {run.step} {float(x.sum())}\\n", end="", flush=True)  # at once
 """)
     ended = started(tmp_path / "mine.py", launcher=TORCHRUN)
     assert ended.returncode == 0, ended.stderr
