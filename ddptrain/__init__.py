@@ -1,7 +1,7 @@
 """ddptrain: train deep networks on one or many GPUs, DDP first.
 
-Run it: ``torchrun -m ddptrain recipe=mobilenet_cifar10`` (see the README), or from Python: `fit` (docs/fit.md),
-`train`, `Run` and `load` (docs/python.md).
+Run it: ``torchrun -m ddptrain recipe=mobilenet_cifar10`` (see the README), or from Python: `fit`
+(docs/fit.md), `train`, `Run` and `load` (docs/python.md).
 """
 
 from importlib import import_module
