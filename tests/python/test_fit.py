@@ -285,7 +285,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (
         (net(), (X, Y)),
         {"loss": LOSS, "metrics": {"f1": MulticlassF1Score(2)}, "best": "F2"},
-        "Did you mean f1",
+        "there are loss, f1",
     ),
     ((net(), (X, X[:, :2])), {"loss": spread}, "inf, inf, inf, inf for each of them"),
     ((net(), (X, Y)), {"loss": LOSS, "batch_size": 1, "ranks": 2}, "must give each of the 2 ranks a sample"),
