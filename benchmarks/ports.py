@@ -1,6 +1,6 @@
 """A step of the scripts in docs/examples: the plain loop, and its port to ``ddptrain.fit``, on the CPU.
 
-    python benchmarks/ports.py                     # a Markdown table on stdout, in some 25 minutes
+    python benchmarks/ports.py                     # a Markdown table on stdout, in some ten minutes
     python benchmarks/ports.py --write docs/fit.md    # and into that file
     python benchmarks/ports.py --examples digits --rounds 3
 

@@ -75,9 +75,9 @@ class BatchLoss:
     def _of(self, function: Callable[[Any, Any], Tensor], output: Any, target: Any) -> Tensor:
         try:
             return function(output, target)
+        except torch.OutOfMemoryError:
+            raise
         except (ValueError, IndexError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
             raise UserError(
                 f"loss: {self._name} refuses the model's output {shapes_of(output)} and the target"
                 f" {shapes_of(target)}: {error}",

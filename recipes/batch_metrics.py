@@ -135,9 +135,9 @@ class TorchMetric(BatchMetric):
             part.reset()
         try:
             self._metric.update(output, target)
+        except torch.OutOfMemoryError:
+            raise
         except (ValueError, RuntimeError, TypeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
             raise UserError(
                 f"metrics.{self.name}: {type(self._metric).__name__} refuses a batch of the model's output"
                 f" and the target: {error}",

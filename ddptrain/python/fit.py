@@ -26,7 +26,7 @@ from ddptrain.run.train import run
 from ddptrain.verbs.argv import parse
 from ddptrain.verbs.composing import composed, own_options, recorded
 from ddptrain.verbs.main import main
-from ddptrain.verbs.script import FIT_INTO
+from ddptrain.verbs.script import FIT_INTO, key_of
 
 _calls = itertools.count(1)
 """Of `fit`, in one of torchrun's processes."""
@@ -96,7 +96,7 @@ def fit(
         check_options(words, "from Python fit takes overrides, --config-dir, --env and --trust")
         objects, of_loaders = objects_of(model, train, valid, loss, metrics, step)
         settings = {**of_loaders, **{key: value for key, value in named.items() if value is not None}}
-        asked = {word.lstrip("+~").partition("=")[0] for word in words}
+        asked = set(map(key_of, words))
         overrides = [f"{key}={value}" for key, value in settings.items() if key not in asked]
         packages = trust if isinstance(trust, str) else ",".join(trust)
         trusted = [f"{TRUST}={packages}"] if packages else []

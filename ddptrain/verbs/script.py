@@ -30,10 +30,10 @@ def with_script(arguments: Arguments, composes: bool) -> Arguments:
     if OBJECTS not in os.environ:  # else a rank of a launch that has run it
         os.environ[OBJECTS] = str(objects_file(Path(named[-1])))
     given = parse(["train", *json.loads(Path(os.environ[OBJECTS]).with_name(WORDS).read_text())])
-    own = set(map(_key, arguments.overrides))
+    own = set(map(key_of, arguments.overrides))
     if arguments.verb not in ("train", "launch") or arguments.sweeps:  # these name folders of their own
         own.add("run.dir")
-    more = [word for word in given.overrides if _key(word) not in own] if composes else []
+    more = [word for word in given.overrides if key_of(word) not in own] if composes else []
     return dataclasses.replace(
         arguments,
         overrides=(*arguments.overrides, *more),
@@ -42,7 +42,8 @@ def with_script(arguments: Arguments, composes: bool) -> Arguments:
     )
 
 
-def _key(word: str) -> str:
+def key_of(word: str) -> str:
+    """The key that an override is of."""
     return word.lstrip("+~").partition("=")[0]
 
 
