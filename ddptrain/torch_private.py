@@ -163,6 +163,13 @@ def step_hooks(optimizer: Optimizer) -> tuple[dict[int, Any], ...]:
 def _nothing() -> None: ...
 
 
+def register_generator(graph: torch.cuda.CUDAGraph, generator: torch.Generator) -> None:
+    """Before the graph captures: it will draw from this generator, too. From 2.14 on torch knows by itself,
+    and warns of the call."""
+    if torch.__version__ < "2.14":
+        graph.register_generator_state(generator)
+
+
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether it checks ``found_inf`` on the device, as GradScaler expects of fused optimizers."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -32,10 +32,20 @@ class Flags:
             [torch.tensor([stop, step]).to(like) for step in range(self._cycle)] for stop in (0.0, 1.0)
         ]
         self._nan = torch.full((2,), math.nan).to(like)
+        self.captured: Tensor | None = None
+        """While a step is captured in a CUDA graph: (2,), into which each replay is given `numbers`."""
+
+    def like(self, numbers: Tensor) -> Tensor:
+        """(2,): as flags are."""
+        return numbers.to(self._nan)
+
+    def numbers(self, step: int, stop: bool) -> tuple[float, float]:
+        """What this rank tells of a step whose loss is finite."""
+        return float(stop), float(step % self._cycle)
 
     def row(self, step: int, stop: bool, loss: Tensor) -> Tensor:
         """(2,): this rank's flags. loss: 0-d. Never waits for the device."""
-        row = self._rows[stop][step % self._cycle]
+        row = self._rows[stop][step % self._cycle] if self.captured is None else self.captured
         if self._on_host:
             return row if math.isfinite(loss.item()) else self._nan
         return row + (loss.detach() * 0).to(row.dtype)
@@ -59,6 +69,8 @@ class Strategy(ABC):
     """Whether a rank holds its part only of weights, gradients and optimizer. The model is then made on the
     host; each pass of it is a collective, and all ranks need equally many."""
     takes_sparse_gradients = True
+    why_not_captured = ""
+    """Why its steps can't be captured in a CUDA graph; '' where they can."""
     needs_all_gradients = False
     """Whether ranks wait for a gradient of every parameter in every step."""
 

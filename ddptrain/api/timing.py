@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-TRAINING = ("data", "copy", "forward", "backward", "all_reduce", "optimizer", "logging")
+TRAINING = ("data", "copy", "forward", "backward", "all_reduce", "optimizer", "replay", "logging")
 """The phases of a step: waiting for the batch, waiting for its copy to the GPU, forward pass and loss,
 backward pass, the part of the gradients' all-reduce that does not overlap with it (including waiting for
-slower ranks), optimizer and bookkeeping, and the log lines between steps."""
+slower ranks), optimizer and bookkeeping, all of these in the replay of a captured step, and the log lines
+between steps."""
 PHASES = (*TRAINING, "evaluating", "drawing", "saving")
 """The last three are between steps: evaluations, their figures (for TensorBoard and plots/), checkpoints."""
 
@@ -35,8 +36,9 @@ class Timing(NamedTuple):
 
     @property
     def shares(self) -> dict[str, float]:
-        """Fractions of the training time, by phase."""
-        return {phase: self.seconds[phase] / max(self.training, 1e-9) for phase in TRAINING}
+        """Fractions of the training time, by phase; without replays where there are none."""
+        phases = [phase for phase in TRAINING if phase != "replay" or self.seconds[phase]]
+        return {phase: self.seconds[phase] / max(self.training, 1e-9) for phase in phases}
 
     @property
     def samples_per_s(self) -> float:

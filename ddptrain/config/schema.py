@@ -11,6 +11,12 @@ MISSING: Any = "???"
 """OmegaConf's, which takes longer to import than completing a word may."""
 
 
+COMPILED = ("default", "step", "reduce-overhead", "max-autotune", "step-graph")
+"""Values of ``compile`` for which torch's compiler is used."""
+CAPTURED = ("graph", "step-graph", "auto")
+"""Those for which steps may be captured in a CUDA graph."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What a value must satisfy; None leaves a bound open."""
@@ -107,8 +113,9 @@ class Checkpoint:
     every: int | None = rule(None, at_least=1)
     """Optimizer steps between saves; null: at the end of each epoch."""
     keep: int = rule(2, at_least=1)
-    background: bool = False
-    """Write in a thread while training goes on; the state is copied first."""
+    background: bool = True
+    """Write in a thread while training goes on; the state is copied first. Where memory does not allow the
+    copy, a save writes before training goes on."""
     grace: float = rule(25.0, above=0)
     """Seconds from a signal to stop to the process's end; torchrun and Kubernetes kill after 30."""
 
@@ -230,8 +237,10 @@ class Config:
     """Seconds in which no rank makes progress before the job is ended and the rank named; null: never.
     Start-up, saving and whatever is done for the first time may take an hour."""
     precision: str = rule("auto", choices=("auto", "fp32", "tf32", "bf16", "fp16"))
-    compile: str = rule("off", choices=("off", "default", "step", "reduce-overhead", "max-autotune"))
-    """``step``: the loss together with the model, in torch's default mode."""
+    compile: str = rule("off", choices=("off", *dict.fromkeys((*COMPILED, *CAPTURED))))
+    """By torch's compiler: the model, in one of its modes; ``step``: the loss together with the model.
+    ``graph``: a whole step, captured in a CUDA graph; ``step-graph``: both. ``auto``: a graph, where launches
+    limit the steps."""
     channels_last: bool = False
     deterministic: bool = False
     """On a GPU: only algorithms that repeat their bits (slower). On a CPU they always do."""

@@ -11,7 +11,6 @@ The first three are done by loader processes, the last by the training's own (no
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import cloudpickle
@@ -24,8 +23,8 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.data.generators import restored, seed_all
 from ddptrain.data.stream.samples import StreamSamples, training_keys, valid_keys
 from ddptrain.data.workers import AS_IT_IS as AS_IT_IS
+from ddptrain.data.workers import KeptLoader, read_by, read_by_workers
 from ddptrain.data.workers import Key as Key
-from ddptrain.data.workers import read_by, read_by_workers
 from ddptrain.errors import UserError
 
 _PURPOSE = 8  # of the seeds: the order of an epoch has another
@@ -122,31 +121,38 @@ def unchanged(batch: Batch) -> Batch:
 
 
 @final
-@dataclass(frozen=True, slots=True)
 class Pipeline:
     """Both parts of a set as batches on the device.
 
     workers: loader processes of this rank. in_memory: whether the source holds all samples in memory.
     """
 
-    train: Samples
-    valid: Samples
-    workers: int
-    device: torch.device
-    batch_transform: Callable[[Batch], Batch] = unchanged
-    in_memory: bool = False
+    def __init__(
+        self,
+        train: Samples,
+        valid: Samples,
+        workers: int,
+        device: torch.device,
+        batch_transform: Callable[[Batch], Batch] = unchanged,
+        in_memory: bool = False,
+    ) -> None:
+        self.train = train
+        self.valid = valid
+        self.workers = workers
+        self._device = device
+        self._batch_transform = batch_transform
+        self.in_memory = in_memory
+        self._valid_loader = KeptLoader(valid, workers, device)
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
         """`Data.train_batches`."""
-        return self._batches(self.train, training_keys(self.train.stream, sampler, steps))
+        keys = training_keys(self.train.stream, sampler, steps)
+        return map(self._batch_transform, read_by_workers(self.train, keys, self.workers, self._device))
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Batch]:
-        """`Data.valid_batches`."""
-        return self._batches(self.valid, valid_keys(self.valid.stream, chunks))
-
-    def _batches(self, samples: Samples, keys: Iterable[list[Key]]) -> Iterator[Batch]:
-        """A batch for each list of keys."""
-        return map(self.batch_transform, read_by_workers(samples, keys, self.workers, self.device))
+        """`Data.valid_batches`. Loader processes begin to read at once."""
+        keys = valid_keys(self.valid.stream, chunks)
+        return map(self._batch_transform, self._valid_loader.batches(keys))
 
     @property
     def loading(self) -> Loading:

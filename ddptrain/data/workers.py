@@ -6,7 +6,7 @@ import pickle
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -88,6 +88,53 @@ def read_by_workers(
         # a copy, as a worker would have it: a file that a dataset opens when it is first read, and keeps
         # open, could not be sent to workers later
         dataset, workers = pickle.loads(ForkingPickler.dumps(dataset)), 0
+    return on_device(_when_asked(_loader(dataset, keys, workers, device)), device)
+
+
+@final
+class KeptLoader:
+    """Reads as `read_by_workers` does, again and again, by processes that are started once."""
+
+    def __init__(self, dataset: Dataset[Any], workers: int, device: torch.device) -> None:
+        self._dataset = dataset
+        self._workers = workers
+        self._device = device
+        self._keys = _Keys()
+        self._loader: DataLoader[Any] | None = None
+        self._in_use = False
+        """Batches have been asked for, and not been read to their end."""
+
+    def batches(self, keys: Iterable[list[Any]]) -> Iterator[Any]:
+        """The processes begin to read at once if ``keys`` is a list, else when the first batch is asked for.
+        While they are in use others are started."""
+        if not self._workers or self._in_use or (isinstance(keys, list) and len(keys) == 1):
+            return read_by_workers(self._dataset, keys, self._workers, self._device)
+        self._in_use = True
+        if self._loader is None:
+            self._loader = _loader(self._dataset, self._keys, self._workers, self._device, stay=True)
+        self._keys.keys = keys
+        # of a stream the keys fetch blocks, which a training needs more
+        batches = _begun(self._loader) if isinstance(keys, list) else _when_asked(self._loader)
+        return on_device(self._to_the_end(batches), self._device)
+
+    def _to_the_end(self, batches: Iterator[Any]) -> Iterator[Any]:
+        yield from batches
+        self._in_use = False
+
+
+class _Keys:
+    """A batch sampler that gives other keys each time."""
+
+    def __init__(self) -> None:
+        self.keys: Iterable[list[Any]] = ()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self.keys)
+
+
+def _loader(
+    dataset: Dataset[Any], keys: Iterable[list[Any]], workers: int, device: torch.device, stay: bool = False
+) -> DataLoader[Any]:
     # forkserver: a fork of this process would inherit the locks of its threads (gloo, loggers)
     context = multiprocessing.get_context("forkserver") if workers else None
     if context is not None:
@@ -97,7 +144,7 @@ def read_by_workers(
         )
         context.set_forkserver_preload([*preloads, type(dataset).__module__])
         start_forkserver()
-    loader: DataLoader[Any] = DataLoader(
+    return DataLoader(
         dataset,
         batch_sampler=keys,
         collate_fn=_as_is,
@@ -105,20 +152,30 @@ def read_by_workers(
         multiprocessing_context=context,
         worker_init_fn=end_with_rank,
         pin_memory=device.type == "cuda",
+        persistent_workers=stay,
     )
-    return on_device(_sound(loader), device)
 
 
 def _as_is(batch: Any) -> Any:
     return batch
 
 
-def _sound(loader: DataLoader[Any]) -> Iterator[Any]:
-    batches = iter(loader)  # starts the workers
+def _when_asked(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The workers start, or read on, when the first batch is asked for."""
+    yield from _begun(loader)
+
+
+def _begun(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The workers start, or read on, at once."""
+    batches = iter(loader)
     # what is registered last runs first: before DataLoader's own, which waits five seconds for each worker
     # and then sends it SIGTERM, which it does not hear
     atexit.unregister(_end_workers)
     atexit.register(_end_workers)
+    return _sound(batches)
+
+
+def _sound(batches: Iterator[Any]) -> Iterator[Any]:
     for batch in batches:
         if isinstance(batch, UserError):
             raise batch

@@ -35,6 +35,7 @@ from ddptrain.engine.saved_checkpoint import (
 )
 from ddptrain.engine.shards import FOLDER, Shards, write_shards
 from ddptrain.errors import UserError
+from ddptrain.observe.gauges import free_memory
 from ddptrain.observe.lock import Lost, lost
 from ddptrain.text import parse_json
 
@@ -50,8 +51,9 @@ class Checkpointer:
     """The checkpoints of one run, in its folder. Only rank 0 reads and writes, but for `write_shards`; it
     sends the others what it has read.
 
-    background: a save returns once the state is copied, and a thread hashes and writes it. At most one write
-    is in flight. Its error is raised by the next save, or by `finish`.
+    background: a save returns once the state is copied, and a thread hashes and writes it; where less memory
+    is free than the copy takes, the save writes it itself. At most one write is in flight. Its error is
+    raised by the next save, or by `finish`.
     """
 
     def __init__(self, folder: Path, keep: int, background: bool = False) -> None:
@@ -153,10 +155,11 @@ class Checkpointer:
         check_plain(state)
         buffer = io.BytesIO()
         torch.save(dict(state), buffer)  # all that has to happen before the next step changes the tensors
-        if self._writer is None:
-            self._write(path, buffer.getvalue(), facts, shards)
+        payload = buffer.getvalue()
+        if self._writer is None or free_memory() < len(payload):
+            self._write(path, payload, facts, shards)
         else:
-            self._in_flight = self._writer.submit(self._write, path, buffer.getvalue(), dict(facts), shards)
+            self._in_flight = self._writer.submit(self._write, path, payload, dict(facts), shards)
         return path
 
     def _may_go_back(self, step: int) -> bool:

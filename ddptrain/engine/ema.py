@@ -21,9 +21,13 @@ class Average(ABC):
     """Whether there are weights and buffers beside the model's own."""
 
     @abstractmethod
-    def update(self, step: int, nonfinite: Tensor) -> None:
-        """Add the model's new weights after an optimizer step, counted from 0, unless ``nonfinite`` (0-d) is
-        not 0. Never waits for the device."""
+    def weight(self, step: int) -> float:
+        """Of the model's new weights after an optimizer step, counted from 0."""
+
+    @abstractmethod
+    def update(self, weight: float | Tensor, nonfinite: Tensor) -> None:
+        """Add the model's new weights, with this weight (a 0-d tensor in a captured step), unless
+        ``nonfinite`` (0-d) is not 0. Never waits for the device."""
 
     @abstractmethod
     def in_use(self) -> AbstractContextManager[None]:
@@ -42,7 +46,10 @@ class NoAverage(Average):
 
     copies = False
 
-    def update(self, step: int, nonfinite: Tensor) -> None:
+    def weight(self, step: int) -> float:
+        return 0.0
+
+    def update(self, weight: float | Tensor, nonfinite: Tensor) -> None:
         pass
 
     def in_use(self) -> AbstractContextManager[None]:
@@ -80,9 +87,11 @@ class ExponentialAverage(Average):
         self._move = _move_on_host if strategy.world.device.type == "cpu" else _move_on_device
         self._pairs()
 
+    def weight(self, step: int) -> float:
+        return 1 - min(self._decay, (2 + step) / (11 + step))
+
     @torch.no_grad()
-    def update(self, step: int, nonfinite: Tensor) -> None:
-        weight = 1 - min(self._decay, (2 + step) / (11 + step))
+    def update(self, weight: float | Tensor, nonfinite: Tensor) -> None:
         pairs = self._pairs()
         self._move(
             [_real(average) for average, _ in pairs], [_real(own) for _, own in pairs], weight, nonfinite
@@ -118,12 +127,16 @@ class ExponentialAverage(Average):
         return pairs
 
 
-def _move_on_host(averages: list[Tensor], new: list[Tensor], weight: float, nonfinite: Tensor) -> None:
+def _move_on_host(
+    averages: list[Tensor], new: list[Tensor], weight: float | Tensor, nonfinite: Tensor
+) -> None:
     if not nonfinite:
-        torch._foreach_lerp_(averages, new, weight)
+        torch._foreach_lerp_(averages, new, float(weight))
 
 
-def _move_on_device(averages: list[Tensor], new: list[Tensor], weight: float, nonfinite: Tensor) -> None:
+def _move_on_device(
+    averages: list[Tensor], new: list[Tensor], weight: float | Tensor, nonfinite: Tensor
+) -> None:
     """In few launches. On a CPU it takes five times as long."""
     weights = (nonfinite == 0) * weight
     for some, own in zip(by_dtype(averages), by_dtype(new), strict=True):

@@ -6,8 +6,9 @@ batch, so the sum over ranks only fills slots and the total is taken in one orde
 order.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -27,24 +28,17 @@ class Interrupted(Exception):
 
 
 def evaluate(
-    task: Task,
-    model: nn.Module,
-    data: Data,
-    world: World,
-    precision: Precision,
-    batch_size: int,
-    watchdog: Watchdog,
+    task: Task, model: nn.Module, batches: "OwnBatches", precision: Precision, watchdog: Watchdog
 ) -> Report:
     """The task's report over the whole validation set. Some collectives and a sync point, at the end.
 
     model: the bare module, the same on every rank; DDP's wrapper would communicate in its forward.
     Raises Interrupted where ``watchdog`` was asked to stop.
     """
-    chunks = chunks_of(data.valid_size, batch_size)
-    sums = own_sums(task, model, data, chunks, world, precision, watchdog)
+    sums = own_sums(task, model, batches, precision, watchdog)
     totals = sums.totals(interrupted=watchdog.stop is not None)
     watchdog.mark("reporting", patience=LONG_S)
-    return on_first_rank(world, lambda: check_report(task, task.report(totals)))
+    return on_first_rank(batches.world, lambda: check_report(task, task.report(totals)))
 
 
 def chunks_of(size: int, batch_size: int) -> list[range]:
@@ -52,24 +46,53 @@ def chunks_of(size: int, batch_size: int) -> list[range]:
     return [range(i, min(i + batch_size, size)) for i in range(0, size, batch_size)]
 
 
+@final
+class OwnBatches:
+    """A rank's batches of the first ``size`` validation samples, each with its place among all ranks'.
+
+    They are asked for here, and read one by one: loader processes may read them ahead.
+    """
+
+    def __init__(self, data: Data, size: int, batch_size: int, world: World) -> None:
+        chunks = chunks_of(size, batch_size)
+        self.world = world
+        self.slots = len(chunks)
+        """Batches of all ranks."""
+        self._own = range(world.rank, len(chunks), world.size)
+        self._where = f"{type(data).__name__}.valid_batches"
+        self._batches = data.valid_batches([chunks[slot] for slot in self._own])
+
+    def __iter__(self) -> Iterator[tuple[int, Batch]]:
+        """Raises UserError where the data does not give a batch for each range."""
+        if not isinstance(self._batches, Iterable):
+            raise UserError(
+                f"{self._where}: returned {type(self._batches).__name__}; it must return an iterator, with a"
+                " batch for each range that it is given."
+            )
+        given = 0
+        for batch in self._batches:
+            given += 1
+            if given > len(self._own):
+                break
+            yield self._own[given - 1], batch
+        if given != len(self._own):
+            raise UserError(
+                f"{self._where}: gave {'more' if given > len(self._own) else given} batches for"
+                f" {len(self._own)} ranges of validation samples; it must give one for each.",
+                everywhere=False,
+            )
+
+
 def own_sums(
-    task: Task,
-    model: nn.Module,
-    data: Data,
-    chunks: Sequence[range],
-    world: World,
-    precision: Precision,
-    watchdog: Watchdog,
+    task: Task, model: nn.Module, batches: OwnBatches, precision: Precision, watchdog: Watchdog
 ) -> "Totals":
-    """Of those of ``chunks`` that are this rank's; of the first ones only, where ``watchdog`` was asked to
-    stop. No collectives.
+    """Of a rank's batches; of the first ones only, where ``watchdog`` was asked to stop. No collectives.
 
     Raises UserError for what data and task may not return.
     """
-    mine = range(world.rank, len(chunks), world.size)
-    sums = Totals(f"{type(task).__name__}.evaluate", len(chunks), world)
+    sums = Totals(f"{type(task).__name__}.evaluate", batches.slots, batches.world)
     with torch.no_grad(), in_evaluation(model):  # not inference_mode: training could not use what is cached
-        for slot, batch in zip(mine, _batches(data, [chunks[i] for i in mine]), strict=True):
+        for slot, batch in batches:
             if watchdog.stop:
                 break
             watchdog.mark("evaluating a batch")
@@ -79,29 +102,6 @@ def own_sums(
             for name, value in batch_sums.items():
                 sums.add(slot, name, value)
     return sums
-
-
-def _batches(data: Data, chunks: Sequence[range]) -> Iterator[Batch]:
-    """One for each range. Raises UserError where the data gives something else."""
-    where = f"{type(data).__name__}.valid_batches"
-    batches = data.valid_batches(chunks)
-    if not isinstance(batches, Iterable):
-        raise UserError(
-            f"{where}: returned {type(batches).__name__}; it must return an iterator, with a batch for each"
-            " range that it is given."
-        )
-    given = 0
-    for batch in batches:
-        given += 1
-        if given > len(chunks):
-            break
-        yield batch
-    if given != len(chunks):
-        raise UserError(
-            f"{where}: gave {'more' if given > len(chunks) else given} batches for {len(chunks)} ranges of"
-            " validation samples; it must give one for each.",
-            everywhere=False,
-        )
 
 
 class Totals:

@@ -52,8 +52,11 @@ class _Pending(NamedTuple):
 class Health:
     """One rank's."""
 
-    def __init__(self, model: nn.Module, wrapped: nn.Module, strategy: Strategy) -> None:
+    def __init__(self, model: nn.Module, wrapped: nn.Module, strategy: Strategy, ends_run: bool) -> None:
+        """ends_run: the first step that is not finite ends the run, so all after it are left out as well: on
+        a GPU one of them is on its way when the host gets to know."""
         device = strategy.world.device
+        self._ends_run = ends_run
         self._strategy = strategy
         self._wrapped = wrapped
         self._on_gpu = device.type == "cuda"
@@ -63,7 +66,10 @@ class Health:
         self._nonfinite = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
         self._loss: Tensor | None = None
-        self._stop = False
+        self._flags = self._nonfinite
+        self._is_loss = False
+        self._seen = self._nonfinite
+        """On a GPU: what is sent to the host."""
         self._pending: list[_Pending] = []
         self._plain: bool | None = None
         """No gradient is sparse or complex; None until the first step shows it."""
@@ -73,7 +79,6 @@ class Health:
         has it, or None."""
         seen = loss.sum.detach()
         self._loss = seen if self._loss is None else self._loss + seen
-        self._stop = stop
         if not ends_shard:
             return None
         return self._strategy.send_flags(self._wrapped, step, stop, self._loss)
@@ -93,12 +98,13 @@ class Health:
 
     def check(self, step: int) -> Tensor:
         """After the backward passes. 0-d, on the device: 0 where this step's gradients and losses are finite
-        on all ranks."""
+        on all ranks. `expect` is to follow."""
         assert self._loss is not None
         received = self._strategy.receive_flags(self._wrapped)
         flags, is_loss = (self._loss, True) if received is None else (received, False)
         self._loss = None
-        self._nonfinite.zero_()
+        if not self._ends_run:
+            self._nonfinite.zero_()
         if self._plain is None:
             trained = [parameter for _, group in self._groups for parameter in group]
             self._plain = not any(p.grad is not None and _is_odd(p.grad) for p in trained)
@@ -121,10 +127,17 @@ class Health:
             check_finite([flags], self._nonfinite, self._one)
         if self._strategy.sharded:  # a NaN may be in the part of any
             self._strategy.add_up_nonfinite(self._nonfinite)
-        sent = self._sent(flags) if self._on_gpu else (self._nonfinite, flags, None)
-        nonfinite, flags, arrived = sent
-        self._pending.append(_Pending(step, self._stop, nonfinite, flags, is_loss, arrived))
+        self._flags, self._is_loss = flags, is_loss
+        if self._on_gpu:
+            self._seen = torch.cat([self._nonfinite.view(1), flags.view(-1)])
         return self._nonfinite
+
+    def expect(self, step: int, stop: bool) -> None:
+        """The outcome of the step that was checked last, or of the same check in a replayed graph. stop: this
+        rank wants to."""
+        sent = self._sent() if self._on_gpu else (self._nonfinite, self._flags, None)
+        nonfinite, flags, arrived = sent
+        self._pending.append(_Pending(step, stop, nonfinite, flags, self._is_loss, arrived))
 
     def discard(self) -> None:
         """Drop the flags and the loss of a pass that is not a step (warm-up)."""
@@ -143,10 +156,9 @@ class Health:
         pending, self._pending = self._pending, []
         return [self._outcome(one) for one in pending]
 
-    def _sent(self, flags: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event]:
-        values = torch.cat([self._nonfinite.view(1), flags.view(-1)])
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
+    def _sent(self) -> tuple[Tensor, Tensor, torch.cuda.Event]:
+        host = torch.empty(self._seen.shape, dtype=self._seen.dtype, pin_memory=True)
+        host.copy_(self._seen, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
         return host[0], host[1:], arrived

@@ -19,12 +19,13 @@ from ddptrain.distributed.watchdog.watchdog import LONG_S
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.consistency import check_replicas
 from ddptrain.engine.divergence import divergence, evidence_of, where_it_began
-from ddptrain.engine.evaluate import Interrupted, evaluate, figures_of
+from ddptrain.engine.evaluate import Interrupted, OwnBatches, evaluate, figures_of
 from ddptrain.engine.flops import peak_flops
 from ddptrain.engine.health import NotFinite
 from ddptrain.engine.plain_state import check_plain
 from ddptrain.engine.rehearsal import rehearse
 from ddptrain.engine.step import TrainStep
+from ddptrain.engine.step_graph import StepGraph
 from ddptrain.engine.warmup import check_device, check_size, warm_up
 from ddptrain.errors import Diverged, Stopped, UserError
 from ddptrain.observe.dispatch import Observers
@@ -53,18 +54,25 @@ class Engine:
         step: TrainStep,
         checkpointer: Checkpointer,
         observers: Observers,
+        graph: Callable[[TrainStep], StepGraph] | None = None,
     ) -> None:
+        """graph: makes what captures the step; None: steps are eager."""
         self._task = step.task
         self._data = data
         self._world = step.strategy.world
         self._plan = step.plan
         self._state = step.state
         self._step = step
+        self._graph = graph
+        self._advance = self._captured()
+        """Takes one step."""
         self._checkpointer = checkpointer
         self._observers = observers
         self._watchdog = step.phase.watchdog
         self._stopwatch = step.phase.stopwatch
         self._progress = _Progress()
+        self._ahead: OwnBatches | None = None
+        """Of the next evaluation, read while the training goes on."""
 
     def fit(self, run: RunInfo | None = None, step_iterator: StepIterator = iter) -> Report:
         """Train from ``state.step`` to the plan's end; returns the last evaluation.
@@ -82,7 +90,7 @@ class Engine:
             for step in step_iterator(range(first_step, plan.steps)) if goes_on else ():
                 if state.frozen is not None and state.frozen.until == step:
                     batches = self._thaw(batches)
-                self._step(batches, plan.progress(step))
+                self._advance(batches, plan.progress(step))
                 state.step = done = step + 1
                 if plan.verifies(done) and not state.strategy.sharded:
                     check_replicas(self._world, state.model, done)
@@ -122,6 +130,7 @@ class Engine:
             batches, flops = self._warmed_up(batches)
         # an evaluation that comes first shows the same
         metrics = rehearse(step, self._data) if steps and not state.evaluation_due else ()
+        self._ahead = self._valid_batches() if steps or state.evaluation_due else None
         gpus = self._world.size * (1 + len(state.strategy.further_gpus))
         peak = peak_flops(device, step.precision.name) * gpus
         preview = self._data.preview() if self._world.is_first else None
@@ -152,8 +161,14 @@ class Engine:
         first = next(batches)
         check_device(state.model, first, self._world.device)
         check_size(step, first, type(self._data).__name__)
-        flops = warm_up(step, first, self._plan.progress(state.step)) / step.micro_batches[0].size
+        progress = self._plan.progress(state.step)
+        flops = warm_up(step, first, progress) / step.micro_batches[0].size
+        if isinstance(self._advance, StepGraph):
+            self._advance = self._advance.checked(first, progress)
         return chain([first], batches), flops
+
+    def _captured(self) -> TrainStep | StepGraph:
+        return self._step if self._graph is None else self._graph(self._step)
 
     def _thaw(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """From this step on, train what was frozen. Collectives and a sync point. Returns the batches."""
@@ -163,6 +178,7 @@ class Engine:
         self._watchdog.mark("thawing", state.step, LONG_S)
         state.thaw()
         self._step = TrainStep(self._task, state.strategy, before.precision, self._plan, state, before.phase)
+        self._advance = self._captured()
         log.info("thawed     at step %d: all groups are trained from here on", state.step)
         batches, flops = self._warmed_up(batches)
         self._stopwatch.flops = flops
@@ -243,18 +259,22 @@ class Engine:
     def _report(self) -> dict[str, Figure]:
         """Evaluate the averaged weights, where there are some; returns the figures, on rank 0."""
         state, world, precision = self._state, self._world, self._step.precision
-        model, size = state.model, self._plan.eval_batch_size
+        model = state.model
         buffers = [buffer for *_, buffer in saved_buffers(model.modules())]
         broadcast(world, buffers)
         with state.average.in_use():
             if state.average.copies:
                 broadcast(world, buffers)
             with unchanged(model), state.strategy.evaluating(model):
-                self._progress.last = evaluate(
-                    self._task, model, self._data, world, precision, size, self._watchdog
-                )
+                batches, self._ahead = self._ahead or self._valid_batches(), None
+                self._progress.last = evaluate(self._task, model, batches, precision, self._watchdog)
+                self._ahead = self._valid_batches() if state.step < self._plan.steps else None
                 figures = figures_of(self._task, model, precision) if world.is_first else {}
         return {**self._progress.last.figures, **figures}
+
+    def _valid_batches(self) -> OwnBatches:
+        plan = self._plan
+        return OwnBatches(self._data, self._data.valid_size, plan.eval_batch_size, self._world)
 
     def _save_once(self) -> None:
         """Save, unless this step has been saved."""

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -33,25 +33,40 @@ class Meter:
         self._sums: _Sums = (
             _HostSums(self._shards) if world.device.type == "cpu" else _DeviceSums(self._shards, world.device)
         )
+        self._step: list[_Addend] = []
+        """The micro-batches of the step that began last."""
         self._steps: deque[list[_Addend]] = deque()
-        """The micro-batches of each step whose outcome is not known yet."""
+        """Those of each step whose outcome is not known yet."""
         self._agreed: list[str] = []
         self._gathered: dict[str, Tensor] = {}
 
     def begin_step(self) -> None:
-        self._steps.append([])
+        self._step = []
 
     def add(self, loss: Loss, shard: int) -> None:
         """Add one micro-batch to the step that began last. Never waits for the device."""
         if "loss" in loss.logs or "count" in loss.logs:
             raise RuntimeError("Task.loss: loss and count are the engine's own names; log under another one")
-        self._steps[-1].append(self._sums.addend(loss, shard))
+        self._step.append(self._sums.addend(loss, shard))
 
-    def end_step(self, applied: bool) -> None:
-        """The earliest step without an outcome has this one."""
+    def end_step(self, nonfinite: Tensor) -> None:
+        """On a device, add the step's numbers, unless ``nonfinite`` (0-d) is not 0. `expect` is to follow."""
+        self._sums.add_where(self._step, nonfinite)
+
+    def expect(self) -> None:
+        """The outcome of the step that has ended, or of the same one in a replayed graph."""
+        self._steps.append(self._step)
+
+    def count(self, applied: bool) -> None:
+        """The earliest step without an outcome has this one: add what of it is on the host."""
         for addend in self._steps.popleft():
             if applied:
                 self._sums.add(addend)
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """Where sums are on a device; another one once a name is new."""
+        return self._sums.tensor
 
     def gather(self) -> None:
         """Gather all ranks' sums for `state_dict`. A collective."""
@@ -121,11 +136,19 @@ class _Addend(NamedTuple):
 class _Sums(ABC):
     """One rank's sums and counts by name."""
 
+    tensor: Tensor | None
+    """As `Meter.tensor` has it."""
+
     @abstractmethod
     def addend(self, loss: Loss, shard: int) -> _Addend: ...
 
     @abstractmethod
-    def add(self, addend: _Addend) -> None: ...
+    def add_where(self, addends: Sequence[_Addend], nonfinite: Tensor) -> None:
+        """Add what is on a device, unless ``nonfinite`` (0-d) is not 0."""
+
+    @abstractmethod
+    def add(self, addend: _Addend) -> None:
+        """Add what is on the host."""
 
     @abstractmethod
     def open(self, names: Iterable[str]) -> None:
@@ -148,6 +171,8 @@ class _Sums(ABC):
 class _HostSums(_Sums):
     """For CPUs. Python's floats are float64, and adding to one costs a tenth of a tensor operation."""
 
+    tensor = None
+
     def __init__(self, shards: int) -> None:
         self._shards = shards
         self._rows = {"loss": self._zeros()}
@@ -155,6 +180,9 @@ class _HostSums(_Sums):
     def addend(self, loss: Loss, shard: int) -> _Addend:
         values = (loss.sum.item(), *(value.item() for value in loss.logs.values()))
         return _Addend(shard, ("loss", *loss.logs), values, float(loss.count))
+
+    def add_where(self, addends: Sequence[_Addend], nonfinite: Tensor) -> None:
+        pass
 
     def add(self, addend: _Addend) -> None:
         shard, names, values, count = addend  # here it is always known
@@ -185,12 +213,12 @@ class _HostSums(_Sums):
 
 @final
 class _DeviceSums(_Sums):
-    """Adding launches two small kernels, for all values together."""
+    """Adding launches three small kernels, for all values together."""
 
     def __init__(self, shards: int, device: torch.device) -> None:
         self._shards = shards
         self._names = ["loss"]
-        self._table = torch.zeros(2, 1, shards, device=device, dtype=summing_dtype(device))
+        self.tensor: Tensor = torch.zeros(2, 1, shards, device=device, dtype=summing_dtype(device))
         """Sums, and the counts that are known on the device alone."""
         self._nothing = torch.zeros((), device=device)
         """Added for a name that a micro-batch does not log."""
@@ -204,28 +232,32 @@ class _DeviceSums(_Sums):
         if isinstance(loss.count, int):
             return _Addend(shard, tuple(logged), torch.stack(values)[None], loss.count)
         # float32 can't represent every large integer
-        count = loss.count if loss.count.is_floating_point() else loss.count.to(self._table)
+        count = loss.count if loss.count.is_floating_point() else loss.count.to(self.tensor)
         counts = [count if name in logged else self._nothing for name in self._names]
         return _Addend(shard, tuple(logged), torch.stack(values + counts).view(2, -1), 0)
 
+    def add_where(self, addends: Sequence[_Addend], nonfinite: Tensor) -> None:
+        finite = nonfinite == 0
+        for addend in addends:
+            rows, names = addend.values.shape  # names that were new since then are last
+            self.tensor[:rows, :names, addend.shard] += torch.where(finite, addend.values, self._nothing)
+
     def add(self, addend: _Addend) -> None:
-        rows, names = addend.values.shape  # names that were new since then are last
-        self._table[:rows, :names, addend.shard] += addend.values
         for name in addend.names:
             self._counts[name][addend.shard] += int(addend.known)
 
     def put(self, name: str, sums: Tensor) -> None:
         self.open([name])
-        self._table[:, self._names.index(name)] = sums.to(self._table)
+        self.tensor[:, self._names.index(name)] = sums.to(self.tensor)
 
     def rows(self) -> tuple[list[str], Rows]:
         names = sorted(self._names)
-        table = torch.cat([self._table[:, self._names.index(name)] for name in names])
+        table = torch.cat([self.tensor[:, self._names.index(name)] for name in names])
         table[1::2] += torch.tensor([self._counts[name] for name in names]).to(table)
         return names, table
 
     def clear(self) -> None:
-        self._table.zero_()
+        self.tensor.zero_()
         self._counts = {name: [0] * self._shards for name in self._names}
 
     def open(self, names: Iterable[str]) -> None:
@@ -233,4 +265,4 @@ class _DeviceSums(_Sums):
             if name not in self._counts:
                 self._names.append(name)
                 self._counts[name] = [0] * self._shards
-                self._table = torch.cat([self._table, self._table.new_zeros(2, 1, self._shards)], dim=1)
+                self.tensor = torch.cat([self.tensor, self.tensor.new_zeros(2, 1, self._shards)], dim=1)

@@ -17,7 +17,7 @@ from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.distributed.snapshot import unchanged
 from ddptrain.distributed.watchdog.watchdog import LONG_S
 from ddptrain.engine.check_task import check_report
-from ddptrain.engine.evaluate import Interrupted, chunks_of, own_sums
+from ddptrain.engine.evaluate import Interrupted, OwnBatches, own_sums
 from ddptrain.engine.rank_state import same_rank_state
 from ddptrain.engine.step import TrainStep
 from ddptrain.errors import UserError
@@ -38,8 +38,10 @@ def rehearse(step: TrainStep, data: Data) -> tuple[str, ...]:
     gpus = [world.device, *step.strategy.further_gpus] if world.device.type == "cuda" else []
     watchdog.mark("trying an evaluation", step.state.step, LONG_S)
     with restored(), torch.random.fork_rng(gpus), _unchanged(model, task), step.strategy.evaluating(model):
-        chunks = chunks_of(count, size)
-        sums = on_all_ranks(world, lambda: own_sums(task, model, data, chunks, world, precision, watchdog))
+        sums = on_all_ranks(
+            world,
+            lambda: own_sums(task, model, OwnBatches(data, count, size, world), precision, watchdog),
+        )
         try:
             totals = sums.totals(interrupted=watchdog.stop is not None)
         except Interrupted:

@@ -1,6 +1,7 @@
 """The learning rate of each step."""
 
 import warnings
+from ctypes import c_float
 from typing import final
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -14,13 +15,29 @@ class Schedule:
     rate; with the same config the rates are the same, bit for bit.
     """
 
-    def __init__(self, schedule: LRScheduler) -> None:
+    def __init__(self, schedule: LRScheduler, on_gpu: bool = False) -> None:
+        """on_gpu: rates are float32, as a captured step has them in the device's memory: else a captured
+        step would have other bits than an eager one."""
         self._schedule = schedule
         self._step = 0
+        self._groups = schedule.optimizer.param_groups
+        self._exact = [group["lr"] for group in self._groups] if on_gpu else None
+        """The rates that torch's schedule goes on from."""
 
     def at(self, step: int) -> None:
         """Give the optimizer's groups the rates of this step, counted from 0; an earlier one changes
         nothing."""
+        if self._exact is None:
+            self._move(step)
+            return
+        for group, rate in zip(self._groups, self._exact, strict=True):
+            group["lr"] = rate
+        self._move(step)
+        self._exact = [group["lr"] for group in self._groups]
+        for group in self._groups:
+            group["lr"] = c_float(group["lr"]).value
+
+    def _move(self, step: int) -> None:
         if step == self._step + 1 > 1:
             self._schedule.step()
         elif step > self._step:  # torch would warn that the optimizer has not stepped

@@ -1,6 +1,6 @@
 """Randomness inside a step (dropout) follows from (seed, step, micro-batch): no state has to be saved."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,7 +20,26 @@ class StepSeed:
             self._seeders.append(torch.cuda.default_generators[world.device.index].manual_seed)
         if world.device.type == "mps":
             self._seeders.append(torch.mps.manual_seed)
+        self._captured: Mapping[int, torch.Generator] = {}
         self._further = [torch.cuda.default_generators[i] for i in further_gpus]
+
+    @property
+    def seeds_pythons(self) -> bool:
+        """Whether the generators of Python and NumPy are used."""
+        return seed_pythons in self._seeders
+
+    @contextmanager
+    def taken_from(self, generators: Mapping[int, torch.Generator]) -> Iterator[None]:
+        """Inside, while a CUDA graph captures, a micro-batch draws from the generator of its stream, which is
+        to be seeded before each replay."""
+        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        own = default.graphsafe_get_state()
+        self._captured = generators
+        try:
+            yield
+        finally:
+            self._captured = {}
+            default.graphsafe_set_state(own)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -33,6 +52,10 @@ class StepSeed:
 
     def __call__(self, step: int, stream: int) -> None:
         """stream: the micro-batch's number among those of all ranks in this step."""
+        if self._captured:
+            default = torch.cuda.default_generators[torch.cuda.current_device()]
+            default.graphsafe_set_state(self._captured[stream])
+            return
         number = derive_seed(self._seed, step, stream)
         for seed in self._seeders:
             seed(number)

@@ -49,18 +49,31 @@ class TrainStep:
         """0-d, of the last step, before clipping."""
         self.seed = StepSeed(plan.seed, strategy.world, strategy.further_gpus)
         self._loss_scale = LossScale(strategy, self.sampler)
-        self._health = Health(state.model, state.wrapped, strategy)
+        # what fp16's scaler leaves out does not end the run
+        ends_run = not plan.skips_nonfinite and not precision.scaler.is_enabled()
+        self._health = Health(state.model, state.wrapped, strategy, ends_run)
         self._optimizer = OptimizerStep(state.optimizer, precision.scaler)
         self._undo = Undo(task, state.model) if plan.skips_nonfinite else None
 
     def __call__(self, batches: Iterator[Batch], progress: Progress) -> None:
         """Raises NotFinite if the run should end because of a number that is not finite, OutOfStep if the
         ranks are at different steps."""
+        self.state.schedule.at(progress.step)
+        counts = self.passes(batches, progress)
+        with self.phase("optimizer", progress.step):
+            self._count(self._health.all())  # on a GPU: the step before
+            self.apply(counts, progress, self.state.average.weight(progress.step))
+            self.expect(progress, self.phase.watchdog.stop is not None)
+            self._count(self._health.ready())  # on a CPU: this step
+        self.phase.stopwatch.count(self.sampler.batch_size)
+
+    def passes(self, batches: Iterator[Batch], progress: Progress) -> list[tuple[int, Tensor]]:
+        """Forward and backward pass of each micro-batch. Returns the shard and the count of those whose count
+        is on the device."""
         state, counts = self.state, []
         if self._undo is not None:
             self._undo.remember()
         state.meter.begin_step()
-        state.schedule.at(progress.step)
         for micro_batch in self.micro_batches:
             with self.phase("data", progress.step):
                 batch = next(batches)
@@ -69,20 +82,29 @@ class TrainStep:
             state.meter.add(loss, micro_batch.shard)
             if isinstance(loss.count, Tensor):
                 counts.append((micro_batch.shard, loss.count))
-        with self.phase("optimizer", progress.step):
-            self.precision.unscale(state.optimizer)
-            if counts:
-                self._loss_scale.rescale(state.model, counts)
-            self._count(self._health.all())  # on a GPU: the step before
-            nonfinite = self._health.check(progress.step)
-            if self.plan.clip_norm is not None:
-                self.grad_norm = self.strategy.clip(state.model, self.plan.clip_norm)
-            self._optimizer(nonfinite)
-            if self._undo is not None:
-                self._undo.put_back(nonfinite)
-            state.average.update(progress.step, nonfinite)
-            self._count(self._health.ready())  # on a CPU: this step
-        self.phase.stopwatch.count(self.sampler.batch_size)
+        return counts
+
+    def apply(
+        self, counts: list[tuple[int, Tensor]], progress: Progress, average_weight: float | Tensor
+    ) -> None:
+        """What follows from the gradients, on the device."""
+        state = self.state
+        self.precision.unscale(state.optimizer)
+        if counts:
+            self._loss_scale.rescale(state.model, counts)
+        nonfinite = self._health.check(progress.step)
+        if self.plan.clip_norm is not None:
+            self.grad_norm = self.strategy.clip(state.model, self.plan.clip_norm)
+        self._optimizer(nonfinite)
+        if self._undo is not None:
+            self._undo.put_back(nonfinite)
+        state.average.update(average_weight, nonfinite)
+        state.meter.end_step(nonfinite)
+
+    def expect(self, progress: Progress, stop: bool) -> None:
+        """The outcome of this step. stop: this rank wants to."""
+        self._health.expect(progress.step, stop)
+        self.state.meter.expect()
 
     def forward_backward(self, batch: Batch, progress: Progress, micro_batch: MicroBatch) -> Loss:
         """Add the gradients of a micro-batch. In the last one of a shard they are summed over ranks, together
@@ -123,7 +145,7 @@ class TrainStep:
         state = self.state
         for outcome in outcomes:
             self.stop_asked |= outcome.stop
-            state.meter.end_step(outcome.finite)
+            state.meter.count(outcome.finite)
             if outcome.finite:
                 state.left_out_in_a_row = 0
                 continue

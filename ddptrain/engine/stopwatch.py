@@ -4,7 +4,8 @@ for the device."""
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -118,6 +119,15 @@ class Stopwatch:
     def mark(self, phase: str) -> None:
         """The time since the last mark belongs to this phase."""
         self._clock.mark(phase)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, marks are not heeded: while a CUDA graph captures, an event would become a part of it."""
+        clock, self._clock = self._clock, HostClock()
+        try:
+            yield
+        finally:
+            self._clock = clock
 
     def count(self, samples: int) -> None:
         """A step is over."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from ddptrain.api.recipe import ConfusionMatrix, Curves
+from ddptrain.distributed.cpu import cores
 from ddptrain.observe.child import start_module
 from ddptrain.observe.drawing import RenderedFigure
 from ddptrain.text import first_few
@@ -21,6 +22,10 @@ log = logging.getLogger("ddptrain")
 
 _LAST_S = 60.0
 """Limit at the end for figures that are still to be drawn."""
+_SHARE = 0.02
+"""Of the time of all cores, for figures before the end."""
+_NEW_S = 0.5
+"""Seconds of a core that a figure is taken to need the first time."""
 PngReceiver = Callable[[bytes], None]
 
 
@@ -33,8 +38,9 @@ class _Request(NamedTuple):
 
 @final
 class Drawer:
-    """Draws one figure after the other. Only the newest request of each name is kept: if drawing is slower
-    than evaluating, some figures are skipped."""
+    """Draws one figure after the other, in at most 2 % of the time of all cores. Only the newest request of
+    each name is kept: if evaluations come faster, some figures are skipped. What is still wanted at the end
+    is drawn then."""
 
     def __init__(self) -> None:
         ours, theirs = Pipe()
@@ -50,6 +56,11 @@ class Drawer:
         self._lacking: set[str] = set()
         """Letters that have been said to be in no font."""
         self._changed = threading.Condition()
+        self._cores = cores()
+        self._began = time.monotonic()
+        self._spent: dict[str, tuple[float, float]] = {}
+        """Seconds of a core by name: in all, and for the last of this name."""
+        self._at_end = False
         threading.Thread(target=self._run, name="drawer", daemon=True).start()
 
     @property
@@ -73,11 +84,14 @@ class Drawer:
         """Wait until all is drawn, a minute at most."""
         until = time.monotonic() + _LAST_S
         with self._changed:
+            self._at_end = True
+            self._changed.notify_all()
             while self._waiting or self._in_progress is not None:
                 if not self._changed.wait(until - time.monotonic()):
                     log.warning("drawing the figures takes too long; some are missing")
                     self._waiting.clear()
-                    return
+                    break
+            self._at_end = False
 
     def _ask(self, name: str, figure: object, words: tuple[Any, ...], receiver: PngReceiver) -> None:
         with self._changed:
@@ -93,6 +107,9 @@ class Drawer:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
                 name = next(iter(self._waiting))
+                if not self._at_end and (pause := self._until_allowed(name)) > 0:
+                    self._changed.wait(pause)
+                    continue
                 self._in_progress = request = self._waiting.pop(name)
             try:
                 self._line.send(request.words)
@@ -103,6 +120,7 @@ class Drawer:
                 ended = "" if code < 0 else f"the drawing process has ended with exit code {code}"
                 answer = RenderedFigure(b"", ended)
             with self._changed:
+                self._spent[name] = self._spent.get(name, (0.0, 0.0))[0] + answer.seconds, answer.seconds
                 if answer.error:
                     log.warning("%s was not drawn: %s", name, answer.error)
                 self._say_lacking(name, answer.lacking)
@@ -115,6 +133,12 @@ class Drawer:
                         log.exception("%s was drawn, but could not be saved", name)
                 self._in_progress = None
                 self._changed.notify_all()
+
+    def _until_allowed(self, name: str) -> float:
+        """Seconds until the figure keeps to its share of the time."""
+        spent = sum(seconds for seconds, _ in self._spent.values())
+        needs = self._spent[name][1] if name in self._spent else _NEW_S
+        return self._began + (spent + needs) / (_SHARE * self._cores) - time.monotonic()
 
     def _say_lacking(self, name: str, letters: str) -> None:
         if new := "".join(letter for letter in letters if letter not in self._lacking):

@@ -1,6 +1,7 @@
 """Readings of GPU and host, without torch, whose CUDA calls could wait for the device."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -137,6 +138,11 @@ class Host(Gauge):
         own = pages * os.sysconf("SC_PAGE_SIZE")
         return GaugeReading({**values, "memory_gib": used / _GIB, "process_gib": own / _GIB})
 
+    def free_memory(self) -> int:
+        """Bytes."""
+        used, total = self._memory()
+        return total - used
+
     def _jiffies(self) -> tuple[int, int]:
         """Busy time and total time since the host started."""
         words = (self._root / "proc/stat").read_text().split("\n", 1)[0].split()[1:9]
@@ -181,6 +187,16 @@ class Host(Gauge):
                     yield used, int((folder / limit).read_text())
                 except (OSError, ValueError):  # the root has no limit, or it is "max"
                     continue
+
+
+def free_memory() -> float:
+    """Bytes that this process may still take, of the node's memory or of the smallest limit; infinite where
+    that is not known."""
+    try:
+        host = Host()
+    except Unreadable:
+        return math.inf
+    return host.free_memory()
 
 
 def own_gauges(world: World, spread: bool) -> tuple[dict[str, Gauge], list[str]]:

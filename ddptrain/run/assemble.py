@@ -7,7 +7,7 @@ from torch import nn
 from ddptrain.api.order import EpochOrder, Shuffled
 from ddptrain.api.recipe import Task
 from ddptrain.api.strategy import Strategy
-from ddptrain.config.schema import Config, Train
+from ddptrain.config.schema import COMPILED, Config, Train
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.check_model import check_model, check_sparse, sparse_layers
 from ddptrain.engine.compiled import compile_model
@@ -81,7 +81,7 @@ def make_state(
     Compiles and wraps the model. The optimizer has what is frozen, if it is trained later.
     """
     check_model(model)
-    if config.compile not in ("off", "step"):
+    if config.compile in COMPILED and not config.compile.startswith("step"):
         compile_model(model, config.compile)
     wrapped = strategy.wrap(model)
     sparse = sparse_layers(model)

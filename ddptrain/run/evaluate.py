@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import on_first_rank
-from ddptrain.engine.evaluate import evaluate
+from ddptrain.engine.evaluate import OwnBatches, evaluate
 from ddptrain.engine.precision import choose_precision
 from ddptrain.run.agreement import note_other_samples
 from ddptrain.run.assemble import eval_batch_size
@@ -31,7 +31,8 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
         note_other_samples(data, saved)
         log.info("evaluating %s on %s (%s), %s", saved.path, world.device, reason, precision.name)
         log.info("data       %s", data.describe())
-        report = evaluate(task, model, data, world, precision, eval_batch_size(config), watchdog)
+        batches = OwnBatches(data, data.valid_size, eval_batch_size(config), world)
+        report = evaluate(task, model, batches, precision, watchdog)
         if world.is_first:
             step, where = saved.manifest["step"], str(saved.path)
             print(json.dumps(finite({"step": step, "checkpoint": where, **report.metrics})))

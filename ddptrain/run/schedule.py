@@ -26,4 +26,5 @@ def build_schedule(node: Mapping[str, Any], optimizer: Optimizer, steps: int) ->
             f"sched._target_={node['_target_']}: must be a torch.optim.lr_scheduler.LRScheduler whose rate"
             " follows from the step, or a function of optimizer and steps that returns one."
         )
-    return Schedule(schedule)
+    on_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+    return Schedule(schedule, on_gpu)

@@ -18,7 +18,7 @@ from ddptrain.api.recipe import Data, Task
 from ddptrain.api.rng import seed_pythons
 from ddptrain.api.world import World
 from ddptrain.config.instantiate import build, check_node
-from ddptrain.config.schema import Config
+from ddptrain.config.schema import COMPILED, Config
 from ddptrain.config.strategy import is_ddp, is_strict
 from ddptrain.distributed.comm import abandon_group, close_group, from_all_ranks, on_all_ranks, open_group
 from ddptrain.distributed.cpu import share_cores
@@ -162,7 +162,7 @@ def make_observers(config: Config) -> list[Observer]:
     ]
     if readers and not any(isinstance(observer, Jsonl) for observer in observers):
         raise UserError(f"observers: {readers[0]} sends metrics.jsonl; add jsonl: [jsonl,{readers[0]}].")
-    return [*observers, *([Compilations()] if config.compile != "off" else []), Summary()]
+    return [*observers, *([Compilations()] if config.compile in COMPILED else []), Summary()]
 
 
 def make_controllers(config: Config) -> dict[str, Controller]:

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
@@ -20,7 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ddptrain.api.observer import RunInfo
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
-from ddptrain.config.schema import Config, Debug
+from ddptrain.config.schema import CAPTURED, COMPILED, Config, Debug
 from ddptrain.config.strategy import is_dp, is_strict
 from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.distributed.cpu import cores_in_words, share_cores
@@ -37,6 +37,7 @@ from ddptrain.engine.precision import choose_precision
 from ddptrain.engine.recompute import recompute
 from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, unpack
 from ddptrain.engine.step import TrainStep
+from ddptrain.engine.step_graph import StepGraph, on_own_stream
 from ddptrain.errors import Diverged, Stopped, UserError
 from ddptrain.keys import flat_values
 from ddptrain.observe.console import open_log
@@ -102,7 +103,8 @@ def run(config: Config, arguments: Sequence[str]) -> Path:
             raise
         for problem in problems:
             log.info("devices    %s", problem)
-        engine = Engine(data, step, checkpointer, Observers(observers if world.is_first else []))
+        notified = Observers(observers if world.is_first else [])
+        engine = Engine(data, step, checkpointer, notified, _graph(config.compile, world))
         profiling = _profiling(config.debug, world, folder / "profile")
         try:
             with monitor.running():
@@ -133,7 +135,7 @@ def make_train_step(
 ) -> TrainStep:
     """The train step with all that it is made of, at step 0. saved: will be put into it."""
     # each rank by itself: nodes may have other GPUs, and what one can't do ends all
-    strategy = on_all_ranks(world, lambda: make_strategy(config.strategy, world, config.compile != "off"))
+    strategy = on_all_ranks(world, lambda: make_strategy(config.strategy, world, config.compile in COMPILED))
     precision = on_all_ranks(world, lambda: choose_precision(config.precision, world.device))
     log.info("precision  %s", precision.name)
     ranks, nodes = counted(world.size, "rank"), counted(-(-world.size // world.local_size), "node")
@@ -150,6 +152,8 @@ def make_train_step(
     workers = data.loading.workers or 0
     share_cores(world, is_strict(config.strategy), workers)
     log.info("cores      %s", cores_in_words(world, workers))
+    if _graph(config.compile, world) is not None:
+        on_own_stream(world)
     model = setup.make_model(config, task, torch.device("cpu") if strategy.sharded else world.device)
     on_all_ranks(world, lambda: precision.check(model))  # nodes may have other GPUs
     if saved is None:
@@ -177,7 +181,7 @@ def make_train_step(
         log.warning("note       train.batch_size=%d: a step takes %.3g epochs", plan.batch_size, passes)
     on_all_ranks(world, lambda: check_graphs(config.compile, world, len(plan.sampler(world).micro_batches)))
     _note_layers_that_see_one_part(model, plan, world)
-    if config.compile == "step":
+    if config.compile in ("step", "step-graph"):
         compile_loss(task)
     step = make_step(config, task, model, strategy, precision, plan, watchdog, frozen)
     if not strategy.sharded:  # some have broadcast the first rank's
@@ -189,6 +193,19 @@ def make_train_step(
         for group in step.state.groups:
             log.info("group      %s", group)
     return step
+
+
+def _graph(asked: str, world: World) -> Callable[[TrainStep], StepGraph] | None:
+    """What captures a step, for ``compile=asked``. Raises UserError where there are no CUDA graphs."""
+    if asked not in CAPTURED:
+        return None
+    if world.device.type == "cuda":
+        return partial(StepGraph, where_launches_limit=asked == "auto")
+    if asked == "auto":
+        return None
+    raise UserError(
+        f"compile={asked}: CUDA graphs need a CUDA device; this is {world.device}. Use compile=off."
+    )
 
 
 def _frozen(config: Config, model: nn.Module, plan: Plan, saved: Mapping[str, Any]) -> Frozen | None:
@@ -314,7 +331,7 @@ def _model_in_words(model: nn.Module, config: Config) -> str:
     count = sum(p.numel() for p in model.parameters())
     traits = [f"{count:,} parameters"]
     traits += ["channels_last"] if config.channels_last else []
-    traits += [f"compiled ({config.compile})"] if config.compile != "off" else []
+    traits += [f"compiled ({config.compile})"] if config.compile in COMPILED else []
     traits += [f"averaged (decay {config.ema.decay})"] if config.ema.decay is not None else []
     return f"{type(model).__name__}, {', '.join(traits)}"
 

@@ -57,6 +57,12 @@ class Ddp(Strategy):
         self._static_graph = static_graph
         self._find_unused = find_unused_parameters
         self.needs_all_gradients = not (static_graph or find_unused_parameters)
+        if find_unused_parameters:
+            self.why_not_captured = "strategy.find_unused_parameters looks on the host"
+        elif sync_batchnorm:
+            self.why_not_captured = "torch's SyncBatchNorm waits in each layer"
+        elif backend_for(world) != "nccl":
+            self.why_not_captured = "gloo's all-reduce can't be captured; NCCL needs a GPU for each rank"
         self._compression = compression
         self._sync_batchnorm = sync_batchnorm
 

@@ -43,6 +43,7 @@ class Fsdp(Strategy):
     sharded = True
     takes_sparse_gradients = False
     needs_all_gradients = True
+    why_not_captured = "fsdp gathers weights on streams of its own"
 
     def __init__(
         self,

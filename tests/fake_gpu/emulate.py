@@ -5,16 +5,16 @@ and launches kernels, which do nothing. Then it runs on the CPU over the same me
 GPU would punish: a host that waits, tensors shared between streams without order, memory given back too soon.
 """
 
-import ctypes
 import functools
 import threading
 import traceback
-from collections.abc import Callable
 from typing import Any
 
+import graphs
 import rnns
 import torch
 from kernels import KERNELS
+from memory import alias, on_cpu
 from streams import Streams
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -72,6 +72,7 @@ def activate() -> None:
         ):
             choose(False)
         rnns.take_cudnns(find)
+        graphs.take_torchs(find)
         FakeGpu().__enter__()
 
 
@@ -108,23 +109,24 @@ class FakeGpu(TorchDispatchMode):
         waits = kind == "waits" or _by_mask(func, args)
         if waits and steady:
             find(f"{func} makes the host wait for the device")
-        state = _generator(kwargs, device).get_state() if _is_random(func) else None
+        if torch.cuda.is_current_stream_capturing():
+            return graphs.captured(func, args, kwargs, device, kind, waits, _is_random(func))
+        generator = _generator(kwargs, device) if _is_random(func) else None
         native = None
-        if not waits and kind != "reads":
-            native = func(*args, **kwargs)
-        plain, named = pytree.tree_map(_on_cpu, (args, kwargs))
-        named = {key: value for key, value in named.items() if key != "generator"}
-        result = _seeded(state, lambda: KERNELS.get(func, func)(*plain, **named))
+        with graphs.drawing(generator) as key:
+            if not waits and kind != "reads":
+                native = func(*args, **kwargs)
+            plain, named = pytree.tree_map(on_cpu, (args, kwargs))
+            named = {key: value for key, value in named.items() if key != "generator"}
+            result = graphs.seeded(key, lambda: KERNELS.get(func, func)(*plain, **named))
         if kind == "in place":  # in the same memory
             return native
         made, spec = pytree.tree_flatten(result)
         natives = [None] * len(made) if native is None else pytree.tree_leaves(native)
-        return pytree.tree_unflatten(
-            [_filled(a, b, device) for a, b in zip(natives, made, strict=True)], spec
-        )
+        return pytree.tree_unflatten([filled(a, b, device) for a, b in zip(natives, made, strict=True)], spec)
 
 
-def _filled(native: Any, result: Any, device: torch.device) -> Any:
+def filled(native: Any, result: Any, device: torch.device) -> Any:
     """What the operator returns: the native tensor, with the CPU's numbers in it."""
     if not isinstance(result, Tensor):
         return result
@@ -135,30 +137,6 @@ def _filled(native: Any, result: Any, device: torch.device) -> Any:
     assert native.shape == result.shape, f"the CUDA code gives {native.shape}, the CPU's {result.shape}"
     alias(native).copy_(result)
     return native
-
-
-def alias(tensor: Tensor) -> Tensor:
-    """A CPU tensor over the same memory."""
-    storage = tensor.untyped_storage()
-    if not tensor.is_cuda or storage.nbytes() == 0 or tensor.numel() == 0:
-        return (
-            tensor
-            if not tensor.is_cuda
-            else torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-        )
-    raw = torch.frombuffer(
-        (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()), dtype=torch.uint8
-    )
-    shaped = torch.empty(0, dtype=tensor.dtype)
-    return shaped.set_(raw.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def _on_cpu(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return alias(leaf)
-    if isinstance(leaf, torch.device):
-        return torch.device("cpu")
-    return leaf
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -214,18 +192,6 @@ def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-def _generator(kwargs: Any, device: torch.device) -> torch.Generator:
+def _generator(kwargs: Any, device: torch.device) -> Any:
     index = torch.cuda.current_device() if device.index is None else device.index
     return kwargs.get("generator") or torch.cuda.default_generators[index]
-
-
-def _seeded(state: Tensor | None, compute: Callable[[], Any]) -> Any:
-    """Random numbers follow from the state of the GPU's generator, which the native code then moves on."""
-    if state is None:
-        return compute()
-    before = torch.get_rng_state()
-    try:
-        torch.default_generator.manual_seed(hash(bytes(state.tolist())))
-        return compute()
-    finally:
-        torch.set_rng_state(before)

@@ -132,8 +132,14 @@ struct Task {
 };
 using TaskOrNone = std::shared_ptr<Task>;
 
-struct Stream { int priority = 0; TaskOrNone behind; };
-struct Event { unsigned flags; bool recorded = false; unsigned long long at = 0; double ms = 0; TaskOrNone behind; };
+// What was captured in one: kernels as numbers of emulate.py's, copies and collectives as they are.
+struct Node { int kernel; std::function<void()> run; };
+struct Graph { std::vector<Node> nodes; };
+struct Capture { unsigned long long id; Graph* graph; bool broken = false, over = false; };
+using CaptureOrNone = std::shared_ptr<Capture>;
+
+struct Stream { int priority = 0; TaskOrNone behind; CaptureOrNone capture; };
+struct Event { unsigned flags; bool recorded = false; unsigned long long at = 0; double ms = 0; TaskOrNone behind; CaptureOrNone capture; };
 std::array<Stream, 64> defaults;  // one a device
 std::mutex streams_lock;
 std::vector<Stream*> made;
@@ -157,6 +163,15 @@ void settle_all() {
     for (auto* stream : made) if (stream->behind) tasks.push_back(stream->behind);
   }
   for (auto& task : tasks) task->wait();
+}
+
+// A capture does not survive what CUDA does not allow in it.
+std::atomic<int> captures{0};
+cudaError_t broken(const CaptureOrNone& capture, cudaError_t error) { if (capture) capture->broken = true; return failed(error); }
+cudaError_t not_while_capturing() {
+  std::lock_guard<std::mutex> guard(streams_lock);
+  for (auto* stream : made) if (stream->capture) stream->capture->broken = true;  // in any thread
+  return failed(cudaErrorStreamCaptureUnsupported);
 }
 
 struct Arrival { unsigned long long at; char* to; std::vector<char> bytes; };
@@ -184,6 +199,7 @@ bool finished(Event* event) {
 }
 
 cudaError_t launched(cudaStream_t stream) {
+  if (of(stream)->capture) return cudaSuccess;
   counted[LAUNCHES]++;
   settle(of(stream));
   return cudaSuccess;
@@ -206,6 +222,16 @@ void copy(void* to, const void* from, size_t bytes, bool host_waits) {
 }  // namespace
 
 extern "C" {
+
+// A kernel of emulate.py's, in what the stream captures.
+void fake_gpu_captured(void* stream, int kernel) { of((cudaStream_t)stream)->capture->graph->nodes.push_back({kernel, nullptr}); }
+void fake_gpu_break_capture(void* stream) { broken(of((cudaStream_t)stream)->capture, cudaErrorStreamCaptureUnsupported); }
+static Graph* instantiated;
+void* fake_gpu_last_graph() { return instantiated; }
+int fake_gpu_nodes(void* graph) { return ((Graph*)graph)->nodes.size(); }
+// Runs it, or returns the number of the kernel.
+int fake_gpu_node(void* graph, int i) { auto& node = ((Graph*)graph)->nodes[i]; if (node.run) node.run(); return node.kernel; }
+int fake_gpu_is_held(void* begin, size_t bytes) { return kind_of(begin) != PAGEABLE_HOST && (!bytes || kind_of((char*)begin + bytes - 1) != PAGEABLE_HOST); }
 
 void fake_gpu_counts(unsigned long long* out) { for (int i = 0; i < COUNTERS; i++) out[i] = counted[i]; }
 
@@ -286,7 +312,7 @@ const char* cudaGetErrorString(cudaError_t error) {
   text = error == cudaErrorNotSupported ? "the fake GPU does not offer this" : "fake GPU error " + std::to_string(error);
   return text.c_str();
 }
-cudaError_t cudaDeviceSynchronize() { counted[SYNCS]++; settle_all(); learn(clock_); return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() { if (captures) return not_while_capturing(); counted[SYNCS]++; settle_all(); learn(clock_); return cudaSuccess; }
 cudaError_t cudaProfilerStart() { return cudaSuccess; }
 cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
@@ -302,19 +328,32 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void* poi
   out->devicePointer = out->hostPointer = (void*)pointer;
   return cudaSuccess;
 }
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) { counted[SYNCS]++; settle_all(); learn(clock_); copy(to, from, bytes, true); return cudaSuccess; }
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) { settle(of(stream)); copy(to, from, bytes, false); return cudaSuccess; }
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) { if (captures) return not_while_capturing(); counted[SYNCS]++; settle_all(); learn(clock_); copy(to, from, bytes, true); return cudaSuccess; }
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  if (auto capture = of(stream)->capture) {
+    if (kind_of(to) == PAGEABLE_HOST || kind_of(from) == PAGEABLE_HOST) return broken(capture, cudaErrorStreamCaptureUnsupported);
+    capture->graph->nodes.push_back({-1, [=] { copy(to, from, bytes, false); }});
+    return cudaSuccess;
+  }
+  settle(of(stream));
+  copy(to, from, bytes, false);
+  return cudaSuccess;
+}
 cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) { return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream); }
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
   for (size_t row = 0; row < height; row++) cudaMemcpyAsync((char*)to + row * to_pitch, (char*)from + row * from_pitch, width, kind, stream);
   return cudaSuccess;
 }
-cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) { counted[LAUNCHES]++; settle(of(stream)); memset(to, value, bytes); return cudaSuccess; }
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+  if (auto capture = of(stream)->capture) { capture->graph->nodes.push_back({-1, [=] { memset(to, value, bytes); }}); return cudaSuccess; }
+  counted[LAUNCHES]++; settle(of(stream)); memset(to, value, bytes);
+  return cudaSuccess;
+}
 cudaError_t cudaMemset(void* to, int value, size_t bytes) { return cudaMemsetAsync(to, value, bytes, nullptr); }
 
 // ---- streams
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned, int priority) {
-  auto* stream = new Stream{priority, nullptr};
+  auto* stream = new Stream{priority, nullptr, nullptr};
   std::lock_guard<std::mutex> guard(streams_lock);
   made.push_back(stream);
   *out = (cudaStream_t)stream;
@@ -325,9 +364,45 @@ cudaError_t cudaStreamCreate(cudaStream_t* out) { return cudaStreamCreateWithPri
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) { *priority = of(stream)->priority; return cudaSuccess; }
 cudaError_t cudaStreamQuery(cudaStream_t stream) { auto task = behind(of(stream)); return !task || task->ready() ? cudaSuccess : cudaErrorNotReady; }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { counted[SYNCS]++; settle(of(stream)); learn(clock_); return cudaSuccess; }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { *status = cudaStreamCaptureStatusNone; return cudaSuccess; }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*, cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) { *status = cudaStreamCaptureStatusNone; return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { if (auto capture = of(stream)->capture) return broken(capture, cudaErrorStreamCaptureUnsupported); counted[SYNCS]++; settle(of(stream)); learn(clock_); return cudaSuccess; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  auto capture = of(stream)->capture;
+  *status = !capture ? cudaStreamCaptureStatusNone : capture->broken ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t* graph, const cudaGraphNode_t** before, const cudaGraphEdgeData** edges, size_t* count) {
+  auto capture = of(stream)->capture;
+  if (capture && id) *id = capture->id;
+  if (capture && graph) *graph = (cudaGraph_t)capture->graph;
+  if (before) *before = nullptr;
+  if (edges) *edges = nullptr;
+  if (count) *count = 0;
+  return cudaStreamIsCapturing(stream, status);
+}
+cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t, cudaGraphNode_t*, const cudaGraphEdgeData*, size_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  if (of(stream) == &defaults[current] || of(stream)->capture) return failed(cudaErrorStreamCaptureUnsupported);
+  static std::atomic<unsigned long long> ids{1};
+  captures++;
+  of(stream)->capture = std::make_shared<Capture>(Capture{ids++, new Graph});
+  return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t ending, cudaGraph_t* graph) {
+  auto capture = of(ending)->capture;
+  if (!capture) return failed(cudaErrorIllegalState);
+  captures--;
+  capture->over = true;
+  std::lock_guard<std::mutex> guard(streams_lock);
+  for (auto& stream : defaults) if (stream.capture == capture) stream.capture = nullptr;
+  for (auto* stream : made) if (stream->capture == capture) stream->capture = nullptr;
+  *graph = capture->broken ? nullptr : (cudaGraph_t)capture->graph;
+  return capture->broken ? failed(cudaErrorStreamCaptureInvalidated) : cudaSuccess;
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long) { *out = (cudaGraphExec_t)(instantiated = new Graph(*(Graph*)graph)); return cudaSuccess; }
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) { delete (Graph*)graph; return cudaSuccess; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { delete (Graph*)graph; return cudaSuccess; }
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) { *count = ((Graph*)graph)->nodes.size(); return cudaSuccess; }
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t stream) { return launched(stream); }  // emulate.py runs its nodes
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) { settle(of(stream)); function(data); return cudaSuccess; }
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) { settle(of(stream)); function(stream, cudaSuccess, data); return cudaSuccess; }
@@ -338,13 +413,15 @@ cudaError_t cudaEventCreate(cudaEvent_t* out) { return cudaEventCreateWithFlags(
 cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t out, cudaStream_t stream) {
   auto* event = (Event*)out;
+  event->capture = of(stream)->capture;
   event->recorded = true, event->at = clock_++, event->ms = now_ms(), event->behind = behind(of(stream));
   return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
-cudaError_t cudaEventQuery(cudaEvent_t event) { return finished((Event*)event) ? cudaSuccess : failed(cudaErrorNotReady); }
+cudaError_t cudaEventQuery(cudaEvent_t event) { if (auto capture = ((Event*)event)->capture) return broken(capture, cudaErrorCapturedEvent); return finished((Event*)event) ? cudaSuccess : failed(cudaErrorNotReady); }
 cudaError_t cudaEventSynchronize(cudaEvent_t waited) {
   auto* event = (Event*)waited;
+  if (event->capture) return broken(event->capture, cudaErrorCapturedEvent);
   counted[EVENT_WAITS]++;
   if (event->behind) event->behind->wait();
   learn(event->at);
@@ -352,6 +429,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t waited) {
 }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t first, cudaEvent_t second) {
   auto *from = (Event*)first, *to = (Event*)second;
+  if (from->capture || to->capture) return broken(to->capture, cudaErrorCapturedEvent);
   if (!from->recorded || !to->recorded || (from->flags | to->flags) & cudaEventDisableTiming) return failed(cudaErrorInvalidResourceHandle);
   if (!finished(from) || !finished(to)) return failed(cudaErrorNotReady);
   *ms = (float)(to->ms - from->ms);
@@ -359,6 +437,13 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t first, cudaEvent_t secon
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t waited, unsigned) {
   auto* event = (Event*)waited;
+  if (event->capture && !event->capture->over) {
+    if (of(stream)->capture && of(stream)->capture != event->capture) return broken(of(stream)->capture, cudaErrorStreamCaptureMerge);
+    std::lock_guard<std::mutex> guard(streams_lock);
+    of(stream)->capture = event->capture;
+    return cudaSuccess;
+  }
+  if (of(stream)->capture && event->recorded) return broken(of(stream)->capture, cudaErrorStreamCaptureIsolation);
   if (!event->behind || event->behind->ready()) return cudaSuccess;
   std::lock_guard<std::mutex> guard(streams_lock);
   of(stream)->behind = event->behind;

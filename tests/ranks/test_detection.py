@@ -14,7 +14,7 @@ from toy import Fit, lr_schedule, weights
 from ddptrain.api.world import World
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.checkpoint import Checkpointer
-from ddptrain.engine.evaluate import evaluate
+from ddptrain.engine.evaluate import OwnBatches, evaluate
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.saved_checkpoint import read, unpack
@@ -64,11 +64,9 @@ def test_one_model_is_judged_alike_on_any_world(tmp_path: Path) -> None:
         data.prepare(world, 3)
         network = task.build()
         network.load_state_dict(state)
-        return dict(
-            evaluate(
-                task, network, data, world, Precision("fp32", world.device), batch_size, Watchdog(world)
-            ).metrics
-        )
+        batches = OwnBatches(data, data.valid_size, batch_size, world)
+        precision = Precision("fp32", world.device)
+        return dict(evaluate(task, network, batches, precision, Watchdog(world)).metrics)
 
     for batch_size in (4, 13):
         [expected] = run_ranks(lambda world, size=batch_size: judged(world, size), 1)

@@ -14,7 +14,7 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.checkpoint import Checkpointer
-from ddptrain.engine.evaluate import evaluate
+from ddptrain.engine.evaluate import OwnBatches, evaluate
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.saved_checkpoint import read, unpack
@@ -77,11 +77,9 @@ def test_one_model_is_judged_alike_on_any_world(tmp_path: Path, model: str) -> N
         task, data = language_model(text, model)
         data.prepare(world, 0)
         torch.manual_seed(1)
-        return dict(
-            evaluate(
-                task, task.build(), data, world, Precision("fp32", world.device), 3, Watchdog(world)
-            ).metrics
-        )
+        batches = OwnBatches(data, data.valid_size, 3, world)
+        precision = Precision("fp32", world.device)
+        return dict(evaluate(task, task.build(), batches, precision, Watchdog(world)).metrics)
 
     alone = run_ranks(rank, 1)
     for size in (2, 3):

@@ -25,7 +25,7 @@ from ddptrain.api.world import World
 from ddptrain.data.masks.data import MaskData
 from ddptrain.data.masks.files import PALETTE
 from ddptrain.distributed.watchdog.watchdog import Watchdog
-from ddptrain.engine.evaluate import evaluate
+from ddptrain.engine.evaluate import OwnBatches, evaluate
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.errors import ExitCode, UserError
@@ -163,7 +163,8 @@ def test_metrics_are_exact_on_any_number_of_ranks_and_those_of_numpy(root: Path)
         task, data = opened(root)
         torch.manual_seed(5)
         precision = Precision("fp32", world.device)
-        report = evaluate(task, task.build(), data, world, precision, batch_size, Watchdog(world))
+        batches = OwnBatches(data, data.valid_size, batch_size, world)
+        report = evaluate(task, task.build(), batches, precision, Watchdog(world))
         return dict(report.metrics)
 
     for batch_size in (2, 4):

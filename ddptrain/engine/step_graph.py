@@ -1,0 +1,369 @@
+"""compile=graph: what the device does in a step, captured once in a CUDA graph and replayed by one launch.
+
+A replay reads the memory that the capture has seen. So each batch is copied into the place of the first one,
+what only the host knows of a step (rates, the average's weight, the flags) is written into a tensor, and the
+generators are seeded. Nothing else that the host decides may differ between steps: `StepGraph.checked` looks
+for it before the first one.
+
+https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+"""
+
+import logging
+import os
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils._pytree import tree_flatten
+
+from ddptrain.api.recipe import Batch, Loss, Progress, Task
+from ddptrain.api.rng import derive_seed
+from ddptrain.api.sampler import MicroBatch
+from ddptrain.api.world import World
+from ddptrain.data.prefetch import changed, tensors_of
+from ddptrain.distributed.comm import from_first_rank, on_all_ranks
+from ddptrain.distributed.snapshot import unchanged
+from ddptrain.engine.rank_state import copied_rank_state, same_rank_state
+from ddptrain.engine.step import TrainStep
+from ddptrain.errors import UserError
+from ddptrain.torch_private import is_fused, register_generator
+
+log = logging.getLogger("ddptrain")
+
+_EAGER_STEPS = 3
+"""Before the capture: optimizers make their state in the first one."""
+_EAGER_STEPS_OF_RANKS = 12
+"""In its first ten passes DDP times itself, for which the host reads events."""
+_MEASURED_STEPS = 5
+_LAUNCHING = 0.8
+"""Share of a step that the host needs to launch it, from which on that is what limits it."""
+_WAY_OUT = "Use compile=step, or compile=off."
+_CAPTURABLE = (Adam, AdamW, SGD)
+"""Optimizers whose fused kernels read the rate from the device."""
+
+
+def on_own_stream(world: World) -> None:
+    """To be called before the model is made. From here on this thread queues its work on a stream of its own:
+    the default one can't be captured, and a backward pass runs where its forward pass ran."""
+    torch.cuda.set_stream(torch.cuda.Stream(world.device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Capture:
+    """A step that was captured, and what its replays read."""
+
+    graph: torch.cuda.CUDAGraph
+    batches: Sequence[Batch]
+    form: Any
+    """Of the batches."""
+    numbers: Tensor
+    """float32, of one step: what `StepGraph._numbers` gives."""
+    generators: Sequence[torch.Generator]
+    """A micro-batch each."""
+    settings: Sequence[dict[str, Any]]
+    """Of the optimizer's groups, without the rates."""
+    sums: Tensor | None
+    """The meter's."""
+
+
+@final
+class StepGraph:
+    """A `TrainStep` that is captured after some eager steps. A batch of another form is trained eagerly.
+
+    where_launches_limit: measure some steps first, and go on eagerly where launches are not what limits them.
+    """
+
+    def __init__(self, step: TrainStep, where_launches_limit: bool = False) -> None:
+        self._step = step
+        self._eager_left = _EAGER_STEPS if step.strategy.world.size == 1 else _EAGER_STEPS_OF_RANKS
+        self._measures_left = _MEASURED_STEPS if where_launches_limit else 0
+        self._measured: list[tuple[float, float]] = []
+        """Seconds of the host and in all."""
+        self._stays_eager = False
+        self._capture: _Capture | None = None
+        self._told_of_a_form = False
+
+    def __call__(self, batches: Iterator[Batch], progress: Progress) -> None:
+        """As `TrainStep` does."""
+        step = self._step
+        if self._stays_eager:
+            step(batches, progress)
+            return
+        with step.phase("data", progress.step):
+            own = [next(batches) for _ in step.micro_batches]
+        if self._eager_left:
+            self._eager_left -= 1
+            step(iter(own), progress)
+        elif self._measures_left:
+            self._measure(own, progress)
+        else:
+            self._step_by_graph(own, progress)
+
+    def checked(self, batch: Batch, progress: Progress) -> "TrainStep | StepGraph":
+        """Itself, or the eager step where it would be measured and can't be captured. By passes of the first
+        micro-batch, of which nothing is kept. Collectives. Raises UserError for what can't be captured."""
+        try:
+            on_all_ranks(self._step.strategy.world, lambda: self._check(batch, progress))
+        except UserError as why:
+            if not self._measures_left:
+                raise
+            log.info("compile    auto: steps are not captured: %s", str(why).removeprefix("compile=graph: "))
+            return self._step
+        return self
+
+    def _check(self, batch: Batch, progress: Progress) -> None:
+        step = self._step
+        _check_parts(step)
+        strategy, state, micro_batch = step.strategy, step.state, step.micro_batches[0]
+        # without collectives: ranks may fail by themselves
+        alone = strategy.accumulate(state.wrapped, last=False) if strategy.shards is None else nullcontext()
+        with alone, unchanged(state.model), same_rank_state(step.task), step.phase.stopwatch.paused():
+            with _errors_told(step.task), _without_progress(step):
+                _pass_without_waits(step, batch, progress, micro_batch)
+                step.discard()
+                _captured_pass(step, batch, progress, micro_batch)
+            step.discard()
+
+    def _measure(self, own: Sequence[Batch], progress: Progress) -> None:
+        """Train eagerly, and measure what launching takes. A sync point; at the end a collective."""
+        step, device = self._step, self._step.strategy.world.device
+        step.synchronize()
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        step(iter(own), progress)
+        launched = time.perf_counter()
+        torch.cuda.synchronize(device)
+        self._measured.append((launched - began, time.perf_counter() - began))
+        self._measures_left -= 1
+        if self._measures_left:
+            return
+        host, whole = from_first_rank(
+            step.strategy.world, tuple(map(median, zip(*self._measured, strict=True)))
+        )
+        self._stays_eager = host < _LAUNCHING * whole
+        log.info(
+            "compile    auto: the host launches a step in %.2f of %.2f ms, so steps are %s",
+            *(1e3 * host, 1e3 * whole, "not captured" if self._stays_eager else "captured in a CUDA graph"),
+        )
+
+    def _step_by_graph(self, own: Sequence[Batch], progress: Progress) -> None:
+        step, capture = self._step, self._capture
+        if capture is None or capture.sums is not step.state.meter.tensor:  # else a name is new in the log
+            capture = self._capture = self._captured(own, progress)
+        if _form(own) == capture.form:
+            self._replay(capture, own, progress)
+            return
+        if not self._told_of_a_form:
+            log.info("note       compile=graph: batches of another form than the first are trained eagerly")
+            self._told_of_a_form = True
+        step(iter(own), progress)
+        if step.task.rank_state():  # it is in other memory now
+            self._capture = None
+
+    def _replay(self, capture: _Capture, own: Sequence[Batch], progress: Progress) -> None:
+        step, state = self._step, self._step.state
+        with step.phase("replay", progress.step):
+            state.schedule.at(progress.step)
+            if _settings(state.optimizer) != capture.settings:
+                raise UserError(
+                    "compile=graph: the schedule changes more of the optimizer than its rate, and a captured"
+                    f" step does not see that. {_WAY_OUT}"
+                )
+            stop = step.phase.watchdog.stop is not None
+            numbers = torch.tensor(self._numbers(progress, stop), pin_memory=True)
+            capture.numbers.copy_(numbers, non_blocking=True)
+            for to, tensor in zip(tensors_of(capture.batches), tensors_of(own), strict=True):
+                to.copy_(tensor)
+            for generator, micro_batch in zip(capture.generators, step.micro_batches, strict=True):
+                generator.manual_seed(derive_seed(step.plan.seed, progress.step, micro_batch.stream))
+            capture.graph.replay()
+            step.synchronize()  # the step before
+            step.expect(progress, stop)
+        step.phase.stopwatch.count(step.sampler.batch_size)
+
+    def _captured(self, own: Sequence[Batch], progress: Progress) -> _Capture:
+        step, state = self._step, self._step.state
+        step.synchronize()
+        batches = [changed(batch, torch.clone) for batch in own]
+        numbers = torch.zeros(len(self._numbers(progress, False)), device=step.strategy.world.device)
+        generators = [torch.Generator(numbers.device) for _ in step.micro_batches]
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            register_generator(graph, generator)
+        streams = {one.stream: of for one, of in zip(step.micro_batches, generators, strict=True)}
+        carried = copied_rank_state(step.task)
+        step.task.load_rank_state(carried)
+        _check_carried(step.task, carried)
+        flags = state.strategy.flags
+        settings = _settings(state.optimizer)
+        with (
+            _errors_told(step.task), step.phase.stopwatch.paused(), _without_progress(step),
+            step.seed.taken_from(streams), _rates_on_device(state.optimizer, numbers), _capturing(graph),
+        ):  # fmt: skip
+            flags.captured = flags.like(numbers[-2:])
+            try:
+                counts = step.passes(iter(batches), progress)
+                step.apply(counts, progress, numbers[-3])
+            finally:
+                flags.captured = None
+            for name, rows in step.task.rank_state().items():
+                carried[name].copy_(rows)
+        step.task.load_rank_state(carried)
+        log.info("graph      the step is captured, from step %d on", progress.step + 1)
+        return _Capture(graph, batches, _form(own), numbers, generators, settings, state.meter.tensor)
+
+    def _numbers(self, progress: Progress, stop: bool) -> list[float]:
+        """What the host knows of a step: the groups' rates, the average's weight, the two flags."""
+        state = self._step.state
+        rates = [group["lr"] for group in state.optimizer.param_groups]
+        flags = state.strategy.flags.numbers(progress.step, stop)
+        return [*rates, state.average.weight(progress.step), *flags]
+
+
+def _check_parts(step: TrainStep) -> None:
+    optimizer, why = step.state.optimizer, step.strategy.why_not_captured
+    if not is_fused(optimizer) or not (
+        isinstance(optimizer, _CAPTURABLE) or getattr(optimizer, "takes_rates_on_device", False)
+    ):
+        why = f"{type(optimizer).__name__} reads its rate on the host; fused Adam, AdamW and SGD do not"
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        why = "the host waits for each kernel (debug.sync, CUDA_LAUNCH_BLOCKING)"
+    if step.seed.seeds_pythons:
+        why = f"{type(step.task).__name__} draws from the generators of Python or NumPy"
+    if why:
+        raise UserError(f"compile=graph: {why}. {_WAY_OUT}")
+
+
+def _pass_without_waits(step: TrainStep, batch: Batch, progress: Progress, micro_batch: MicroBatch) -> None:
+    """Raises RuntimeError where the host waits for the device, and UserError where it draws."""
+    step.seed(progress.step, micro_batch.stream)
+    before = torch.get_rng_state()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step.forward_backward(batch, progress, micro_batch._replace(ends_shard=False))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    if not torch.equal(torch.get_rng_state(), before):
+        raise UserError(
+            f"compile=graph: {type(step.task).__name__}.loss draws from the CPU's generator, and a captured"
+            f" step would repeat that number. Draw on the device (torch.rand(..., device=...)). {_WAY_OUT}"
+        )
+
+
+def _captured_pass(step: TrainStep, batch: Batch, progress: Progress, micro_batch: MicroBatch) -> None:
+    """Raises RuntimeError where it can't be captured."""
+    generator = torch.Generator(step.strategy.world.device)
+    graph = torch.cuda.CUDAGraph()
+    register_generator(graph, generator)
+    with step.seed.taken_from({micro_batch.stream: generator}), _capturing(graph):
+        step.forward_backward(batch, progress, micro_batch._replace(ends_shard=False))
+
+
+def _capturing(graph: torch.cuda.CUDAGraph) -> AbstractContextManager[Any]:
+    # of this thread: another one pins the next batches meanwhile
+    return torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local")
+
+
+@contextmanager
+def _errors_told(task: Task) -> Iterator[None]:
+    """Raises UserError for what torch and CUDA refuse."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        first: BaseException = error  # the end of a broken capture fails as well
+        while first.__context__ is not None:
+            first = first.__context__
+        if isinstance(first, UserError):
+            raise first from None
+        own = [
+            frame for frame in traceback.extract_tb(first.__traceback__) if "/torch/" not in frame.filename
+        ]
+        place = f" (line {own[-1].lineno} of {own[-1].filename})" if own else ""
+        raise UserError(
+            f"compile=graph: a step of {type(task).__name__} can't be captured:"
+            f" {str(first).partition(chr(10))[0]}{place}. The host may not wait for the device, nor read a"
+            f" number from it. {_WAY_OUT}",
+            everywhere=False,
+        ) from error
+
+
+class _Unknown:
+    """In place of a step's `Progress`."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UserError(
+            f"compile=graph: Task.loss reads progress.{name}, and a captured step would keep the number of"
+            f" one step. {_WAY_OUT}",
+            everywhere=False,
+        )
+
+
+@final
+class _WithoutProgress:
+    """A task whose loss is not told of the step."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def loss(self, model: nn.Module, batch: Batch, _: Progress) -> Loss:
+        unknown: Any = _Unknown()
+        return self._task.loss(model, batch, unknown)
+
+
+@contextmanager
+def _without_progress(step: TrainStep) -> Iterator[None]:
+    task: Any = step.task
+    step.task = cast(Task, _WithoutProgress(task))
+    try:
+        yield
+    finally:
+        step.task = task
+
+
+@contextmanager
+def _rates_on_device(optimizer: Optimizer, numbers: Tensor) -> Iterator[None]:
+    """Inside, its groups' rates are the first of the numbers, in the device's memory."""
+    before = [dict(group) for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, numbers, strict=False):
+        group["lr"] = rate
+        if "capturable" in group:
+            group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group, own in zip(optimizer.param_groups, before, strict=True):
+            group.update(own)
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Of each group, but for its rate."""
+    return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+
+
+def _check_carried(task: Task, carried: Mapping[str, Tensor]) -> None:
+    now = task.rank_state()
+    if any(now[name].data_ptr() != rows.data_ptr() for name, rows in carried.items()):
+        raise UserError(
+            f"compile=graph: {type(task).__name__}.load_rank_state must keep the tensors that it is given: a"
+            f" captured step goes on from their memory. {_WAY_OUT}"
+        )
+
+
+def _form(batches: Sequence[Batch]) -> Any:
+    """What must be the same in each step."""
+    leaves, structure = tree_flatten(list(batches))
+    return structure, [
+        (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+    ]
