@@ -1,6 +1,7 @@
 """Muon for the filters of a convolutional network, SGD with Nesterov momentum for the rest: one optimizer."""
 
 from collections.abc import Mapping, Sequence
+from ctypes import c_float
 from typing import Any, cast, final
 
 import torch
@@ -73,6 +74,8 @@ class MuonWithSgd(Optimizer):
     """
 
     _step_supports_amp_scaling = True  # torch's word for: looks at found_inf itself
+    takes_rates_on_device = True
+    """A group's rate may be a 0-d tensor, as it is while a CUDA graph captures a step."""
 
     def __init__(
         self,
@@ -134,7 +137,7 @@ class MuonWithSgd(Optimizer):
             if moved and group["kind"] == "filters":
                 self._turn(moved, group)
             elif moved:
-                self._slide(moved, moved, group["lr"] * group["scale"], group)
+                self._slide(moved, moved, _rate(group), group)
 
     def _turn(self, filters: list[Tensor], group: dict[str, Any]) -> None:
         """Muon: the state's momentum, and the filters by it."""
@@ -142,22 +145,28 @@ class MuonWithSgd(Optimizer):
         # zeros, which SGD's kernel moves by the Nesterov momentum, in one launch, unless found_inf
         directions = list(torch._foreach_mul(buffers, 0.0))
         self._slide(directions, filters, -1.0, group)
-        steps = self.state[filters[0]].get("steps", 0)  # also those that moved nothing: the host can't know
-        if steps % self._normalise_every == 0:
-            self._normalise(filters)
-        self.state[filters[0]]["steps"] = steps + 1
-        updates = orthogonalised(directions, self._iterations)
-        torch._foreach_add_(filters, updates, alpha=-group["lr"])
+        state = self.state[filters[0]]
+        if "steps" not in state:  # also those that moved nothing: the host can't know
+            state["steps"] = torch.zeros((), dtype=torch.int64, device=filters[0].device)
+        self._normalise(filters, where=state["steps"] % self._normalise_every == 0)
+        state["steps"].add_(1)
+        torch._foreach_copy_(directions, orthogonalised(directions, self._iterations))  # from bfloat16
+        torch._foreach_mul_(directions, -group["lr"])
+        torch._foreach_add_(filters, directions)
 
-    def _normalise(self, filters: list[Tensor]) -> None:
+    def _normalise(self, filters: list[Tensor], where: Tensor) -> None:
+        """In each step, for a captured one can't leave it out; ``where`` (0-d) says whether it counts."""
         norms = torch._foreach_norm(filters)
         torch._foreach_div_(norms, [len(p) ** 0.5 for p in filters])
         scales = torch.stack(norms).clamp_(min=1e-8).reciprocal_()
         if self.found_inf is not None:
-            scales.masked_fill_(self.found_inf != 0, 1.0)
+            where = where & (self.found_inf == 0)
+        scales.masked_fill_(~where, 1.0)
         torch._foreach_mul_(filters, scales.unbind())
 
-    def _slide(self, moved: list[Tensor], owners: list[Tensor], lr: float, group: dict[str, Any]) -> None:
+    def _slide(
+        self, moved: list[Tensor], owners: list[Tensor], lr: float | Tensor, group: dict[str, Any]
+    ) -> None:
         """SGD for some tensors, with the gradients and the momentum of their owners."""
         sgd(
             moved,
@@ -172,6 +181,15 @@ class MuonWithSgd(Optimizer):
             nesterov=True,
             maximize=False,
         )
+
+
+def _rate(group: Mapping[str, Any]) -> float | Tensor:
+    """A group's own. Rounded as on the device, where both factors are float32."""
+    lr, scale = group["lr"], group["scale"]
+    if isinstance(lr, Tensor):
+        rate: Tensor = lr * scale
+        return rate
+    return c_float(c_float(lr).value * c_float(scale).value).value
 
 
 def _as_groups(params: ParamsT) -> list[dict[str, Any]]:

@@ -38,6 +38,18 @@ class Outcome(NamedTuple):
     """A rank wants to stop."""
 
 
+class Checked(NamedTuple):
+    """What the check of a step has left on the device."""
+
+    nonfinite: Tensor
+    """0-d: 0 where gradients and losses are finite on all ranks."""
+    flags: Tensor
+    """The mean of the ranks' flags; in a world of one, the loss."""
+    is_loss: bool
+    both: Tensor | None
+    """On a GPU: both in one, for the host."""
+
+
 class _Pending(NamedTuple):
     step: int
     stop: bool
@@ -66,10 +78,7 @@ class Health:
         self._nonfinite = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
         self._loss: Tensor | None = None
-        self._flags = self._nonfinite
-        self._is_loss = False
-        self._seen = self._nonfinite
-        """On a GPU: what is sent to the host."""
+        self._has_sent = False
         self._pending: list[_Pending] = []
         self._plain: bool | None = None
         """No gradient is sparse or complex; None until the first step shows it."""
@@ -81,6 +90,7 @@ class Health:
         self._loss = seen if self._loss is None else self._loss + seen
         if not ends_shard:
             return None
+        self._has_sent = True
         return self._strategy.send_flags(self._wrapped, step, stop, self._loss)
 
     def check_gradients(self, step: int) -> None:
@@ -96,9 +106,8 @@ class Health:
                 everywhere=False,
             )
 
-    def check(self, step: int) -> Tensor:
-        """After the backward passes. 0-d, on the device: 0 where this step's gradients and losses are finite
-        on all ranks. `expect` is to follow."""
+    def check(self, step: int) -> Checked:
+        """After the backward passes. Never waits for the device; `expect` is to follow."""
         assert self._loss is not None
         received = self._strategy.receive_flags(self._wrapped)
         flags, is_loss = (self._loss, True) if received is None else (received, False)
@@ -127,22 +136,26 @@ class Health:
             check_finite([flags], self._nonfinite, self._one)
         if self._strategy.sharded:  # a NaN may be in the part of any
             self._strategy.add_up_nonfinite(self._nonfinite)
-        self._flags, self._is_loss = flags, is_loss
-        if self._on_gpu:
-            self._seen = torch.cat([self._nonfinite.view(1), flags.view(-1)])
-        return self._nonfinite
+        both = torch.cat([self._nonfinite.view(1), flags.view(-1)]) if self._on_gpu else None
+        return Checked(self._nonfinite, flags, is_loss, both)
 
-    def expect(self, step: int, stop: bool) -> None:
-        """The outcome of the step that was checked last, or of the same check in a replayed graph. stop: this
-        rank wants to."""
-        sent = self._sent() if self._on_gpu else (self._nonfinite, self._flags, None)
-        nonfinite, flags, arrived = sent
-        self._pending.append(_Pending(step, stop, nonfinite, flags, self._is_loss, arrived))
+    def expect(self, step: int, stop: bool, checked: Checked) -> None:
+        """The outcome of a step that was just checked. stop: this rank wants to."""
+        nonfinite, flags, is_loss, both = checked
+        arrived = None
+        if both is not None:
+            host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+            host.copy_(both, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            nonfinite, flags = host[0], host[1:]
+        self._pending.append(_Pending(step, stop, nonfinite, flags, is_loss, arrived))
 
     def discard(self) -> None:
         """Drop the flags and the loss of a pass that is not a step (warm-up)."""
-        self._strategy.receive_flags(self._wrapped)
-        self._loss = None
+        if self._has_sent:
+            self._strategy.receive_flags(self._wrapped)
+        self._loss, self._has_sent = None, False
 
     def ready(self) -> list[Outcome]:
         """The outcomes that are known without waiting: on a CPU all, on a GPU none. Raises as `all`."""
@@ -155,13 +168,6 @@ class Health:
         """
         pending, self._pending = self._pending, []
         return [self._outcome(one) for one in pending]
-
-    def _sent(self) -> tuple[Tensor, Tensor, torch.cuda.Event]:
-        host = torch.empty(self._seen.shape, dtype=self._seen.dtype, pin_memory=True)
-        host.copy_(self._seen, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return host[0], host[1:], arrived
 
     def _outcome(self, pending: _Pending) -> Outcome:
         if pending.arrived is not None:

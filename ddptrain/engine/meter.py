@@ -33,9 +33,9 @@ class Meter:
         self._sums: _Sums = (
             _HostSums(self._shards) if world.device.type == "cpu" else _DeviceSums(self._shards, world.device)
         )
-        self._step: list[_Addend] = []
+        self._step: list[Addend] = []
         """The micro-batches of the step that began last."""
-        self._steps: deque[list[_Addend]] = deque()
+        self._steps: deque[Sequence[Addend]] = deque()
         """Those of each step whose outcome is not known yet."""
         self._agreed: list[str] = []
         self._gathered: dict[str, Tensor] = {}
@@ -49,13 +49,14 @@ class Meter:
             raise RuntimeError("Task.loss: loss and count are the engine's own names; log under another one")
         self._step.append(self._sums.addend(loss, shard))
 
-    def end_step(self, nonfinite: Tensor) -> None:
+    def end_step(self, nonfinite: Tensor) -> "Sequence[Addend]":
         """On a device, add the step's numbers, unless ``nonfinite`` (0-d) is not 0. `expect` is to follow."""
         self._sums.add_where(self._step, nonfinite)
+        return self._step
 
-    def expect(self) -> None:
-        """The outcome of the step that has ended, or of the same one in a replayed graph."""
-        self._steps.append(self._step)
+    def expect(self, addends: "Sequence[Addend]") -> None:
+        """The outcome of a step that has just ended."""
+        self._steps.append(addends)
 
     def count(self, applied: bool) -> None:
         """The earliest step without an outcome has this one: add what of it is on the host."""
@@ -121,7 +122,7 @@ def _added(sums: list[float]) -> float:
         return sum(sums)
 
 
-class _Addend(NamedTuple):
+class Addend(NamedTuple):
     """What a micro-batch adds."""
 
     shard: int
@@ -140,14 +141,14 @@ class _Sums(ABC):
     """As `Meter.tensor` has it."""
 
     @abstractmethod
-    def addend(self, loss: Loss, shard: int) -> _Addend: ...
+    def addend(self, loss: Loss, shard: int) -> Addend: ...
 
     @abstractmethod
-    def add_where(self, addends: Sequence[_Addend], nonfinite: Tensor) -> None:
+    def add_where(self, addends: Sequence[Addend], nonfinite: Tensor) -> None:
         """Add what is on a device, unless ``nonfinite`` (0-d) is not 0."""
 
     @abstractmethod
-    def add(self, addend: _Addend) -> None:
+    def add(self, addend: Addend) -> None:
         """Add what is on the host."""
 
     @abstractmethod
@@ -177,14 +178,14 @@ class _HostSums(_Sums):
         self._shards = shards
         self._rows = {"loss": self._zeros()}
 
-    def addend(self, loss: Loss, shard: int) -> _Addend:
+    def addend(self, loss: Loss, shard: int) -> Addend:
         values = (loss.sum.item(), *(value.item() for value in loss.logs.values()))
-        return _Addend(shard, ("loss", *loss.logs), values, float(loss.count))
+        return Addend(shard, ("loss", *loss.logs), values, float(loss.count))
 
-    def add_where(self, addends: Sequence[_Addend], nonfinite: Tensor) -> None:
+    def add_where(self, addends: Sequence[Addend], nonfinite: Tensor) -> None:
         pass
 
-    def add(self, addend: _Addend) -> None:
+    def add(self, addend: Addend) -> None:
         shard, names, values, count = addend  # here it is always known
         self.open(names)
         for name, value in zip(names, values, strict=True):
@@ -225,24 +226,24 @@ class _DeviceSums(_Sums):
         self._counts = {"loss": [0] * shards}
         """The counts that are known on the host."""
 
-    def addend(self, loss: Loss, shard: int) -> _Addend:
+    def addend(self, loss: Loss, shard: int) -> Addend:
         logged = {"loss": loss.sum.detach(), **{name: value.detach() for name, value in loss.logs.items()}}
         self.open(logged)
         values = [logged.get(name, self._nothing) for name in self._names]
         if isinstance(loss.count, int):
-            return _Addend(shard, tuple(logged), torch.stack(values)[None], loss.count)
+            return Addend(shard, tuple(logged), torch.stack(values)[None], loss.count)
         # float32 can't represent every large integer
         count = loss.count if loss.count.is_floating_point() else loss.count.to(self.tensor)
         counts = [count if name in logged else self._nothing for name in self._names]
-        return _Addend(shard, tuple(logged), torch.stack(values + counts).view(2, -1), 0)
+        return Addend(shard, tuple(logged), torch.stack(values + counts).view(2, -1), 0)
 
-    def add_where(self, addends: Sequence[_Addend], nonfinite: Tensor) -> None:
+    def add_where(self, addends: Sequence[Addend], nonfinite: Tensor) -> None:
         finite = nonfinite == 0
         for addend in addends:
             rows, names = addend.values.shape  # names that were new since then are last
             self.tensor[:rows, :names, addend.shard] += torch.where(finite, addend.values, self._nothing)
 
-    def add(self, addend: _Addend) -> None:
+    def add(self, addend: Addend) -> None:
         for name in addend.names:
             self._counts[name][addend.shard] += int(addend.known)
 

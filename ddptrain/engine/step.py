@@ -4,15 +4,16 @@ Nothing here waits for the device, except, on a GPU, for the outcome of the prev
 """
 
 from collections.abc import Iterator, Sequence
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
 from ddptrain.api.recipe import Batch, Loss, Progress, Task
 from ddptrain.api.sampler import MicroBatch
 from ddptrain.api.strategy import Strategy
-from ddptrain.engine.health import Health, NotFinite, Outcome
+from ddptrain.engine.health import Checked, Health, NotFinite, Outcome
 from ddptrain.engine.loss_scale import LossScale
+from ddptrain.engine.meter import Addend
 from ddptrain.engine.nonfinite import Undo
 from ddptrain.engine.optimizer_step import OptimizerStep
 from ddptrain.engine.phases import Phases
@@ -20,6 +21,17 @@ from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.seeding import StepSeed
 from ddptrain.engine.state import TrainState
+
+
+class Applied(NamedTuple):
+    """What a step has left on the device, for the host to read later; a captured one always in the same
+    memory."""
+
+    checked: Checked
+    addends: Sequence[Addend]
+    """Of the meter."""
+    grad_norm: Tensor | None
+    """0-d, before clipping."""
 
 
 @final
@@ -62,8 +74,8 @@ class TrainStep:
         counts = self.passes(batches, progress)
         with self.phase("optimizer", progress.step):
             self._count(self._health.all())  # on a GPU: the step before
-            self.apply(counts, progress, self.state.average.weight(progress.step))
-            self.expect(progress, self.phase.watchdog.stop is not None)
+            applied = self.apply(counts, progress, self.state.average.weight(progress.step))
+            self.expect(progress, self.phase.watchdog.stop is not None, applied)
             self._count(self._health.ready())  # on a CPU: this step
         self.phase.stopwatch.count(self.sampler.batch_size)
 
@@ -86,25 +98,27 @@ class TrainStep:
 
     def apply(
         self, counts: list[tuple[int, Tensor]], progress: Progress, average_weight: float | Tensor
-    ) -> None:
+    ) -> Applied:
         """What follows from the gradients, on the device."""
         state = self.state
         self.precision.unscale(state.optimizer)
         if counts:
             self._loss_scale.rescale(state.model, counts)
-        nonfinite = self._health.check(progress.step)
-        if self.plan.clip_norm is not None:
-            self.grad_norm = self.strategy.clip(state.model, self.plan.clip_norm)
-        self._optimizer(nonfinite)
+        checked = self._health.check(progress.step)
+        clip_norm, grad_norm = self.plan.clip_norm, None
+        if clip_norm is not None:
+            grad_norm = self.strategy.clip(state.model, clip_norm)
+        self._optimizer(checked.nonfinite)
         if self._undo is not None:
-            self._undo.put_back(nonfinite)
-        state.average.update(average_weight, nonfinite)
-        state.meter.end_step(nonfinite)
+            self._undo.put_back(checked.nonfinite)
+        state.average.update(average_weight, checked.nonfinite)
+        return Applied(checked, state.meter.end_step(checked.nonfinite), grad_norm)
 
-    def expect(self, progress: Progress, stop: bool) -> None:
-        """The outcome of this step. stop: this rank wants to."""
-        self._health.expect(progress.step, stop)
-        self.state.meter.expect()
+    def expect(self, progress: Progress, stop: bool, applied: Applied) -> None:
+        """The outcome of a step. stop: this rank wants to."""
+        self._health.expect(progress.step, stop, applied.checked)
+        self.state.meter.expect(applied.addends)
+        self.grad_norm = applied.grad_norm
 
     def forward_backward(self, batch: Batch, progress: Progress, micro_batch: MicroBatch) -> Loss:
         """Add the gradients of a micro-batch. In the last one of a shard they are summed over ranks, together

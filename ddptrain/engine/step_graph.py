@@ -31,7 +31,7 @@ from ddptrain.data.prefetch import changed, tensors_of
 from ddptrain.distributed.comm import from_first_rank, on_all_ranks
 from ddptrain.distributed.snapshot import unchanged
 from ddptrain.engine.rank_state import copied_rank_state, same_rank_state
-from ddptrain.engine.step import TrainStep
+from ddptrain.engine.step import Applied, TrainStep
 from ddptrain.errors import UserError
 from ddptrain.torch_private import is_fused, register_generator
 
@@ -44,6 +44,8 @@ _EAGER_STEPS_OF_RANKS = 12
 _MEASURED_STEPS = 5
 _LAUNCHING = 0.8
 """Share of a step that the host needs to launch it, from which on that is what limits it."""
+_FORMS = 8
+"""Most captures: of detection's batches, for example, with room for more and more boxes."""
 _WAY_OUT = "Use compile=step, or compile=off."
 _CAPTURABLE = (Adam, AdamW, SGD)
 """Optimizers whose fused kernels read the rate from the device."""
@@ -63,19 +65,23 @@ class _Capture:
     batches: Sequence[Batch]
     form: Any
     """Of the batches."""
+    applied: Applied
     numbers: Tensor
     """float32, of one step: what `StepGraph._numbers` gives."""
     generators: Sequence[torch.Generator]
     """A micro-batch each."""
     settings: Sequence[dict[str, Any]]
     """Of the optimizer's groups, without the rates."""
+    carried: Mapping[str, Tensor]
+    """The task's `rank_state`."""
     sums: Tensor | None
     """The meter's."""
 
 
 @final
 class StepGraph:
-    """A `TrainStep` that is captured after some eager steps. A batch of another form is trained eagerly.
+    """A `TrainStep` that is captured after some eager steps, once for each form of its batches; where they
+    have more than a few, the others are trained eagerly.
 
     where_launches_limit: measure some steps first, and go on eagerly where launches are not what limits them.
     """
@@ -87,8 +93,9 @@ class StepGraph:
         self._measured: list[tuple[float, float]] = []
         """Seconds of the host and in all."""
         self._stays_eager = False
-        self._capture: _Capture | None = None
-        self._told_of_a_form = False
+        self._captures: list[_Capture] = []
+        """By the form of the batches; they share their memory."""
+        self._told_of_forms = False
 
     def __call__(self, batches: Iterator[Batch], progress: Progress) -> None:
         """As `TrainStep` does."""
@@ -109,13 +116,18 @@ class StepGraph:
     def checked(self, batch: Batch, progress: Progress) -> "TrainStep | StepGraph":
         """Itself, or the eager step where it would be measured and can't be captured. By passes of the first
         micro-batch, of which nothing is kept. Collectives. Raises UserError for what can't be captured."""
+        step = self._step
+        with unchanged(step.state.model), same_rank_state(step.task):
+            # one more warm-up: at the beginning of its second pass DDP rebuilds its buckets
+            step.forward_backward(batch, progress, step.micro_batches[0]._replace(ends_shard=True))
+            step.discard()
         try:
-            on_all_ranks(self._step.strategy.world, lambda: self._check(batch, progress))
+            on_all_ranks(step.strategy.world, lambda: self._check(batch, progress))
         except UserError as why:
             if not self._measures_left:
                 raise
             log.info("compile    auto: steps are not captured: %s", str(why).removeprefix("compile=graph: "))
-            return self._step
+            return step
         return self
 
     def _check(self, batch: Batch, progress: Progress) -> None:
@@ -154,18 +166,22 @@ class StepGraph:
         )
 
     def _step_by_graph(self, own: Sequence[Batch], progress: Progress) -> None:
-        step, capture = self._step, self._capture
-        if capture is None or capture.sums is not step.state.meter.tensor:  # else a name is new in the log
-            capture = self._capture = self._captured(own, progress)
-        if _form(own) == capture.form:
+        step, form = self._step, _form(own)
+        if self._captures and self._captures[0].sums is not step.state.meter.tensor:  # a new name is logged
+            self._captures.clear()
+        capture = next((one for one in self._captures if one.form == form), None)
+        if capture is None and len(self._captures) < _FORMS:
+            capture = self._captured(own, progress)
+            self._captures.append(capture)
+        if capture is not None:
             self._replay(capture, own, progress)
             return
-        if not self._told_of_a_form:
-            log.info("note       compile=graph: batches of another form than the first are trained eagerly")
-            self._told_of_a_form = True
+        if not self._told_of_forms:
+            log.info("note       compile=graph: batches of more than %d forms are trained eagerly", _FORMS)
+            self._told_of_forms = True
         step(iter(own), progress)
         if step.task.rank_state():  # it is in other memory now
-            self._capture = None
+            self._captures.clear()
 
     def _replay(self, capture: _Capture, own: Sequence[Batch], progress: Progress) -> None:
         step, state = self._step, self._step.state
@@ -185,7 +201,7 @@ class StepGraph:
                 generator.manual_seed(derive_seed(step.plan.seed, progress.step, micro_batch.stream))
             capture.graph.replay()
             step.synchronize()  # the step before
-            step.expect(progress, stop)
+            step.expect(progress, stop, capture.applied)
         step.phase.stopwatch.count(step.sampler.batch_size)
 
     def _captured(self, own: Sequence[Batch], progress: Progress) -> _Capture:
@@ -195,29 +211,32 @@ class StepGraph:
         numbers = torch.zeros(len(self._numbers(progress, False)), device=step.strategy.world.device)
         generators = [torch.Generator(numbers.device) for _ in step.micro_batches]
         graph = torch.cuda.CUDAGraph()
+        pool = self._captures[0].graph.pool() if self._captures else None
         for generator in generators:
             register_generator(graph, generator)
         streams = {one.stream: of for one, of in zip(step.micro_batches, generators, strict=True)}
-        carried = copied_rank_state(step.task)
+        carried = self._captures[0].carried if self._captures else copied_rank_state(step.task)
         step.task.load_rank_state(carried)
         _check_carried(step.task, carried)
         flags = state.strategy.flags
         settings = _settings(state.optimizer)
         with (
             _errors_told(step.task), step.phase.stopwatch.paused(), _without_progress(step),
-            step.seed.taken_from(streams), _rates_on_device(state.optimizer, numbers), _capturing(graph),
+            step.seed.taken_from(streams), _rates_on_device(state.optimizer, numbers),
+            _capturing(graph, pool),
         ):  # fmt: skip
             flags.captured = flags.like(numbers[-2:])
             try:
                 counts = step.passes(iter(batches), progress)
-                step.apply(counts, progress, numbers[-3])
+                applied = step.apply(counts, progress, numbers[-3])
             finally:
                 flags.captured = None
             for name, rows in step.task.rank_state().items():
                 carried[name].copy_(rows)
         step.task.load_rank_state(carried)
-        log.info("graph      the step is captured, from step %d on", progress.step + 1)
-        return _Capture(graph, batches, _form(own), numbers, generators, settings, state.meter.tensor)
+        log.info("graph      captured at step %d: each step is one launch", progress.step + 1)
+        form, sums = _form(own), state.meter.tensor
+        return _Capture(graph, batches, form, applied, numbers, generators, settings, carried, sums)
 
     def _numbers(self, progress: Progress, stop: bool) -> list[float]:
         """What the host knows of a step: the groups' rates, the average's weight, the two flags."""
@@ -266,9 +285,10 @@ def _captured_pass(step: TrainStep, batch: Batch, progress: Progress, micro_batc
         step.forward_backward(batch, progress, micro_batch._replace(ends_shard=False))
 
 
-def _capturing(graph: torch.cuda.CUDAGraph) -> AbstractContextManager[Any]:
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> AbstractContextManager[Any]:
     # of this thread: another one pins the next batches meanwhile
-    return torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local")
+    stream = torch.cuda.current_stream()
+    return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
 
 
 @contextmanager

@@ -96,8 +96,8 @@ def test_average_follows_its_formula_for_weights_and_buffers(
                 assert parameter.grad is not None
                 parameter -= 0.01 * parameter.grad
                 parameter.grad = None
-        average.update(update - 1, finite)
-        average.update(update - 1, finite + 1)  # left out
+        average.update(average.weight(update - 1), finite)
+        average.update(average.weight(update - 1), finite + 1)  # left out
         for name, value in model.state_dict().items():
             if value.is_floating_point():
                 now = min(decay, (1 + update) / (10 + update))
@@ -135,6 +135,11 @@ def test_a_batch_larger_than_the_set_ends_an_epoch_every_step() -> None:
     assert [plan.evaluates(done) for done in (1, 2, 3)] == [True, True, True]
 
 
+def end_step(meter: Meter) -> None:
+    meter.expect(meter.end_step(torch.zeros(())))
+    meter.count(applied=True)
+
+
 def test_meter_means_over_ranks_and_survives_a_gather() -> None:
     def rank(world: World) -> list[dict[str, float]]:
         meter = Meter(world)
@@ -144,13 +149,13 @@ def test_meter_means_over_ranks_and_survives_a_gather() -> None:
                 value = torch.tensor(float(world.rank * 10 + i))
                 meter.begin_step()
                 meter.add(Loss(value, 2, {"half": value / 2}), world.rank)
-                meter.end_step(applied=True)
+                end_step(meter)
                 if gathers:
                     meter.gather()
             found.append(meter.read())
         meter.begin_step()
         meter.add(Loss(torch.tensor(6.0), torch.tensor(1 + world.rank)), world.rank)
-        meter.end_step(applied=True)
+        end_step(meter)
         found.append(meter.read())
         return found
 
@@ -183,7 +188,7 @@ def test_a_logged_infinity_is_told_and_does_not_end_the_run() -> None:
         meter.add(
             Loss(torch.tensor(1.0), 1, {"ratio": endless, "huge": torch.tensor(1e308).double()}), world.rank
         )
-        meter.end_step(applied=True)
+        end_step(meter)
         return meter.read()
 
     for found in run_ranks(rank, 2):

@@ -129,7 +129,7 @@ def _run(kernel: _Kernel, seeds: dict[int, tuple[bytes, int]], find: Callable[[s
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         result = seeded(key, lambda: KERNELS.get(kernel.func, kernel.func)(*kernel.args, **kernel.kwargs))
         for to, value in zip(kernel.out or [], pytree.tree_leaves(result) if kernel.out else [], strict=True):
-            if isinstance(value, Tensor) and value.numel():
+            if isinstance(to, Tensor) and isinstance(value, Tensor) and value.numel():
                 to.copy_(value)
 
 

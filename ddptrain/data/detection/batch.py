@@ -24,7 +24,7 @@ class Sample(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """n pictures in squares of one size, with at most k boxes each."""
+    """n pictures in squares of one size, with room for k boxes each."""
 
     images: Tensor
     """float32 (n, 3, size, size) in [0, 1]; uint8 until it is on the device."""
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 def stacked(samples: Sequence[Sample]) -> Batch:
     """One batch of uint8 pictures of one size."""
     images, colours, ids, placed = zip(*samples, strict=True)
-    most = max(len(image.labels) for image in images)
+    most = _room(max(len(image.labels) for image in images))
     boxes = torch.zeros(len(images), most, 4)
     labels = torch.full((len(images), most), NOTHING)
     for i, image in enumerate(images):
@@ -52,6 +52,13 @@ def stacked(samples: Sequence[Sample]) -> Batch:
     pixels = torch.stack([image.pixels for image in images])
     where = Letterbox(*(torch.stack(of) for of in zip(*placed, strict=True)))
     return Batch(pixels, boxes, labels, torch.stack(colours) / 255, torch.tensor(ids), where)
+
+
+def _room(boxes: int) -> int:
+    """Rows for so many. Of few different numbers: a captured step has a graph for each, and torch's allocator
+    keeps blocks of each size."""
+    step = 4 if boxes <= 16 else 16
+    return -(-boxes // step) * step
 
 
 def coloured(batch: Batch, channels_last: bool) -> Batch:
