@@ -2,7 +2,7 @@
 
 import warnings
 from ctypes import c_float
-from typing import final
+from typing import Any, final
 
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -20,8 +20,7 @@ class Schedule:
         step would have other bits than an eager one."""
         self._schedule = schedule
         self._step = 0
-        self._groups = schedule.optimizer.param_groups
-        self._exact = [group["lr"] for group in self._groups] if on_gpu else None
+        self._exact = [group["lr"] for group in self._groups()] if on_gpu else None
         """The rates that torch's schedule goes on from."""
 
     def at(self, step: int) -> None:
@@ -30,12 +29,16 @@ class Schedule:
         if self._exact is None:
             self._move(step)
             return
-        for group, rate in zip(self._groups, self._exact, strict=True):
+        for group, rate in zip(self._groups(), self._exact, strict=True):
             group["lr"] = rate
         self._move(step)
-        self._exact = [group["lr"] for group in self._groups]
-        for group in self._groups:
+        self._exact = [group["lr"] for group in self._groups()]
+        for group in self._groups():
             group["lr"] = c_float(group["lr"]).value
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The optimizer's, which has others after a resume."""
+        return self._schedule.optimizer.param_groups
 
     def _move(self, step: int) -> None:
         if step == self._step + 1 > 1:

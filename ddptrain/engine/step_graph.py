@@ -12,6 +12,7 @@ import logging
 import os
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ from torch.utils._pytree import tree_flatten
 from ddptrain.api.recipe import Batch, Loss, Progress, Task
 from ddptrain.api.rng import derive_seed
 from ddptrain.api.sampler import MicroBatch
-from ddptrain.api.world import World
 from ddptrain.data.prefetch import changed, tensors_of
 from ddptrain.distributed.comm import from_first_rank, on_all_ranks
 from ddptrain.distributed.snapshot import unchanged
@@ -51,10 +51,10 @@ _CAPTURABLE = (Adam, AdamW, SGD)
 """Optimizers whose fused kernels read the rate from the device."""
 
 
-def on_own_stream(world: World) -> None:
-    """To be called before the model is made. From here on this thread queues its work on a stream of its own:
-    the default one can't be captured, and a backward pass runs where its forward pass ran."""
-    torch.cuda.set_stream(torch.cuda.Stream(world.device))
+def own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Around a run whose steps are captured, before its model is made: inside, this thread queues its work on
+    a stream of its own. The default one can't be captured, and backward passes run where the first ran."""
+    return torch.cuda.stream(torch.cuda.Stream(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ class _Capture:
 
 @final
 class StepGraph:
-    """A `TrainStep` that is captured after some eager steps, once for each form of its batches; where they
-    have more than a few, the others are trained eagerly.
+    """A `TrainStep` that is captured after some eager steps, once for each form of its batches that comes
+    again; where these are more than a few, the others are trained eagerly.
 
     where_launches_limit: measure some steps first, and go on eagerly where launches are not what limits them.
     """
@@ -95,6 +95,8 @@ class StepGraph:
         self._stays_eager = False
         self._captures: list[_Capture] = []
         """By the form of the batches; they share their memory."""
+        self._forms: deque[Any] = deque(maxlen=8 * _FORMS)
+        """Of the last batches that were trained eagerly."""
         self._told_of_forms = False
 
     def __call__(self, batches: Iterator[Batch], progress: Progress) -> None:
@@ -107,7 +109,7 @@ class StepGraph:
             own = [next(batches) for _ in step.micro_batches]
         if self._eager_left:
             self._eager_left -= 1
-            step(iter(own), progress)
+            self._eagerly(own, progress)
         elif self._measures_left:
             self._measure(own, progress)
         else:
@@ -149,7 +151,7 @@ class StepGraph:
         step.synchronize()
         torch.cuda.synchronize(device)
         began = time.perf_counter()
-        step(iter(own), progress)
+        self._eagerly(own, progress)
         launched = time.perf_counter()
         torch.cuda.synchronize(device)
         self._measured.append((launched - began, time.perf_counter() - began))
@@ -170,18 +172,22 @@ class StepGraph:
         if self._captures and self._captures[0].sums is not step.state.meter.tensor:  # a new name is logged
             self._captures.clear()
         capture = next((one for one in self._captures if one.form == form), None)
-        if capture is None and len(self._captures) < _FORMS:
+        if capture is None and form in self._forms and len(self._captures) < _FORMS:
             capture = self._captured(own, progress)
             self._captures.append(capture)
         if capture is not None:
             self._replay(capture, own, progress)
             return
-        if not self._told_of_forms:
+        if len(self._captures) == _FORMS and not self._told_of_forms:
             log.info("note       compile=graph: batches of more than %d forms are trained eagerly", _FORMS)
             self._told_of_forms = True
-        step(iter(own), progress)
+        self._eagerly(own, progress)
         if step.task.rank_state():  # it is in other memory now
             self._captures.clear()
+
+    def _eagerly(self, own: Sequence[Batch], progress: Progress) -> None:
+        self._forms.append(_form(own))
+        self._step(iter(own), progress)
 
     def _replay(self, capture: _Capture, own: Sequence[Batch], progress: Progress) -> None:
         step, state = self._step, self._step.state

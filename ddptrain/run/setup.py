@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from ddptrain.api.recipe import Data, Task
 from ddptrain.api.rng import seed_pythons
 from ddptrain.api.world import World
 from ddptrain.config.instantiate import build, check_node
-from ddptrain.config.schema import COMPILED, Config
+from ddptrain.config.schema import CAPTURED, COMPILED, Config
 from ddptrain.config.strategy import is_ddp, is_strict
 from ddptrain.distributed.comm import abandon_group, close_group, from_all_ranks, on_all_ranks, open_group
 from ddptrain.distributed.cpu import share_cores
@@ -32,6 +32,7 @@ from ddptrain.engine.compiled import Compilations
 from ddptrain.engine.early_stop import EarlyStop
 from ddptrain.engine.load_model import fit_model
 from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, unpack
+from ddptrain.engine.step_graph import own_stream
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
 from ddptrain.observe.console import open_log
 from ddptrain.observe.jsonl import Jsonl
@@ -72,7 +73,8 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
     if world.shares_device:
         reason = f"{reason}; RANKS SHARE A GPU, so their gradients go by way of the host, over gloo"
     watchdog = Watchdog(world, None if alone else config.hang_timeout)
-    with watchdog.watching():
+    captures = device.type == "cuda" and config.compile in CAPTURED
+    with watchdog.watching(), own_stream(device) if captures else nullcontext():
         try:
             yield world, reason, watchdog
         except Stopped:

@@ -37,7 +37,7 @@ from ddptrain.engine.precision import choose_precision
 from ddptrain.engine.recompute import recompute
 from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, unpack
 from ddptrain.engine.step import TrainStep
-from ddptrain.engine.step_graph import StepGraph, on_own_stream
+from ddptrain.engine.step_graph import StepGraph
 from ddptrain.errors import Diverged, Stopped, UserError
 from ddptrain.keys import flat_values
 from ddptrain.observe.console import open_log
@@ -152,8 +152,7 @@ def make_train_step(
     workers = data.loading.workers or 0
     share_cores(world, is_strict(config.strategy), workers)
     log.info("cores      %s", cores_in_words(world, workers))
-    if _graph(config.compile, world) is not None:
-        on_own_stream(world)
+    _graph(config.compile, world)  # refuses what there is not
     model = setup.make_model(config, task, torch.device("cpu") if strategy.sharded else world.device)
     on_all_ranks(world, lambda: precision.check(model))  # nodes may have other GPUs
     if saved is None:

@@ -16,6 +16,8 @@ from ddptrain.strategies.single import check_one_process
 class DataParallel(Strategy):
     """The world's device holds the weights. Without GPUs it is the same as `Single`."""
 
+    why_not_captured = "the threads of dp queue work on other GPUs"
+
     def check(self, compiled: bool) -> None:
         check_one_process(self.world, "dp")
         if compiled and self._on_gpu:

@@ -78,6 +78,7 @@ def test_a_misspelt_part_is_refused(tmp_path: Path, words: str) -> None:
     assert "cnm is none of machine, doctor" in done.stderr
 
 
+@pytest.mark.long
 def test_parts_on_a_simulated_gpu(tmp_path: Path) -> None:
     done, parts = hour(
         tmp_path, "--small", "--only=cnn,graphs-text,dp", f"--write={page(tmp_path)}", gpu=True

@@ -87,6 +87,7 @@ def boxes_of(file: Path, width: int, height: int) -> list[list[float]]:
 # -- predict ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_pictures_labels_and_json_say_the_same(folder: Path, seen: Path) -> None:
     names = named(folder / "pictures")
     assert len(names) == 8

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from shell import ddptrain, refusal
 
 DIGITS = "recipe=cnn_digits device=cpu train.eval_every=4 observers=[console,jsonl]"
@@ -15,6 +16,7 @@ class Never(Controller):
 """
 
 
+@pytest.mark.long
 def test_a_run_ends_early(tmp_path: Path) -> None:
     words = f"{DIGITS} optim.lr=1e-30 train.steps=40 stop.patience=3 run.dir=run"
     for _ in range(2):  # the second time it finds out again, without a further step

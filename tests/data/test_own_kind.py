@@ -23,6 +23,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_it_trains_with_the_same_losses_on_any_ranks_and_workers(root: Path, tmp_path: Path) -> None:
     words = (
         f"--config-dir {MINE} recipe=cnn_digits data=recordings data.root={root} device=cpu precision=fp32"

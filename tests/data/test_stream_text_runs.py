@@ -37,6 +37,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
+@pytest.mark.long
 def test_a_text_is_written_streamed_and_remembered(door: Door, tmp_path: Path) -> None:
     """By a tokenizer of its own; on two ranks the same bits; and it predicts when the set is gone."""
     texts = folder_of_texts(tmp_path / "texts")

@@ -52,6 +52,7 @@ def test_an_observer(tmp_path: Path) -> None:
     assert "observers.sqlite.fiel" in done.stderr
 
 
+@pytest.mark.long
 def test_a_controller_stops_two_ranks_together_and_counts_on_after_a_resume(tmp_path: Path) -> None:
     """With a rate of nothing the metric never improves: the first evaluation is the best."""
     written(tmp_path, "controllers.md")

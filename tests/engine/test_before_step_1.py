@@ -303,7 +303,12 @@ def main(names: Iterable[str]) -> set[str]:
     return {name for name in names if "/" not in name}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+QUICK = ("cnn_digits", "transformer_text", "yolo_shapes")
+
+
+@pytest.mark.parametrize(
+    "recipe", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in RECIPES]
+)
 def test_each_recipe_names_its_metrics_by_one_sample(recipe: str, tmp_path: Path) -> None:
     _, task, data = made(recipe, tmp_path)
     plan = Plan(steps=1, train_size=data.train_size, batch_size=4, eval_batch_size=1)

@@ -173,7 +173,8 @@ def test_a_slow_disk_is_named_every_time(times: int, folder: Path, monkeypatch: 
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", slow)
-    said = [advise(setup(), trained(folder / str(i), Vectors(1000), light)) for i in range(times)]
+    own = setup(checkpoint=Checkpoint(background=False))
+    said = [advise(own, trained(folder / str(i), Vectors(1000), light)) for i in range(times)]
     assert_named(said, "saving checkpoints ", "checkpoint.background=true writes while it trains")
 
 
@@ -359,15 +360,15 @@ def test_timing_costs_less_than_a_hundredth_of_two_milliseconds() -> None:
             "evaluating 60% of the run: a smaller validation set",
         ),
         ("drawing", {}, "drawing figures 60% of the run: train.eval_every=128, or ~observers.plots"),
-        ("saving", {}, "saving checkpoints 60% of the run: checkpoint.background=true"),
         (
             "saving",
-            {"checkpoint": Checkpoint(background=True)},
-            "saving checkpoints 60% of the run: checkpoint.every=128",
+            {"checkpoint": Checkpoint(background=False)},
+            "saving checkpoints 60% of the run: checkpoint.background=true",
         ),
+        ("saving", {}, "saving checkpoints 60% of the run: checkpoint.every=128"),
         (
             "saving",
-            {"checkpoint": Checkpoint(background=True, every=200)},
+            {"checkpoint": Checkpoint(every=200)},
             "saving checkpoints 60% of the run: a faster disk for run.dir",
         ),
         ("data", {}, "waiting for data 60% of the run: let train_batches read ahead"),

@@ -4,13 +4,15 @@
     python tests/fake_gpu --gpus=2 torchrun --standalone --nproc-per-node=2 tests/fake_gpu/cases.py FOLDER ...
 
 which: ``quick``, ``long``, ``sharded`` (``sharded:1``: the first of them), ``all``, or numbers of cases of a
-whole matrix. Prints a line a case: what it was, its exit code, and the launches of a step: all, and those
-outside the task's loss and backward pass. Ends with 1 where one crashed, or where `watch` found something in
-it.
+whole matrix. ``captured`` before a word or a number: each of them also with its steps captured in a CUDA
+graph, and begun again in the middle, which must give the same bits. Prints a line a case: what it was, its
+exit code, and the launches of a step: all, and those outside the task's loss and backward pass. Ends with 1
+where one crashed, or where `watch` found something in it.
 """
 
 import contextlib
 import itertools
+import json
 import os
 import random
 import sys
@@ -185,6 +187,42 @@ def run(case: dict[str, str], folder: Path, name: str, *more: str) -> tuple[int,
     return code, said + more_said
 
 
+def captured(case: dict[str, str], folder: Path, name: str) -> tuple[int, str]:
+    """The same training eagerly, captured, and captured again from the checkpoint in its middle. Returns the
+    exit code, 1 where a loss or a weight is another one, and what was said."""
+    import torch
+    import watch
+
+    watch.strict = case["strategy"] not in MAY_WAIT
+    watch.memory, told = False, folder / f"said-{os.environ.get('RANK', '0')}.txt"
+    middle, end = (6, 10) if "RANK" not in os.environ else (16, 20)
+    trained = [*words(case, folder), "log.every=1", f"train.steps={end}", f"checkpoint.every={middle}",
+               "checkpoint.keep=5"]  # fmt: skip
+    runs = {
+        "eager": ["compile=off"],
+        "graph": ["compile=graph"],
+        "again": ["compile=graph", f"run.resume={folder}/{name}-graph/checkpoints/step-{middle}"],
+    }
+    losses, weights = {}, {}
+    for which, more in runs.items():
+        run_dir = folder / f"{name}-{which}"
+        code, said = _said([*trained, *more, f"run.dir={run_dir}"], told)
+        if code:
+            return code, said
+        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        losses[which] = {line["step"]: line.get("loss") for line in lines if line["split"] == "train"}
+        state = torch.load(run_dir / f"checkpoints/step-{end}/state.pt", map_location="cpu")
+        weights[which] = torch.cat([value.double().flatten() for value in state["model"].values()])
+        if which == "graph" and "captured at step" not in said and os.environ.get("RANK", "0") == "0":
+            return 1, f"{said}\nno step was captured"
+    for which in ("graph", "again"):
+        if any(losses["eager"][step] != loss for step, loss in losses[which].items()):
+            return 1, f"{which}: losses {losses[which]}, and eagerly {losses['eager']}"
+        if not torch.equal(weights[which], weights["eager"]):
+            return 1, f"{which}: other weights than eagerly"
+    return code, said
+
+
 def _asked(recipe: str, folder: Path, name: str) -> list[str]:
     """What the task of a recipe is given to predict."""
     if "_text" in recipe:
@@ -222,12 +260,15 @@ def _pairs(case: dict[str, str]) -> set[frozenset[tuple[str, str]]]:
     return {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}
 
 
-def chosen(which: list[str], world_size: int) -> Iterator[tuple[str, dict[str, str]]]:
-    for word in which:
+def chosen(which: list[str], world_size: int) -> Iterator[tuple[str, dict[str, str], bool]]:
+    """Name, case, and whether its steps are captured."""
+    for whole_word in which:
+        word = whole_word.removeprefix("captured ")
         name, _, first = word.partition(":")
         cases = {"quick": quick, "long": long, "sharded": sharded}.get(name, matrix)(world_size)
         picked = [int(word)] if word.isdigit() else range(int(first or len(cases)))
-        yield from ((f"{word}-{world_size}-{i}", cases[i]) for i in picked)
+        for i in picked:
+            yield f"{word}-{world_size}-{i}", cases[i], word != whole_word
 
 
 def go(folder: Path, which: list[str]) -> int:
@@ -235,17 +276,22 @@ def go(folder: Path, which: list[str]) -> int:
     if rank == 0 and not (folder / "text.txt").exists():
         prepare(folder)
     crashed = 0
-    for name, case in chosen(which, size):
-        code, said = run(case, folder, name)
+    for name, case, captures in chosen(which, size):
+        code, said = captured(case, folder, name) if captures else run(case, folder, name)
         import watch
 
         settled = watch.steps[watch.SETTLED :]
         launches = [median(of) for of in zip(*((s.whole.launches, s.others) for s in settled), strict=True)]
+        replayed = f" {max(watch.replays, default=0)} a replay" if captures else ""
         wrong = code not in (0, 2)
         crashed += wrong
         if rank == 0 or wrong:
             verdict = "CRASHED" if wrong else "refused" if code else "ok"
-            print(f"{verdict} {name} {' / '.join(case.values())}: {code}, launches {launches}", flush=True)
+            what = f"captured {name}" if captures else name
+            print(
+                f"{verdict} {what} {' / '.join(case.values())}: {code},{replayed} launches {launches}",
+                flush=True,
+            )
         if code and (rank == 0 or wrong):
             print("    " + "\n    ".join(said.splitlines()[-30 if wrong else -2 :]), flush=True)
         if wrong and size > 1:

@@ -87,7 +87,7 @@ class Streams:
         _join(clock, self._host)
         clock[now] = self._number
         written = {_address(tensor) for tensor in made} | _written(func, args, kwargs)
-        for tensor in {_address(t): t for t in [*given, *made] if t.is_cuda}.values():
+        for tensor in {_address(t): t for t in [*given, *made] if t.is_cuda and t.nbytes}.values():
             self._use(func, tensor, now, _address(tensor) in written)
 
     def _use(self, func: Any, tensor: Tensor, now: int, writes: bool) -> None:

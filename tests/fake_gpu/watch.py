@@ -59,33 +59,44 @@ memory = False
 new_sizes = 0
 """Pinned blocks that steady steps may take: for more boxes than any batch before, one of twice the size; and
 of several micro-batches more copies may be on their way than ever before, where the machine is busy."""
+replays: list[int] = []
+"""Launches of each replayed step: the graph, and seed and offset of each micro-batch that draws."""
 _model = 0
+_inside = False
 
 
 def watch(loop: Any) -> None:
     """loop: the module ``ddptrain.engine.loop``, just imported."""
-    engine, train_step = loop.Engine, loop.TrainStep
-    step, fit = train_step.__call__, engine.fit
+    engine = loop.Engine
+    fit = engine.fit
 
-    def watched_step(self: Any, batches: Any, at: Any) -> None:
-        global _model
-        world = self.strategy.world
-        if world.device.type != "cuda" or world.shares_device:  # gloo waits for its copies
-            return step(self, batches, at)
-        before, _model = counts(), 0
-        emulate.steady = strict and len(steps) >= SETTLED
-        torch.cuda.set_sync_debug_mode("error" if emulate.steady else "default")
-        try:
-            step(self, batches, at)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            emulate.steady = False
-        steps.append(Step(counts().since(before), _model))
-        check_findings()
-        return None
+    def watched(step: Any) -> Any:
+        def call(self: Any, batches: Any, at: Any) -> None:
+            global _model, _inside
+            own = getattr(self, "_step", self)  # of a StepGraph, which calls it as well
+            world = own.strategy.world
+            if world.device.type != "cuda" or world.shares_device or _inside:  # gloo waits for its copies
+                return step(self, batches, at)
+            before, _model, captures = counts(), 0, list(getattr(self, "_captures", []))
+            # to capture a step waits
+            emulate.steady = strict and len(steps) >= SETTLED and (self is own or bool(captures))
+            torch.cuda.set_sync_debug_mode("error" if emulate.steady and self is own else "default")
+            _inside = True
+            try:
+                step(self, batches, at)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                emulate.steady = _inside = False
+            if len(captures) == len(getattr(self, "_captures", [])):
+                steps.append(Step(counts().since(before), _model))
+            check_findings()
+            return None
+
+        return call
 
     def watched_fit(self: Any, *args: Any, **kwargs: Any) -> Any:
         steps.clear()
+        replays.clear()
         for owner, name in ((self._step.task, "loss"), (self._step.precision, "backward")):
             if not hasattr(getattr(owner, name), "__wrapped__"):
                 object.__setattr__(owner, name, _counted(getattr(owner, name)))
@@ -93,7 +104,19 @@ def watch(loop: Any) -> None:
         check_steps(self._world.size)
         return report
 
-    train_step.__call__, engine.fit = watched_step, watched_fit
+    for kind in (loop.TrainStep, loop.StepGraph):
+        kind.__call__ = watched(kind.__call__)
+    replay = loop.StepGraph._replay
+
+    def watched_replay(self: Any, *args: Any) -> None:
+        before = counts()
+        replay(self, *args)
+        launches, most = counts().since(before).launches, 1 + 2 * len(self._step.micro_batches)
+        assert launches <= most, f"{launches} launches in a replayed step"
+        replays.append(launches)
+
+    loop.StepGraph._replay = watched_replay
+    engine.fit = watched_fit
 
 
 def check_findings() -> None:

@@ -109,6 +109,7 @@ def losses_of(run: Path) -> list[float]:
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
+@pytest.mark.long
 def test_a_program_on_its_own_ranks_under_torchrun_and_by_its_name(tmp_path: Path) -> None:
     """The same losses, and the same end, where the batches are the same; a call that is repeated goes on."""
     one = program(tmp_path / "one", workers=1)

@@ -144,6 +144,7 @@ def executed(home: Path, interrupted: int = -1) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in rows]
 
 
+@pytest.mark.long
 def test_the_example_trains_what_its_cells_define_and_goes_on_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

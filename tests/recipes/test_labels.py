@@ -291,6 +291,7 @@ def test_a_csv_file_lists_pictures_of_several_classes(pictures: Path, file: str)
         assert found.train.labels[place].tolist() == [float((i % 7 + 1) >> bit & 1) for bit in range(3)]
 
 
+@pytest.mark.long
 def test_it_learns_and_answers(pictures: Path, tmp_path: Path) -> None:
     words = (
         f"recipe=finetune data=csv data.root={pictures} data.source.size=24 augment=none model.name=resnet18"
