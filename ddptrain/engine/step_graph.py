@@ -9,9 +9,11 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
 import logging
+import math
 import os
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -46,6 +48,7 @@ _LAUNCHING = 0.8
 """Share of a step that the host needs to launch it, from which on that is what limits it."""
 _FORMS = 8
 """Most captures: of detection's batches, for example, with room for more and more boxes."""
+_ALIKE = 1e-2
 _WAY_OUT = "Use compile=step, or compile=off."
 _CAPTURABLE = (Adam, AdamW, SGD)
 """Optimizers whose fused kernels read the rate from the device."""
@@ -138,11 +141,16 @@ class StepGraph:
         strategy, state, micro_batch = step.strategy, step.state, step.micro_batches[0]
         # without collectives: ranks may fail by themselves
         alone = strategy.accumulate(state.wrapped, last=False) if strategy.shards is None else nullcontext()
-        with alone, unchanged(state.model), same_rank_state(step.task), step.phase.stopwatch.paused():
-            with _errors_told(step.task), _without_progress(step):
-                _pass_without_waits(step, batch, progress, micro_batch)
-                step.discard()
-                _captured_pass(step, batch, progress, micro_batch)
+        with alone, unchanged(state.model), step.phase.stopwatch.paused():
+            with _errors_told(type(step.task).__name__), _without_progress(step):
+                losses = []
+                for _ in range(2):
+                    with same_rank_state(step.task):
+                        losses.append(_pass_without_waits(step, batch, progress, micro_batch))
+                    step.discard()
+                _check_alike(*map(float, losses))
+                with same_rank_state(step.task):
+                    _captured_pass(step, batch, progress, micro_batch)
             step.discard()
 
     def _measure(self, own: Sequence[Batch], progress: Progress) -> None:
@@ -224,10 +232,11 @@ class StepGraph:
         carried = self._captures[0].carried if self._captures else copied_rank_state(step.task)
         step.task.load_rank_state(carried)
         _check_carried(step.task, carried)
+        buffers = [dict(layer._buffers) for layer in state.model.modules()]
         flags = state.strategy.flags
         settings = _settings(state.optimizer)
         with (
-            _errors_told(step.task), step.phase.stopwatch.paused(), _without_progress(step),
+            _errors_told(type(step.task).__name__), step.phase.stopwatch.paused(), _without_progress(step),
             step.seed.taken_from(streams), _rates_on_device(state.optimizer, numbers),
             _capturing(graph, pool),
         ):  # fmt: skip
@@ -239,6 +248,7 @@ class StepGraph:
                 flags.captured = None
             for name, rows in step.task.rank_state().items():
                 carried[name].copy_(rows)
+            _in_their_own_memory(state.model, buffers)
         step.task.load_rank_state(carried)
         log.info("graph      captured at step %d: each step is one launch", progress.step + 1)
         form, sums = _form(own), state.meter.tensor
@@ -266,19 +276,33 @@ def _check_parts(step: TrainStep) -> None:
         raise UserError(f"compile=graph: {why}. {_WAY_OUT}")
 
 
-def _pass_without_waits(step: TrainStep, batch: Batch, progress: Progress, micro_batch: MicroBatch) -> None:
-    """Raises RuntimeError where the host waits for the device, and UserError where it draws."""
+def _pass_without_waits(step: TrainStep, batch: Batch, progress: Progress, micro_batch: MicroBatch) -> Tensor:
+    """Returns the sum of the losses, 0-d. Raises RuntimeError where the host waits for the device, UserError
+    where it draws."""
     step.seed(progress.step, micro_batch.stream)
     before = torch.get_rng_state()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore"):  # it does not see every wait; a capture does
+        torch.cuda.set_sync_debug_mode("error")
     try:
-        step.forward_backward(batch, progress, micro_batch._replace(ends_shard=False))
+        loss = step.forward_backward(batch, progress, micro_batch._replace(ends_shard=False))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     if not torch.equal(torch.get_rng_state(), before):
         raise UserError(
-            f"compile=graph: {type(step.task).__name__}.loss draws from the CPU's generator, and a captured"
+            f"compile=graph: Task.loss draws from the CPU's generator, and a captured"
             f" step would repeat that number. Draw on the device (torch.rand(..., device=...)). {_WAY_OUT}"
+        )
+    return loss.sum.detach()
+
+
+def _check_alike(first: float, second: float) -> None:
+    """Raises UserError where the losses of two passes of one batch, with the same seeds, are apart by more
+    than sums in another order are."""
+    if not math.isclose(first, second, rel_tol=_ALIKE) and math.isfinite(first):
+        raise UserError(
+            f"compile=graph: Task.loss gives {first:.6g} and then {second:.6g} for the same"
+            " batch with the same seeds, so something on the host changes from call to call, and a captured"
+            f" step would not see that. Keep it in a buffer of the model. {_WAY_OUT}"
         )
 
 
@@ -298,8 +322,8 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> AbstractContext
 
 
 @contextmanager
-def _errors_told(task: Task) -> Iterator[None]:
-    """Raises UserError for what torch and CUDA refuse."""
+def _errors_told(name: str) -> Iterator[None]:
+    """Raises UserError for what torch and CUDA refuse. name: of the task."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -315,7 +339,7 @@ def _errors_told(task: Task) -> Iterator[None]:
         ]
         place = f" (line {own[-1].lineno} of {own[-1].filename})" if own else ""
         raise UserError(
-            f"compile=graph: a step of {type(task).__name__} can't be captured:"
+            f"compile=graph: a step of {name} can't be captured:"
             f" {str(first).partition(chr(10))[0]}{place}. The host may not wait for the device, nor read a"
             f" number from it. {_WAY_OUT}",
             everywhere=False,
@@ -376,6 +400,17 @@ def _rates_on_device(optimizer: Optimizer, numbers: Tensor) -> Iterator[None]:
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Of each group, but for its rate."""
     return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+
+
+@torch.no_grad()
+def _in_their_own_memory(model: nn.Module, before: Sequence[Mapping[str, Tensor | None]]) -> None:
+    """Buffers that a layer has replaced in its pass: a replay reads those that were there before."""
+    for layer, buffers in zip(model.modules(), before, strict=True):
+        for name, own in buffers.items():
+            now = layer._buffers.get(name)
+            if now is not own and own is not None and now is not None:
+                own.copy_(now)
+                layer._buffers[name] = own
 
 
 def _check_carried(task: Task, carried: Mapping[str, Tensor]) -> None:

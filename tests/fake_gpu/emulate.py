@@ -13,8 +13,8 @@ from typing import Any
 import graphs
 import rnns
 import torch
+from aliases import alias, on_cpu
 from kernels import KERNELS
-from memory import alias, on_cpu
 from streams import Streams
 from torch import Tensor
 from torch.utils import _pytree as pytree

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from aliases import on_cpu
 from kernels import KERNELS
-from memory import on_cpu
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -34,6 +34,8 @@ class _Kernel(NamedTuple):
     generator: Any
     draw: int
     """How many random operators of this generator come before it in the graph."""
+    grad: bool
+    """Whether gradients were enabled: a CPU has another LSTM where they are not."""
 
 
 _kernels: list[_Kernel] = []
@@ -112,7 +114,9 @@ def captured(
     tensors = [t for t in pytree.tree_leaves((args, kwargs, native)) if isinstance(t, Tensor) and t.is_cuda]
     memory = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors]
     _runtime.fake_gpu_captured(stream, len(_kernels))
-    _kernels.append(_Kernel(func, plain, named, out, memory, generator, _draws[id(generator)]))
+    _kernels.append(
+        _Kernel(func, plain, named, out, memory, generator, _draws[id(generator)], torch.is_grad_enabled())
+    )
     _draws[id(generator)] += 1
     return native
 
@@ -126,7 +130,7 @@ def _run(kernel: _Kernel, seeds: dict[int, tuple[bytes, int]], find: Callable[[s
     if kernel.generator is not None:
         seed, first = seeds[id(kernel.generator)]
         key = seed, first + kernel.draw
-    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+    with torch.set_grad_enabled(kernel.grad), torch._C._AutoDispatchBelowAutograd():
         result = seeded(key, lambda: KERNELS.get(kernel.func, kernel.func)(*kernel.args, **kernel.kwargs))
         for to, value in zip(kernel.out or [], pytree.tree_leaves(result) if kernel.out else [], strict=True):
             if isinstance(to, Tensor) and isinstance(value, Tensor) and value.numel():

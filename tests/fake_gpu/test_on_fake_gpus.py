@@ -1,5 +1,6 @@
 """The CUDA paths, run on GPUs that are not there (`python tests/fake_gpu`). Launches, waits, copies, streams
-and collectives are torch's own; speed, cuDNN, Triton and CUDA graphs are not to be had."""
+and collectives are torch's own, and CUDA graphs are captured and replayed; speed, cuDNN and Triton are not to
+be had."""
 
 import os
 import re
@@ -42,7 +43,7 @@ def on_gpus(gpus: int, *words: str | Path, **settings: str) -> Done:
     inherited = {name: value for name, value in os.environ.items() if name not in hidden}
     return subprocess.run(
         [sys.executable, *map(str, words)], env={**inherited, **libraries.environment(gpus), **settings},
-        cwd=HERE.parents[1], capture_output=True, text=True, errors="replace", timeout=500,
+        cwd=HERE.parents[1], capture_output=True, text=True, errors="replace", timeout=1500,
     )  # fmt: skip
 
 
@@ -50,12 +51,17 @@ def on_gpus(gpus: int, *words: str | Path, **settings: str) -> Done:
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, "Future[Done]"]]:
     """Everything that is run, two at a time from the first test on: each takes one core."""
     folder, cases = tmp_path_factory.mktemp("fake-gpu"), HERE / "cases.py"
-    for name in ("quick-1", "quick-2"):
+    for name in ("quick-1", "quick-2", "captured-1", "captured-2"):
         (folder / name).mkdir()
     with ThreadPoolExecutor(2) as pool:
         started = {
             "quick-2": pool.submit(on_gpus, 2, *TORCHRUN, cases, folder / "quick-2", "quick"),
-            "quick-1": pool.submit(on_gpus, 2, cases, folder / "quick-1", "quick"),
+            "quick-1": pool.submit(on_gpus, 2, cases, folder / "quick-1", "quick:4"),
+            "captured-2": pool.submit(
+                on_gpus, 2, *TORCHRUN, cases, folder / "captured-2", "captured quick:1"
+            ),
+            "captured-1": pool.submit(on_gpus, 2, cases, folder / "captured-1", "captured quick:1"),
+            "planted": pool.submit(on_gpus, 2, *PYTEST, HERE / "planted_in_graphs.py"),
         }
         for i, mistake in enumerate(MISTAKES):
             script = folder / f"ranks{i}.py"
@@ -98,11 +104,18 @@ def test_tests_on_a_gpu(gpus: int, passed: int, words: tuple[str | Path, ...]) -
     assert int(re.findall(r"(\d+) passed", said)[0]) >= passed
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(1, 12), (2, 8)])
-def test_every_recipe_trains_with_few_launches(
-    jobs: dict[str, "Future[Done]"], ranks: int, cases: int
-) -> None:
-    lines = re.findall(r"^(?:ok|refused) .*", told(jobs[f"quick-{ranks}"].result()), re.MULTILINE)
+@pytest.mark.parametrize(("ranks", "cases"), [(1, 4), (2, 8)])
+def test_recipes_train_with_few_launches(jobs: dict[str, "Future[Done]"], ranks: int, cases: int) -> None:
+    check_launches(told(jobs[f"quick-{ranks}"].result()), cases)
+
+
+@pytest.mark.long
+def test_every_recipe_trains_with_few_launches(tmp_path: Path) -> None:
+    check_launches(told(on_gpus(2, HERE / "cases.py", tmp_path, "quick")), 12)
+
+
+def check_launches(said: str, cases: int) -> None:
+    lines = re.findall(r"^(?:ok|refused) .*", said, re.MULTILINE)
     assert len(lines) == cases
     for line in lines:
         others = float(line.rpartition(", ")[2].rstrip("]"))
@@ -111,6 +124,33 @@ def test_every_recipe_trains_with_few_launches(
         assert line.startswith("ok"), line
         averages = " ema " in line or "yolo" in line
         assert parts or others <= OTHERS + AVERAGE * averages, line
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_captured_step_has_the_bits_of_an_eager_one(jobs: dict[str, "Future[Done]"], ranks: int) -> None:
+    check_captured(told(jobs[f"captured-{ranks}"].result()), 1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("ranks", "cases"), [(1, 12), (2, 8)])
+def test_every_recipe_is_captured(ranks: int, cases: int, tmp_path: Path) -> None:
+    """But for what can't be, which is refused before the first step."""
+    launcher = TORCHRUN if ranks == 2 else []
+    check_captured(told(on_gpus(2, *launcher, HERE / "cases.py", tmp_path, "captured quick")), cases)
+
+
+def check_captured(said: str, cases: int) -> None:
+    lines = re.findall(r"^(ok|refused) captured .* / (.*) / .*: ., (\d+) a replay", said, re.MULTILINE)
+    assert len(lines) == cases, said
+    for verdict, strategy, launches in lines:
+        assert verdict == ("refused" if strategy in ("dp", "batchnorm") else "ok"), said
+        # the graph; seed and offset for each of at most four micro-batches that draw
+        assert verdict == "refused" or 1 <= int(launches) <= 9, said
+
+
+def test_bugs_in_captured_steps_are_found(jobs: dict[str, "Future[Done]"]) -> None:
+    assert int(re.findall(r"(\d+) passed", told(jobs["planted"].result()))[0]) >= 19
 
 
 @pytest.mark.long

@@ -25,6 +25,8 @@ from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.engine.state import TrainState
+from ddptrain.engine.step import TrainStep
+from ddptrain.engine.step_graph import StepGraph
 from ddptrain.observe.dispatch import Observers
 from ddptrain.run.assemble import make_step
 from ddptrain.run.make_strategy import make_strategy
@@ -169,6 +171,7 @@ class Fit:
     observers: Sequence[Observer] = ()
     controllers: dict[str, Controller] = field(default_factory=dict)
     step_iterator: StepIterator = iter
+    graph: Callable[[TrainStep], StepGraph] | None = None
 
     @property
     def nonfinite(self) -> str:
@@ -209,7 +212,7 @@ class Fit:
             step.state.metrics_step = saved.manifest["metrics_step"]
         observers = Observers([*self.observers, *([_Killer(stop_at)] if stop_at else [])])
         run = RunInfo(folder, asdict(config), world)
-        report = Engine(data, step, checkpointer, observers).fit(run, self.step_iterator)
+        report = Engine(data, step, checkpointer, observers, self.graph).fit(run, self.step_iterator)
         return step.state, report
 
 
