@@ -24,7 +24,6 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.utils._pytree import tree_flatten
 
 from ddptrain.api.recipe import Batch, Loss, Progress, Task
 from ddptrain.api.rng import derive_seed
@@ -424,7 +423,8 @@ def _check_carried(task: Task, carried: Mapping[str, Tensor]) -> None:
 
 def _form(batches: Sequence[Batch]) -> Any:
     """What must be the same in each step."""
-    leaves, structure = tree_flatten(list(batches))
-    return structure, [
-        (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-    ]
+    return [changed(batch, _described) for batch in batches]
+
+
+def _described(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.stride(), tensor.dtype
