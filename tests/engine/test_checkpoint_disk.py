@@ -15,6 +15,7 @@ import torch
 import torch.utils.serialization  # what nobody may not import later
 
 from ddptrain.api.world import World
+from ddptrain.engine import checkpoint
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.saved_checkpoint import MANIFEST, STATE, read, unpack
 from ddptrain.errors import UserError
@@ -267,6 +268,22 @@ def test_training_may_change_the_tensors_at_once(tmp_path: Path, monkeypatch: py
     checkpointer.finish()
     saved = read(path)
     assert torch.equal(unpack(saved)["model"]["w"], state(1)["model"]["w"])
+
+
+def test_where_memory_does_not_allow_the_copy_a_save_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(tmp_path, keep=2, background=True)
+    path = checkpointer.save(state(2), {"step": 1})
+    checkpointer.finish()
+    size = len(read(path).payload)
+    held = Held(monkeypatch)
+    monkeypatch.setattr(checkpoint, "free_memory", lambda: size)
+    assert not checkpointer.save(state(2), {"step": 2}).exists()
+    held.let_go.set()
+    checkpointer.finish()
+    monkeypatch.setattr(checkpoint, "free_memory", lambda: size - 1)
+    assert checkpointer.save(state(2), {"step": 3}).is_dir()
 
 
 def test_one_write_is_in_flight_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

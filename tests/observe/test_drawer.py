@@ -40,6 +40,21 @@ def test_of_a_name_only_the_newest_waits() -> None:
     assert len(drawn) < 50
 
 
+def test_figures_have_their_share_of_the_time_and_the_rest_is_drawn_at_the_end() -> None:
+    drawer, drawn = Drawer(), list[int]()
+    for i in range(8):
+        drawer.draw("confusion", ConfusionMatrix([[i]], ["one"]), lambda png, i=i: drawn.append(i))  # type: ignore[misc]
+        time.sleep(0.1)
+    assert not drawn  # a figure takes some tenths of a second, 2 % of many seconds
+    drawer.finish()
+    assert drawn == [7]
+    drawer.draw("confusion", MATRIX, lambda png: drawn.append(8))
+    time.sleep(0.5)
+    assert drawn == [7]  # of a further run in this process likewise
+    drawer.finish()
+    assert drawn == [7, 8]
+
+
 def test_what_is_done_with_a_drawing_may_fail() -> None:
     drawer, drawn = Drawer(), list[bytes]()
 
