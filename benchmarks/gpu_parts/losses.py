@@ -46,7 +46,7 @@ RATE = 1 / 16
 
 def losses(job: Job) -> str:
     """The part: each recipe in a process of its own, some at once."""
-    _pictures(job.folder)
+    write_pictures(job.folder)
     steps, text = job.pick(6, 3), text_words(job)
     asked = [name for name in RECIPES if name != "cnn_digits" or importlib.util.find_spec("sklearn")]
     search = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
@@ -127,7 +127,7 @@ def _row(told: Mapping[str, list[float] | str]) -> dict[str, Any]:
     return row
 
 
-def _pictures(folder: Path) -> None:
+def write_pictures(folder: Path) -> None:
     """Two small sets of noise: pictures in folders by class, and pictures with boxes in YOLO's layout."""
     import numpy as np
     from PIL import Image

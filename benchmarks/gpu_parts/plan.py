@@ -1,6 +1,6 @@
 """The hour's parts, the most telling first."""
 
-from gpu_parts import faults, trainings
+from gpu_parts import captured, faults, trainings
 from gpu_parts.losses import losses
 from gpu_parts.machine import machine
 from gpu_parts.part import Job, Part
@@ -32,6 +32,14 @@ PARTS = {
         150,
         590,
         ("compiles", "graphs"),
+    ),
+    "captured": Part("Captured steps of every recipe, by bits", captured.captured, 300, 590, ("graphs",)),
+    "captured-prove": Part("`prove resume`, captured", captured.prove_captured, 60, 590, ("graphs",)),
+    "captured-speed": Part(
+        "`bench`: eager, captured, compiled", captured.captured_speed, 400, 590, ("graphs", "compiles")
+    ),
+    "speedrun-captured": Part(
+        "The speed recipe's work, `compile=graph`", captured.speedrun_captured, 60, 590, ("graphs",)
     ),
     "graphs-accumulation": Part(
         "CUDA graphs under accumulation", trainings.graphs_accumulation, 60, 300, ("compiles", "graphs")

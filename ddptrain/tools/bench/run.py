@@ -124,7 +124,7 @@ def _candidates(config: Config, setup: Mapping[str, Any]) -> list[str]:
     precisions = ("fp32", "tf32", "bf16", "fp16") if on_gpu else ("fp32", "bf16")
     overrides += [f"precision={name}" for name in precisions if name != setup["precision"]]
     if config.compile == "off":
-        overrides += ["compile=default", *(["compile=reduce-overhead"] if on_gpu else [])]
+        overrides += ["compile=default", *(["compile=reduce-overhead", "compile=graph"] if on_gpu else [])]
     if setup["resident"] is not None and "resident" in config.data:
         overrides.append(f"data.resident={str(not setup['resident']).lower()}")
     if "workers" in config.data and not (setup["resident"] and setup["workers"] is None):
