@@ -26,11 +26,14 @@ class Rotation(NamedTuple):
 
 
 def rotation(length: int, head_width: int, device: torch.device) -> Rotation:
-    """Angles for the positions from 0 to length - 1: rotary embedding (Su et al., arXiv 2104.09864)."""
+    """Angles for the positions from 0 to length - 1: rotary embedding (Su et al., arXiv 2104.09864). Under
+    autocast in its dtype, as queries and keys are: in float32 their products would take twice the memory."""
     exponents = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
     positions = torch.arange(length, device=device, dtype=torch.float32)
     angles = positions[:, None] * _LONGEST_WAVE**-exponents
-    return Rotation(angles.cos(), angles.sin())
+    precise = not torch.is_autocast_enabled(device.type)
+    dtype = angles.dtype if precise else torch.get_autocast_dtype(device.type)
+    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 def rotated(x: Tensor, by: Rotation) -> Tensor:
@@ -38,8 +41,7 @@ def rotated(x: Tensor, by: Rotation) -> Tensor:
     x stands at the last of the positions."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = by.cos[-x.shape[2] :], by.sin[-x.shape[2] :]
-    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
-    return turned.to(x.dtype)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
 @final
