@@ -8,6 +8,7 @@
 | `Variable._execution_engine.queue_callback` | 2.11 to 2.15 | called at once: `all_reduce` is timed wrongly |
 | `torch._amp_foreach_non_finite_check_and_unscale_` | 2.11 to 2.15 | a check of each gradient: launches |
 | `torch._C._autograd._profiler_enabled` | 2.11 to 2.15 | ranges for a profiler in each step |
+| DDP's `_set_ddp_runtime_logging_sample_rate` | 2.11 to 2.15 | waits in each hundredth step |
 | `torch._cudnn_rnn` | 2.11 to 2.15 | recurrent layers under bf16 compute in fp16 on GPUs |
 | `aten.mkldnn_rnn_layer`, `mkldnn._is_mkldnn_bf16_supported` | 2.11 to 2.15 | bf16 LSTMs end on older CPUs |
 | `torch._foreach_*` | 2.11 to 2.15 | a launch for each parameter |
@@ -161,6 +162,14 @@ def step_hooks(optimizer: Optimizer) -> tuple[dict[int, Any], ...]:
 
 
 def _nothing() -> None: ...
+
+
+def never_time(wrapped: DistributedDataParallel) -> None:
+    """DDP times itself in its first ten passes and in each hundredth, for which the host reads events: not in
+    the hundredth."""
+    choose = getattr(wrapped, "_set_ddp_runtime_logging_sample_rate", None)
+    if choose is not None:
+        choose(2**31 - 1)
 
 
 def register_generator(graph: torch.cuda.CUDAGraph, generator: torch.Generator) -> None:

@@ -292,7 +292,8 @@ class Data(ABC):
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Batch]:
         """A batch for each range of validation samples, in order, on the device.
 
-        The engine cuts the set into the same ranges for any world size and gives each rank some of them.
+        The engine cuts the set into the same ranges for any world size and gives each rank some of them. It
+        calls this well before it reads the batches: make each one when it is asked for, or read a few ahead.
         """
 
     @abstractmethod

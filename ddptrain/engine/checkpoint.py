@@ -89,6 +89,18 @@ class Checkpointer:
             written, self._in_flight = self._in_flight, None
             written.result()
 
+    def wait(self) -> None:
+        """As `finish`, where something else has failed: an error of the write is logged."""
+        try:
+            self.finish()
+        except Exception as error:  # of any kind: what has failed is on its way to the user
+            log.warning("the last checkpoint was not written: %s", error)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write is in flight."""
+        return self._in_flight is not None
+
     def steps(self) -> list[Path]:
         """The step folders, oldest first."""
         if not self._folder.is_dir():

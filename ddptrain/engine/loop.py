@@ -40,6 +40,8 @@ class _Progress:
     last: Report = field(default_factory=lambda: Report({}))
     """The last evaluation."""
     saved_at: int | None = None
+    untold: Saved | None = None
+    """A checkpoint that is being written, of which observers are not told yet."""
     ranks: Sequence[Timing] = ()
     """All ranks' timing at the last evaluation."""
 
@@ -102,20 +104,22 @@ class Engine:
                     raise Stopped(f"stopped at step {done}")
                 if plan.evaluates(done) and not self._evaluate():
                     break
-            self._checkpointer.finish()
+            self._finish_saving()
             self._stopwatch.synchronize()
             outcome = "done" if state.step == plan.steps else "stopped early"
         except Stopped:
-            self._checkpointer.finish()
+            self._finish_saving()
             from_first_rank(self._world, None)  # the first rank to exit makes torchrun end the others
             self._watchdog.saved()
             outcome = "stopped"
             raise
         except NotFinite as nonfinite:
-            self._checkpointer.finish()
+            self._finish_saving()
             outcome = "diverged"
             raise self._diverged(nonfinite.step) from None
         finally:
+            if outcome == "failed":
+                self._checkpointer.wait()
             self._end(outcome)
         return self._progress.last
 
@@ -234,7 +238,9 @@ class Engine:
         )  # fmt: skip
         self._observers.evaluated(event)
         self._stopwatch.mark("drawing")
-        return self._go_on(event)
+        goes_on = self._go_on(event)
+        self._ahead = self._valid_batches() if goes_on and state.step < self._plan.steps else None
+        return goes_on
 
     def _go_on(self, event: Evaluated) -> bool:
         """Ask all controllers. Returns False if one of them has completed the run; raises Stopped if one
@@ -268,7 +274,6 @@ class Engine:
             with unchanged(model), state.strategy.evaluating(model):
                 batches, self._ahead = self._ahead or self._valid_batches(), None
                 self._progress.last = evaluate(self._task, model, batches, precision, self._watchdog)
-                self._ahead = self._valid_batches() if state.step < self._plan.steps else None
                 figures = figures_of(self._task, model, precision) if world.is_first else {}
         return {**self._progress.last.figures, **figures}
 
@@ -288,14 +293,24 @@ class Engine:
         self._stopwatch.synchronize()
         state.evaluation_due = self._plan.evaluates(state.step) and not evaluated
         path = self._write("saving", self._checkpointer.save)
-        if path is not None:
-            self._observers.saved(Saved(state.step, path))
         self._progress.saved_at = state.step
+        if path is not None:
+            self._progress.untold = Saved(state.step, path)
+        if not self._checkpointer.is_writing:
+            self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written, and tell of it."""
+        self._checkpointer.finish()
+        saved, self._progress.untold = self._progress.untold, None
+        if saved is not None:
+            self._observers.saved(saved)
 
     def _write(self, why: str, write: Callable[..., Path]) -> Path | None:
         """Write the whole state, on rank 0. Collectives."""
         whole = self._state.gathered(self._task, self._world)
         self._watchdog.mark(why, self._state.step, LONG_S)
+        self._finish_saving()
         rest, shards = self._checkpointer.write_shards(whole, self._world)
         path = None
         if self._world.is_first:

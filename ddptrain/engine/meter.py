@@ -69,6 +69,10 @@ class Meter:
         """Where sums are on a device; another one once a name is new."""
         return self._sums.tensor
 
+    def forget_names_since(self, tensor: Tensor) -> None:
+        """Sums are in this tensor again, as before names that were new."""
+        self._sums.forget_names_since(tensor)
+
     def gather(self) -> None:
         """Gather all ranks' sums for `state_dict`. A collective."""
         names, rows = self._rows()
@@ -162,6 +166,10 @@ class _Sums(ABC):
     @abstractmethod
     def rows(self) -> tuple[list[str], Rows]:
         """Names in order, and sum and count of each."""
+
+    def forget_names_since(self, tensor: Tensor) -> None:
+        """As `Meter.forget_names_since`."""
+        raise NotImplementedError
 
     @abstractmethod
     def clear(self) -> None:
@@ -260,6 +268,12 @@ class _DeviceSums(_Sums):
     def clear(self) -> None:
         self.tensor.zero_()
         self._counts = {name: [0] * self._shards for name in self._names}
+
+    def forget_names_since(self, tensor: Tensor) -> None:
+        known = tensor.shape[1]
+        for name in self._names[known:]:
+            del self._counts[name]
+        self._names, self.tensor = self._names[:known], tensor
 
     def open(self, names: Iterable[str]) -> None:
         for name in names:

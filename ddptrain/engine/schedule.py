@@ -23,6 +23,11 @@ class Schedule:
         self._exact = [group["lr"] for group in self._groups()] if on_gpu else None
         """The rates that torch's schedule goes on from."""
 
+    @property
+    def turns_momentum(self) -> bool:
+        """Whether it changes more than the rate, as torch's OneCycleLR does."""
+        return bool(getattr(self._schedule, "cycle_momentum", False))
+
     def at(self, step: int) -> None:
         """Give the optimizer's groups the rates of this step, counted from 0; an earlier one changes
         nothing."""

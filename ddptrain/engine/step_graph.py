@@ -30,7 +30,7 @@ from ddptrain.api.rng import derive_seed
 from ddptrain.api.sampler import MicroBatch
 from ddptrain.data.prefetch import changed, tensors_of
 from ddptrain.distributed.comm import from_first_rank, on_all_ranks
-from ddptrain.distributed.snapshot import unchanged
+from ddptrain.distributed.snapshot import unchanged, with_extra_state
 from ddptrain.engine.rank_state import copied_rank_state, same_rank_state
 from ddptrain.engine.step import Applied, TrainStep
 from ddptrain.errors import UserError
@@ -47,7 +47,7 @@ _LAUNCHING = 0.8
 """Share of a step that the host needs to launch it, from which on that is what limits it."""
 _FORMS = 8
 """Most captures: of detection's batches, for example, with room for more and more boxes."""
-_ALIKE = 1e-2
+_ALIKE = 1e-5
 _WAY_OUT = "Use compile=step, or compile=off."
 _CAPTURABLE = (Adam, AdamW, SGD)
 """Optimizers whose fused kernels read the rate from the device."""
@@ -76,6 +76,9 @@ class _Capture:
     """Of the optimizer's groups, without the rates."""
     carried: Mapping[str, Tensor]
     """The task's `rank_state`."""
+    held: Sequence[Mapping[str, Any]]
+    """Attributes of the task and of all layers: what is kept there (a mask) may be read by the graph, and
+    replaced by an evaluation."""
     sums: Tensor | None
     """The meter's."""
 
@@ -137,20 +140,25 @@ class StepGraph:
     def _check(self, batch: Batch, progress: Progress) -> None:
         step = self._step
         _check_parts(step)
+        _check_leaves(batch)
         strategy, state, micro_batch = step.strategy, step.state, step.micro_batches[0]
         # without collectives: ranks may fail by themselves
         alone = strategy.accumulate(state.wrapped, last=False) if strategy.shards is None else nullcontext()
-        with alone, unchanged(state.model), step.phase.stopwatch.paused():
-            with _errors_told(type(step.task).__name__), _without_progress(step):
-                losses = []
-                for _ in range(2):
-                    with same_rank_state(step.task):
-                        losses.append(_pass_without_waits(step, batch, progress, micro_batch))
-                    step.discard()
-                _check_alike(*map(float, losses))
-                with same_rank_state(step.task):
-                    _captured_pass(step, batch, progress, micro_batch)
-            step.discard()
+        owners = {type(step.task).__name__: step.task, **dict(state.model.named_modules(prefix="model"))}
+        with alone, step.phase.stopwatch.paused():
+            try:
+                with _errors_told(type(step.task).__name__), _without_progress(step):
+                    losses, kept = [], []
+                    for _ in range(2):
+                        with unchanged(state.model), same_rank_state(step.task):
+                            losses.append(_pass_without_waits(step, batch, progress, micro_batch))
+                        step.discard()
+                        kept.append({name: _plain_attributes(owner) for name, owner in owners.items()})
+                    _check_alike(float(losses[0]), float(losses[1]), *kept)
+                    with unchanged(state.model), same_rank_state(step.task):
+                        _captured_pass(step, batch, progress, micro_batch)
+            finally:
+                step.discard()
 
     def _measure(self, own: Sequence[Batch], progress: Progress) -> None:
         """Train eagerly, and measure what launching takes. A sync point; at the end a collective."""
@@ -177,20 +185,44 @@ class StepGraph:
     def _step_by_graph(self, own: Sequence[Batch], progress: Progress) -> None:
         step, form = self._step, _form(own)
         if self._captures and self._captures[0].sums is not step.state.meter.tensor:  # a new name is logged
-            self._captures.clear()
+            self._drop()
         capture = next((one for one in self._captures if one.form == form), None)
         if capture is None and form in self._forms and len(self._captures) < _FORMS:
-            capture = self._captured(own, progress)
-            self._captures.append(capture)
+            capture = self._captured_or_not(own, progress)
         if capture is not None:
             self._replay(capture, own, progress)
             return
-        if len(self._captures) == _FORMS and not self._told_of_forms:
-            log.info("note       compile=graph: batches of more than %d forms are trained eagerly", _FORMS)
+        many = len(self._captures) == _FORMS or len(self._forms) == self._forms.maxlen
+        if many and not self._told_of_forms:
+            log.info(
+                "note       compile=graph: batches come in more than %d forms (sizes and types of tensors,"
+                " and the rest of them); others are trained eagerly",
+                _FORMS,
+            )
             self._told_of_forms = True
         self._eagerly(own, progress)
         if step.task.rank_state():  # it is in other memory now
-            self._captures.clear()
+            self._drop()
+
+    def _captured_or_not(self, own: Sequence[Batch], progress: Progress) -> _Capture | None:
+        """None where this step is eager: it logs a name for the first time, or where steps were measured, and
+        can't be captured."""
+        try:
+            capture = self._captured(own, progress)
+        except UserError as why:
+            if not self._measured:
+                raise
+            log.info("compile    auto: steps are not captured: %s", str(why).removeprefix("compile=graph: "))
+            self._stays_eager = True
+            return None
+        if capture is not None:
+            self._captures.append(capture)
+        return capture
+
+    def _drop(self) -> None:
+        """Give up all captures. A sync point."""
+        torch.cuda.synchronize(self._step.strategy.world.device)
+        self._captures.clear()
 
     def _eagerly(self, own: Sequence[Batch], progress: Progress) -> None:
         self._forms.append(_form(own))
@@ -213,13 +245,17 @@ class StepGraph:
             for generator, micro_batch in zip(capture.generators, step.micro_batches, strict=True):
                 generator.manual_seed(derive_seed(step.plan.seed, progress.step, micro_batch.stream))
             capture.graph.replay()
+            # for what draws between steps, as eager ones leave them
+            step.seed(progress.step, step.micro_batches[-1].stream)
             step.synchronize()  # the step before
             step.expect(progress, stop, capture.applied)
         step.phase.stopwatch.count(step.sampler.batch_size)
 
-    def _captured(self, own: Sequence[Batch], progress: Progress) -> _Capture:
+    def _captured(self, own: Sequence[Batch], progress: Progress) -> _Capture | None:
+        """None where the step logs a name for the first time. Raises UserError."""
         step, state = self._step, self._step.state
         step.synchronize()
+        sums = state.meter.tensor
         batches = [changed(batch, torch.clone) for batch in own]
         numbers = torch.zeros(len(self._numbers(progress, False)), device=step.strategy.world.device)
         generators = [torch.Generator(numbers.device) for _ in step.micro_batches]
@@ -249,9 +285,12 @@ class StepGraph:
                 carried[name].copy_(rows)
             _in_their_own_memory(state.model, buffers)
         step.task.load_rank_state(carried)
+        if sums is not None and sums is not state.meter.tensor:
+            state.meter.forget_names_since(sums)
+            return None
         log.info("graph      captured at step %d: each step is one launch", progress.step + 1)
-        form, sums = _form(own), state.meter.tensor
-        return _Capture(graph, batches, form, applied, numbers, generators, settings, carried, sums)
+        form, held = _form(own), [dict(vars(owner)) for owner in (step.task, *state.model.modules())]
+        return _Capture(graph, batches, form, applied, numbers, generators, settings, carried, held, sums)
 
     def _numbers(self, progress: Progress, stop: bool) -> list[float]:
         """What the host knows of a step: the groups' rates, the average's weight, the two flags."""
@@ -269,6 +308,10 @@ def _check_parts(step: TrainStep) -> None:
         why = f"{type(optimizer).__name__} reads its rate on the host; fused Adam, AdamW and SGD do not"
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         why = "the host waits for each kernel (debug.sync, CUDA_LAUNCH_BLOCKING)"
+    if step.state.schedule.turns_momentum:
+        why = "the schedule changes more of the optimizer than its rate (cycle_momentum)"
+    if step.plan.skips_nonfinite and with_extra_state(list(step.state.model.modules())):
+        why = "train.nonfinite=skip of a model with extra state (get_extra_state) waits for the device"
     if step.seed.seeds_pythons:
         why = f"{type(step.task).__name__} draws from the generators of Python or NumPy"
     if why:
@@ -294,9 +337,42 @@ def _pass_without_waits(step: TrainStep, batch: Batch, progress: Progress, micro
     return loss.sum.detach()
 
 
-def _check_alike(first: float, second: float) -> None:
+def _check_leaves(batch: Batch) -> None:
+    """Raises UserError for what a batch holds beside tensors and plain values."""
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else None
+    if parts is not None:
+        for part in parts:
+            _check_leaves(part)
+    elif batch is not None and not isinstance(batch, Tensor | bool | int | float | str | slice | range):
+        raise UserError(
+            f"compile=graph: a batch holds a {type(batch).__name__}, and a captured step would keep the first"
+            f" one. Give tensors. {_WAY_OUT}",
+            everywhere=False,
+        )
+
+
+def _plain_attributes(owner: object) -> dict[str, Any]:
+    """Those whose change from pass to pass a captured step would not see."""
+    kinds = Tensor | bool | int | float | str
+    return {name: value for name, value in vars(owner).items() if isinstance(value, kinds)}
+
+
+def _check_alike(
+    first: float,
+    second: float,
+    before: Mapping[str, Mapping[str, Any]],
+    after: Mapping[str, Mapping[str, Any]],
+) -> None:
     """Raises UserError where the losses of two passes of one batch, with the same seeds, are apart by more
-    than sums in another order are."""
+    than sums in another order are, or where the second has changed an attribute."""
+    for owner, attributes in after.items():
+        for name, value in attributes.items():
+            known = before[owner].get(name)
+            if known is not value and (isinstance(value, Tensor) or known != value):
+                raise UserError(
+                    f"compile=graph: {owner}.{name} is changed by each pass, on the host, and a captured step"
+                    f" would not see that. Keep it in a buffer of the model (register_buffer). {_WAY_OUT}"
+                )
     if not math.isclose(first, second, rel_tol=_ALIKE) and math.isfinite(first):
         raise UserError(
             f"compile=graph: Task.loss gives {first:.6g} and then {second:.6g} for the same"
@@ -408,6 +484,11 @@ def _in_their_own_memory(model: nn.Module, before: Sequence[Mapping[str, Tensor 
         for name, own in buffers.items():
             now = layer._buffers.get(name)
             if now is not own and own is not None and now is not None:
+                if (now.shape, now.dtype) != (own.shape, own.dtype):
+                    raise UserError(
+                        f"compile=graph: buffer {name} of {type(layer).__name__} changes its size or dtype,"
+                        f" and a captured step keeps its memory. {_WAY_OUT}"
+                    )
                 own.copy_(now)
                 layer._buffers[name] = own
 

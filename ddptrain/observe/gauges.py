@@ -138,10 +138,12 @@ class Host(Gauge):
         own = pages * os.sysconf("SC_PAGE_SIZE")
         return GaugeReading({**values, "memory_gib": used / _GIB, "process_gib": own / _GIB})
 
-    def free_memory(self) -> int:
-        """Bytes."""
-        used, total = self._memory()
-        return total - used
+    def free_memory(self) -> float:
+        """Bytes, by the limit that leaves least. Raises Unreadable."""
+        try:
+            return min(total - used for used, total in self._limits())
+        except _UNLIKE_LINUX as error:
+            raise Unreadable(repr(error)) from error
 
     def _jiffies(self) -> tuple[int, int]:
         """Busy time and total time since the host started."""
@@ -152,11 +154,14 @@ class Host(Gauge):
 
     def _memory(self) -> tuple[int, int]:
         """(used, total) bytes, of the smallest limit."""
+        return min(self._limits(), key=lambda used_and_total: used_and_total[1])
+
+    def _limits(self) -> list[tuple[int, int]]:
+        """(used, total) bytes, of the machine and of each limit."""
         lines = (self._root / "proc/meminfo").read_text().splitlines()
         kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
         total = kib["MemTotal"] * 1024
-        limits = [(total - kib["MemAvailable"] * 1024, total), *self._limited()]
-        return min(limits, key=lambda used_and_total: used_and_total[1])
+        return [(total - kib["MemAvailable"] * 1024, total), *self._limited()]
 
     def _limited(self) -> Iterator[tuple[int, int]]:
         """(used, total) of this process's control group and its parents with a limit. Inactive file cache
@@ -193,10 +198,9 @@ def free_memory() -> float:
     """Bytes that this process may still take, of the node's memory or of the smallest limit; infinite where
     that is not known."""
     try:
-        host = Host()
+        return Host().free_memory()
     except Unreadable:
         return math.inf
-    return host.free_memory()
 
 
 def own_gauges(world: World, spread: bool) -> tuple[dict[str, Gauge], list[str]]:

@@ -7,16 +7,20 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.serialization  # what nobody may not import later
+from toy import Fit
 
+from ddptrain.api.observer import Observer, Saved
 from ddptrain.api.world import World
 from ddptrain.engine import checkpoint
 from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.plan import Plan
 from ddptrain.engine.saved_checkpoint import MANIFEST, STATE, read, unpack
 from ddptrain.errors import UserError
 from ddptrain.testing import run_ranks
@@ -284,6 +288,35 @@ def test_where_memory_does_not_allow_the_copy_a_save_waits(
     checkpointer.finish()
     monkeypatch.setattr(checkpoint, "free_memory", lambda: size - 1)
     assert checkpointer.save(state(2), {"step": 3}).is_dir()
+
+
+def test_a_run_that_fails_waits_for_its_checkpoint_and_observers_are_told_of_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, told = Held(monkeypatch), list[tuple[int, bool]]()
+
+    class Told(Observer):
+        def saved(self, event: Saved) -> None:
+            told.append((event.step, event.path.is_dir()))
+
+    def steps(whole: range) -> Iterator[int]:
+        for step in whole:
+            if step == 5:
+                assert held.begun.is_set()
+                threading.Timer(0.3, held.let_go.set).start()
+                raise MemoryError("of something else")
+            if step == 3:
+                held.let_go.set()
+            if step == 4:
+                held.let_go.clear()
+            yield step
+
+    fit = Fit(Plan(steps=8, train_size=40, batch_size=8, save_every=2, eval_every=100), background=True)
+    fit.observers, fit.step_iterator = [Told()], steps
+    with pytest.raises(MemoryError, match="of something else"):
+        fit.run(World(), tmp_path / "checkpoints")
+    assert names(tmp_path / "checkpoints") == ["step-2", "step-4"]
+    assert told == [(2, True)]
 
 
 def test_one_write_is_in_flight_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

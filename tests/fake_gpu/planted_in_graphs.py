@@ -47,10 +47,24 @@ class Replaced(nn.Module):
         return x - self.mean
 
 
+class Cached(nn.Module):
+    """Keeps a tensor for batches of one size as an attribute, and makes another one for those of another
+    size, as an evaluation has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.scale) != len(x):
+            self.scale = torch.linspace(0.5, 1.5, len(x), device=x.device)[:, None]
+        return x * self.scale
+
+
 def small(num_classes: int, in_channels: int, image_size: tuple[int, int], examples: Any) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(in_channels, 4, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(64, 8),
-        Replaced(), nn.Dropout(0.3), nn.Linear(8, num_classes),
+        Replaced(), Cached(), nn.Dropout(0.3), nn.Linear(8, num_classes),
     )  # fmt: skip
 
 
@@ -60,7 +74,7 @@ def train(folder: Path, captured: bool) -> list[float]:
     data = ImageData(Shapes(train=64, valid=16), Augment(4, True), workers=0, resident=False)
     task = ImageClassification(small, data)
     plan = Plan(
-        steps=10, train_size=64, batch_size=8, log_every=1, eval_every=100, save_every=100, clip_norm=1.0
+        steps=10, train_size=64, batch_size=8, log_every=1, eval_every=5, save_every=100, clip_norm=1.0
     )
 
     class Kept:
@@ -159,6 +173,18 @@ def on_another_stream(images: Tensor, *_: Any) -> Tensor:
         return (images * 0).sum() + 1
 
 
+def a_hidden_state(patch: pytest.MonkeyPatch) -> None:
+    forward = Replaced.forward
+
+    def kept_on(self: Any, x: Tensor) -> Tensor:
+        y = forward(self, x) + getattr(self, "hidden", 0.0)
+        if self.training:
+            self.hidden = 0.1 * y.detach()
+        return y
+
+    patch.setattr(Replaced, "forward", kept_on)
+
+
 calls = itertools.count(1)
 WAITS = "can't be captured: called a synchronizing CUDA operation"
 BUGS: dict[str, tuple[Plant, str]] = {
@@ -190,6 +216,10 @@ BUGS: dict[str, tuple[Plant, str]] = {
     ),
     "a draw from Python's generator": (in_the_loss(lambda *_: random.random()), "generators of Python or"),
     "a count that only the host knows": (in_the_loss(lambda *_: next(calls)), "changes from call to call"),
+    "a count that grows slowly": (
+        in_the_loss(lambda *_: 1 + next(calls) / 1000), "something on the host changes"
+    ),
+    "a tensor that a layer keeps from pass to pass": (a_hidden_state, r"model\.5\.hidden is changed by each"),
     "a stream that does not wait": (in_the_loss(on_another_stream), "without waiting for it"),
     "a wait for another stream's work": (
         in_the_loss(

@@ -172,6 +172,7 @@ class Fit:
     controllers: dict[str, Controller] = field(default_factory=dict)
     step_iterator: StepIterator = iter
     graph: Callable[[TrainStep], StepGraph] | None = None
+    background: bool = False
 
     @property
     def nonfinite(self) -> str:
@@ -200,7 +201,7 @@ class Fit:
         )  # fmt: skip
         strategy = make_strategy(self.strategy, world)
         model = strategy.prepare(task.build().to(world.device))
-        checkpointer = Checkpointer(folder, keep=2)
+        checkpointer = Checkpointer(folder, keep=2, background=self.background)
         saved = checkpointer.newest()
         done = 0 if saved is None else saved.manifest["step"]
         frozen = freeze(model, self.optim, self.freeze, self.thaw_at, done)
