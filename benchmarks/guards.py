@@ -31,7 +31,7 @@ from ddptrain.api.world import World
 from ddptrain.config.schema import Config
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.checkpoint import Checkpointer
-from ddptrain.engine.health import Health, Outcome
+from ddptrain.engine.health import Checked, Health, Outcome
 from ddptrain.engine.loop import Engine
 from ddptrain.engine.phases import Phases
 from ddptrain.engine.plan import Plan
@@ -123,9 +123,11 @@ class _NoHealth(Health):
     def send(self, step: int, stop: bool, loss: Loss, ends_shard: bool) -> None:
         return None
 
-    def check(self, step: int) -> Tensor:
+    def check(self, step: int) -> Checked:
+        return Checked(ZERO, ZERO, True, None)
+
+    def expect(self, step: int, stop: bool, checked: Checked) -> None:
         self._pending.append(step)  # type: ignore[arg-type]
-        return ZERO
 
     def all(self) -> list[Outcome]:
         steps, self._pending = self._pending, []
@@ -186,7 +188,7 @@ def chunk(world: World, setting: Setting, folder: Path) -> Chunk:
     stopwatch = (Stopwatch if setting.timed else _NoStopwatch)(world.device)
     step = TrainStep(task, strategy, precision, plan, state, Phases(watchdog, stopwatch))
     if not guarded:
-        step._health = _NoHealth(state.model, state.wrapped, strategy)
+        step._health = _NoHealth(state.model, state.wrapped, strategy, ends_run=True)
     observers: list[Observer] = []
     if setting.logged and world.is_first:
         folder.mkdir()
