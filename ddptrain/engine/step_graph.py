@@ -2,39 +2,35 @@
 
 A replay reads the memory that the capture has seen. So each batch is copied into the place of the first one,
 what only the host knows of a step (rates, the average's weight, the flags) is written into a tensor, and the
-generators are seeded. Nothing else that the host decides may differ between steps: `StepGraph.checked` looks
-for it before the first one.
+generators are seeded. Nothing else that the host decides may differ between steps:
+`ddptrain.engine.capturable` looks for it before the first one.
 
 https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
 import logging
-import math
-import os
 import time
-import traceback
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
-from ddptrain.api.recipe import Batch, Loss, Progress, Task
+from ddptrain.api.recipe import Batch, Progress, Task
 from ddptrain.api.rng import derive_seed
-from ddptrain.api.sampler import MicroBatch
 from ddptrain.data.prefetch import changed, tensors_of
 from ddptrain.distributed.comm import from_first_rank, on_all_ranks
-from ddptrain.distributed.snapshot import unchanged, with_extra_state
+from ddptrain.distributed.snapshot import unchanged
+from ddptrain.engine.capturable import WAY_OUT, capturing, check_capturable, errors_told, without_progress
 from ddptrain.engine.rank_state import copied_rank_state, same_rank_state
 from ddptrain.engine.step import Applied, TrainStep
 from ddptrain.errors import UserError
-from ddptrain.torch_private import is_fused, register_generator
+from ddptrain.torch_private import register_generator
 
 log = logging.getLogger("ddptrain")
 
@@ -47,10 +43,6 @@ _LAUNCHING = 0.8
 """Share of a step that the host needs to launch it, from which on that is what limits it."""
 _FORMS = 8
 """Most captures: of detection's batches, for example, with room for more and more boxes."""
-_ALIKE = 1e-5
-_WAY_OUT = "Use compile=step, or compile=off."
-_CAPTURABLE = (Adam, AdamW, SGD)
-"""Optimizers whose fused kernels read the rate from the device."""
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[Any]:
@@ -129,36 +121,13 @@ class StepGraph:
             step.forward_backward(batch, progress, step.micro_batches[0]._replace(ends_shard=True))
             step.discard()
         try:
-            on_all_ranks(step.strategy.world, lambda: self._check(batch, progress))
+            on_all_ranks(step.strategy.world, lambda: check_capturable(step, batch, progress))
         except UserError as why:
             if not self._measures_left:
                 raise
             log.info("compile    auto: steps are not captured: %s", str(why).removeprefix("compile=graph: "))
             return step
         return self
-
-    def _check(self, batch: Batch, progress: Progress) -> None:
-        step = self._step
-        _check_parts(step)
-        _check_leaves(batch)
-        strategy, state, micro_batch = step.strategy, step.state, step.micro_batches[0]
-        # without collectives: ranks may fail by themselves
-        alone = strategy.accumulate(state.wrapped, last=False) if strategy.shards is None else nullcontext()
-        owners = {type(step.task).__name__: step.task, **dict(state.model.named_modules(prefix="model"))}
-        with alone, step.phase.stopwatch.paused():
-            try:
-                with _errors_told(type(step.task).__name__), _without_progress(step):
-                    losses, kept = [], []
-                    for _ in range(2):
-                        with unchanged(state.model), same_rank_state(step.task):
-                            losses.append(_pass_without_waits(step, batch, progress, micro_batch))
-                        step.discard()
-                        kept.append({name: _plain_attributes(owner) for name, owner in owners.items()})
-                    _check_alike(float(losses[0]), float(losses[1]), *kept)
-                    with unchanged(state.model), same_rank_state(step.task):
-                        _captured_pass(step, batch, progress, micro_batch)
-            finally:
-                step.discard()
 
     def _measure(self, own: Sequence[Batch], progress: Progress) -> None:
         """Train eagerly, and measure what launching takes. A sync point; at the end a collective."""
@@ -235,7 +204,7 @@ class StepGraph:
             if _settings(state.optimizer) != capture.settings:
                 raise UserError(
                     "compile=graph: the schedule changes more of the optimizer than its rate, and a captured"
-                    f" step does not see that. {_WAY_OUT}"
+                    f" step does not see that. {WAY_OUT}"
                 )
             stop = step.phase.watchdog.stop is not None
             numbers = torch.tensor(self._numbers(progress, stop), pin_memory=True)
@@ -271,9 +240,9 @@ class StepGraph:
         flags = state.strategy.flags
         settings = _settings(state.optimizer)
         with (
-            _errors_told(type(step.task).__name__), step.phase.stopwatch.paused(), _without_progress(step),
+            errors_told(type(step.task).__name__), step.phase.stopwatch.paused(), without_progress(step),
             step.seed.taken_from(streams), _rates_on_device(state.optimizer, numbers),
-            _capturing(graph, pool),
+            capturing(graph, pool),
         ):  # fmt: skip
             flags.captured = flags.like(numbers[-2:])
             try:
@@ -298,163 +267,6 @@ class StepGraph:
         rates = [group["lr"] for group in state.optimizer.param_groups]
         flags = state.strategy.flags.numbers(progress.step, stop)
         return [*rates, state.average.weight(progress.step), *flags]
-
-
-def _check_parts(step: TrainStep) -> None:
-    optimizer, why = step.state.optimizer, step.strategy.why_not_captured
-    if not is_fused(optimizer) or not (
-        isinstance(optimizer, _CAPTURABLE) or getattr(optimizer, "takes_rates_on_device", False)
-    ):
-        why = f"{type(optimizer).__name__} reads its rate on the host; fused Adam, AdamW and SGD do not"
-    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-        why = "the host waits for each kernel (debug.sync, CUDA_LAUNCH_BLOCKING)"
-    if step.state.schedule.turns_momentum:
-        why = "the schedule changes more of the optimizer than its rate (cycle_momentum)"
-    if step.plan.skips_nonfinite and with_extra_state(list(step.state.model.modules())):
-        why = "train.nonfinite=skip of a model with extra state (get_extra_state) waits for the device"
-    if step.seed.seeds_pythons:
-        why = f"{type(step.task).__name__} draws from the generators of Python or NumPy"
-    if why:
-        raise UserError(f"compile=graph: {why}. {_WAY_OUT}")
-
-
-def _pass_without_waits(step: TrainStep, batch: Batch, progress: Progress, micro_batch: MicroBatch) -> Tensor:
-    """Returns the sum of the losses, 0-d. Raises RuntimeError where the host waits for the device, UserError
-    where it draws."""
-    step.seed(progress.step, micro_batch.stream)
-    before = torch.get_rng_state()
-    with warnings.catch_warnings(action="ignore"):  # it does not see every wait; a capture does
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        loss = step.forward_backward(batch, progress, micro_batch._replace(ends_shard=False))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    if not torch.equal(torch.get_rng_state(), before):
-        raise UserError(
-            f"compile=graph: Task.loss draws from the CPU's generator, and a captured"
-            f" step would repeat that number. Draw on the device (torch.rand(..., device=...)). {_WAY_OUT}"
-        )
-    return loss.sum.detach()
-
-
-def _check_leaves(batch: Batch) -> None:
-    """Raises UserError for what a batch holds beside tensors and plain values."""
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else None
-    if parts is not None:
-        for part in parts:
-            _check_leaves(part)
-    elif batch is not None and not isinstance(batch, Tensor | bool | int | float | str | slice | range):
-        raise UserError(
-            f"compile=graph: a batch holds a {type(batch).__name__}, and a captured step would keep the first"
-            f" one. Give tensors. {_WAY_OUT}",
-            everywhere=False,
-        )
-
-
-def _plain_attributes(owner: object) -> dict[str, Any]:
-    """Those whose change from pass to pass a captured step would not see."""
-    kinds = Tensor | bool | int | float | str
-    return {name: value for name, value in vars(owner).items() if isinstance(value, kinds)}
-
-
-def _check_alike(
-    first: float,
-    second: float,
-    before: Mapping[str, Mapping[str, Any]],
-    after: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Raises UserError where the losses of two passes of one batch, with the same seeds, are apart by more
-    than sums in another order are, or where the second has changed an attribute."""
-    for owner, attributes in after.items():
-        for name, value in attributes.items():
-            known = before[owner].get(name)
-            if known is not value and (isinstance(value, Tensor) or known != value):
-                raise UserError(
-                    f"compile=graph: {owner}.{name} is changed by each pass, on the host, and a captured step"
-                    f" would not see that. Keep it in a buffer of the model (register_buffer). {_WAY_OUT}"
-                )
-    if not math.isclose(first, second, rel_tol=_ALIKE) and math.isfinite(first):
-        raise UserError(
-            f"compile=graph: Task.loss gives {first:.6g} and then {second:.6g} for the same"
-            " batch with the same seeds, so something on the host changes from call to call, and a captured"
-            f" step would not see that. Keep it in a buffer of the model. {_WAY_OUT}"
-        )
-
-
-def _captured_pass(step: TrainStep, batch: Batch, progress: Progress, micro_batch: MicroBatch) -> None:
-    """Raises RuntimeError where it can't be captured."""
-    generator = torch.Generator(step.strategy.world.device)
-    graph = torch.cuda.CUDAGraph()
-    register_generator(graph, generator)
-    with step.seed.taken_from({micro_batch.stream: generator}), _capturing(graph):
-        step.forward_backward(batch, progress, micro_batch._replace(ends_shard=False))
-
-
-def _capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> AbstractContextManager[Any]:
-    # of this thread: another one pins the next batches meanwhile
-    stream = torch.cuda.current_stream()
-    return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-
-
-@contextmanager
-def _errors_told(name: str) -> Iterator[None]:
-    """Raises UserError for what torch and CUDA refuse. name: of the task."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        first: BaseException = error  # the end of a broken capture fails as well
-        while first.__context__ is not None:
-            first = first.__context__
-        if isinstance(first, UserError):
-            raise first from None
-        own = [
-            frame for frame in traceback.extract_tb(first.__traceback__) if "/torch/" not in frame.filename
-        ]
-        place = f" (line {own[-1].lineno} of {own[-1].filename})" if own else ""
-        raise UserError(
-            f"compile=graph: a step of {name} can't be captured:"
-            f" {str(first).partition(chr(10))[0]}{place}. The host may not wait for the device, nor read a"
-            f" number from it. {_WAY_OUT}",
-            everywhere=False,
-        ) from error
-
-
-class _Unknown:
-    """In place of a step's `Progress`."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise UserError(
-            f"compile=graph: Task.loss reads progress.{name}, and a captured step would keep the number of"
-            f" one step. {_WAY_OUT}",
-            everywhere=False,
-        )
-
-
-@final
-class _WithoutProgress:
-    """A task whose loss is not told of the step."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
-
-    def loss(self, model: nn.Module, batch: Batch, _: Progress) -> Loss:
-        unknown: Any = _Unknown()
-        return self._task.loss(model, batch, unknown)
-
-
-@contextmanager
-def _without_progress(step: TrainStep) -> Iterator[None]:
-    task: Any = step.task
-    step.task = cast(Task, _WithoutProgress(task))
-    try:
-        yield
-    finally:
-        step.task = task
 
 
 @contextmanager
@@ -487,7 +299,7 @@ def _in_their_own_memory(model: nn.Module, before: Sequence[Mapping[str, Tensor 
                 if (now.shape, now.dtype) != (own.shape, own.dtype):
                     raise UserError(
                         f"compile=graph: buffer {name} of {type(layer).__name__} changes its size or dtype,"
-                        f" and a captured step keeps its memory. {_WAY_OUT}"
+                        f" and a captured step keeps its memory. {WAY_OUT}"
                     )
                 own.copy_(now)
                 layer._buffers[name] = own
@@ -498,7 +310,7 @@ def _check_carried(task: Task, carried: Mapping[str, Tensor]) -> None:
     if any(now[name].data_ptr() != rows.data_ptr() for name, rows in carried.items()):
         raise UserError(
             f"compile=graph: {type(task).__name__}.load_rank_state must keep the tensors that it is given: a"
-            f" captured step goes on from their memory. {_WAY_OUT}"
+            f" captured step goes on from their memory. {WAY_OUT}"
         )
 
 
