@@ -203,12 +203,13 @@ def captured(case: dict[str, str], folder: Path, name: str) -> tuple[int, str]:
         "graph": ["compile=graph"],
         "again": ["compile=graph", f"run.resume={folder}/{name}-graph/checkpoints/step-{middle}"],
     }
-    losses, weights = {}, {}
+    losses, weights, replays = {}, {}, list[int]()
     for which, more in runs.items():
         run_dir = folder / f"{name}-{which}"
         code, said = _said([*trained, *more, f"run.dir={run_dir}"], told)
         if code:
             return code, said
+        replays += watch.replays
         lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
         losses[which] = {line["step"]: line.get("loss") for line in lines if line["split"] == "train"}
         state = torch.load(run_dir / f"checkpoints/step-{end}/state.pt", map_location="cpu")
@@ -221,6 +222,7 @@ def captured(case: dict[str, str], folder: Path, name: str) -> tuple[int, str]:
             return 1, f"{which}: other losses than eagerly, in steps {apart}"
         if not torch.equal(weights[which], weights["eager"]):
             return 1, f"{which}: other weights than eagerly"
+    watch.replays[:] = replays
     return code, said
 
 
