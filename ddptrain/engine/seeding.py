@@ -50,13 +50,21 @@ class StepSeed:
         if state_of_pythons() != before and seed_pythons not in self._seeders:
             self._seeders.append(seed_pythons)
 
+    def seed_captured(self, generators: Mapping[int, torch.Generator], step: int) -> None:
+        """Before a replay: those of `taken_from`, as the default ones are seeded in an eager step."""
+        for stream, generator in generators.items():
+            generator.manual_seed(self._number(step, stream))
+
+    def _number(self, step: int, stream: int) -> int:
+        return derive_seed(self._seed, step, stream)
+
     def __call__(self, step: int, stream: int) -> None:
         """stream: the micro-batch's number among those of all ranks in this step."""
         if self._captured:
             default = torch.cuda.default_generators[torch.cuda.current_device()]
             default.graphsafe_set_state(self._captured[stream])
             return
-        number = derive_seed(self._seed, step, stream)
+        number = self._number(step, stream)
         for seed in self._seeders:
             seed(number)
         for i, generator in enumerate(self._further, start=1):

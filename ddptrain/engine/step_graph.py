@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddptrain.api.recipe import Batch, Progress, Task
-from ddptrain.api.rng import derive_seed
 from ddptrain.data.prefetch import changed, tensors_of
 from ddptrain.distributed.comm import from_first_rank, on_all_ranks
 from ddptrain.distributed.snapshot import unchanged
@@ -62,8 +61,8 @@ class _Capture:
     applied: Applied
     numbers: Tensor
     """float32, of one step: what `StepGraph._numbers` gives."""
-    generators: Sequence[torch.Generator]
-    """A micro-batch each."""
+    generators: Mapping[int, torch.Generator]
+    """By the micro-batch's stream."""
     settings: Sequence[dict[str, Any]]
     """Of the optimizer's groups, without the rates."""
     carried: Mapping[str, Tensor]
@@ -125,7 +124,7 @@ class StepGraph:
         except UserError as why:
             if not self._measures_left:
                 raise
-            log.info("compile    auto: steps are not captured: %s", str(why).removeprefix("compile=graph: "))
+            _note_eager(why)
             return step
         return self
 
@@ -181,7 +180,7 @@ class StepGraph:
         except UserError as why:
             if not self._measured:
                 raise
-            log.info("compile    auto: steps are not captured: %s", str(why).removeprefix("compile=graph: "))
+            _note_eager(why)
             self._stays_eager = True
             return None
         if capture is not None:
@@ -211,8 +210,7 @@ class StepGraph:
             capture.numbers.copy_(numbers, non_blocking=True)
             for to, tensor in zip(tensors_of(capture.batches), tensors_of(own), strict=True):
                 to.copy_(tensor)
-            for generator, micro_batch in zip(capture.generators, step.micro_batches, strict=True):
-                generator.manual_seed(derive_seed(step.plan.seed, progress.step, micro_batch.stream))
+            step.seed.seed_captured(capture.generators, progress.step)
             capture.graph.replay()
             # for what draws between steps, as eager ones leave them
             step.seed(progress.step, step.micro_batches[-1].stream)
@@ -227,12 +225,11 @@ class StepGraph:
         sums = state.meter.tensor
         batches = [changed(batch, torch.clone) for batch in own]
         numbers = torch.zeros(len(self._numbers(progress, False)), device=step.strategy.world.device)
-        generators = [torch.Generator(numbers.device) for _ in step.micro_batches]
+        generators = {one.stream: torch.Generator(numbers.device) for one in step.micro_batches}
         graph = torch.cuda.CUDAGraph()
         pool = self._captures[0].graph.pool() if self._captures else None
-        for generator in generators:
+        for generator in generators.values():
             register_generator(graph, generator)
-        streams = {one.stream: of for one, of in zip(step.micro_batches, generators, strict=True)}
         carried = self._captures[0].carried if self._captures else copied_rank_state(step.task)
         step.task.load_rank_state(carried)
         _check_carried(step.task, carried)
@@ -241,7 +238,7 @@ class StepGraph:
         settings = _settings(state.optimizer)
         with (
             errors_told(type(step.task).__name__), step.phase.stopwatch.paused(), without_progress(step),
-            step.seed.taken_from(streams), _rates_on_device(state.optimizer, numbers),
+            step.seed.taken_from(generators), _rates_on_device(state.optimizer, numbers),
             capturing(graph, pool),
         ):  # fmt: skip
             flags.captured = flags.like(numbers[-2:])
@@ -267,6 +264,10 @@ class StepGraph:
         rates = [group["lr"] for group in state.optimizer.param_groups]
         flags = state.strategy.flags.numbers(progress.step, stop)
         return [*rates, state.average.weight(progress.step), *flags]
+
+
+def _note_eager(why: UserError) -> None:
+    log.info("compile    auto: steps are not captured: %s", str(why).removeprefix("compile=graph: "))
 
 
 @contextmanager

@@ -16,6 +16,12 @@ def alias(tensor: Tensor) -> Tensor:
             if not tensor.is_cuda
             else torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
         )
+    return over_the_memory_of(tensor)
+
+
+def over_the_memory_of(tensor: Tensor) -> Tensor:
+    """A CPU tensor that does not hold the memory."""
+    storage = tensor.untyped_storage()
     raw = torch.frombuffer(
         (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()), dtype=torch.uint8
     )

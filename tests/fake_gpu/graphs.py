@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from aliases import on_cpu
+from aliases import on_cpu, over_the_memory_of
 from kernels import KERNELS
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -143,9 +143,7 @@ def _baked(leaf: Any) -> Any:
         return on_cpu(leaf)
     if not leaf.is_pinned():
         return leaf.clone()
-    raw = (ctypes.c_char * leaf.untyped_storage().nbytes()).from_address(leaf.untyped_storage().data_ptr())
-    held = torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=leaf.dtype).set_(held, leaf.storage_offset(), leaf.size(), leaf.stride())
+    return over_the_memory_of(leaf)
 
 
 def _shaped(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:

@@ -25,6 +25,7 @@ from ddptrain.data.images.data import ImageData
 from ddptrain.data.images.shapes import Shapes
 from ddptrain.engine import step_graph
 from ddptrain.engine.plan import Plan
+from ddptrain.engine.seeding import StepSeed
 from ddptrain.engine.step_graph import StepGraph
 from ddptrain.recipes.image import ImageClassification
 
@@ -163,7 +164,8 @@ def without_a_copy_of_the_buffers(patch: pytest.MonkeyPatch) -> None:
 
 
 def seeds_of_one_step(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(step_graph, "derive_seed", lambda *_: 5)
+    seed = StepSeed.seed_captured
+    patch.setattr(StepSeed, "seed_captured", lambda self, generators, step: seed(self, generators, 5))
 
 
 def on_another_stream(images: Tensor, *_: Any) -> Tensor:
