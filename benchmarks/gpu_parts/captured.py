@@ -1,11 +1,10 @@
 """`compile=graph` beside eager steps: the same losses to the bit, killed or not, and how much sooner."""
 
-import json
 import re
 
 from gpu_parts.losses import IMAGES, RECIPES, write_pictures
-from gpu_parts.part import Job, Trained, need
-from gpu_parts.trainings import FEW_IMAGES, speedrun, text_words
+from gpu_parts.part import Job, need
+from gpu_parts.trainings import proved, speedrun, text_words
 
 MODES = ("compile=graph", "compile=step", "compile=step-graph")
 
@@ -19,23 +18,15 @@ def captured(job: Job) -> str:
         words += [f"train.steps={steps}", "train.batch_size=16", "log.every=1", "deterministic=true"]
         eager, graph = (job.train(f"{name}-{mode}", *words, f"compile={mode}") for mode in ("off", "graph"))
         need("captured at step" in graph.ran.said, f"{name}: no step was captured")
-        if _losses(eager) != _losses(graph):
+        if eager.losses != graph.losses:
             wrong.append(name)
-        job.figure(name, {"eager": _losses(eager), "captured": _losses(graph)})
+        job.figure(name, {"eager": eager.losses, "captured": graph.losses})
     need(not wrong, f"other losses than eagerly: {', '.join(wrong)}")
     return f"{len(RECIPES)} recipes have the bits of eager steps"
 
 
-def _losses(trained: Trained) -> list[float]:
-    return list(trained.losses)
-
-
 def prove_captured(job: Job) -> str:
-    kills = job.pick(3, 1)
-    words = ["recipe=cnn_cifar10", "data=shapes", "device=cuda", "deterministic=true", *FEW_IMAGES]
-    words += ["compile=graph", "ranks=1", f"kills={kills}", "moments=1", f"train.steps={job.pick(200, 12)}"]
-    job.run("prove", "-m", "ddptrain", "prove", "resume", *words)
-    return f"killed {kills} times, it ends with the same bits"
+    return proved(job, "compile=graph")
 
 
 def captured_speed(job: Job) -> str:
@@ -57,7 +48,7 @@ def captured_speed(job: Job) -> str:
         said += [
             f"{name}: {found}" for found in re.findall(r"^ *(compile=graph +[\d.]+)", ran.out, re.MULTILINE)
         ]
-    job.figure("ratios", json.dumps(said))
+    job.figure("ratios", said)
     return "; ".join(said)
 
 

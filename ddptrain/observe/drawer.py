@@ -58,8 +58,10 @@ class Drawer:
         self._changed = threading.Condition()
         self._cores = cores()
         self._began = time.monotonic()
-        self._spent: dict[str, tuple[float, float]] = {}
-        """Seconds of a core by name: in all, and for the last of this name."""
+        self._spent = 0.0
+        """Seconds of a core, in all."""
+        self._needs: dict[str, float] = {}
+        """Those of the last figure of each name."""
         self._at_end = False
         threading.Thread(target=self._run, name="drawer", daemon=True).start()
 
@@ -120,7 +122,8 @@ class Drawer:
                 ended = "" if code < 0 else f"the drawing process has ended with exit code {code}"
                 answer = RenderedFigure(b"", ended)
             with self._changed:
-                self._spent[name] = self._spent.get(name, (0.0, 0.0))[0] + answer.seconds, answer.seconds
+                self._spent += answer.seconds
+                self._needs[name] = answer.seconds
                 if answer.error:
                     log.warning("%s was not drawn: %s", name, answer.error)
                 self._say_lacking(name, answer.lacking)
@@ -136,9 +139,8 @@ class Drawer:
 
     def _until_allowed(self, name: str) -> float:
         """Seconds until the figure keeps to its share of the time."""
-        spent = sum(seconds for seconds, _ in self._spent.values())
-        needs = self._spent[name][1] if name in self._spent else _NEW_S
-        return self._began + (spent + needs) / (_SHARE * self._cores) - time.monotonic()
+        seconds = self._spent + self._needs.get(name, _NEW_S)
+        return self._began + seconds / (_SHARE * self._cores) - time.monotonic()
 
     def _say_lacking(self, name: str, letters: str) -> None:
         if new := "".join(letter for letter in letters if letter not in self._lacking):

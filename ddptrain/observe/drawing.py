@@ -249,9 +249,8 @@ def main(descriptor: int) -> None:
                 answer = _render(request)
             except Exception as error:
                 answer = RenderedFigure(b"", f"{type(error).__name__}: {error}")
-            line.send(
-                tuple(answer._replace(seconds=time.process_time() - began))
-            )  # here this module is __main__, which the rank's is not
+            answer = answer._replace(seconds=time.process_time() - began)
+            line.send(tuple(answer))  # here this module is __main__, which the rank's is not
 
 
 def _end_when_closed(descriptor: int) -> None:
