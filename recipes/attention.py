@@ -31,8 +31,8 @@ def rotation(length: int, head_width: int, device: torch.device) -> Rotation:
     exponents = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
     positions = torch.arange(length, device=device, dtype=torch.float32)
     angles = positions[:, None] * _LONGEST_WAVE**-exponents
-    precise = not torch.is_autocast_enabled(device.type)
-    dtype = angles.dtype if precise else torch.get_autocast_dtype(device.type)
+    autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else angles.dtype
     return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
 

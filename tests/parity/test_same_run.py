@@ -99,7 +99,7 @@ KILLS: dict[str, tuple[Kill, ...]] = {
 
 
 class KilledPoints(Points):
-    """The end comes with the first batch of an evaluation."""
+    """The end comes when the first batch of an evaluation is read: it may be asked for long before."""
 
     def __init__(self, kill: Kill) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class KilledPoints(Points):
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
         if self.step == self._kill.in_evaluation:
             raise Killed
-        return super().valid_batches(chunks)
+        yield from super().valid_batches(chunks)
 
     def steps(self, steps: range) -> Iterator[int]:
         self.step = steps.start
