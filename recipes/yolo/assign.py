@@ -2,7 +2,7 @@
 
 An anchor's alignment with an object is score^alpha * IoU^beta: how well it already sees it. Each object takes
 the best few anchors that lie in it and whose boxes touch its own; an anchor wanted by several goes to the one
-whose box it fits best. All pictures and objects of a batch at once.
+whose box it fits best.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,10 @@ from torch import Tensor
 from torchvision.ops import box_iou
 
 from ddptrain.api import UserError
+
+_PAIRS_AT_ONCE = 2**21
+"""Of an anchor and an object: tensors of them are a step's largest, so they are made for some pictures at a
+time."""
 
 
 class Assigned(NamedTuple):
@@ -59,18 +63,44 @@ class TaskAligned:
         k = labels.shape[1]
         if k == 0:
             return Assigned(labels.new_zeros(n, a), scores.new_zeros(n, a))
+        pictures = max(1, _PAIRS_AT_ONCE // (k * a))
+        parts = []
+        for first in range(0, n, pictures):
+            some = slice(first, first + pictures)
+            parts.append(
+                self._best(scores[some], predicted[some], boxes[some], labels[some], points, strides)
+            )
+        alignment, overlap, anchor = (torch.cat(of) for of in zip(*parts, strict=True))
+        taken, at = alignment > 0, anchor.flatten(1)
+        overlap = overlap * taken
+        fit = overlap.new_zeros(n, a).scatter_reduce(1, at, overlap.flatten(1), "amax")
+        # of those that fit an anchor alike the first
+        own = torch.arange(k, device=labels.device)[:, None].expand_as(anchor)
+        wants = torch.where(taken & (overlap == fit.gather(1, at).view_as(overlap)), own, k)
+        target = labels.new_full((n, a), k).scatter_reduce(1, at, wants.flatten(1), "amin")
+        mine = taken & (target.gather(1, at).view_as(own) == own)
+        alignment, overlap = alignment * mine, overlap * mine
+        share = alignment / alignment.amax(2, keepdim=True).clamp(min=torch.finfo(alignment.dtype).tiny)
+        weight = (share * overlap.amax(2, keepdim=True)).flatten(1)
+        return Assigned(target % k, weight.new_zeros(n, a).scatter_reduce(1, at, weight, "amax"))
+
+    def _best(
+        self,
+        scores: Tensor,
+        predicted: Tensor,
+        boxes: Tensor,
+        labels: Tensor,
+        points: Tensor,
+        strides: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Each object's anchors: alignment, 0 where it has fewer; overlap; and int64, which. (n, k, most)"""
         overlap = box_iou(boxes, predicted).nan_to_num_()  # (n, k, a); two boxes without area give 0 / 0
-        wanted = labels.clamp(min=0)[:, None, :].expand(n, a, k)
+        wanted = labels.clamp(min=0)[:, None, :].expand(-1, scores.shape[1], -1)
         class_scores = scores.gather(2, wanted).transpose(1, 2)
         possible = self._inside(points, strides, boxes) & (labels >= 0)[..., None] & (overlap > 0)
         alignment = torch.where(possible, class_scores.pow(self.alpha) * overlap.pow(self.beta), 0.0)
-        best, which = alignment.topk(min(self.most, a), dim=2)
-        taken = torch.zeros_like(alignment, dtype=torch.bool).scatter_(2, which, best > 0)
-        index = torch.where(taken, overlap, -1.0).argmax(1)
-        mine = taken & (torch.arange(k, device=index.device)[:, None] == index[:, None, :])
-        alignment, overlap = alignment * mine, overlap * mine
-        share = alignment / alignment.amax(2, keepdim=True).clamp(min=torch.finfo(alignment.dtype).tiny)
-        return Assigned(index, (share * overlap.amax(2, keepdim=True)).amax(1))
+        best, anchor = alignment.topk(min(self.most, alignment.shape[2]), dim=2)
+        return best, overlap.gather(2, anchor), anchor
 
     def _inside(self, points: Tensor, strides: Tensor, boxes: Tensor) -> Tensor:
         """bool (n, k, a): points in boxes. A box thinner than the finest stride is taken as thick as that, or
