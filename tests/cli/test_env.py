@@ -34,6 +34,7 @@ def test_a_variable_that_the_command_line_names_is_read_by_every_rank(words: str
     assert "--env=EVERY --env=PLACE recipe=mine" in command  # which repeats the run
 
 
+@pytest.mark.long
 def test_so_do_the_jobs_of_a_sweep(tmp_path: Path) -> None:
     done = ddptrain(tmp_path, f"{WORDS} --multirun seed=1,2", EVERY="7", OMP_NUM_THREADS="1")
     assert done.code == 0, done.err

@@ -42,6 +42,7 @@ def test_a_verb_of_a_package(installed: str, tmp_path: Path) -> None:
     assert re.search(r"^  sizes +the size of", ddptrain(tmp_path, "--help", PYTHONPATH=installed).out, re.M)
 
 
+@pytest.mark.long
 def test_a_verb_on_a_runs_model(installed: str, tmp_path: Path) -> None:
     words = "recipe=cnn_digits device=cpu train.steps=1 model.width=8 observers=[] run.dir=run"
     trained = ddptrain(tmp_path, words)

@@ -69,6 +69,7 @@ def test_before_there_is_a_best_it_is_the_last(folder: Path, tmp_path: Path) -> 
     assert "evaluating run/checkpoints/step-22 " in done.err
 
 
+@pytest.mark.long
 def test_a_branch_has_a_best_of_its_own(folder: Path, tmp_path: Path) -> None:
     """That of the run it starts from is better, and not in its folder."""
     words = SMALL.replace("run.dir=run", "run.dir=branch")
@@ -81,6 +82,7 @@ def test_a_branch_has_a_best_of_its_own(folder: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_the_best_in_another_metric_is_another_one(folder: Path, tmp_path: Path) -> None:
     """It was changed between two processes of a run: an accuracy is no loss."""
     shutil.copytree(folder / "run", tmp_path / "run")

@@ -56,6 +56,7 @@ def test_verify_tells_of_each_checkpoint(trained: Path) -> None:
     assert lines[1][3:5] == [f"{size:,}", "bytes"]
 
 
+@pytest.mark.long
 def test_verify_counts_what_is_damaged(run: Path) -> None:
     flip_a_bit(run / "checkpoints/step-4/state.pt")
     (run / "checkpoints/best/manifest.json").unlink()
@@ -115,6 +116,7 @@ torch.save({name: float(tensor.double().sum()) for name, tensor in weights.items
 """
 
 
+@pytest.mark.long
 def test_a_converted_file_is_read_without_ddptrain(trained: Path, tmp_path: Path) -> None:
     """The weights that evaluation uses, by an interpreter that knows nothing of us."""
     done = ddptrain(trained, f"checkpoint convert run=run out={tmp_path}/new/weights.pt")
@@ -166,6 +168,7 @@ def odd(tmp_path: Path) -> Path:
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_any_tensor_is_converted_and_shown(odd: Path, suffix: str) -> None:
     """Also where the recipe's code and data are not there."""

@@ -55,6 +55,7 @@ def test_a_profile_beyond_the_end_is_told(tmp_path: Path) -> None:
     assert not (tmp_path / "run/profile").exists()
 
 
+@pytest.mark.long
 def test_sync_sets_what_cuda_reads_when_it_starts(tmp_path: Path) -> None:
     """Seen from inside the run, by a model."""
     (tmp_path / "recipe").mkdir()

@@ -120,6 +120,7 @@ def test_pictures_labels_and_json_say_the_same(folder: Path, seen: Path) -> None
             assert y + h <= height + 1e-4
 
 
+@pytest.mark.long
 def test_every_box_can_be_trained_on(seen: Path) -> None:
     """Labels are there to be corrected and trained on, and a set with boxes of no area is refused; also those
     that were found in the grey bars beside a wide picture."""

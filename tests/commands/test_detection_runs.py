@@ -172,6 +172,7 @@ def test_loader_processes_change_nothing(folder: Path, tmp_path: Path) -> None:
     assert_same(last_state(tmp_path / "run"), last_state(folder / "run"))
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_to_the_same_end(folder: Path, tmp_path: Path) -> None:
     """By SIGKILL, at some moment after the first evaluation, whose pictures lie there by then."""
     command = [sys.executable, "-m", "ddptrain", *SHAPES.split(), "run.dir=run"]
@@ -197,6 +198,7 @@ def test_a_killed_run_goes_on_to_the_same_end(folder: Path, tmp_path: Path) -> N
     assert last.shape == seen.shape
 
 
+@pytest.mark.long
 def test_everything_at_once_runs_through(tmp_path: Path) -> None:
     done = ddptrain(
         tmp_path,
@@ -286,6 +288,7 @@ def test_a_single_cell_is_too_little_for_batchnorm(tmp_path: Path) -> None:
     assert "data.size=32: the coarsest map of a single picture" in refusal(tmp_path, words)
 
 
+@pytest.mark.long
 def test_a_picture_found_broken_in_training_is_named_once(tmp_path: Path) -> None:
     """Two ranks decode pictures when they need them, without a mosaic one rank each picture. Its header is
     sound, so the set could be opened; it is the last, beyond the 16 that every rank previews."""

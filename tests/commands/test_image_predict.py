@@ -169,6 +169,7 @@ def all_kinds(folder: Path) -> None:
     grey.save(folder / "turned.jpg", exif=tag)
 
 
+@pytest.mark.long
 def test_any_mode_size_and_orientation_is_taken(digits: Path, photos: Path, tmp_path: Path) -> None:
     folder = tmp_path / "all kinds"
     all_kinds(folder)
@@ -233,6 +234,7 @@ def test_a_picture_that_only_decoding_finds_broken_leaves_what_was_answered(
     assert [row["file"] for row in table(tmp_path / "out")] == [f"{tmp_path}/{i:02}.png" for i in range(32)]
 
 
+@pytest.mark.long
 def test_a_checkpoint_from_before_predict_takes_the_mean_from_the_data(
     photos: Path, tmp_path: Path, refused: Refused
 ) -> None:
@@ -265,6 +267,7 @@ def logits(model: Path, images: Tensor) -> Tensor:
     return torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "checkpoint"),
     [

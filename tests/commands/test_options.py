@@ -18,8 +18,10 @@ SHAPES = (
     "words",
     [
         "precision=bf16 ema.decay=0.9 train.clip_norm=1 sched=onecycle",
-        "strategy=dp data.resident=false data.workers=2",
-        "recipe=resnet18_cifar10 data=shapes train.steps=2 train.micro_batch=16",
+        pytest.param("strategy=dp data.resident=false data.workers=2", marks=pytest.mark.long),
+        pytest.param(
+            "recipe=resnet18_cifar10 data=shapes train.steps=2 train.micro_batch=16", marks=pytest.mark.long
+        ),
         "recipe=mobilenet_v3 data=shapes train.steps=2 optim=rmsprop sched=step",
     ],
 )

@@ -40,6 +40,7 @@ def test_a_run_ends_early(tmp_path: Path) -> None:
     assert message.startswith("stop.metric=loss: needs stop.patience or stop.target")
 
 
+@pytest.mark.long
 def test_a_run_that_starts_from_another_ones_checkpoint_has_a_patience_of_its_own(tmp_path: Path) -> None:
     words = f"{DIGITS} model.width=4 optim.lr=1e-30 stop.patience=2"
     for run, last in (("theirs", 12), ("ours run.resume=theirs/checkpoints/step-12", 20)):
@@ -58,6 +59,7 @@ def test_a_sweep_counts_it_done(tmp_path: Path) -> None:
     assert outcomes == ["done", "stopped early"]
 
 
+@pytest.mark.long
 def test_frozen_parts_are_trained_from_a_step_on(tmp_path: Path) -> None:
     words = (
         "recipe=mobilenet_cifar10 data=shapes data.source.train=80 data.source.valid=20 device=cpu"

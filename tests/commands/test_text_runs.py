@@ -62,6 +62,7 @@ def test_a_text_run_shows_samples_and_predicts(tmp_path: Path, recipe: str) -> N
         assert f"run/checkpoints/{name}" in named.err
 
 
+@pytest.mark.long
 def test_the_translator_learns_a_few_pairs_by_heart(tmp_path: Path) -> None:
     """And then predicts them, by greedy decoding and by a beam."""
     done = ddptrain(
@@ -249,6 +250,7 @@ def test_parts_that_do_not_go_together_are_refused(tmp_path: Path, words: str, s
     assert said in refusal(tmp_path, f"{words} device=cpu")
 
 
+@pytest.mark.long
 def test_under_torchrun_one_rank_answers_and_one_message_is_printed(tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt")
     done = ddptrain(tmp_path, f"{tiny('lstm_text')} data.level=characters task.sample=the", **ONE_THREAD)
@@ -345,6 +347,7 @@ def test_nodes_with_other_texts_are_refused(tmp_path: Path) -> None:
     started[1].communicate()
 
 
+@pytest.mark.long
 def test_a_reader_who_has_enough_ends_predict_quietly(tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt")
     done = ddptrain(tmp_path, tiny("lstm_text"), **ONE_THREAD)

@@ -73,6 +73,7 @@ def test_of_others_nothing_is_known(weights: str | None) -> None:
     assert known(weights, name="resnet18") is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["googlenet", "resnet18"])
 def test_a_run_keeps_it(name: str, tmp_path: Path) -> None:
     """In its checkpoints, when it goes on, and when it is evaluated."""

@@ -113,6 +113,7 @@ class Noise(nn.Module):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("choice", ["augment=noise", "augment=strong"])
 def test_a_run_killed_and_resumed_has_the_same_bits(choice: str, tmp_path: Path) -> None:
     folder = tmp_path / "mine"

@@ -301,6 +301,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_validation_part_is_refused_on_a_resume_and_told_in_an_evaluation(
     change: str, trained: Path, tmp_path: Path

@@ -227,6 +227,7 @@ def test_a_dataset_that_is_named_wrongly_is_told_by_its_key(tmp_path: Path, word
     assert refusal(tmp_path, f"recipe=cnn_digits {words}").startswith(said)
 
 
+@pytest.mark.long
 def test_torchvisions_own_is_fine_tuned_and_asked(tmp_path: Path, folder: Path) -> None:
     one = {"OMP_NUM_THREADS": "1"}
     words = (

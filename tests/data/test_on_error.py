@@ -279,6 +279,7 @@ def test_a_run_names_the_file_that_ends_it(tmp_path: Path) -> None:
     assert "data.on_error=skip" in said
 
 
+@pytest.mark.long
 def test_runs_are_the_same_on_any_ranks_and_workers(tmp_path: Path) -> None:
     """And those of a set that lacks the files: weights, and each line of the metrics."""
     root = broken(folder_of(tmp_path / "set"))

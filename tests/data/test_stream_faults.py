@@ -267,6 +267,7 @@ def fill(folder: Path, store: Path, seed: int) -> None:
         assert content[:1000] == (store / f"{i}").read_bytes()
 
 
+@pytest.mark.faults
 def test_jobs_share_a_cache_and_may_be_killed_while_they_fill_it(tmp_path: Path) -> None:
     make_cache(tmp_path / "cache", tmp_path / "store", limit=6500)
     context = multiprocessing.get_context("forkserver")
@@ -288,6 +289,7 @@ def test_jobs_share_a_cache_and_may_be_killed_while_they_fill_it(tmp_path: Path)
         assert used(tmp_path / "cache") <= 6500
 
 
+@pytest.mark.long
 def test_two_jobs_train_from_one_small_cache(blocks: Path, tmp_path: Path, door: Door) -> None:
     expected = trained(streamed(blocks, None), STEPS)
     url = upload(door, blocks, "set")

@@ -145,6 +145,7 @@ def test_training_asks_the_driver_only_where_files_show_no_problem(monkeypatch: 
 # -- several nodes -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @no_gpu
 def test_two_ranks_of_one_node_both_end_with_its_problem(tmp_path: Path) -> None:
     out, err = torchrun(tmp_path, "--cluster", "--standalone", "--nproc-per-node=2").communicate(timeout=120)

@@ -75,6 +75,7 @@ def test_a_controller_stops_two_ranks_together_and_counts_on_after_a_resume(tmp_
     assert [line["step"] for line in evaluations(tmp_path / "whole")] == [4, 8, 12, 16]
 
 
+@pytest.mark.long
 def test_a_strategy(tmp_path: Path) -> None:
     written(tmp_path, "strategies.md")
     words = [
@@ -98,6 +99,7 @@ def test_a_strategy(tmp_path: Path) -> None:
         assert "HOLDS" in done.stdout or "EXPECTED" in done.stdout
 
 
+@pytest.mark.long
 def test_a_run_with_ones_own_doors_is_evaluated_without_them(tmp_path: Path) -> None:
     for page in ("observers.md", "controllers.md", "strategies.md"):
         written(tmp_path, page)

@@ -51,12 +51,11 @@ def on_gpus(gpus: int, *words: str | Path, **settings: str) -> Done:
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, "Future[Done]"]]:
     """Everything that is run, two at a time from the first test on: each takes one core."""
     folder, cases = tmp_path_factory.mktemp("fake-gpu"), HERE / "cases.py"
-    for name in ("quick-1", "quick-2", "captured-1", "captured-2"):
+    for name in ("quick-2", "captured-1", "captured-2"):
         (folder / name).mkdir()
     with ThreadPoolExecutor(2) as pool:
         started = {
             "quick-2": pool.submit(on_gpus, 2, *TORCHRUN, cases, folder / "quick-2", "quick"),
-            "quick-1": pool.submit(on_gpus, 2, cases, folder / "quick-1", "quick:4"),
             "captured-2": pool.submit(
                 on_gpus, 2, *TORCHRUN, cases, folder / "captured-2", "captured quick:1"
             ),
@@ -104,9 +103,8 @@ def test_tests_on_a_gpu(gpus: int, passed: int, words: tuple[str | Path, ...]) -
     assert int(re.findall(r"(\d+) passed", said)[0]) >= passed
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(1, 4), (2, 8)])
-def test_recipes_train_with_few_launches(jobs: dict[str, "Future[Done]"], ranks: int, cases: int) -> None:
-    check_launches(told(jobs[f"quick-{ranks}"].result()), cases)
+def test_recipes_train_with_few_launches(jobs: dict[str, "Future[Done]"]) -> None:
+    check_launches(told(jobs["quick-2"].result()), 8)
 
 
 @pytest.mark.long

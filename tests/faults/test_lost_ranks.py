@@ -8,6 +8,7 @@ import pytest
 from running import Job, faulty_words
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("launcher", ["launch", pytest.param("torchrun", marks=pytest.mark.faults)])
 def test_the_others_leave_though_no_collective_tells_them(tmp_path: Path, launcher: str) -> None:
     """One of NCCL's waits for a killed rank for ever; here the main thread is asleep."""

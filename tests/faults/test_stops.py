@@ -88,6 +88,7 @@ def test_where_no_step_ends_within_the_grace_time(tmp_path: Path) -> None:
     assert "no step ended within checkpoint.grace=2 s after SIGTERM" in job.text
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.faults)])
 def test_the_time_limit_is_a_stop_too(tmp_path: Path, ranks: int) -> None:
     words = faulty_words("data.pace=0.05", "train.time_limit=0.7")
@@ -105,6 +106,7 @@ def test_the_time_limit_is_a_stop_too(tmp_path: Path, ranks: int) -> None:
     assert len(steps) >= 1
 
 
+@pytest.mark.faults
 def test_loader_workers_ignore_the_signal(tmp_path: Path) -> None:
     """A scheduler signals every process of a job; the workers must serve the last step."""
     words = [

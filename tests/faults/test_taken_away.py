@@ -247,6 +247,7 @@ def test_the_lock_file_is_deleted(tmp_path: Path, start: Start, whole: Path) -> 
     assert_whole(run, whole)
 
 
+@pytest.mark.faults
 def test_another_process_starts_in_it(tmp_path: Path, start: Start, whole: Path) -> None:
     """Before the folder is deleted: it is refused. Afterwards: it begins anew, and the first one ends."""
     words = [*WORDS, "observers=[console,jsonl,plots,tensorboard]"]
@@ -311,6 +312,7 @@ def inside(job: Living, *words: str) -> None:
     subprocess.run(["nsenter", f"--mount=/proc/{job.pid}/ns/mnt", *words], check=True, capture_output=True)
 
 
+@pytest.mark.faults
 def test_writing_is_forbidden(tmp_path: Path, start: Start, whole: Path, mounts: None) -> None:
     job = start(WORDS, alone)
     job.wait_for("step 16/")
@@ -323,6 +325,7 @@ def test_writing_is_forbidden(tmp_path: Path, start: Start, whole: Path, mounts:
     assert_whole(tmp_path / "run", whole)
 
 
+@pytest.mark.faults
 def test_the_disk_is_full(tmp_path: Path, start: Start, whole: Path, mounts: None) -> None:
     """Once for a moment between two checkpoints, which does no harm; then for good."""
     disk = tmp_path / "disk"
@@ -367,6 +370,7 @@ time.time_ns = lambda: int(shifted() * 1e9)
 """
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("hours", [1, -1])
 def test_the_clock_jumps(tmp_path: Path, whole: Path, hours: int) -> None:
     """No seconds, speeds or limits follow from the time of day."""
@@ -409,6 +413,7 @@ FOLDER = (
 )
 
 
+@pytest.mark.faults
 def test_the_data_sets_folder_is_deleted(tmp_path: Path) -> None:
     root = pictures(tmp_path / "set", 12)
     job = Job([*FOLDER.split(), f"data.root={root}"], tmp_path, 1, launcher="python")

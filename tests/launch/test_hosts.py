@@ -110,6 +110,7 @@ def test_a_port_that_is_taken_is_refused(two: Hosts) -> None:
     assert "host1:29401: port 29401 of host1 is not free (Address already in use)" in ended.text
 
 
+@pytest.mark.long
 def test_a_host_behind_a_firewall_is_told_where_it_waited(two: Hosts) -> None:
     two.drop_answers(1, to=2)
     try:
@@ -123,6 +124,7 @@ def test_a_host_behind_a_firewall_is_told_where_it_waited(two: Hosts) -> None:
     assert "likely a firewall between them; open port 29400" in refused
 
 
+@pytest.mark.long
 def test_no_address_or_nic_that_leads_nowhere_is_taken(tmp_path: Path) -> None:
     """A NIC beside the one that leads to the others (Docker's), and Debian's entry for a host's own name."""
     with hosts_of(2, tmp_path) as hosts:

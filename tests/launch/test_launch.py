@@ -55,6 +55,7 @@ def test_one_gpu_that_is_named_gets_one_rank(tmp_path: Path) -> None:
     assert own_lines(ended.err)[0].startswith("ddptrain launch: 1 rank (device=cuda:99 is one GPU), ")
 
 
+@pytest.mark.faults
 def test_a_killed_rank_is_restarted_in_the_same_folder(tmp_path: Path) -> None:
     """Its folder has the default name, which comes from the id that launch gives the job."""
     fault = ["task.fault=kill", "task.rank=1", "task.step=9", "run.dir=null"]

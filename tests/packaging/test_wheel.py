@@ -136,6 +136,7 @@ def test_the_installed_wheel_sweeps_from_an_empty_folder(installed: Path, tmp_pa
     assert {path.parent.name for path in tmp_path.glob("sweeps/cnn_digits/*/summary.json")} == {"000", "001"}
 
 
+@pytest.mark.long
 def test_an_editable_installation_is_found_from_the_folder_above_its_checkout(tmp_path: Path) -> None:
     checkout, environment = checked_out(tmp_path), tmp_path / "venv"
     venv.create(environment, symlinks=True)
@@ -160,6 +161,7 @@ def copied(tmp_path: Path) -> Path:
     return Path(shutil.copytree(MY_RECIPE, tmp_path / "copied", ignore=shutil.ignore_patterns("__pycache__")))
 
 
+@pytest.mark.long
 def test_a_recipe_with_its_code_in_the_config_dir_trains_and_is_evaluated(
     copied: Path, installed: Path, tmp_path: Path
 ) -> None:
@@ -192,6 +194,7 @@ def test_options_and_overrides_may_stand_in_any_order_and_are_repeated_in_comman
     assert metrics(home)["error"] > 0
 
 
+@pytest.mark.long
 def test_a_recipe_with_its_code_in_the_current_folder_trains_alone_and_on_two_ranks(
     copied: Path, installed: Path, tmp_path: Path
 ) -> None:
@@ -207,6 +210,7 @@ def test_a_recipe_with_its_code_in_the_current_folder_trains_alone_and_on_two_ra
     assert metrics(home)["error"] == pytest.approx(alone["error"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_an_installed_package_brings_a_recipe_by_its_entry_point(wheel: Path, tmp_path: Path) -> None:
     package, site, home = tmp_path / "acme", tmp_path / "site", tmp_path / "home"
     for folder in (package / "acme_net" / "conf" / "recipe", site, home):

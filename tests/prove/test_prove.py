@@ -141,6 +141,7 @@ def test_metrics_that_depend_on_how_they_are_computed(folder: Path, task: str, r
     assert verdict(ended).startswith(f"prove eval: BROKEN: {reason}")
 
 
+@pytest.mark.long
 def test_a_training_that_fails_is_shown(folder: Path) -> None:
     ended = prove(folder, "world", "ranks=2", "optim.lr=1e30", "optim=sgd")
     assert ended.code == 1, ended.out + ended.err
@@ -249,6 +250,7 @@ def test_kills_fall_into_what_is_left_of_a_run(tmp_path: Path) -> None:
     assert next_kill(draw, timeline, tmp_path, ranks=2, still=1) is None
 
 
+@pytest.mark.long
 def test_the_test_that_the_page_shows_passes(tmp_path: Path) -> None:
     """On the recipe that docs/recipes.md shows."""
     page = (HERE.parent / "docs/prove.md").read_text()

@@ -147,6 +147,7 @@ def test_a_program_on_its_own_ranks_under_torchrun_and_by_its_name(tmp_path: Pat
     assert "--script=<file>.py" in unknown.err
 
 
+@pytest.mark.long
 def test_two_trainings_of_one_program_under_torchrun_are_two_runs(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("""
 import ddptrain, torch
@@ -334,6 +335,7 @@ def test_words_name_classes_of_packages_that_are_trusted(
         ddptrain.fit(net(), (X, Y), None, **asked, trust=["nowhere"])
 
 
+@pytest.mark.long
 def test_a_sweep_of_what_a_program_gives(tmp_path: Path) -> None:
     program(tmp_path)
     ended = command_line(tmp_path, "--multirun --script=mine.py optim.lr=0.01,0.001 train.steps=4")

@@ -78,6 +78,7 @@ def said(client: Any, cell: int) -> str:
     return "\n".join(text.strip() for text in texts)
 
 
+@pytest.mark.long
 def test_train_interrupt_go_on_load_predict_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)

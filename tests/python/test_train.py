@@ -126,6 +126,7 @@ def test_what_torchrun_has_told_this_process_is_not_for_the_training(
     assert (run.outcome, run.step) == ("done", 3)
 
 
+@pytest.mark.long
 def test_a_process_with_ascii_streams_finds_a_folder_beyond_ascii_from_anywhere(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     program = (

@@ -115,7 +115,7 @@ def distance(one: dict[str, Any], other: dict[str, Any], part: str = "model") ->
     return max(float((one[part][name] - value).abs().max()) for name, value in other[part].items())
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (3, 4))])
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_like_single_and_ddp(name: str, size: int, tmp_path: Path) -> None:
     """With accumulation, clipping and averaged weights."""

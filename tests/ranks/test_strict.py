@@ -110,6 +110,7 @@ def two_buckets() -> tuple[Task, Data]:
 EIGHT: dict[str, Any] = {"shards": 8, "batch_size": 36}
 
 
+@pytest.mark.long
 def test_eight_shards_on_as_many_ranks(tmp_path: Path) -> None:
     """On three, two of the ranks have two partial sums."""
     alone, *others = [

@@ -254,6 +254,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_predict_writes_masks_as_they_are_evaluated(run: Path, tmp_path: Path) -> None:
     done = ddptrain(
         run, f"predict run=run checkpoint=last source=moved/val/images out={tmp_path}/seen", **ONE_THREAD

@@ -130,6 +130,7 @@ def test_a_stop_reaches_every_job_and_the_sweep_goes_on(
     assert all("resumed    " in text for text in outputs(tmp_path))
 
 
+@pytest.mark.long
 def test_a_job_whose_folder_vanished_still_has_its_last_words(tmp_path: Path) -> None:
     """Those of the file that it went on writing to."""
     words = swept_words("task.point=0,1", "task.failing=[0]", "task.pace=0.05", "sweep.gpus=[0]")
@@ -149,6 +150,7 @@ def outputs(cwd: Path) -> list[str]:
     return [path.read_text() for path in cwd.glob("sweep/*/output.txt")]
 
 
+@pytest.mark.long
 def test_a_sweep_folder_has_one_sweep(tmp_path: Path) -> None:
     job = start(tmp_path, swept_words("task.point=0,1", "task.pace=0.3"))
     assert job.wait_for("running")
@@ -315,6 +317,7 @@ def test_report_sorts_by_the_metric(tmp_path: Path) -> None:
     assert "Did you mean report sweep?" in message
 
 
+@pytest.mark.long
 def test_a_job_can_be_evaluated_and_keeps_nothing_of_the_sweep_that_ran_it(tmp_path: Path) -> None:
     assert start(tmp_path, swept_words("task.point=0,1")).wait() == 0
     jobs = sorted(path.parent for path in tmp_path.glob("sweep/*/config.yaml"))

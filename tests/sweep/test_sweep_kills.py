@@ -95,6 +95,7 @@ def test_a_sweep_killed_at_any_moment_goes_on(
     one_round(tmp_path, random.Random(turn).uniform(1, 14), undisturbed)
 
 
+@pytest.mark.faults
 def test_a_killed_sweep_leaves_nobody_and_goes_on(tmp_path: Path) -> None:
     """The short of it: two jobs on two slots, both in the middle."""
     words = swept_words("task.point=0,1", "task.pace=0.1", "sweep.gpus=[0,1]")
@@ -113,6 +114,7 @@ def test_a_killed_sweep_leaves_nobody_and_goes_on(tmp_path: Path) -> None:
     assert all("resumed    " in path.read_text() for path in tmp_path.glob("sweep/*/output.txt"))
 
 
+@pytest.mark.long
 def test_no_two_jobs_share_a_gpu(tmp_path: Path) -> None:
     """Two ranks a job, by UUIDs: each sees its own pair, in turn."""
     gpus = ["GPU-a1", "GPU-b2", "GPU-c3", "GPU-d4"]
@@ -141,6 +143,7 @@ def test_no_two_jobs_share_a_gpu(tmp_path: Path) -> None:
     assert [environment["world_size"] for environment in written] == [2, 2, 2]
 
 
+@pytest.mark.long
 def test_jobs_that_share_a_gpu_are_spread_over_all(tmp_path: Path) -> None:
     """Five jobs, two on each of two GPUs at most, and none on one that is busier than the other."""
     words = swept_words("task.point=range(5)", "task.pace=0.05", "sweep.gpus=[0,1]", "sweep.jobs_per_gpu=2")
