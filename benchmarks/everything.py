@@ -16,6 +16,7 @@ FILES = {
     "startup": PERFORMANCE,
     "pipelines": PERFORMANCE,
     "augmented": PERFORMANCE,
+    "decoders": PERFORMANCE,
     "lstm": PERFORMANCE,
     "detection": PERFORMANCE,
     "busy": PERFORMANCE,

@@ -107,9 +107,17 @@ def check_apart(where: object, names: Sequence[Path]) -> None:
 
 def claim(folder: Path) -> None:
     """Make a folder, or take an empty one. Raises UserError where that can't be."""
+    check_free(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        empty = not any(folder.iterdir())
+    except OSError as error:
+        raise UserError(f"out={folder}: can't be made ({error.strerror}). Name another folder.") from error
+
+
+def check_free(folder: Path) -> None:
+    """Raise UserError unless a folder is empty, or not there yet."""
+    try:
+        empty = not folder.exists() or not any(folder.iterdir())
     except OSError as error:
         raise UserError(f"out={folder}: can't be made ({error.strerror}). Name another folder.") from error
     if not empty:

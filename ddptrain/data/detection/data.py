@@ -21,6 +21,7 @@ from ddptrain.data.detection.samples import BoxedPictures, BoxTransform, decoded
 from ddptrain.data.detection.source import DetectionSet, DetectionSource, Scenes
 from ddptrain.data.detection.write import write_coco, write_yolo
 from ddptrain.data.left_out import in_words, tell
+from ddptrain.data.pictures import check_free
 from ddptrain.data.pipeline import Pipeline, Samples
 from ddptrain.data.workers import check_workers, spare_cores
 from ddptrain.distributed.comm import once_a_node
@@ -178,6 +179,8 @@ class DetectionData(Data):
         ``data=stream_boxes`` reads. block_mb: about so many 10^6 bytes a block."""
         from ddptrain.data.stream.boxes import write_boxes
 
+        if layout != "stream":  # which goes on where it was stopped
+            check_free(folder)  # now, and not after a download
         self._source.fetch(self._root)
         opened = self._source.open(self._root)
         if layout == "stream":
