@@ -4,6 +4,7 @@ import atexit
 import multiprocessing
 import pickle
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, NamedTuple, final
@@ -112,6 +113,7 @@ class KeptLoader:
         self._in_use = True
         if self._loader is None:
             self._loader = _loader(self._dataset, self._keys, self._workers, self._device, stay=True)
+            _release_with(self, self._loader)
         self._keys.keys = keys
         # of a stream the keys fetch blocks, which a training needs more
         batches = _begun(self._loader) if isinstance(keys, list) else _when_asked(self._loader)
@@ -172,7 +174,20 @@ def _begun(loader: DataLoader[Any]) -> Iterator[Any]:
     # and then sends it SIGTERM, which it does not hear
     atexit.unregister(_end_workers)
     atexit.register(_end_workers)
-    return _sound(batches)
+    sound = _sound(batches)
+    _release_with(sound, batches)
+    return sound
+
+
+def _release_with(owner: object, held: object) -> None:
+    """Hold what has workers as long as its owner lives. In a cycle of garbage the queues would be closed
+    before the workers are told to end, and each be waited for in vain, for five seconds; what a finalizer
+    holds is in no cycle."""
+    weakref.finalize(owner, _nothing, held).atexit = False
+
+
+def _nothing(held: object) -> None:
+    """``held`` is let go when this returns."""
 
 
 def _sound(batches: Iterator[Any]) -> Iterator[Any]:

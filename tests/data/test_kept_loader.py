@@ -1,5 +1,7 @@
 """Evaluations are read by loader processes that stay, ahead of time where the engine asks for them early."""
 
+import gc
+import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +15,7 @@ from toy import Fit, Vectors
 
 from ddptrain.api.recipe import Batch
 from ddptrain.api.world import World
-from ddptrain.data.workers import KeptLoader
+from ddptrain.data.workers import KeptLoader, read_by_workers
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
 
@@ -78,6 +80,29 @@ def test_while_they_are_in_use_others_read(tmp_path: Path) -> None:
     abandoned = loader.batches(KEYS)
     next(abandoned)
     assert read(loader.batches(KEYS))[0] == KEYS
+
+
+@pytest.mark.parametrize("read_to_the_end", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_its_processes_end_with_it_though_it_is_part_of_a_cycle(
+    tmp_path: Path, kept: bool, read_to_the_end: bool
+) -> None:
+    loader = KeptLoader(Told(tmp_path), 2, CPU) if kept else None
+    before = set(multiprocessing.active_children())
+    batches = loader.batches(KEYS) if loader else read_by_workers(Told(tmp_path), KEYS, 2, CPU)
+    for _ in batches if read_to_the_end else [next(batches)]:
+        pass
+    own = set(multiprocessing.active_children()) - before
+    assert len(own) == (0 if read_to_the_end and not kept else 2)
+    cycle: list[Any] = [loader, batches]
+    cycle.append(cycle)
+    del loader, batches, cycle
+    began = time.monotonic()
+    gc.collect()
+    assert (
+        time.monotonic() - began < 4
+    )  # torch waits five seconds for a process that does not hear of its end
+    assert not any(process.is_alive() for process in own)
 
 
 def test_one_batch_is_read_here(tmp_path: Path) -> None:
