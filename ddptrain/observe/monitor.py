@@ -1,4 +1,4 @@
-"""Monitoring of all ranks' GPUs and hosts, by a thread of each rank.
+"""Monitoring of all ranks' GPUs, hosts and pace, by a thread of each rank.
 
 Readings reach rank 0 through the process group's key-value store: no collective, and nothing that a step
 could wait for. If a rank stops sending, its last reading stays.
@@ -6,16 +6,23 @@ could wait for. If a rank stops sending, its last reading stays.
 
 import contextlib
 import json
+import logging
+import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from ddptrain.api.timing import Timing
 from ddptrain.api.world import World
 from ddptrain.observe.gauges import Gauge, GaugeReading, Unreadable
+from ddptrain.observe.slow_rank import Slow, SlowRank
+
+log = logging.getLogger("ddptrain")
 
 _SOON_S = 0.2
 """When the first reading is taken, so that a short run has one."""
@@ -26,16 +33,28 @@ _LAST_ANSWER_S = 2.0
 class Monitor:
     """One rank's side. In a world of one nothing is sent.
 
-    gauges: what this rank reads, by label: gpu<rank>, host<node>. interval: seconds between readings.
+    gauges: what this rank reads, by label: gpu<rank>, host<node>. interval: seconds between readings. timing:
+    what this rank has spent its time on so far, by which a slow rank is named in the log.
     """
 
-    def __init__(self, world: World, gauges: Mapping[str, Gauge], interval: float = 1.0) -> None:
+    def __init__(
+        self,
+        world: World,
+        gauges: Mapping[str, Gauge],
+        interval: float = 1.0,
+        timing: Callable[[], Timing] = Timing,
+    ) -> None:
         self._world = world
         self._gauges = gauges
         self._interval = interval
         self._records = {label: _Record(gauge.facts) for label, gauge in gauges.items()}
         self._known: dict[str, dict[str, Any]] = {}
         """The last record of each label; replaced, never modified, because another thread reads it."""
+        self._timing = timing
+        self._where = {world.rank: _place(world)}
+        self._timings: dict[int, Timing] = {}
+        """Of each rank."""
+        self._slow_rank = SlowRank()
         self._over = threading.Event()
 
     @contextlib.contextmanager
@@ -95,14 +114,39 @@ class Monitor:
                     self._exchange(store, own)
 
     def _exchange(self, store: Store, own: Mapping[str, Any]) -> None:
+        rank, timing = self._world.rank, self._timing()
         if not self._world.is_first:
-            store.set(f"device-{self._world.rank}", json.dumps(own))
+            pace = {"seconds": dict(timing.seconds), "samples": timing.samples}
+            record = {"rank": rank, "where": self._where[rank], "devices": own, "pace": pace}
+            store.set(f"monitor-{rank}", json.dumps(record))
             return
-        begun = [f"device-{rank}" for rank in range(1, self._world.size)]
+        self._timings[rank] = timing
+        begun = [f"monitor-{rank}" for rank in range(1, self._world.size)]
         if not store.check(begun):  # one request where all have begun
             begun = [key for key in begun if store.check([key])]
         for words in store.multi_get(begun) if begun else []:
-            self._known = {**self._known, **json.loads(words)}
+            record = json.loads(words)
+            self._known = {**self._known, **record["devices"]}
+            self._where[record["rank"]] = record["where"]
+            self._timings[record["rank"]] = Timing(**record["pace"])
+        if len(self._timings) == self._world.size:
+            slow = self._slow_rank.look(time.monotonic(), dict(self._timings))
+            if slow is not None:
+                log.warning("slow       %s", self._told(slow))
+
+    def _told(self, slow: Slow) -> str:
+        """With what its GPU's gauge says."""
+        told = f"rank {slow.rank} ({self._where[slow.rank]}) is {slow}"
+        gpu = self._known.get(f"gpu{slow.rank}", {})
+        if gpu.get("now", {}).get("throttled"):
+            told += f"; its GPU's clock is held down ({', '.join(gpu['throttled_by'])})"
+        return told
+
+
+def _place(world: World) -> str:
+    """For a person who looks for the rank."""
+    gpu = f", GPU {world.device.index}" if world.device.type == "cuda" else ""
+    return f"{socket.gethostname()}{gpu}"
 
 
 class _Record:

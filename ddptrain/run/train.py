@@ -81,7 +81,6 @@ def run(config: Config, arguments: Sequence[str]) -> Path:
         log.info("device     %s (%s)", world.device, reason)
         try:
             gauges, problems = own_gauges(world, spread=is_dp(config.strategy))
-            monitor = Monitor(world, gauges)
             keep, background = config.checkpoint.keep, config.checkpoint.background
             checkpointer = Checkpointer(folder / "checkpoints", keep, background)
             saved = _saved(config, checkpointer, world)
@@ -89,6 +88,7 @@ def run(config: Config, arguments: Sequence[str]) -> Path:
             step.state.controllers.update(controllers)
             if saved is not None:
                 _resume(saved, step, data, checkpointer)
+            monitor = Monitor(world, gauges, timing=step.phase.stopwatch.total)
             del saved  # as large as the model with its optimizer's state
             done, steps = step.state.step, step.plan.steps
             log.info("plan       steps %d to %d, %.4g epochs", done, steps, step.plan.epoch(steps))

@@ -1,0 +1,149 @@
+"""A rank that is slower than the others is named, with what it is slower at, and nobody else ever is."""
+
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from shell import ddptrain
+
+from ddptrain.api.timing import PHASES, Timing
+from ddptrain.observe.slow_rank import Slow, SlowRank
+
+STEP = {"data": 0.01, "forward": 0.03, "backward": 0.05, "optimizer": 0.01}
+"""Seconds that each rank spends by itself."""
+Changed = Callable[[int, int, dict[str, float]], None]
+"""Takes the second, the rank and its step, which it may change."""
+
+
+def looked(ranks: int, seconds: int, changed: Changed, noise: float = 0.03, seed: int = 0) -> dict[int, Slow]:
+    """What is said, by the second in which it is: ranks step together at the pace of the slowest."""
+    generator, watch, said = random.Random(seed), SlowRank(), {}
+    spent = [dict.fromkeys(PHASES, 0.0) for _ in range(ranks)]
+    samples = 0
+    for second in range(seconds):
+        steps = []
+        for rank in range(ranks):
+            own = {phase: value * generator.uniform(1 - noise, 1 + noise) for phase, value in STEP.items()}
+            changed(second, rank, own)
+            steps.append(own)
+        longest = max(sum(own.values()) for own in steps)
+        count = int(1 / longest)
+        samples += 32 * count
+        for own, total in zip(steps, spent, strict=True):
+            for phase, value in own.items():
+                total[phase] += count * value
+            total["all_reduce"] += count * (longest - sum(own.values()))
+        timings = {rank: Timing(dict(total), samples) for rank, total in enumerate(spent)}
+        if (slow := watch.look(float(second), timings)) is not None:
+            said[second] = slow
+    return said
+
+
+def slower(rank: int, by: Mapping[str, float], begins: int = 0, ends: int = 10**9) -> Changed:
+    """by: factor of a phase."""
+
+    def changed(second: int, of: int, own: dict[str, float]) -> None:
+        if of == rank and begins <= second < ends:
+            for phase, factor in by.items():
+                own[phase] *= factor
+
+    return changed
+
+
+PASSES = {"forward": 1.25, "backward": 1.25}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("by", "reason"),
+    [
+        (PASSES, "forward and backward"),
+        ({"data": 3.0}, "waiting for data"),
+        ({"optimizer": 3.0}, "the optimizer"),
+    ],
+)
+def test_it_is_named_once_within_a_minute_with_the_reason(
+    ranks: int, by: Mapping[str, float], reason: str
+) -> None:
+    said = looked(ranks, 300, slower(ranks - 1, by))
+    [(second, slow)] = said.items()
+    assert second < 60
+    assert (slow.rank, slow.reason) == (ranks - 1, reason)
+    assert slow.share == pytest.approx(0.2, abs=0.03)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_noise_names_nobody(ranks: int, seed: int) -> None:
+    assert looked(ranks, 300, lambda *_: None, noise=0.3, seed=seed) == {}
+
+
+def test_nor_does_a_disturbance_that_passes() -> None:
+    assert looked(4, 300, slower(2, {"forward": 4.0}, begins=100, ends=118)) == {}
+
+
+def test_who_recovers_is_named_again() -> None:
+    def changed(second: int, rank: int, own: dict[str, float]) -> None:
+        slower(1, PASSES, ends=60)(second, rank, own)
+        slower(1, PASSES, begins=150)(second, rank, own)
+
+    said = looked(3, 300, changed)
+    assert [slow.rank for slow in said.values()] == [1, 1]
+
+
+def test_another_one_is_named_after_the_first() -> None:
+    def changed(second: int, rank: int, own: dict[str, float]) -> None:
+        slower(1, PASSES, ends=100)(second, rank, own)
+        slower(2, {"data": 4.0}, begins=100)(second, rank, own)
+
+    said = looked(3, 300, changed)
+    assert [(slow.rank, slow.reason) for slow in said.values()] == [
+        (1, "forward and backward"),
+        (2, "waiting for data"),
+    ]
+
+
+def test_one_rank_and_a_run_that_stands_still_name_nobody() -> None:
+    assert looked(1, 100, slower(0, {"data": 9.0})) == {}
+    watch = SlowRank()
+    still = {0: Timing(dict.fromkeys(PHASES, 1.0), 10), 1: Timing(dict.fromkeys(PHASES, 9.0), 10)}
+    assert [watch.look(float(second), still) for second in range(100)] == [None] * 100
+
+
+OWN_DATA = """
+import time
+from ddptrain.api import Data
+from ddptrain.data.images.data import ImageData
+
+def slow_on(**settings):
+    data = ImageData(**settings)
+    prepare, batches = data.prepare, data.train_batches
+
+    def prepared(world, seed):
+        data.slow = world.rank == 1
+        prepare(world, seed)
+
+    def slowed(sampler, steps):
+        for batch in batches(sampler, steps):
+            if data.slow:
+                time.sleep(0.03)
+            yield batch
+
+    data.prepare, data.train_batches = prepared, slowed
+    return data
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("turn", range(3))
+def test_a_sleeping_loader_of_two_real_ranks(tmp_path: Path, turn: int) -> None:
+    words = (
+        "launch --nproc-per-node=2 recipe=cnn_digits device=cpu train.epochs=1000 train.time_limit=60"
+        " train.batch_size=64 observers=[console,jsonl] run.dir=run log.every=100 data.workers=0"
+    )
+    (tmp_path / "own.py").write_text(OWN_DATA)
+    done = ddptrain(tmp_path, f"{words} data._target_=own.slow_on", OMP_NUM_THREADS="1")
+    assert "% slower than the median of the others: waiting for data" in done.err, done.err
+    assert done.err.count("slow       rank 1 (") == 1
+    assert "slow       rank 0" not in done.err
