@@ -1,0 +1,80 @@
+"""One message to a web address when a run ends, whatever ends it. A process of its own sends it
+(`webhook_post`), so that it comes even if the run's process is killed or ended as hanging."""
+
+import json
+import logging
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from typing import Any, final
+from urllib.parse import urlsplit
+
+from ddptrain.api.observer import End, Observer, Start
+from ddptrain.errors import UserError
+from ddptrain.observe.child import start_module
+
+log = logging.getLogger("ddptrain")
+
+_VARIABLE = "DDPTRAIN_WEBHOOK_URL"
+_LAST_S = 45.0
+"""Limit at the end for all tries: below that of a slow observer."""
+
+
+@final
+class Webhook(Observer):
+    """Posts JSON when the run is done, diverges, fails, hangs or is killed; not when it is stopped, to go on
+    later.
+
+    Fields: ``text`` (a sentence, which Slack and Mattermost show), ``run``, ``recipe``, ``host``,
+    ``outcome``, ``step``, ``steps``, ``metrics``, ``best``, ``seconds``, and ``log``, its last lines.
+
+    url: http or https. None: that of the variable DDPTRAIN_WEBHOOK_URL, which is written nowhere.
+    """
+
+    slow = True
+
+    def __init__(self, url: str | None = None) -> None:
+        self._url = url or os.environ.get(_VARIABLE, "")
+        if urlsplit(self._url).scheme not in ("http", "https") or not urlsplit(self._url).hostname:
+            said = "must be an address with http:// or https://" if self._url else f"needs it, or {_VARIABLE}"
+            raise UserError(f"observers.webhook.url: {said}.")
+
+    def start(self, event: Start) -> None:
+        self._process = start_module(
+            "ddptrain.observe.webhook_post", [],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        run = {
+            "run": str(event.run.folder.resolve()),
+            "recipe": event.run.config.get("recipe"),
+            "host": socket.gethostname(),
+            "steps": event.steps,
+        }
+        self._tell({"url": self._url, "run": run})
+
+    def end(self, event: End) -> None:
+        result = event.result
+        self._tell(
+            {
+                "outcome": result.outcome,
+                "step": event.step,
+                "metrics": dict(result.metrics),
+                "best": dict(result.best),
+                "seconds": round(event.times.seconds, 1),
+            }
+        )
+        try:
+            error, _ = self._process.communicate(timeout=_LAST_S)
+            if not error and self._process.returncode:
+                error = "the process that sends it failed"
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            error = "it does not answer"
+        if error:
+            log.warning("webhook    was not told of the end: %s", error.strip())
+
+    def _tell(self, facts: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(facts) + "\n")
+        self._process.stdin.flush()
