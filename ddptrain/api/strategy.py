@@ -71,6 +71,8 @@ class Strategy(ABC):
     takes_sparse_gradients = True
     why_not_captured = ""
     """Why its steps can't be captured in a CUDA graph; '' where they can."""
+    times_waits = False
+    """Whether a rank's waits for others are phases of their own (`time_waits`)."""
     needs_all_gradients = False
     """Whether ranks wait for a gradient of every parameter in every step."""
 

@@ -119,8 +119,7 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
             raise UserError(no_such_key(override.key_or_group, known))
         OmegaConf.update(saved, override.key_or_group, override.value(), force_add=True)
     tree = place_augment(_plain(saved), overrides)
-    # saved as the user gave them; the folder asked is another
-    check_places(tree, ["run.dir", *(f"observers.{name}.url" for name in tree.get("observers") or {})])
+    check_places(tree, ["run.dir"])  # saved as the user gave it; the folder asked is another
     return tree
 
 
@@ -183,14 +182,6 @@ def check_places(tree: Tree, words: Sequence[str]) -> None:
                 f"controllers.{name}: {target} is for sweeps and benches, which name it themselves."
             )
     asked = {word.lstrip("+").partition("=")[0] for word in words}
-    for name, node in (tree.get("observers") or {}).items():
-        key = f"observers.{name}.url"
-        is_webhook = isinstance(node, dict) and str(node.get("_target_", "")).endswith(".Webhook")
-        if is_webhook and node.get("url") and key not in asked:
-            raise UserError(
-                f"{key}: a recipe may not say where a run's end is told. If you want this one, say so on the"
-                f" command line: {key}={node['url']}"
-            )
     if isinstance(folder, str) and not asked & {"run", "run.dir"} and not is_below(folder):
         raise UserError(
             f"run.dir={folder}: a recipe may only name a folder below the current one. If you want this one,"

@@ -237,8 +237,8 @@ class Engine:
             task.best_metric, task.higher_is_better, self._plan.steps,
         )  # fmt: skip
         self._observers.evaluated(event)
-        self._stopwatch.mark("drawing")
         goes_on = self._go_on(event)
+        self._stopwatch.mark("drawing")
         self._ahead = self._valid_batches() if goes_on and state.step < self._plan.steps else None
         return goes_on
 

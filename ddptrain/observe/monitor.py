@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from ddptrain.api.timing import Timing
 from ddptrain.api.world import World
 from ddptrain.observe.gauges import Gauge, GaugeReading, Unreadable
-from ddptrain.observe.slow_rank import Slow, SlowRank
+from ddptrain.observe.slow_rank import Slow, SlowRanks
 
 log = logging.getLogger("ddptrain")
 
@@ -34,7 +34,7 @@ class Monitor:
     """One rank's side. In a world of one nothing is sent.
 
     gauges: what this rank reads, by label: gpu<rank>, host<node>. interval: seconds between readings. timing:
-    what this rank has spent its time on so far, by which a slow rank is named in the log.
+    what this rank has spent its time on so far, by which a slow rank is named in the log; None: nobody is.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Monitor:
         world: World,
         gauges: Mapping[str, Gauge],
         interval: float = 1.0,
-        timing: Callable[[], Timing] = Timing,
+        timing: Callable[[], Timing] | None = None,
     ) -> None:
         self._world = world
         self._gauges = gauges
@@ -54,7 +54,7 @@ class Monitor:
         self._where = {world.rank: _place(world)}
         self._timings: dict[int, Timing] = {}
         """Of each rank."""
-        self._slow_rank = SlowRank()
+        self._slow_ranks = SlowRanks()
         self._over = threading.Event()
 
     @contextlib.contextmanager
@@ -114,13 +114,13 @@ class Monitor:
                     self._exchange(store, own)
 
     def _exchange(self, store: Store, own: Mapping[str, Any]) -> None:
-        rank, timing = self._world.rank, self._timing()
+        rank = self._world.rank
+        timing = None if self._timing is None else self._timing()
         if not self._world.is_first:
-            pace = {"seconds": dict(timing.seconds), "samples": timing.samples}
+            pace = timing and {"seconds": dict(timing.seconds), "samples": timing.samples}
             record = {"rank": rank, "where": self._where[rank], "devices": own, "pace": pace}
             store.set(f"monitor-{rank}", json.dumps(record))
             return
-        self._timings[rank] = timing
         begun = [f"monitor-{rank}" for rank in range(1, self._world.size)]
         if not store.check(begun):  # one request where all have begun
             begun = [key for key in begun if store.check([key])]
@@ -128,10 +128,12 @@ class Monitor:
             record = json.loads(words)
             self._known = {**self._known, **record["devices"]}
             self._where[record["rank"]] = record["where"]
-            self._timings[record["rank"]] = Timing(**record["pace"])
+            if record["pace"] is not None:
+                self._timings[record["rank"]] = Timing(**record["pace"])
+        if timing is not None:
+            self._timings[rank] = timing
         if len(self._timings) == self._world.size:
-            slow = self._slow_rank.look(time.monotonic(), dict(self._timings))
-            if slow is not None:
+            for slow in self._slow_ranks.look(time.monotonic(), self._timings):
                 log.warning("slow       %s", self._told(slow))
 
     def _told(self, slow: Slow) -> str:
@@ -139,7 +141,8 @@ class Monitor:
         told = f"rank {slow.rank} ({self._where[slow.rank]}) is {slow}"
         gpu = self._known.get(f"gpu{slow.rank}", {})
         if gpu.get("now", {}).get("throttled"):
-            told += f"; its GPU's clock is held down ({', '.join(gpu['throttled_by'])})"
+            reasons: dict[str, float] = gpu["throttled_by"]
+            told += f"; its GPU's clock is held down ({max(reasons, key=lambda reason: reasons[reason])})"
         return told
 
 

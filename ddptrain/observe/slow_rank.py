@@ -5,7 +5,7 @@ itself: waiting for its own batches and copies, its passes, its optimizer. That 
 """
 
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple, final
 
@@ -22,11 +22,12 @@ _OWN = {
 _WINDOW_S = 10.0
 _WINDOWS = 3
 """In so many in a row it has to be slower: a moment's noise names nobody."""
-_LEAST = 0.1
+_SLOW, _USUAL = 0.1, 0.05
+"""Shares above which a rank is slower, and below which it is no longer."""
 
 
 class Slow(NamedTuple):
-    """A rank's work on its own takes longer than the median of the others' by ``share`` of that."""
+    """A rank's own work takes longer than the median of the others' by ``share`` of that."""
 
     rank: int
     share: float
@@ -37,59 +38,57 @@ class Slow(NamedTuple):
 
 
 @final
-class SlowRank:
-    """Is shown all ranks' timings about once a second."""
+class SlowRanks:
+    """Is shown all ranks' timings about once a second. All have about as many samples of each step."""
 
     def __init__(self, window_s: float = _WINDOW_S) -> None:
         self._window_s = window_s
         self._began = 0.0
         self._before: Mapping[int, Timing] = {}
         """At the window's beginning."""
-        self._behind: deque[Slow | None] = deque(maxlen=_WINDOWS)
-        """In each of the last windows."""
-        self._named: int | None = None
+        self._last: dict[int, deque[Slow]] = {}
+        """Of each rank, its windows in a row up to now in which it was slower."""
+        self._named: set[int] = set()
 
-    def look(self, now: float, timings: Mapping[int, Timing]) -> Slow | None:
-        """The rank that is slower, once; again only after it was not. now: seconds, of any clock. timings: of
-        all ranks, by rank; as long as one is missing, nothing is compared."""
+    def look(self, now: float, timings: Mapping[int, Timing]) -> list[Slow]:
+        """The ranks that are slower, each once; again only after it was not. now: seconds, of any clock.
+        timings: by rank."""
         if self._before.keys() != timings.keys():
             self._began, self._before = now, dict(timings)
-            return None
+            return []
         if now - self._began < self._window_s:
-            return None
+            return []
         laps = {rank: timing.since(self._before[rank]) for rank, timing in timings.items()}
         self._began, self._before = now, dict(timings)
         if len(laps) < 2 or any(lap.samples <= 0 or lap.seconds["replay"] for lap in laps.values()):
-            return None  # in an evaluation, or where a captured step hides who waits
-        self._behind.append(_behind(laps))
-        windows = [window for window in self._behind if window is not None]
-        ranks = {window.rank for window in windows}
-        if len(windows) < _WINDOWS or len(ranks) > 1:
-            if not windows:
-                self._named = None
+            return []  # in an evaluation, or where a captured step hides who waits
+        work = {rank: _seconds_by_reason(lap) for rank, lap in laps.items()}
+        found = [self._judge(_beside(rank, work)) for rank in work]
+        return [slow for slow in found if slow is not None]
+
+    def _judge(self, slow: Slow) -> Slow | None:
+        """A rank's window is over; what is to be said of it."""
+        windows = self._last.setdefault(slow.rank, deque(maxlen=_WINDOWS))
+        if slow.share < _USUAL:
+            self._named.discard(slow.rank)
+        if slow.share < _SLOW:
+            windows.clear()
             return None
-        [rank] = ranks
-        if rank == self._named:
+        windows.append(slow)
+        if len(windows) < _WINDOWS or slow.rank in self._named:
             return None
-        self._named = rank
-        reason, _ = Counter(window.reason for window in windows).most_common(1)[0]
-        return Slow(rank, statistics.median(window.share for window in windows), reason)
+        self._named.add(slow.rank)
+        reason = statistics.mode(window.reason for window in windows)
+        return Slow(slow.rank, statistics.median(window.share for window in windows), reason)
 
 
-def _behind(laps: Mapping[int, Timing]) -> Slow | None:
-    """The slowest rank of a window, if it is much slower."""
-    work = {rank: _seconds_by_reason(lap) for rank, lap in laps.items()}
-    slowest = max(work, key=lambda rank: sum(work[rank].values()))
-    others = [of for rank, of in work.items() if rank != slowest]
+def _beside(rank: int, work: Mapping[int, Mapping[str, float]]) -> Slow:
+    """A rank beside the others, in a window. work: seconds by reason."""
+    own, others = work[rank], [of for other, of in work.items() if other != rank]
     usual = statistics.median(sum(of.values()) for of in others)
-    more = sum(work[slowest].values()) - usual
-    if more < _LEAST * usual:
-        return None
-    reason = max(
-        work[slowest],
-        key=lambda reason: work[slowest][reason] - statistics.median(of[reason] for of in others),
-    )
-    return Slow(slowest, more / max(usual, 1e-12), reason)
+    more = {reason: own[reason] - statistics.median(of[reason] for of in others) for reason in own}
+    share = sum(own.values()) / max(usual, 1e-12) - 1
+    return Slow(rank, share, max(more, key=lambda reason: more[reason]))
 
 
 def _seconds_by_reason(lap: Timing) -> dict[str, float]:

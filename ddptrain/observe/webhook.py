@@ -11,6 +11,7 @@ from typing import Any, final
 from urllib.parse import urlsplit
 
 from ddptrain.api.observer import End, Observer, Start
+from ddptrain.distributed.world import world_from_environment
 from ddptrain.errors import UserError
 from ddptrain.observe.child import start_module
 
@@ -29,21 +30,22 @@ class Webhook(Observer):
     Fields: ``text`` (a sentence, which Slack and Mattermost show), ``run``, ``recipe``, ``host``,
     ``outcome``, ``step``, ``steps``, ``metrics``, ``best``, ``seconds``, and ``log``, its last lines.
 
-    url: http or https. None: that of the variable DDPTRAIN_WEBHOOK_URL, which is written nowhere.
+    The address is that of the environment variable DDPTRAIN_WEBHOOK_URL: it is a secret, which a config would
+    keep in the run's folder.
     """
 
     slow = True
 
-    def __init__(self, url: str | None = None) -> None:
-        self._url = url or os.environ.get(_VARIABLE, "")
-        if urlsplit(self._url).scheme not in ("http", "https") or not urlsplit(self._url).hostname:
-            said = "must be an address with http:// or https://" if self._url else f"needs it, or {_VARIABLE}"
-            raise UserError(f"observers.webhook.url: {said}.")
+    def __init__(self) -> None:
+        self._url = os.environ.get(_VARIABLE, "")
+        if world_from_environment().is_first:
+            _check(self._url)
 
     def start(self, event: Start) -> None:
         self._process = start_module(
             "ddptrain.observe.webhook_post", [],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            start_new_session=True,
         )  # fmt: skip
         run = {
             "run": str(event.run.folder.resolve()),
@@ -51,7 +53,7 @@ class Webhook(Observer):
             "host": socket.gethostname(),
             "steps": event.steps,
         }
-        self._tell({"url": self._url, "run": run})
+        self._tell({"url": self._url, "pid": os.getpid(), "run": run})
 
     def end(self, event: End) -> None:
         result = event.result
@@ -78,3 +80,19 @@ class Webhook(Observer):
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(facts) + "\n")
         self._process.stdin.flush()
+
+
+def _check(url: str) -> None:
+    """Raise UserError for what is no web address."""
+    if not url:
+        raise UserError(f"observers=webhook: needs the environment variable {_VARIABLE}, an address.")
+    try:
+        parts = urlsplit(url)
+        sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        sound = sound and "@" not in parts.netloc and url.isascii() and url.isprintable() and " " not in url
+    except ValueError:
+        sound = False
+    if not sound:
+        raise UserError(
+            f"{_VARIABLE}: must be an address with http:// or https://, without a user's name, and in ASCII."
+        )

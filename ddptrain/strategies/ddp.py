@@ -57,6 +57,7 @@ class Ddp(Strategy):
         self._static_graph = static_graph
         self._find_unused = find_unused_parameters
         self.needs_all_gradients = not (static_graph or find_unused_parameters)
+        self.times_waits = not sync_batchnorm
         if find_unused_parameters:
             self.why_not_captured = "strategy.find_unused_parameters looks on the host"
         elif sync_batchnorm:

@@ -61,7 +61,7 @@ class TaskAligned:
         """
         n, a, _ = scores.shape
         k = labels.shape[1]
-        if k == 0:
+        if n * k == 0:
             return Assigned(labels.new_zeros(n, a), scores.new_zeros(n, a))
         pictures = max(1, _PAIRS_AT_ONCE // (k * a))
         parts = []

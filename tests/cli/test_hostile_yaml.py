@@ -57,13 +57,6 @@ def test_defaults_name_what_is_in_the_folders_of_yamls(place: Place, item: str) 
     assert "theirs/recipe/evil.yaml: defaults: " in place.refused(EVIL)
 
 
-@pytest.mark.parametrize("name", ["webhook", "mine"])
-def test_a_recipe_does_not_say_where_a_runs_end_is_told(place: Place, name: str) -> None:
-    node = "{_target_: ddptrain.observe.webhook.Webhook, url: 'http://127.0.0.1:9/'}"
-    place.recipe(f"{RECIPE}observers:\n  {name}: {node}\n")
-    assert f"observers.{name}.url: a recipe may not say" in place.refused(EVIL)
-
-
 @pytest.mark.parametrize("folder", ["CANARY", "../canary", "a/../../canary", "~/canary"])
 def test_a_recipe_names_no_folder_outside_the_current_one(place: Place, folder: str) -> None:
     place.recipe(RECIPE + f"run: {{dir: {folder}}}")

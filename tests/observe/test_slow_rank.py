@@ -8,7 +8,7 @@ import pytest
 from shell import ddptrain
 
 from ddptrain.api.timing import PHASES, Timing
-from ddptrain.observe.slow_rank import Slow, SlowRank
+from ddptrain.observe.slow_rank import Slow, SlowRanks
 
 STEP = {"data": 0.01, "forward": 0.03, "backward": 0.05, "optimizer": 0.01}
 """Seconds that each rank spends by itself."""
@@ -16,9 +16,14 @@ Changed = Callable[[int, int, dict[str, float]], None]
 """Takes the second, the rank and its step, which it may change."""
 
 
-def looked(ranks: int, seconds: int, changed: Changed, noise: float = 0.03, seed: int = 0) -> dict[int, Slow]:
-    """What is said, by the second in which it is: ranks step together at the pace of the slowest."""
-    generator, watch, said = random.Random(seed), SlowRank(), {}
+Said = dict[tuple[int, int], Slow]
+
+
+def looked(ranks: int, seconds: int, changed: Changed, noise: float = 0.03, seed: int = 0) -> Said:
+    """What is said, by the second in which it is and the rank. Ranks step together at the pace of the
+    slowest."""
+    generator, watch = random.Random(seed), SlowRanks()
+    said: Said = {}
     spent = [dict.fromkeys(PHASES, 0.0) for _ in range(ranks)]
     samples = 0
     for second in range(seconds):
@@ -35,8 +40,7 @@ def looked(ranks: int, seconds: int, changed: Changed, noise: float = 0.03, seed
                 total[phase] += count * value
             total["all_reduce"] += count * (longest - sum(own.values()))
         timings = {rank: Timing(dict(total), samples) for rank, total in enumerate(spent)}
-        if (slow := watch.look(float(second), timings)) is not None:
-            said[second] = slow
+        said |= {(second, slow.rank): slow for slow in watch.look(float(second), timings)}
     return said
 
 
@@ -67,7 +71,7 @@ def test_it_is_named_once_within_a_minute_with_the_reason(
     ranks: int, by: Mapping[str, float], reason: str
 ) -> None:
     said = looked(ranks, 300, slower(ranks - 1, by))
-    [(second, slow)] = said.items()
+    [((second, _), slow)] = said.items()
     assert second < 60
     assert (slow.rank, slow.reason) == (ranks - 1, reason)
     assert slow.share == pytest.approx(0.2, abs=0.03)
@@ -104,11 +108,19 @@ def test_another_one_is_named_after_the_first() -> None:
     ]
 
 
+def test_two_slow_ranks_are_both_named_once() -> None:
+    def changed(second: int, rank: int, own: dict[str, float]) -> None:
+        slower(1, PASSES)(second, rank, own)
+        slower(4, PASSES)(second, rank, own)
+
+    assert sorted(slow.rank for slow in looked(6, 300, changed).values()) == [1, 4]
+
+
 def test_one_rank_and_a_run_that_stands_still_name_nobody() -> None:
     assert looked(1, 100, slower(0, {"data": 9.0})) == {}
-    watch = SlowRank()
+    watch = SlowRanks()
     still = {0: Timing(dict.fromkeys(PHASES, 1.0), 10), 1: Timing(dict.fromkeys(PHASES, 9.0), 10)}
-    assert [watch.look(float(second), still) for second in range(100)] == [None] * 100
+    assert [watch.look(float(second), still) for second in range(100)] == [[]] * 100
 
 
 OWN_DATA = """

@@ -22,6 +22,8 @@ from ddptrain.observe.webhook import Webhook
 
 RUN = "recipe=cnn_digits device=cpu model.width=8 observers=[console,jsonl,webhook] run.dir=run log.every=1"
 
+VARIABLE = "DDPTRAIN_WEBHOOK_URL"
+
 
 class Receiver:
     """Keeps what is posted. answers: codes, one after the other, then 200."""
@@ -70,7 +72,9 @@ def receiver() -> Iterator[Receiver]:
 
 def ended(url: str, folder: Path, outcome: str = "done", accuracy: float = 0.5) -> None:
     """A run's first and last event."""
-    observer = Webhook(url)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(VARIABLE, url)
+        observer = Webhook()
     (folder / "log.txt").write_text("".join(f"line {i}\n" for i in range(30)))
     run = RunInfo(folder, {"recipe": "mine"})
     observer.start(Start(0, 40, False, None, run))
@@ -124,20 +128,74 @@ def test_nobody_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "secret" not in caplog.text
 
 
-@pytest.mark.parametrize("url", ["ftp://host/x", "host/x", "http://", "file:///etc/passwd"])
-def test_other_addresses_are_refused(url: str) -> None:
-    with pytest.raises(UserError, match=r"observers\.webhook\.url: must be an address with http"):
-        Webhook(url)
-
-
-def test_without_an_address_it_says_where_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DDPTRAIN_WEBHOOK_URL", raising=False)
-    with pytest.raises(UserError, match="needs it, or DDPTRAIN_WEBHOOK_URL"):
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "ftp://host/x", "host/x", "http://", "file:///etc/passwd", "http://[bad", "http://host:port/x",
+        "http://host/a b", "http://host/\u00e9", "https://user:password@host/x",
+    ],
+)  # fmt: skip
+def test_other_addresses_are_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, url)
+    with pytest.raises(UserError, match=VARIABLE) as refused:
         Webhook()
+    assert "password" not in str(refused.value)
+
+
+def test_other_ranks_need_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    Webhook()
+
+
+def test_a_redirect_is_an_error(receiver: Receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Followed, it would lose the content."""
+    receiver.answers = [301]
+    ended(receiver.url, tmp_path)
+    assert receiver.messages == []
+    assert "127.0.0.1 answers 301" in caplog.text
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_process_that_outlives_the_run_delays_nothing(
+    receiver: Receiver, tmp_path: Path, tells: bool
+) -> None:
+    """One that was forked holds the run's end of the pipe."""
+    program = """
+import os, sys, time
+from pathlib import Path
+from test_webhook import ended, Webhook
+from ddptrain.observe import webhook
+
+def tell(self, facts, real=webhook.Webhook._tell):
+    real(self, facts)
+    if "url" in facts:
+        child = os.fork()
+        if child == 0:
+            os.close(1)
+            time.sleep(60)
+            os._exit(0)
+        print(child, flush=True)
+        if sys.argv[2] == "False":
+            os._exit(1)
+
+webhook.Webhook._tell = tell
+ended(os.environ["DDPTRAIN_WEBHOOK_URL"], Path(sys.argv[1]))
+"""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, VARIABLE: receiver.url, "PYTHONPATH": path}
+    line = [sys.executable, "-c", program, str(tmp_path), str(tells)]
+    began = time.monotonic()
+    done = subprocess.run(line, env=environment, stdout=subprocess.PIPE, text=True, timeout=100)
+    told = receiver.received()
+    assert told["outcome"] == ("done" if tells else "gone")
+    assert time.monotonic() - began < 40
+    os.kill(int(done.stdout), signal.SIGKILL)
 
 
 def test_a_run_tells_and_keeps_the_address_to_itself(receiver: Receiver, tmp_path: Path) -> None:
-    done = ddptrain(tmp_path, f"{RUN} train.steps=3", DDPTRAIN_WEBHOOK_URL=receiver.url)
+    done = ddptrain(tmp_path, f"{RUN} train.steps=3", **{VARIABLE: receiver.url})
     assert done.code == 0, done.err
     told = receiver.received()
     assert (told["outcome"], told["step"], told["recipe"]) == ("done", 3, "cnn_digits")
@@ -148,7 +206,7 @@ def test_a_run_tells_and_keeps_the_address_to_itself(receiver: Receiver, tmp_pat
 
 def test_a_killed_run_is_told_of(receiver: Receiver, tmp_path: Path) -> None:
     line = [sys.executable, "-m", "ddptrain", *f"{RUN} train.epochs=1000".split()]
-    environment = {**os.environ, "DDPTRAIN_WEBHOOK_URL": receiver.url}
+    environment = {**os.environ, VARIABLE: receiver.url}
     run = subprocess.Popen(line, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     assert run.stderr is not None
     for printed in run.stderr:
@@ -158,6 +216,6 @@ def test_a_killed_run_is_told_of(receiver: Receiver, tmp_path: Path) -> None:
     told = receiver.received()
     run.wait()
     run.stderr.close()
-    assert told["outcome"] == "killed"
-    assert "was killed, or ended because it hung" in told["text"]
-    assert any("step 3/" in line for line in told["log"])
+    assert told["outcome"] == "gone"
+    assert "ended without a word: killed, hung, or" in told["text"]
+    assert any("step " in line for line in told["log"])
