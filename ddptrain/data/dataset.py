@@ -103,13 +103,7 @@ class DatasetData(Data):
         self._prepared: _Prepared | None = None
 
     def prepare(self, world: World, seed: int) -> None:
-        workers = asked_workers(self._workers, world)
-        everything = range(len(self._dataset))
-        if self._valid is not None:
-            parts = _Part(self._dataset, everything), _Part(self._valid, range(len(self._valid)))
-        else:
-            train_ids, valid_ids = held_out.split(everything)
-            parts = _Part(self._dataset, train_ids), _Part(self._dataset, valid_ids)
+        workers, parts = asked_workers(self._workers, world), self._parts()
         samples = [Samples(part, collate=self._collate) for part in parts]
         by_value = bool(workers) and any(list(map(_only_by_value, samples)))  # both are checked
         skipped: list[str] = []
@@ -123,6 +117,14 @@ class DatasetData(Data):
         identity = once_a_node(world, lambda: self._digest(*parts))
         train, valid = (Samples(part, collate=self._collate, seed=seed, by_value=by_value) for part in parts)
         self._prepared = _Prepared(Pipeline(train, valid, workers, world.device), skipped, identity)
+
+    def _parts(self) -> tuple[_Part, _Part]:
+        """For training and validation."""
+        everything = range(len(self._dataset))
+        if self._valid is not None:
+            return _Part(self._dataset, everything), _Part(self._valid, range(len(self._valid)))
+        train_ids, valid_ids = held_out.split(everything)
+        return _Part(self._dataset, train_ids), _Part(self._dataset, valid_ids)
 
     def _digest(self, train: _Part, valid: _Part) -> str:
         facts = [repr((self._classes, len(train), len(valid))).encode()]
@@ -153,7 +155,9 @@ class DatasetData(Data):
         return {"classes": list(self._classes)}
 
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
-        """The classes are those that the dataset names."""
+        """The classes are those that the dataset names; the shape of its samples is that of the first."""
+        train, valid = (Samples(part, collate=self._collate) for part in self._parts())
+        self._prepared = _Prepared(Pipeline(train, valid, 0, world.device), [], "")
 
     @property
     def loading(self) -> Loading:

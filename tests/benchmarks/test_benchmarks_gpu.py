@@ -93,7 +93,7 @@ def test_parts_on_a_simulated_gpu(tmp_path: Path) -> None:
         "dp": "not started",
     }
     assert verdicts == expected, parts
-    assert "graphs" in parts["machine"]["figures"]["lacks"]
+    assert "compiles" in parts["machine"]["figures"]["lacks"]
     assert parts["cnn"]["commands"][0].startswith("python -m ddptrain recipe=cnn_cifar10")
     assert parts["cnn"]["figures"]["speed"]["samples_per_s"] > 0
     report = (tmp_path / "report.md").read_text()

@@ -242,6 +242,7 @@ _ports = itertools.count(10_000 + int(os.environ.get("MASTER_PORT", "0")) % 10_0
 def _said(words: list[str], told: Path) -> tuple[int, str]:
     """told: a file for what is said, which is left where the process ends in the middle."""
     import emulate
+    import torch.distributed as dist
 
     from ddptrain.verbs.main import main
 
@@ -255,6 +256,8 @@ def _said(words: list[str], told: Path) -> tuple[int, str]:
         except BaseException:
             code = 1
             said.write(traceback.format_exc())
+    if dist.is_initialized():  # a run that is refused leaves NCCL's to the end of its process
+        dist.destroy_process_group()
     emulate.findings.clear()
     return code, told.read_text()
 

@@ -54,7 +54,7 @@ def test_ranks_and_accumulation_do_not_change_the_weights(tmp_path: Path) -> Non
 @pytest.mark.long
 def test_one_model_is_judged_alike_on_any_world(tmp_path: Path) -> None:
     """To the last digit, also by ranks that have no validation batch at all."""
-    fit = Fit(plan(100, save_every=100, eval_every=100), optim=ADAMW)
+    fit = Fit(plan(150, save_every=150, eval_every=150), optim=ADAMW)
     run_ranks(lambda world: fit.train(*detector(), world, tmp_path)[0].step, 1)
     saved = read(Checkpointer(tmp_path, keep=1).steps()[-1])
     state = unpack(saved)["model"]
