@@ -11,7 +11,6 @@ others have filled their queues and wait; what its own had ready is taken out un
 processes, for a sample, tells more where other work shares the cores.
 """
 
-import argparse
 import multiprocessing
 import os
 import statistics
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import check_markers, made_with, markers, publish
+from common import check_markers, compute_alone_on, made_with, publish, rounds_parser
 from pipelines import ENDLESS, write_jpegs
 from torch.utils.data import DataLoader
 from torchvision import transforms
@@ -56,12 +55,10 @@ class Chunk(NamedTuple):
 
 
 def main() -> None:
-    arguments = _arguments()
+    arguments = rounds_parser(__doc__, NAME, 15).parse_args()
     if arguments.write:
         check_markers(arguments.write, NAME)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-WORKERS:])
-    torch.set_num_threads(1)
+    compute_alone_on(WORKERS)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "pictures"
         size = write_jpegs(root)
@@ -169,15 +166,6 @@ def _note(rounds: int) -> str:
         f" {made_with(*packages)}"
         " Made by `python benchmarks/augmented.py`."
     )
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15, help="(%(default)s)")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
-    )
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

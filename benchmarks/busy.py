@@ -9,7 +9,6 @@ neighbours, each in a process of its own. A step's seconds are those of the run'
 logging, evaluation and checkpoints.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -21,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from common import check_markers, made_with, markers, publish
+from common import check_markers, made_with, publish, rounds_parser
 
 NAME = "busy"
 """Of the markers."""
@@ -37,14 +36,10 @@ _STEP = ("data", "copy", "forward", "backward", "all_reduce", "optimizer")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
+    parser = rounds_parser(__doc__, NAME, 5)
     parser.add_argument("--neighbours", default="0,1,2", help="numbers of them (%(default)s)")
     parser.add_argument("--spins", default=f"{GNU},ours", help="values of GOMP_SPINCOUNT (%(default)s)")
     parser.add_argument("--cases", default="", help="parts of their names")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
-    )
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         parser.error(f"--rounds={arguments.rounds}: must be 1 or more")

@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import gc
 import math
+import os
 import platform
 import statistics
 import tempfile
@@ -112,14 +113,27 @@ def made_with(*packages: str) -> str:
     return f"{_processor()}, {count}; Python {platform.python_version()}, {versions}; {day}."
 
 
-def turns_asked(doc: str | None, name: str, rounds: int = 10) -> argparse.Namespace:
-    """The command line of a benchmark of a recipe's training."""
+def compute_alone_on(cores: int) -> None:
+    """Keep this process, and so those it starts, on the last so many cores that it may use; one thread."""
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-cores:])
+
+
+def rounds_parser(doc: str | None, name: str, rounds: int) -> argparse.ArgumentParser:
+    """For the command line of a benchmark. doc: of its module. name: of its markers. rounds: by default."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=rounds, help="(%(default)s)")
-    parser.add_argument("--steps", type=int, default=LOG_EVERY, help="timed ones of a chunk (%(default)s)")
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(name))}"
     )
+    return parser
+
+
+def turns_asked(doc: str | None, name: str, rounds: int = 10) -> argparse.Namespace:
+    """The command line of a benchmark of a recipe's training."""
+    parser = rounds_parser(doc, name, rounds)
+    parser.add_argument("--steps", type=int, default=LOG_EVERY, help="timed ones of a chunk (%(default)s)")
     return parser.parse_args()
 
 

@@ -8,8 +8,6 @@ All decode the same files from memory into uint8 RGB. Chunks of all take turns i
 both directions, and a ratio is taken within one round. The pixels are compared with Pillow's.
 """
 
-import argparse
-import os
 import statistics
 import tempfile
 import time
@@ -21,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import check_markers, made_with, markers, publish
+from common import check_markers, compute_alone_on, made_with, publish, rounds_parser
 from PIL import Image
 from pipelines import write_jpegs
 from torchvision.io import ImageReadMode, decode_jpeg
@@ -53,12 +51,10 @@ class Chunk(NamedTuple):
 
 
 def main() -> None:
-    arguments = _arguments()
+    arguments = rounds_parser(__doc__, NAME, 20).parse_args()
     if arguments.write:
         check_markers(arguments.write, NAME)
-    torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    compute_alone_on(1)
     with tempfile.TemporaryDirectory() as folder:
         size = write_jpegs(Path(folder))
         files = [file.read_bytes() for file in sorted(Path(folder).rglob("*.jpg"))[:FILES]]
@@ -123,11 +119,16 @@ def known() -> list[Decoder]:
     if find_spec("pyvips"):
         import pyvips
 
+        def scaled_by_vips(pixels: Any) -> Any:
+            height, width, _ = pixels.shape
+            picture = pyvips.Image.new_from_array(pixels)
+            return picture.resize(SIDE / width, vscale=SIDE / height).numpy()
+
         decoders.append(
             Decoder(
                 "libvips",
                 lambda content: pyvips.Image.new_from_buffer(content, "").numpy(),
-                lambda pixels: pyvips.Image.new_from_array(pixels).resize(SIDE / pixels.shape[1]).numpy(),
+                scaled_by_vips,
             )
         )
     return decoders
@@ -170,23 +171,13 @@ def _columns(own: Sequence[Chunk], base: Sequence[Chunk], name: str) -> str:
 
 
 def _note(rounds: int) -> str:
-    extra = {"cv2": "opencv-python-headless", "simplejpeg": "simplejpeg", "imagecodecs": "imagecodecs"}
-    packages = ["torchvision", "pillow", *(name for module, name in extra.items() if find_spec(module))]
-    if find_spec("pyvips"):
-        packages.append("pyvips-binary")
+    optional = {"cv2": "opencv-python-headless", "pyvips": "pyvips-binary"}
+    optional |= {name: name for name in ("simplejpeg", "imagecodecs")}
+    packages = ["torchvision", "pillow", *(optional[module] for module in optional if find_spec(module))]
     return (
         f"{FILES} files a chunk, {rounds} rounds in which all take turns. {made_with(*packages)}"
         " Made by `python benchmarks/decoders.py`."
     )
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20, help="(%(default)s)")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
-    )
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ nothing is trained. Chunks of all take turns within one process on one core, in 
 is taken within one round. That ddptrain's paths give the same bits is checked before anything is timed.
 """
 
-import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import check_markers, made_with, markers, publish
+from common import check_markers, compute_alone_on, made_with, publish, rounds_parser
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder as TorchvisionFolder
@@ -85,12 +83,10 @@ class InMemory(ImageSource):
 
 
 def main() -> None:
-    arguments = _arguments()
+    arguments = rounds_parser(__doc__, NAME, 40).parse_args()
     if arguments.write:
         check_markers(arguments.write, NAME)
-    torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    compute_alone_on(1)
     with tempfile.TemporaryDirectory() as folder:
         lines = _measured("32 x 32, batches of 128", small(), 128, arguments.rounds)
         root = Path(folder) / "pictures"
@@ -237,15 +233,6 @@ def _note(rounds: int) -> str:
         f" {made_with('torch', 'torchvision', 'pillow', 'ddptrain')}"
         " Made by `python benchmarks/pipelines.py`."
     )
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=40, help="(%(default)s)")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help=f"put the tables between its {' and '.join(markers(NAME))}"
-    )
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import check_markers, made_with, markers, publish
+from common import check_markers, made_with, publish, rounds_parser
 
 NAME = "startup"
 """Of the markers."""
@@ -231,12 +231,8 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7, help="(%(default)s)")
+    parser = rounds_parser(__doc__, NAME, 7)
     parser.add_argument("--exits", type=int, metavar="N", help="count the ends of N trainings instead")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
-    )
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         parser.error(f"--rounds={arguments.rounds}: must be 1 or more")

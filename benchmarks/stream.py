@@ -7,7 +7,6 @@ Warm: samples per second of a rank's two workers, decoded, cut and normalised, e
 nothing is; the server answers after 20 ms and sends 50 MB/s, and a step takes 200 ms.
 """
 
-import argparse
 import http.server
 import multiprocessing
 import statistics
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import check_markers, made_with, markers, publish
+from common import check_markers, made_with, publish, rounds_parser
 from PIL import Image
 
 from ddptrain.api.sampler import Sampler
@@ -42,12 +41,7 @@ LATENCY_S, BYTES_A_S, STEP_S = 0.02, 50e6, 0.2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7, help="(%(default)s)")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
-    )
-    arguments = parser.parse_args()
+    arguments = rounds_parser(__doc__, NAME, 7).parse_args()
     if arguments.write:
         check_markers(arguments.write, NAME)
     with tempfile.TemporaryDirectory() as folder:

@@ -14,11 +14,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import check_markers, composed, made_with, markers, publish
+from common import check_markers, composed, made_with, publish, rounds_parser
 
 from ddptrain.api.world import World
 from ddptrain.config.strategy import is_strict
@@ -122,13 +121,9 @@ def _ranks_in_words(ranks: int) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=40, help="(%(default)s)")
+    parser = rounds_parser(__doc__, NAME, 40)
     parser.add_argument("--ranks", default="1,2", help="numbers of them (%(default)s)")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="of %(default)s")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
-    )
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         parser.error(f"--rounds={arguments.rounds}: must be 1 or more")

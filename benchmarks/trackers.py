@@ -6,7 +6,6 @@ The same short training, one after the other in turns. What is compared is the t
 last, evaluations, plots and checkpoints included: the run's own `time` in summary.json.
 """
 
-import argparse
 import json
 import os
 import socket
@@ -19,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from common import check_markers, made_with, markers, publish
+from common import check_markers, made_with, publish, rounds_parser
 
 NAME = "trackers"
 """Of the markers."""
@@ -31,12 +30,8 @@ WAYS = ("no tracker", "MLflow", "MLflow's server hangs")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=4, help="(%(default)s)")
+    parser = rounds_parser(__doc__, NAME, 4)
     parser.add_argument("--steps", type=int, default=1600, help="(%(default)s)")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help=f"put the table between its {' and '.join(markers(NAME))}"
-    )
     arguments = parser.parse_args()
     if arguments.write:
         check_markers(arguments.write, NAME)
