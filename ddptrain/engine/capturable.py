@@ -142,6 +142,7 @@ def _captured_pass(step: TrainStep, batch: Batch, progress: Progress, micro_batc
 
 
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> AbstractContextManager[Any]:
+    """What the current stream does inside becomes the graph. pool: memory that captures share."""
     # of this thread: another one pins the next batches meanwhile
     stream = torch.cuda.current_stream()
     return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
@@ -200,6 +201,7 @@ class _WithoutProgress:
 
 @contextmanager
 def without_progress(step: TrainStep) -> Iterator[None]:
+    """Inside, a loss that reads the step's `Progress` raises UserError."""
     task: Any = step.task
     step.task = cast(Task, _WithoutProgress(task))
     try:

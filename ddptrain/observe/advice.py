@@ -17,7 +17,7 @@ _THRESHOLDS = {
     "saving": 0.10,
 }
 """Fractions of the whole time from which a phase is worth reducing; the rest is the model's work."""
-_NAMES = {
+PHASE_NAMES = {
     "data": "waiting for data",
     "copy": "waiting for copies to the GPU",
     "all_reduce": "waiting for the other ranks' gradients",
@@ -49,7 +49,7 @@ def advise(run: RunInfo, times: Times) -> str:
     if not wastes:
         return who + _on_computing(run, timing, shares, late)
     worst = max(wastes, key=lambda phase: wastes[phase])
-    return f"{who}{_NAMES[worst]} {shares[worst]:.0%} of the run: {_REMEDIES[worst](run)}"
+    return f"{who}{PHASE_NAMES[worst]} {shares[worst]:.0%} of the run: {_REMEDIES[worst](run)}"
 
 
 def _late_rank(ranks: Sequence[Timing]) -> int | None:

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from typing import NamedTuple, final
 
 from ddptrain.api.timing import Timing
+from ddptrain.observe.advice import PHASE_NAMES
 
 _OWN = {
-    "data": "waiting for data",
-    "copy": "waiting for copies to the GPU",
+    "data": PHASE_NAMES["data"],
+    "copy": PHASE_NAMES["copy"],
     "forward": "forward and backward",
     "backward": "forward and backward",
-    "optimizer": "the optimizer",
+    "optimizer": PHASE_NAMES["optimizer"],
 }
 """Phases in which a rank waits for no other, in words."""
 _WINDOW_S = 10.0
@@ -41,8 +42,7 @@ class Slow(NamedTuple):
 class SlowRanks:
     """Is shown all ranks' timings about once a second. All have about as many samples of each step."""
 
-    def __init__(self, window_s: float = _WINDOW_S) -> None:
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._began = 0.0
         self._before: Mapping[int, Timing] = {}
         """At the window's beginning."""
@@ -56,7 +56,7 @@ class SlowRanks:
         if self._before.keys() != timings.keys():
             self._began, self._before = now, dict(timings)
             return []
-        if now - self._began < self._window_s:
+        if now - self._began < _WINDOW_S:
             return []
         laps = {rank: timing.since(self._before[rank]) for rank, timing in timings.items()}
         self._began, self._before = now, dict(timings)

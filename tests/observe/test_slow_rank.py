@@ -125,7 +125,6 @@ def test_one_rank_and_a_run_that_stands_still_name_nobody() -> None:
 
 OWN_DATA = """
 import time
-from ddptrain.api import Data
 from ddptrain.data.images.data import ImageData
 
 def slow_on(**settings):
