@@ -77,31 +77,6 @@ def test_between_laps_each_rank_waits_to_be_told(tmp_path: Path) -> None:
                 process.kill()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["rounds=1"], "rounds=1: must be 3 or more."),
-        (["steps=x"], "steps=x: must be a whole number"),
-        (["stops=3"], "stops: bench takes no such word. Did you mean steps?"),
-        (["run.dir=here"], "run.dir=here: bench decides that itself; leave it out."),
-        (["try=log.every=1"], "log.every=1: bench decides that itself; leave it out."),
-        (["try=train.batch_size=8;foo"], "try=foo: is no override. Give key=value"),
-        (
-            ["ddp=true", "strategy=dp"],
-            "strategy._target_=ddptrain.strategies.dp.DataParallel: ddp=true measures",
-        ),
-        (["ddp=true", "device=cuda:1"], "ddp=true: there is one GPU to use"),
-        (["optim.lrr=1"], "optim.lrr: there is no such key."),
-        (["--multirun"], "bench: starts the trainings that it compares"),
-    ],
-)
-def test_wrong_words_are_one_message(tmp_path: Path, words: list[str], said: str) -> None:
-    done = bench(tmp_path, "recipe=cnn_digits", *words)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"ddptrain: {said}")
-    assert not done.stdout
-
-
 def test_a_training_that_does_not_start_is_told(tmp_path: Path) -> None:
     done = bench(tmp_path, "recipe=cnn_digits", "device=cuda:99", "try=")
     assert done.returncode == 2

@@ -37,7 +37,9 @@ def test_it_answers_as_python_does(tmp_path: Path) -> None:
         assert (asked.code, asked.out, asked.err) == (other.returncode, other.stdout, other.stderr)
 
 
-@pytest.mark.parametrize("launch", [[], ["launch", "--nproc-per-node=2"]])
+@pytest.mark.parametrize(
+    "launch", [[], pytest.param(["launch", "--nproc-per-node=2"], marks=pytest.mark.long)]
+)
 def test_it_finds_the_modules_of_the_current_folder(launch: list[str], tmp_path: Path) -> None:
     shutil.copy(ROOT / "tests/packaging/my_recipe/my_recipe.py", tmp_path)
     shutil.copytree(ROOT / "tests/packaging/my_recipe/recipe", tmp_path / "yamls/recipe")

@@ -94,7 +94,13 @@ def assert_equal(ones: Batches, others: Batches) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("name", AUGMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("all", "resized crop", "cutmix") else pytest.mark.long)
+        for name in AUGMENTS
+    ],
+)
 def test_ranks_and_where_the_steps_begin_change_no_bit(name: str) -> None:
     data = prepared(AUGMENTS[name])
     alone = batches(data)

@@ -155,6 +155,7 @@ def test_two_ranks_of_one_node_both_end_with_its_problem(tmp_path: Path) -> None
     assert "Do this first (" in out
 
 
+@pytest.mark.long
 def test_two_nodes_are_asked_and_told_apart(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

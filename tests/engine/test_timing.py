@@ -149,7 +149,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def test_a_slow_data_set_is_named_every_time(times: int, folder: Path) -> None:
     said = []
     for trial in range(times):
-        took = trained(folder / str(trial), SlowVectors(1000, seconds=0.02), light, steps=40)
+        took = trained(folder / str(trial), SlowVectors(1000, seconds=0.02), light, steps=20)
         said.append(advise(setup(loading=Loading(workers=0, resident=False), data={"resident": False}), took))
     assert_named(said, "waiting for data ", f"data.workers={cores()} or data.resident=true")
 

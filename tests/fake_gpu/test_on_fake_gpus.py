@@ -55,7 +55,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, "Future
         (folder / name).mkdir()
     with ThreadPoolExecutor(2) as pool:
         started = {
-            "quick-2": pool.submit(on_gpus, 2, *TORCHRUN, cases, folder / "quick-2", "quick"),
+            "quick-2": pool.submit(on_gpus, 2, *TORCHRUN, cases, folder / "quick-2", "quick:4"),
             "captured-2": pool.submit(
                 on_gpus, 2, *TORCHRUN, cases, folder / "captured-2", "captured quick:1"
             ),
@@ -104,12 +104,14 @@ def test_tests_on_a_gpu(gpus: int, passed: int, words: tuple[str | Path, ...]) -
 
 
 def test_recipes_train_with_few_launches(jobs: dict[str, "Future[Done]"]) -> None:
-    check_launches(told(jobs["quick-2"].result()), 8)
+    check_launches(told(jobs["quick-2"].result()), 4)
 
 
 @pytest.mark.long
-def test_every_recipe_trains_with_few_launches(tmp_path: Path) -> None:
-    check_launches(told(on_gpus(2, HERE / "cases.py", tmp_path, "quick")), 12)
+@pytest.mark.parametrize(("ranks", "cases"), [(1, 12), (2, 8)])
+def test_every_recipe_trains_with_few_launches(ranks: int, cases: int, tmp_path: Path) -> None:
+    launcher = TORCHRUN if ranks == 2 else []
+    check_launches(told(on_gpus(2, *launcher, HERE / "cases.py", tmp_path, "quick")), cases)
 
 
 def check_launches(said: str, cases: int) -> None:

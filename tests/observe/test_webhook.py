@@ -105,6 +105,7 @@ def test_what_is_not_finite_is_json(receiver: Receiver, tmp_path: Path) -> None:
     assert told["text"].endswith("accuracy nan")
 
 
+@pytest.mark.faults
 def test_a_server_that_is_busy_is_asked_again(receiver: Receiver, tmp_path: Path) -> None:
     receiver.answers = [503, 429]
     ended(receiver.url, tmp_path)

@@ -75,7 +75,12 @@ def points(task: type[Classify] = Classify) -> Pair:
 @pytest.mark.parametrize("micro_batch", [None, 4])
 @pytest.mark.parametrize(
     ("task", "precision"),
-    [(Classify, "fp32"), (Classify, "bf16"), (Classify, "fp16"), (CountPositives, "fp32")],
+    [
+        (Classify, "fp32"),
+        pytest.param(Classify, "bf16", marks=pytest.mark.long),
+        (Classify, "fp16"),
+        pytest.param(CountPositives, "fp32", marks=pytest.mark.long),
+    ],
 )
 def test_any_number_of_ranks_and_any_change_of_it(
     tmp_path: Path, micro_batch: int | None, task: type[Classify], precision: str
