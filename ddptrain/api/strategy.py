@@ -67,7 +67,8 @@ class Strategy(ABC):
     """Fixed parts of each global batch, each with its own backward pass; None: one per rank."""
     sharded = False
     """Whether a rank holds its part only of weights, gradients and optimizer. The model is then made on the
-    host; each pass of it is a collective, and all ranks need equally many."""
+    first rank's host, of whose numbers `wrap` gives each rank its part; others may have it on the device
+    `meta`. Each pass of it is a collective, and all ranks need equally many."""
     takes_sparse_gradients = True
     why_not_captured = ""
     """Why its steps can't be captured in a CUDA graph; '' where they can."""

@@ -5,6 +5,7 @@ from ddptrain.config.targets import Node
 _DDP = "ddptrain.strategies.ddp.Ddp"
 _AUTO = "ddptrain.strategies.auto.ddp_or_single"
 _DP = "ddptrain.strategies.dp.DataParallel"
+_FSDP = ("ddptrain.strategies.fsdp.Fsdp", "ddptrain.strategies.auto.fsdp_or_single")
 _STRICT = "ddptrain.strategies.strict.Strict"
 
 
@@ -20,6 +21,10 @@ def uses_ddp(node: Node) -> bool:
 
 def is_dp(node: Node) -> bool:
     return bool(node["_target_"] == _DP)
+
+
+def is_fsdp(node: Node) -> bool:
+    return node["_target_"] in _FSDP
 
 
 def is_strict(node: Node) -> bool:

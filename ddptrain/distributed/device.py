@@ -87,6 +87,11 @@ def with_shared_gpus(world: World, gpus: Sequence[str]) -> World:
     return replace(world, shares_device=shared, sharers=gpus.count(gpus[world.rank]))
 
 
+def has_bf16(gpu: torch.device) -> bool:
+    """Whether a CUDA device computes in bf16: all from sm_80 on, of 2020."""
+    return torch.cuda.get_device_capability(gpu) >= (8, 0)
+
+
 def summing_dtype(device: torch.device) -> torch.dtype:
     """float64 for sums that must not lose what they add up, float32 where the device has no more."""
     return torch.float32 if device.type == "mps" else torch.float64

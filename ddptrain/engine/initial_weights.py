@@ -17,6 +17,7 @@ from ddptrain.api.world import World
 from ddptrain.distributed.comm import on_all_ranks, once_a_node
 from ddptrain.engine.weights_file import tensors_of, weights_at
 from ddptrain.errors import UserError, reason
+from ddptrain.observe.mirror.restore import local_copy
 from ddptrain.text import first_few
 
 log = logging.getLogger("ddptrain")
@@ -43,7 +44,13 @@ def load_initial_weights(
     """
     weights = on_all_ranks(world, lambda: read_weights(source, node, world))
     matched = match(model, weights, source, skip)
-    model.load_state_dict({**model.state_dict(), **matched.loaded})
+    own = model.state_dict()
+    # a rank that holds the shapes alone gets the first one's numbers later
+    loaded = {
+        name: value.to(own[name].device) if isinstance(value, Tensor) else value
+        for name, value in matched.loaded.items()
+    }
+    model.load_state_dict({**own, **loaded})
     for line in matched.lines():
         log.info("weights    %s", line)
 
@@ -148,7 +155,7 @@ def read_weights(source: str, model: Mapping[str, Any], world: World) -> Weights
         )
     if separator and kind in _LIBRARIES:
         return _LIBRARIES[kind](name, model, world)
-    path = Path(source)
+    path = local_copy(source, "init.weights") if "://" in source else Path(source)
     if not path.exists():
         raise UserError(
             f"init.weights={source}: does not exist. Name a run's folder, a checkpoint's, a .pt, .pth or"

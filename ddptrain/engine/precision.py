@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddptrain import torch_private
+from ddptrain.distributed.device import has_bf16
 from ddptrain.errors import UserError
 
 log = logging.getLogger("ddptrain")
@@ -37,7 +38,7 @@ class Precision:
 
     def check(self, model: nn.Module) -> None:
         """Raises UserError where this GPU can't compute the model in this precision."""
-        if self.name != "bf16" or self._device.type != "cuda" or _has_bf16(self._device):
+        if self.name != "bf16" or self._device.type != "cuda" or has_bf16(self._device):
             return
         for name, layer in model.named_modules():
             if isinstance(layer, _CONVOLUTIONS):
@@ -80,25 +81,21 @@ class Precision:
             self.scaler.unscale_(optimizer)
 
 
-def _has_bf16(gpu: torch.device) -> bool:
-    return torch.cuda.get_device_capability(gpu) >= (8, 0)
-
-
 def choose_precision(asked: str, device: torch.device) -> Precision:
     """The precision for ``precision=asked``; ``auto`` takes bf16 where the GPU computes in it.
 
     Raises UserError if the device lacks the precision, and warns if it only emulates it.
     """
     on_gpu = device.type == "cuda"
-    has_bf16 = on_gpu and _has_bf16(device)
+    computes_bf16 = on_gpu and has_bf16(device)
     if asked == "auto":
-        return Precision("bf16" if has_bf16 else "fp32", device)
-    if asked == "tf32" and not has_bf16:  # both came with the Ampere generation
+        return Precision("bf16" if computes_bf16 else "fp32", device)
+    if asked == "tf32" and not computes_bf16:  # both came with the Ampere generation
         raise UserError(
             f"precision=tf32: needs an NVIDIA GPU of 2020 (sm_80) or later; this is {device}."
             " Use precision=fp32, or bf16."
         )
-    if asked == "bf16" and on_gpu and not has_bf16:
+    if asked == "bf16" and on_gpu and not computes_bf16:
         log.warning(
             "precision=bf16: %s has no bf16 arithmetic (new in sm_80, in 2020) and emulates it through"
             " fp32, slower than fp32 itself. Use precision=fp16 or fp32",

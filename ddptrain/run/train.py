@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -54,6 +53,7 @@ from ddptrain.run.assemble import make_step, plan_run
 from ddptrain.run.make_strategy import make_strategy
 from ddptrain.run.optimizer import arguments_of, check_optimizer
 from ddptrain.run.schedule import check_schedule
+from ddptrain.run.sharded_model import make_sharded_model
 from ddptrain.text import counted, first_few, parse_json
 from ddptrain.torch_private import spare_dynamo
 from ddptrain.version import __version__
@@ -154,7 +154,10 @@ def make_train_step(
     share_cores(world, is_strict(config.strategy), workers)
     log.info("cores      %s", cores_in_words(world, workers))
     _graph(config.compile, world)  # refuses what there is not
-    model = setup.make_model(config, task, torch.device("cpu") if strategy.sharded else world.device)
+    if strategy.sharded:
+        model = make_sharded_model(config, task, world)
+    else:
+        model = setup.make_model(config, task, world.device)
     on_all_ranks(world, lambda: precision.check(model))  # nodes may have other GPUs
     if saved is None:
         if config.init.weights is not None:
@@ -174,8 +177,6 @@ def make_train_step(
     model = strategy.prepare(model)
     log.info("model      %s", _model_in_words(model, config))
     check_same_model(world, model)
-    if strategy.sharded:
-        check_same_weights(world, model)
     log.info("batch      %s", _batch_in_words(plan, world))
     if (passes := plan.batch_size / data.train_size) > 1:
         log.warning("note       train.batch_size=%d: a step takes %.3g epochs", plan.batch_size, passes)
@@ -184,7 +185,7 @@ def make_train_step(
     if config.compile in ("step", "step-graph"):
         compile_loss(task)
     step = make_step(config, task, model, strategy, precision, plan, watchdog, frozen)
-    if not strategy.sharded:  # some have broadcast the first rank's
+    if not strategy.sharded:  # which takes the first rank's weights
         check_same_weights(world, model)
     settings = flat_values(arguments_of(config.optim)).items()
     told = [f"{name} {value}" for name, value in settings if not name.endswith("_target_")]

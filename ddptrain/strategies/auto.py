@@ -43,6 +43,7 @@ def fsdp_or_single(
     wrap: Sequence[str] | None = None,
     reshard_after_forward: bool = True,
     shard_over: Literal["world", "node"] = "world",
+    gather: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "fp32",
     whole_checkpoint_gb: float = 4.0,
 ) -> Strategy:
     """`Fsdp` with these arguments; `Single` for one rank."""
@@ -50,4 +51,4 @@ def fsdp_or_single(
         return Single(world)
     from ddptrain.strategies.fsdp import Fsdp  # half a second: torch's DTensor imports sympy
 
-    return Fsdp(world, wrap, reshard_after_forward, shard_over, whole_checkpoint_gb)
+    return Fsdp(world, wrap, reshard_after_forward, shard_over, gather, whole_checkpoint_gb)

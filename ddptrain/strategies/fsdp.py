@@ -16,17 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, empty
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
 from ddptrain.distributed.comm import START_TIMEOUT, broadcast, from_all_ranks, only_statistics
+from ddptrain.distributed.device import has_bf16
 from ddptrain.distributed.foreach import mapped
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean
 
 log = logging.getLogger("ddptrain")
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @final
@@ -36,8 +39,9 @@ class Fsdp(Strategy):
     wrap: name patterns of the modules that are gathered one at a time (of nested ones the outermost); None:
     the repeated children of each `nn.Sequential` and `nn.ModuleList`. reshard_after_forward: free a block's
     weights between its forward and its backward pass; else they are gathered once a pass, for more memory.
-    shard_over: all ranks, or those of a node, with replicas over nodes (HSDP). whole_checkpoint_gb: of a
-    model with more GB of weights each rank writes its part of a checkpoint.
+    shard_over: all ranks, or those of a node, with replicas over nodes (HSDP). gather: the precision in which
+    float32 weights are sent and used, but for blocks with BatchNorm; gradients are summed in float32.
+    whole_checkpoint_gb: of a model with more GB of weights each rank writes its part of a checkpoint.
     """
 
     sharded = True
@@ -51,12 +55,14 @@ class Fsdp(Strategy):
         wrap: Sequence[str] | None = None,
         reshard_after_forward: bool = True,
         shard_over: Literal["world", "node"] = "world",
+        gather: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "fp32",
         whole_checkpoint_gb: float = 4.0,
     ) -> None:
         super().__init__(world)
         self._patterns = wrap
         self._reshard = reshard_after_forward
         self._shard_over = shard_over
+        self._gather = gather
         self._whole_bytes = whole_checkpoint_gb * 1e9
         self._gathers_checkpoints = True
         self._mesh: DeviceMesh | None = None
@@ -92,11 +98,11 @@ class Fsdp(Strategy):
         self._mesh, self._gathers_checkpoints = self._create_mesh(), weights <= self._whole_bytes
         for module in model.modules():  # optim.layer_decay asks for the class as it is written
             vars(module).setdefault("written_as", getattr(module, "written_as", type(module)))
+        self._take_buffers(model)
         for block in blocks.values():
-            fully_shard(block, mesh=self._mesh, reshard_after_forward=self._reshard)
-        fully_shard(model, mesh=self._mesh, reshard_after_forward=False if not self._reshard else None)
+            self._shard(block, self._reshard)
+        self._shard(model, None if self._reshard else False)
         _prefetch(model, list(blocks.values()))
-        model.to(self.world.device)  # buffers
         if not only_statistics(model):
             model.register_forward_pre_hook(self._same_buffers)
         return model
@@ -157,6 +163,52 @@ class Fsdp(Strategy):
 
     def describe(self) -> str:
         return {"world": "fsdp", "node": "hsdp"}[self._shard_over]
+
+    def _shard(self, block: nn.Module, reshard: bool | None) -> None:
+        """Cut the first rank's parameters of a block, but for those that are cut already. A collective."""
+        uncut = [path for path, parameter in block.named_parameters() if not isinstance(parameter, DTensor)]
+        self._take_parameters(block)
+        owners = {block.get_submodule(path.rpartition(".")[0]) for path in uncut}
+        # BatchNorm takes no weights of another dtype than its statistics'
+        has_norms = any(isinstance(owner, _BatchNorm) for owner in owners)
+        dtype = None if has_norms else self._gathered_as(next(block.parameters()).dtype)
+        sums = None if dtype is None else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sums)
+        fully_shard(block, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=policy)
+
+    def _gathered_as(self, dtype: torch.dtype) -> torch.dtype | None:
+        """What parameters of ``dtype`` are cast to; None: they stay as they are."""
+        device, name = self.world.device, self._gather
+        if name == "auto":
+            name = "bf16" if device.type == "cuda" and has_bf16(device) else "fp32"
+        return _HALF.get(name) if dtype == torch.float32 else None
+
+    def _take_parameters(self, block: nn.Module) -> None:
+        """Replace parameters that are not cut yet by the first rank's, on the device. Collectives."""
+        new: dict[nn.Parameter, nn.Parameter] = {}
+        for path, parameter in list(block.named_parameters(remove_duplicate=False)):
+            if isinstance(parameter, DTensor):
+                continue
+            if parameter not in new:
+                new[parameter] = nn.Parameter(self._on_device(parameter.detach()), parameter.requires_grad)
+                vars(new[parameter]).update(vars(parameter))
+            owner, _, name = path.rpartition(".")
+            setattr(block.get_submodule(owner), name, new[parameter])
+        for parameter in new.values():  # one by one: packed, they would be held twice
+            dist.broadcast(parameter.detach(), src=0)
+
+    def _take_buffers(self, model: nn.Module) -> None:
+        new: dict[Tensor, Tensor] = {}
+        for path, buffer in list(model.named_buffers(remove_duplicate=False)):
+            if buffer not in new:
+                new[buffer] = self._on_device(buffer)
+            owner, _, name = path.rpartition(".")
+            setattr(model.get_submodule(owner), name, new[buffer])
+        broadcast(self.world, new.values())
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        device = self.world.device
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     def _create_mesh(self) -> DeviceMesh:
         world, kind = self.world, self.world.device.type

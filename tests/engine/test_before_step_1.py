@@ -32,7 +32,7 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp on 2": (2, {}),
     "ddp on 3": (3, {}),
     "strict on 2": (2, {"strategy": strict(4)}),
-    "fsdp on 2": (2, {"strategy": FSDP}),
+    "fsdp on 2": (2, {"strategy": {**FSDP, "gather": "fp32"}}),
 }
 
 

@@ -70,6 +70,7 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp3": (3, {}),
     "strict2": (2, {"strategy": strict(3)}),
     "fsdp2": (2, {"strategy": {"_target_": "ddptrain.strategies.fsdp.Fsdp"}}),
+    "fsdp2_bf16": (2, {"strategy": {"_target_": "ddptrain.strategies.fsdp.Fsdp", "gather": "bf16"}}),
 }
 
 
@@ -171,7 +172,7 @@ FEWER: dict[str, Sequence[Any]] = {
 }
 """For the tests that run each time."""
 RANKS: dict[str, Sequence[Any]] = {
-    "strategy": ["ddp2", "strict2", "fsdp2", "ddp3"],
+    "strategy": ["ddp2", "strict2", "fsdp2", "fsdp2_bf16", "ddp3"],
     "optimizer": ["momentum", "adamw", "nadam", "asgd", "rmsprop", "adafactor"],
 }
 FEW_RANKS = {**FEWER, "strategy": ["ddp2", "strict2", "fsdp2"], "optimizer": ["momentum", "adamw"]}
@@ -191,6 +192,8 @@ def possible(case: Case) -> bool:
     if optimizer == "sparse_adam" and (not case["sparse"] or case["clipped"]):
         return False
     if optimizer == "muon" and case["sparse"]:
+        return False
+    if strategy == "fsdp2_bf16" and case["precision"] != "bf16":
         return False
     if case["complex"] and (optimizer in NOT_COMPLEX or sharded):
         return False

@@ -15,7 +15,9 @@ from ddptrain.engine.plan import Plan
 from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.testing import run_ranks
 
-FSDP = yaml.safe_load((Path(__file__).parents[2] / "conf/strategy/fsdp.yaml").read_text())
+FSDP = yaml.safe_load((Path(__file__).parents[2] / "conf/strategy/fsdp.yaml").read_text()) | {
+    "gather": "fp32"
+}
 WITHOUT_BATCHNORM = ("transformer_text", "lstm_text", "transformer_translate")
 RECIPES = (*WITHOUT_BATCHNORM, "mobilenet_cifar10", "yolo_shapes")
 
@@ -55,6 +57,21 @@ def check(recipe: str, size: int, home: Path) -> None:
     if recipe in WITHOUT_BATCHNORM:
         assert_close(many, trained(recipe, 1, auto(), home, 0.05)[0])
         assert metrics == trained(recipe, 1, auto(), home, 0.0)[1]
+
+
+@pytest.mark.long
+def test_weights_sent_in_half_precision_learn_a_text_as_well(tmp_path: Path) -> None:
+    """300 steps."""
+    _, task, data = made("transformer_text", tmp_path)
+    plan = Plan(steps=300, train_size=data.train_size, batch_size=8, eval_batch_size=8, eval_every=300)
+    optim = {"_target_": "torch.optim.AdamW", "lr": 0.003}
+
+    def loss(gather: str) -> float:
+        fit = Fit(plan, optim=optim, strategy={**FSDP, "gather": gather}, precision="bf16")
+        ranks = run_ranks(lambda world: fit.train(task, data, world, tmp_path / gather)[1], 2, timeout=400)
+        return ranks[0].metrics["loss"]
+
+    assert loss("bf16") == pytest.approx(loss("fp32"), abs=0.01)
 
 
 @pytest.mark.long

@@ -52,6 +52,7 @@ ELSEWHERE = {
     "ddptrain/observe/tensorboard.py": {"_get_file_writer"},
     "ddptrain/run/export.py": {"_dynamo"},  # the error that torch.export raises
     "ddptrain/run/train.py": {"_BatchNorm", "_DropoutNd"},
+    "ddptrain/strategies/fsdp.py": {"_BatchNorm"},
     "ddptrain/strategies/flag_bucket.py": {"_modules"},
     "ddptrain/testing.py": {"_dynamo"},
     "ddptrain/tools/prove/world.py": {"_BatchNorm", "_DropoutNd"},

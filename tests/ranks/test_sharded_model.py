@@ -1,0 +1,150 @@
+"""What strategy=fsdp cuts is the first rank's: made there alone, and cut block by block."""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from compare import assert_same
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from toy import CLASSES, FEATURES, SGD, Classify, lr_schedule, with_noise
+
+from ddptrain.api.world import World
+from ddptrain.config.schema import Config
+from ddptrain.run.setup import make_model
+from ddptrain.run.sharded_model import make_sharded_model
+from ddptrain.strategies.fsdp import Fsdp
+from ddptrain.testing import run_ranks
+
+
+class WithBuffers(nn.Module):
+    """A tied weight, a frozen one, and buffers: random, shared, not saved, whole and bool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, FEATURES)) for _ in range(3))
+        self.last, self.again = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.again.weight = self.last.weight
+        self.last.bias.requires_grad_(False)
+        self.register_buffer("noise", torch.randn(5))
+        self.register_buffer("angles", torch.outer(torch.arange(3.0), torch.rand(2)), persistent=False)
+        self.register_buffer("mask", torch.rand(6) > 0.5)
+        self.register_buffer("count", torch.tensor(7))
+        self.last.register_buffer("noise", self.noise)
+
+
+class ReadsNumbers(nn.Sequential):
+    """As models do whose drop rates come from a `linspace`."""
+
+    def __init__(self) -> None:
+        rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+        super().__init__(*(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(p)) for p in rates))
+
+
+class KeepsTensors(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(FEATURES, CLASSES))
+        self.scales = {"all": [torch.ones(3)]}
+
+
+def config() -> Config:
+    return Config(recipe="toy", task={}, data={}, optim=dict(SGD), sched=lr_schedule(), seed=5)
+
+
+def numbers(model: nn.Module) -> dict[str, Tensor]:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in named}
+    return {name: value.detach().clone() for name, value in whole.items()}
+
+
+@pytest.mark.parametrize(
+    ("make", "on_others"),
+    [(WithBuffers, "meta"), (with_noise, "meta"), (ReadsNumbers, "cpu"), (KeepsTensors, "cpu")],
+)
+def test_each_rank_gets_its_part_of_the_first_ones(make: Callable[[], nn.Module], on_others: str) -> None:
+    """Whose numbers are those of a single process, to the bit."""
+
+    def rank(world: World) -> tuple[str, dict[str, Tensor], list[str], bool]:
+        model = make_sharded_model(config(), Classify(make), world)
+        where = next(model.parameters()).device.type
+        strategy = Fsdp(world)
+        model = strategy.wrap(strategy.prepare(model))
+        frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
+        tied = not isinstance(model, WithBuffers) or model.last.weight is model.again.weight
+        return where, numbers(model), frozen, tied
+
+    single = make_model(config(), Classify(make), torch.device("cpu"))
+    ranks = run_ranks(rank, 3)
+    assert [where for where, *_ in ranks] == ["cpu", on_others, on_others]
+    for _, own, frozen, tied in ranks:
+        assert_same(own, numbers(single))
+        assert frozen == [name for name, value in single.named_parameters() if not value.requires_grad]
+        assert tied
+
+
+def test_an_error_of_the_model_is_its_own() -> None:
+    def broken() -> nn.Module:
+        raise ValueError("width must be even")
+
+    def rank(world: World) -> None:
+        with pytest.raises(ValueError, match="width must be even"):
+            make_sharded_model(config(), Classify(broken), world)
+
+    run_ranks(rank, 1)
+
+
+@contextmanager
+def held_bytes() -> Iterator[list[tuple[float, int]]]:
+    """Times, and the bytes that this process' children hold together then; what they share counts once."""
+    ended, held = threading.Event(), list[tuple[float, int]]()
+
+    def watch() -> None:
+        children = Path(f"/proc/self/task/{os.getpid()}/children")  # of the thread that forks them
+        while not ended.wait(0.02):
+            held.append((time.time(), sum(map(share_of, children.read_text().split()))))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield held
+    finally:
+        ended.set()
+        watching.join()
+
+
+def share_of(pid: str) -> int:
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return 1024 * sum(int(kb) for kb in re.findall(r"^Pss:\s+(\d+) kB", rollup, re.M))
+
+
+@pytest.mark.long
+def test_the_hosts_hold_one_model() -> None:
+    """On CPUs the parts are on the host, too. At most 1.3 models, with 20 blocks on 4 ranks."""
+    width, blocks = 3000, 20  # of 36 MB: so much malloc gives back
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(width, width, bias=False)) for _ in range(blocks)))
+
+    def rank(world: World) -> float:
+        torch.distributed.barrier()
+        time.sleep(1)
+        begun = time.time()
+        Fsdp(world).wrap(make_sharded_model(config(), Classify(make), world))
+        torch.distributed.barrier()
+        return begun
+
+    with held_bytes() as held:
+        begun = min(run_ranks(rank, 4, timeout=200))
+    before = [bytes_ for when, bytes_ in held if when < begun][-1]
+    most = max(bytes_ for _, bytes_ in held) - before
+    model = 4 * width**2 * blocks
+    assert model < most < 1.3 * model
