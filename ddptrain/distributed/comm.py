@@ -106,6 +106,13 @@ threads with Python's lock in its hand, which one of them may want for a tensor 
 the process never ends (torch 2.11, seen on busy machines)."""
 
 
+def gloo_group(world: World) -> dist.ProcessGroup:
+    """A further group of all ranks, for a thread beside the training. A collective."""
+    group = dist.new_group(backend="gloo", timeout=START_TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def _destroy_group() -> None:
     _left.append(dist.group.WORLD)
     dist.destroy_process_group()
@@ -144,11 +151,12 @@ def from_first_rank(world: World, value: Result) -> Result:
     return box[0]
 
 
-def from_all_ranks(world: World, value: Result) -> list[Result]:
-    """Every rank's value (anything that pickles), by rank, on every rank."""
+def from_all_ranks(world: World, value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+    """Every rank's value (anything that pickles), by rank, on every rank. group: of all ranks, beside the
+    default one."""
     values = [value] * world.size
     if world.size > 1:
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group)
     return values
 
 
@@ -167,16 +175,17 @@ def once_a_node(world: World, work: Callable[[], Result]) -> Result:
     return outcomes[world.rank - world.local_rank]  # type: ignore[return-value]
 
 
-def on_all_ranks(world: World, work: Callable[[], Result]) -> Result:
-    """Do something on every rank, which gets its own result; a UserError of any of them reaches all."""
+def on_all_ranks(world: World, work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """Do something on every rank, which gets its own result; a UserError of any of them reaches all. group:
+    of all ranks, beside the default one."""
     outcome = _attempt(work)
-    _agree_on(world, outcome if isinstance(outcome, UserError) else None)
+    _agree_on(world, outcome if isinstance(outcome, UserError) else None, group)
     return outcome  # type: ignore[return-value]
 
 
-def _agree_on(world: World, outcome: Result) -> list[Result]:
+def _agree_on(world: World, outcome: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
     """Every rank's outcome; raises the first that is a UserError."""
-    outcomes = from_all_ranks(world, outcome)
+    outcomes = from_all_ranks(world, outcome, group)
     for error in outcomes:
         if isinstance(error, UserError):
             raise error

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddptrain.api.world import World
 from ddptrain.data.disk import flush_folder
+from ddptrain.distributed.comm import from_all_ranks, gloo_group, on_first_rank
 from ddptrain.engine.plain_state import check_plain
 from ddptrain.engine.saved_checkpoint import (
     FORMAT,
@@ -33,7 +35,7 @@ from ddptrain.engine.saved_checkpoint import (
     read,
     sealed,
 )
-from ddptrain.engine.shards import FOLDER, Shards, write_shards
+from ddptrain.engine.shards import FOLDER, Shards, new_folder, without_parts, write_parts
 from ddptrain.errors import UserError
 from ddptrain.observe.gauges import free_memory
 from ddptrain.observe.lock import Lost, lost
@@ -52,35 +54,62 @@ class Checkpointer:
     sends the others what it has read.
 
     background: a save returns once the state is copied, and a thread hashes and writes it; where less memory
-    is free than the copy takes, the save writes it itself. At most one write is in flight. Its error is
-    raised by the next save, or by `finish`.
+    is free than the copy takes, the save writes it itself. At most one write is in flight, on each rank. Its
+    error is raised by the next save, or by `finish`.
     """
 
     def __init__(self, folder: Path, keep: int, background: bool = False) -> None:
         self._folder = folder
         self._keep = keep
         self._writer = ThreadPoolExecutor(1, "checkpoint") if background else None
-        self._in_flight: Future[None] | None = None
+        self._in_flight: Future[Any] | None = None
+        self._group: dist.ProcessGroup | None = None
+        """Of the ranks' writers."""
         self._began = False
 
-    def write_shards(self, state: dict[str, Any], world: World) -> tuple[dict[str, Any], Shards]:
-        """Write what each rank has a part of. Returns the rest, and what was written, for `save`.
+    def write_shards(self, state: dict[str, Any], world: World) -> tuple[dict[str, Any], Future[Shards]]:
+        """Write what each rank has a part of. Returns the rest, and what is written, for `save`.
         Collectives, if there is any."""
         self.finish()
-        return write_shards(state, self._place, world)
+        rest, parts = without_parts(state)
+        if not parts:
+            return rest, _known(Shards())
+        folder = on_first_rank(world, lambda: new_folder(self._place()))
+        copies = self._copied(parts, world)
+        if copies is None:
+            return rest, _known(write_parts(parts, folder, world))
+        assert self._writer is not None
+        written = self._writer.submit(write_parts, copies, folder, world, self._group)
+        self._in_flight = written
+        return rest, written
 
-    def save(self, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Shards | None = None) -> Path:
+    def _copied(self, parts: Mapping[str, Any], world: World) -> dict[str, Any] | None:
+        """In memory, to be written while the training goes on; None where a rank has no room for them.
+        Collectives."""
+        if self._writer is None:
+            return None
+        own = sum(part.to_local().numel() * part.element_size() for part in parts.values())
+        if not all(from_all_ranks(world, free_memory() > world.local_size * own)):
+            return None
+        if self._group is None:
+            self._group = gloo_group(world)
+        # by itself torch's async_save does not copy what is on the CPU already (pytorch#144657)
+        return {name: part.detach().to("cpu", copy=True) for name, part in parts.items()}
+
+    def save(
+        self, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Future[Shards] | None = None
+    ) -> Path:
         """Write ``step-<n>`` and drop the oldest beyond ``keep``. Returns its folder.
 
         Raises UserError, with the path and the bytes needed, where the disk refuses.
         """
-        return self._save(self._folder / f"step-{facts['step']}", state, facts, shards or Shards())
+        return self._save(self._folder / f"step-{facts['step']}", state, facts, shards)
 
     def save_best(
-        self, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Shards | None = None
+        self, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Future[Shards] | None = None
     ) -> Path:
         """Write ``best``, replacing the previous one. Returns its folder; raises as `save` does."""
-        return self._save(self._folder / _BEST, state, facts, shards or Shards())
+        return self._save(self._folder / _BEST, state, facts, shards)
 
     def finish(self) -> None:
         """Wait for the write in flight, if there is one. Raises its UserError."""
@@ -162,8 +191,12 @@ class Checkpointer:
             )
         return None
 
-    def _save(self, path: Path, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Shards) -> Path:
-        self.finish()
+    def _save(
+        self, path: Path, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Future[Shards] | None
+    ) -> Path:
+        if shards is None or shards.done():
+            self.finish()
+        shards = shards or _known(Shards())
         check_plain(state)
         buffer = io.BytesIO()
         torch.save(dict(state), buffer)  # all that has to happen before the next step changes the tensors
@@ -186,7 +219,8 @@ class Checkpointer:
             return self._folder
         return gone.beside if gone.now is None else gone.now / self._folder.name
 
-    def _write(self, path: Path, payload: bytes, facts: Mapping[str, Any], shards: Shards) -> None:
+    def _write(self, path: Path, payload: bytes, facts: Mapping[str, Any], written: Future[Shards]) -> None:
+        shards = written.result()
         if lost(self._folder.parent) is None:
             if self._began and not self._folder.is_dir():
                 log.warning("%s was deleted under the run, with the best and earlier ones", self._folder)
@@ -211,6 +245,12 @@ class Checkpointer:
         except (OSError, UserError) as error:
             raise _ended(self._folder.parent, gone, f"The state could not be kept: {error}") from error
         raise _ended(self._folder.parent, gone, f"The state at step {facts['step']} is kept in {kept}.", kept)
+
+
+def _known(shards: Shards) -> Future[Shards]:
+    written: Future[Shards] = Future()
+    written.set_result(shards)
+    return written
 
 
 def _write_new(

@@ -14,10 +14,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ddptrain.api.world import World
-from ddptrain.distributed.comm import from_all_ranks, on_all_ranks, on_first_rank
+from ddptrain.distributed.comm import from_all_ranks, on_all_ranks
 from ddptrain.distributed.foreach import mapped
 from ddptrain.errors import UserError
 
@@ -49,15 +50,8 @@ _MAY_LOAD = {
 """All that torch's ``.metadata``, a pickle, needs."""
 
 
-def write_shards(
-    state: dict[str, Any], place: Callable[[], Path], world: World
-) -> tuple[dict[str, Any], Shards]:
-    """Write the tensors of which each rank has a part into a new folder in that which ``place`` gives on rank
-    0, and which all ranks see. Returns the state without them. Collectives, if there are any; else nothing
-    happens.
-
-    Raises UserError, on all ranks, where the disk refuses or is not the same for all.
-    """
+def without_parts(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A state with names in place of the tensors of which each rank has a part, and those by name."""
     parts: dict[str, Any] = {}
 
     def taken(value: Any) -> Any:
@@ -66,22 +60,14 @@ def write_shards(
         parts[str(len(parts))] = value
         return f"{_PLACE}{len(parts) - 1}"
 
-    rest: dict[str, Any] = mapped(state, taken)
-    if not parts:
-        return state, Shards()
-    # a name of its own for each: a node of a network file system may remember the one before under its name
-    folder = on_first_rank(world, lambda: _made_in(place()))
-    try:
-        return rest, Shards(folder, _written(parts, folder, world))
-    except UserError:
-        if world.is_first:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    return mapped(state, taken), parts
 
 
-def _made_in(checkpoints: Path) -> Path:
+def new_folder(checkpoints: Path) -> Path:
+    """For the files of all ranks. Raises UserError where there can't be one."""
     try:
         checkpoints.mkdir(exist_ok=True)
+        # a name of its own: a node of a network file system may remember the one before under its name
         folder = checkpoints / f".shards-{uuid.uuid4().hex}"
         folder.mkdir()
         return folder
@@ -89,14 +75,30 @@ def _made_in(checkpoints: Path) -> Path:
         raise _refused(checkpoints, error) from error
 
 
-def _written(parts: dict[str, Any], folder: Path, world: World) -> dict[str, dict[str, Any]]:
-    """Collectives."""
+def write_parts(
+    parts: dict[str, Any], folder: Path, world: World, group: dist.ProcessGroup | None = None
+) -> Shards:
+    """Write them into a new folder, which all ranks see. Collectives, in a group of all ranks.
+
+    Raises UserError, on all ranks, where the disk refuses or is not the same for all.
+    """
+    try:
+        return Shards(folder, _written(parts, folder, world, group))
+    except UserError:
+        if world.is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _written(
+    parts: dict[str, Any], folder: Path, world: World, group: dist.ProcessGroup | None
+) -> dict[str, dict[str, Any]]:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     try:
-        save(parts, storage_writer=FileSystemWriter(folder))
+        save(parts, storage_writer=FileSystemWriter(folder), process_group=group)
     except CheckpointException as error:
         needed = sum(part.numel() * part.element_size() for part in parts.values())
         raise _refused(folder, next(iter(error.failures.values()))[0], needed) from error
@@ -108,15 +110,15 @@ def _written(parts: dict[str, Any], folder: Path, world: World) -> dict[str, dic
         except OSError as error:
             raise _refused(folder, error) from error
 
-    ranks = from_all_ranks(world, on_all_ranks(world, own))
+    ranks = from_all_ranks(world, on_all_ranks(world, own, group), group)
     files = {name: entry for rank in ranks for name, entry in rank.items()}
 
     def all_there() -> None:
-        for name, entry in files.items():
+        for name, entry in files.items() if world.is_first else ():
             if not (folder / name).is_file() or (folder / name).stat().st_size != entry["bytes"]:
                 raise _refused(folder, FileNotFoundError(f"rank 0 does not see {name}"))
 
-    on_first_rank(world, all_there)
+    on_all_ranks(world, all_there, group)
     return files
 
 

@@ -17,7 +17,9 @@ import torch
 import yaml
 from compare import assert_same
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from toy import CLASSES, FEATURES, SGD, Classify, CountPositives, Fit, auto, plain, with_noise
 
 from ddptrain.api.recipe import Loss, Progress
@@ -40,7 +42,7 @@ ALL_IN_PARTS = 0.0
 
 def fsdp(name: str = "fsdp", **arguments: Any) -> dict[str, Any]:
     file = Path(__file__).parents[2] / f"conf/strategy/{name}.yaml"
-    return {**yaml.safe_load(file.read_text()), **arguments}
+    return {**yaml.safe_load(file.read_text()), "gather": "fp32", **arguments}
 
 
 class Transformer(nn.Module):
@@ -149,6 +151,102 @@ def test_computes_in_half_precision_as_ddp_does(precision: str, tmp_path: Path) 
     assert bool(scalers[0]) == (precision == "fp16")
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_weights_that_are_sent_in_half_precision_train_as_well(precision: str, tmp_path: Path) -> None:
+    """Autocast casts most of them before their use anyway; sums of gradients stay in float32."""
+    fit = Fit(PLAN, Transformer, precision=precision, ema=0.9)
+    for gather in ("fp32", precision):
+        ran(replace(fit, strategy=fsdp(gather=gather)), 2, tmp_path / gather)
+    theirs, own = state_in(tmp_path / "fp32"), state_in(tmp_path / precision)
+    assert own["metrics"]["loss"] == pytest.approx(theirs["metrics"]["loss"], abs=0.01)
+    assert 0 < distance(own, theirs) < 0.05
+    assert {value.dtype for value in own["model"].values()} == {torch.float32}
+
+
+def test_weights_of_norms_over_the_batch_are_sent_as_they_are(tmp_path: Path) -> None:
+    """BatchNorm takes none of another dtype than its statistics'."""
+    fit = Fit(PLAN, with_noise, precision="bf16")
+    for gather in ("fp32", "bf16"):
+        ran(replace(fit, strategy=fsdp(gather=gather)), 2, tmp_path / gather)
+    assert_same(state_in(tmp_path / "bf16"), state_in(tmp_path / "fp32"))
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes by collective, and what is live of all that operators have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+        self._made: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if func.namespace == "c10d":
+            name = func.__name__.partition(".")[0].strip("_")
+            whole = args[1] if name == "reduce_scatter_base" else args[0]
+            self.sent[name] += whole.numel() * whole.element_size() if isinstance(whole, Tensor) else 0
+        for one in result if isinstance(result, tuple | list) else [result]:
+            if type(one) is Tensor:
+                self._made.add(StorageWeakRef(one.untyped_storage()))
+        return result
+
+    def live(self) -> int:
+        """Bytes. FSDP frees a tensor's memory, and keeps the tensor."""
+        there = (torch.UntypedStorage._new_with_weak_ptr(made.cdata) for made in self._made)
+        return sum(storage.nbytes() for storage in there if storage is not None)
+
+
+class Between(Classify):
+    """Notes what is live between the passes."""
+
+    def loss(self, model: nn.Module, batch: Any, progress: Progress) -> Loss:
+        loss = super().loss(model, batch, progress)
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, Traffic):
+                noted.append(mode.live())
+        return loss
+
+
+noted: list[int] = []
+
+
+def test_weights_are_sent_in_half_the_bytes_and_held_once(tmp_path: Path) -> None:
+    """Of those that are gathered in float32 autocast makes copies, and keeps them until the backward pass."""
+    width, plan = 128, Plan(steps=3, train_size=100, batch_size=2, log_every=100)
+    model = Transformer(width)
+    rest = sum(p.numel() for layer in (model.first, model.last) for p in layer.parameters())
+    rest += width + 1  # two ranks send six rows of the five classes' weights
+    blocks = sum(p.numel() for p in model.blocks.parameters())
+
+    def watched(gather: str) -> tuple[Counter[str], int]:
+        traffic = Traffic()
+
+        def steps(numbers: Iterable[int]) -> Iterator[int]:
+            first, one, *others = numbers
+            yield first
+            with traffic:
+                yield one
+            yield from others
+
+        fit = Fit(
+            plan, lambda: Transformer(width), task=Between, precision="bf16", step_iterator=steps,
+            strategy=fsdp(gather=gather),
+        )  # fmt: skip
+
+        def rank(world: World) -> tuple[Counter[str], int]:
+            fit.run(world, tmp_path / gather)
+            return traffic.sent, noted[0]
+
+        return run_ranks(rank, 2)[0]
+
+    (full, held), (half, held_once) = watched("fp32"), watched("bf16")
+    assert full["allgather_base"] == 4 * (rest + 2 * blocks)
+    assert half["allgather_base"] * 2 == full["allgather_base"]
+    assert half["reduce_scatter_base"] == full["reduce_scatter_base"] == 4 * (rest + blocks)
+    assert held > 2 * blocks
+    assert held_once < 0.2 * 2 * blocks
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_evaluates_like_single_to_the_last_digit(size: int, tmp_path: Path) -> None:
     fit = Fit(PLAN, plain, optim=dict(SGD, lr=0.0), ema=0.9)
@@ -189,7 +287,12 @@ def killed_and_resumed(seed: int, tmp_path: Path, gb: float) -> None:
     size, stop_at = drawn.choice([2, 3, 4]), drawn.choice([3, 6])
     make = drawn.choice([Transformer, Recurrent, with_noise])
     optim = drawn.choice([SGD, ADAM])
-    fit = Fit(PLAN, make, optim=dict(optim), ema=0.9, strategy=fsdp(whole_checkpoint_gb=gb))
+    precision = drawn.choice(["fp32", "bf16"])
+    strategy = fsdp(whole_checkpoint_gb=gb, gather=precision)
+    fit = Fit(
+        PLAN, make, optim=dict(optim), ema=0.9, strategy=strategy, precision=precision,
+        background=drawn.choice([False, True]),
+    )  # fmt: skip
     ran(fit, size, tmp_path / "whole")
     ran(fit, size, tmp_path / "killed", stop_at)
     ran(fit, size, tmp_path / "killed")
