@@ -24,6 +24,9 @@ class Devices(Protocol):
     def summary(self) -> Mapping[str, Any]:
         """Means and peaks of the whole run, for JSON."""
 
+    def timings(self) -> Mapping[int, Timing]:
+        """What each rank has spent its time on so far, as last told."""
+
 
 @final
 class NoDevices:
@@ -33,6 +36,9 @@ class NoDevices:
         return {}
 
     def summary(self) -> Mapping[str, Any]:
+        return {}
+
+    def timings(self) -> Mapping[int, Timing]:
         return {}
 
 

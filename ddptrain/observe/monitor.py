@@ -34,7 +34,7 @@ class Monitor:
     """One rank's side. In a world of one nothing is sent.
 
     gauges: what this rank reads, by label: gpu<rank>, host<node>. interval: seconds between readings. timing:
-    what this rank has spent its time on so far, by which a slow rank is named in the log; None: nobody is.
+    what this rank has spent its time on so far. names_slow: a slow rank is named in the log.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class Monitor:
         world: World,
         gauges: Mapping[str, Gauge],
         interval: float = 1.0,
-        timing: Callable[[], Timing] | None = None,
+        timing: Callable[[], Timing] = Timing,
+        names_slow: bool = False,
     ) -> None:
         self._world = world
         self._gauges = gauges
@@ -54,7 +55,7 @@ class Monitor:
         self._where = {world.rank: _place(world)}
         self._timings: dict[int, Timing] = {}
         """Of each rank."""
-        self._slow_ranks = SlowRanks()
+        self._slow_ranks = SlowRanks() if names_slow else None
         self._over = threading.Event()
 
     @contextlib.contextmanager
@@ -97,6 +98,10 @@ class Monitor:
                 by_label[name] = {"rank": rank, "utilisation": used[rank]}
         return by_label
 
+    def timings(self) -> dict[int, Timing]:
+        """On rank 0: what each rank has spent its time on so far, as last told."""
+        return {**self._timings, self._world.rank: self._timing()}
+
     def _sample(self, store: Store | None) -> None:
         pause = _SOON_S
         while not self._over.wait(min(pause, self._interval)):
@@ -115,9 +120,9 @@ class Monitor:
 
     def _exchange(self, store: Store, own: Mapping[str, Any]) -> None:
         rank = self._world.rank
-        timing = None if self._timing is None else self._timing()
+        timing = self._timing()
         if not self._world.is_first:
-            pace = timing and {"seconds": dict(timing.seconds), "samples": timing.samples}
+            pace = {"seconds": dict(timing.seconds), "samples": timing.samples}
             record = {"rank": rank, "where": self._where[rank], "devices": own, "pace": pace}
             store.set(f"monitor-{rank}", json.dumps(record))
             return
@@ -128,11 +133,9 @@ class Monitor:
             record = json.loads(words)
             self._known = {**self._known, **record["devices"]}
             self._where[record["rank"]] = record["where"]
-            if record["pace"] is not None:
-                self._timings[record["rank"]] = Timing(**record["pace"])
-        if timing is not None:
-            self._timings[rank] = timing
-        if len(self._timings) == self._world.size:
+            self._timings[record["rank"]] = Timing(**record["pace"])
+        self._timings[rank] = timing
+        if self._slow_ranks is not None and len(self._timings) == self._world.size:
             for slow in self._slow_ranks.look(time.monotonic(), self._timings):
                 log.warning("slow       %s", self._told(slow))
 

@@ -18,7 +18,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ddptrain.api.observer import RunInfo
 from ddptrain.api.recipe import Data, Task
-from ddptrain.api.timing import Timing
 from ddptrain.api.world import World
 from ddptrain.config.schema import CAPTURED, COMPILED, Config, Debug
 from ddptrain.config.strategy import is_dp, is_strict
@@ -89,7 +88,8 @@ def run(config: Config, arguments: Sequence[str]) -> Path:
             step.state.controllers.update(controllers)
             if saved is not None:
                 _resume(saved, step, data, checkpointer)
-            monitor = Monitor(world, gauges, timing=_pace(step))
+            timing = step.phase.stopwatch.total
+            monitor = Monitor(world, gauges, timing=timing, names_slow=_are_comparable(step))
             del saved  # as large as the model with its optimizer's state
             done, steps = step.state.step, step.plan.steps
             log.info("plan       steps %d to %d, %.4g epochs", done, steps, step.plan.epoch(steps))
@@ -315,12 +315,12 @@ def _run(config: Config, folder: Path, data: Data, step: TrainStep, monitor: Mon
     )
 
 
-def _pace(step: TrainStep) -> Callable[[], Timing] | None:
-    """What this rank has spent its time on, where that can be compared over ranks: their waits for each other
-    are known, and all have about as many samples."""
+def _are_comparable(step: TrainStep) -> bool:
+    """Whether ranks' times can be compared: their waits for each other are known, and all have about as many
+    samples."""
     size, batch_size = step.strategy.world.size, step.plan.batch_size
     alike = batch_size % size == 0 or batch_size >= 50 * size
-    return step.phase.stopwatch.total if step.strategy.times_waits and alike else None
+    return step.strategy.times_waits and alike
 
 
 def _profiling(debug: Debug, world: World, folder: Path) -> StepIterator:
