@@ -156,11 +156,10 @@ def test_a_slow_data_set_is_named_every_time(times: int, folder: Path) -> None:
 
 @EVERY_TIME
 def test_a_heavy_model_is_as_it_should_be_every_time(times: int, folder: Path) -> None:
-    said = []
-    for trial in range(times):
-        took = trained(folder / str(trial), Vectors(1000), heavy, steps=150)
-        said.append(advise(setup(), took))
-        assert took.timing.shares["backward"] > 0.15 < took.timing.shares["forward"]
+    trials = [trained(folder / str(trial), Vectors(1000), heavy, steps=150) for trial in range(times)]
+    said = [advise(setup(), took) for took in trials]
+    for phase in ("forward", "backward"):  # a moment in which another process has the core falls into one
+        assert statistics.median(took.timing.shares[phase] for took in trials) > 0.15
     assert_named(said, "forward and backward pass ", "python -m ddptrain bench tries what could shorten it")
 
 
