@@ -145,6 +145,9 @@ class RunSection:
     dir: str | None = None
     resume: str = "auto"
     """``auto`` continues what ``run.dir`` holds, ``never`` starts anew, or a checkpoint's folder."""
+    mirror: str | None = None
+    """An address to which checkpoints, config, metrics and log are sent, and from which a run goes on whose
+    ``run.dir`` is empty: s3://bucket/folder, gs://, az://, or a folder."""
 
 
 @dataclass

@@ -39,6 +39,6 @@ def load(
     one, else the last. device: as the key ``device``. Needs the data set only where the checkpoint does not
     say enough about it. Raises UserError.
     """
-    folder, objects = (run.folder, run.objects) if isinstance(run, Run) else (Path(run), None)
+    folder, objects = (run.folder, run.objects) if isinstance(run, Run) else (os.fspath(run), None)
     module, data, path = loaded(folder, words, checkpoint or "", device, objects)
     return Trained(module, tuple(data.outputs), data.preprocess, path)

@@ -16,7 +16,7 @@ from ddptrain.verbs.script import objects_file
 
 
 def loaded(
-    folder: Path, words: Sequence[str], checkpoint: str, device: str, objects: Objects | None
+    folder: Path | str, words: Sequence[str], checkpoint: str, device: str, objects: Objects | None
 ) -> tuple[nn.Module, Data, Path]:
     """The model in evaluation mode, its data, and the checkpoint's folder. objects: of a run of `fit`; their
     model gets the weights; without them, ``--script=<file>.py`` among the words tells."""

@@ -36,6 +36,7 @@ from ddptrain.engine.step_graph import own_stream
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
 from ddptrain.observe.console import open_log
 from ddptrain.observe.jsonl import Jsonl
+from ddptrain.observe.mirror.observer import Mirror
 from ddptrain.observe.summary import Summary
 from ddptrain.run.agreement import check_metadata, check_same_data, of_same_kind
 from ddptrain.run.optimizer import arguments_of
@@ -164,6 +165,8 @@ def make_observers(config: Config) -> list[Observer]:
     ]
     if readers and not any(isinstance(observer, Jsonl) for observer in observers):
         raise UserError(f"observers: {readers[0]} sends metrics.jsonl; add jsonl: [jsonl,{readers[0]}].")
+    if config.run.mirror is not None:
+        observers.append(Mirror(config.run.mirror))
     return [*observers, *([Compilations()] if config.compile in COMPILED else []), Summary()]
 
 

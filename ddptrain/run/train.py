@@ -43,6 +43,7 @@ from ddptrain.observe.console import open_log
 from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.gauges import own_gauges
 from ddptrain.observe.lock import lock_folder, unlock_folder
+from ddptrain.observe.mirror.restore import restore
 from ddptrain.observe.monitor import Monitor, extremes
 from ddptrain.observe.profile import profiled
 from ddptrain.observe.rundir import check_kept, describe_run, discard_unused, is_described, name_run, open_run
@@ -244,6 +245,9 @@ def _opened_folder(config: Config) -> Path:
             ) from error
     open_run(folder)
     lock_folder(folder)
+    mirror = config.run.mirror
+    if mirror is not None and config.run.resume == "auto" and not (folder / "checkpoints").is_dir():
+        restore(mirror, folder)
     return folder
 
 

@@ -1,10 +1,9 @@
 """``report``: runs or a sweep side by side."""
 
-from pathlib import Path
-
 from ddptrain.config.arguments import Arguments
 from ddptrain.errors import ExitCode
 from ddptrain.verbs.argv import divided
+from ddptrain.verbs.saved_run import place_of
 from ddptrain.verbs.verb import Verb
 
 HELP = """\
@@ -37,7 +36,7 @@ def report(arguments: Arguments) -> int:
     own, folders = divided(arguments.overrides, str.isidentifier)
     from ddptrain.tools.report import run
 
-    run.run([Path(folder) for folder in folders], own)
+    run.run([place_of(folder, checkpoints=False) for folder in folders], own)
     return ExitCode.DONE
 
 

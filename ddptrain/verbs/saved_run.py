@@ -72,11 +72,20 @@ def _check_weights(config: Config, saved: Config, verb: str) -> None:
                 )
 
 
+def place_of(run: str, checkpoints: bool = True) -> Path:
+    """A run's folder, or a copy of its mirror. checkpoints: are needed."""
+    if "://" not in run:
+        return Path(run)
+    from ddptrain.observe.mirror.restore import local_copy
+
+    return local_copy(run, "run", checkpoints)
+
+
 def run_folder(verb: str, own: Mapping[str, str]) -> Path:
     """The folder that ``run=`` names."""
     if not own.get("run"):
         raise UserError(f"{verb}: name the run's folder: {verb} run=runs/<recipe>/<time>-<id>")
-    folder = Path(own["run"])
+    folder = place_of(own["run"])
     if not (folder / "config.yaml").is_file():
         inside = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
         hint = f" Did you mean run={folder / inside[-1]}?" if inside else ""

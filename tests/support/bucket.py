@@ -33,10 +33,11 @@ Fault = Callable[[str, int], Answer | None]
 
 @dataclass
 class Door:
-    """fault: see above."""
+    """fault: see above, of what is read; write_fault: of what is written or deleted."""
 
     port: int = 0
     fault: Fault = lambda path, number: None
+    write_fault: Fault = lambda path, number: None
     asked: Counter[str] = field(default_factory=Counter)
     """Requests by path."""
     lock: Any = field(default_factory=threading.Lock)
@@ -84,6 +85,34 @@ def bucket() -> Iterator[Door]:
             if answer.cut is not None:
                 content, self.close_connection = content[: answer.cut], True
             self.wfile.write(content)
+
+        def do_PUT(self) -> None:
+            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            path = self.path.partition("?")[0]
+            with door.lock:
+                number, door.asked[f"write {path}"] = (
+                    door.asked[f"write {path}"],
+                    door.asked[f"write {path}"] + 1,
+                )
+            answer = door.write_fault(path, number)
+            if answer is not None and answer.status == 0:
+                self.close_connection = True
+                return
+            if answer is None:
+                connection = http.client.HTTPConnection("127.0.0.1", inner)
+                connection.request(self.command, self.path, content, dict(self.headers))
+                reply = connection.getresponse()
+                answer, etag = Answer(reply.status, reply.read()), reply.getheader("ETag")
+            else:
+                etag = None
+            self.send_response(answer.status)
+            self.send_header("Content-Length", str(len(answer.body or b"")))
+            if etag:
+                self.send_header("ETag", etag)
+            self.end_headers()
+            self.wfile.write(answer.body or b"")
+
+        do_POST = do_DELETE = do_PUT  # noqa: N815 # the server's names
 
         def do_HEAD(self) -> None:
             connection = http.client.HTTPConnection("127.0.0.1", inner)

@@ -1,10 +1,11 @@
-"""Where a set lies: a bucket, a web server or a folder. Objects are read whole; obstore itself asks a
-store that fails again."""
+"""Where a set or a mirrored run lies: a bucket, a web server or a folder. Objects are read and written whole;
+obstore itself asks a store that fails again."""
 
 import os
 import re
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,31 +52,32 @@ class Store:
     """Objects by their keys below ``url``: s3://bucket/folder, gs://, az://, https://, or a folder.
 
     Credentials come from the environment, or, for S3, from the files that boto3 reads. retry_s: how long a
-    store that does not answer, answers with 5xx or breaks off is asked again. Any process may use it; each
-    opens connections of its own.
+    store that does not answer, answers with 5xx or breaks off is asked again. key, what: the config key that
+    names it, and what lies there, for messages. Any process may use it; each opens connections of its own.
     """
 
-    def __init__(self, url: str, retry_s: float) -> None:
+    def __init__(self, url: str, retry_s: float, key: str = "data.source.url", what: str = "the set") -> None:
         scheme, separator, _ = url.partition("://")
         if separator and scheme not in _SCHEMES:
             schemes = ", ".join(f"{name}://" for name in _SCHEMES)
-            raise UserError(f"data.source.url={shown(url)}: must begin with {schemes}, or be a folder.")
+            raise UserError(f"{key}={shown(url)}: must begin with {schemes}, or be a folder.")
         if separator and re.search(r"//[^/]*@|\?", url):
             raise UserError(
-                f"data.source.url={shown(url)}: holds a password or a query, which would be written to the"
+                f"{key}={shown(url)}: holds a password or a query, which would be written to the"
                 " run's folder. Give credentials by the environment."
             )
         self.url = url.rstrip("/") if separator else str(Path(url).expanduser().absolute())
         self.shown = shown(self.url)
         self.retry_s = retry_s
         self.folder = None if separator else Path(self.url)
+        self._key, self._what = key, what
         self._scheme = scheme if separator else ""
         self._opened: ObjectStore | None = None
         self._pid = 0
 
     def __reduce__(self) -> tuple[object, ...]:
         """A worker opens connections of its own."""
-        return Store, (self.url, self.retry_s)
+        return Store, (self.url, self.retry_s, self._key, self._what)
 
     def read(self, key: str, check: Callable[[bytes], None] = lambda content: None) -> bytes:
         """A small object. check: looks at it, and raises Damaged. Raises FileNotFoundError, or UserError as
@@ -139,10 +141,59 @@ class Store:
         except FileNotFoundError:
             raise self._missing(key) from None
 
+    def keys(self) -> set[str]:
+        """Of all objects. Raises as `download` does."""
+
+        def once() -> set[str]:
+            if self.folder is not None:
+                files = (path for path in self.folder.rglob("*") if path.is_file())
+                return {str(path.relative_to(self.folder)) for path in files}
+            import obstore
+
+            return {about["path"] for page in obstore.list(self._store()) for about in page}
+
+        return self._transfer("", once)
+
+    def write(self, key: str, content: bytes | IO[bytes]) -> None:
+        """An object, in place of what is there: other readers see the old or the new one. content: or an open
+        file, from its beginning. Raises as `download` does."""
+
+        def once() -> None:
+            if not isinstance(content, bytes):
+                content.seek(0)
+            if self.folder is None:
+                import obstore
+
+                obstore.put(self._store(), key, content)
+                return
+            target = self.folder / key
+            target.parent.mkdir(parents=True, exist_ok=True)
+            aside = target.with_name(f".{target.name}.part")
+            with aside.open("wb") as file:
+                file.write(content) if isinstance(content, bytes) else shutil.copyfileobj(content, file)
+            aside.replace(target)
+
+        self._transfer(key, once)
+
+    def delete(self, keys: Collection[str]) -> None:
+        """Objects that need not be there. Raises as `download` does."""
+
+        def once() -> None:
+            if self.folder is not None:
+                for key in keys:
+                    (self.folder / key).unlink(missing_ok=True)
+                return
+            import obstore
+
+            obstore.delete(self._store(), list(keys))
+
+        if keys:
+            self._transfer(min(keys), once)
+
     def _missing(self, key: str) -> UserError:
         return UserError(
-            f"{self.shown}/{key}: is not there (404), and belongs to the set. Was it removed, or the set"
-            " written anew? Bring it back, or start a new run.",
+            f"{self.shown}/{key}: is not there (404), and belongs to {self._what}. Was it removed, or"
+            f" {self._what} written anew? Bring it back, or start a new run.",
             everywhere=False,
         )
 
@@ -161,8 +212,8 @@ class Store:
                 damaged += 1
                 if damaged == _ATTEMPTS:
                     raise UserError(
-                        f"{self.shown}/{key}: {error}, also when fetched again. It has changed since the set"
-                        " was written, or is damaged there. Write the set anew.",
+                        f"{self.shown}/{key}: {error}, also when fetched again. It has changed since"
+                        f" {self._what} was written, or is damaged there. Write {self._what} anew.",
                         everywhere=False,
                     ) from None
             except Exception as error:
@@ -172,7 +223,9 @@ class Store:
                 if time.monotonic() - began >= self.retry_s:
                     raise UserError(
                         f"{self.shown}/{key}: was not to be had for {self.retry_s:.0f} seconds"
-                        f" ({_reason(error)}). Is the store up? data.source.retry_s says how long to wait.",
+                        f" ({_reason(error)}). Is the store up?"
+                        + " data.source.retry_s says how long to wait."
+                        * self._key.startswith("data."),
                         everywhere=False,
                     ) from None
             time.sleep(_PAUSE_S)
@@ -218,7 +271,8 @@ class Store:
     def _store(self) -> "ObjectStore":
         """obstore's threads don't outlive a fork, so each process has its own."""
         if self._opened is None or self._pid != os.getpid():
-            self._opened, self._pid = _connected(self.url, self._scheme, self.retry_s), os.getpid()
+            self._opened = _connected(self.url, self._scheme, self.retry_s, self._key)
+            self._pid = os.getpid()
         return self._opened
 
 
@@ -227,19 +281,19 @@ def shown(url: str) -> str:
     return re.sub(r"//[^/]*@", "//***@", url.partition("?")[0])
 
 
-def _connected(url: str, scheme: str, retry_s: float) -> "ObjectStore":
+def _connected(url: str, scheme: str, retry_s: float, key: str) -> "ObjectStore":
     if find_spec("obstore") is None:
-        raise UserError(f"data.source.url={shown(url)}: needs obstore: pip install 'ddptrain[stream]'")
+        raise UserError(f"{key}={shown(url)}: needs obstore: pip install 'ddptrain[stream]'")
     more: dict[str, Any] = {}
     if scheme == "s3" and "AWS_ACCESS_KEY_ID" not in os.environ:
-        more = _from_usual_files()
+        more = _from_usual_files(key)
     try:
         return _client(url, retry_s, more)
     except (ValueError, OSError, UserError):
         raise
     except Exception as error:
         raise UserError(
-            f"data.source.url={shown(url)}: can't be opened ({_reason(error)}). Check"
+            f"{key}={shown(url)}: can't be opened ({_reason(error)}). Check"
             f" {_CREDENTIALS.get(scheme, 'the address')}."
         ) from error
 
@@ -258,7 +312,7 @@ def _of_a_store(error: Exception) -> bool:
     return isinstance(error, OSError) or type(error).__module__.startswith("obstore")
 
 
-def _from_usual_files() -> dict[str, Any]:
+def _from_usual_files(key: str) -> dict[str, Any]:
     """What ~/.aws, or a machine's own role, says."""
     import boto3  # type: ignore[import-untyped]
     from obstore.auth.boto3 import Boto3CredentialProvider
@@ -267,12 +321,12 @@ def _from_usual_files() -> dict[str, Any]:
         session = boto3.Session()
         credentials = session.get_credentials()
     except Exception as error:  # of botocore: a profile that does not exist, a file that can't be read
-        raise UserError(f"data.source.url: credentials for s3:// can't be read ({error}).") from error
+        raise UserError(f"{key}: credentials for s3:// can't be read ({error}).") from error
     if credentials is None:
         if os.environ.get("AWS_SKIP_SIGNATURE"):
             return {}
         raise UserError(
-            f"data.source.url: there are no credentials for s3://: set {_CREDENTIALS['s3']}. For a bucket"
+            f"{key}: there are no credentials for s3://: set {_CREDENTIALS['s3']}. For a bucket"
             " that anybody may read: AWS_SKIP_SIGNATURE=true"
         )
     return {"credential_provider": Boto3CredentialProvider(session)}

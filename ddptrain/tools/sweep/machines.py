@@ -178,6 +178,8 @@ class Machines(ABC):
         launches = self.ranks > 1 or is_ddp(config.strategy)  # there one rank has a process group too
         launch = ["launch", f"--nproc-per-node={self.ranks}"] if launches else []
         own = [*([] if self.on_cpu else ["device=cuda"]), f"run.dir={_plain_or_quoted(folder / job.folder)}"]
+        if config.run.mirror is not None:  # each job has a place of its own there
+            own.append(f"run.mirror={_plain_or_quoted(f'{config.run.mirror}/{job.folder}')}")
         return [sys.executable, "-m", "ddptrain", *launch, *job.words, *own]
 
 
@@ -197,5 +199,5 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _plain_or_quoted(path: Path) -> str:
+def _plain_or_quoted(path: Path | str) -> str:
     return str(path) if re.fullmatch(r"[\w./-]+", str(path)) else quoted(str(path))

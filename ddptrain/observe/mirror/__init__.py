@@ -1,0 +1,1 @@
+"""A run's folder in a bucket, while it runs (``run.mirror``)."""

@@ -1,0 +1,68 @@
+"""``run.mirror``: starts the process that sends a run's folder to a bucket, and tells what it says."""
+
+import json
+import logging
+import subprocess
+import threading
+from typing import final
+
+from ddptrain.api.observer import End, Observer, Start
+from ddptrain.data.stream.store import shown
+from ddptrain.observe.child import start_module
+from ddptrain.observe.lock import lost
+from ddptrain.observe.mirror.layout import opened
+
+log = logging.getLogger("ddptrain")
+
+_LAST_S, _SHORT_S = 45.0, 10.0
+"""Limits at the end for what is still to be sent: below that of a slow observer; and where the store has
+failed before, or the run was asked to stop and will go on, below ``checkpoint.grace``."""
+
+
+@final
+class Mirror(Observer):
+    """Sends checkpoints, config, metrics and log to ``url``, by a process of its own: no step waits for it.
+    Raises UserError where that is no address."""
+
+    slow = True
+
+    def __init__(self, url: str) -> None:
+        self._url = opened(url, "run.mirror", 0.0).url
+
+    def start(self, event: Start) -> None:
+        self._folder = event.run.folder
+        self._process = start_module(
+            "ddptrain.observe.mirror.send", [str(self._folder.absolute()), self._url],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        self._newest, self._error = "", ""
+        self._listener = threading.Thread(target=self._listen, name="mirror", daemon=True)
+        self._listener.start()
+
+    def end(self, event: End) -> None:
+        if lost(self._folder) is not None:  # what is there now is not this run's
+            self._process.kill()
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._listener.join(_SHORT_S if self._error or event.result.outcome == "stopped" else _LAST_S)
+        where = shown(self._url)
+        if self._listener.is_alive():
+            log.warning("mirror     %s lacks something still; for ten minutes it is being sent", where)
+        elif self._error or self._process.wait(timeout=5):
+            log.warning(
+                "mirror     %s lacks something; the last checkpoint there: %s", where, self._newest or "none"
+            )
+        else:
+            log.info("mirror     %s has all of the run", where)
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            facts = json.loads(line)
+            if error := facts.get("error"):
+                log.warning("mirror     %s The training goes on", error)
+            elif self._error:
+                log.info("mirror     %s is up to date again", shown(self._url))
+            self._error, self._newest = facts.get("error", ""), facts.get("sent") or self._newest

@@ -1,0 +1,316 @@
+"""``run.mirror``: what a bucket holds of a run is whole at any moment, and a run goes on from it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bucket import BUCKET, Answer, Door, bucket
+from compare import assert_same
+from shell import RANK_VARIABLES, Ended, ddptrain, refusal
+
+from ddptrain.data.stream.store import Store
+from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.saved_checkpoint import unpack
+from ddptrain.errors import UserError
+from ddptrain.observe.mirror.layout import INDEX, Index, object_key, opened, read_index
+from ddptrain.observe.mirror.restore import local_copy, restore
+from ddptrain.observe.mirror.send import Sender, Taken
+
+WORDS = (
+    "recipe=cnn_digits device=cpu model.width=8 train.steps=60 checkpoint.every=10 log.every=5"
+    " train.eval_every=20 observers=[console,jsonl]"
+)
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    with bucket() as opened_door:
+        for name, value in opened_door.variables.items():
+            monkeypatch.setenv(name, value)
+        yield opened_door
+
+
+@pytest.fixture
+def address(door: Door, tmp_path: Path) -> str:
+    """Of a place in the bucket that no other test has: the server's objects outlive it in this process."""
+    return f"s3://{BUCKET}/{tmp_path.name}/{time.time_ns()}"
+
+
+def train(home: Path, run: str, mirror: str, *words: str) -> Ended:
+    return ddptrain(home, [*WORDS.split(), f"run.dir={run}", f"run.mirror={mirror}", *words], **ONE_THREAD)
+
+
+def started(home: Path, words: list[str]) -> "subprocess.Popen[str]":
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    return subprocess.Popen(
+        [sys.executable, "-m", "ddptrain", *words], cwd=home, env={**environment, **ONE_THREAD},
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """What the run has come to: its newest state, the best one's step, and its metrics."""
+    saved = Checkpointer(run / "checkpoints", keep=2).newest()
+    assert saved is not None
+    best = json.loads((run / "checkpoints/best/manifest.json").read_text())["step"]
+    return {"state": unpack(saved), "best": best, "metrics": (run / "metrics.jsonl").read_text().splitlines()}
+
+
+def run_of(folder: Path, step: int) -> None:
+    """A run's folder, in small."""
+    checkpoint = folder / "checkpoints" / f"step-{step}"
+    checkpoint.mkdir(parents=True)
+    Checkpointer(folder / "checkpoints", keep=2).save(
+        {"model": {}, "optimizer": {}, "step": step}, {"step": step}
+    )
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(step)))
+
+
+def the_index(store: Store) -> Index:
+    index = read_index(store)
+    assert index is not None
+    return index
+
+
+def test_a_folder_as_mirror(tmp_path: Path) -> None:
+    """The index names all there is, by content; what is dropped goes, too."""
+    run, store = tmp_path / "run", opened(str(tmp_path / "mirror"), "run.mirror", 1)
+    for step in (1, 2):
+        run_of(run, step)
+    sender = Sender(run, store, "id")
+    assert sender.send() == "step-2"
+    first = the_index(store)
+    assert first.checkpoints() == ["step-2", "step-1"]
+    assert store.keys() == {object_key(path, entry) for path, entry in first.files.items()} | {INDEX}
+    assert sender.send() is None
+    run_of(run, 3)  # which drops the first
+    assert sender.send() == "step-3"
+    assert the_index(store).checkpoints() == ["step-3", "step-2"]
+    assert store.keys() == {object_key(path, entry) for path, entry in the_index(store).files.items()} | {
+        INDEX
+    }
+    new = tmp_path / "new"
+    new.mkdir()
+    assert restore(str(tmp_path / "mirror"), new)
+    for path in the_index(store).files:
+        assert (new / path).read_bytes() == (run / path).read_bytes()
+    assert not list(new.rglob("*.part"))
+
+
+def test_documents_alone_are_no_reason_to_send_at_once(tmp_path: Path) -> None:
+    run, store = tmp_path / "run", opened(str(tmp_path / "mirror"), "run.mirror", 1)
+    run_of(run, 1)
+    sender = Sender(run, store, "id")
+    sender.send(ended=False)
+    (run / "metrics.jsonl").write_text("more\n")
+    assert sender.send(ended=False) is None
+    assert sender.send(ended=True) == "step-1"
+
+
+def test_another_run_is_left_alone(tmp_path: Path) -> None:
+    store = opened(str(tmp_path / "mirror"), "run.mirror", 1)
+    for name in ("one", "other"):
+        run_of(tmp_path / name, 1)
+    Sender(tmp_path / "one", store, "one").send()
+    before = {path: path.read_bytes() for path in (tmp_path / "mirror").rglob("*") if path.is_file()}
+    with pytest.raises(Taken, match="holds another run"):
+        Sender(tmp_path / "other", store, "other").send()
+    assert {path: path.read_bytes() for path in (tmp_path / "mirror").rglob("*") if path.is_file()} == before
+
+
+def test_the_process_that_was_there_before_gives_way(tmp_path: Path) -> None:
+    """As of a node that was thought to be lost."""
+    store = opened(str(tmp_path / "mirror"), "run.mirror", 1)
+    run_of(tmp_path / "run", 1)
+    before = Sender(tmp_path / "run", store, "run")
+    before.send()
+    shutil.copytree(tmp_path / "run", tmp_path / "elsewhere")
+    run_of(tmp_path / "elsewhere", 2)
+    Sender(tmp_path / "elsewhere", store, "run").send()
+    run_of(tmp_path / "run", 3)
+    with pytest.raises(Taken, match="another process sends the run"):
+        before.send()
+    assert the_index(store).checkpoints() == ["step-2", "step-1"]
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut", "flipped", "swapped"])
+def test_a_damaged_checkpoint_is_left_out(tmp_path: Path, harm: str) -> None:
+    run, mirror = tmp_path / "run", tmp_path / "mirror"
+    store = opened(str(mirror), "run.mirror", 1)
+    for step in (1, 2):
+        run_of(run, step)
+    Sender(run, store, "id").send()
+    index = the_index(store)
+    newest, older = (
+        mirror / object_key(path, index.files[path])
+        for path in ("checkpoints/step-2/state.pt", "checkpoints/step-1/state.pt")
+    )
+    content = newest.read_bytes()
+    if harm == "missing":
+        newest.unlink()
+    elif harm == "swapped":
+        newest.write_bytes(older.read_bytes())
+    else:
+        newest.write_bytes(content[:-1] if harm == "cut" else bytes([content[0] ^ 1]) + content[1:])
+    (tmp_path / "new").mkdir()
+    assert restore(str(mirror), tmp_path / "new")
+    assert [path.name for path in (tmp_path / "new/checkpoints").iterdir()] == ["step-1"]
+    older.unlink()
+    shutil.rmtree(tmp_path / "new/checkpoints")
+    with pytest.raises(UserError, match=r"No checkpoint there can be used. Start anew: run.resume=never"):
+        restore(str(mirror), tmp_path / "new")
+    assert not (tmp_path / "new/checkpoints").exists()
+
+
+BEGUN = b'{"format": 1, "run": "a", "sender": "b", "files": '
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        b"", b"[]", b'{"format": 2}', BEGUN + b'{"../x": {}}}',
+        BEGUN + b'{"../x": {"sha256": "%s", "bytes": 1}}}' % (b"0" * 64),
+        BEGUN + b'{"log.txt": {"sha256": "../../x", "bytes": 1}}}',
+    ],
+)  # fmt: skip
+def test_an_index_that_is_none(tmp_path: Path, written: bytes) -> None:
+    (tmp_path / INDEX).write_bytes(written)
+    with pytest.raises(UserError, match="is not the index of a mirrored run, or is damaged"):
+        restore(str(tmp_path), tmp_path / "new")
+
+
+LONG = ["train.steps=1500", "checkpoint.every=100", "log.every=50", "train.eval_every=300"]
+
+
+def test_a_run_goes_on_from_its_mirror_on_an_empty_node(tmp_path: Path, address: str) -> None:
+    """Killed, and started by the same line where there is nothing of it: the same bits as undisturbed."""
+    assert train(tmp_path, "whole", str(tmp_path / "unused"), *LONG).code == 0
+    line = [*WORDS.split(), "run.dir=run", f"run.mirror={address}", *LONG]
+    with started(tmp_path, line) as job:
+        store, until = opened(address, "run.mirror", 5), time.monotonic() + 60
+        while time.monotonic() < until:
+            if (index := read_index(store)) is not None and index.checkpoints():
+                break
+            time.sleep(0.05)
+        job.send_signal(signal.SIGKILL)
+    shutil.rmtree(tmp_path / "run")
+    ended = train(tmp_path, "run", address, *LONG)
+    assert ended.code == 0, ended.err
+    assert f"restoring  from {address}" in ended.err
+    assert "resumed    run/checkpoints/step-" in ended.err
+    assert f"mirror     {address} has all of the run" in ended.err
+    assert_same(outcome(tmp_path / "run"), outcome(tmp_path / "whole"))
+    assert the_index(store).checkpoints() == ["step-1500", "step-1400"]
+    assert "never-in-a-log" not in ended.err + (tmp_path / "run/log.txt").read_text()
+
+
+def test_other_verbs_take_the_address(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert train(tmp_path, "run", address).code == 0
+    own, theirs = (
+        ddptrain(tmp_path, f"evaluate run={run} device=cpu", **ONE_THREAD) for run in ("run", address)
+    )
+    assert (own.code, theirs.code) == (0, 0), theirs.err
+    for name in ("accuracy", "loss", "step"):
+        assert json.loads(own.out)[name] == json.loads(theirs.out)[name]
+    assert ddptrain(tmp_path, f"report {address} out=page.html").code == 0
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+    started = train(tmp_path, "other", str(tmp_path / "unused"), f"init.weights={address}", "train.steps=1")
+    assert started.code == 0, started.err
+    assert "100% of the model" in started.err
+    import ddptrain as package
+
+    assert package.load(address).checkpoint.name == "best"
+    said = refusal(tmp_path, f"evaluate run=s3://{BUCKET}/nothing device=cpu")
+    assert said.startswith(f"run=s3://{BUCKET}/nothing: holds no mirrored run.")
+
+
+def test_a_copy_follows_its_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run, store = tmp_path / "run", opened(str(tmp_path / "mirror"), "run.mirror", 1)
+    sender = Sender(run, store, "id")
+    for step in (1, 2, 3):
+        run_of(run, step)
+        sender.send()
+        copy = local_copy(str(tmp_path / "mirror"), "run")
+        kept = sorted(path.name for path in (copy / "checkpoints").iterdir())
+        assert kept == [f"step-{i}" for i in range(max(1, step - 1), step + 1)]
+        assert (copy / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+
+
+FAULTS = {
+    "refused": (Answer(403), "the store refuses it"),
+    "broken": (Answer(500), "500"),
+    "full": (Answer(507), "507"),
+    "gone": (Answer(0), "was not to be had"),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[] if name == "refused" else pytest.mark.faults) for name in FAULTS]
+)
+def test_a_store_that_does_not_take_it_harms_no_training(
+    tmp_path: Path, door: Door, address: str, fault: str
+) -> None:
+    """Which says so, and so does its log."""
+    answer, said = FAULTS[fault]
+    door.write_fault = lambda path, number: answer
+    ended = train(tmp_path, "run", address, "train.steps=200")
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "run/summary.json").is_file()
+    assert json.loads((tmp_path / "run/summary.json").read_text())["outcome"] == "done"
+    warnings = [line for line in (tmp_path / "run/log.txt").read_text().splitlines() if "mirror     " in line]
+    assert f"mirror     {address}" in warnings[0]
+    assert said in warnings[0] or "still" in warnings[0]
+
+
+def test_one_that_fails_for_a_while_is_up_to_date_again(tmp_path: Path, door: Door, address: str) -> None:
+    broken = [True]
+    door.write_fault = lambda path, number: Answer(403) if broken[0] else None
+    line = [*WORDS.split(), "run.dir=run", f"run.mirror={address}", "train.steps=100000"]
+    with started(tmp_path, line) as job:
+        assert job.stderr is not None
+        said: list[str] = []
+        for text in job.stderr:
+            said.append(text)
+            if "the store refuses it" in text:
+                broken[0] = False
+            if "is up to date again" in text or "nothing more is sent" in text:
+                break
+        job.terminate()
+        said += job.stderr.readlines()
+    assert any("is up to date again" in text for text in said), said
+    assert the_index(opened(address, "run.mirror", 5)).checkpoints()
+
+
+def test_without_the_store_no_run_begins_on_an_empty_folder(tmp_path: Path, door: Door, address: str) -> None:
+    """It might be the run's continuation."""
+    door.fault = lambda path, number: Answer(403)
+    said = refusal(tmp_path, f"{WORDS} run.dir=run run.mirror={address}")
+    assert said.startswith(f"{address}/{INDEX}: the store refuses it (403)")
+
+
+@pytest.mark.parametrize("wrong", ["ftp://x/y", "s3://user:password@x/y", "s3://x/y?token=1"])
+def test_addresses_that_are_none(tmp_path: Path, wrong: str) -> None:
+    said = refusal(tmp_path, [*WORDS.split(), "run.dir=run", f"run.mirror='{wrong}'"])
+    assert said.startswith("run.mirror=")
+    assert "password" not in said.partition("holds a password")[0]
+
+
+def test_each_job_of_a_sweep_has_a_place_of_its_own(tmp_path: Path) -> None:
+    words = f"{WORDS} --multirun seed=1,2 sweep.dir=sweep run.mirror={tmp_path}/mirror train.steps=20"
+    ended = ddptrain(tmp_path, words, **ONE_THREAD)
+    assert ended.code == 0, ended.err
+    indexes = sorted((tmp_path / "mirror").rglob(INDEX))
+    assert len(indexes) == 2
+    for path in indexes:
+        assert the_index(opened(str(path.parent), "run.mirror", 1)).checkpoints()[0] == "step-20"
