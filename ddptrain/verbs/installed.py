@@ -9,7 +9,7 @@ from ddptrain.verbs.verb import Verb
 
 ENTRY_POINTS = "ddptrain.verbs"
 _ORDER = (
-    *("train", "launch", "evaluate", "predict", "export", "checkpoint", "report"),
+    *("train", "launch", "evaluate", "predict", "export", "checkpoint", "report", "serve"),
     *("bench", "prove", "find", "doctor", "write", "completion"),
 )
 """In which ours are listed; others follow by name."""

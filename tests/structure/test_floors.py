@@ -12,7 +12,7 @@ import pytest
 from tests.structure.import_graph import FILES, FLOORS, ROOT, floor_of, imports
 
 TOOLS = sorted(path.parent.name for path in (ROOT / "ddptrain/tools").glob("*/__init__.py"))
-READS = {"report": {"sweep", "trackers"}}
+READS = {"report": {"sweep", "trackers"}, "serve": {"report", "sweep", "trackers"}}
 """Tools that show or send what another one has written."""
 VERBS_OF = {"sweep": "multirun"}
 """Where a tool's verb has another name."""

@@ -56,15 +56,7 @@ def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
     folders = [path for path in folders if not (path.suffix == ".html" and path.is_file())]
     _check(folders, asked)
     folders = [folder.parent if folder.name == LEDGER else folder for folder in folders]
-    runs_by_folder = {folder: _runs_in(folder) for folder in folders}
-    notes = [
-        f"{plain(folder)} has {len(inside)} jobs that have begun; these are the best {_MOST_OF_A_SWEEP}."
-        for folder, inside in runs_by_folder.items()
-        if len(inside) > _MOST_OF_A_SWEEP
-    ]
-    paths = (path.resolve() for inside in runs_by_folder.values() for path in inside[:_MOST_OF_A_SWEEP])
-    chosen = list(dict.fromkeys(paths))
-    runs = [read_run(path, name) for path, name in zip(chosen, short_names(chosen), strict=True)]
+    runs, notes = read_runs(folders)
     sweeps = [folder for folder in folders if _is_sweep(folder)]
     plots: list[Path] = []
     for folder in sweeps:
@@ -78,11 +70,25 @@ def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
         page = _page_for(folders, runs, asked.get("out"))
         try:
             page.parent.mkdir(parents=True, exist_ok=True)
-            write_page(runs, _title(folders, runs), notes, page, plots)
+            write_page(runs, title_of(folders, runs), notes, page, plots)
         except OSError as error:
             problem = f"{page} can't be written ({error.strerror})"
             raise UserError(f"report: {problem}. Name another file: out=<file.html>") from error
         print(f"page  {page}")
+
+
+def read_runs(folders: Sequence[Path]) -> tuple[list[RunFiles], list[str]]:
+    """The runs that a report on these runs and sweeps shows, and what else is to be known. Raises UserError
+    for a folder that is neither."""
+    runs_by_folder = {folder: _runs_in(folder) for folder in folders}
+    notes = [
+        f"{plain(folder)} has {len(inside)} jobs that have begun; these are the best {_MOST_OF_A_SWEEP}."
+        for folder, inside in runs_by_folder.items()
+        if len(inside) > _MOST_OF_A_SWEEP
+    ]
+    paths = (path.resolve() for inside in runs_by_folder.values() for path in inside[:_MOST_OF_A_SWEEP])
+    chosen = list(dict.fromkeys(paths))
+    return [read_run(path, name) for path, name in zip(chosen, short_names(chosen), strict=True)], notes
 
 
 def _print_outcomes(folder: Path, jobs: Sequence[Job]) -> list[Path]:
@@ -192,7 +198,7 @@ def _newest(folder: Path) -> Path | None:
     return max(configs, key=lambda path: path.stat().st_mtime).parent if configs else None
 
 
-def _title(folders: Sequence[Path], runs: Sequence[RunFiles]) -> str:
+def title_of(folders: Sequence[Path], runs: Sequence[RunFiles]) -> str:
     recipes = ", ".join(dict.fromkeys(run.config.get("recipe", run.name) for run in runs))
     if len(folders) == 1 and _is_sweep(folders[0]):
         return f"{recipes}: the sweep {folders[0].resolve().name}"

@@ -1,0 +1,155 @@
+"""The runs and sweeps below a folder, as they are now."""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import final
+
+from ddptrain.observe.clock import clock
+from ddptrain.observe.lock import LOCK, is_locked
+from ddptrain.tools.report.comparison import NOTHING, format_point, metrics
+from ddptrain.tools.report.page import page
+from ddptrain.tools.report.run import read_runs, title_of
+from ddptrain.tools.report.run_files import RunFiles, is_run, plain, read_run
+from ddptrain.tools.sweep.ledger import LEDGER, read_ledger
+
+_DEEPEST = 6
+"""Folders below the one that is served."""
+_AT_A_TIME = 20
+"""Rows that are read before they are shown."""
+_FILES = ("metrics.jsonl", "summary.json", "config.yaml", LEDGER)
+Stamp = tuple[object, ...]
+"""Another one after a change."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A run or a sweep in the list; texts for people."""
+
+    path: str
+    """Below the folder that is served."""
+    version: str
+    """Another one after a change."""
+    recipe: str
+    state: str
+    steps: str
+    metric: str
+    """Its name, last and best value."""
+    time: str
+
+
+@final
+class Runs:
+    """Looks when it is asked to, from one thread; any thread may ask for what was seen."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[str, tuple[Stamp, Row]] = {}
+        """By path, the newest first; replaced as a whole."""
+        self._pages: dict[tuple[str, ...], tuple[str, str]] = {}
+        """Versions and page, by paths."""
+        self._writing = threading.Lock()
+
+    def look(self) -> None:
+        """Read what has changed."""
+        found = sorted(_below(self._folder), key=_begun, reverse=True)
+        seen = dict(self._seen)
+        for i, (path, row) in enumerate(self._looked_at(found)):
+            seen[path] = row
+            if i % _AT_A_TIME == 0:
+                self._seen = dict(seen)
+        self._seen = seen
+        there = [str(path.relative_to(self._folder)) for path in found]
+        self._seen = {path: self._seen[path] for path in there if path in self._seen}
+
+    def rows(self) -> list[dict[str, str]]:
+        return [asdict(row) for _, row in self._seen.values()]
+
+    def page(self, paths: Sequence[str]) -> str | None:
+        """The report on runs and sweeps that were seen; None where one was not."""
+        seen = self._seen
+        if not paths or not all(path in seen for path in paths):
+            return None
+        version = " ".join(seen[path][1].version for path in paths)
+        with self._writing:  # one at a time: a report on a large sweep takes a second
+            known = self._pages.get(tuple(paths))
+            if known is None or known[0] != version:
+                folders = [self._folder / path for path in paths]
+                runs, notes = read_runs(folders)
+                text = page(runs, title_of(folders, runs), notes) if runs else _NOTHING_YET
+                self._pages = {tuple(paths): (version, text)}  # the last one: several viewers see the same
+                return text
+            return known[1]
+
+    def _looked_at(self, folders: Sequence[Path]) -> Iterator[tuple[str, tuple[Stamp, Row]]]:
+        for folder in folders:
+            path, stamp = str(folder.relative_to(self._folder)), _stamp(folder)
+            known = self._seen.get(path)
+            if known is None or known[0] != stamp:
+                read = _sweep if (folder / LEDGER).is_file() else _run
+                yield path, (stamp, read(folder, path, f"{abs(hash(stamp)):x}"))
+
+
+_NOTHING_YET = "<!DOCTYPE html><title>sweep</title><p>None of its jobs has begun.</p>"
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for place, inside, _ in os.walk(folder):
+        here = Path(place)
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        if (here / LEDGER).is_file() or is_run(here):
+            yield here
+        if is_run(here) or len(here.relative_to(folder).parts) == _DEEPEST:
+            inside.clear()
+
+
+def _begun(folder: Path) -> float:
+    for name in ("command.txt", LEDGER, "config.yaml"):
+        try:
+            return (folder / name).stat().st_mtime
+        except OSError:
+            continue
+    return 0.0
+
+
+def _stamp(folder: Path) -> Stamp:
+    files = []
+    for name in _FILES:
+        try:
+            status = (folder / name).stat()
+            files.append((status.st_mtime_ns, status.st_size))
+        except OSError:
+            files.append((0, 0))
+    return (*files, (folder / LOCK).is_file() and is_locked(folder))
+
+
+def _run(folder: Path, path: str, version: str) -> Row:
+    run = read_run(folder, path)
+    seconds, steps = run.number("seconds"), run.number("steps")
+    return Row(
+        path=plain(path),
+        version=version,
+        recipe=run.config.get("recipe", NOTHING),
+        state=run.state,
+        steps=f"{run.step:,.0f}" + (f" of {steps:,.0f}" if steps is not None else ""),
+        metric=_metric(run),
+        time=NOTHING if seconds is None else clock(max(0, seconds)),
+    )
+
+
+def _metric(run: RunFiles) -> str:
+    if not (every := metrics([run])):
+        return NOTHING
+    last, best = every[0].scores[0]
+    return f"{every[0].title} {format_point(last)}" + (f", best {format_point(best)}" if best else "")
+
+
+def _sweep(folder: Path, path: str, version: str) -> Row:
+    jobs = read_ledger(folder, live=False)
+    counts = Counter(job.status for job in jobs)
+    states = ", ".join(f"{count} {status}" for status, count in counts.items())
+    return Row(plain(path), version, f"sweep of {len(jobs)} jobs", states, NOTHING, NOTHING, NOTHING)

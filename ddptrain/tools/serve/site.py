@@ -1,0 +1,110 @@
+"""The web server of ``serve``: a list, its rows as JSON, and reports. It reads no path of a request: what is
+asked for is looked up among the runs that were seen."""
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean
+from ddptrain.tools.serve.list_page import LIST_PAGE, SCRIPT, STYLE
+from ddptrain.tools.serve.runs import Runs
+
+_LOOKS_EVERY_S = 2.0
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_MOST = 24
+"""Runs beside each other."""
+_WORDS = ("address", "port")
+
+
+def _hash_of(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+_POLICY = (
+    f"default-src 'none'; script-src {_hash_of(SCRIPT)}; style-src {_hash_of(STYLE)}; connect-src 'self';"
+    " frame-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Of the list. A report has its own in it."""
+
+
+def run(folder: Path, asked: Mapping[str, str]) -> None:
+    """Serve until Ctrl-C. asked: ``address``, ``port``. Raises UserError."""
+    for name, value in asked.items():
+        if name not in _WORDS:
+            raise UserError(f"{name}={value}: serve takes no such word.{did_you_mean(name, _WORDS)}")
+    if not folder.is_dir():
+        raise UserError(f"serve {folder}: there is no such folder.")
+    address, port = asked.get("address", "127.0.0.1"), asked.get("port", "8765")
+    if not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"port={port}: must be 0 to 65535.")
+    runs = Runs(folder.resolve())
+    try:
+        server = ThreadingHTTPServer((address, int(port)), _handler(runs, address))
+    except OSError as error:
+        raise UserError(
+            f"serve: can't listen at {address}:{port} ({error.strerror}). Name another one: port=<n>."
+        ) from error
+    server.daemon_threads = True
+    over = threading.Event()
+    threading.Thread(target=_follow, args=[runs, over], daemon=True).start()
+    print(
+        f"http://{address}:{server.server_port}/  shows the runs below {folder}; Ctrl-C ends it", flush=True
+    )
+    try:
+        server.serve_forever(poll_interval=0.2)
+    except KeyboardInterrupt:
+        over.set()
+    finally:
+        server.server_close()
+
+
+def _follow(runs: Runs, over: threading.Event) -> None:
+    while True:
+        runs.look()
+        if over.wait(_LOOKS_EVERY_S):
+            return
+
+
+def _handler(runs: Runs, address: str) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            host = (self.headers.get("Host") or "").rsplit(":", 1)[0].strip("[]")
+            if address in _LOOPBACK and host not in _LOOPBACK:
+                # a page of another site that has given its own name this address
+                self._answer(403, "text/plain", "open it by its own address")
+                return
+            asked = urlsplit(self.path)
+            if asked.path == "/":
+                self._answer(200, "text/html", LIST_PAGE, _POLICY)
+            elif asked.path == "/runs":
+                self._answer(200, "application/json", json.dumps(runs.rows()))
+            elif asked.path == "/page":
+                text = runs.page(parse_qs(asked.query).get("path", [])[:_MOST])
+                if text is None:
+                    self._answer(404, "text/plain", "there is no such run")
+                else:
+                    self._answer(200, "text/html", text, "frame-ancestors 'self'")
+            else:
+                self._answer(404, "text/plain", "there is no such page")
+
+        def _answer(self, status: int, kind: str, text: str, policy: str = "default-src 'none'") -> None:
+            content = text.encode(errors="replace")
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Content-Security-Policy", policy)
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler
