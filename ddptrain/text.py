@@ -20,6 +20,13 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}{'s' * (number != 1)}"
 
 
+def say(message: str) -> None:
+    """A line on standard error, in one piece: `print` writes its end by itself where torchrun runs Python
+    unbuffered, and lines of several ranks then run together."""
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
+
+
 def quoted(text: str) -> str:
     """A text as the value of an override, whatever characters it has: Hydra drops a backslash only before a
     quote and at the end."""

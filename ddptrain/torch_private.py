@@ -12,6 +12,7 @@
 | `torch._cudnn_rnn` | 2.11 to 2.15 | recurrent layers under bf16 compute in fp16 on GPUs |
 | `aten.mkldnn_rnn_layer`, `mkldnn._is_mkldnn_bf16_supported` | 2.11 to 2.15 | bf16 LSTMs end on older CPUs |
 | `torch._foreach_*` | 2.11 to 2.15 | a launch for each parameter |
+| `_distributed_c10d._dump_nccl_trace_json` | 2.11 to 2.15 | a hang's report lacks the collective |
 
 The microseconds refer to a step of 280, measured in alternating turns. With a torch that lacks a name, the
 public alternative is used, as in tests/engine/test_torch_private.py.
@@ -185,6 +186,12 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 
 @functools.cache
+def nccl_trace() -> bytes:
+    """NCCL's flight recorder as JSON: ``entries``, the collectives of this process. Empty where it lacks."""
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
+    return b"" if dump is None else dump(True, False)
+
+
 def rnns_in_autocasts_dtype() -> torch.library.Library | None:
     """From here on, cuDNN's recurrent layers compute in the dtype of the autocast around them: torch's own
     kernel (2.11 to 2.15) casts them to fp16 under bf16, too, where no scaler keeps their gradients from being

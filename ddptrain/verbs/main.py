@@ -15,6 +15,7 @@ from ddptrain.config.arguments import Arguments
 from ddptrain.config.choices import yaml_folders
 from ddptrain.distributed.launcher.process import end_with_agent
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
+from ddptrain.text import say
 from ddptrain.verbs.argv import parse
 from ddptrain.verbs.help import overview
 from ddptrain.verbs.installed import verb_named
@@ -55,7 +56,7 @@ def main(words: Sequence[str], work: Callable[[Arguments], int] | None = None) -
         return ExitCode.DIVERGED if isinstance(error, Diverged) else ExitCode.CRASH
     except RankLost as error:
         if str(error):
-            print(f"ddptrain: {error}", file=sys.stderr, flush=True)
+            say(f"ddptrain: {error}")
         return error.code
     except Stopped:  # the log has said so
         return ExitCode.STOPPED
@@ -79,6 +80,6 @@ def _print_once(error: Exception, everywhere: bool) -> None:
     """Print what ends the run. Ranks that know rank 0 prints it wait for that: the first rank to exit
     makes torchrun end the others."""
     if not everywhere or os.environ.get("RANK", "0") == "0":
-        print(f"ddptrain: {error}", file=sys.stderr, flush=True)
+        say(f"ddptrain: {error}")
     else:
         time.sleep(_WAIT_FOR_FIRST_RANK_S)

@@ -70,6 +70,10 @@ def test_a_hang(tmp_path: Path, gpus: list[str], ranks: int, fault: str) -> None
     assert re.findall(r"^rank (\d) (?:holds it up|\(pid)", job.text, re.MULTILINE) == ["1"], job.text[-3000:]
     assert "faulty.py" in job.text or fault == "data.fault=stop", "its stack"
     assert len(re.findall(r"^rank \d waits for it at step \d+, ", job.text, re.MULTILINE)) == ranks - 1
+    collective = (
+        r"^NCCL waits in all_?reduce of \S+ (?:MB|bytes), number \d+ of group .*: rank 1 did not begin it\.$"
+    )
+    assert len(re.findall(collective, job.text, re.MULTILINE)) == 1, job.text[-3000:]
 
 
 @pytest.mark.parametrize("place", ["forward", "backward", "evaluate"])

@@ -96,3 +96,28 @@ def test_the_message_names_rank_place_and_stack() -> None:
     silent = beat(1, pid=77)
     text = describe([silent], [other, silent], [silent], 30)
     assert "rank 1 (pid 77 on a) does not answer" in text
+
+
+def test_the_collective_of_nccl_is_named() -> None:
+    """By the ranks' flight recorders: the first that is not over, and who has not begun it."""
+
+    def said(**by_rank: tuple[dict[str, int], tuple[str, int, str] | None]) -> str:
+        beats = [
+            beat(int(rank[1:]), begun=begun, pending=pending) for rank, (begun, pending) in by_rank.items()
+        ]
+        return describe([], beats, [], 4.0).splitlines()[-1]
+
+    reduce = ("default", 1234, "all_reduce of 4.2 MB")
+    assert said(
+        r0=({"default": 1234}, reduce), r1=({"default": 1233}, None), r2=({"default": 1235}, reduce)
+    ) == ("NCCL waits in all_reduce of 4.2 MB, number 1,234 of group default: rank 1 did not begin it.")
+    assert said(r0=({"default": 1234}, reduce), r1=({}, None), r2=({}, None)).endswith(
+        "ranks 1, 2 did not begin it."
+    )
+    assert said(r0=({"default": 1234}, reduce), r1=({"default": 1234}, reduce)).endswith(
+        "all ranks have begun it, so look at the network and the GPUs."
+    )
+    other = ("shards", 7, "all_gather of 12 bytes")
+    both = {"default": 1234, "shards": 7}
+    assert "number 1,234" in said(r0=(both, reduce), r1=(both, reduce), r2=(both, other))
+    assert "NCCL" not in said(r0=({}, None), r1=({}, None))

@@ -4,8 +4,9 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 _COLLECTIVES = "torch/distributed/"
 _OURS = (
@@ -37,6 +38,10 @@ class Beat(NamedTuple):
     waits: str = ""
     """``engine`` or ``recipe`` (a collective in the recipe's code) if its main thread waits for other ranks,
     else ''."""
+    begun: Mapping[str, int] = MappingProxyType({})
+    """Where NCCL tells it: the number of the last collective that it has begun, by group."""
+    pending: Sequence[Any] | None = None
+    """And the first that is not over: group, number, and what it is."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -118,7 +123,22 @@ def describe(blamed: Sequence[Beat], beats: Sequence[Beat], silent: Sequence[Bea
     for beat in beats:
         if beat not in blamed:
             lines.append(f"rank {beat.rank} waits for it at {beat.place}{_innermost(beat.stack)}.")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_collective(beats)])
+
+
+def _collective(beats: Sequence[Beat]) -> list[str]:
+    """The first collective that is not over on some rank, and who has not begun it."""
+    pending = [tuple(beat.pending) for beat in beats if beat.pending]
+    if not pending:
+        return []
+    group, number, what = min(pending, key=lambda one: (-pending.count(one), one[1]))
+    absent = [beat.rank for beat in beats if beat.begun.get(group, 0) < number]
+    who = (
+        f"{_ranks(absent)} did not begin it"
+        if absent
+        else "all ranks have begun it, so look at the network and the GPUs"
+    )
+    return [f"NCCL waits in {what}, number {number:,} of group {group}: {who}."]
 
 
 def describe_cut(host: str, beats: Sequence[Beat], timeout: float) -> str:

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -17,9 +16,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ddptrain.api.world import World
+from ddptrain.distributed.watchdog.flight_recorder import collectives
 from ddptrain.distributed.watchdog.hang_report import Beat, describe, describe_cut, guilty, stack_of, waits
 from ddptrain.distributed.watchdog.heartbeat import Failure, Heartbeat, started_at
 from ddptrain.errors import ExitCode
+from ddptrain.text import say
 
 log = logging.getLogger("ddptrain")
 
@@ -226,13 +227,16 @@ class Watchdog:
         """Whether to ask for the other ranks' heartbeats."""
         return time.monotonic() - self._marked_at > self._patience / 2
 
-    def _beat(self, number: int) -> Beat:
+    def _beat(self, number: int, tells_all: bool = False) -> Beat:
+        """tells_all: where it waits, even if it is not overdue."""
         overdue = self._overdue()
-        frames = stack_of(self._main) if overdue else traceback.StackSummary()
+        looks = overdue or tells_all
+        frames = stack_of(self._main) if looks else traceback.StackSummary()
+        begun, pending = collectives() if looks and self._world.device.type == "cuda" else ({}, None)
         return Beat(
             self._world.rank, number, self._marks, self._step, self._what, overdue,
             socket.gethostname(), os.getpid(), self._born, "".join(frames.format()[-8:]),
-            waits([(entry.filename, entry.name) for entry in frames]),
+            waits([(entry.filename, entry.name) for entry in frames]), begun, pending,
         )  # fmt: skip
 
     def _judge(self) -> None:
@@ -241,7 +245,7 @@ class Watchdog:
         timeout, host = self._timeout or LONG_S, socket.gethostname()
         others = [beat for beat, _ in dict(self._heartbeat.heard).values()]
         silent = [beat for beat in others if self._heartbeat.silent(beat.rank)]
-        beats = [self._beat(0), *others]
+        beats = [self._beat(0, tells_all=True), *others]
         keeper = next((beat for beat in others if beat.rank == 0), None)
         away = self._heartbeat.unanswered and keeper is not None and keeper.host not in ("", host)
         # ranks that can report it: those that have contact, and without the store those of one host
@@ -278,7 +282,7 @@ class Watchdog:
         if self._over.is_set():
             return  # the main thread has finished meanwhile
         if message:
-            _say_in_thread(lambda: print(f"ddptrain: {message}", file=sys.stderr, flush=True))
+            _say_in_thread(lambda: say(f"ddptrain: {message}"))
         os._exit(code)
 
     def _forget_signals(self) -> None:
