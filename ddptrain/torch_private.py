@@ -185,13 +185,13 @@ def is_fused(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-@functools.cache
 def nccl_trace() -> bytes:
     """NCCL's flight recorder as JSON: ``entries``, the collectives of this process. Empty where it lacks."""
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
     return b"" if dump is None else dump(True, False)
 
 
+@functools.cache
 def rnns_in_autocasts_dtype() -> torch.library.Library | None:
     """From here on, cuDNN's recurrent layers compute in the dtype of the autocast around them: torch's own
     kernel (2.11 to 2.15) casts them to fp16 under bf16, too, where no scaler keeps their gradients from being

@@ -18,7 +18,6 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ddptrain.config.removed import what_to_use
 from ddptrain.config.schema import MISSING, Config, Rule, Sweep
-from ddptrain.config.strategy import is_fsdp
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean
 
@@ -154,12 +153,6 @@ def _cross_checks(config: Config) -> list[str]:
     if per_job != "all" and not (type(per_job) is int and per_job >= 1):
         problems.append(f"sweep.gpus_per_job={per_job}: must be a number of at least 1, or all.")
     problems += _search_checks(config.sweep)
-    gather = config.strategy.get("gather", "fp32")
-    if is_fsdp(config.strategy) and gather not in ("fp32", config.precision):
-        problems.append(
-            f"strategy.gather={gather}: must be fp32, or precision's own ({config.precision}), which it is"
-            " where it is left out."
-        )
     if config.compile == "False":
         problems.append("compile=False: write compile=off (quoted in YAML, where off means false).")
     return problems

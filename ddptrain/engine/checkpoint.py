@@ -194,9 +194,9 @@ class Checkpointer:
     def _save(
         self, path: Path, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Future[Shards] | None
     ) -> Path:
-        if shards is None or shards.done():
+        if shards is None:
             self.finish()
-        shards = shards or _known(Shards())
+            shards = _known(Shards())
         check_plain(state)
         buffer = io.BytesIO()
         torch.save(dict(state), buffer)  # all that has to happen before the next step changes the tensors

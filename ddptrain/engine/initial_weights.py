@@ -17,7 +17,7 @@ from ddptrain.api.world import World
 from ddptrain.distributed.comm import on_all_ranks, once_a_node
 from ddptrain.engine.weights_file import tensors_of, weights_at
 from ddptrain.errors import UserError, reason
-from ddptrain.observe.mirror.restore import local_copy
+from ddptrain.observe.mirror.restore import is_mirror, local_copy
 from ddptrain.text import first_few
 
 log = logging.getLogger("ddptrain")
@@ -155,7 +155,10 @@ def read_weights(source: str, model: Mapping[str, Any], world: World) -> Weights
         )
     if separator and kind in _LIBRARIES:
         return _LIBRARIES[kind](name, model, world)
-    path = local_copy(source, "init.weights") if "://" in source else Path(source)
+    if is_mirror(source):
+        path = once_a_node(world, lambda: local_copy(source, "init.weights"))
+    else:
+        path = Path(source)
     if not path.exists():
         raise UserError(
             f"init.weights={source}: does not exist. Name a run's folder, a checkpoint's, a .pt, .pth or"

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 _PATIENCE_S = 5.0
 """How long to try: rank 0 of a restarted job may still be ending."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
@@ -126,7 +126,7 @@ def _lock(folder: Path) -> bool:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 raise
             log.warning(
                 "%s: its file system does not support locks (%s); start no second run in it",

@@ -19,7 +19,7 @@ from ddptrain.api.rng import seed_pythons
 from ddptrain.api.world import World
 from ddptrain.config.instantiate import build, check_node
 from ddptrain.config.schema import CAPTURED, COMPILED, Config
-from ddptrain.config.strategy import is_ddp, is_strict
+from ddptrain.config.strategy import is_ddp, is_fsdp, is_strict
 from ddptrain.distributed.comm import abandon_group, close_group, from_all_ranks, on_all_ranks, open_group
 from ddptrain.distributed.cpu import share_cores
 from ddptrain.distributed.device import choose_device
@@ -143,6 +143,12 @@ def make_task(config: Config) -> tuple[Task, Data]:
 def check_doors(config: Config) -> None:
     """Check the nodes that only training builds: strategy, observers, controllers. All problems at once."""
     problems = check_node(config.strategy, "strategy", offered=("world",))
+    gather = config.strategy.get("gather", "fp32")
+    if is_fsdp(config.strategy) and gather not in ("fp32", config.precision):
+        problems.append(
+            f"strategy.gather={gather}: must be fp32, or precision's own ({config.precision}), which it is"
+            " where it is left out."
+        )
     for group in ("observers", "controllers"):
         for name, node in getattr(config, group).items():
             problems += check_node(node, f"{group}.{name}")

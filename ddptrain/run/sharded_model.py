@@ -2,6 +2,8 @@
 together hold it once."""
 
 import logging
+from copy import copy
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,7 +13,6 @@ from ddptrain.api.recipe import Task
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
 from ddptrain.distributed.comm import from_all_ranks
-from ddptrain.distributed.foreach import mapped
 from ddptrain.errors import reason
 from ddptrain.run.setup import make_model
 
@@ -33,19 +34,42 @@ def make_sharded_model(config: Config, task: Task, world: World) -> nn.Module:
 
 def _without_numbers(config: Config, task: Task) -> tuple[nn.Module | None, str]:
     """On torch's device `meta`. And why that is of no use; '' where it is."""
+    tried = copy(task)  # what its `build` sets is thrown away where it fails
     try:
         with _META:
-            model = make_model(config, task, _META)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # it reads what it has made
+            model = make_model(config, tried, _META)
+    except (
+        Exception
+    ) as error:  # of any kind: it reads what it has made. Its own are raised again without `meta`
         return None, f"Task.build needs numbers ({reason(error)})"
-    for owner in (task, *model.modules()):
-        held = [value for name, value in vars(owner).items() if name not in ("_parameters", "_buffers")]
-        if _has_meta(held):
-            return None, f"{type(owner).__name__} keeps a tensor that is neither parameter nor buffer"
+    known = {id(layer) for layer in model.modules()}
+    for layer in model.modules():
+        held = [value for name, value in vars(layer).items() if name not in _MODULES_OWN]
+        if _has_meta(held, known, _DEEPEST):
+            return None, f"{type(layer).__name__} keeps a tensor that is neither parameter nor buffer"
+    if _has_meta(vars(tried), known, _DEEPEST):
+        return None, f"{type(task).__name__} keeps a tensor"
+    vars(task).update(vars(tried))
     return model, ""
 
 
-def _has_meta(held: Any) -> bool:
-    without_numbers = []
-    mapped(held, lambda value: without_numbers.append(isinstance(value, Tensor) and value.is_meta))
-    return any(without_numbers)
+_MODULES_OWN = ("_parameters", "_buffers", "_modules")
+_DEEPEST, _MOST = 4, 100
+"""Objects within objects, and items of one."""
+
+
+def _has_meta(held: Any, known: set[int], depth: int) -> bool:
+    """Whether there is a tensor without numbers in it, or in what it holds. known: objects that need no
+    look."""
+    if isinstance(held, Tensor):
+        return held.is_meta
+    if depth == 0 or id(held) in known:
+        return False
+    known.add(id(held))
+    if isinstance(held, dict):
+        inside = list(islice(held.values(), _MOST))
+    elif isinstance(held, list | tuple | set):
+        inside = list(islice(held, _MOST))
+    else:
+        inside = list(getattr(held, "__dict__", {}).values())
+    return any(_has_meta(one, known, depth - 1) for one in inside)

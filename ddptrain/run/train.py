@@ -43,7 +43,7 @@ from ddptrain.observe.console import open_log
 from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.gauges import own_gauges
 from ddptrain.observe.lock import lock_folder, unlock_folder
-from ddptrain.observe.mirror.restore import restore
+from ddptrain.observe.mirror.restore import restore, settle, undo
 from ddptrain.observe.monitor import Monitor, extremes
 from ddptrain.observe.profile import profiled
 from ddptrain.observe.rundir import check_kept, describe_run, discard_unused, is_described, name_run, open_run
@@ -89,6 +89,7 @@ def run(config: Config, arguments: Sequence[str]) -> Path:
             step.state.controllers.update(controllers)
             if saved is not None:
                 _resume(saved, step, data, checkpointer)
+            on_first_rank(world, lambda: settle(folder))
             timing = step.phase.stopwatch.total
             monitor = Monitor(world, gauges, timing=timing, names_slow=_are_comparable(step))
             del saved  # as large as the model with its optimizer's state
@@ -101,6 +102,7 @@ def run(config: Config, arguments: Sequence[str]) -> Path:
             on_first_rank(world, lambda: describe_run(folder, asdict(config), world, arguments, done))
         except UserError:
             if world.is_first:
+                undo(folder)
                 discard_unused(folder)
             raise
         for problem in problems:
@@ -246,7 +248,7 @@ def _opened_folder(config: Config) -> Path:
     open_run(folder)
     lock_folder(folder)
     mirror = config.run.mirror
-    if mirror is not None and config.run.resume == "auto" and not (folder / "checkpoints").is_dir():
+    if mirror is not None and config.run.resume != "never" and not (folder / "checkpoints").is_dir():
         restore(mirror, folder)
     return folder
 

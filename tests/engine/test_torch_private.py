@@ -1,5 +1,6 @@
 """A training that compiles nothing imports no compiler, and trains as one that does."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from ddptrain import torch_private
 from ddptrain.api.world import World
 from ddptrain.engine.optimizer_step import OptimizerStep
 from ddptrain.engine.plan import Plan
+from ddptrain.engine.precision import Precision
 from ddptrain.testing import run_ranks
 
 TRAINING = """
@@ -110,3 +112,17 @@ def test_an_optimizer_without_torchs_wrapper_steps_by_itself(monkeypatch: pytest
     weight.grad = torch.ones(2)
     OptimizerStep(optimizer, torch.amp.GradScaler("cpu", enabled=False))(torch.zeros(()))
     assert weight.tolist() == [0.5, 0.5]
+
+
+def test_the_kernels_of_recurrent_layers_stay_replaced() -> None:
+    """Under bf16 torch's own would compute in fp16. What replaces them lasts as long as its handle."""
+    Precision("bf16", torch.device("cpu"))
+    torch_private.rnns_in_autocasts_dtype()
+    gc.collect()
+    [active] = [
+        line
+        for line in torch._C._dispatch_dump("aten::_cudnn_rnn").splitlines()
+        if line.startswith("AutocastCUDA:")
+    ]
+    assert "torch_private.py" in active
+    assert not hasattr(torch_private.nccl_trace, "cache_info"), "a later hang has another trace"

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,10 @@ def run_of(folder: Path, step: int) -> None:
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(step)))
 
 
+def sender_of(run: Path, store: Store, of: str = "run", before: Sequence[str] = (), own: str = "") -> Sender:
+    return Sender(run, store, of, before, own or f"process {time.monotonic_ns()}")
+
+
 def the_index(store: Store) -> Index:
     index = read_index(store)
     assert index is not None
@@ -86,7 +90,7 @@ def test_a_folder_as_mirror(tmp_path: Path) -> None:
     run, store = tmp_path / "run", opened(str(tmp_path / "mirror"), "run.mirror", 1)
     for step in (1, 2):
         run_of(run, step)
-    sender = Sender(run, store, "id")
+    sender = sender_of(run, store)
     assert sender.send() == "step-2"
     first = the_index(store)
     assert first.checkpoints() == ["step-2", "step-1"]
@@ -109,7 +113,7 @@ def test_a_folder_as_mirror(tmp_path: Path) -> None:
 def test_documents_alone_are_no_reason_to_send_at_once(tmp_path: Path) -> None:
     run, store = tmp_path / "run", opened(str(tmp_path / "mirror"), "run.mirror", 1)
     run_of(run, 1)
-    sender = Sender(run, store, "id")
+    sender = sender_of(run, store)
     sender.send(ended=False)
     (run / "metrics.jsonl").write_text("more\n")
     assert sender.send(ended=False) is None
@@ -120,26 +124,121 @@ def test_another_run_is_left_alone(tmp_path: Path) -> None:
     store = opened(str(tmp_path / "mirror"), "run.mirror", 1)
     for name in ("one", "other"):
         run_of(tmp_path / name, 1)
-    Sender(tmp_path / "one", store, "one").send()
+    sender_of(tmp_path / "one", store, "one").send()
     before = {path: path.read_bytes() for path in (tmp_path / "mirror").rglob("*") if path.is_file()}
     with pytest.raises(Taken, match="holds another run"):
-        Sender(tmp_path / "other", store, "other").send()
+        sender_of(tmp_path / "other", store, "other").send()
     assert {path: path.read_bytes() for path in (tmp_path / "mirror").rglob("*") if path.is_file()} == before
 
 
 def test_the_process_that_was_there_before_gives_way(tmp_path: Path) -> None:
-    """As of a node that was thought to be lost."""
+    """As of a node that was thought to be lost; whether it had sent anything, or not yet."""
     store = opened(str(tmp_path / "mirror"), "run.mirror", 1)
     run_of(tmp_path / "run", 1)
-    before = Sender(tmp_path / "run", store, "run")
+    before = sender_of(tmp_path / "run", store, own="before")
+    silent = sender_of(tmp_path / "run", store, before=["before"], own="silent")
     before.send()
     shutil.copytree(tmp_path / "run", tmp_path / "elsewhere")
     run_of(tmp_path / "elsewhere", 2)
-    Sender(tmp_path / "elsewhere", store, "run").send()
+    after = sender_of(tmp_path / "elsewhere", store, before=["before"])
+    after.send()
     run_of(tmp_path / "run", 3)
-    with pytest.raises(Taken, match="another process sends the run"):
-        before.send()
+    sender_of(tmp_path / "elsewhere", store, before=[the_index(store).sender], own="a restart").send()
+    (tmp_path / "elsewhere/log.txt").write_text("more")
+    for late in (before, silent, after):
+        with pytest.raises(Taken, match="another process sends the run"):
+            late.send()
     assert the_index(store).checkpoints() == ["step-2", "step-1"]
+    assert store.keys() == {object_key(path, entry) for path, entry in the_index(store).files.items()} | {
+        INDEX
+    }
+
+
+def test_one_that_is_overtaken_while_it_uploads_writes_no_index(tmp_path: Path) -> None:
+    run, store = tmp_path / "run", opened(str(tmp_path / "mirror"), "run.mirror", 1)
+    run_of(run, 1)
+    slow, other = sender_of(run, store, own="slow"), sender_of(run, store, before=["slow"], own="other")
+    slow.send()
+    run_of(run, 2)
+    write = store.write
+
+    def overtaken(key: str, content: Any) -> None:
+        write(key, content)
+        store.write = write  # type: ignore[method-assign]
+        other.send()
+
+    store.write = overtaken  # type: ignore[method-assign]
+    with pytest.raises(Taken, match="another process sends the run"):
+        slow.send()
+    index = the_index(store)
+    assert index.sender == "other"
+    assert {object_key(path, entry) for path, entry in index.files.items()} <= store.keys()
+
+
+def test_what_is_not_the_runs_is_left_where_it_is(tmp_path: Path) -> None:
+    """Files that lie at the address, and other mirrors below it."""
+    run, store = tmp_path / "run", opened(str(tmp_path / "mirror"), "run.mirror", 1)
+    others = {"thesis.tex", "photos/a.jpg", "log.txt", "checkpoints/step-1/state.pt", "runs/b/mirror.json",
+              "runs/b/log.txt@0123456789abcdef", "log.txt@0123"}  # fmt: skip
+    for name in others:
+        store.write(name, b"mine")
+    for step in (1, 2, 3):
+        run_of(run, step)
+        sender_of(run, store, before=["one"], own="one").send()
+    assert others <= store.keys()
+    assert all(store.read(name) == b"mine" for name in others)
+
+
+def test_a_checkpoint_that_lacks_a_file_is_left_out(tmp_path: Path) -> None:
+    run, store = tmp_path / "run", opened(str(tmp_path / "mirror"), "run.mirror", 1)
+    for step in (1, 2):
+        run_of(run, step)
+    (run / "checkpoints/step-2/state.pt").unlink()
+    assert sender_of(run, store).send() == "step-1"
+
+
+def test_a_store_that_refuses_to_delete_is_told_of_once(tmp_path: Path) -> None:
+    run, store = tmp_path / "run", opened(str(tmp_path / "mirror"), "run.mirror", 1)
+
+    def refuses(keys: Any) -> None:
+        if keys:
+            raise UserError("refused")
+
+    store.delete = refuses  # type: ignore[method-assign]
+    sender, refused = sender_of(run, store), 0
+    for step in (1, 2, 3, 4, 5):
+        run_of(run, step)
+        try:
+            sender.send()
+        except UserError:
+            refused += 1
+    assert refused == 1
+    assert the_index(store).checkpoints() == ["step-5", "step-4"]
+
+
+def test_an_outage_while_it_is_restored_leaves_no_checkpoint_out(
+    tmp_path: Path, door: Door, address: str
+) -> None:
+    """Else the run would go on from an older one, and drop the newer ones from its mirror."""
+    run, store = tmp_path / "run", opened(address, "run.mirror", 2)
+    for step in (1, 2):
+        run_of(run, step)
+    sender_of(run, store).send()
+    (tmp_path / "new").mkdir()
+    for fault in (Answer(403), Answer(400, b"<Code>ExpiredToken</Code>")):
+        door.fault = lambda path, number, fault=fault: fault if "step-2" in path else None  # type: ignore[misc]
+        with pytest.raises(UserError, match="the store refuses it"):
+            restore(address, tmp_path / "new")
+        assert list((tmp_path / "new").iterdir()) == []
+    door.fault = lambda path, number: None
+    assert restore(address, tmp_path / "new")
+
+
+def test_a_mirror_in_the_runs_own_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs/a").mkdir(parents=True)
+    for mirror in ("runs/a", "runs/a/mirror", "runs", "."):
+        with pytest.raises(UserError, match=r"must be a folder apart from run\.dir="):
+            restore(str(tmp_path / mirror), tmp_path / "runs/a")
 
 
 @pytest.mark.parametrize("harm", ["missing", "cut", "flipped", "swapped"])
@@ -148,7 +247,7 @@ def test_a_damaged_checkpoint_is_left_out(tmp_path: Path, harm: str) -> None:
     store = opened(str(mirror), "run.mirror", 1)
     for step in (1, 2):
         run_of(run, step)
-    Sender(run, store, "id").send()
+    sender_of(run, store).send()
     index = the_index(store)
     newest, older = (
         mirror / object_key(path, index.files[path])
@@ -166,7 +265,7 @@ def test_a_damaged_checkpoint_is_left_out(tmp_path: Path, harm: str) -> None:
     assert [path.name for path in (tmp_path / "new/checkpoints").iterdir()] == ["step-1"]
     older.unlink()
     shutil.rmtree(tmp_path / "new/checkpoints")
-    with pytest.raises(UserError, match=r"No checkpoint there can be used. Start anew: run.resume=never"):
+    with pytest.raises(UserError, match=r"Start anew at another address: run\.mirror="):
         restore(str(mirror), tmp_path / "new")
     assert not (tmp_path / "new/checkpoints").exists()
 
@@ -183,9 +282,10 @@ BEGUN = b'{"format": 1, "run": "a", "sender": "b", "files": '
     ],
 )  # fmt: skip
 def test_an_index_that_is_none(tmp_path: Path, written: bytes) -> None:
-    (tmp_path / INDEX).write_bytes(written)
+    (tmp_path / "mirror").mkdir()
+    (tmp_path / "mirror" / INDEX).write_bytes(written)
     with pytest.raises(UserError, match="is not the index of a mirrored run, or is damaged"):
-        restore(str(tmp_path), tmp_path / "new")
+        restore(str(tmp_path / "mirror"), tmp_path / "new")
 
 
 LONG = ["train.steps=1500", "checkpoint.every=100", "log.every=50", "train.eval_every=300"]
@@ -237,7 +337,7 @@ def test_other_verbs_take_the_address(tmp_path: Path, address: str, monkeypatch:
 def test_a_copy_follows_its_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run, store = tmp_path / "run", opened(str(tmp_path / "mirror"), "run.mirror", 1)
-    sender = Sender(run, store, "id")
+    sender = sender_of(run, store)
     for step in (1, 2, 3):
         run_of(run, step)
         sender.send()
@@ -304,6 +404,56 @@ def test_addresses_that_are_none(tmp_path: Path, wrong: str) -> None:
     said = refusal(tmp_path, [*WORDS.split(), "run.dir=run", f"run.mirror='{wrong}'"])
     assert said.startswith("run.mirror=")
     assert "password" not in said.partition("holds a password")[0]
+
+
+def test_another_training_does_not_go_on_from_it(tmp_path: Path) -> None:
+    """And nothing of the run stays in its folder."""
+    mirror = f"{tmp_path}/mirror"
+    assert train(tmp_path, "run", mirror).code == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "mirror").rglob("*") if path.is_file()}
+    said = train(tmp_path, "other", mirror, "seed=7")
+    assert said.code == 2, said.err
+    assert "seed" in said.err
+    assert not (tmp_path / "other").exists()
+    assert {path: path.read_bytes() for path in (tmp_path / "mirror").rglob("*") if path.is_file()} == before
+
+
+def test_it_comes_before_the_checkpoint_that_the_line_names(tmp_path: Path) -> None:
+    """run.resume=<folder> says where the run began; on an empty node it goes on from where it was."""
+    mirror = f"{tmp_path}/mirror"
+    assert train(tmp_path, "first", f"{tmp_path}/unused", "train.steps=20").code == 0
+    begin = "run.resume=first/checkpoints/step-20"
+    assert train(tmp_path, "run", mirror, begin, "train.steps=40").code == 0
+    shutil.rmtree(tmp_path / "run")
+    ended = train(tmp_path, "run", mirror, begin)
+    assert ended.code == 0, ended.err
+    assert "resumed    run/checkpoints/step-40" in ended.err
+
+
+def test_a_folder_is_an_address_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert train(tmp_path, "run", f"{tmp_path}/mirror").code == 0
+    ended = ddptrain(tmp_path, f"evaluate run={tmp_path}/mirror device=cpu", **ONE_THREAD)
+    assert ended.code == 0, ended.err
+
+
+def test_a_process_that_sends_no_more_is_told_of(tmp_path: Path) -> None:
+    line = [*WORDS.split(), "run.dir=run", f"run.mirror={tmp_path}/mirror", "train.steps=100000"]
+    with started(tmp_path, line) as job:
+        assert job.stderr is not None
+        said: list[str] = []
+        for text in job.stderr:
+            said.append(text)
+            if "step " in text:
+                break
+        subprocess.run(["pkill", "-9", "-f", f"mirror.send {tmp_path}/run"], check=True)
+        for text in job.stderr:
+            said.append(text)
+            if "mirror     " in text:
+                break
+        job.terminate()
+        job.communicate()
+    assert "the process that sends has ended: nothing more is sent" in said[-1]
 
 
 def test_each_job_of_a_sweep_has_a_place_of_its_own(tmp_path: Path) -> None:

@@ -53,6 +53,22 @@ class KeepsTensors(nn.Sequential):
         self.scales = {"all": [torch.ones(3)]}
 
 
+class WithLoss(Classify):
+    """Its loss has weights of its own."""
+
+    def build(self) -> nn.Module:
+        self.weighted = nn.CrossEntropyLoss(weight=torch.ones(CLASSES))
+        return super().build()
+
+
+class LooksUp(nn.Sequential):
+    """Fails on `meta` in a way of its own, after it has begun."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(FEATURES, CLASSES))
+        self.name = {1.0: "one"}[float(torch.ones(()).to("cpu")) if not torch.ones(()).is_meta else 0.0]
+
+
 def config() -> Config:
     return Config(recipe="toy", task={}, data={}, optim=dict(SGD), sched=lr_schedule(), seed=5)
 
@@ -64,14 +80,21 @@ def numbers(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("make", "on_others"),
-    [(WithBuffers, "meta"), (with_noise, "meta"), (ReadsNumbers, "cpu"), (KeepsTensors, "cpu")],
-)
-def test_each_rank_gets_its_part_of_the_first_ones(make: Callable[[], nn.Module], on_others: str) -> None:
+    ("make", "task", "on_others"),
+    [
+        (WithBuffers, Classify, "meta"), (with_noise, Classify, "meta"), (ReadsNumbers, Classify, "cpu"),
+        (KeepsTensors, Classify, "cpu"), (LooksUp, Classify, "cpu"), (with_noise, WithLoss, "cpu"),
+    ],
+)  # fmt: skip
+def test_each_rank_gets_its_part_of_the_first_ones(
+    make: Callable[[], nn.Module], task: type[Classify], on_others: str
+) -> None:
     """Whose numbers are those of a single process, to the bit."""
 
     def rank(world: World) -> tuple[str, dict[str, Tensor], list[str], bool]:
-        model = make_sharded_model(config(), Classify(make), world)
+        own = task(make)
+        model = make_sharded_model(config(), own, world)
+        assert not isinstance(own, WithLoss) or own.weighted.weight.device.type == "cpu"
         where = next(model.parameters()).device.type
         strategy = Fsdp(world)
         model = strategy.wrap(strategy.prepare(model))

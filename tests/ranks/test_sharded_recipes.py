@@ -60,6 +60,7 @@ def check(recipe: str, size: int, home: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_weights_sent_in_half_precision_learn_a_text_as_well(tmp_path: Path) -> None:
     """300 steps."""
     _, task, data = made("transformer_text", tmp_path)
@@ -68,7 +69,7 @@ def test_weights_sent_in_half_precision_learn_a_text_as_well(tmp_path: Path) -> 
 
     def loss(gather: str) -> float:
         fit = Fit(plan, optim=optim, strategy={**FSDP, "gather": gather}, precision="bf16")
-        ranks = run_ranks(lambda world: fit.train(task, data, world, tmp_path / gather)[1], 2, timeout=400)
+        ranks = run_ranks(lambda world: fit.train(task, data, world, tmp_path / gather)[1], 2, timeout=900)
         return ranks[0].metrics["loss"]
 
     assert loss("bf16") == pytest.approx(loss("fp32"), abs=0.01)

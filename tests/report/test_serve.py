@@ -107,6 +107,31 @@ def test_what_changes_is_seen(tmp_path: Path, make_run: MakeRun) -> None:
         assert asked(port, "/page?path=one")[0] == 404
 
 
+def test_a_sweep_follows_its_jobs_and_one_that_is_damaged_hides_nothing(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
+    job = {"number": 0, "key": "a", "words": [], "status": "running", "began": 1.0}
+    run = make_run("sweep/000")
+    (tmp_path / "sweep/ledger.jsonl").write_text(json.dumps(job) + "\n")
+    make_run("damaged/000")
+    (tmp_path / "damaged/ledger.jsonl").write_text("[[[\n\0")
+    make_run("one")
+    with serving(tmp_path) as port:
+        before = {row["path"]: row for row in rows_of(port, 5)}
+        assert before["damaged"]["state"].startswith("can't be read")
+        assert asked(port, "/page?path=damaged")[0] == 404
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(
+                json.dumps({"step": 999, "epoch": 1.0, "samples": 1, "split": "valid", "loss": 0.5}) + "\n"
+            )
+        until = time.monotonic() + 30
+        while {row["path"]: row for row in rows_of(port, 5)}["sweep"]["version"] == before["sweep"][
+            "version"
+        ]:
+            assert time.monotonic() < until
+            time.sleep(0.2)
+
+
 HOSTILE = [
     "/../secret.txt", "/..%2fsecret.txt", "/%2e%2e/secret.txt", "//etc/passwd", "/etc/passwd",
     "/runs/../../secret.txt", "/metrics.jsonl", "/one/metrics.jsonl", "/page", "/page?path=",
@@ -158,6 +183,7 @@ def test_text_of_a_run_is_no_markup(tmp_path: Path, make_run: MakeRun) -> None:
         (". prot=1", "prot=1: serve takes no such word. Did you mean port?"),
         ("a b", "serve a b: takes one folder, and shows all runs below it."),
         (". address=300.1.1.1 port=0", "serve: can't listen at 300.1.1.1:0 ("),
+        (". address=", "address=: must be an address"),
     ],
 )
 def test_wrong_words(tmp_path: Path, words: str, said: str) -> None:

@@ -107,17 +107,23 @@ def test_the_collective_of_nccl_is_named() -> None:
         ]
         return describe([], beats, [], 4.0).splitlines()[-1]
 
-    reduce = ("default", 1234, "all_reduce of 4.2 MB")
-    assert said(
-        r0=({"default": 1234}, reduce), r1=({"default": 1233}, None), r2=({"default": 1235}, reduce)
-    ) == ("NCCL waits in all_reduce of 4.2 MB, number 1,234 of group default: rank 1 did not begin it.")
-    assert said(r0=({"default": 1234}, reduce), r1=({}, None), r2=({}, None)).endswith(
-        "ranks 1, 2 did not begin it."
+    everybody = "0, default_pg"
+    reduce = (everybody, 1234, "all_reduce of 4.2 MB")
+    told = said(r0=({everybody: 1234}, reduce), r1=({everybody: 1233}, None), r2=({everybody: 1235}, reduce))
+    expected = (
+        "NCCL waits in all_reduce of 4.2 MB, number 1,234 of group 0, default_pg: rank 1 did not begin it."
     )
-    assert said(r0=({"default": 1234}, reduce), r1=({"default": 1234}, reduce)).endswith(
-        "all ranks have begun it, so look at the network and the GPUs."
+    assert told == expected
+    assert said(r0=({everybody: 1234}, reduce), r1=({}, None), r2=({"other": 3}, None)).endswith(
+        ": rank 2 did not begin it, rank 1 can't be asked."
     )
-    other = ("shards", 7, "all_gather of 12 bytes")
-    both = {"default": 1234, "shards": 7}
-    assert "number 1,234" in said(r0=(both, reduce), r1=(both, reduce), r2=(both, other))
+    assert said(r0=({everybody: 1234}, reduce), r1=({everybody: 1234}, reduce)).endswith(
+        "all that are in it have begun it, so look at the network and the GPUs."
+    )
+    of_two = ("shard", 7, "all_gather of 12 bytes")
+    both = {everybody: 1234, "shard": 7}
+    assert "number 1,234" in said(r0=(both, reduce), r1=(both, reduce), r2=(both, of_two))
+    outside = {everybody: 1234}
+    told = said(r0=(both, of_two), r1=({**both, "shard": 6}, None), r2=(outside, None), r3=(outside, None))
+    assert told.endswith(": rank 1 did not begin it.")
     assert "NCCL" not in said(r0=({}, None), r1=({}, None))

@@ -47,6 +47,10 @@ class Damaged(Exception):
     """What was fetched is not what was asked for; it can be fetched again."""
 
 
+class Unusable(UserError):
+    """An object is not there, or is not what was written, also when it is fetched again."""
+
+
 @final
 class Store:
     """Objects by their keys below ``url``: s3://bucket/folder, gs://, az://, https://, or a folder.
@@ -152,7 +156,12 @@ class Store:
 
             return {about["path"] for page in obstore.list(self._store()) for about in page}
 
-        return self._transfer("", once)
+        try:
+            return self._transfer("", once)
+        except FileNotFoundError:
+            raise UserError(
+                f"{self._key}={self.shown}: there is no such bucket (404).", everywhere=False
+            ) from None
 
     def write(self, key: str, content: bytes | IO[bytes]) -> None:
         """An object, in place of what is there: other readers see the old or the new one. content: or an open
@@ -164,16 +173,18 @@ class Store:
             if self.folder is None:
                 import obstore
 
-                obstore.put(self._store(), key, content)
+                obstore.put(self._store(), key, content, chunk_size=_chunk_size(content))
                 return
             target = self.folder / key
             target.parent.mkdir(parents=True, exist_ok=True)
             aside = target.with_name(f".{target.name}.part")
             with aside.open("wb") as file:
                 file.write(content) if isinstance(content, bytes) else shutil.copyfileobj(content, file)
+                file.flush()
+                os.fsync(file.fileno())
             aside.replace(target)
 
-        self._transfer(key, once)
+        self._changed(key, once)
 
     def delete(self, keys: Collection[str]) -> None:
         """Objects that need not be there. Raises as `download` does."""
@@ -188,10 +199,18 @@ class Store:
             obstore.delete(self._store(), list(keys))
 
         if keys:
-            self._transfer(min(keys), once)
+            self._changed(min(keys), once)
 
-    def _missing(self, key: str) -> UserError:
-        return UserError(
+    def _changed(self, key: str, attempt: Callable[[], None]) -> None:
+        try:
+            self._transfer(key, attempt)
+        except FileNotFoundError:
+            raise UserError(
+                f"{self._key}={self.shown}: there is no such bucket (404).", everywhere=False
+            ) from None
+
+    def _missing(self, key: str) -> Unusable:
+        return Unusable(
             f"{self.shown}/{key}: is not there (404), and belongs to {self._what}. Was it removed, or"
             f" {self._what} written anew? Bring it back, or start a new run.",
             everywhere=False,
@@ -211,7 +230,7 @@ class Store:
             except Damaged as error:
                 damaged += 1
                 if damaged == _ATTEMPTS:
-                    raise UserError(
+                    raise Unusable(
                         f"{self.shown}/{key}: {error}, also when fetched again. It has changed since"
                         f" {self._what} was written, or is damaged there. Write {self._what} anew.",
                         everywhere=False,
@@ -274,6 +293,12 @@ class Store:
             self._opened = _connected(self.url, self._scheme, self.retry_s, self._key)
             self._pid = os.getpid()
         return self._opened
+
+
+def _chunk_size(content: bytes | IO[bytes]) -> int:
+    """Of an upload in parts, of which S3 takes 10,000."""
+    size = len(content) if isinstance(content, bytes) else os.fstat(content.fileno()).st_size
+    return max(_PIECE, size // 5000)
 
 
 def shown(url: str) -> str:

@@ -14,6 +14,8 @@ _OURS = (
     *("ddptrain/torch_private.py", "torch/nn/parallel/distributed.py", "torch/_ops.py"),
 )
 """The last one: an operator, which waits if the device's queue is full because of a collective."""
+_EVERYBODY = "default_pg"
+"""In the name of the group of all ranks."""
 _STEP = ("waiting for a batch", "forward", "backward", "optimizer")
 _WAITING_FUNCTIONS = ("_engine_run_backward", "synchronize")
 
@@ -127,17 +129,19 @@ def describe(blamed: Sequence[Beat], beats: Sequence[Beat], silent: Sequence[Bea
 
 
 def _collective(beats: Sequence[Beat]) -> list[str]:
-    """The first collective that is not over on some rank, and who has not begun it."""
+    """The first collective that is not over on some rank, and who of its group has not begun it."""
     pending = [tuple(beat.pending) for beat in beats if beat.pending]
     if not pending:
         return []
     group, number, what = min(pending, key=lambda one: (-pending.count(one), one[1]))
-    absent = [beat.rank for beat in beats if beat.begun.get(group, 0) < number]
-    who = (
-        f"{_ranks(absent)} did not begin it"
-        if absent
-        else "all ranks have begun it, so look at the network and the GPUs"
-    )
+    asked = [beat for beat in beats if beat.begun]
+    silent = [beat.rank for beat in beats if not beat.begun]
+    # of another group it is not known who belongs to it
+    members = [beat for beat in asked if group in beat.begun or _EVERYBODY in group]
+    absent = [beat.rank for beat in members if beat.begun.get(group, 0) < number]
+    said = [f"{_ranks(absent)} did not begin it"] if absent else []
+    said += [f"{_ranks(silent)} can't be asked"] if silent else []
+    who = ", ".join(said) or "all that are in it have begun it, so look at the network and the GPUs"
     return [f"NCCL waits in {what}, number {number:,} of group {group}: {who}."]
 
 

@@ -15,7 +15,8 @@ from ddptrain.text import parse_json
 
 INDEX = "mirror.json"
 ID = ".mirror"
-"""The file of a run's folder that keeps the run's id. A process that sends the run locks it."""
+"""The file of a run's folder that keeps the run's id, and after it the ids of the processes that have sent it
+from there, or before it was restored there. A process that sends the run locks it."""
 DOCUMENTS = (
     "config.yaml", "command.txt", "environment.json", "changes.jsonl", "metrics.jsonl", "log.txt",
     "times.json", "summary.json",
@@ -56,6 +57,12 @@ def entry_of(content: bytes) -> Entry:
 def object_key(path: str, entry: Entry) -> str:
     """Another one for other content."""
     return f"{path}@{entry.sha256[:16]}"
+
+
+def is_object_key(key: str) -> bool:
+    """Whether an object is one that `object_key` names. Others at the address are somebody else's."""
+    path, _, digest = key.rpartition("@")
+    return _is_of_a_run(path) and re.fullmatch(r"[0-9a-f]{16}", digest) is not None
 
 
 def opened(url: str, key: str, retry_s: float) -> Store:

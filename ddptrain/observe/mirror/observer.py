@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 import threading
+import time
 from typing import final
 
 from ddptrain.api.observer import End, Observer, Start
@@ -46,7 +47,11 @@ class Mirror(Observer):
             return
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._listener.join(_SHORT_S if self._error or event.result.outcome == "stopped" else _LAST_S)
+        began, stopped = time.monotonic(), event.result.outcome == "stopped"
+        while self._listener.is_alive():
+            if time.monotonic() - began > (_SHORT_S if self._error or stopped else _LAST_S):
+                break
+            self._listener.join(0.2)
         where = shown(self._url)
         if self._listener.is_alive():
             log.warning("mirror     %s lacks something still; for ten minutes it is being sent", where)
@@ -66,3 +71,9 @@ class Mirror(Observer):
             elif self._error:
                 log.info("mirror     %s is up to date again", shown(self._url))
             self._error, self._newest = facts.get("error", ""), facts.get("sent") or self._newest
+        assert self._process.stdin is not None
+        if not self._error and not self._process.stdin.closed:
+            self._error = "ended"
+            log.warning(
+                "mirror     the process that sends has ended: nothing more is sent. The training goes on"
+            )

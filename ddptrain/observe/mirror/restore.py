@@ -9,11 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddptrain.data.disk import exclusive_lock
-from ddptrain.data.stream.store import Store
+from ddptrain.data.stream.store import Store, Unusable
 from ddptrain.errors import UserError
 from ddptrain.observe.mirror.layout import (
     DOCUMENTS,
     ID,
+    INDEX,
     Entry,
     Index,
     check_content,
@@ -25,41 +26,58 @@ from ddptrain.observe.mirror.layout import (
 log = logging.getLogger("ddptrain")
 
 _RETRY_S = 60.0
+_PART, _MARK = ".restoring", ".restored"
+"""A folder beside what is restored, until it is whole; a file, until the run has begun with it."""
 
 
 def restore(url: str, folder: Path) -> bool:
-    """Bring a run that goes on to a folder without checkpoints. Returns False where the mirror is empty.
+    """Bring a run that goes on to a folder without checkpoints. Returns False where the mirror has none.
 
     A checkpoint that is damaged there is left out, if there is another one. Raises UserError where the store
     can't be read, or has no whole checkpoint.
     """
     store = opened(url, "run.mirror", _RETRY_S)
+    _check_apart(store, folder)
     index = read_index(store)
     if index is None:
+        store.keys()  # raises where there is no such bucket
         return False
-    (folder / ID).write_text(index.run)
-    if not index.checkpoints():
-        return False
-    log.info("restoring  from %s", store.shown)
-    new = folder / "checkpoints.part"
-    shutil.rmtree(new, ignore_errors=True)
+    part = folder / _PART
     try:
-        _bring(store, index, [name for name in DOCUMENTS if name in index.files], folder)
-        problems = [_try(store, index, name, new) for name in index.checkpoints()]
-        if all(problems):
-            raise UserError(f"{problems[0]} No checkpoint there can be used. Start anew: run.resume=never.")
-        for name in ("best", "best-before"):
-            _try(store, index, name, new)
-        new.rename(folder / "checkpoints")
+        problems = _bring_run(store, index, part)
+        while problems and (newest := read_index(store)) not in (index, None):
+            assert newest is not None
+            index, problems = newest, _bring_run(store, newest, part)  # the other one's objects may be gone
+        _move(store, index, problems, part, folder)
     except OSError as error:
         raise UserError(f"run.dir={folder}: can't be written ({error.strerror}).") from error
     finally:
-        shutil.rmtree(new, ignore_errors=True)
-    return True
+        shutil.rmtree(part, ignore_errors=True)
+    return bool(index.checkpoints())
+
+
+def settle(folder: Path) -> None:
+    """The run has begun with what was restored."""
+    (folder / _MARK).unlink(missing_ok=True)
+
+
+def undo(folder: Path) -> None:
+    """Take away what was restored, where the run is refused: it is another one's."""
+    if (folder / _MARK).exists():
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        for name in (*DOCUMENTS, ID, _MARK):
+            if name != "log.txt":
+                (folder / name).unlink(missing_ok=True)
+
+
+def is_mirror(address: str) -> bool:
+    """Whether it names a store, or a folder that is a mirror."""
+    return "://" in address or (Path(address) / INDEX).is_file()
 
 
 def local_copy(url: str, key: str, checkpoints: bool = True) -> Path:
     """A folder of this machine's cache, as the mirrored run is now. key: of the word that names it.
+    checkpoints: are needed.
 
     Raises UserError where there is no run, or it can't be read whole.
     """
@@ -82,8 +100,64 @@ def local_copy(url: str, key: str, checkpoints: bool = True) -> Path:
     return folder
 
 
+def _check_apart(store: Store, folder: Path) -> None:
+    """Raises UserError for a mirror in the run's folder, or around it."""
+    if store.folder is not None:
+        here, there = folder.resolve(), store.folder.resolve()
+        if here.is_relative_to(there) or there.is_relative_to(here):
+            raise UserError(f"run.mirror={store.shown}: must be a folder apart from run.dir={folder}.")
+
+
+def _bring_run(store: Store, index: Index, part: Path) -> dict[str, Unusable]:
+    """All that the index names, into a new folder. Returns what can't be used, by document or checkpoint."""
+    problems = {}
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    for name, paths in _pieces(index).items():
+        try:
+            _bring(store, index, paths, part)
+        except Unusable as error:
+            problems[name] = error
+            shutil.rmtree(part / name, ignore_errors=True)
+    return problems
+
+
+def _pieces(index: Index) -> dict[str, list[str]]:
+    """The paths of each document and of each checkpoint."""
+    pieces: dict[str, list[str]] = {}
+    for path in index.files:
+        name = path if path in DOCUMENTS else "/".join(path.split("/")[:2])
+        pieces.setdefault(name, []).append(path)
+    return pieces
+
+
+def _move(store: Store, index: Index, problems: dict[str, Unusable], part: Path, folder: Path) -> None:
+    """To where the run looks for it, the checkpoints last."""
+    names = [f"checkpoints/{name}" for name in index.checkpoints()]
+    for name, problem in problems.items():
+        if name in DOCUMENTS or set(names) <= problems.keys():
+            raise UserError(f"{problem} Start anew at another address: run.mirror=...")
+        log.warning("skipping a damaged checkpoint: %s", problem)
+    (folder / ID).write_text(f"{index.run}\n{index.sender}")
+    if not names:
+        return
+    log.info("restoring  from %s", store.shown)
+    (folder / _MARK).touch()
+    for name in DOCUMENTS:
+        if (part / name).exists():
+            (part / name).replace(folder / name)
+    (part / "checkpoints").rename(folder / "checkpoints")
+
+
 def _copy(store: Store, index: Index, folder: Path, checkpoints: bool) -> UserError | None:
     """Make a folder what the index names. Returns what went wrong."""
+    known = folder / ID
+    if not known.is_file() or known.read_text() != index.run:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of another run
+        known.write_text(index.run)
+    for name in DOCUMENTS:
+        if name not in index.files:
+            (folder / name).unlink(missing_ok=True)
     wanted = [path for path in index.files if checkpoints or path in DOCUMENTS]
     try:
         _bring(store, index, wanted, folder)
@@ -92,22 +166,6 @@ def _copy(store: Store, index: Index, folder: Path, checkpoints: bool) -> UserEr
     if checkpoints:
         _drop_others(folder, index)
     return None
-
-
-def _try(store: Store, index: Index, name: str, checkpoints: Path) -> str:
-    """Bring a checkpoint; returns what went wrong with it."""
-    paths = [path for path in index.files if path.startswith(f"checkpoints/{name}/")]
-    aside = checkpoints / "aside"
-    try:
-        _bring(store, index, paths, aside)
-    except UserError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        log.warning("skipping a damaged checkpoint: %s", error)
-        return str(error)
-    if paths:
-        (aside / "checkpoints" / name).rename(checkpoints / name)
-        shutil.rmtree(aside)
-    return ""
 
 
 def _bring(store: Store, index: Index, paths: Iterable[str], folder: Path) -> None:

@@ -93,7 +93,12 @@ class PacedRun:
         self._stale = 0
         launch = ["launch", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         pacing = f"{{_target_:ddptrain.tools.bench.pacing.Pacing,address:'{folder / 'turns'}'}}"
-        own = [f"log.every={steps}", f"run.dir={folder / 'run'}", f"+controllers.pacing={pacing}"]
+        own = [
+            f"log.every={steps}",
+            f"run.dir={folder / 'run'}",
+            "run.mirror=null",
+            f"+controllers.pacing={pacing}",
+        ]
         self._process = start_group(["ddptrain", *launch, *words, *own], self._output)
 
     def warm_up(self) -> LapTimes:

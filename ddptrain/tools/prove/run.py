@@ -46,7 +46,7 @@ def run(config: Config, proof: str, asked: Mapping[str, str], words: Sequence[st
     asked: the words of the proof itself, as typed, and ``out``, a new folder to work in, which is kept.
     words: what all its trainings are started with. Raises UserError for what the user can mend.
     """
-    for key in ("run.dir", "run.resume"):
+    for key in ("run.dir", "run.resume", "run.mirror"):
         if any(word.lstrip("+").startswith(f"{key}=") for word in words):
             raise UserError(f"{key}: prove names the folders itself, inside of out=<folder>; leave it out.")
     open_log(None, first=True)

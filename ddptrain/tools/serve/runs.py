@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
 
+from ddptrain.errors import UserError, reason
 from ddptrain.observe.clock import clock
 from ddptrain.observe.lock import LOCK, is_locked
 from ddptrain.tools.report.comparison import NOTHING, format_point, metrics
@@ -79,7 +80,10 @@ class Runs:
             known = self._pages.get(tuple(paths))
             if known is None or known[0] != version:
                 folders = [self._folder / path for path in paths]
-                runs, notes = read_runs(folders)
+                try:
+                    runs, notes = read_runs(folders)
+                except UserError:  # it was there a moment ago, or its ledger is damaged
+                    return None
                 text = page(runs, title_of(folders, runs), notes) if runs else _NOTHING_YET
                 self._pages = {tuple(paths): (version, text)}  # the last one: several viewers see the same
                 return text
@@ -90,8 +94,7 @@ class Runs:
             path, stamp = str(folder.relative_to(self._folder)), _stamp(folder)
             known = self._seen.get(path)
             if known is None or known[0] != stamp:
-                read = _sweep if (folder / LEDGER).is_file() else _run
-                yield path, (stamp, read(folder, path, f"{abs(hash(stamp)):x}"))
+                yield path, (stamp, _row(folder, path, f"{abs(hash(stamp)):x}"))
 
 
 _NOTHING_YET = "<!DOCTYPE html><title>sweep</title><p>None of its jobs has begun.</p>"
@@ -124,7 +127,17 @@ def _stamp(folder: Path) -> Stamp:
             files.append((status.st_mtime_ns, status.st_size))
         except OSError:
             files.append((0, 0))
-    return (*files, (folder / LOCK).is_file() and is_locked(folder))
+    going_on = (folder / LOCK).is_file() and is_locked(folder)
+    if not (folder / LEDGER).is_file():
+        return (*files, going_on)
+    return (*files, going_on, *(_stamp(job) for job in sorted(folder.iterdir()) if is_run(job)))
+
+
+def _row(folder: Path, path: str, version: str) -> Row:
+    try:
+        return (_sweep if (folder / LEDGER).is_file() else _run)(folder, path, version)
+    except (OSError, ValueError, UserError) as error:
+        return Row(plain(path), version, NOTHING, f"can't be read ({reason(error)})", *[NOTHING] * 3)
 
 
 def _run(folder: Path, path: str, version: str) -> Row:

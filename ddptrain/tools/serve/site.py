@@ -4,10 +4,14 @@ asked for is looked up among the runs that were seen."""
 import base64
 import hashlib
 import json
+import socket
+import sys
 import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from pathlib import Path
+from typing import final
 from urllib.parse import parse_qs, urlsplit
 
 from ddptrain.errors import UserError
@@ -16,7 +20,6 @@ from ddptrain.tools.serve.list_page import LIST_PAGE, SCRIPT, STYLE
 from ddptrain.tools.serve.runs import Runs
 
 _LOOKS_EVERY_S = 2.0
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MOST = 24
 """Runs beside each other."""
 _WORDS = ("address", "port")
@@ -41,11 +44,14 @@ def run(folder: Path, asked: Mapping[str, str]) -> None:
     if not folder.is_dir():
         raise UserError(f"serve {folder}: there is no such folder.")
     address, port = asked.get("address", "127.0.0.1"), asked.get("port", "8765")
+    if not address:
+        raise UserError("address=: must be an address: 127.0.0.1, or 0.0.0.0 for all networks.")
     if not port.isdecimal() or int(port) > 65535:
         raise UserError(f"port={port}: must be 0 to 65535.")
     runs = Runs(folder.resolve())
     try:
-        server = ThreadingHTTPServer((address, int(port)), _handler(runs, address))
+        kind = _Ipv6Server if ":" in address else ThreadingHTTPServer
+        server = kind((address, int(port)), _handler(runs, is_loopback(address)))
     except OSError as error:
         raise UserError(
             f"serve: can't listen at {address}:{port} ({error.strerror}). Name another one: port=<n>."
@@ -66,16 +72,34 @@ def run(folder: Path, asked: Mapping[str, str]) -> None:
 
 def _follow(runs: Runs, over: threading.Event) -> None:
     while True:
-        runs.look()
+        try:
+            runs.look()
+        except OSError as error:  # a folder went away under it: the next look finds what there is
+            print(f"serve: {error}", file=sys.stderr, flush=True)
         if over.wait(_LOOKS_EVERY_S):
             return
 
 
-def _handler(runs: Runs, address: str) -> type[BaseHTTPRequestHandler]:
+@final
+class _Ipv6Server(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+
+
+def is_loopback(address: str) -> bool:
+    """Whether nobody but this machine can reach it."""
+    try:
+        return address == "localhost" or ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _handler(runs: Runs, on_loopback: bool) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
+        timeout = 30
+
         def do_GET(self) -> None:
             host = (self.headers.get("Host") or "").rsplit(":", 1)[0].strip("[]")
-            if address in _LOOPBACK and host not in _LOOPBACK:
+            if on_loopback and not is_loopback(host):
                 # a page of another site that has given its own name this address
                 self._answer(403, "text/plain", "open it by its own address")
                 return

@@ -178,8 +178,9 @@ class Machines(ABC):
         launches = self.ranks > 1 or is_ddp(config.strategy)  # there one rank has a process group too
         launch = ["launch", f"--nproc-per-node={self.ranks}"] if launches else []
         own = [*([] if self.on_cpu else ["device=cuda"]), f"run.dir={_plain_or_quoted(folder / job.folder)}"]
-        if config.run.mirror is not None:  # each job has a place of its own there
-            own.append(f"run.mirror={_plain_or_quoted(f'{config.run.mirror}/{job.folder}')}")
+        if config.run.mirror is not None:  # a place of its own for each point, whatever sweep asks for it
+            place = f"{config.run.mirror}/{job.folder}-{job.key[:8]}"
+            own.append(f"run.mirror={_plain_or_quoted(place)}")
         return [sys.executable, "-m", "ddptrain", *launch, *job.words, *own]
 
 
