@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddptrain.api import Data, Sampler, World
+from ddptrain.api import Data, Loading, Sampler, World
 from ddptrain.data.identity import digest, of_file
 from ddptrain.data.pipeline import AS_IT_IS, Key, Pipeline, Samples
 
@@ -96,6 +96,10 @@ class Recordings(Data):
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
         return self._ready.valid_batches(chunks)
+
+    @property
+    def loading(self) -> Loading:
+        return self._ready.loading
 
     def preview(self) -> None:
         return None
