@@ -44,8 +44,8 @@ def _without_numbers(config: Config, task: Task) -> tuple[nn.Module | None, str]
         return None, f"Task.build needs numbers ({reason(error)})"
     known = {id(layer) for layer in model.modules()}
     for layer in model.modules():
-        held = [value for name, value in vars(layer).items() if name not in _MODULES_OWN]
-        if _has_meta(held, known, _DEEPEST):
+        held = (value for name, value in vars(layer).items() if name not in _MODULES_OWN)
+        if any(_has_meta(value, known, _DEEPEST) for value in held):
             return None, f"{type(layer).__name__} keeps a tensor that is neither parameter nor buffer"
     if _has_meta(vars(tried), known, _DEEPEST):
         return None, f"{type(task).__name__} keeps a tensor"

@@ -32,6 +32,7 @@ def train(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.long
 def test_a_profile_holds_the_steps_that_were_chosen_and_changes_nothing(tmp_path: Path) -> None:
     plain, profiled = tmp_path / "plain", tmp_path / "profiled"
     plain.mkdir()

@@ -93,7 +93,11 @@ def test_the_suggestion_trains_better_than_rates_far_from_it(tmp_path: Path, ran
         (f"find lr {DIGITS} steps=5", "steps=5: must be a whole number, at least 20."),
         (f"find lr {DIGITS} lowest=1 highest=0.1", "lowest=1, highest=0.1: must be above 0"),
         (f"find lr {DIGITS} --multirun", "find: takes one config"),
-        (f"find lr {DIGITS} highest=1e-5", "find lr: from 1e-06 to 1e-05 the loss does not fall"),
+        pytest.param(
+            f"find lr {DIGITS} highest=1e-5",
+            "find lr: from 1e-06 to 1e-05 the loss does not fall",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_mistakes(tmp_path: Path, words: str, message: str) -> None:

@@ -107,6 +107,7 @@ def test_the_same_command_goes_on_where_a_run_was_stopped(tmp_path: Path) -> Non
     assert "this run is finished" in finished.stderr
 
 
+@pytest.mark.long
 def test_never_resuming_keeps_the_old_run_beside_the_new(tmp_path: Path) -> None:
     command = [*SMALL, "train.steps=2", "run.dir=mine"]
     assert start(tmp_path, *command).returncode == 0

@@ -74,9 +74,10 @@ def last_block(answer: Answer) -> Fault:
     [
         (last_block(Answer(403)), r"chunk-0-5\.bin: the store refuses it \(403\).*AWS_ACCESS_KEY_ID"),
         (last_block(Answer(404)), r"chunk-0-5\.bin: is not there \(404\)"),
-        (
+        pytest.param(
             last_block(Answer(500)),
             r"chunk-0-5\.bin: was not to be had for 2 seconds \(500 Internal Server Error",
+            marks=pytest.mark.faults,
         ),
         (last_block(Answer(400, EXPIRED)), r"chunk-0-5\.bin: the store refuses it \(ExpiredToken\).*expired"),
         (last_block(Answer(body=b"changed")), r"chunk-0-5\.bin: it has 7 bytes.*Write the set anew"),

@@ -118,6 +118,7 @@ def test_no_room_at_all_is_said() -> None:
         trial.sized("auto", 256, {}, Watchdog(world))
 
 
+@pytest.mark.long
 def test_the_run_is_that_of_the_number_written_out_killed_or_not(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/small_room.py").write_text(MODEL)

@@ -58,7 +58,8 @@ def outcome(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("runs", [1, pytest.param(40, marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("runs", [40])
 def test_lost_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: int) -> None:
     (tmp_path / "whole").mkdir()
     job = start(tmp_path / "whole", str(tmp_path / "unused"))

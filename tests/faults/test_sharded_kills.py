@@ -60,7 +60,8 @@ def killed_after(seconds: float, killed: list[int], folder: Path, first: int) ->
     return list(progress)
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("kills", [200])
 @pytest.mark.timeout(1200)
 def test_ranks_that_are_killed_leave_whole_checkpoints(tmp_path: Path, kills: int) -> None:
     draw, newest = random.Random(kills), 0

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,7 @@ def test_a_run_goes_on_from_its_mirror_on_an_empty_node(tmp_path: Path, address:
     assert "never-in-a-log" not in ended.err + (tmp_path / "run/log.txt").read_text()
 
 
+@pytest.mark.long
 def test_other_verbs_take_the_address(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert train(tmp_path, "run", address).code == 0
@@ -355,9 +357,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=[] if name == "refused" else pytest.mark.faults) for name in FAULTS]
-)
+@pytest.mark.faults
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_store_that_does_not_take_it_harms_no_training(
     tmp_path: Path, door: Door, address: str, fault: str
 ) -> None:
@@ -373,6 +374,7 @@ def test_a_store_that_does_not_take_it_harms_no_training(
     assert said in warnings[0] or "still" in warnings[0]
 
 
+@pytest.mark.faults
 def test_one_that_fails_for_a_while_is_up_to_date_again(tmp_path: Path, door: Door, address: str) -> None:
     broken = [True]
     door.write_fault = lambda path, number: Answer(403) if broken[0] else None
@@ -418,6 +420,7 @@ def test_another_training_does_not_go_on_from_it(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in (tmp_path / "mirror").rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.long
 def test_it_comes_before_the_checkpoint_that_the_line_names(tmp_path: Path) -> None:
     """run.resume=<folder> says where the run began; on an empty node it goes on from where it was."""
     mirror = f"{tmp_path}/mirror"
@@ -437,6 +440,16 @@ def test_a_folder_is_an_address_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert ended.code == 0, ended.err
 
 
+def sender_process(run: Path) -> int:
+    """The process that sends a run's folder."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if b"ddptrain.observe.mirror.send" in words and str(run).encode() in words:
+                return int(folder.name)
+    raise AssertionError("it is not there")
+
+
 def test_a_process_that_sends_no_more_is_told_of(tmp_path: Path) -> None:
     line = [*WORDS.split(), "run.dir=run", f"run.mirror={tmp_path}/mirror", "train.steps=100000"]
     with started(tmp_path, line) as job:
@@ -446,7 +459,7 @@ def test_a_process_that_sends_no_more_is_told_of(tmp_path: Path) -> None:
             said.append(text)
             if "step " in text:
                 break
-        subprocess.run(["pkill", "-9", "-f", f"mirror.send {tmp_path}/run"], check=True)
+        os.kill(sender_process(tmp_path / "run"), signal.SIGKILL)
         for text in job.stderr:
             said.append(text)
             if "mirror     " in text:
@@ -456,6 +469,7 @@ def test_a_process_that_sends_no_more_is_told_of(tmp_path: Path) -> None:
     assert "the process that sends has ended: nothing more is sent" in said[-1]
 
 
+@pytest.mark.long
 def test_each_job_of_a_sweep_has_a_place_of_its_own(tmp_path: Path) -> None:
     words = f"{WORDS} --multirun seed=1,2 sweep.dir=sweep run.mirror={tmp_path}/mirror train.steps=20"
     ended = ddptrain(tmp_path, words, **ONE_THREAD)

@@ -123,6 +123,7 @@ def test_what_it_refuses_is_said_without_the_address(
     assert "secret" not in caplog.text
 
 
+@pytest.mark.faults
 def test_nobody_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ended("http://127.0.0.1:9/secret", tmp_path)
     assert "was not told of the end: 127.0.0.1: " in caplog.text

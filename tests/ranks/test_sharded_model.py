@@ -53,6 +53,14 @@ class KeepsTensors(nn.Sequential):
         self.scales = {"all": [torch.ones(3)]}
 
 
+class KeepsThemDeepInside(nn.Sequential):
+    """Below many layers that keep none."""
+
+    def __init__(self) -> None:
+        layers = [nn.Sequential(nn.Linear(FEATURES, FEATURES)) for _ in range(9)]
+        super().__init__(*layers, KeepsTensors())
+
+
 class WithLoss(Classify):
     """Its loss has weights of its own."""
 
@@ -83,7 +91,8 @@ def numbers(model: nn.Module) -> dict[str, Tensor]:
     ("make", "task", "on_others"),
     [
         (WithBuffers, Classify, "meta"), (with_noise, Classify, "meta"), (ReadsNumbers, Classify, "cpu"),
-        (KeepsTensors, Classify, "cpu"), (LooksUp, Classify, "cpu"), (with_noise, WithLoss, "cpu"),
+        (KeepsTensors, Classify, "cpu"), (KeepsThemDeepInside, Classify, "cpu"),
+        (LooksUp, Classify, "cpu"), (with_noise, WithLoss, "cpu"),
     ],
 )  # fmt: skip
 def test_each_rank_gets_its_part_of_the_first_ones(

@@ -281,6 +281,7 @@ def test_predict_writes_masks_as_they_are_evaluated(run: Path, tmp_path: Path) -
     assert metrics["miou"] == pytest.approx((right / either)[either > 0].mean(), abs=2e-3)
 
 
+@pytest.mark.long
 def test_predict_takes_pictures_of_any_size_kind_and_orientation(run: Path, tmp_path: Path) -> None:
     (tmp_path / "in/deep").mkdir(parents=True)
     for size in ((1, 1), (300, 2), (7, 200)):

@@ -83,6 +83,7 @@ def tensors(value: Any) -> list[Tensor]:
     return [tensor for item in items for tensor in tensors(item)]
 
 
+@pytest.mark.long
 def test_every_metric_of_classification_on_any_number_of_ranks() -> None:
     known = list(cases())
     assert len(known) > 100
