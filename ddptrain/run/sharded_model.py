@@ -38,9 +38,8 @@ def _without_numbers(config: Config, task: Task) -> tuple[nn.Module | None, str]
     try:
         with _META:
             model = make_model(config, tried, _META)
-    except (
-        Exception
-    ) as error:  # of any kind: it reads what it has made. Its own are raised again without `meta`
+    except Exception as error:
+        # of any kind: it reads what it has made. An error of its own is raised again without `meta`
         return None, f"Task.build needs numbers ({reason(error)})"
     known = {id(layer) for layer in model.modules()}
     for layer in model.modules():

@@ -89,7 +89,8 @@ def run(config: Config, arguments: Sequence[str]) -> Path:
             step.state.controllers.update(controllers)
             if saved is not None:
                 _resume(saved, step, data, checkpointer)
-            on_first_rank(world, lambda: settle(folder))
+            if world.is_first:
+                settle(folder)
             timing = step.phase.stopwatch.total
             monitor = Monitor(world, gauges, timing=timing, names_slow=_are_comparable(step))
             del saved  # as large as the model with its optimizer's state

@@ -6,7 +6,7 @@ are summed and scattered.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -98,7 +98,8 @@ class Fsdp(Strategy):
         self._mesh, self._gathers_checkpoints = self._create_mesh(), weights <= self._whole_bytes
         for module in model.modules():  # optim.layer_decay asks for the class as it is written
             vars(module).setdefault("written_as", getattr(module, "written_as", type(module)))
-        self._take_buffers(model)
+        buffers = model.named_buffers(remove_duplicate=False)
+        broadcast(self.world, _replaced(model, buffers, self._on_device))
         for block in blocks.values():
             self._shard(block, self._reshard)
         self._shard(model, None if self._reshard else False)
@@ -166,9 +167,11 @@ class Fsdp(Strategy):
 
     def _shard(self, block: nn.Module, reshard: bool | None) -> None:
         """Cut the first rank's parameters of a block, but for those that are cut already. A collective."""
-        uncut = [path for path, parameter in block.named_parameters() if not isinstance(parameter, DTensor)]
-        self._take_parameters(block)
-        owners = {block.get_submodule(path.rpartition(".")[0]) for path in uncut}
+        named = block.named_parameters(remove_duplicate=False)
+        uncut = [(path, parameter) for path, parameter in named if not isinstance(parameter, DTensor)]
+        for parameter in _replaced(block, uncut, self._parameter_on_device):
+            dist.broadcast(parameter.detach(), src=0)  # one by one: packed, they would be held twice
+        owners = {block.get_submodule(path.rpartition(".")[0]) for path, _ in uncut}
         # BatchNorm takes no weights of another dtype than its statistics'
         has_norms = any(isinstance(owner, _BatchNorm) for owner in owners)
         dtype = None if has_norms else self._gathered_as(next(block.parameters()).dtype)
@@ -183,28 +186,10 @@ class Fsdp(Strategy):
             name = "bf16" if device.type == "cuda" and has_bf16(device) else "fp32"
         return _HALF.get(name) if dtype == torch.float32 else None
 
-    def _take_parameters(self, block: nn.Module) -> None:
-        """Replace parameters that are not cut yet by the first rank's, on the device. Collectives."""
-        new: dict[nn.Parameter, nn.Parameter] = {}
-        for path, parameter in list(block.named_parameters(remove_duplicate=False)):
-            if isinstance(parameter, DTensor):
-                continue
-            if parameter not in new:
-                new[parameter] = nn.Parameter(self._on_device(parameter.detach()), parameter.requires_grad)
-                vars(new[parameter]).update(vars(parameter))
-            owner, _, name = path.rpartition(".")
-            setattr(block.get_submodule(owner), name, new[parameter])
-        for parameter in new.values():  # one by one: packed, they would be held twice
-            dist.broadcast(parameter.detach(), src=0)
-
-    def _take_buffers(self, model: nn.Module) -> None:
-        new: dict[Tensor, Tensor] = {}
-        for path, buffer in list(model.named_buffers(remove_duplicate=False)):
-            if buffer not in new:
-                new[buffer] = self._on_device(buffer)
-            owner, _, name = path.rpartition(".")
-            setattr(model.get_submodule(owner), name, new[buffer])
-        broadcast(self.world, new.values())
+    def _parameter_on_device(self, parameter: Tensor) -> Tensor:
+        new = nn.Parameter(self._on_device(parameter.detach()), parameter.requires_grad)
+        vars(new).update(vars(parameter))
+        return new
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         device = self.world.device
@@ -250,6 +235,19 @@ class Fsdp(Strategy):
             return value
         whole = value.full_tensor()
         return whole.cpu() if self.world.is_first else whole.new_empty(0)
+
+
+def _replaced(
+    model: nn.Module, named: Iterable[tuple[str, Tensor]], new_one: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Put another tensor in the place of each, under all of its names. Returns the new ones."""
+    new: dict[Tensor, Tensor] = {}
+    for path, tensor in list(named):
+        if tensor not in new:
+            new[tensor] = new_one(tensor)
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, new[tensor])
+    return list(new.values())
 
 
 def _group(ranks: list[list[int]]) -> dist.ProcessGroup:

@@ -6,7 +6,7 @@ from pathlib import Path
 from ddptrain.config.arguments import Arguments
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
-from ddptrain.observe.mirror.layout import INDEX
+from ddptrain.observe.mirror.layout import is_mirror
 from ddptrain.verbs.argv import divided, parse
 from ddptrain.verbs.composing import OF_A_RUN, is_no_key
 
@@ -75,7 +75,7 @@ def _check_weights(config: Config, saved: Config, verb: str) -> None:
 
 def place_of(run: str, checkpoints: bool = True) -> Path:
     """A run's folder, or a copy of its mirror. checkpoints: are needed."""
-    if "://" not in run and not (Path(run) / INDEX).is_file():
+    if not is_mirror(run):
         return Path(run)
     from ddptrain.observe.mirror.restore import local_copy  # imports torch
 

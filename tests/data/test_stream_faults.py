@@ -11,12 +11,11 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from bucket import BUCKET, Answer, Door, Fault, bucket, upload
+from bucket import BUCKET, Answer, Door, Fault, door, upload
 from masked import mask_set
 from streamed_sets import assert_same, blocks, pictures, streamed, trained, written
 
@@ -28,18 +27,10 @@ from ddptrain.data.stream.masks import StreamMasks
 from ddptrain.data.stream.store import Store
 from ddptrain.errors import UserError
 
-__all__ = ["blocks", "pictures"]  # fixtures
+__all__ = ["blocks", "door", "pictures"]  # fixtures
 
 STEPS = range(15)
 EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
-
-
-@pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
-    with bucket() as opened:
-        for name, value in opened.variables.items():
-            monkeypatch.setenv(name, value)
-        yield opened
 
 
 def once_for_each_block(answer: Answer) -> Fault:

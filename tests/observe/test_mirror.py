@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bucket import BUCKET, Answer, Door, bucket
+from bucket import BUCKET, Answer, Door, door
 from compare import assert_same
 from shell import RANK_VARIABLES, Ended, ddptrain, refusal
 
@@ -25,19 +25,13 @@ from ddptrain.observe.mirror.layout import INDEX, Index, object_key, opened, rea
 from ddptrain.observe.mirror.restore import local_copy, restore
 from ddptrain.observe.mirror.send import Sender, Taken
 
+__all__ = ["door"]  # a fixture
+
 WORDS = (
     "recipe=cnn_digits device=cpu model.width=8 train.steps=60 checkpoint.every=10 log.every=5"
     " train.eval_every=20 observers=[console,jsonl]"
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
-    with bucket() as opened_door:
-        for name, value in opened_door.variables.items():
-            monkeypatch.setenv(name, value)
-        yield opened_door
 
 
 @pytest.fixture
@@ -56,6 +50,17 @@ def started(home: Path, words: list[str]) -> "subprocess.Popen[str]":
         [sys.executable, "-m", "ddptrain", *words], cwd=home, env={**environment, **ONE_THREAD},
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+
+
+def read_until(job: "subprocess.Popen[str]", *words: str) -> list[str]:
+    """What it says up to a line with one of the words, or to its end."""
+    assert job.stderr is not None
+    said = []
+    for text in job.stderr:
+        said.append(text)
+        if any(word in text for word in words):
+            break
+    return said
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -380,16 +385,11 @@ def test_one_that_fails_for_a_while_is_up_to_date_again(tmp_path: Path, door: Do
     door.write_fault = lambda path, number: Answer(403) if broken[0] else None
     line = [*WORDS.split(), "run.dir=run", f"run.mirror={address}", "train.steps=100000"]
     with started(tmp_path, line) as job:
-        assert job.stderr is not None
-        said: list[str] = []
-        for text in job.stderr:
-            said.append(text)
-            if "the store refuses it" in text:
-                broken[0] = False
-            if "is up to date again" in text or "nothing more is sent" in text:
-                break
+        said = read_until(job, "the store refuses it")
+        broken[0] = False
+        said += read_until(job, "is up to date again", "nothing more is sent")
         job.terminate()
-        said += job.stderr.readlines()
+        said += read_until(job)
     assert any("is up to date again" in text for text in said), said
     assert the_index(opened(address, "run.mirror", 5)).checkpoints()
 
@@ -453,17 +453,9 @@ def sender_process(run: Path) -> int:
 def test_a_process_that_sends_no_more_is_told_of(tmp_path: Path) -> None:
     line = [*WORDS.split(), "run.dir=run", f"run.mirror={tmp_path}/mirror", "train.steps=100000"]
     with started(tmp_path, line) as job:
-        assert job.stderr is not None
-        said: list[str] = []
-        for text in job.stderr:
-            said.append(text)
-            if "step " in text:
-                break
+        read_until(job, "step ")
         os.kill(sender_process(tmp_path / "run"), signal.SIGKILL)
-        for text in job.stderr:
-            said.append(text)
-            if "mirror     " in text:
-                break
+        said = read_until(job, "mirror     ")
         job.terminate()
         job.communicate()
     assert "the process that sends has ended: nothing more is sent" in said[-1]

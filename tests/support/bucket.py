@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BUCKET = "sets"
 KEYS = {
     "AWS_ACCESS_KEY_ID": "test-key", "AWS_SECRET_ACCESS_KEY": "never-in-a-log", "AWS_REGION": "us-east-1",
@@ -138,6 +140,15 @@ def bucket() -> Iterator[Door]:
         finally:
             outer.shutdown()
             server.stop()
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    """An empty bucket's, of which this process' environment knows."""
+    with bucket() as opened:
+        for name, value in opened.variables.items():
+            monkeypatch.setenv(name, value)
+        yield opened
 
 
 def upload(door: Door, folder: Path, prefix: str) -> str:

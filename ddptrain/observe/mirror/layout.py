@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ddptrain.data.stream.store import Damaged, Store
@@ -63,6 +63,11 @@ def is_object_key(key: str) -> bool:
     """Whether an object is one that `object_key` names. Others at the address are somebody else's."""
     path, _, digest = key.rpartition("@")
     return _is_of_a_run(path) and re.fullmatch(r"[0-9a-f]{16}", digest) is not None
+
+
+def is_mirror(address: str) -> bool:
+    """Whether it names a store, or a folder that is a mirror."""
+    return "://" in address or (Path(address) / INDEX).is_file()
 
 
 def opened(url: str, key: str, retry_s: float) -> Store:

@@ -14,7 +14,6 @@ from ddptrain.errors import UserError
 from ddptrain.observe.mirror.layout import (
     DOCUMENTS,
     ID,
-    INDEX,
     Entry,
     Index,
     check_content,
@@ -68,11 +67,6 @@ def undo(folder: Path) -> None:
         for name in (*DOCUMENTS, ID, _MARK):
             if name != "log.txt":
                 (folder / name).unlink(missing_ok=True)
-
-
-def is_mirror(address: str) -> bool:
-    """Whether it names a store, or a folder that is a mirror."""
-    return "://" in address or (Path(address) / INDEX).is_file()
 
 
 def local_copy(url: str, key: str, checkpoints: bool = True) -> Path:

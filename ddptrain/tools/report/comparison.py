@@ -146,12 +146,13 @@ def _gpu_use(run: RunFiles) -> str:
 
 def overview(runs: Sequence[RunFiles]) -> tuple[list[str], list[list[str]]]:
     """What is said of the runs first: titles, and the facts of each. What is known of none is left out."""
-    facts = [_facts(run) for run in runs]
+    facts = [facts_of(run) for run in runs]
     titles = [title for title in facts[0] if any(each[title] != NOTHING for each in facts)]
     return titles, [[each[title] for title in titles] for each in facts]
 
 
-def _facts(run: RunFiles) -> dict[str, str]:
+def facts_of(run: RunFiles) -> dict[str, str]:
+    """What is said of a run first, by title."""
     steps, seconds, speed = run.number("steps"), run.number("seconds"), run.number("samples_per_s")
     memory, peak, split = run.number("peak_memory_mib"), run.number("mfu"), time_split(run)
     device, ranks = run.environment.get("device", NOTHING), run.environment.get("world_size", "1")

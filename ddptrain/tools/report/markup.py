@@ -22,7 +22,7 @@ def document(title: str, body: str, data: Mapping[str, object]) -> str:
     """The page. Its policy allows its own script and style only, by their hashes, and no address at all."""
     inert = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e")
     policy = (
-        f"default-src 'none'; img-src data:; script-src {_hash_of(SCRIPT)}; style-src {_hash_of(STYLE)};"
+        f"default-src 'none'; img-src data:; script-src {hash_of(SCRIPT)}; style-src {hash_of(STYLE)};"
         " base-uri 'none'; form-action 'none'"
     )
     return f"""<!DOCTYPE html>
@@ -45,7 +45,8 @@ def document(title: str, body: str, data: Mapping[str, object]) -> str:
 """
 
 
-def _hash_of(text: str) -> str:
+def hash_of(text: str) -> str:
+    """As a policy names a script or a style that stands in the page."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

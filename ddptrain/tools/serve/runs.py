@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import final
 
 from ddptrain.errors import UserError, reason
-from ddptrain.observe.clock import clock
 from ddptrain.observe.lock import LOCK, is_locked
-from ddptrain.tools.report.comparison import NOTHING, format_point, metrics
+from ddptrain.tools.report.comparison import NOTHING, facts_of, format_point, metrics
 from ddptrain.tools.report.page import page
 from ddptrain.tools.report.run import read_runs, title_of
 from ddptrain.tools.report.run_files import RunFiles, is_run, plain, read_run
@@ -142,16 +141,9 @@ def _row(folder: Path, path: str, version: str) -> Row:
 
 def _run(folder: Path, path: str, version: str) -> Row:
     run = read_run(folder, path)
-    seconds, steps = run.number("seconds"), run.number("steps")
-    return Row(
-        path=plain(path),
-        version=version,
-        recipe=run.config.get("recipe", NOTHING),
-        state=run.state,
-        steps=f"{run.step:,.0f}" + (f" of {steps:,.0f}" if steps is not None else ""),
-        metric=_metric(run),
-        time=NOTHING if seconds is None else clock(max(0, seconds)),
-    )
+    facts = facts_of(run)
+    told = {name: facts[name] for name in ("recipe", "state", "steps", "time")}
+    return Row(plain(path), version, metric=_metric(run), **told)
 
 
 def _metric(run: RunFiles) -> str:

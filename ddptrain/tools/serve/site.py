@@ -1,8 +1,6 @@
 """The web server of ``serve``: a list, its rows as JSON, and reports. It reads no path of a request: what is
 asked for is looked up among the runs that were seen."""
 
-import base64
-import hashlib
 import json
 import socket
 import sys
@@ -16,6 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean
+from ddptrain.tools.report.markup import hash_of
 from ddptrain.tools.serve.list_page import LIST_PAGE, SCRIPT, STYLE
 from ddptrain.tools.serve.runs import Runs
 
@@ -25,12 +24,8 @@ _MOST = 24
 _WORDS = ("address", "port")
 
 
-def _hash_of(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
 _POLICY = (
-    f"default-src 'none'; script-src {_hash_of(SCRIPT)}; style-src {_hash_of(STYLE)}; connect-src 'self';"
+    f"default-src 'none'; script-src {hash_of(SCRIPT)}; style-src {hash_of(STYLE)}; connect-src 'self';"
     " frame-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """Of the list. A report has its own in it."""
