@@ -96,6 +96,7 @@ class Ddp(Strategy):
                 find_unused_parameters=self._find_unused,
             )
         torch_private.never_time(wrapped)
+        torch_private.lean_forward(wrapped)
         # in each step; the second is its name from torch 2.14 on, where the first is deprecated
         wrapped.broadcast_buffers = wrapped.forward_sync_buffers = not only_statistics(model)
         bucket.hidden()

@@ -5,11 +5,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from running import FAULTY
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from toy import Fit, auto, weights
 
 from ddptrain import torch_private
@@ -85,7 +87,7 @@ def test_a_compiler_that_comes_later_is_asked_as_ever(tmp_path: Path) -> None:
     assert run(LATE, cwd=tmp_path) == "[0.0, 0.0] torch._dynamo.eval_frame"
 
 
-@pytest.mark.parametrize("name", ["_run_backward", "_queue_callback"])
+@pytest.mark.parametrize("name", ["_run_backward", "_queue_callback", "_DDPS_FORWARD"])
 def test_a_torch_without_a_name_trains_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,3 +128,24 @@ def test_the_kernels_of_recurrent_layers_stay_replaced() -> None:
     ]
     assert "torch_private.py" in active
     assert not hasattr(torch_private.nccl_trace, "cache_info"), "a later hang has another trace"
+
+
+def test_ddps_range_is_there_for_a_profiler_alone(tmp_path: Path) -> None:
+    """Each pass of DDP asks whether one records."""
+
+    def rank(world: World) -> list[bool]:
+        wrapped: Any = DistributedDataParallel(torch.nn.Linear(2, 2))
+        torch_private.lean_forward(wrapped)
+        ranges = []
+        for _ in range(2):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                wrapped(torch.ones(3, 2)).sum().backward()
+            ranges.append(any(event.name == "DistributedDataParallel.forward" for event in profile.events()))
+            wrapped(torch.ones(3, 2)).sum().backward()
+        expected = wrapped.module.weight.grad.clone()
+        wrapped.module.weight.grad = None
+        for _ in range(4):
+            DistributedDataParallel.forward(wrapped, torch.ones(3, 2)).sum().backward()
+        return [*ranges, torch.equal(expected, wrapped.module.weight.grad)]
+
+    assert all(all(seen) for seen in run_ranks(rank, 2))
