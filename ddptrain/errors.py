@@ -78,12 +78,15 @@ class Stopped(BaseException):
 
 
 class RankLost(RuntimeError):
-    """Another rank is gone or has failed. That rank prints its own message; this one ends with its exit
-    code."""
+    """Another rank is gone or has failed. This one ends with its exit code.
 
-    def __init__(self, message: str, code: int) -> None:
+    shown: whether the message is to be printed, or that rank has done so.
+    """
+
+    def __init__(self, message: str, code: int, shown: bool = True) -> None:
         super().__init__(message)
         self.code = code
+        self.shown = shown
 
 
 class OutOfStep(RuntimeError):
@@ -95,3 +98,10 @@ DOCTOR_HINT = "python -m ddptrain doctor says more"
 """For messages about devices."""
 KNOWN_ENDS = (UserError, Diverged, Stopped, RankLost, OutOfStep)
 """Exceptions that end a run with a message; all others are bugs, and have a traceback."""
+
+
+def what_ended(error: BaseException | None) -> str:
+    """An error in words: its message, after its kind where that is a bug's; '' for None."""
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, KNOWN_ENDS) else f"{type(error).__name__}: {error}"

@@ -1,6 +1,7 @@
 """Texts: JSON and YAML that anybody may have written, words and tables for people, fonts to draw them."""
 
 import json
+import logging
 import math
 import re
 import sys
@@ -11,6 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+_ended = logging.getLogger("ddptrain.ended")
+"""For the run's log.txt alone."""
+_ended.addHandler(logging.NullHandler())
 PLAIN_WIDTH = 160
 """Columns of a table where there is no terminal: a file, a pipe."""
 
@@ -25,6 +29,14 @@ def say(message: str) -> None:
     unbuffered, and lines of several ranks then run together."""
     sys.stderr.write(f"{message}\n")
     sys.stderr.flush()
+
+
+def last_words(message: str, shown: bool = True) -> None:
+    """What ends this process, on standard error (if ``shown``) and in the log.txt of the run that it
+    writes."""
+    if shown:
+        say(f"ddptrain: {message}")
+    _ended.error("ended      %s", message)
 
 
 def quoted(text: str) -> str:

@@ -132,6 +132,8 @@ def open_log(path: str | None, first: bool) -> None:
         )
     else:
         logger.addHandler(_with_format(logging.StreamHandler(), "%(message)s"))
+    for terminal in logger.handlers:  # which has these already
+        terminal.addFilter(lambda record: record.name != "ddptrain.ended")
     if first and path is not None:
         logger.addHandler(_with_format(_LogFile(Path(path)), "%(asctime)s %(message)s"))
 

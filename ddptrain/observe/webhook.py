@@ -14,6 +14,7 @@ from ddptrain.api.observer import End, Observer, Start
 from ddptrain.distributed.world import world_from_environment
 from ddptrain.errors import UserError
 from ddptrain.observe.child import start_module
+from ddptrain.observe.webhook_post import FINISHED
 
 log = logging.getLogger("ddptrain")
 
@@ -28,7 +29,8 @@ class Webhook(Observer):
     later.
 
     Fields: ``text`` (a sentence, which Slack and Mattermost show), ``run``, ``recipe``, ``host``,
-    ``outcome``, ``step``, ``steps``, ``metrics``, ``best``, ``seconds``, and ``log``, its last lines.
+    ``outcome``, ``why``, ``step``, ``steps``, ``metrics``, ``best``, ``seconds``, and the last lines of the
+    ``log``.
 
     The address is that of the environment variable DDPTRAIN_WEBHOOK_URL: it is a secret, which a config would
     keep in the run's folder.
@@ -66,6 +68,8 @@ class Webhook(Observer):
                 "seconds": round(event.times.seconds, 1),
             }
         )
+        if result.outcome not in FINISHED:  # its message is in the log later, which the other process awaits
+            return
         try:
             error, _ = self._process.communicate(timeout=_LAST_S)
             if not error and self._process.returncode:

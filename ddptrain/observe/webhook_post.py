@@ -6,11 +6,12 @@ gone, it posts. What went wrong is printed. Imports no torch.
 
 import json
 import os
+import re
 import select
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 from io import FileIO
 from pathlib import Path
@@ -24,7 +25,11 @@ _PAUSES_S = (0.0, 2.0, 8.0)
 """Before each try."""
 _ANSWER_S = 10.0
 _LOG_LINES = 10
+_DATED = re.compile(r"\d{4}-\d{2}-\d{2} ")
 _LOOKS_EVERY_S = 1.0
+_LAST_WORDS_S = 10.0
+FINISHED = ("done", "stopped early", "stopped")
+"""Outcomes that have no reason."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -37,21 +42,38 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def message(run: Mapping[str, Any], end: Mapping[str, Any] | None) -> dict[str, Any]:
     """The JSON. end: None where the process ended without a word."""
     folder = Path(run["run"])
+    lines = _log(folder)
+    why = "" if end is not None and end["outcome"] in FINISHED else _last_words(lines)
     ended = {"outcome": "gone", "step": None, "metrics": {}, "best": {}, "seconds": None} | dict(end or {})
     what = f"{run['recipe']} on {run['host']} ({folder})"
     if end is None:
-        text = f"{what} ended without a word: killed, hung, or another rank failed; its terminal says which"
+        text = f"{what} ended" + ("" if why else " without a word: killed, or its host is lost")
     else:
         text = f"{what}: {end['outcome']} at step {end['step']} of {run['steps']}"
         text += f" after {clock(end['seconds'])}"
         metrics = {name: value for name, value in end["metrics"].items() if "/" not in name}
         if metrics:
             text += ": " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    if why:
+        text += f": {why}"
+    return {"text": text, **run, **ended, "why": why, "log": lines[-_LOG_LINES:]}
+
+
+def _log(folder: Path) -> list[str]:
     try:
-        lines = (folder / "log.txt").read_text("utf-8", "replace").splitlines()[-_LOG_LINES:]
+        return (folder / "log.txt").read_text("utf-8", "replace").splitlines()
     except OSError:
-        lines = []
-    return {"text": text, **run, **ended, "log": lines}
+        return []
+
+
+def _last_words(log: Sequence[str]) -> str:
+    """What the run's process has left in its log when the watchdog ended it; else ''. The first line of a
+    message has a date and ``ended``, the others have neither."""
+    for i in reversed(range(len(log))):
+        if _DATED.match(log[i]):
+            _, _, said = log[i].partition(" ended      ")
+            return "\n".join([said, *log[i + 1 :]]) if said else ""
+    return ""
 
 
 def post(url: str, content: Mapping[str, Any]) -> str:
@@ -86,10 +108,19 @@ def ended(lines: FileIO, rank: int) -> dict[str, Any] | None:
     return None
 
 
+def _await_last_words(folder: Path, rank: int) -> None:
+    """Of a run that has failed, until its process is gone."""
+    until = time.monotonic() + _LAST_WORDS_S
+    while os.getppid() == rank and not _last_words(_log(folder)) and time.monotonic() < until:
+        time.sleep(0.1)
+
+
 def main() -> None:
     lines = FileIO(0)  # what a buffer reads ahead would be hidden from select
     begun = json.loads(lines.readline())
     end = ended(lines, begun["pid"])
+    if end is not None and end["outcome"] not in FINISHED:
+        _await_last_words(Path(begun["run"]["run"]), begun["pid"])
     if end is None or end["outcome"] != "stopped":
         print(post(begun["url"], message(begun["run"], end)), end="")
 

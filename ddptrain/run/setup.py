@@ -33,7 +33,7 @@ from ddptrain.engine.early_stop import EarlyStop
 from ddptrain.engine.load_model import fit_model
 from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, unpack
 from ddptrain.engine.step_graph import own_stream
-from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
+from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError, what_ended
 from ddptrain.observe.console import open_log
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.mirror.observer import Mirror
@@ -112,15 +112,16 @@ def _leave_after_error(error: BaseException, world: World, watchdog: Watchdog) -
             failure, gone = watchdog.failure_elsewhere(wait=2.0), watchdog.gone()
             abandon_group()
             if failure is not None:
-                raise RankLost(failure.said, failure.code) from None
+                raise RankLost(failure.said, failure.code, failure.shown) from None
             address = address_of_peer(error) if world.size > world.local_size else ""
             where = f" at {address}" if address else ""
             closed = f"rank {world.rank}: another rank{where} is gone: its connection was closed."
             raise RankLost(gone or closed, ExitCode.CRASH) from None
-        watchdog.failed(ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.CRASH)
+        code = ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.CRASH
+        watchdog.failed(code, what_ended(error))
         abandon_group()
         if isinstance(error, UserError) and (first := watchdog.failure_elsewhere(wait=1.0)):
-            raise RankLost(first.said, first.code) from None  # that rank's message is enough
+            raise RankLost(first.said, first.code, first.shown) from None  # that rank's message is enough
         time.sleep(1.0)  # the others read of the failure first: this rank may hold the store
         return
     abandon_group()

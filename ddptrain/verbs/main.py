@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from ddptrain.config.arguments import Arguments
 from ddptrain.config.choices import yaml_folders
 from ddptrain.distributed.launcher.process import end_with_agent
-from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError
-from ddptrain.text import say
+from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError, what_ended
+from ddptrain.text import last_words
 from ddptrain.verbs.argv import parse
 from ddptrain.verbs.help import overview
 from ddptrain.verbs.installed import verb_named
@@ -56,7 +56,7 @@ def main(words: Sequence[str], work: Callable[[Arguments], int] | None = None) -
         return ExitCode.DIVERGED if isinstance(error, Diverged) else ExitCode.CRASH
     except RankLost as error:
         if str(error):
-            say(f"ddptrain: {error}")
+            last_words(str(error), error.shown)
         return error.code
     except Stopped:  # the log has said so
         return ExitCode.STOPPED
@@ -67,6 +67,9 @@ def main(words: Sequence[str], work: Callable[[Arguments], int] | None = None) -
         return _BY_SIGPIPE
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
+    except Exception as error:
+        last_words(what_ended(error), shown=False)  # the traceback is
+        raise
 
 
 def _nobody_reads_stdout() -> bool:
@@ -80,6 +83,6 @@ def _print_once(error: Exception, everywhere: bool) -> None:
     """Print what ends the run. Ranks that know rank 0 prints it wait for that: the first rank to exit
     makes torchrun end the others."""
     if not everywhere or os.environ.get("RANK", "0") == "0":
-        say(f"ddptrain: {error}")
+        last_words(str(error))
     else:
         time.sleep(_WAIT_FOR_FIRST_RANK_S)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from running import Job, faulty_words
 from shell import ddptrain
 
 from ddptrain.api.observer import End, Result, RunInfo, Start, Times
 from ddptrain.api.timing import Timing
 from ddptrain.errors import UserError
 from ddptrain.observe.webhook import Webhook
+from ddptrain.observe.webhook_post import message
 
 RUN = "recipe=cnn_digits device=cpu model.width=8 observers=[console,jsonl,webhook] run.dir=run log.every=1"
 
@@ -70,19 +73,74 @@ def receiver() -> Iterator[Receiver]:
     receiver.close()
 
 
-def ended(url: str, folder: Path, outcome: str = "done", accuracy: float = 0.5) -> None:
+def ended(url: str, folder: Path, outcome: str = "done", accuracy: float = 0.5, why: str = "") -> None:
     """A run's first and last event."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(VARIABLE, url)
         observer = Webhook()
-    (folder / "log.txt").write_text("".join(f"line {i}\n" for i in range(30)))
+    last = f"2026-11-26 15:00:00,000 ended      {why}\n" if why else ""
+    (folder / "log.txt").write_text("".join(f"line {i}\n" for i in range(30)) + last)
     run = RunInfo(folder, {"recipe": "mine"})
     observer.start(Start(0, 40, False, None, run))
     result = Result(outcome, {"accuracy": accuracy, "of/one": 0.1}, {"accuracy": 0.75, "step": 20}, True)
     observer.end(End(40, 40, result, Times(Timing(), [], 65.0, 0.0)))
 
 
-@pytest.mark.parametrize("outcome", ["done", "stopped early", "diverged", "failed"])
+@pytest.mark.parametrize("outcome", ["diverged", "failed"])
+def test_a_failure_is_told_with_its_reason(receiver: Receiver, tmp_path: Path, outcome: str) -> None:
+    ended(receiver.url, tmp_path, outcome, why="RuntimeError: no, not this")
+    told = receiver.received()
+    assert told["text"].endswith(
+        f"{outcome} at step 40 of 40 after 1:05: accuracy 0.5: RuntimeError: no, not this"
+    )
+    assert (told["outcome"], told["why"]) == (outcome, "RuntimeError: no, not this")
+
+
+HUNG = "2026-11-26 15:00:00,000 ended      it stood still.\nIts stack:\n  File one\n"
+STEP = "2026-11-26 15:00:00,000 step 3/40  epoch 0.1\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [
+        (STEP + HUNG, "it stood still.\nIts stack:\n  File one"),
+        (HUNG + STEP, ""),
+        (STEP, ""),
+        ("", ""),
+        ("neither\n", ""),
+    ],
+)  # fmt: skip
+def test_last_words_are_those_of_the_log(log: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text(log)
+    told = message({"run": str(tmp_path), "recipe": "mine", "host": "here", "steps": 40}, None)
+    assert told["why"] == why
+    assert told["text"].endswith(f" ended: {why}") if why else " without a word" in told["text"]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "code", "why"),
+    [
+        ("sleep", 76, r"(?s)stood still for hang_timeout=3 s.*rank {rank} .*time\.sleep"),
+        ("raise", 1, "ZeroDivisionError: this recipe was told to fail"),
+    ],
+)
+def test_what_any_rank_has_said_last_is_told(
+    receiver: Receiver, tmp_path: Path, fault: str, code: int, why: str, rank: int
+) -> None:
+    words = [f"data.fault={fault}", "data.step=12", f"data.rank={rank}", "hang_timeout=3"]
+    observers = "observers=[console,jsonl,webhook]"
+    job = Job(faulty_words(*words, observers), tmp_path, 2, variables={VARIABLE: receiver.url})
+    assert job.wait(90) == code, job.text[-3000:]
+    told = receiver.received()
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert re.search(why.format(rank=rank), log)
+    assert len(re.findall(" ended      ", log)) == 1
+    assert re.search(why.format(rank=rank), told["why"])
+
+
+@pytest.mark.parametrize("outcome", ["done", "stopped early"])
 def test_an_end_is_told(receiver: Receiver, tmp_path: Path, outcome: str) -> None:
     ended(receiver.url, tmp_path, outcome)
     told = receiver.received()
@@ -99,7 +157,7 @@ def test_a_stop_is_none(receiver: Receiver, tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_is_json(receiver: Receiver, tmp_path: Path) -> None:
-    ended(receiver.url, tmp_path, "diverged", float("nan"))
+    ended(receiver.url, tmp_path, "done", float("nan"))
     told = receiver.received()
     assert told["metrics"] == {"accuracy": None, "of/one": 0.1}
     assert told["text"].endswith("accuracy nan")
@@ -219,5 +277,5 @@ def test_a_killed_run_is_told_of(receiver: Receiver, tmp_path: Path) -> None:
     run.wait()
     run.stderr.close()
     assert told["outcome"] == "gone"
-    assert "ended without a word: killed, hung, or" in told["text"]
+    assert "ended without a word: killed, or its host is lost" in told["text"]
     assert any("step " in line for line in told["log"])

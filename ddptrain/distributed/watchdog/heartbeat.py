@@ -22,12 +22,13 @@ _FAILURE, _STOP = "failure", "stop"
 
 
 class Failure(NamedTuple):
-    """The first rank to fail, and its exit code."""
+    """The first rank to fail, its exit code and its message."""
 
     rank: int
     code: int
     said: str = ""
-    """Its message, for the first rank of another host to print; '' on the others."""
+    shown: bool = False
+    """Whether the first rank of each other host prints the message too."""
 
 
 def started_at(pid: int) -> str:
@@ -92,11 +93,10 @@ class Heartbeat:
         self._wish = who
         self._wake.set()
 
-    def tell_failure(self, code: int, said: str = "") -> None:
-        """This rank fails with an exit code and prints its own message. Waits until it is sent, 2 s at
-        most."""
+    def tell_failure(self, code: int, said: str, shown: bool) -> None:
+        """This rank fails with an exit code, and prints its message. Waits until it is sent, 2 s at most."""
         if self._world.size > 1 and not self._ended:
-            self._own_failure = Failure(self._world.rank, code, said)
+            self._own_failure = Failure(self._world.rank, code, said, shown)
             self._wake.set()
             self._sent.wait(2.0)
 
@@ -170,7 +170,7 @@ class Heartbeat:
 
     def _heard_of(self, failure: Failure) -> Failure:
         repeats = self._world.is_first_on_node and failure.rank not in self._world.neighbours
-        return failure if repeats else failure._replace(said="")
+        return failure._replace(shown=failure.shown and repeats)
 
     def _listen(self, store: Store) -> None:
         others = [rank for rank in range(self._world.size) if rank != self._world.rank]

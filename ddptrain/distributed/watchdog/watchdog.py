@@ -20,7 +20,7 @@ from ddptrain.distributed.watchdog.flight_recorder import collectives
 from ddptrain.distributed.watchdog.hang_report import Beat, describe, describe_cut, guilty, stack_of, waits
 from ddptrain.distributed.watchdog.heartbeat import Failure, Heartbeat, started_at
 from ddptrain.errors import ExitCode
-from ddptrain.text import say
+from ddptrain.text import last_words
 
 log = logging.getLogger("ddptrain")
 
@@ -130,9 +130,9 @@ class Watchdog:
             reader.close()
             writer.close()
 
-    def failed(self, code: int) -> None:
-        """Tell the other ranks that this one fails with an exit code, and prints its own message."""
-        self._heartbeat.tell_failure(code)
+    def failed(self, code: int, said: str) -> None:
+        """Tell the other ranks that this one fails with an exit code, and prints this message."""
+        self._heartbeat.tell_failure(code, f"rank {self._world.rank}: {said}", shown=False)
 
     def failure_elsewhere(self, wait: float) -> Failure | None:
         """The failure of another rank; waits so many seconds for it."""
@@ -198,10 +198,10 @@ class Watchdog:
         self._over.wait(_LAST_WORDS_S)
         failure = self._heartbeat.failure
         if failure is not None and failure.rank != self._world.rank:
-            self._exit(failure.code, failure.said)
+            self._exit(failure.code, failure.said, failure.shown)
         if failure is None:
             if self._world.size > self._world.local_size:  # ranks on this host notice it themselves
-                self._heartbeat.tell_failure(ExitCode.CRASH, gone)
+                self._heartbeat.tell_failure(ExitCode.CRASH, gone, shown=True)
             self._exit(ExitCode.CRASH, gone)
 
     def ask_to_stop(self, who: str) -> None:
@@ -269,7 +269,8 @@ class Watchdog:
             message = describe_cut(host, beats, timeout)
         else:
             message = describe(guilty(beats, silent), beats, silent, timeout)
-        self._heartbeat.tell_failure(ExitCode.HUNG, f"rank {self._world.rank} on {host}: {message}")
+        said = f"rank {self._world.rank} on {host}: {message}"
+        self._heartbeat.tell_failure(ExitCode.HUNG, said, shown=True)
         if self._world.is_first and self._world.size > self._world.local_size:
             self._over.wait(2 * self._interval)  # for other hosts to read it from the store in this process
         for beat in silent:  # last: torchrun blames the first rank that ends
@@ -278,11 +279,11 @@ class Watchdog:
                     os.kill(beat.pid, signal.SIGKILL)  # a stopped process handles no other signal
         self._exit(ExitCode.HUNG, message)
 
-    def _exit(self, code: int, message: str) -> None:
+    def _exit(self, code: int, message: str, shown: bool = True) -> None:
         if self._over.is_set():
             return  # the main thread has finished meanwhile
         if message:
-            _say_in_thread(lambda: say(f"ddptrain: {message}"))
+            _say_in_thread(lambda: last_words(message, shown))
         os._exit(code)
 
     def _forget_signals(self) -> None:
