@@ -154,6 +154,10 @@ class Strategy(ABC):
             self._flags = Flags(torch.zeros((), device=self.world.device))
         return self._flags
 
+    def compiled_parts(self, model: nn.Module) -> Sequence[nn.Module]:
+        """What ``compile`` compiles of a model that is not wrapped yet, each by itself."""
+        return [model]
+
     def warm_up_passes(self, compiled: bool) -> int:
         """The number of forward and backward passes before the first step whose results are discarded: for
         compiling, or until gradients are summed in their final order."""

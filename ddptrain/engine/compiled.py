@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, final
@@ -22,13 +23,14 @@ _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 log = logging.getLogger("ddptrain")
 
 
-def compile_model(model: nn.Module, mode: str) -> None:
-    """Compile in place, so that names in checkpoints stay the same; compilation runs in the first forward
-    pass."""
+def compile_model(parts: Sequence[nn.Module], mode: str) -> None:
+    """Compile a model's parts in place, so that names in checkpoints stay the same; compilation runs in the
+    first forward pass."""
     _use_persistent_cache()
-    model.compile(mode=mode)
-    if mode in _WITH_GRAPHS:
-        model._compiled_call_impl = _copied(model._compiled_call_impl)
+    for part in parts:
+        part.compile(mode=mode)
+        if mode in _WITH_GRAPHS:
+            part._compiled_call_impl = _copied(part._compiled_call_impl)
 
 
 def compile_loss(task: Task) -> None:
@@ -39,7 +41,8 @@ def compile_loss(task: Task) -> None:
 
 
 def is_compiled(task: Task, model: nn.Module) -> bool:
-    return model._compiled_call_impl is not None or hasattr(task.loss, "_torchdynamo_orig_callable")
+    loss_is = hasattr(task.loss, "_torchdynamo_orig_callable")
+    return loss_is or any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def eagerly() -> AbstractContextManager[object]:

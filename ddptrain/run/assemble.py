@@ -82,7 +82,7 @@ def make_state(
     """
     check_model(model)
     if config.compile in COMPILED and not config.compile.startswith("step"):
-        compile_model(model, config.compile)
+        compile_model(strategy.compiled_parts(model), config.compile)
     wrapped = strategy.wrap(model)
     sparse = sparse_layers(model)
     decays_on = config.train.weight_decay_on

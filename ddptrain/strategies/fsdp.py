@@ -86,6 +86,11 @@ class Fsdp(Strategy):
             parameter.data = parameter.data.contiguous()
         return model
 
+    def compiled_parts(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The blocks: the graph of the whole model would break at each of them, and those of equal blocks are
+        one."""
+        return self._blocks(model) or [model]
+
     def wrap(self, model: nn.Module) -> nn.Module:
         if isinstance(model, FSDPModule):  # thawed: the parts stay
             return model

@@ -1,5 +1,6 @@
 """What compiling cost is told, and kept for the next run."""
 
+import json
 import os
 import re
 import subprocess
@@ -47,6 +48,47 @@ def test_the_next_run_takes_the_graphs_from_the_folder(tmp_path: Path) -> None:
     assert any((tmp_path / "cache/ddptrain/compiled").rglob("*"))
     _, again = compiled(tmp_path, "second")
     assert again < seconds / 2
+
+
+PARTS = (("default", 4), ("default", 8), ("off", 12))
+"""How a run is compiled up to which step."""
+
+
+@pytest.mark.long
+def test_equal_blocks_under_fsdp_are_one_graph(tmp_path: Path) -> None:
+    """Each block is compiled by itself; the numbers are those of an eager run, which reads the checkpoint."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    words = [
+        "recipe=transformer_text",
+        "device=cpu",
+        "strategy=fsdp",
+        "model.layers=4",
+        "model.width=64",
+        "task.sample_tokens=0",
+    ]
+    words += ["train.batch_size=8", "observers=[console,jsonl]", "log.every=1", "checkpoint.every=4"]
+    words += ["train.eval_every=4", "precision=fp32"]
+    losses, logs = {}, {}
+    for folder, name, steps in (("eager", "off", 12), *(("run", *part) for part in PARTS)):
+        run = tmp_path / folder
+        launch = [sys.executable, "-m", "ddptrain", "launch", "--nproc-per-node=2"]
+        done = subprocess.run(
+            [*launch, *words, f"compile={name}", f"train.steps={steps}", "sched=constant", f"run.dir={run}"],
+            cwd=tmp_path,
+            env={**environment, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses[folder] = [line["loss"] for line in lines if line["split"] == "train"]
+        logs[steps] = done.stderr
+    assert losses["run"] == pytest.approx(losses["eager"], rel=1e-4)
+    [graphs] = re.findall(r"compiled +(\d) graphs for training and evaluation", logs[4])
+    assert int(graphs) < 4, "fewer than blocks, with and without gradients"
+    assert "resumed" in logs[8]
+    assert "resumed" in logs[12]
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
