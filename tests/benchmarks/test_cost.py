@@ -31,6 +31,7 @@ def test_a_step_costs_no_more_than_by_hand_with_all_that_a_user_leaves_on() -> N
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_that_bar_can_fail() -> None:
     done = measured(0.5, rounds=1)
     assert done.returncode == 1

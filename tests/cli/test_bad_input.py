@@ -521,7 +521,7 @@ def test_an_image_folder_that_is_missing_or_empty_is_named(tmp_path: Path) -> No
     [
         ("cats/3.png", "data.resident=true"),
         ("cats/3.png", "data.resident=false data.workers=1"),
-        ("dogs/9.png", "data.resident=false data.workers=1"),
+        pytest.param("dogs/9.png", "data.resident=false data.workers=1", marks=pytest.mark.long),
     ],
     ids=["resident", "read for training", "read for validation"],
 )

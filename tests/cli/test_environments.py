@@ -110,7 +110,7 @@ def test_a_training_ends_as_on_a_plain_machine(
     assert metrics(tmp_path, env) == plain(env.ranks)
 
 
-@pytest.mark.parametrize("name", ["an ASCII terminal, in a folder beyond ASCII", "python -OO"])
+@pytest.mark.parametrize("name", ["an ASCII terminal, in a folder beyond ASCII"])
 def test_some_of_them_in_every_run_of_the_tests(
     name: str, plain: Callable[[int], bytes], tmp_path: Path
 ) -> None:

@@ -217,7 +217,8 @@ def outputs_of(model: Path, images: torch.Tensor) -> list[torch.Tensor]:
         return [torch.from_numpy(arrays[name]) for name in arrays.files]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("pt2", marks=pytest.mark.long), "onnx"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["pt2", "onnx"])
 def test_every_anchor_of_an_export_says_what_eager_says(
     folder: Path, tmp_path: Path, eager: nn.Module, kind: str
 ) -> None:

@@ -22,7 +22,9 @@ SHAPES = (
         pytest.param(
             "recipe=resnet18_cifar10 data=shapes train.steps=2 train.micro_batch=16", marks=pytest.mark.long
         ),
-        "recipe=mobilenet_v3 data=shapes train.steps=2 optim=rmsprop sched=step",
+        pytest.param(
+            "recipe=mobilenet_v3 data=shapes train.steps=2 optim=rmsprop sched=step", marks=pytest.mark.long
+        ),
     ],
 )
 def test_options_train(tmp_path: Path, words: str) -> None:

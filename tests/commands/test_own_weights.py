@@ -40,7 +40,7 @@ def test_the_runs_own_value_may_be_said(folder: Path) -> None:
     assert ended.code == 0, ended.err
 
 
-@pytest.mark.parametrize("run", ["plain", "averaged"])
+@pytest.mark.parametrize("run", [pytest.param("plain", marks=pytest.mark.long), "averaged"])
 def test_an_export_of_one_view_says_so(folder: Path, run: str) -> None:
     ended = ddptrain(folder, f"export run={run} format=pt2", OMP_NUM_THREADS="1")
     assert ended.code == 0, ended.err

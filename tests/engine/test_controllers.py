@@ -131,7 +131,7 @@ def test_more_patience_goes_on_as_if_it_had_been_so_from_the_start(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("saves", [None, 1, EVERY, 5])
+@pytest.mark.parametrize("saves", [None, 1, *(pytest.param(n, marks=pytest.mark.long) for n in (EVERY, 5))])
 @pytest.mark.parametrize("patience", [3, 20])
 def test_pauses_change_nothing(patience: int, saves: int | None, ranks: int, tmp_path: Path) -> None:
     """Also where another controller counts, which ends the run."""

@@ -214,6 +214,7 @@ def test_the_folder_is_deleted(tmp_path: Path, start: Start, whole: Path, backgr
     assert [line for line in mine if line["step"] > first] == lines
 
 
+@pytest.mark.faults
 def test_the_folder_is_renamed(tmp_path: Path, start: Start, whole: Path) -> None:
     job = start(WORDS)
     job.wait_for("step 16/")
@@ -280,6 +281,7 @@ def test_another_process_starts_in_it(tmp_path: Path, start: Start, whole: Path)
     assert writers == {str(third.pid)}, "the first one's events are not among the third's"
 
 
+@pytest.mark.faults
 def test_another_process_takes_a_folder_without_its_lock_file(
     tmp_path: Path, start: Start, whole: Path
 ) -> None:
@@ -437,6 +439,7 @@ def test_the_data_sets_folder_is_deleted(tmp_path: Path) -> None:
     assert not job.left_after(5)
 
 
+@pytest.mark.faults
 def test_the_cache_is_deleted_while_workers_start(tmp_path: Path) -> None:
     root = pictures(tmp_path / "set", 12)
     words = [*FOLDER.split(), f"data.root={root}", "data.source.cache=cache", "train.eval_every=6"]

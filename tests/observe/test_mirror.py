@@ -408,6 +408,7 @@ def test_addresses_that_are_none(tmp_path: Path, wrong: str) -> None:
     assert "password" not in said.partition("holds a password")[0]
 
 
+@pytest.mark.faults
 def test_another_training_does_not_go_on_from_it(tmp_path: Path) -> None:
     """And nothing of the run stays in its folder."""
     mirror = f"{tmp_path}/mirror"

@@ -98,6 +98,7 @@ def test_wheel_and_sdist_are_fit_for_a_registry(wheel: Path) -> None:
     done(wheel.parent, [sys.executable, "-m", "twine", "check", "--strict", *files])
 
 
+@pytest.mark.long
 def test_a_script_is_fitted_by_the_installed_wheel_from_an_empty_folder(
     installed: Path, tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ for name, module in sys.modules.items():
     assert str(installed / "ddptrain" / "recipes" / "cnn.py") in files
 
 
+@pytest.mark.long
 def test_the_installed_wheel_sweeps_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     """Hydra's scanner finds the launcher in the namespace package, beside other packages' plugins."""
     sweep = [sys.executable, "-m", "ddptrain", "--multirun", "recipe=cnn_digits", "seed=1,2", *QUICK]
@@ -179,6 +181,7 @@ def test_a_recipe_with_its_code_in_the_config_dir_trains_and_is_evaluated(
         assert json.loads(evaluated)["error"] == trained["error"]
 
 
+@pytest.mark.long
 def test_options_and_overrides_may_stand_in_any_order_and_are_repeated_in_command_txt(
     copied: Path, installed: Path, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ PLAN = Plan(
     seed=3, clip_norm=1.0, micro_batch=4,
 )  # fmt: skip
 ADAM = {"_target_": "torch.optim.AdamW", "lr": 0.01}
+HALVES = ["bf16", pytest.param("fp16", marks=pytest.mark.long)]
 ALL_IN_PARTS = 0.0
 """whole_checkpoint_gb, for any model."""
 
@@ -139,7 +140,7 @@ def test_trains_like_single_and_ddp(name: str, size: int, tmp_path: Path) -> Non
             )
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", HALVES)
 def test_computes_in_half_precision_as_ddp_does(precision: str, tmp_path: Path) -> None:
     """The same casts: only sums over ranks are rounded differently."""
     fit = Fit(PLAN, Transformer, precision=precision, ema=0.9)
@@ -151,7 +152,7 @@ def test_computes_in_half_precision_as_ddp_does(precision: str, tmp_path: Path) 
     assert bool(scalers[0]) == (precision == "fp16")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", HALVES)
 def test_weights_that_are_sent_in_half_precision_train_as_well(precision: str, tmp_path: Path) -> None:
     """Autocast casts most of them before their use anyway; sums of gradients stay in float32."""
     fit = Fit(PLAN, Transformer, precision=precision, ema=0.9)
@@ -310,7 +311,7 @@ def test_any_killed_run_ends_with_the_same_bits(seed: int, tmp_path: Path) -> No
     killed_and_resumed(seed, tmp_path, [1.0, ALL_IN_PARTS][seed % 2])
 
 
-@pytest.mark.parametrize("gb", [1.0, ALL_IN_PARTS])
+@pytest.mark.parametrize("gb", [pytest.param(1.0, marks=pytest.mark.long), ALL_IN_PARTS])
 def test_any_number_of_ranks_goes_on(gb: float, tmp_path: Path) -> None:
     """4, then 2, then 3 ranks, then a single process: the same state, and each sample once an epoch."""
     plan = replace(PLAN, steps=12)
@@ -517,7 +518,7 @@ def test_what_is_frozen_stays_and_is_thawed(tmp_path: Path) -> None:
     assert distance(state_in(tmp_path / "many"), state_in(tmp_path / "one")) < 1e-5
 
 
-@pytest.mark.parametrize("gb", [1.0, ALL_IN_PARTS])
+@pytest.mark.parametrize("gb", [pytest.param(1.0, marks=pytest.mark.long), ALL_IN_PARTS])
 def test_replicas_of_two_nodes_train_like_single(gb: float, tmp_path: Path) -> None:
     fit = Fit(PLAN, Transformer, ema=0.9)
     many = replace(fit, strategy=fsdp("hsdp", whole_checkpoint_gb=gb))

@@ -78,7 +78,7 @@ def points(task: type[Classify] = Classify) -> Pair:
     [
         (Classify, "fp32"),
         pytest.param(Classify, "bf16", marks=pytest.mark.long),
-        (Classify, "fp16"),
+        pytest.param(Classify, "fp16", marks=pytest.mark.long),
         pytest.param(CountPositives, "fp32", marks=pytest.mark.long),
     ],
 )

@@ -23,7 +23,7 @@ from ddptrain.testing import RankFailed, run_ranks
 
 ROWS = 12
 ADAMW: dict[str, Any] = {"_target_": "torch.optim.AdamW", "lr": 0.01}
-MODELS = ["lstm", "gru", "rnn", "transformer"]
+MODELS = ["lstm", *(pytest.param(name, marks=pytest.mark.long) for name in ("gru", "rnn")), "transformer"]
 
 
 def plan(text: Path, steps: int, **changes: Any) -> Plan:

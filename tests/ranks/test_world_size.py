@@ -37,7 +37,11 @@ def plan(micro_batch: int | None = None) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=["float32", "float64"]
+    ("dtype", "tolerance"),
+    [
+        pytest.param(torch.float32, 1e-5, id="float32", marks=pytest.mark.long),
+        pytest.param(torch.float64, 1e-12, id="float64"),
+    ],
 )
 @pytest.mark.parametrize(
     "task", [None, CountPositives, Lasso], ids=["host-count", "device-count", "penalty-on-all-parameters"]
