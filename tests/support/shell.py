@@ -24,6 +24,15 @@ class Ended:
 
 
 def ddptrain(cwd: Path, arguments: str | Sequence[str], **variables: str) -> Ended:
+    """In a fork of a process that has imported torch, but where it starts ranks, or where a variable is one
+    that Python reads when it starts."""
+    words = _words(arguments)
+    if words[:1] == ["launch"] or any(name.startswith("PYTHON") for name in variables):
+        return in_new_process(cwd, arguments, **variables)
+    return Ended(*run_warm(cwd, words, _environment(variables), _TIMEOUT_S))
+
+
+def in_new_process(cwd: Path, arguments: str | Sequence[str], **variables: str) -> Ended:
     ended = subprocess.run(
         [sys.executable, "-m", "ddptrain", *_words(arguments)],
         cwd=cwd,
@@ -63,12 +72,8 @@ def without_torch(cwd: Path, arguments: str | Sequence[str], **variables: str) -
 
 
 def refusal(cwd: Path, arguments: str | Sequence[str], **variables: str) -> str:
-    """The one message with which a command line is refused. By a process of its own only where a variable
-    needs one: Python reads PYTHONPATH when it starts."""
-    if "PYTHONPATH" in variables:
-        ended = ddptrain(cwd, arguments, **variables)
-    else:
-        ended = Ended(*run_warm(cwd, _words(arguments), _environment(variables), _TIMEOUT_S))
+    """The one message with which a command line is refused."""
+    ended = ddptrain(cwd, arguments, **variables)
     assert "Traceback" not in ended.err, ended.err
     assert ended.code == 2, ended
     messages = re.split(r"^ddptrain: ", ended.err, flags=re.MULTILINE)[1:]

@@ -26,6 +26,8 @@ while line := sys.stdin.readline():
         for descriptor, file in enumerate([os.devnull, asked["out"], asked["err"]]):
             os.dup2(os.open(file, os.O_RDWR), descriptor)
         sys.argv = ["ddptrain", *asked["words"]]
+        if threads := os.environ.get("OMP_NUM_THREADS"):  # which OpenMP reads when it is loaded
+            torch.set_num_threads(int(threads))
         end_with(main, asked["words"])
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
