@@ -12,7 +12,8 @@ from ddptrain.verbs.verb import Verb
 HELP = """\
 python -m ddptrain write recipe=<name> [overrides] layout=<one of the data's> out=<new folder>
 
-Write a recipe's data set to disk: of detection as layout=yolo or coco."""
+Write a recipe's data set to disk: of detection as layout=yolo or coco, or with layout=check
+the likely mistakes in its labels, as text and as a page of pictures."""
 
 
 def write(arguments: Arguments) -> int:

@@ -33,5 +33,8 @@ class LabelledFiles(DetectionSource):
         else:
             raise UserError(f"data.source.path={path}: must name {_EXPECTED}.")
 
+    def forgiving(self) -> DetectionSource:
+        return self._source.forgiving()
+
     def open(self, root: Path) -> DetectionSet:
         return self._source.open(root)

@@ -47,6 +47,10 @@ class CocoFiles(DetectionSource):
         self._valid_file = Path(valid_path) if valid_path else None
         self._on_error = on_error
 
+    def forgiving(self) -> DetectionSource:
+        valid_path = None if self._valid_file is None else str(self._valid_file)
+        return CocoFiles(str(self._file), valid_path, "skip")
+
     def open(self, root: Path) -> DetectionSet:
         problems = Problems(self._file, self._on_error)
         train = _read(self._file, problems)

@@ -17,6 +17,7 @@ from ddptrain.api.world import World
 from ddptrain.data.agreement import note_checkpoints_own
 from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.batch import Batch, coloured, stacked
+from ddptrain.data.detection.check import write_check
 from ddptrain.data.detection.samples import BoxedPictures, BoxTransform, decoded_bytes
 from ddptrain.data.detection.source import DetectionSet, DetectionSource, Scenes
 from ddptrain.data.detection.write import write_coco, write_yolo
@@ -93,9 +94,7 @@ class DetectionData(Data):
             if all(bool(on_it.crowd.all()) for on_it in scenes.objects):
                 raise UserError(f"data: none of the {len(scenes):,} {part} pictures has a box on it.")
         tell(opened.skipped)
-        # the smallest multiple of 32 that holds the median of the longer sides
-        usual = -(-int(opened.train.sizes.amax(1).median()) // _COARSEST) * _COARSEST
-        size = min(usual, _LARGEST_AUTO) if self._asked_size == "auto" else self._asked_size
+        size = self._size_for(opened)
         decoded = sum(decoded_bytes(scenes, size) for scenes in parts)
         resident = decoded * world.local_size <= _RESIDENT if self._resident == "auto" else self._resident
         spare = 0 if world.device.type == "cpu" else spare_cores(world)
@@ -105,6 +104,13 @@ class DetectionData(Data):
         pipeline = Pipeline(train, valid, workers, world.device, self._on_device, resident)
         self._known = _Known(tuple(opened.classes), size, world.device)
         self._prepared = _Prepared(opened, pipeline, decoded, seed)
+
+    def _size_for(self, opened: DetectionSet) -> int:
+        if self._asked_size != "auto":
+            return self._asked_size
+        # the smallest multiple of 32 that holds the median of the longer sides
+        usual = -(-int(opened.train.sizes.amax(1).median()) // _COARSEST) * _COARSEST
+        return min(usual, _LARGEST_AUTO)
 
     def _samples(self, scenes: Scenes, size: int, resident: bool, seed: int | None = None) -> Samples:
         pictures = BoxedPictures(scenes, size, resident)
@@ -173,15 +179,23 @@ class DetectionData(Data):
         self._known = _Known(tuple(metadata["classes"]), int(metadata["size"]), world.device)
 
     def write(
-        self, folder: Path, layout: Literal["yolo", "coco", "stream"] = "yolo", block_mb: float = 32.0
+        self,
+        folder: Path,
+        layout: Literal["yolo", "coco", "stream", "check"] = "yolo",
+        block_mb: float = 32.0,
     ) -> Iterator[str]:
         """As PNG and text files in the layout of YOLO's family, as PNG and JSON in COCO's, or as blocks that
-        ``data=stream_boxes`` reads. block_mb: about so many 10^6 bytes a block."""
+        ``data=stream_boxes`` reads; check: the likely mistakes in its labels. block_mb: about so many 10^6
+        bytes a block."""
         from ddptrain.data.stream.boxes import write_boxes
 
         if layout != "stream":  # which goes on where it was stopped
             check_free(folder)  # now, and not after a download
         self._source.fetch(self._root)
+        if layout == "check":
+            opened = self._source.forgiving().open(self._root)
+            yield from write_check(opened, folder, self._size_for(opened))
+            return
         opened = self._source.open(self._root)
         if layout == "stream":
             yield from write_boxes(opened, folder, block_mb)

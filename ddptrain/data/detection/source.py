@@ -141,6 +141,10 @@ class DetectionSource(ABC):
         """
         return  # most sets lie where they are said to
 
+    def forgiving(self) -> "DetectionSource":
+        """The same set, opened without what is wrong in it (``on_error=skip``)."""
+        return self
+
     @abstractmethod
     def open(self, root: Path) -> DetectionSet:
         """The set, checked; the same on every rank. ``root``: the folder of sets without a path of their own.

@@ -1,7 +1,7 @@
 """Pascal VOC (Everingham et al. 2010), found and read by torchvision."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 from xml.etree import ElementTree
@@ -57,6 +57,9 @@ class VocFiles(DetectionSource):
                     f"data.source.download=true: VOC{self.year} can't be brought to {root} ({error})."
                     f" Put it there yourself, as {root / self._below}."
                 ) from error
+
+    def forgiving(self) -> DetectionSource:
+        return replace(self, on_error="skip")
 
     def open(self, root: Path) -> DetectionSet:
         train, valid = self._dataset(root, "train"), self._dataset(root, "val")

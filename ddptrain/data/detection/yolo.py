@@ -43,6 +43,9 @@ class YoloFiles(DetectionSource):
         self._file = files.checked_path(path, "the data.yaml of a set in YOLO's layout")
         self._on_error = on_error
 
+    def forgiving(self) -> DetectionSource:
+        return YoloFiles(str(self._file), "skip")
+
     def open(self, root: Path) -> DetectionSet:
         layout = _read_layout(self._file)
         problems = Problems(self._file, self._on_error)
