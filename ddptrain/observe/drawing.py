@@ -121,16 +121,17 @@ def _scale(axes: "Axes", name: str, values: Sequence[float]) -> None:
 
 
 def draw_lines(lines: Lines, x: str, y: str) -> "Drawing":
-    """Lines, with the area under each in the legend (of precision over recall: about the average
+    """Lines, with the area under those from 0 to 1 in the legend (of precision over recall: about the average
     precision)."""
     crowded = len(lines) > _IN_A_LEGEND
     drawing = _new(7.5 if crowded else 5.5, 4.6)
     axes = drawing.add_subplot()
     for i, (name, points) in enumerate(lines.items()):
         area = sum((right[0] - left[0]) * (left[1] + right[1]) / 2 for left, right in pairwise(points))
+        spans = points and (points[0][0], points[-1][0]) == (0, 1)
         axes.plot(
             *zip(*points, strict=True),
-            label=f"{name}  (area {area:.3f})",
+            label=f"{name}  (area {area:.3f})" if spans else name,
             linewidth=1.6,
             linestyle=_DASHES[i // 10 % 4],
         )

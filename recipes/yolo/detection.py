@@ -1,6 +1,6 @@
 """Detection: the Task of the YOLO recipes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.api import Deployed, Figure, Loss, Progress, Report, Rows, Task, UserError, derive_seed
+from ddptrain.api import Deployed, Figure, Loss, Picture, Progress, Report, Rows, Task, UserError, derive_seed
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.recipes.outputs import check_outputs
@@ -23,7 +23,8 @@ from ddptrain.recipes.yolo.boxes import (
     expected_distances,
 )
 from ddptrain.recipes.yolo.deploy import Suppression, deployed
-from ddptrain.recipes.yolo.draw import compared
+from ddptrain.recipes.yolo.draw import compared, make_sheet
+from ddptrain.recipes.yolo.errors import SCORE, by_size, confusion, matched, worst
 from ddptrain.recipes.yolo.model import STRIDES, Raw
 from ddptrain.recipes.yolo.predict import predicted
 from ddptrain.recipes.yolo.score import coco_scores
@@ -71,6 +72,8 @@ class Detection(Task):
         self._gains = {"box": box, "distance": distance, "classes": classes}
         self._multi_scale = multi_scale
         self._overlap = overlap
+        self._worst: list[int] = []
+        """Pictures with most mistakes in the last report."""
 
     def build(self) -> nn.Module:
         return self._model(num_classes=len(self._data.classes))
@@ -121,12 +124,31 @@ class Detection(Task):
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         rows = self._clipped(sums["detections"])
         scores = coco_scores(self._data.valid, self._data.classes, rows)
-        return Report(scores.metrics, {"precision_recall": scores.curves})
+        pictures = list(matched(self._data.valid, rows))
+        self._worst = worst(pictures, _SHOWN)
+        figures: dict[str, Figure] = {
+            **scores.curves,
+            "confusion": confusion(pictures, self._data.classes),
+            "by_size": by_size(pictures),
+        }
+        return Report(scores.metrics, figures)
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
-        batch = next(iter(self._data.valid_batches([range(min(_SHOWN, self._data.valid_size))])))
-        per_picture = detections(model(batch.images), least_score=0.25, overlap=self._overlap, most=100)
-        return {"predictions": compared(batch, per_picture, self._data.classes)}
+        """Of the first pictures, and of those with most mistakes in the last report."""
+        figures: dict[str, Figure] = {
+            "predictions": self._sheet(model, [range(min(_SHOWN, self._data.valid_size))])
+        }
+        if self._worst:
+            figures["worst"] = self._sheet(model, [range(i, i + 1) for i in self._worst])
+        return figures
+
+    def _sheet(self, model: nn.Module, chunks: Sequence[range]) -> Picture:
+        """Validation pictures with what is on them and what the model sees there."""
+        drawn: list[Tensor] = []
+        for batch in self._data.valid_batches(chunks):
+            answers = detections(model(batch.images), SCORE, self._overlap, most=100)
+            drawn += compared(batch, answers, self._data.classes)
+        return make_sheet(drawn)
 
     def predict(
         self, model: nn.Module, source: str, out: str = "predictions", score: float = 0.25

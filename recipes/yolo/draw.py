@@ -16,14 +16,19 @@ _LEAST_SIDE = 320
 """Pixels up to which small pictures are enlarged, so that names can be read."""
 
 
-def compared(batch: Batch, answers: Sequence[Detections], classes: Sequence[str]) -> Picture:
-    """Validation pictures side by side: the true boxes in green, in orange what was found and how surely."""
+def make_sheet(pictures: Sequence[Tensor]) -> Picture:
+    """Pictures of one size, side by side."""
+    return Picture(make_grid(list(pictures), nrow=4, padding=4, pad_value=255))
+
+
+def compared(batch: Batch, answers: Sequence[Detections], classes: Sequence[str]) -> list[Tensor]:
+    """Validation pictures: the true boxes in green, in orange what was found and how surely."""
     pictures = []
     for image, boxes, labels, detected in zip(batch.images, batch.boxes, batch.labels, answers, strict=True):
         pixels = (image.float() * 255).round().to(torch.uint8).cpu()
         there = labels >= 0
         pictures.append(annotated(pixels, detected, classes, true=boxes[there].cpu()))
-    return Picture(make_grid(pictures, nrow=4, padding=4, pad_value=255))
+    return pictures
 
 
 def annotated(

@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,16 +11,19 @@ from torch import Tensor
 from ddptrain.api import Curves
 from ddptrain.data.detection.source import Scenes
 from ddptrain.data.detection.write import as_coco
+from ddptrain.recipes.yolo.errors import against_score
 
 _ANY_AREA, _MOST = 0, -1
 """Positions in the evaluator's tables: objects of all sizes, 100 detections a picture."""
+_LINES = 10
+"""Classes whose curves are shown."""
 
 
 class Scores(NamedTuple):
     """How good detections are."""
 
     metrics: dict[str, float]
-    curves: Curves
+    curves: Mapping[str, Curves]
 
 
 def coco_scores(scenes: Scenes, classes: Sequence[str], rows: Tensor) -> Scores:
@@ -40,9 +43,10 @@ def coco_scores(scenes: Scenes, classes: Sequence[str], rows: Tensor) -> Scores:
         evaluator.evaluate()
         evaluator.accumulate()
     precision = torch.from_numpy(evaluator.eval["precision"])[..., _ANY_AREA, _MOST]  # IoU, recall, class
+    scores = torch.from_numpy(evaluator.eval["scores"])[0, ..., _ANY_AREA, _MOST]  # recall, class
     recall = torch.from_numpy(evaluator.eval["recall"])[..., _ANY_AREA, _MOST]  # IoU, class
     present = [i for i in range(len(classes)) if recall[0, i] >= 0]
-    precision, recall = precision[..., present], recall[..., present]
+    precision, scores, recall = precision[..., present], scores[:, present], recall[..., present]
     metrics = {
         "mAP": float(precision.mean()),
         "mAP50": float(precision[0].mean()),
@@ -52,15 +56,30 @@ def coco_scores(scenes: Scenes, classes: Sequence[str], rows: Tensor) -> Scores:
     for place, label in enumerate(present):
         metrics[f"AP/{classes[label]}"] = float(precision[..., place].mean())
         metrics[f"AR/{classes[label]}"] = float(recall[:, place].mean())
-    return Scores(metrics, _curves(precision))
-
-
-def _curves(precision: Tensor) -> Curves:
-    """Precision against recall, the mean over classes at some thresholds."""
-    at = {"IoU 0.50": precision[0], "IoU 0.75": precision[5], "IoU 0.90": precision[8]}
-    lines = {
-        name: [(i / 100, float(of.mean())) for i, of in enumerate(values)] for name, values in at.items()
+    names = [classes[label] for label in present]
+    curves = {
+        "precision_recall": _by_recall(
+            {
+                "IoU 0.50": precision[0].mean(1),
+                "IoU 0.75": precision[5].mean(1),
+                "IoU 0.90": precision[8].mean(1),
+            }
+        ),
+        "precision_recall_of_classes": _by_recall(_worst(names, precision[0])),
+        "against_score": against_score(precision[0], torch.linspace(0, 1, len(scores)), scores),
     }
+    return Scores(metrics, curves)
+
+
+def _worst(names: Sequence[str], precision: Tensor) -> dict[str, Tensor]:
+    """Of (recall, classes) the classes with the least mean, the worst first."""
+    order = precision.mean(0).argsort(stable=True)[:_LINES].tolist()
+    return {names[label]: precision[:, label] for label in order}
+
+
+def _by_recall(precision: Mapping[str, Tensor]) -> Curves:
+    """Precision at recalls of 0, 0.01, ... 1."""
+    lines = {name: [(i / 100, float(of)) for i, of in enumerate(values)] for name, values in precision.items()}
     return Curves(lines, "recall", "precision")
 
 

@@ -90,7 +90,8 @@ def test_pictures_and_curves_are_left_behind(folder: Path) -> None:
     shown = decode_image(str(plots / "predictions.png"))
     assert shown.shape == (3, 2 * 324 + 4, 4 * 324 + 4)
     assert (shown == TRUE_BOXES[:, None, None]).all(0).sum() > 1000
-    for name in ("precision_recall.png", "curves.png"):
+    mistakes = ("confusion.png", "by_size.png", "against_score.png", "worst.png")
+    for name in ("precision_recall.png", "precision_recall_of_classes.png", "curves.png", *mistakes):
         drawn = decode_image(str(plots / name), ImageReadMode.RGB)
         assert drawn.float().std() > 10, f"{name} is blank"
 

@@ -12,40 +12,18 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
+from scenes import CLASSES, HEIGHT, WIDTH, Found, Row, found_of, scenes_of
 from torch import Tensor, nn
 
 from ddptrain.api.recipe import Rows
 from ddptrain.api.world import World
 from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.data import DetectionData
-from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects
+from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.recipes.yolo.assign import TaskAligned
 from ddptrain.recipes.yolo.detection import Detection
 from ddptrain.recipes.yolo.model import Raw, Yolo, anchors
 from ddptrain.recipes.yolo.score import coco_scores
-
-CLASSES = ("cat", "dog", "owl")
-WIDTH, HEIGHT = 90, 50
-Row = tuple[list[float], int, bool]
-Found = tuple[int, list[float], float, int]
-
-
-def scenes_of(pictures: Sequence[Sequence[Row]]) -> ArrayScenes:
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (len(pictures), 3, HEIGHT, WIDTH), generator=generator).to(torch.uint8)
-    objects = [
-        Objects(
-            torch.tensor([box for box, _, _ in rows]).view(-1, 4),
-            torch.tensor([label for _, label, _ in rows], dtype=torch.int64),
-            torch.tensor([crowd for _, _, crowd in rows], dtype=torch.bool),
-        )
-        for rows in pictures
-    ]
-    return ArrayScenes(images, objects, [f"{i}" for i in range(len(pictures))])
-
-
-def found_of(found: Sequence[Found]) -> Tensor:
-    return torch.tensor([[i, *box, score, label] for i, box, score, label in found]).view(-1, 7)
 
 
 def by_pycocotools(pictures: Sequence[Sequence[Row]], found: Sequence[Found]) -> tuple[dict[str, float], Any]:
@@ -131,7 +109,7 @@ def test_scores_are_pycocotools(case: tuple[list[list[Row]], list[Found]]) -> No
     for name, value in expected.items():
         assert got.metrics[name] == pytest.approx(value, abs=1e-9), name
     for name, threshold in (("IoU 0.50", 0), ("IoU 0.75", 5), ("IoU 0.90", 8)):
-        line = got.curves.lines[name]
+        line = got.curves["precision_recall"].lines[name]
         assert (line[0][0], line[-1][0]) == (0.0, 1.0)
         for at, value in line:
             assert value == pytest.approx(precision[threshold, round(100 * at)], abs=1e-9)
