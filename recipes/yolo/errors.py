@@ -96,8 +96,8 @@ def by_size(pictures: Sequence[Matched]) -> Curves:
     """The share of objects that are found, in groups of equally many from the smallest up."""
     sizes = torch.cat([one.sizes for one in pictures])
     found = torch.cat([one.found for one in pictures])[sizes.argsort()].float()
-    groups = list(zip(sizes.sort().values.chunk(_SIZES), found.chunk(_SIZES), strict=True)) if len(sizes) else []
-    points = [(float(size.mean()), float(share.mean())) for size, share in groups]
+    groups = zip(sizes.sort().values.chunk(_SIZES), found.chunk(_SIZES), strict=True)
+    points = [(float(size.mean()), float(share.mean())) for size, share in groups if len(size)]
     return Curves({"found": points}, "size (root of the share of the picture)", "recall")
 
 
@@ -110,8 +110,8 @@ def worst(pictures: Sequence[Matched], most: int) -> list[int]:
 def against_score(precision: Tensor, recall: Tensor, scores: Tensor) -> Curves:
     """Precision, recall and F1 of detections that reach a score, the mean over classes.
 
-    precision, scores: (recall's levels, classes) of an evaluator, at one IoU: the precision at each level, and
-    the score that reaches it, 0 where none does. recall: (levels,).
+    precision, scores: (recall's levels, classes) of an evaluator, at one IoU: the precision at each level,
+    and the score that reaches it, 0 where none does. recall: (levels,).
     """
     steps = [step / 100 for step in range(1, 100)]
     lines: dict[str, list[tuple[float, float]]] = {"precision": [], "recall": [], "F1": []}

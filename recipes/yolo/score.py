@@ -79,7 +79,9 @@ def _worst(names: Sequence[str], precision: Tensor) -> dict[str, Tensor]:
 
 def _by_recall(precision: Mapping[str, Tensor]) -> Curves:
     """Precision at recalls of 0, 0.01, ... 1."""
-    lines = {name: [(i / 100, float(of)) for i, of in enumerate(values)] for name, values in precision.items()}
+    lines = {
+        name: [(i / 100, float(of)) for i, of in enumerate(values)] for name, values in precision.items()
+    }
     return Curves(lines, "recall", "precision")
 
 
