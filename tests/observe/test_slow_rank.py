@@ -1,11 +1,17 @@
 """A rank that is slower than the others is named, with what it is slower at, and nobody else ever is."""
 
+import os
 import random
+import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from shell import ddptrain
+from running import Job
 
 from ddptrain.api.timing import PHASES, Timing
 from ddptrain.observe.slow_rank import Slow, SlowRanks
@@ -124,37 +130,67 @@ def test_one_rank_and_a_run_that_stands_still_name_nobody() -> None:
 
 
 OWN_DATA = """
-import time
+import os, time
 from ddptrain.data.images.data import ImageData
 
-def slow_on(**settings):
+def of_kind(kind, **settings):
     data = ImageData(**settings)
     prepare, batches = data.prepare, data.train_batches
 
     def prepared(world, seed):
-        data.slow = world.rank == 1
+        data.sleeps = kind == "loader" and world.rank == 1
+        if kind != "quiet":
+            for thread in os.listdir("/proc/self/task"):
+                os.sched_setaffinity(int(thread), {sorted(os.sched_getaffinity(0))[world.rank]})
         prepare(world, seed)
 
     def slowed(sampler, steps):
         for batch in batches(sampler, steps):
-            if data.slow:
-                time.sleep(0.03)
+            if data.sleeps:
+                time.sleep(0.003)
             yield batch
 
     data.prepare, data.train_batches = prepared, slowed
     return data
 """
+NEIGHBOUR = """
+import os, time
+os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[1]})
+while True:
+    until = time.perf_counter() + 0.01
+    while time.perf_counter() < until:
+        pass
+    time.sleep(0.04)
+"""
+"""Takes a fifth of the second core."""
+SLOWED = {"loader": "waiting for data", "core": "forward and backward", "quiet": ""}
+"""Why rank 1 is slow."""
 
 
 @pytest.mark.faults
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each rank")
 @pytest.mark.parametrize("turn", range(3))
-def test_a_sleeping_loader_of_two_real_ranks(tmp_path: Path, turn: int) -> None:
-    words = (
-        "launch --nproc-per-node=2 recipe=cnn_digits device=cpu train.epochs=1000 train.time_limit=60"
-        " train.batch_size=64 observers=[console,jsonl] run.dir=run log.every=100 data.workers=0"
-    )
+@pytest.mark.parametrize("kind", SLOWED)
+def test_of_two_real_ranks(tmp_path: Path, kind: str, turn: int) -> None:
+    """A step of 15 ms; rank 1 sleeps 3 of them, or its core does something else for a fifth of the time."""
     (tmp_path / "own.py").write_text(OWN_DATA)
-    done = ddptrain(tmp_path, f"{words} data._target_=own.slow_on", OMP_NUM_THREADS="1")
-    assert "% slower than the median of the others: waiting for data" in done.err, done.err
-    assert done.err.count("slow       rank 1 (") == 1
-    assert "slow       rank 0" not in done.err
+    words = (
+        "recipe=cnn_cifar10 data=shapes data.source.train=2000 data.source.valid=10 device=cpu model.width=8"
+        " train.epochs=100000 train.batch_size=32 observers=[console,jsonl] run.dir=run log.every=200"
+        f" data.workers=0 data._target_=own.of_kind +data.kind={kind} train.eval_every=1000000"
+        " checkpoint.every=1000000"
+    )
+    with ExitStack() as stack:
+        if kind == "core":
+            neighbour = subprocess.Popen([sys.executable, "-c", NEIGHBOUR])
+            stack.callback(neighbour.wait)
+            stack.callback(neighbour.kill)
+        job = Job(words.split(), tmp_path, 2)
+        stack.callback(job.end)
+        assert job.wait_for_step(1)
+        until = time.monotonic() + 60
+        while time.monotonic() < until and ("slow       " not in job.text or kind == "quiet"):
+            assert job.process.poll() is None, job.text[-3000:]
+            time.sleep(0.5)
+    said = re.findall(r"^slow       rank (\d) .*others: (.*)$", job.text, re.MULTILINE)
+    assert said == ([("1", SLOWED[kind])] if SLOWED[kind] else []), job.text[-3000:]

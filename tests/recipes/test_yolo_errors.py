@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from boxed import CLASSES, found_of, scenes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scenes import CLASSES, found_of, scenes_of
 
 from ddptrain.recipes.yolo.errors import against_score, by_size, confusion, matched, worst
 from ddptrain.recipes.yolo.score import coco_scores

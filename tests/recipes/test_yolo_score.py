@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from boxed import CLASSES, HEIGHT, WIDTH, Found, Row, found_of, scenes_of
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
-from scenes import CLASSES, HEIGHT, WIDTH, Found, Row, found_of, scenes_of
 from torch import Tensor, nn
 
 from ddptrain.api.recipe import Rows

@@ -1,31 +1,32 @@
-"""Pictures with boxes in memory, and what was found on them."""
+"""A small detector on a few drawn scenes."""
 
-from collections.abc import Sequence
+from torch import nn
 
-import torch
-from torch import Tensor
+from ddptrain.data.detection.augment import DetectionAugment
+from ddptrain.data.detection.data import DetectionData
+from ddptrain.data.detection.drawn import DrawnScenes
+from ddptrain.recipes.yolo.assign import TaskAligned
+from ddptrain.recipes.yolo.detection import Detection
+from ddptrain.recipes.yolo.model import Yolo
 
-from ddptrain.data.detection.source import ArrayScenes, Objects
-
-CLASSES = ("cat", "dog", "owl")
-WIDTH, HEIGHT = 90, 50
-Row = tuple[list[float], int, bool]
-Found = tuple[int, list[float], float, int]
-
-
-def scenes_of(pictures: Sequence[Sequence[Row]]) -> ArrayScenes:
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (len(pictures), 3, HEIGHT, WIDTH), generator=generator).to(torch.uint8)
-    objects = [
-        Objects(
-            torch.tensor([box for box, _, _ in rows]).view(-1, 4),
-            torch.tensor([label for _, label, _ in rows], dtype=torch.int64),
-            torch.tensor([crowd for _, _, crowd in rows], dtype=torch.bool),
-        )
-        for rows in pictures
-    ]
-    return ArrayScenes(images, objects, [f"{i}" for i in range(len(pictures))])
+SAMPLES = 20
 
 
-def found_of(found: Sequence[Found]) -> Tensor:
-    return torch.tensor([[i, *box, score, label] for i, box, score, label in found]).view(-1, 7)
+def detector(batchnorm: bool = True, multi_scale: float = 0.0) -> tuple[Detection, DetectionData]:
+    data = DetectionData(DrawnScenes(train=SAMPLES, valid=13, size=64), DetectionAugment())
+
+    def model(num_classes: int) -> nn.Module:
+        network = Yolo(num_classes)
+        return network if batchnorm else without_batchnorm(network)
+
+    return Detection(model, data, TaskAligned(), multi_scale=multi_scale), data
+
+
+def without_batchnorm(network: nn.Module) -> nn.Module:
+    """The network with a norm that looks at one sample only, so that it can't tell how a batch is cut."""
+    for name, child in network.named_children():
+        if isinstance(child, nn.BatchNorm2d):
+            setattr(network, name, nn.GroupNorm(1, child.num_features))
+        else:
+            without_batchnorm(child)
+    return network
