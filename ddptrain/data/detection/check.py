@@ -215,8 +215,10 @@ def _draw(seen: _Seen, file: Path) -> None:
     times = _SIDE / max(height, width)
     pixels = resize(scenes.image(i), [max(1, round(height * times)), max(1, round(width * times))])
     for number, box in enumerate(scenes.objects[i].boxes * times):
-        colour, thick = ("#e03131", 3) if number in meant else ("#868e96", 1)
-        pixels = draw_bounding_boxes(pixels, box[None], colors=colour, width=thick)
+        # white around the red, which is seen on a red picture, too
+        lines = [("white", 6), ("#e03131", 3)] if number in meant else [("#868e96", 1)]
+        for colour, thick in lines:
+            pixels = draw_bounding_boxes(pixels, box[None], colors=colour, width=thick)
     to_pil_image(pixels).save(file)
 
 
