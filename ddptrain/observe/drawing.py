@@ -176,7 +176,7 @@ def draw_matrix(counts: Counts, classes: Sequence[str]) -> "Drawing":
     axes.set_title(f"{correct:,} of {whole:,} right ({correct / max(whole, 1):.1%})", fontsize=11, loc="left")
     axes.set_xlabel("predicted", fontsize=10)
     axes.set_ylabel("true", fontsize=10)
-    drawing.tight_layout()
+    drawing.set_layout_engine("constrained")  # the tight one cuts off what stands left of long names
     return drawing
 
 

@@ -136,6 +136,7 @@ def test_a_librarys_weights_need_its_model(source: str, model: dict[str, Any], s
         read_weights(source, model, World())
 
 
+@pytest.mark.long
 def test_a_run_starts_from_another_and_then_needs_it_no_more(tmp_path: Path) -> None:
     """Frozen parts equal the first run's to the bit, on two ranks, with accumulation and an average."""
     assert ddptrain(tmp_path, f"{RUN} run.dir=one").code == 0

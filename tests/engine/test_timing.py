@@ -154,7 +154,7 @@ def test_a_slow_data_set_is_named_every_time(times: int, folder: Path) -> None:
     assert_named(said, "waiting for data ", f"data.workers={cores()} or data.resident=true")
 
 
-@pytest.mark.serial
+@pytest.mark.long
 @EVERY_TIME
 def test_a_heavy_model_is_as_it_should_be_every_time(times: int, folder: Path) -> None:
     trials = [trained(folder / str(trial), Vectors(1000), heavy, steps=150) for trial in range(times)]

@@ -152,12 +152,8 @@ def test_a_long_training_takes_no_more_memory(ranks: int, tmp_path: Path) -> Non
     assert "ok long" in told(on_gpus(ranks, *launcher, HERE / "cases.py", tmp_path, "long"))
 
 
-FIRST, *OTHER_MISTAKES = MISTAKES
-
-
-@pytest.mark.parametrize(
-    "mistake", [FIRST, *(pytest.param(m, marks=pytest.mark.long) for m in OTHER_MISTAKES)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_collective_that_ranks_do_not_share(tmp_path: Path, mistake: str) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(
