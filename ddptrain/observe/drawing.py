@@ -176,7 +176,7 @@ def draw_matrix(counts: Counts, classes: Sequence[str]) -> "Drawing":
     axes.set_title(f"{correct:,} of {whole:,} right ({correct / max(whole, 1):.1%})", fontsize=11, loc="left")
     axes.set_xlabel("predicted", fontsize=10)
     axes.set_ylabel("true", fontsize=10)
-    drawing.set_layout_engine("constrained")  # the tight one cuts off what stands left of long names
+    drawing.tight_layout()
     return drawing
 
 
@@ -203,7 +203,14 @@ def _new(width: float, height: float) -> "Drawing":
 
 def _png(drawing: "Drawing") -> bytes:
     written = io.BytesIO()
-    drawing.savefig(written, format="png", dpi=_DPI, pil_kwargs={"compress_level": 1})
+    drawing.savefig(
+        written,
+        format="png",
+        dpi=_DPI,
+        bbox_inches="tight",  # else what stands left of long names is cut off
+        pad_inches=0.1,
+        pil_kwargs={"compress_level": 1},
+    )
     return written.getvalue()
 
 
