@@ -140,8 +140,9 @@ def of_kind(kind, **settings):
     def prepared(world, seed):
         data.sleeps = kind == "loader" and world.rank == 1
         if kind != "quiet":
+            core = sorted(os.sched_getaffinity(0))[world.rank]
             for thread in os.listdir("/proc/self/task"):
-                os.sched_setaffinity(int(thread), {sorted(os.sched_getaffinity(0))[world.rank]})
+                os.sched_setaffinity(int(thread), {core})
         prepare(world, seed)
 
     def slowed(sampler, steps):
