@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from bucket import BUCKET, Answer, Door, door
 from compare import assert_same
-from shell import RANK_VARIABLES, Ended, ddptrain, refusal
+from shell import RANK_VARIABLES, Ended, ddptrain, in_new_process, refusal
 
 from ddptrain.data.stream.store import Store
 from ddptrain.engine.checkpoint import Checkpointer
@@ -41,7 +41,8 @@ def address(door: Door, tmp_path: Path) -> str:
 
 
 def train(home: Path, run: str, mirror: str, *words: str) -> Ended:
-    return ddptrain(home, [*WORDS.split(), f"run.dir={run}", f"run.mirror={mirror}", *words], **ONE_THREAD)
+    line = [*WORDS.split(), f"run.dir={run}", f"run.mirror={mirror}", *words]
+    return in_new_process(home, line, **ONE_THREAD)
 
 
 def started(home: Path, words: list[str]) -> "subprocess.Popen[str]":

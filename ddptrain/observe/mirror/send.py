@@ -79,6 +79,8 @@ class Sender:
             index = Index(self._run, self._id, {path: entry for path, (entry, _) in files.items()})
             if index == self._sent or not (ended or self._has_new_checkpoints(index)):
                 return None
+            if self._is_being_deleted(index):
+                raise Taken(f"{self._folder} is being deleted; {self._store.shown} keeps what it has")
             known = read_index(self._store)
             if known is not None and known.run != self._run:
                 raise Taken(f"{self._store.shown} holds another run; name another address, or empty it")
@@ -109,6 +111,13 @@ class Sender:
                 raise
         else:
             self._there -= old
+
+    def _is_being_deleted(self, index: Index) -> bool:
+        """A file that was there, or the last checkpoint, is gone: a run drops neither."""
+        if self._sent is None:
+            return False
+        lost = {name for name in DOCUMENTS if name in self._sent.files and name not in index.files}
+        return bool(lost or (self._sent.checkpoints() and not index.checkpoints()))
 
     def _has_new_checkpoints(self, index: Index) -> bool:
         sent = {} if self._sent is None else self._sent.files
