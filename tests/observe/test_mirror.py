@@ -117,6 +117,24 @@ def test_a_folder_as_mirror(tmp_path: Path) -> None:
     assert not list(new.rglob("*.part"))
 
 
+@pytest.mark.parametrize("gone", ["metrics.jsonl", "checkpoints"])
+def test_a_folder_that_is_being_deleted_is_not_sent(tmp_path: Path, gone: str) -> None:
+    """And one whose file is put back is, again."""
+    run, store = tmp_path / "run", opened(str(tmp_path / "mirror"), "run.mirror", 1)
+    run_of(run, 1)
+    sender = sender_of(run, store)
+    sender.send()
+    before = the_index(store)
+    (run / gone).rename(tmp_path / "aside")
+    with pytest.raises(UserError, match="lacks what was there"):
+        sender.send()
+    assert the_index(store) == before
+    assert {object_key(path, entry) for path, entry in before.files.items()} <= store.keys()
+    (tmp_path / "aside").rename(run / gone)
+    run_of(run, 2)
+    assert sender.send() == "step-2"
+
+
 def test_documents_alone_are_no_reason_to_send_at_once(tmp_path: Path) -> None:
     run, store = tmp_path / "run", opened(str(tmp_path / "mirror"), "run.mirror", 1)
     run_of(run, 1)

@@ -80,7 +80,7 @@ class Sender:
             if index == self._sent or not (ended or self._has_new_checkpoints(index)):
                 return None
             if self._is_being_deleted(index):
-                raise Taken(f"{self._folder} is being deleted; {self._store.shown} keeps what it has")
+                raise UserError(f"{self._folder} lacks what was there; {self._store.shown} keeps it.")
             known = read_index(self._store)
             if known is not None and known.run != self._run:
                 raise Taken(f"{self._store.shown} holds another run; name another address, or empty it")
