@@ -72,8 +72,8 @@ class Detection(Task):
         self._gains = {"box": box, "distance": distance, "classes": classes}
         self._multi_scale = multi_scale
         self._overlap = overlap
-        self._worst: list[int] = []
-        """Pictures with most mistakes in the last report."""
+        self._reported: Tensor | None = None
+        """The last report's detections, of which `figures` shows the mistakes."""
 
     def build(self) -> nn.Module:
         return self._model(num_classes=len(self._data.classes))
@@ -124,22 +124,20 @@ class Detection(Task):
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         rows = self._clipped(sums["detections"])
         scores = coco_scores(self._data.valid, self._data.classes, rows)
-        pictures = list(matched(self._data.valid, rows))
-        self._worst = worst(pictures, _SHOWN)
-        figures: dict[str, Figure] = {
-            **scores.curves,
-            "confusion": confusion(pictures, self._data.classes),
-            "by_size": by_size(pictures),
-        }
-        return Report(scores.metrics, figures)
+        self._reported = rows
+        return Report(scores.metrics, scores.curves)
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
-        """Of the first pictures, and of those with most mistakes in the last report."""
+        """The first pictures, and the mistakes in the last report: a verb that only reports draws none."""
         figures: dict[str, Figure] = {
             "predictions": self._sheet(model, [range(min(_SHOWN, self._data.valid_size))])
         }
-        if self._worst:
-            figures["worst"] = self._sheet(model, [range(i, i + 1) for i in self._worst])
+        if self._reported is not None:
+            pictures = list(matched(self._data.valid, self._reported))
+            figures["confusion"] = confusion(pictures, self._data.classes)
+            figures["by_size"] = by_size(pictures)
+            if most_wrong := worst(pictures, _SHOWN):
+                figures["worst"] = self._sheet(model, [range(i, i + 1) for i in most_wrong])
         return figures
 
     def _sheet(self, model: nn.Module, chunks: Sequence[range]) -> Picture:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torchvision.ops import box_iou
+from torchvision.ops import box_area, box_iou
 
 from ddptrain.api import ConfusionMatrix, Curves
 from ddptrain.data.detection.source import Objects, Scenes
@@ -60,13 +60,12 @@ def _matched(picture: int, on_it: Objects, rows: Tensor, size: Tensor) -> Matche
             partner[a] = b
     spurious = set(range(len(seen))) - set(partner.values()) - _in_crowds(seen, on_it.boxes[on_it.crowd])
     right = [a in partner and labels[a] == seen_labels[partner[a]] for a in range(len(labels))]
-    sides = boxes[:, 2:] - boxes[:, :2]
     return Matched(
         picture,
         [(labels[a], seen_labels[b]) for a, b in partner.items()],
         [label for a, label in enumerate(labels) if a not in partner],
         [seen_labels[b] for b in sorted(spurious)],
-        (sides.prod(1) / size.prod()).sqrt(),
+        (box_area(boxes) / size.prod()).sqrt(),
         torch.tensor(right, dtype=torch.bool),
     )
 
@@ -77,19 +76,18 @@ def _in_crowds(seen: Tensor, crowds: Tensor) -> set[int]:
         return set()
     corners = torch.maximum(seen[:, None, :2], crowds[:, :2]), torch.minimum(seen[:, None, 2:], crowds[:, 2:])
     shared = (corners[1] - corners[0]).clamp(min=0).prod(2).amax(1)
-    own = (seen[:, 2:] - seen[:, :2]).prod(1)
-    return set((shared > own / 2).nonzero()[:, 0].tolist())
+    return set((shared > box_area(seen) / 2).nonzero()[:, 0].tolist())
 
 
 def confusion(pictures: Sequence[Matched], classes: Sequence[str]) -> ConfusionMatrix:
     """Objects by class, and what they were taken for. The last column are objects that were missed, the last
     row detections where there is none."""
-    counts = torch.zeros(len(classes) + 1, len(classes) + 1, dtype=torch.int64)
+    counts = [[0] * (len(classes) + 1) for _ in range(len(classes) + 1)]
     for one in pictures:
         cells = [*one.pairs, *((label, -1) for label in one.missed), *((-1, label) for label in one.spurious)]
         for true, seen in cells:
-            counts[true, seen] += 1
-    return ConfusionMatrix(counts.tolist(), [*classes, BACKGROUND])
+            counts[true][seen] += 1
+    return ConfusionMatrix(counts, [*classes, BACKGROUND])
 
 
 def by_size(pictures: Sequence[Matched]) -> Curves:
@@ -120,8 +118,8 @@ def against_score(precision: Tensor, recall: Tensor, scores: Tensor) -> Curves:
         at = reached.sum(0) - 1  # the last level that this score still reaches, of each class; -1: none
         there = at >= 0
         level = at.clamp(min=0)
-        of_recall = torch.where(there, recall[level], torch.zeros(()))
-        of_precision = torch.where(there, precision.gather(0, level[None])[0], torch.zeros(()))
+        of_recall = there * recall[level]
+        of_precision = there * precision.gather(0, level[None])[0]
         harmonic = 2 * of_precision * of_recall / (of_precision + of_recall).clamp(min=1e-9)
         lines["recall"].append((step, float(of_recall.mean())))
         lines["F1"].append((step, float(harmonic.mean())))

@@ -90,11 +90,15 @@ def find_mistakes(opened: DetectionSet, size: int) -> Iterator[Mistake]:
     """Each once."""
     for line in opened.skipped:
         yield Mistake("left out", line)
-    for part, scenes in (("train", opened.train), ("val", opened.valid)):
+    for part, scenes in _parts(opened).items():
         for i in range(len(scenes)):
             yield from _of_a_picture(part, scenes, i, opened.classes, size)
     yield from _of_classes(opened)
     yield from _of_copies(opened)
+
+
+def _parts(opened: DetectionSet) -> dict[str, Scenes]:
+    return {"train": opened.train, "val": opened.valid}
 
 
 def _of_a_picture(part: str, scenes: Scenes, i: int, classes: Sequence[str], size: int) -> Iterator[Mistake]:
@@ -118,7 +122,7 @@ def _of_a_picture(part: str, scenes: Scenes, i: int, classes: Sequence[str], siz
 
 def _of_classes(opened: DetectionSet) -> Iterator[Mistake]:
     """Those of which there is at most one object in a part."""
-    parts = {"train": opened.train, "val": opened.valid}
+    parts = _parts(opened)
     objects = {part: Counter[int]() for part in parts}
     where: dict[tuple[str, int], _Seen] = {}
     for part, scenes in parts.items():
@@ -137,8 +141,7 @@ def _of_classes(opened: DetectionSet) -> Iterator[Mistake]:
 
 def _of_copies(opened: DetectionSet) -> Iterator[Mistake]:
     """Pictures that are the same to the eye, whatever their files' names, sizes and compression are."""
-    whole = [("train", opened.train, i) for i in range(len(opened.train))]
-    whole += [("val", opened.valid, i) for i in range(len(opened.valid))]
+    whole = [(part, scenes, i) for part, scenes in _parts(opened).items() for i in range(len(scenes))]
     kept, thumbs = [], []
     for part, scenes, i in whole:
         try:
