@@ -21,13 +21,12 @@ from ddptrain.testing import run_ranks
 GPU = World(device=torch.device("cuda", 0))
 
 
-def compiled(folder: Path, name: str) -> tuple[str, float]:
-    """The log of a run, and the seconds that it says it has compiled for."""
+def log_of(folder: Path, *words: str) -> str:
+    """Of a run on one thread, with the compiler's cache in the folder."""
     # torch's compiler, once another test has imported it, names a folder of its own to all child processes
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    words = ["recipe=cnn_digits", "device=cpu", "compile=default", "train.steps=8", "train.eval_every=4"]
     done = subprocess.run(
-        [sys.executable, "-m", "ddptrain", *words, "observers=[console,jsonl,plots]", f"run.dir={name}"],
+        [sys.executable, "-m", "ddptrain", *words, "device=cpu"],
         cwd=folder,
         env={**environment, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -35,7 +34,14 @@ def compiled(folder: Path, name: str) -> tuple[str, float]:
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    return done.stderr, float(re.findall(r"compiled .*; ([0-9.]+) s so far", done.stderr)[-1])
+    return done.stderr
+
+
+def compiled(folder: Path, name: str) -> tuple[str, float]:
+    """The log of a run, and the seconds that it says it has compiled for."""
+    words = ["recipe=cnn_digits", "compile=default", "train.steps=8", "train.eval_every=4"]
+    log = log_of(folder, *words, "observers=[console,jsonl,plots]", f"run.dir={name}")
+    return log, float(re.findall(r"compiled .*; ([0-9.]+) s so far", log)[-1])
 
 
 @pytest.mark.long
@@ -57,33 +63,17 @@ PARTS = (("default", 4), ("default", 8), ("off", 12))
 @pytest.mark.long
 def test_equal_blocks_under_fsdp_are_one_graph(tmp_path: Path) -> None:
     """Each block is compiled by itself; the numbers are those of an eager run, which reads the checkpoint."""
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    words = [
-        "recipe=transformer_text",
-        "device=cpu",
-        "strategy=fsdp",
-        "model.layers=4",
-        "model.width=64",
-        "task.sample_tokens=0",
-    ]
-    words += ["train.batch_size=8", "observers=[console,jsonl]", "log.every=1", "checkpoint.every=4"]
-    words += ["train.eval_every=4", "precision=fp32"]
+    words = (
+        "launch --nproc-per-node=2 recipe=transformer_text strategy=fsdp model.layers=4 model.width=64"
+        " task.sample_tokens=0 train.batch_size=8 train.eval_every=4 checkpoint.every=4 log.every=1"
+        " precision=fp32 sched=constant observers=[console,jsonl]"
+    )
     losses, logs = {}, {}
     for folder, name, steps in (("eager", "off", 12), *(("run", *part) for part in PARTS)):
-        run = tmp_path / folder
-        launch = [sys.executable, "-m", "ddptrain", "launch", "--nproc-per-node=2"]
-        done = subprocess.run(
-            [*launch, *words, f"compile={name}", f"train.steps={steps}", "sched=constant", f"run.dir={run}"],
-            cwd=tmp_path,
-            env={**environment, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stderr
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        own = [f"compile={name}", f"train.steps={steps}", f"run.dir={folder}"]
+        logs[steps] = log_of(tmp_path, *words.split(), *own)
+        lines = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
         losses[folder] = [line["loss"] for line in lines if line["split"] == "train"]
-        logs[steps] = done.stderr
     assert losses["run"] == pytest.approx(losses["eager"], rel=1e-4)
     [graphs] = re.findall(r"compiled +(\d) graphs for training and evaluation", logs[4])
     assert int(graphs) < 4, "fewer than blocks, with and without gradients"
