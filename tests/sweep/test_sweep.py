@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from running import FAULTY
-from shell import ddptrain, early_refusal, refusal, with_imports
+from shell import ddptrain, early_refusal, in_new_process, refusal, with_imports
 from sweeps import SWEPT, events, points, start, statuses, swept_words
 
 from ddptrain.errors import UserError
@@ -282,7 +282,7 @@ def test_a_thousand_points_are_planned_and_shown_quickly(tmp_path: Path) -> None
 
     def processor_time(words: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-        ended = ddptrain(tmp_path, words)
+        ended = in_new_process(tmp_path, words)
         assert ended.code == 0, ended.err
         return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
 
