@@ -40,7 +40,7 @@ def test_strict_and_fast_take_turns() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "guards.py --rounds 1",
+        pytest.param("guards.py --rounds 1", marks=pytest.mark.long),
         pytest.param("lstm.py --rounds 1 --steps 2", marks=pytest.mark.long),
         pytest.param("detection.py --rounds 1 --steps 2", marks=pytest.mark.long),
     ],

@@ -51,6 +51,7 @@ def test_an_optimizer_of_ones_own_too(tmp_path: Path) -> None:
     assert found == {"_target_": "torch.optim.Rprop", "lr": 0.5, **GROUPS}
 
 
+@pytest.mark.long
 def test_a_run_says_which_and_a_report_what_changed_on_the_way(tmp_path: Path) -> None:
     words = "recipe=cnn_digits device=cpu train.batch_size=64 run.dir=run observers=[jsonl]"
     first = ddptrain(tmp_path, f"{words} optim=sgd train.steps=3")

@@ -116,6 +116,7 @@ def accuracy(folder: Path) -> float:
 # -- predict ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_pictures_of_the_validation_set_are_answered_as_in_its_evaluation(
     digits: Path, tmp_path: Path
 ) -> None:

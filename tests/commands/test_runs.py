@@ -33,7 +33,7 @@ def only_run(folder: Path) -> Path:
     return run
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_run_leaves_one_folder_with_everything_in_it(tmp_path: Path, ranks: int) -> None:
     done = start(tmp_path, *SMALL, ranks=ranks)
     assert done.returncode == 0, done.stderr

@@ -49,6 +49,7 @@ def test_a_run_that_starts_from_another_ones_checkpoint_has_a_patience_of_its_ow
         assert f"has not improved for 2 evaluations (stop.patience), at step {last}" in ended.out + ended.err
 
 
+@pytest.mark.long
 def test_a_sweep_counts_it_done(tmp_path: Path) -> None:
     words = f"--multirun {DIGITS} optim.lr=1e-30,0.003 train.steps=40 stop.target=0.4 sweep.dir=swept"
     ended = ddptrain(tmp_path, words)

@@ -34,7 +34,8 @@ def tiny(recipe: str) -> str:
     return f"recipe={recipe} {TINY}{order}"
 
 
-@pytest.mark.parametrize("recipe", ["lstm_text", pytest.param("transformer_text", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recipe", ["lstm_text", "transformer_text"])
+@pytest.mark.long
 def test_a_text_run_shows_samples_and_predicts(tmp_path: Path, recipe: str) -> None:
     write_text(tmp_path / "text.txt")
     done = ddptrain(tmp_path, tiny(recipe), **ONE_THREAD)

@@ -119,7 +119,7 @@ def test_it_is_the_same_from_everywhere(
         assert_same(trained(data, range(13, 20)), expected[13:])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_global_batches_don_t_depend_on_ranks_and_workers(
     blocks: Path, tmp_path: Path, ranks: int, workers: int

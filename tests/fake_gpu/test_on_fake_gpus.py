@@ -86,6 +86,7 @@ def test_tests_on_a_gpu(gpus: int, passed: int, words: tuple[str | Path, ...]) -
     assert int(re.findall(r"(\d+) passed", said)[0]) >= passed
 
 
+@pytest.mark.long
 def test_recipes_train_with_few_launches(jobs: dict[str, "Future[Done]"]) -> None:
     check_launches(told(jobs["quick-2"].result()), 2)
 

@@ -71,6 +71,7 @@ def stop_all(job: Job, number: signal.Signals) -> None:
     assert not job.left_after(2.0)
 
 
+@pytest.mark.faults
 def test_ranks_outlive_what_has_forked_them_and_a_restart_says_that_it_is_gone(tmp_path: Path) -> None:
     job = launch(tmp_path, [*TWO, "--max-restarts=2"], ENDLESS)
     job.wait_for("step 5/")

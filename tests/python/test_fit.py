@@ -180,6 +180,7 @@ ddptrain.fit(torch.nn.Linear(3, 3), (x, x), None, "device=cpu", loss=loss, batch
     assert "data: rank 1 sees 36 + 4 samples and rank 0" in ended.stderr
 
 
+@pytest.mark.long
 def test_a_rank_that_is_refused_ends_torchrun_with_one_message(tmp_path: Path) -> None:
     ended = started(program(tmp_path), "train.batch_size=0", launcher=TORCHRUN)
     assert ended.returncode == 1  # torchrun's own

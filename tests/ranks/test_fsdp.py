@@ -266,7 +266,7 @@ class EvaluatesUnevenly(Classify):
         return super().evaluate(model, batch)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_ranks_may_evaluate_with_different_passes(size: int, tmp_path: Path) -> None:
     """A rank may also have no batch at all."""
     plan = replace(PLAN, eval_every=1, eval_batch_size=60)

@@ -38,6 +38,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.long
 def test_a_small_one(tmp_path: Path, pictures: Path) -> None:
     check_path(tmp_path, pictures, "torchvision", "mobilenet_v3_small")
 

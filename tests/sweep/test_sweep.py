@@ -301,6 +301,7 @@ def test_a_thousand_points_are_planned_and_shown_quickly(tmp_path: Path) -> None
     assert shown[1] < 8 * max(shown[0], shown[2])
 
 
+@pytest.mark.long
 def test_report_sorts_by_the_metric(tmp_path: Path) -> None:
     assert start(tmp_path, swept_words("train.epochs=2", "task.point=2,0,1", "task.failing=[1]")).wait() == 1
     ended = ddptrain(tmp_path, "report sweep")
