@@ -101,7 +101,7 @@ def match(model: nn.Module, weights: Weights, source: str, skip: Sequence[str]) 
     }
     skipped = [name for name in own if id(named[name]) in skipped_values]  # under each of its names
     wanted = {name: value for name, value in own.items() if name not in skipped}
-    weights = _without_prefix(weights, own)
+    weights = _named_alike(weights, own)
     extra = {
         name: weights[name]
         for name in model.state_dict()
@@ -146,11 +146,12 @@ def match(model: nn.Module, weights: Weights, source: str, skip: Sequence[str]) 
 
 def read_weights(source: str, model: Mapping[str, Any], world: World) -> Weights:
     """The tensors of a source, by name. model: the config's node, which says whose weights a library has."""
-    library = "timm" if "timm" in str(model.get("_target_")) else "torchvision"
+    library = _library_of(model)
     if source == "default":
-        source = {"timm": "timm:default", "torchvision": "torchvision:DEFAULT"}[library]
+        defaults = {"torchvision": "DEFAULT", "timm": "default", "transformers": model.get("name")}
+        source = f"{library}:{defaults[library]}"
     kind, separator, name = source.partition(":")
-    if kind in ("timm", "torchvision") and separator and kind != library:
+    if kind in ("timm", "torchvision", "transformers") and separator and kind != library:
         raise UserError(
             f"init.weights={source}: the model is of {library}. init.weights=default takes that one's own."
         )
@@ -172,7 +173,7 @@ def read_weights(source: str, model: Mapping[str, Any], world: World) -> Weights
 def normalisation_of(source: str, model: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
     """Mean and deviation of the channels, in 0..255, that a library's weights were trained with. None where
     they are not known: of files, runs and the hub."""
-    library, name = "timm" if "timm" in str(model.get("_target_")) else "torchvision", str(model.get("name"))
+    library, name = _library_of(model), str(model.get("name"))
     kind, _, tag = source.partition(":")
     if source != "default" and kind != library:
         return None
@@ -188,7 +189,7 @@ def normalisation_of(source: str, model: Mapping[str, Any]) -> tuple[list[float]
             used = get_model_weights(name)[tag or "DEFAULT"].transforms()
     except (ValueError, KeyError, RuntimeError):  # no such model or weights, which `read_weights` says
         return None
-    if used is None:
+    if getattr(used, "mean", None) is None:  # no weights, or a detector's, which normalises by itself
         return None
     # as the data sets have ImageNet's, to a tenth of a level
     mean, std = ([round(255 * value, 1) for value in of] for of in (used.mean, used.std))
@@ -222,15 +223,26 @@ def _named(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _without_prefix(weights: Weights, own: Weights) -> Weights:
-    """The names as the model has them: without what wrappers have put before them."""
+def _named_alike(weights: Weights, own: Weights) -> Weights:
+    """The names as the model has them: without what wrappers have put before them, and with what this model
+    puts before those of the one that it wraps."""
     candidates = [weights]
     for _ in range(_MOST_WRAPPERS):
         bare = {_PREFIX.sub("", name): value for name, value in candidates[-1].items()}
         if len(bare) < len(weights):  # two names would be one
             break
         candidates.append(bare)
+    outermost = {name.partition(".")[0] for name in own}
+    if len(outermost) == 1:
+        [wrapper] = outermost
+        candidates += [{f"{wrapper}.{name}": value for name, value in of.items()} for of in candidates]
     return max(candidates, key=lambda names: len(names.keys() & own.keys()))
+
+
+def _library_of(model: Mapping[str, Any]) -> str:
+    """Whose model a config's node names, if it is any library's."""
+    target = str(model.get("_target_"))
+    return next((library for library in ("timm", "transformers") if library in target), "torchvision")
 
 
 def _torchvision(name: str, model: Mapping[str, Any], world: World) -> Weights:
@@ -273,6 +285,18 @@ def _timm(name: str, model: Mapping[str, Any], world: World) -> Weights:
     return _downloaded(fetched, key, f"a file of {hub} anywhere, and name that: init.weights=<file>", world)
 
 
+def _transformers(name: str, model: Mapping[str, Any], world: World) -> Weights:
+    key = f"init.weights=transformers:{name}"
+    transformers = _imported("transformers", key)
+
+    def fetched() -> Weights:
+        # as transformers names them: its files may have older names
+        state: Weights = transformers.AutoModelForObjectDetection.from_pretrained(name).state_dict()
+        return state
+
+    return _downloaded(fetched, key, "the model's folder of the hub anywhere, and name that", world)
+
+
 def _hub(name: str, model: Mapping[str, Any], world: World) -> Weights:
     key = f"init.weights=hub:{name}"
     hub = _imported("huggingface_hub", key)
@@ -287,7 +311,8 @@ def _imported(package: str, key: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise UserError(f"{key}: needs {package}: pip install 'ddptrain[timm]'") from error
+        extra = "transformers" if package == "transformers" else "timm"
+        raise UserError(f"{key}: needs {package}: pip install 'ddptrain[{extra}]'") from error
 
 
 def _downloaded(fetched: Callable[[], Weights], key: str, by_hand: str, world: World) -> Weights:
@@ -314,5 +339,6 @@ def _downloaded(fetched: Callable[[], Weights], key: str, by_hand: str, world: W
 _LIBRARIES: dict[str, Callable[[str, Mapping[str, Any], World], Weights]] = {
     "torchvision": _torchvision,
     "timm": _timm,
+    "transformers": _transformers,
     "hub": _hub,
 }

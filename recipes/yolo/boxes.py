@@ -1,19 +1,17 @@
 """Boxes from distances and back, and what a network's answer comes to as boxes, scores and classes."""
 
 import math
-from typing import NamedTuple
+from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
-from torchvision.ops import nms
 
+from ddptrain.recipes.detection.detections import Detections, candidates, without_doubles
 from ddptrain.recipes.yolo.model import Raw
 
 _EPS = 1e-7
 """Added to what is divided by."""
-_CANDIDATES = 1000
-"""Best answers of a picture that go into the suppression of doubles."""
 
 
 def expected_distances(logits: Tensor) -> Tensor:
@@ -88,29 +86,6 @@ def decoded(raw: Raw) -> Tensor:
     return boxes_at(raw.points, expected_distances(raw.distances.float()) * raw.strides[:, None])
 
 
-class Detections(NamedTuple):
-    """What is found on one picture, the surest first."""
-
-    boxes: Tensor
-    """float32 (d, 4) x1, y1, x2, y2 in pixels."""
-    scores: Tensor
-    """float32 (d,) in [0, 1]"""
-    labels: Tensor
-    """int64 (d,)"""
-
-
-def candidates(boxes: Tensor, scores: Tensor) -> Detections:
-    """The best 1000 pairs of anchor and class of each picture.
-
-    boxes: (n, a, 4). scores: (n, a, classes). Returns (n, c, ...) tensors.
-    """
-    classes = scores.shape[-1]
-    best, index = scores.flatten(1).topk(min(_CANDIDATES, scores[0].numel()))
-    anchor = torch.div(index, classes, rounding_mode="floor")
-    chosen = boxes.gather(1, anchor[..., None].expand(-1, -1, 4))
-    return Detections(chosen, best, index - anchor * classes)
-
-
 def detections(raw: Raw, least_score: float, overlap: float, most: int) -> list[Detections]:
     """What the network finds on each picture of a batch.
 
@@ -126,17 +101,19 @@ def detections(raw: Raw, least_score: float, overlap: float, most: int) -> list[
     return pictures
 
 
-def without_doubles(boxes: Tensor, scores: Tensor, labels: Tensor, overlap: float) -> Tensor:
-    """int64 (kept,): which of (d, 4) boxes stay, the surest first; see `detections`."""
-    if len(boxes) == 0:
-        return labels
-    # classes are kept apart by moving their boxes; torchvision's batched_nms does it from coordinate 0 on
-    # only, and waits for a number that it copies to the device
-    boxes = boxes - boxes.min()
-    kept: Tensor = nms(boxes + labels[:, None] * (boxes.max() + 1), scores, overlap)
-    return kept
-
-
 def class_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Binary cross-entropy of each anchor and class with soft targets in [0, 1], added up."""
     return functional.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
+
+
+@final
+class Dense(nn.Module):
+    """Every anchor's box and scores, as `ddptrain.recipes.detection.deploy` takes them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        raw = self.model(images)
+        return decoded(raw), raw.classes.float().sigmoid()

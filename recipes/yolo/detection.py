@@ -1,19 +1,22 @@
 """Detection: the Task of the YOLO recipes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.api import Deployed, Figure, Loss, Picture, Progress, Report, Rows, Task, UserError, derive_seed
+from ddptrain.api import Deployed, Figure, Loss, Progress, Report, Rows, Task, UserError, derive_seed
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
+from ddptrain.recipes.detection.deploy import Suppression, deployed
+from ddptrain.recipes.detection.detections import Detections
+from ddptrain.recipes.detection.reports import Reports
 from ddptrain.recipes.outputs import check_outputs
 from ddptrain.recipes.yolo.assign import TaskAligned
 from ddptrain.recipes.yolo.boxes import (
+    Dense,
     boxes_at,
     class_loss,
     complete_iou_loss,
@@ -22,15 +25,8 @@ from ddptrain.recipes.yolo.boxes import (
     distances_from,
     expected_distances,
 )
-from ddptrain.recipes.yolo.deploy import Suppression, deployed
-from ddptrain.recipes.yolo.draw import compared, make_sheet
-from ddptrain.recipes.yolo.errors import SCORE, by_size, confusion, matched, worst
 from ddptrain.recipes.yolo.model import STRIDES, Raw
-from ddptrain.recipes.yolo.predict import predicted
-from ddptrain.recipes.yolo.score import coco_scores
 
-_SHOWN = 8
-"""Validation pictures that are drawn at each evaluation."""
 _COARSEST = STRIDES[-1]
 
 
@@ -72,8 +68,7 @@ class Detection(Task):
         self._gains = {"box": box, "distance": distance, "classes": classes}
         self._multi_scale = multi_scale
         self._overlap = overlap
-        self._reported: Tensor | None = None
-        """The last report's detections, of which `figures` shows the mistakes."""
+        self._reports = Reports(data, self._detect)
 
     def build(self) -> nn.Module:
         return self._model(num_classes=len(self._data.classes))
@@ -111,60 +106,25 @@ class Detection(Task):
         return Loss(total, weight.sum(), sums)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
-        rows = []
-        raw = self._checked(model(batch.images), model)
-        for i, (boxes, scores, labels) in enumerate(
-            detections(raw, least_score=0.001, overlap=self._overlap, most=100)
-        ):
-            picture = batch.ids[i].expand(len(labels))
-            boxes = batch.placed.of(i).back(boxes)
-            rows.append(torch.cat([picture[:, None], boxes, scores[:, None], labels[:, None]], dim=1))
-        return {"detections": Rows(torch.cat(rows))}
+        return self._reports.evaluate(model, batch)
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        rows = self._clipped(sums["detections"])
-        scores = coco_scores(self._data.valid, self._data.classes, rows)
-        self._reported = rows
-        return Report(scores.metrics, scores.curves)
+        return self._reports.report(sums)
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
-        """The first pictures, and the mistakes in the last report: a verb that only reports draws none."""
-        figures: dict[str, Figure] = {
-            "predictions": self._sheet(model, [range(min(_SHOWN, self._data.valid_size))])
-        }
-        if self._reported is not None:
-            pictures = list(matched(self._data.valid, self._reported))
-            figures["confusion"] = confusion(pictures, self._data.classes)
-            figures["by_size"] = by_size(pictures)
-            if most_wrong := worst(pictures, _SHOWN):
-                figures["worst"] = self._sheet(model, [range(i, i + 1) for i in most_wrong])
-        return figures
-
-    def _sheet(self, model: nn.Module, chunks: Sequence[range]) -> Picture:
-        """Validation pictures with what is on them and what the model sees there."""
-        drawn: list[Tensor] = []
-        for batch in self._data.valid_batches(chunks):
-            answers = detections(model(batch.images), SCORE, self._overlap, most=100)
-            drawn += compared(batch, answers, self._data.classes)
-        return make_sheet(drawn)
+        return self._reports.figures(model)
 
     def predict(
         self, model: nn.Module, source: str, out: str = "predictions", score: float = 0.25
     ) -> Iterator[str]:
-        """Boxes on pictures: a file, a folder or a pattern; see `ddptrain.recipes.yolo.predict`."""
-        if not 0 <= score <= 1:
-            raise UserError(f"score={score}: must be in [0, 1].")
-        lines: Iterator[str] = predicted(model, self._data, source, Path(out), score, self._overlap)
-        return lines
+        return self._reports.predict(model, source, out, score)
 
     def deploy(
         self, model: nn.Module, nms: bool = False, batch: int = 1, score: float = 0.25, most: int = 100
     ) -> Deployed:
         """With ``nms`` at most ``most`` boxes a picture, of ``score`` or more, else all that is said."""
-        if batch < 1 or most < 1 or not 0 <= score <= 1:
-            raise UserError(f"batch={batch} most={most} score={score}: 1 or more, 1 or more, in [0, 1].")
         suppress = Suppression(score, self._overlap, most) if nms else None
-        whole: Deployed = deployed(model, self._data.size, batch, suppress)
+        whole: Deployed = deployed(Dense(model), self._data.size, batch, suppress)
         return whole
 
     def _checked(self, raw: Raw, model: nn.Module) -> Raw:
@@ -172,11 +132,8 @@ class Detection(Task):
         check_outputs(raw.classes, len(self._data.classes), model, "classes", "(n, anchors, classes)")
         return raw
 
-    def _clipped(self, rows: Tensor) -> Tensor:
-        """Detections within their pictures."""
-        sizes = self._data.valid.sizes[rows[:, 0].long()]
-        most = torch.stack([sizes[:, 1], sizes[:, 0]] * 2, dim=1).to(rows.dtype)
-        return torch.cat([rows[:, :1], rows[:, 1:5].clamp(min=0).minimum(most), rows[:, 5:]], dim=1)
+    def _detect(self, model: nn.Module, images: Tensor, least_score: float) -> list[Detections]:
+        return detections(self._checked(model(images), model), least_score, self._overlap, most=100)
 
     def _scaled(self, images: Tensor, boxes: Tensor, progress: Progress) -> tuple[Tensor, Tensor]:
         """The batch at this step's scale, the same on every rank and in every micro-batch."""

@@ -44,7 +44,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "ddptrain.recipes.cnn.os.system": {"command": "touch CANARY"},
     "ddptrain.recipes.image.torch.load": {"f": PICKLE, "weights_only": False},
     "ddptrain.recipes.image.torch.hub.load": {"repo_or_dir": "THEIRS", "model": "evil", "source": "local"},
-    "ddptrain.recipes.yolo.predict.predicted": {"source": "THEIRS", "out": "CANARY"},
+    "ddptrain.recipes.detection.predict.predicted": {"source": "THEIRS", "out": "CANARY"},
     "ddptrain.data.download.download": {"url": "x", "sha256": "x", "target": "CANARY", "limits": None},
     "ddptrain.data.download.urllib.request.urlretrieve": {"url": "file://THEIRS/payload.pkl"},
     "ddptrain.data.detection.write.claim": {"folder": "CANARY"},

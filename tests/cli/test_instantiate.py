@@ -318,7 +318,7 @@ def test_a_node_where_nothing_would_be_built_of_it_is_refused(value: Any) -> Non
         "torch.nn.ParameterList.extend",
         "torchvision.models.get_model",
         "torchvision.models.ResNet18_Weights",
-        "ddptrain.recipes.yolo.draw.compared",
+        "ddptrain.recipes.detection.draw.compared",
     ],
 )
 def test_of_a_library_only_what_a_model_is_made_of_is_built(target: str) -> None:

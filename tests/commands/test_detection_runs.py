@@ -63,6 +63,7 @@ def torchrun(cwd: Path, ranks: int, words: str) -> subprocess.CompletedProcess[s
 # -- what a run leaves behind -----------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_each_class_is_judged_and_the_terminal_shows_the_whole(folder: Path) -> None:
     judged = lines_of(folder / "run", "valid")
     assert [line["step"] for line in judged] == [20, 40]

@@ -2,15 +2,18 @@
 model's metrics the same to the last digit."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compare import assert_same
-from scenes import SAMPLES, detector
+from queries import FAMILIES, write_detector
+from scenes import SAMPLES, detector, library_detector, with_statistics
 from toy import Fit, lr_schedule, weights
 
+from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.checkpoint import Checkpointer
@@ -18,6 +21,9 @@ from ddptrain.engine.evaluate import OwnBatches, evaluate
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.saved_checkpoint import read, unpack
+from ddptrain.recipes.detection.detector import Detector
+from ddptrain.recipes.detection.torchvision_detector import DetectorName, torchvision_detector
+from ddptrain.recipes.detection.transformers_detector import transformers_detector
 from ddptrain.testing import RankFailed, run_ranks
 
 BATCH = 12
@@ -31,24 +37,55 @@ def plan(steps: int, micro_batch: int | None = None, **changes: Any) -> Plan:
     )  # fmt: skip
 
 
-def trained(tmp_path: Path, size: int, micro_batch: int | None) -> list[torch.Tensor]:
+Make = Callable[[], tuple[Task, Data]]
+
+
+def trained(make: Make, tmp_path: Path, size: int, micro_batch: int | None, lr: float) -> list[torch.Tensor]:
     def rank(world: World) -> torch.Tensor:
         folder = Path(tempfile.mkdtemp(dir=tmp_path)) if world.is_first else tmp_path / "unused"
-        fit = Fit(plan(4, micro_batch), optim={"_target_": "torch.optim.SGD", "lr": 0.01})
-        state, _ = fit.train(*detector(batchnorm=False, multi_scale=0.5), world, folder)
+        fit = Fit(plan(4, micro_batch), optim={"_target_": "torch.optim.SGD", "lr": lr})
+        state, _ = fit.train(*make(), world, folder)
         return weights(state)
 
-    return run_ranks(rank, size)
+    return run_ranks(rank, size, timeout=250)
+
+
+def check_alike(make: Make, tmp_path: Path, lr: float) -> None:
+    """The same weights after a training on any number of ranks, in any micro-batches."""
+    [expected] = trained(make, tmp_path, 1, None, lr)
+    for size, micro_batch in ((1, 5), (2, None), (3, 2)):
+        for found in trained(make, tmp_path, size, micro_batch, lr):
+            difference = ((found - expected).norm() / expected.norm()).item()
+            assert difference < 1e-5, f"{size} ranks, micro-batches of {micro_batch}: {difference}"
 
 
 def test_ranks_and_accumulation_do_not_change_the_weights(tmp_path: Path) -> None:
     """Pictures differ in how many anchors learn something, so ranks do: a mean of the ranks' means would be
     another training."""
-    [expected] = trained(tmp_path, 1, None)
-    for size, micro_batch in ((1, 5), (2, None), (3, 2)):
-        for found in trained(tmp_path, size, micro_batch):
-            difference = ((found - expected).norm() / expected.norm()).item()
-            assert difference < 1e-5, f"{size} ranks, micro-batches of {micro_batch}: {difference}"
+    check_alike(lambda: detector(batchnorm=False, multi_scale=0.5), tmp_path, lr=0.01)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ssdlite320_mobilenet_v3_large", "fasterrcnn_mobilenet_v3_large_320_fpn"])
+def test_nor_those_of_torchvisions_detectors(name: str, tmp_path: Path) -> None:
+    """What a picture draws, proposals and anchors, is its own, and so is its loss."""
+
+    def model(num_classes: int, size: int) -> Detector:
+        made = torchvision_detector(DetectorName(name), num_classes, size, frozen_norm=True)
+        return with_statistics(made)
+
+    check_alike(lambda: library_detector(model), tmp_path, lr=1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nor_those_of_transformers_detectors(family: str, tmp_path: Path) -> None:
+    folder = str(write_detector(family, tmp_path / family))
+
+    def model(num_classes: int, size: int) -> Detector:
+        return with_statistics(transformers_detector(folder, num_classes, size, frozen_norm=True))
+
+    check_alike(lambda: library_detector(model), tmp_path, lr=1e-4)
 
 
 @pytest.mark.long

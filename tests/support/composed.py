@@ -26,6 +26,9 @@ def made(recipe: str, folder: Path, *changes: str) -> tuple[Config, Task, Data]:
     few = ["data.source.train=8", "data.source.valid=4", "data.workers=0"]
     if recipe.startswith("yolo"):
         data = ["data=shapes_detection", *few, "data.source.size=64"]
+    elif recipe == "detection":
+        data = ["data=shapes_detection", *few, "data.source.size=64", "init.weights=null"]
+        data += ["model.name=ssdlite320_mobilenet_v3_large", "model.frozen_norm=false"]
     elif recipe.endswith("_text"):
         data = ["data=text", f"data.source.path={write_text(folder / 'text')}", f"data.root={folder}"]
     elif recipe == "segmentation":

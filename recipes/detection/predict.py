@@ -2,28 +2,29 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.files import FileScenes, probe
 from ddptrain.data.detection.source import Objects
 from ddptrain.data.detection.write import as_coco, in_sides
 from ddptrain.data.pictures import check_apart, claim, named_pictures
-from ddptrain.recipes.yolo.boxes import Detections, detections
-from ddptrain.recipes.yolo.draw import annotated
+from ddptrain.recipes.detection.detections import Detections
+from ddptrain.recipes.detection.draw import annotated
 
 _LEAST_SIDE = 1.0
 """Pixels of a picture that a box has to cover either way."""
 
 
 def predicted(
-    model: nn.Module, data: DetectionData, source: str, out: Path, least_score: float, overlap: float
+    detect: Callable[[Tensor], Sequence[Detections]], data: DetectionData, source: str, out: Path
 ) -> Iterator[str]:
     """A line for each picture that ``source`` names: a file, a folder (with those below), or a pattern.
+    detect: gives each picture's detections of a batch of squares.
 
     Under ``out``: ``pictures/`` with the boxes drawn in, ``labels/`` as YOLO's text files, and
     ``predictions.json`` as COCO's instances JSON with a score for each box.
@@ -37,7 +38,7 @@ def predicted(
     per_picture: list[Detections] = []
     try:
         for i, batch in enumerate(data.batches_of(scenes)):
-            detected = detections(model(batch.images), least_score, overlap, most=100)[0]
+            [detected] = detect(batch.images)
             detected = _within(batch.placed.of(0).back(detected.boxes), detected, scenes.sizes[i])
             pixels = scenes.image(i)
             _write_picture(out / "pictures" / names[i].with_suffix(".png"), pixels, detected, data.classes)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddptrain.api import Curves
 from ddptrain.data.detection.source import Scenes
 from ddptrain.data.detection.write import as_coco
-from ddptrain.recipes.yolo.errors import against_score
+from ddptrain.recipes.detection.errors import against_score
 
 _ANY_AREA, _MOST = 0, -1
 """Positions in the evaluator's tables: objects of all sizes, 100 detections a picture."""

@@ -20,10 +20,10 @@ from ddptrain.api.world import World
 from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
+from ddptrain.recipes.detection.score import coco_scores
 from ddptrain.recipes.yolo.assign import TaskAligned
 from ddptrain.recipes.yolo.detection import Detection
 from ddptrain.recipes.yolo.model import Raw, Yolo, anchors
-from ddptrain.recipes.yolo.score import coco_scores
 
 
 def by_pycocotools(pictures: Sequence[Sequence[Row]], found: Sequence[Found]) -> tuple[dict[str, float], Any]:

@@ -6,8 +6,8 @@ from boxed import CLASSES, found_of, scenes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.recipes.yolo.errors import against_score, by_size, confusion, matched, worst
-from ddptrain.recipes.yolo.score import coco_scores
+from ddptrain.recipes.detection.errors import against_score, by_size, confusion, matched, worst
+from ddptrain.recipes.detection.score import coco_scores
 
 CAT, DOG, OWL = range(3)
 LEFT, RIGHT, SMALL = [0.0, 0.0, 40.0, 40.0], [50.0, 0.0, 90.0, 40.0], [42.0, 42.0, 48.0, 48.0]

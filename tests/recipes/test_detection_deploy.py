@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.api.recipe import relative_difference
-from ddptrain.recipes.yolo.deploy import difference_of_lists
+from ddptrain.recipes.detection.deploy import difference_of_lists
 
 LEAST = 0.25
 

@@ -1,4 +1,4 @@
-"""The detector as other programs run it: pictures in, boxes out, nothing of the training."""
+"""A detector as other programs run it: pictures in, boxes out, nothing of the training."""
 
 from functools import partial
 from typing import final
@@ -6,8 +6,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from ddptrain.api import Deployed
-from ddptrain.recipes.yolo.boxes import candidates, decoded, without_doubles
+from ddptrain.api import Deployed, UserError
+from ddptrain.recipes.detection.detections import candidates, without_doubles
 
 _RECTANGLES = 12
 """On the example picture."""
@@ -15,9 +15,15 @@ _TIE = 1e-5
 """Scores that differ by less are equal but for rounding."""
 
 
-def deployed(model: nn.Module, side: int, batch: int, suppress: "Suppression | None") -> Deployed:
-    """With ``suppress`` the doubles are removed and the output is a list, else every anchor speaks."""
-    module = _Dense(model) if suppress is None else _Listed(model, suppress)
+def deployed(dense: nn.Module, side: int, batch: int, suppress: "Suppression | None") -> Deployed:
+    """With ``suppress`` the doubles are removed and the output is a list, else every anchor speaks.
+
+    dense: for float32 (n, 3, side, side) in [0, 1] float32 (n, a, 4) x1, y1, x2, y2 in pixels, and float32
+    (n, a, classes) scores.
+    """
+    if batch < 1:
+        raise UserError(f"batch={batch}: must be 1 or more.")
+    module = dense if suppress is None else _Listed(dense, suppress)
     names = ("boxes", "scores") if suppress is None else ("detections",)
     difference = (
         difference_of_anchors
@@ -33,23 +39,11 @@ class Suppression:
     overlaps a surer one of its class by more than ``overlap`` (IoU)."""
 
     def __init__(self, least_score: float, overlap: float, most: int) -> None:
+        if most < 1 or not 0 <= least_score <= 1:
+            raise UserError(f"most={most} score={least_score}: must be 1 or more, and in [0, 1].")
         self.least_score = least_score
         self.overlap = overlap
         self.most = most
-
-
-@final
-class _Dense(nn.Module):
-    """float32 (n, 3, side, side) in [0, 1] -> float32 (n, a, 4) x1, y1, x2, y2 in pixels, and float32
-    (n, a, classes) scores."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        raw = self.model(images)
-        return decoded(raw), raw.classes.float().sigmoid()
 
 
 @final
@@ -57,9 +51,9 @@ class _Listed(nn.Module):
     """float32 (n, 3, side, side) in [0, 1] -> float32 (n, most, 6): x1, y1, x2, y2 in pixels, score, class,
     the surest first; rows of zeros below the last."""
 
-    def __init__(self, model: nn.Module, suppress: Suppression) -> None:
+    def __init__(self, dense: nn.Module, suppress: Suppression) -> None:
         super().__init__()
-        self.dense = _Dense(model)
+        self.dense = dense
         self._suppress = suppress
 
     def forward(self, images: Tensor) -> Tensor:

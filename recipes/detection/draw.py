@@ -9,7 +9,7 @@ from torchvision.utils import draw_bounding_boxes, make_grid
 
 from ddptrain.api import Picture
 from ddptrain.data.detection.batch import Batch
-from ddptrain.recipes.yolo.boxes import Detections
+from ddptrain.recipes.detection.detections import Detections
 
 _TRUE, _FOUND = "#2b9348", "#dd6b20"
 _LEAST_SIDE = 320

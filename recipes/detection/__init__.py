@@ -1,0 +1,1 @@
+"""What all detectors share (answers, metrics, figures, prediction, export), and those of other libraries."""

@@ -1,0 +1,47 @@
+"""The boxes that a detector finds, and which of them are doubles."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torchvision.ops import nms
+
+_CANDIDATES = 1000
+"""Best answers of a picture that go into the suppression of doubles."""
+
+
+class Detections(NamedTuple):
+    """What is found on one picture, the surest first."""
+
+    boxes: Tensor
+    """float32 (d, 4) x1, y1, x2, y2 in pixels."""
+    scores: Tensor
+    """float32 (d,) in [0, 1]"""
+    labels: Tensor
+    """int64 (d,)"""
+
+
+def candidates(boxes: Tensor, scores: Tensor) -> Detections:
+    """The best 1000 pairs of anchor and class of each picture.
+
+    boxes: (n, a, 4), or (n, a, classes, 4) where each class has its own. scores: (n, a, classes). Returns
+    (n, c, ...) tensors.
+    """
+    classes = scores.shape[-1]
+    best, index = scores.flatten(1).topk(min(_CANDIDATES, scores[0].numel()))
+    anchor = torch.div(index, classes, rounding_mode="floor")
+    place = anchor if boxes.ndim == 3 else index
+    chosen = boxes.flatten(1, -2).gather(1, place[..., None].expand(-1, -1, 4))
+    return Detections(chosen, best, index - anchor * classes)
+
+
+def without_doubles(boxes: Tensor, scores: Tensor, labels: Tensor, overlap: float) -> Tensor:
+    """int64 (kept,): which of (d, 4) boxes stay, the surest first. overlap: IoU in [0, 1] above which the
+    less sure of two boxes of one class is a double."""
+    if len(boxes) == 0:
+        return labels
+    # classes are kept apart by moving their boxes; torchvision's batched_nms does it from coordinate 0 on
+    # only, and waits for a number that it copies to the device
+    boxes = boxes - boxes.min()
+    kept: Tensor = nms(boxes + labels[:, None] * (boxes.max() + 1), scores, overlap)
+    return kept

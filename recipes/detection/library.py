@@ -1,0 +1,90 @@
+"""Detection with a model of another library, by that model's own losses."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from ddptrain.api import Deployed, Figure, Loss, Progress, Report, Rows, Task, UserError, derive_seed
+from ddptrain.data.detection.batch import Batch
+from ddptrain.data.detection.data import DetectionData
+from ddptrain.recipes.detection.deploy import Suppression, deployed
+from ddptrain.recipes.detection.detections import Detections
+from ddptrain.recipes.detection.detector import Detector
+from ddptrain.recipes.detection.reports import Reports
+
+
+@final
+class LibraryDetection(Task):
+    """The sum of a detector's own losses, of each picture by itself, so that neither micro-batches nor ranks
+    change them; COCO's metrics.
+
+    model: called with ``num_classes`` and ``size``, the pixels of the squares' sides.
+    """
+
+    best_metric = "mAP"
+    higher_is_better = True
+
+    def __init__(self, model: Callable[..., Detector], data: DetectionData) -> None:
+        self._model = model
+        self._data = data
+        self._reports = Reports(data, _detect)
+
+    def build(self) -> nn.Module:
+        return self._model(num_classes=len(self._data.classes), size=self._data.size)
+
+    def loss(self, model: nn.Module, batch: Batch, progress: Progress) -> Loss:
+        seed = derive_seed(self._data.seed, progress.step)
+        losses = model(batch.images, batch.boxes, batch.labels, batch.ids, seed)
+        sums = {name: values.float().sum() for name, values in losses.items()}
+        parts = sums if len(sums) > 1 else {}
+        return Loss(torch.stack(list(sums.values())).sum(), len(batch.images), parts)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
+        return self._reports.evaluate(model, batch)
+
+    def report(self, sums: Mapping[str, Tensor]) -> Report:
+        return self._reports.report(sums)
+
+    def figures(self, model: nn.Module) -> Mapping[str, Figure]:
+        return self._reports.figures(model)
+
+    def predict(
+        self, model: nn.Module, source: str, out: str = "predictions", score: float = 0.25
+    ) -> Iterator[str]:
+        return self._reports.predict(model, source, out, score)
+
+    def deploy(
+        self, model: nn.Module, nms: bool = True, batch: int = 1, score: float = 0.25, most: int = 100
+    ) -> Deployed:
+        """With ``nms`` at most ``most`` boxes a picture, of ``score`` or more, else all that is said."""
+        assert isinstance(model, Detector)
+        if model.chooses and not nms:
+            raise UserError(
+                "nms=false: this detector has no anchors, but chooses its queries or proposals itself."
+                " nms=true lists its answers, without doubles."
+            )
+        suppress = Suppression(score, model.overlap, most) if nms else None
+        whole: Deployed = deployed(_Dense(model), self._data.size, batch, suppress)
+        return whole
+
+
+@final
+class _Dense(nn.Module):
+    """All that a detector says, as `ddptrain.recipes.detection.deploy` takes it."""
+
+    def __init__(self, detector: Detector) -> None:
+        super().__init__()
+        self.detector = detector
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return self.detector.dense(images)
+
+
+def _detect(model: nn.Module, images: Tensor, least_score: float) -> list[Detections]:
+    pictures = []
+    for boxes, scores, labels in model(images):
+        sure = scores >= least_score
+        pictures.append(Detections(boxes[sure], scores[sure], labels[sure]))
+    return pictures

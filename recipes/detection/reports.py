@@ -1,0 +1,89 @@
+"""What every detector is asked after training steps: metrics, figures, boxes on pictures."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from ddptrain.api import Figure, Picture, Report, Rows, UserError
+from ddptrain.data.detection.batch import Batch
+from ddptrain.data.detection.data import DetectionData
+from ddptrain.recipes.detection.detections import Detections
+from ddptrain.recipes.detection.draw import compared, make_sheet
+from ddptrain.recipes.detection.errors import SCORE, by_size, confusion, matched, worst
+from ddptrain.recipes.detection.predict import predicted
+from ddptrain.recipes.detection.score import coco_scores
+
+LEAST_SCORE = 0.001
+"""Of detections that COCO's metrics count."""
+_SHOWN = 8
+"""Validation pictures that are drawn at each evaluation."""
+
+
+@final
+class Reports:
+    """A detector's metrics, figures and predictions.
+
+    detect: called with a model in evaluation mode, a batch's images and the least score; gives each picture's
+    detections, in pixels of its square.
+    """
+
+    def __init__(
+        self, data: DetectionData, detect: Callable[[nn.Module, Tensor, float], Sequence[Detections]]
+    ) -> None:
+        self._data = data
+        self._detect = detect
+        self._reported: Tensor | None = None
+        """The last report's detections, of which `figures` shows the mistakes."""
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
+        rows = []
+        for i, detected in enumerate(self._detect(model, batch.images, LEAST_SCORE)):
+            picture = batch.ids[i].expand(len(detected.labels))
+            boxes = batch.placed.of(i).back(detected.boxes)
+            columns = [picture[:, None], boxes, detected.scores[:, None], detected.labels[:, None]]
+            rows.append(torch.cat(columns, dim=1))
+        return {"detections": Rows(torch.cat(rows))}
+
+    def report(self, sums: Mapping[str, Tensor]) -> Report:
+        rows = self._clipped(sums["detections"])
+        scores = coco_scores(self._data.valid, self._data.classes, rows)
+        self._reported = rows
+        return Report(scores.metrics, scores.curves)
+
+    def figures(self, model: nn.Module) -> Mapping[str, Figure]:
+        """The first pictures, and the mistakes in the last report: a verb that only reports draws none."""
+        figures: dict[str, Figure] = {
+            "predictions": self._sheet(model, [range(min(_SHOWN, self._data.valid_size))])
+        }
+        if self._reported is not None:
+            pictures = list(matched(self._data.valid, self._reported))
+            figures["confusion"] = confusion(pictures, self._data.classes)
+            figures["by_size"] = by_size(pictures)
+            if most_wrong := worst(pictures, _SHOWN):
+                figures["worst"] = self._sheet(model, [range(i, i + 1) for i in most_wrong])
+        return figures
+
+    def predict(self, model: nn.Module, source: str, out: str, score: float) -> Iterator[str]:
+        """Boxes on pictures: a file, a folder or a pattern; see `ddptrain.recipes.detection.predict`."""
+        if not 0 <= score <= 1:
+            raise UserError(f"score={score}: must be in [0, 1].")
+        lines: Iterator[str] = predicted(
+            lambda images: self._detect(model, images, score), self._data, source, Path(out)
+        )
+        return lines
+
+    def _sheet(self, model: nn.Module, chunks: Sequence[range]) -> Picture:
+        """Validation pictures with what is on them and what the model sees there."""
+        drawn: list[Tensor] = []
+        for batch in self._data.valid_batches(chunks):
+            drawn += compared(batch, self._detect(model, batch.images, SCORE), self._data.classes)
+        return make_sheet(drawn)
+
+    def _clipped(self, rows: Tensor) -> Tensor:
+        """Detections within their pictures."""
+        sizes = self._data.valid.sizes[rows[:, 0].long()]
+        most = torch.stack([sizes[:, 1], sizes[:, 0]] * 2, dim=1).to(rows.dtype)
+        return torch.cat([rows[:, :1], rows[:, 1:5].clamp(min=0).minimum(most), rows[:, 5:]], dim=1)

@@ -1,0 +1,141 @@
+"""Any box detector of torchvision, by its name, with its own losses and preprocessing."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from inspect import signature
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+from torchvision import models
+from torchvision.models.detection.fcos import FCOS
+from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
+from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.ssd import SSD
+from torchvision.ops import box_iou
+
+from ddptrain.api import UserError
+from ddptrain.keys import did_you_mean
+from ddptrain.recipes.classifiers import problem_of_name, size_in_torchvision
+from ddptrain.recipes.detection.detections import Detections
+from ddptrain.recipes.detection.detector import Detector, Losses, Truth
+from ddptrain.recipes.detection.norms import freeze_norms
+from ddptrain.recipes.detection.torchvision_dense import one_stage, two_stages
+
+Target = dict[str, Tensor]
+"""What is on a picture, as torchvision has it."""
+_BEYOND_BOXES = ("keypointrcnn", "maskrcnn")
+"""Families that learn keypoints and masks, too, which the data do not have."""
+
+
+class DetectorName(str):
+    """The name of a box detector of torchvision."""
+
+    @staticmethod
+    def problem(value: str) -> str | None:
+        """What is wrong with a value of a config, or None."""
+        if value.startswith(_BEYOND_BOXES):
+            return "learns keypoints or masks beside boxes, which the data do not have. Take a box detector"
+        names = [
+            name for name in models.list_models(module=models.detection) if not name.startswith(_BEYOND_BOXES)
+        ]
+        return problem_of_name(value, tuple(names), size_in_torchvision)
+
+
+def torchvision_detector(
+    name: DetectorName, num_classes: int, size: int, frozen_norm: bool = False, **arguments: Any
+) -> Detector:
+    """A detector of ``torchvision.models.detection``.
+
+    size: pixels of the squares that it is given; SSDs scale them to their own. frozen_norm: BatchNorms keep
+    the statistics, scales and shifts that ``init.weights`` brings, as is usual where a rank has few pictures.
+    arguments: the model's own (``box_score_thresh``, ``box_nms_thresh``, ...). The weights are random.
+    """
+    if not name.startswith("ssd"):
+        arguments = {"min_size": size, "max_size": size, **arguments}
+    try:
+        detector = models.get_model(
+            name, weights=None, weights_backbone=None, num_classes=num_classes + 1, **arguments
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(f"model.name={name}: can't be built so ({error}).") from error
+    # torchvision ignores arguments that it does not know
+    known = [of.name for of in signature(type(detector)).parameters.values() if of.kind is not of.VAR_KEYWORD]
+    for argument in arguments.keys() - {*known}:
+        kind = type(detector).__name__
+        raise UserError(f"model.{argument}: {kind} has no such argument.{did_you_mean(argument, known)}")
+    if frozen_norm:
+        freeze_norms(detector)
+    return TorchvisionDetector(detector)
+
+
+@final
+class TorchvisionDetector(Detector):
+    """One of torchvision's, whose class 0 is the background."""
+
+    def __init__(self, detector: nn.Module) -> None:
+        super().__init__(detector)
+        self.chooses = isinstance(detector, GeneralizedRCNN)
+        """Those of two stages do, and only those."""
+        self.overlap = float(cast(Any, detector.roi_heads if self.chooses else detector).nms_thresh)
+
+    def losses(self, images: Tensor, truths: list[Truth]) -> Iterator[Callable[[], Losses]]:
+        """The backbone sees all pictures at once, and so do the heads of a detector of one stage."""
+        detector = cast(Any, self.detector)  # torchvision's classes have no common one
+        targets = [{"boxes": truth.boxes, "labels": truth.labels + 1} for truth in truths]
+        batch, targets = detector.transform(list(images), targets)
+        features = detector.backbone(batch.tensors)
+        of_batch = _losses_of_two_stages if self.chooses else _losses_of_one_stage
+        return of_batch(detector, batch, features, targets)
+
+    def detections(self, images: Tensor) -> list[Detections]:
+        return [_as_detections(answer) for answer in self.detector(list(images))]
+
+    def dense(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return (two_stages if self.chooses else one_stage)(self.detector, images)
+
+
+def _losses_of_two_stages(
+    detector: Any, batch: ImageList, features: Mapping[str, Tensor], targets: list[Target]
+) -> Iterator[Callable[[], Losses]]:
+    def losses(i: int) -> Losses:
+        image = ImageList(batch.tensors[i : i + 1], batch.image_sizes[i : i + 1])
+        own = {name: level[i : i + 1] for name, level in features.items()}
+        proposals, of_proposals = detector.rpn(image, own, targets[i : i + 1])
+        _, of_boxes = detector.roi_heads(own, proposals, image.image_sizes, targets[i : i + 1])
+        return {**of_proposals, **of_boxes}
+
+    return (partial(losses, i) for i in range(len(targets)))
+
+
+def _losses_of_one_stage(
+    detector: Any, batch: ImageList, features: Mapping[str, Tensor], targets: list[Target]
+) -> Iterator[Callable[[], Losses]]:
+    levels = list(features.values())
+    outputs = detector.head(levels)
+    anchors = detector.anchor_generator(batch, levels)
+
+    def losses(i: int) -> Losses:
+        own = {name: of[i : i + 1] for name, of in outputs.items()}
+        further: list[list[Any]] = []
+        if isinstance(detector, FCOS):
+            further = [[level.shape[2] * level.shape[3] for level in levels]]
+        elif isinstance(detector, SSD):
+            further = [[_matched(detector, targets[i]["boxes"], anchors[i])]]
+        return cast(Losses, detector.compute_loss(targets[i : i + 1], own, anchors[i : i + 1], *further))
+
+    return (partial(losses, i) for i in range(len(targets)))
+
+
+def _matched(detector: SSD, boxes: Tensor, anchors: Tensor) -> Tensor:
+    """int64 (a,): the box that each anchor learns, or below 0 for none."""
+    if not len(boxes):
+        return torch.full((len(anchors),), -1, device=anchors.device)
+    matched: Tensor = detector.proposal_matcher(box_iou(boxes, anchors))
+    return matched
+
+
+def _as_detections(answer: Mapping[str, Tensor]) -> Detections:
+    """torchvision's answer for a picture; its class 0 is the background."""
+    seen = answer["labels"] > 0
+    return Detections(answer["boxes"][seen], answer["scores"][seen], answer["labels"][seen] - 1)

@@ -1,0 +1,110 @@
+"""Detectors of other libraries by the command line: trained, gone on with, asked and exported."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from queries import write_detector
+from shell import ddptrain, refusal
+from torchvision.models import get_model
+
+from ddptrain.engine.saved_checkpoint import read, unpack
+
+SMALL = (
+    "data=shapes_detection data.source.train=24 data.source.valid=8 data.source.size=64 device=cpu"
+    " train.batch_size=4 train.steps=6 train.eval_every=3 checkpoint.every=3 log.every=1"
+)
+SCRATCH = f"recipe=detection {SMALL} init.weights=null model.frozen_norm=false"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "model",
+    ["model.name=ssdlite320_mobilenet_v3_large", "model=transformers_detection model.name=d_fine"],
+)
+def test_from_the_first_step_to_a_file(model: str, tmp_path: Path) -> None:
+    write_detector("d_fine", tmp_path / "d_fine")
+    words = f"{SCRATCH} {model} run.dir=run"
+    done = ddptrain(tmp_path, words, **ONE_THREAD)
+    assert done.code == 0, done.err
+
+    whole = tmp_path / "whole"
+    shutil.copytree(tmp_path / "run", whole)
+    for what in ("step-6", "best"):  # as if it had been killed in step 5
+        shutil.rmtree(tmp_path / "run/checkpoints" / what)
+    done = ddptrain(tmp_path, words, **ONE_THREAD)
+    assert done.code == 0, done.err
+    assert "plan       steps 3 to 6" in done.err
+    again, before = (unpack(read(run / "checkpoints/step-6")) for run in (tmp_path / "run", whole))
+    for name, value in before["model"].items():
+        assert torch.equal(again["model"][name], value), name
+    metrics = [json.loads((run / "summary.json").read_text())["metrics"] for run in (tmp_path / "run", whole)]
+    assert metrics[0] == metrics[1]
+
+    done = ddptrain(
+        tmp_path,
+        "write recipe=yolo_shapes data.source.train=1 data.source.valid=1 data.source.size=64 out=set",
+    )
+    assert done.code == 0, done.err
+    done = ddptrain(tmp_path, "predict run=run source=set out=seen score=0.001", **ONE_THREAD)
+    assert done.code == 0, done.err
+    assert len(json.loads((tmp_path / "seen/predictions.json").read_text())["images"]) == 2
+    done = ddptrain(tmp_path, "export run=run format=onnx score=0.001", **ONE_THREAD)
+    assert done.code == 0, done.err
+    assert "checked    against eager" in done.err
+    every = "export run=run format=pt2 nms=false"
+    if "ssd" in model:
+        assert "checked    against eager" in ddptrain(tmp_path, every, **ONE_THREAD).err
+    else:
+        assert "nms=false: this detector has no anchors" in refusal(tmp_path, every, **ONE_THREAD)
+
+
+@pytest.mark.long
+def test_it_starts_from_the_librarys_weights(tmp_path: Path) -> None:
+    """From a file of them, as without a network."""
+    name = "fasterrcnn_mobilenet_v3_large_320_fpn"
+    weights = get_model(name, weights=None, weights_backbone=None, num_classes=91).state_dict()
+    for key in weights:
+        if key.endswith("running_mean"):
+            weights[key] += 0.1
+        if key.startswith("rpn.head"):
+            weights[key] *= 100  # so that rounding does not decide which proposals are the best
+    torch.save(weights, tmp_path / "coco.pth")
+    words = f"recipe=detection {SMALL} model.name={name} init.weights=coco.pth run.dir=run train.steps=1"
+    done = ddptrain(tmp_path, words, **ONE_THREAD)
+    assert done.code == 0, done.err
+    assert "4 left out, of another size, so random: detector.roi_heads.box_predictor" in done.err
+    assert "so random: detector.backbone" not in done.err
+    for kind in ("onnx", "pt2"):
+        done = ddptrain(tmp_path, f"export run=run format={kind} score=0.01", **ONE_THREAD)
+        assert done.code == 0, done.err
+        assert "checked    against eager" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("model.name=fasterrcnn_resnet50", "model.name=fasterrcnn_resnet50: there is no such model."),
+        ("model.name=maskrcnn_resnet50_fpn", "learns keypoints or masks beside boxes"),
+        ("model=transformers_detection", "model.name: name a detector of the Hugging Face hub"),
+        (
+            "model=transformers_detection model.name=nowhere/at_all",
+            "model.name=nowhere/at_all: can't be built",
+        ),
+        (
+            "model.name=ssdlite320_mobilenet_v3_large init.weights=null",
+            "model.frozen_norm=true: the norms have no statistics",
+        ),
+        (
+            "model.name=ssdlite320_mobilenet_v3_large +model.score_tresh=0.1",
+            "model.score_tresh: SSD has no such argument. Did you mean score_thresh?",
+        ),
+    ],
+)
+def test_a_mistake_is_one_message(words: str, said: str, tmp_path: Path) -> None:
+    more = "" if "init" in words else " init.weights=null"
+    line = f"recipe=detection {SMALL} {words}{more}"
+    assert said in refusal(tmp_path, line, HF_HUB_OFFLINE="1", **ONE_THREAD)
