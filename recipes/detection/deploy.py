@@ -1,5 +1,6 @@
 """A detector as other programs run it: pictures in, boxes out, nothing of the training."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import final
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddptrain.api import Deployed, UserError
+from ddptrain.data.detection.data import DetectionData
 from ddptrain.recipes.detection.detections import candidates, without_doubles
 
 _RECTANGLES = 12
@@ -15,7 +17,7 @@ _TIE = 1e-5
 """Scores that differ by less are equal but for rounding."""
 
 
-def deployed(dense: nn.Module, side: int, batch: int, suppress: "Suppression | None") -> Deployed:
+def deployed(dense: nn.Module, data: DetectionData, batch: int, suppress: "Suppression | None") -> Deployed:
     """With ``suppress`` the doubles are removed and the output is a list, else every anchor speaks.
 
     dense: for float32 (n, 3, side, side) in [0, 1] float32 (n, a, 4) x1, y1, x2, y2 in pixels, and float32
@@ -30,7 +32,9 @@ def deployed(dense: nn.Module, side: int, batch: int, suppress: "Suppression | N
         if suppress is None
         else partial(difference_of_lists, least_score=suppress.least_score)
     )
-    return Deployed(module.eval(), (_example(batch, side),), ("images",), names, difference)
+    about = {**data.preparation(), **({} if suppress is None else suppress.as_json())}
+    example = _example(batch, data.size)
+    return Deployed(module.eval(), (example,), ("images",), names, difference, metadata=about)
 
 
 @final
@@ -44,6 +48,9 @@ class Suppression:
         self.least_score = least_score
         self.overlap = overlap
         self.most = most
+
+    def as_json(self) -> Mapping[str, float]:
+        return {"score": self.least_score, "overlap": self.overlap, "most": self.most}
 
 
 @final

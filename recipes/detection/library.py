@@ -66,7 +66,7 @@ class LibraryDetection(Task):
                 " nms=true lists its answers, without doubles."
             )
         suppress = Suppression(score, model.overlap, most) if nms else None
-        whole: Deployed = deployed(_Dense(model), self._data.size, batch, suppress)
+        whole: Deployed = deployed(_Dense(model), self._data, batch, suppress)
         return whole
 
 

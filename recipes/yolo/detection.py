@@ -124,7 +124,7 @@ class Detection(Task):
     ) -> Deployed:
         """With ``nms`` at most ``most`` boxes a picture, of ``score`` or more, else all that is said."""
         suppress = Suppression(score, self._overlap, most) if nms else None
-        whole: Deployed = deployed(Dense(model), self._data.size, batch, suppress)
+        whole: Deployed = deployed(Dense(model), self._data, batch, suppress)
         return whole
 
     def _checked(self, raw: Raw, model: nn.Module) -> Raw:

@@ -269,6 +269,48 @@ def test_an_exported_list_is_what_eager_finds(
 
 
 @pytest.mark.long
+def test_a_program_that_knows_the_json_alone_finds_what_predict_finds(folder: Path, tmp_path: Path) -> None:
+    """That of docs/detection.md, without torch, on pictures of any shape: to 0.1 pixel and 1e-3 of score."""
+    done = ddptrain(
+        folder, f"export run=run format=onnx nms=true score=0.02 out={tmp_path}/model.onnx", **ONE_THREAD
+    )
+    assert done.code == 0, done.err
+    page = (Path(__file__).parents[2] / "docs/detection.md").read_text()
+    [program] = [part for part in page.split("```python\n")[1:] if "onnxruntime" in part]
+    pictures = sorted(str(file) for file in (folder / "pictures").rglob("*.*"))
+    plain = "assert 'torch' not in sys.modules"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{program.partition('```')[0]}\n{plain}", *pictures],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    done = predict(folder, f"run=run source=pictures out={tmp_path}/seen score=0.02")
+    assert done.code == 0, done.err
+    seen = COCO(str(tmp_path / "seen/predictions.json"))
+    names = {image["file_name"]: number for number, image in seen.imgs.items()}
+    count = 0
+    for line in ended.stdout.splitlines():
+        path, kind, score, *corners = line.split("\t")
+        x1, y1, x2, y2 = map(float, corners)
+        if min(x2 - x1, y2 - y1) < 1:  # of the bars beside a wide picture
+            continue
+        one = names[str(Path(path).relative_to(folder / "pictures"))]
+        [class_id] = seen.getCatIds(catNms=[kind])
+        boxes = [
+            [*one["bbox"], one["score"]]
+            for one in seen.loadAnns(seen.getAnnIds(imgIds=[one], catIds=[class_id]))
+        ]
+        own = np.array([x1, y1, x2 - x1, y2 - y1, float(score)])
+        apart = np.abs(np.array(boxes) - own) / [0.1, 0.1, 0.2, 0.2, 1e-3]
+        assert apart.max(axis=1).min() <= 1, line
+        count += 1
+    assert count == len(seen.anns) > 20
+
+
+@pytest.mark.long
 def test_an_export_that_nothing_was_compared_of_says_so(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "model.pt2"
     done = ddptrain(

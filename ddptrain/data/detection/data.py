@@ -18,6 +18,7 @@ from ddptrain.data.agreement import note_checkpoints_own
 from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.batch import Batch, coloured, stacked
 from ddptrain.data.detection.check import write_check
+from ddptrain.data.detection.letterbox import GREY
 from ddptrain.data.detection.samples import BoxedPictures, BoxTransform, decoded_bytes
 from ddptrain.data.detection.source import DetectionSet, DetectionSource, Scenes
 from ddptrain.data.detection.write import write_coco, write_yolo
@@ -168,6 +169,23 @@ class DetectionData(Data):
 
     def metadata(self) -> Mapping[str, Any]:
         return {"classes": list(self.classes), "size": self.size}
+
+    def preparation(self) -> Mapping[str, Any]:
+        """How a program makes a model's input of a picture file, and reads its boxes (docs/detection.md), as
+        JSON has it.
+
+        resize: the longer side becomes ``size``, the rest of the square is ``fill`` on both sides alike, in
+        0..255. mean, std: in 0..255, of the channels.
+        """
+        return {
+            "classes": list(self.classes),
+            "mode": "RGB",
+            "size": [self.size, self.size],
+            "resize": {"rule": "longer side", "fill": GREY},
+            "mean": [0.0] * 3,
+            "std": [255.0] * 3,
+            "boxes": "x1, y1, x2, y2 in pixels of the square",
+        }
 
     def adopt_metadata(self, metadata: Mapping[str, Any]) -> None:
         if self._asked_size not in ("auto", metadata["size"]):
