@@ -132,7 +132,7 @@ class ImageClassification(Task):
         """float32 (n, C, H, W), normalised as in training -> logits (n, classes), for any n, or for ``batch``
         alone."""
         note_one_view(self._tta)
-        return deployed(model, self._data, batch)
+        return deployed(self, model, self._data, batch)
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         confusion, names = sums["confusion"].double(), self._data.outputs

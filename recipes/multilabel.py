@@ -118,7 +118,7 @@ class MultiLabelClassification(Task):
         """float32 (n, C, H, W), normalised as in training -> logits (n, classes), for any n, or for ``batch``
         alone; a class's probability is the sigmoid of its logit."""
         note_one_view(self._tta)
-        return deployed(model, self._data, batch)
+        return deployed(self, model, self._data, batch)
 
 
 def average_precision(scores: Tensor, positive: Tensor) -> float | None:

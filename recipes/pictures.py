@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddptrain.api import Data, Deployed, UserError
+from ddptrain.api import Data, Deployed, Task, UserError
 from ddptrain.data.detection.files import probe
 from ddptrain.data.images.data import ImageData
 from ddptrain.data.pictures import claim, fitted, named_pictures
 from ddptrain.recipes.limits import check_batch
+from ddptrain.recipes.logits import LogitsValidation
 from ddptrain.recipes.outputs import check_zero_or_one, kind
 from ddptrain.recipes.sheets import COLUMNS, ROWS, Titled, write_sheet
 
@@ -61,7 +62,7 @@ def classifier(model: Callable[..., nn.Module], data: Data, multi_label: bool) -
     return model(num_classes=classes, in_channels=channels, image_size=(height, width), examples=examples)
 
 
-def deployed(model: nn.Module, data: Data, batch: int | None) -> Deployed:
+def deployed(task: Task, model: nn.Module, data: Data, batch: int | None) -> Deployed:
     """As `Task.deploy` has it: float32 (n, C, H, W) -> logits (n, classes), for any n, or for ``batch``."""
     check_batch(batch)
     generator = torch.Generator().manual_seed(0)
@@ -69,7 +70,10 @@ def deployed(model: nn.Module, data: Data, batch: int | None) -> Deployed:
     about: Mapping[str, Any] = {"classes": list(data.outputs)}
     if isinstance(data, ImageData):
         about = data.preparation()
-    return Deployed(model, (images,), ("images",), ("logits",), any_batch=batch is None, metadata=about)
+    free, validation = batch is None, LogitsValidation(task)
+    return Deployed(
+        model, (images,), ("images",), ("logits",), any_batch=free, metadata=about, validation=validation
+    )
 
 
 def predictions(

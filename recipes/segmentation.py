@@ -19,6 +19,7 @@ from ddptrain.data.masks.data import MaskData, Masked
 from ddptrain.data.masks.files import IGNORED, PALETTE, blended, scaled
 from ddptrain.data.pictures import check_apart, claim, decoded, named_pictures
 from ddptrain.recipes.limits import check_batch
+from ddptrain.recipes.logits import LogitsValidation
 from ddptrain.recipes.outputs import check_outputs, kind
 
 log = logging.getLogger("ddptrain")
@@ -160,7 +161,10 @@ class Segmentation(Task):
         images = torch.randn(batch or 2, 3, size, size, generator=torch.Generator().manual_seed(0))
         about = self._data.preparation()
         module, free = _Logits(model).eval(), batch is None
-        return Deployed(module, (images,), ("images",), ("logits",), any_batch=free, metadata=about)
+        validation = LogitsValidation(self, lambda logits: {"out": logits})
+        return Deployed(
+            module, (images,), ("images",), ("logits",), any_batch=free, metadata=about, validation=validation
+        )
 
 
 @final

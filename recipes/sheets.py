@@ -22,7 +22,7 @@ class Titled(NamedTuple):
 def write_sheet(target: Path, pictures: Sequence[Titled]) -> None:
     """Write up to COLUMNS * ROWS pictures to one PNG, whole and in their own form; below each its title and
     its file's name."""
-    from PIL import Image, ImageDraw, ImageOps
+    from PIL import Image, ImageDraw
 
     rows = -(-len(pictures) // COLUMNS)
     columns = min(len(pictures), COLUMNS)
@@ -32,9 +32,8 @@ def write_sheet(target: Path, pictures: Sequence[Titled]) -> None:
     for i, (file, title) in enumerate(pictures):
         whole = decoded(file, "RGB", _SIDE)
         small = max(whole.size) < _SIDE
-        shown = ImageOps.contain(
-            whole, (_SIDE, _SIDE), Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
-        )
+        size = [max(1, round(side * _SIDE / max(whole.size))) for side in whole.size]
+        shown = whole.resize(size, Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS)
         left, top = _GAP + i % COLUMNS * across, _GAP + i // COLUMNS * down
         sheet.paste(shown, (left + (_SIDE - shown.width) // 2, top + _SIDE - shown.height))
         for line, text, colour in ((2, title, "black"), (_LINE, file.name, "#777777")):

@@ -29,6 +29,7 @@ from ddptrain.api.recipe import Report as Report
 from ddptrain.api.recipe import Rows as Rows
 from ddptrain.api.recipe import Task as Task
 from ddptrain.api.recipe import TextSample as TextSample
+from ddptrain.api.recipe import Validation as Validation
 from ddptrain.api.recipe import relative_difference as relative_difference
 from ddptrain.api.rng import derive_seed as derive_seed
 from ddptrain.api.rng import draw as draw

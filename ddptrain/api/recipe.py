@@ -112,6 +112,24 @@ def relative_difference(ours: Tensor, theirs: Tensor) -> float:
     return float((theirs - ours).abs().max() / scale)
 
 
+class Validation(ABC):
+    """How the file of an exported model is compared with the model on the validation set: by the metrics of
+    `Task.report`. Its outputs are those of `Deployed.module`."""
+
+    @abstractmethod
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """What the file is given of a batch; the first dimension is the samples'."""
+
+    @abstractmethod
+    def evaluate(self, outputs: Sequence[Tensor], batch: Batch) -> Mapping[str, Tensor | Rows]:
+        """As `Task.evaluate`, by the file's outputs."""
+
+    def pictures(self, batch: Batch, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Both answers, the model's and the file's, drawn on a batch's samples: uint8 (3, H, W) of one
+        size."""
+        return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Deployed:
     """A model as the verb ``export`` writes it."""
@@ -128,7 +146,9 @@ class Deployed:
     """Export the first dimension of every input and output as dynamic; the example's must be 2 or more."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What a program has to know to prepare the inputs and read the outputs, as JSON has it; written beside
-    the file, and into an ONNX file."""
+    the file, and into it where it has a place for that."""
+    validation: Validation | None = None
+    """None where there is no comparison but of the example."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,48 +5,51 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from ddptrain.api.recipe import Deployed, Task
 from ddptrain.config.instantiate import typed_arguments
 from ddptrain.config.schema import Config
 from ddptrain.distributed.world import world_from_environment
 from ddptrain.errors import UserError
+from ddptrain.run.file_formats import FORMATS, Precision, Runner, as_list
+from ddptrain.run.judged_file import Answers, calibration_inputs, judge
 from ddptrain.run.setup import joined_world, make_task, named_checkpoint, trained_model
 
 log = logging.getLogger("ddptrain")
 
 _TOLERANCE = 1e-3
 """Largest difference from eager, as `Deployed.difference` counts it."""
-_PROPERTY = "ddptrain"
-"""Of an ONNX file: holds the metadata."""
-_OWN_WORDS = ("format", "out")
-
-Runner = Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
+_POINT = 0.01
+"""A metric that is worse by more is worth a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Own:
     """The words of the verb itself."""
 
-    format: Literal["onnx", "pt2"]
+    format: Literal["onnx", "pt2", "openvino"]
     out: str = ""
+    precision: Precision = "fp32"
+    validate: bool = False
 
 
 def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str]) -> None:
-    """Write a checkpoint of the run in ``folder`` as ``format``: pt2 (torch.export) or onnx, to ``out``.
+    """Write a checkpoint of the run in ``folder`` as ``format``: pt2 (torch.export), onnx or openvino, to
+    ``out``.
 
-    The other words are for the task's own `deploy`. In float32, on the CPU.
+    The other words are for the task's own `deploy`. On the CPU. With ``validate``, and always in another
+    precision than fp32, the file's metrics are compared with the model's on the validation set.
     """
     if not world_from_environment().is_first:
         return
-    own, words = ({n: w for n, w in asked.items() if (n in _OWN_WORDS) == mine} for mine in (True, False))
+    own_words = [field.name for field in fields(_Own)]
+    own, words = ({n: w for n, w in asked.items() if (n in own_words) == mine} for mine in (True, False))
     chosen = _Own(**typed_arguments(_Own, own, "export"))
     config.device, config.channels_last = "cpu", False
     task, data = make_task(config)
@@ -54,37 +57,64 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
         name = type(task).__name__
         raise UserError(f"export: {name} has none. In Python ddptrain.load(run).module is the model.")
     arguments = typed_arguments(task.deploy, words, "export")
-    write = {"pt2": _write_pt2, "onnx": _write_onnx}[chosen.format]
-    name = f"model.{chosen.format}"
-    target = Path(chosen.out) if chosen.out else folder / name
-    if target.is_dir():
-        raise UserError(f"out={target}: is a folder; name a file in it: out={target / name}")
+    target = _target(chosen, folder)
     unchecked = target.with_stem(f"{target.stem}.unchecked")
+    suffixes = (target.suffix, *FORMATS[chosen.format].suffixes[1:])
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         unchecked.touch()
     except OSError as error:
         raise UserError(f"out={target}: can't be written ({error.strerror}). Name another file.") from error
+    needs_set = chosen.validate or chosen.precision != "fp32"
     try:
         with joined_world(config, alone=True) as (world, _, _):
             saved = named_checkpoint(folder, checkpoint)
-            model = trained_model(config, task, data, world, saved).eval()
+            model = trained_model(config, task, data, world, saved, needs_data=needs_set).eval()
             deployed = task.deploy(model, **arguments)
+            if needs_set and deployed.validation is None:
+                raise UserError(
+                    f"export: {type(task).__name__} offers no comparison on the validation set. Use"
+                    " precision=fp32, and validate=false."
+                )
             if deployed.metadata and target == target.with_suffix(".json"):
-                raise UserError(f"out={target}: is where the metadata goes. Name another file: out={name}")
+                raise UserError(f"out={target}: is where the metadata goes. Name another file.")
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries among each other
-                difference = _checked(deployed, write(deployed, unchecked), unchecked)
-        unchecked.replace(target)
+                int8 = chosen.precision == "int8"
+                examples = calibration_inputs(data, deployed, config.seed) if int8 else ()
+                runner = FORMATS[chosen.format].write(deployed, unchecked, chosen.precision, examples)
+                if needs_set:
+                    _log_judged(task, *judge(task, data, deployed, runner, target.with_suffix(".png")))
+                if chosen.precision == "fp32":
+                    _log_checked(task, arguments, _checked(deployed, runner, unchecked))
+        for suffix in suffixes:
+            unchecked.with_suffix(suffix).replace(target.with_suffix(suffix))
         if deployed.metadata:
             about = json.dumps(deployed.metadata, indent=2, ensure_ascii=False) + "\n"
             target.with_suffix(".json").write_text(about, encoding="utf-8")
     finally:
-        unchecked.unlink(missing_ok=True)
+        for suffix in suffixes:
+            unchecked.with_suffix(suffix).unlink(missing_ok=True)
     log.info("exported   %s to %s (%.1f MiB)", saved.path, target, target.stat().st_size / 2**20)
     for name, value in zip(deployed.input_names, deployed.inputs, strict=True):
         sizes = ["any" if deployed.any_batch else str(len(value)), *map(str, value.shape[1:])]
         log.info("input      %s, float32 (%s)", name, ", ".join(sizes))
+
+
+def _target(chosen: _Own, folder: Path) -> Path:
+    form = FORMATS[chosen.format]
+    if chosen.precision not in form.precisions:
+        raise UserError(f"precision={chosen.precision}: format={chosen.format} is written in fp32 only.")
+    name = f"model{form.suffixes[0]}"
+    target = Path(chosen.out) if chosen.out else folder / name
+    if target.is_dir():
+        raise UserError(f"out={target}: is a folder; name a file in it: out={target / name}")
+    if len(form.suffixes) > 1 and target.suffix != form.suffixes[0]:
+        raise UserError(f"out={target}: must end in {form.suffixes[0]} for format={chosen.format}.")
+    return target
+
+
+def _log_checked(task: Task, arguments: Mapping[str, Any], difference: float | None) -> None:
     if difference is None:
         log.warning(
             "UNCHECKED  on both examples eager and the file find nothing, so there was nothing to compare."
@@ -95,59 +125,21 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
         log.info("checked    against eager on several examples: largest relative difference %.1e", difference)
 
 
+def _log_judged(task: Task, model: Answers, file: Answers) -> None:
+    """Of the metrics that the terminal shows."""
+    names = [name for name in model.metrics if "/" not in name]
+    told = "  ".join(f"{name} {file.metrics[name]:.4f} ({model.metrics[name]:.4f})" for name in names)
+    log.info("validated  the file's metrics (and the model's): %s", told)
+    log.info("speed      %.2f ms a sample, the model %.2f, on this CPU", file.ms, model.ms)
+    ours, theirs = (of.metrics[task.best_metric] for of in (model, file))
+    if (ours - theirs) * (1 if task.higher_is_better else -1) > _POINT:
+        log.warning("WORSE      by %.4f in %s than the model", abs(ours - theirs), task.best_metric)
+
+
 def _defaults(task: Task) -> dict[str, Any]:
     """The words that the task takes, with their values where the command line has none."""
     parameters = inspect.signature(task.deploy).parameters.values()
     return {one.name: one.default for one in parameters if one.default is not one.empty}
-
-
-def _traced(deployed: Deployed) -> torch.export.ExportedProgram:
-    deployed.module(*deployed.inputs)  # what a layer makes in its first pass is there before it is traced
-    if not deployed.any_batch:
-        return torch.export.export(deployed.module, deployed.inputs)
-    free = tuple({0: torch.export.Dim("batch")} for _ in deployed.inputs)
-    try:
-        return torch.export.export(deployed.module, deployed.inputs, dynamic_shapes=free)
-    except torch._dynamo.exc.UserError as error:
-        raise UserError(
-            f"export: {type(deployed.module).__name__} computes in a way that needs to know how many samples"
-            " there are at once. Say how many: batch=1"
-        ) from error
-
-
-def _write_pt2(deployed: Deployed, target: Path) -> Runner:
-    torch.export.save(_traced(deployed), target)
-    loaded = torch.export.load(target).module()
-    return lambda inputs: _as_list(loaded(*inputs))
-
-
-def _write_onnx(deployed: Deployed, target: Path) -> Runner:
-    try:
-        import onnx
-        import onnxruntime
-        import onnxscript  # noqa: F401  torch.onnx.export needs it, and says so in a traceback
-    except ImportError as error:
-        raise UserError(f"export: format=onnx needs {error.name}: pip install 'ddptrain[onnx]'") from error
-    torch.onnx.export(
-        _traced(deployed),
-        f=target,
-        input_names=deployed.input_names,
-        output_names=deployed.output_names,
-        dynamo=True,
-        external_data=False,
-        verbose=False,
-    )
-    if deployed.metadata:
-        written = onnx.load(target)
-        onnx.helper.set_model_props(written, {_PROPERTY: json.dumps(deployed.metadata)})
-        onnx.save(written, target)
-    session = onnxruntime.InferenceSession(str(target), providers=["CPUExecutionProvider"])
-
-    def run(inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        fed = {name: of.numpy() for name, of in zip(deployed.input_names, inputs, strict=True)}
-        return [torch.from_numpy(value) for value in session.run(None, fed)]
-
-    return run
 
 
 def _checked(deployed: Deployed, runner: Runner, target: Path) -> float | None:
@@ -159,7 +151,7 @@ def _checked(deployed: Deployed, runner: Runner, target: Path) -> float | None:
         examples.append(tuple(value[:1] for value in deployed.inputs))
         examples.append(tuple(torch.cat([value, value, value[:1]]) for value in deployed.inputs))
     for inputs in examples:
-        expected, given = _as_list(deployed.module(*inputs)), runner(inputs)
+        expected, given = as_list(deployed.module(*inputs)), runner(inputs)
         for name, ours, theirs in zip(deployed.output_names, expected, given, strict=True):
             difference = deployed.difference(ours, theirs) if ours.shape == theirs.shape else math.inf
             if difference is None:
@@ -168,7 +160,3 @@ def _checked(deployed: Deployed, runner: Runner, target: Path) -> float | None:
                 raise RuntimeError(f"{target}: its {name} differs from eager's, by {difference:.1e}")
             largest = max(largest or 0.0, difference)
     return largest
-
-
-def _as_list(outputs: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    return [outputs] if isinstance(outputs, Tensor) else outputs

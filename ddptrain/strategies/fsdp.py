@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, empty
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
@@ -177,9 +178,9 @@ class Fsdp(Strategy):
         for parameter in _replaced(block, uncut, self._parameter_on_device):
             dist.broadcast(parameter.detach(), src=0)  # one by one: packed, they would be held twice
         owners = {block.get_submodule(path.rpartition(".")[0]) for path, _ in uncut}
-        # BatchNorm takes no weights of another dtype than its statistics'
-        has_norms = any(isinstance(owner, _BatchNorm) for owner in owners)
-        dtype = None if has_norms else self._gathered_as(next(block.parameters()).dtype)
+        # BatchNorm takes no weights of another dtype than its statistics', spectral norm than its vectors'
+        in_own_dtype = any(isinstance(owner, _BatchNorm | ParametrizationList) for owner in owners)
+        dtype = None if in_own_dtype else self._gathered_as(next(block.parameters()).dtype)
         sums = None if dtype is None else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sums)
         fully_shard(block, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=policy)

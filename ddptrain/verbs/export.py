@@ -8,19 +8,22 @@ from ddptrain.verbs.saved_run import CHECKPOINT_WORDS, asked_with_words
 from ddptrain.verbs.verb import Verb
 
 HELP = f"""\
-python -m ddptrain export run=<folder> [checkpoint=<which>] format=onnx|pt2 [out=<file>] [its own words]
+python -m ddptrain export run=<folder> [checkpoint=<which>] format=onnx|openvino|pt2 [out=<file>] [own words]
 
 A file that runs without ddptrain, checked against the model on the same batch before it is called done.
 
 {CHECKPOINT_WORDS}
+  precision=<which>     openvino: fp32 (by default), fp16, or int8, calibrated on 300 training samples
+  validate=true         the file's metrics beside the model's on the validation set; always so below fp32
   batch=<n>             images: a model for that many at once; by default any number
 
-  python -m ddptrain export run=runs/cnn format=onnx out=model.onnx"""
+  python -m ddptrain export run=runs/cnn format=onnx out=model.onnx
+  python -m ddptrain export run=runs/yolo format=openvino precision=int8 nms=true"""
 
 
 def export(arguments: Arguments) -> int:
     """Words that are no keys of the config are for the task."""
-    config, folder, checkpoint, own = asked_with_words(arguments)
+    config, folder, checkpoint, own = asked_with_words(arguments, own=["precision"])
     choose_spinning()
     from ddptrain.run import export
 
@@ -31,7 +34,7 @@ def export(arguments: Arguments) -> int:
 
 VERB = Verb(
     run=export,
-    summary="a trained model as ONNX or torch.export's file",
+    summary="a trained model as ONNX, OpenVINO or torch.export's file",
     help=HELP,
     of_a_run=True,
 )

@@ -1,6 +1,6 @@
 """The verbs on a run's folder: its saved config, and the words that are no overrides of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from ddptrain.config.arguments import Arguments
@@ -23,9 +23,12 @@ def asked_of_a_run(arguments: Arguments) -> tuple[Config, Path, str]:
     return _asked(arguments, _is_of_a_run)[:3]
 
 
-def asked_with_words(arguments: Arguments) -> tuple[Config, Path, str, dict[str, str]]:
-    """The same, and the words that are no keys of the config: for the run's task, a prompt or a picture."""
-    return _asked(arguments, is_no_key)
+def asked_with_words(
+    arguments: Arguments, own: Collection[str] = ()
+) -> tuple[Config, Path, str, dict[str, str]]:
+    """The same, and the words that are no keys of the config: for the run's task, a prompt or a picture.
+    own: keys of the config that are the verb's own words."""
+    return _asked(arguments, lambda name: name in own or is_no_key(name))
 
 
 def asked_to_load(words: Sequence[str]) -> tuple[Config, Path, str]:

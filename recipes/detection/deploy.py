@@ -1,27 +1,35 @@
 """A detector as other programs run it: pictures in, boxes out, nothing of the training."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from ddptrain.api import Deployed, UserError
+from ddptrain.api import Deployed, Rows, UserError, Validation
+from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
-from ddptrain.recipes.detection.detections import candidates, without_doubles
+from ddptrain.recipes.detection.detections import Detections, candidates, without_doubles
+from ddptrain.recipes.detection.draw import annotated
+from ddptrain.recipes.detection.errors import SCORE
+from ddptrain.recipes.detection.reports import rows_of
 
 _RECTANGLES = 12
 """On the example picture."""
+_MOST = 100
+"""Detections of a picture that COCO's metrics count."""
 _TIE = 1e-5
 """Scores that differ by less are equal but for rounding."""
 
 
-def deployed(dense: nn.Module, data: DetectionData, batch: int, suppress: "Suppression | None") -> Deployed:
+def deployed(
+    dense: nn.Module, data: DetectionData, batch: int, overlap: float, suppress: "Suppression | None"
+) -> Deployed:
     """With ``suppress`` the doubles are removed and the output is a list, else every anchor speaks.
 
-    dense: for float32 (n, 3, side, side) in [0, 1] float32 (n, a, 4) x1, y1, x2, y2 in pixels, and float32
-    (n, a, classes) scores.
+    overlap: by which a validation suppresses doubles. dense: for float32 (n, 3, side, side) in [0, 1] float32
+    (n, a, 4) x1, y1, x2, y2 in pixels, and float32 (n, a, classes) scores.
     """
     if batch < 1:
         raise UserError(f"batch={batch}: must be 1 or more.")
@@ -34,7 +42,46 @@ def deployed(dense: nn.Module, data: DetectionData, batch: int, suppress: "Suppr
     )
     about = {**data.preparation(), **({} if suppress is None else suppress.as_json())}
     example = _example(batch, data.size)
-    return Deployed(module.eval(), (example,), ("images",), names, difference, metadata=about)
+    validation = _Validation(data.classes, overlap)
+    return Deployed(
+        module.eval(), (example,), ("images",), names, difference, metadata=about, validation=validation
+    )
+
+
+@final
+class _Validation(Validation):
+    """overlap: by which doubles are suppressed where every anchor speaks."""
+
+    def __init__(self, classes: Sequence[str], overlap: float) -> None:
+        self._classes = classes
+        self._overlap = overlap
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        return (batch.images,)
+
+    def evaluate(self, outputs: Sequence[Tensor], batch: Batch) -> Mapping[str, Tensor | Rows]:
+        return rows_of(batch, self._detections(outputs))
+
+    def pictures(self, batch: Batch, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The model's boxes in green, the file's in orange."""
+        drawn = []
+        for image, model, file in zip(
+            batch.images, self._detections(ours), self._detections(theirs), strict=True
+        ):
+            pixels = (image * 255).round().to(torch.uint8)
+            sure, true = file.scores >= SCORE, model.boxes[model.scores >= SCORE]
+            drawn.append(annotated(pixels, Detections(*(of[sure] for of in file)), self._classes, true))
+        return drawn
+
+    def _detections(self, outputs: Sequence[Tensor]) -> list[Detections]:
+        if len(outputs) == 1:
+            listed = [rows[rows[:, 4] > 0] for rows in outputs[0]]
+            return [Detections(rows[:, :4], rows[:, 4], rows[:, 5].long()) for rows in listed]
+        pictures = []
+        for boxes, scores, labels in zip(*candidates(outputs[0], outputs[1]), strict=True):
+            kept = without_doubles(boxes, scores, labels, self._overlap)[:_MOST]
+            pictures.append(Detections(boxes[kept], scores[kept], labels[kept]))
+        return pictures
 
 
 @final

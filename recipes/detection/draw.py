@@ -32,20 +32,24 @@ def compared(batch: Batch, answers: Sequence[Detections], classes: Sequence[str]
 
 
 def annotated(
-    pixels: Tensor, detected: Detections, classes: Sequence[str], true: Tensor | None = None
+    pixels: Tensor,
+    detected: Detections,
+    classes: Sequence[str],
+    true: Tensor | None = None,
+    marks: Sequence[str] | None = None,
 ) -> Tensor:
-    """uint8 (3, H, W), enlarged where small: found boxes in orange with class and score, true ones (k, 4) in
-    green."""
+    """uint8 (3, H, W), enlarged where small: found boxes in orange with class, score and their marks, true
+    ones (k, 4) in green."""
     times = max(1, -(-_LEAST_SIDE // max(pixels.shape[1:])))
     large: Tensor = functional.interpolate(pixels[None], scale_factor=times)[0].contiguous()
     if true is not None and len(true):
         large = draw_bounding_boxes(large, true * times, colors=_TRUE, width=2)
     if not len(detected.labels):
         return large
-    texts = [
-        f"{classes[label]} {score:.2f}"
-        for label, score in zip(detected.labels.tolist(), detected.scores.tolist(), strict=True)
-    ]
+    answers = zip(detected.labels.tolist(), detected.scores.tolist(), strict=True)
+    texts = [f"{classes[label]} {score:.2f}" for label, score in answers]
+    if marks is not None:
+        texts = [f"{text} {mark}" for text, mark in zip(texts, marks, strict=True)]
     boxes = detected.boxes.cpu() * times
     sorted_corners = torch.cat([boxes[:, :2], boxes[:, 2:].maximum(boxes[:, :2])], dim=1)
     picture: Tensor = draw_bounding_boxes(

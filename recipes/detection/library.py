@@ -13,6 +13,7 @@ from ddptrain.recipes.detection.deploy import Suppression, deployed
 from ddptrain.recipes.detection.detections import Detections
 from ddptrain.recipes.detection.detector import Detector
 from ddptrain.recipes.detection.reports import Reports
+from ddptrain.recipes.detection.video import Track
 
 
 @final
@@ -51,9 +52,14 @@ class LibraryDetection(Task):
         return self._reports.figures(model)
 
     def predict(
-        self, model: nn.Module, source: str, out: str = "predictions", score: float = 0.25
+        self,
+        model: nn.Module,
+        source: str,
+        out: str = "predictions",
+        score: float = 0.25,
+        track: Track = "none",
     ) -> Iterator[str]:
-        return self._reports.predict(model, source, out, score)
+        return self._reports.predict(model, source, out, score, track)
 
     def deploy(
         self, model: nn.Module, nms: bool = True, batch: int = 1, score: float = 0.25, most: int = 100
@@ -66,7 +72,7 @@ class LibraryDetection(Task):
                 " nms=true lists its answers, without doubles."
             )
         suppress = Suppression(score, model.overlap, most) if nms else None
-        whole: Deployed = deployed(_Dense(model), self._data, batch, suppress)
+        whole: Deployed = deployed(_Dense(model), self._data, batch, model.overlap, suppress)
         return whole
 
 

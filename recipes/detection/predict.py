@@ -39,7 +39,8 @@ def predicted(
     try:
         for i, batch in enumerate(data.batches_of(scenes)):
             [detected] = detect(batch.images)
-            detected = _within(batch.placed.of(0).back(detected.boxes), detected, scenes.sizes[i])
+            height, width = scenes.sizes[i].tolist()
+            detected = within(batch.placed.of(0).back(detected.boxes), detected, (height, width))
             pixels = scenes.image(i)
             _write_picture(out / "pictures" / names[i].with_suffix(".png"), pixels, detected, data.classes)
             _write_labels(out / "labels" / names[i].with_suffix(".txt"), detected, scenes.sizes[i])
@@ -52,9 +53,10 @@ def predicted(
     yield f"{out}: pictures, labels and predictions.json for {len(files)} pictures"
 
 
-def _within(boxes: Tensor, detected: Detections, size: Tensor) -> Detections:
-    """On the CPU, cut off at the picture's edge; what lies in the grey beside it is left out."""
-    height, width = size.tolist()
+def within(boxes: Tensor, detected: Detections, size: Sequence[int]) -> Detections:
+    """On the CPU, cut off at the edge of a picture of this size (height, width); what lies in the grey beside
+    it is left out."""
+    height, width = size
     boxes = boxes.cpu().clamp(min=0).minimum(torch.tensor([width, height, width, height]))
     kept = (boxes[:, 2:] - boxes[:, :2]).amin(1) >= _LEAST_SIDE
     return Detections(boxes[kept], detected.scores.cpu()[kept], detected.labels.cpu()[kept])

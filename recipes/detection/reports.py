@@ -1,6 +1,7 @@
 """What every detector is asked after training steps: metrics, figures, boxes on pictures."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -15,6 +16,7 @@ from ddptrain.recipes.detection.draw import compared, make_sheet
 from ddptrain.recipes.detection.errors import SCORE, by_size, confusion, matched, worst
 from ddptrain.recipes.detection.predict import predicted
 from ddptrain.recipes.detection.score import coco_scores
+from ddptrain.recipes.detection.video import ENDINGS, Track, filmed, names_video
 
 LEAST_SCORE = 0.001
 """Of detections that COCO's metrics count."""
@@ -39,13 +41,7 @@ class Reports:
         """The last report's detections, of which `figures` shows the mistakes."""
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
-        rows = []
-        for i, detected in enumerate(self._detect(model, batch.images, LEAST_SCORE)):
-            picture = batch.ids[i].expand(len(detected.labels))
-            boxes = batch.placed.of(i).back(detected.boxes)
-            columns = [picture[:, None], boxes, detected.scores[:, None], detected.labels[:, None]]
-            rows.append(torch.cat(columns, dim=1))
-        return {"detections": Rows(torch.cat(rows))}
+        return rows_of(batch, self._detect(model, batch.images, LEAST_SCORE))
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         rows = self._clipped(sums["detections"])
@@ -66,10 +62,17 @@ class Reports:
                 figures["worst"] = self._sheet(model, [range(i, i + 1) for i in most_wrong])
         return figures
 
-    def predict(self, model: nn.Module, source: str, out: str, score: float) -> Iterator[str]:
-        """Boxes on pictures: a file, a folder or a pattern; see `ddptrain.recipes.detection.predict`."""
+    def predict(self, model: nn.Module, source: str, out: str, score: float, track: Track) -> Iterator[str]:
+        """Boxes on pictures: a file, a folder or a pattern; see `ddptrain.recipes.detection.predict`. Or on a
+        video; see `ddptrain.recipes.detection.video`."""
         if not 0 <= score <= 1:
             raise UserError(f"score={score}: must be in [0, 1].")
+        if names_video(source):
+            detect = partial(self._detect, model)
+            shown: Iterator[str] = filmed(detect, self._data, source, Path(out), score, track)
+            return shown
+        if track != "none":
+            raise UserError(f"track={track}: is for a video ({', '.join(ENDINGS)}), a stream or a camera.")
         lines: Iterator[str] = predicted(
             lambda images: self._detect(model, images, score), self._data, source, Path(out)
         )
@@ -87,3 +90,14 @@ class Reports:
         sizes = self._data.valid.sizes[rows[:, 0].long()]
         most = torch.stack([sizes[:, 1], sizes[:, 0]] * 2, dim=1).to(rows.dtype)
         return torch.cat([rows[:, :1], rows[:, 1:5].clamp(min=0).minimum(most), rows[:, 5:]], dim=1)
+
+
+def rows_of(batch: Batch, pictures: Sequence[Detections]) -> Mapping[str, Tensor | Rows]:
+    """The detections in a batch's pictures, as `Task.evaluate` gives them."""
+    rows = []
+    for i, detected in enumerate(pictures):
+        picture = batch.ids[i].expand(len(detected.labels))
+        boxes = batch.placed.of(i).back(detected.boxes)
+        columns = [picture[:, None], boxes, detected.scores[:, None], detected.labels[:, None]]
+        rows.append(torch.cat(columns, dim=1))
+    return {"detections": Rows(torch.cat(rows))}

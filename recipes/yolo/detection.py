@@ -13,6 +13,7 @@ from ddptrain.data.detection.data import DetectionData
 from ddptrain.recipes.detection.deploy import Suppression, deployed
 from ddptrain.recipes.detection.detections import Detections
 from ddptrain.recipes.detection.reports import Reports
+from ddptrain.recipes.detection.video import Track
 from ddptrain.recipes.outputs import check_outputs
 from ddptrain.recipes.yolo.assign import TaskAligned
 from ddptrain.recipes.yolo.boxes import (
@@ -115,16 +116,21 @@ class Detection(Task):
         return self._reports.figures(model)
 
     def predict(
-        self, model: nn.Module, source: str, out: str = "predictions", score: float = 0.25
+        self,
+        model: nn.Module,
+        source: str,
+        out: str = "predictions",
+        score: float = 0.25,
+        track: Track = "none",
     ) -> Iterator[str]:
-        return self._reports.predict(model, source, out, score)
+        return self._reports.predict(model, source, out, score, track)
 
     def deploy(
         self, model: nn.Module, nms: bool = False, batch: int = 1, score: float = 0.25, most: int = 100
     ) -> Deployed:
         """With ``nms`` at most ``most`` boxes a picture, of ``score`` or more, else all that is said."""
         suppress = Suppression(score, self._overlap, most) if nms else None
-        whole: Deployed = deployed(Dense(model), self._data, batch, suppress)
+        whole: Deployed = deployed(Dense(model), self._data, batch, self._overlap, suppress)
         return whole
 
     def _checked(self, raw: Raw, model: nn.Module) -> Raw:

@@ -2,6 +2,7 @@
 trained on is gone by then."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from detector import LAST, ONE_THREAD, trained_and_moved
+from detector import LAST, ONE_THREAD, SHAPES, trained_and_moved
 from faster_coco_eval import COCO
 from labelled import truncate
 from PIL import Image
@@ -308,6 +309,56 @@ def test_a_program_that_knows_the_json_alone_finds_what_predict_finds(folder: Pa
         assert apart.max(axis=1).min() <= 1, line
         count += 1
     assert count == len(seen.anns) > 20
+
+
+@pytest.fixture(scope="module")
+def with_set(folder: Path) -> Path:
+    """A run whose data set is there."""
+    words = f"{SHAPES} run.dir=drawn"
+    done = ddptrain(folder, words, **ONE_THREAD)
+    assert done.code == 0, done.err
+    return folder / "drawn"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize("nms", ["true", "false"])
+def test_a_file_of_openvino_is_as_good_as_the_model(
+    precision: str, nms: str, with_set: Path, tmp_path: Path
+) -> None:
+    words = f"format=openvino precision={precision} nms={nms} score=0.01 validate=true"
+    done = ddptrain(tmp_path, f"export run={with_set} {words} out=file/model.xml", **ONE_THREAD)
+    assert done.code == 0, done.err
+    file, model = (float(part) for part in re.findall(r"mAP (\S+) \((\S+)\)", done.err)[0])
+    assert model > 0.01
+    assert abs(file - model) < {"fp32": 1e-4, "fp16": 0.005, "int8": 0.03}[precision]
+    assert ("checked    against eager" in done.err) == (precision == "fp32")
+    assert named(tmp_path / "file") == [f"model.{suffix}" for suffix in ("bin", "json", "png", "xml")]
+
+    import openvino
+
+    network = openvino.Core().read_model(tmp_path / "file/model.xml")
+    about = json.loads((tmp_path / "file/model.json").read_text())
+    assert json.loads(network.get_rt_info(["ddptrain"]).astype(str)) == about
+    assert about["classes"] == list(DISTANCES)
+    images = torch.rand(1, 3, 64, 64).numpy()
+    shapes = {"true": [(1, 100, 6)], "false": [(1, 84, 4), (1, 84, 10)]}[nms]
+    assert [of.shape for of in openvino.compile_model(network, "CPU")(images).values()] == shapes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("format=onnx precision=int8", "precision=int8: format=onnx is written in fp32 only."),
+        ("format=openvino out=model.onnx", "out=model.onnx: must end in .xml for format=openvino."),
+        ("format=openvino precision=int4", "precision=int4: must be one of fp32, fp16, int8"),
+        ("format=openvino precision=int8", "set/data.yaml"),
+    ],
+)
+def test_what_a_precision_needs_is_said(words: str, said: str, folder: Path) -> None:
+    """Of a run whose set is gone, too."""
+    assert said in refusal(folder, f"export run=run {words}", **ONE_THREAD)
 
 
 @pytest.mark.long

@@ -92,7 +92,7 @@ def test_nor_those_of_transformers_detectors(family: str, tmp_path: Path) -> Non
 def test_one_model_is_judged_alike_on_any_world(tmp_path: Path) -> None:
     """To the last digit, also by ranks that have no validation batch at all."""
     fit = Fit(plan(150, save_every=150, eval_every=150), optim=ADAMW)
-    run_ranks(lambda world: fit.train(*detector(), world, tmp_path)[0].step, 1)
+    run_ranks(lambda world: fit.train(*detector(), world, tmp_path)[0].step, 1, timeout=250)
     saved = read(Checkpointer(tmp_path, keep=1).steps()[-1])
     state = unpack(saved)["model"]
 
@@ -129,7 +129,7 @@ def test_a_killed_training_ends_with_the_same_bits(tmp_path: Path, size: int) ->
             )
             return state.state_dict()
 
-        return run_ranks(rank, size)[0]
+        return run_ranks(rank, size, timeout=250)[0]
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()

@@ -18,7 +18,7 @@ from ddptrain.data.agreement import note_checkpoints_own
 from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.batch import Batch, coloured, stacked
 from ddptrain.data.detection.check import write_check
-from ddptrain.data.detection.letterbox import GREY
+from ddptrain.data.detection.letterbox import GREY, Letterbox, fitted, in_square, letterbox
 from ddptrain.data.detection.samples import BoxedPictures, BoxTransform, decoded_bytes
 from ddptrain.data.detection.source import DetectionSet, DetectionSource, Scenes
 from ddptrain.data.detection.write import write_coco, write_yolo
@@ -231,6 +231,19 @@ class DetectionData(Data):
         samples = self._samples(scenes, self.size, resident=False)
         pipeline = Pipeline(samples, samples, 0, self._facts.device, self._on_device)
         return pipeline.valid_batches([range(i, i + 1) for i in range(len(scenes))])
+
+    def squared(self, picture: Tensor) -> tuple[Tensor, Letterbox]:
+        """uint8 (3, H, W) -> the model's input, float32 (1, 3, size, size) on the device, as the validation's
+        are made, and where the picture lies in it."""
+        from torchvision.transforms.v2 import functional
+
+        sizes = torch.tensor([picture.shape[1:]])
+        placed = letterbox(sizes, self.size).of(0)
+        inner = fitted(sizes, self.size)[0].tolist()
+        scaled = picture if list(picture.shape[1:]) == inner else functional.resize(picture, inner)
+        square = in_square(scaled, placed, self.size).to(self._facts.device)
+        memory = torch.channels_last if self._channels_last else torch.contiguous_format
+        return square[None].to(torch.float32, memory_format=memory) / 255, placed
 
     def preview(self) -> Tensor:
         """The first 16 training samples as epoch 0 shows them, with their boxes."""

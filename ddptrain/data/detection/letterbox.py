@@ -35,6 +35,14 @@ def _twice(of: Tensor) -> Tensor:
     return torch.cat([of, of], dim=-1).unsqueeze(-2)
 
 
+def in_square(pixels: Tensor, placed: Letterbox, size: int) -> Tensor:
+    """uint8 (3, h, w), scaled already, -> (3, size, size), where one picture lies."""
+    left, top = placed.corner.long().tolist()
+    square = torch.full((3, size, size), GREY, dtype=torch.uint8)
+    square[:, top : top + pixels.shape[1], left : left + pixels.shape[2]] = pixels
+    return square
+
+
 def fitted(sizes: Tensor, size: int) -> Tensor:
     """int64 (..., 2) heights and widths -> the same, scaled so that the longer side is ``size``; no side
     falls below one pixel."""

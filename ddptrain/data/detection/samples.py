@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ddptrain.data.detection.augment import BoxDraws, BoxedImage, DetectionAugment
 from ddptrain.data.detection.batch import Sample
-from ddptrain.data.detection.letterbox import GREY, Letterbox, fitted, letterbox
+from ddptrain.data.detection.letterbox import Letterbox, fitted, in_square, letterbox
 from ddptrain.data.detection.source import Objects, PackedObjects, Scenes
 from ddptrain.data.stream.samples import neighbours
 from ddptrain.data.workers import AS_IT_IS, Key
@@ -88,14 +88,8 @@ class BoxTransform:
         return Sample(image, self._augment.colours(draws), key.sample, placed)
 
     def _letterboxed(self, scaled_image: BoxedImage, placed: Letterbox) -> BoxedImage:
-        left, top = placed.corner.long().tolist()
-        square = torch.full((3, self._size, self._size), GREY, dtype=torch.uint8)
-        square[:, top : top + scaled_image.pixels.shape[1], left : left + scaled_image.pixels.shape[2]] = (
-            scaled_image.pixels
-        )
-        return scaled_image._replace(
-            pixels=square, boxes=scaled_image.boxes + torch.tensor([left, top, left, top])
-        )
+        boxes = scaled_image.boxes + placed.corner.repeat(2)
+        return scaled_image._replace(pixels=in_square(scaled_image.pixels, placed, self._size), boxes=boxes)
 
 
 def _to_learn(objects: Sequence[Objects], placed: Letterbox) -> PackedObjects:

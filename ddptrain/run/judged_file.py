@@ -1,0 +1,92 @@
+"""An exported file beside its model on the validation set."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ddptrain.api.recipe import Data, Deployed, Task
+from ddptrain.api.sampler import Sampler
+from ddptrain.api.world import World
+from ddptrain.engine.evaluate import Totals, chunks_of
+from ddptrain.run.file_formats import Inputs, Runner, as_list
+
+_CALIBRATION = 300
+"""Training samples by which int8's ranges are measured."""
+_BATCH = 32
+"""Of a file that takes any number."""
+_SHOWN = 8
+"""Samples that are drawn with both answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Of the file or of the model."""
+
+    metrics: Mapping[str, float]
+    ms: float
+    """Milliseconds a sample, on the CPU."""
+
+
+def calibration_inputs(data: Data, deployed: Deployed, seed: int) -> list[Inputs]:
+    """Of augmented training samples, so that the validation set stays unseen. Of a model with a
+    `Deployed.validation`."""
+    assert deployed.validation is not None
+    size = _batch_size(deployed)
+    steps = range(-(-min(_CALIBRATION, data.train_size) // size))
+    batches = data.train_batches(Sampler(data.train_size, size, seed), steps)
+    return [deployed.validation.inputs(batch) for batch in batches]
+
+
+def judge(task: Task, data: Data, deployed: Deployed, file: Runner, picture: Path) -> tuple[Answers, Answers]:
+    """The model's answers and the file's, of a model with a `Deployed.validation`. Both answers to the first
+    samples are drawn into ``picture``, if the task draws any."""
+    validation = deployed.validation
+    assert validation is not None
+    size = _batch_size(deployed)
+    chunks = chunks_of(data.valid_size, size)
+    runners: tuple[Runner, Runner] = (lambda inputs: as_list(deployed.module(*inputs)), file)
+    totals = [Totals(type(validation).__name__, len(chunks), World()) for _ in runners]
+    seconds = [0.0, 0.0]
+    drawn: list[Tensor] = []
+    with torch.no_grad():
+        for slot, batch in enumerate(data.valid_batches(chunks)):
+            outputs = []
+            for i, run in enumerate(runners):
+                begun = time.perf_counter()
+                outputs.append(_on_all(run, validation.inputs(batch), None if deployed.any_batch else size))
+                seconds[i] += time.perf_counter() - begun
+                for name, value in validation.evaluate(outputs[-1], batch).items():
+                    totals[i].add(slot, name, value)
+            if len(drawn) < _SHOWN:
+                drawn += validation.pictures(batch, *outputs)
+    _write_sheet(drawn[:_SHOWN], picture)
+    ours, theirs = (
+        Answers(task.report(total.totals(interrupted=False)).metrics, 1000 * spent / data.valid_size)
+        for total, spent in zip(totals, seconds, strict=True)
+    )
+    return ours, theirs
+
+
+def _batch_size(deployed: Deployed) -> int:
+    return _BATCH if deployed.any_batch else len(deployed.inputs[0])
+
+
+def _on_all(run: Runner, inputs: Inputs, size: int | None) -> Sequence[Tensor]:
+    """The outputs for fewer samples than the file takes at once, too."""
+    count = len(inputs[0])
+    if size is None or count == size:
+        return run(inputs)
+    filled = tuple(torch.cat([of, of[-1:].expand(size - count, *of.shape[1:])]) for of in inputs)
+    return [of[:count] for of in run(filled)]
+
+
+def _write_sheet(drawn: Sequence[Tensor], file: Path) -> None:
+    if drawn:
+        from torchvision.transforms.v2.functional import to_pil_image
+        from torchvision.utils import make_grid
+
+        to_pil_image(make_grid(list(drawn), nrow=4, padding=4, pad_value=255)).save(file)

@@ -1,0 +1,209 @@
+"""Boxes on a video: a file, a stream or a camera. Drawn, as JSON lines, and with tracks."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional
+
+from ddptrain.api import UserError
+from ddptrain.data.detection.data import DetectionData
+from ddptrain.data.pictures import claim
+from ddptrain.recipes.detection.detections import Detections, without_doubles
+from ddptrain.recipes.detection.draw import annotated
+from ddptrain.recipes.detection.predict import within
+
+log = logging.getLogger("ddptrain")
+
+ENDINGS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".ts")
+_CAMERA = "/dev/video0"
+_USUAL_RATE = Fraction(30)
+"""Frames a second, where a stream does not say."""
+_LEAST_TRACKED = 0.1
+"""Score of detections that may go on with a track, though they are not sure enough to begin one."""
+_ONE_OBJECT = 0.7
+"""IoU above which boxes of two classes are those of one object."""
+_NO_TRACK = -1
+
+Track = Literal["none", "bytetrack"]
+
+
+def names_video(source: str) -> bool:
+    """Whether it names a video and not pictures."""
+    of_file = Path(source).suffix.lower() in ENDINGS
+    return of_file or "://" in source or source == "camera" or source.startswith("/dev/video")
+
+
+def filmed(
+    detect: Callable[[Tensor, float], Sequence[Detections]],
+    data: DetectionData,
+    source: str,
+    out: Path,
+    least_score: float,
+    track: Track,
+) -> Iterator[str]:
+    """How fast it goes, a line a second. A camera and a stream go on until they end or Ctrl-C.
+
+    Under ``out``: the video with boxes drawn in, as ``<name>.mp4``, and ``detections.jsonl``: of each frame
+    its number, its time in seconds, and its objects with class, score, box (x1, y1, x2, y2 in pixels) and the
+    number of their track, null where they have none (yet).
+
+    detect: gives each picture's detections of a batch of squares and a least score.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise UserError(f"source={source}: a video needs av: pip install 'ddptrain[video]'") from error
+    frames = _frames(source)
+    first = next(frames)  # before anything is written
+    claim(out)
+    tracks = _Tracks(least_score, first.rate) if track == "bytetrack" else None
+    name = Path(source).stem if Path(source).suffix else "camera"
+    begun = told = time.perf_counter()
+    count = 0
+    with (
+        av.open(str(out / f"{name}.mp4"), "w") as container,
+        (out / "detections.jsonl").open("w", encoding="utf-8") as lines,
+    ):
+        film = _Film(container, first.rate)
+        try:
+            for frame in chain([first], frames):
+                image, placed = data.squared(frame.pixels)
+                [squared] = detect(image, least_score if tracks is None else min(least_score, _LEAST_TRACKED))
+                detected = within(placed.back(squared.boxes), squared, frame.pixels.shape[1:])
+                numbers = [_NO_TRACK] * len(detected.labels)
+                if tracks is not None:
+                    detected, numbers = tracks.update(detected)
+                marks = ["" if number == _NO_TRACK else f"#{number}" for number in numbers]
+                film.add(annotated(frame.pixels, detected, data.classes, marks=marks))
+                lines.write(json.dumps(_as_json(count, frame, detected, numbers, data.classes)) + "\n")
+                count += 1
+                if (now := time.perf_counter()) - told >= 1:
+                    told = now
+                    yield f"{source}: {count} frames, {count / (now - begun):.1f} frames/s\n"
+        finally:  # also at Ctrl-C: what there is can be looked at
+            film.end()
+    speed = count / (time.perf_counter() - begun)
+    yield f"{out}: {name}.mp4 and detections.jsonl, {count} frames, {speed:.1f} frames/s"
+
+
+class _Frame(NamedTuple):
+    """pixels: uint8 (3, H, W). time: in seconds, None where it is not known. rate: frames a second."""
+
+    pixels: Tensor
+    time: float | None
+    rate: Fraction
+
+
+def _frames(source: str) -> Iterator[_Frame]:
+    """Raises UserError where there is none; one that can't be read ends them with a warning."""
+    import av
+
+    address, form = (_CAMERA if source == "camera" else source), None
+    if address.startswith("/dev/video"):
+        form = "v4l2"
+    count = 0
+    try:
+        with av.open(address, format=form) as container:
+            stream = next(iter(container.streams.video), None)
+            if stream is None:
+                raise UserError(f"source={source}: has no pictures, only sound or data.")
+            stream.thread_type = "AUTO"
+            rate = stream.average_rate or _USUAL_RATE
+            for frame in container.decode(stream):
+                pixels = torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
+                count += 1
+                yield _Frame(pixels, frame.time, rate)
+    except (av.error.FFmpegError, OSError) as error:
+        if count == 0:
+            raise UserError(f"source={source}: can't be read as a video ({error.strerror}).") from error
+        log.warning("note       source=%s: ends after %d frames (%s)", source, count, error.strerror)
+    if count == 0:
+        raise UserError(f"source={source}: has no frames.")
+
+
+@final
+class _Film:
+    """A video that is written frame by frame, all of the first one's size."""
+
+    def __init__(self, container: Any, rate: Fraction) -> None:
+        from av import codecs_available
+
+        self._container = container
+        codec = "libx264" if "libx264" in codecs_available else "mpeg4"
+        self._stream = container.add_stream(codec, rate=rate)
+        self._stream.pix_fmt = "yuv420p"
+        self._size: list[int] | None = None
+
+    def add(self, pixels: Tensor) -> None:
+        """uint8 (3, H, W)"""
+        from av import VideoFrame
+
+        if self._size is None:
+            self._size = [side + side % 2 for side in pixels.shape[1:]]  # as the codec needs them
+            self._stream.height, self._stream.width = self._size
+        if list(pixels.shape[1:]) != self._size:
+            pixels = functional.resize(pixels, self._size)
+        frame = VideoFrame.from_ndarray(pixels.permute(1, 2, 0).contiguous().numpy(), format="rgb24")
+        self._container.mux(self._stream.encode(frame))
+
+    def end(self) -> None:
+        if self._size is not None:
+            self._container.mux(self._stream.encode(None))
+
+
+@final
+class _Tracks:
+    """Detections of successive frames that are the same object, by ByteTrack (Zhang et al., arXiv 2110.06864)
+    of the library trackers."""
+
+    def __init__(self, least_score: float, rate: Fraction) -> None:
+        try:
+            from trackers import ByteTrackTracker
+        except ImportError as error:
+            raise UserError(f"track=bytetrack: needs {error.name}: pip install 'ddptrain[video]'") from error
+        self._tracker = ByteTrackTracker(
+            frame_rate=float(rate),
+            track_activation_threshold=least_score,
+            high_conf_det_threshold=least_score,
+        )
+        self._least_score = least_score
+
+    def update(self, detected: Detections) -> tuple[Detections, list[int]]:
+        """Those of a frame that are sure enough, or have a track, and each one's track."""
+        import supervision
+
+        # an object is of one class, the likeliest
+        one_class = torch.zeros_like(detected.labels)
+        kept = without_doubles(detected.boxes, detected.scores, one_class, _ONE_OBJECT)
+        boxes, scores, labels = (of[kept].numpy() for of in detected)
+        found = self._tracker.update(supervision.Detections(xyxy=boxes, confidence=scores, class_id=labels))
+        if not len(found):
+            return Detections(*(of[:0] for of in detected)), []
+        all_of = Detections(*map(torch.from_numpy, (found.xyxy, found.confidence, found.class_id)))
+        numbers = torch.from_numpy(found.tracker_id)
+        shown = (numbers != _NO_TRACK) | (all_of.scores >= self._least_score)
+        return Detections(*(of[shown] for of in all_of)), numbers[shown].tolist()
+
+
+def _as_json(
+    number: int, frame: _Frame, detected: Detections, numbers: Sequence[int], classes: Sequence[str]
+) -> dict[str, Any]:
+    rows = zip(*(of.tolist() for of in detected), numbers, strict=True)
+    objects = [
+        {
+            "class": classes[label],
+            "score": round(score, 4),
+            "box": [round(side, 2) for side in box],
+            "track": None if track == _NO_TRACK else track,
+        }
+        for box, score, label, track in rows
+    ]
+    return {"frame": number, "time": frame.time, "objects": objects}
