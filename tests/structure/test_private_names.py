@@ -50,7 +50,7 @@ ELSEWHERE = {
         "_record_memory_history",
     },  # torch's own pages name these
     "ddptrain/observe/tensorboard.py": {"_get_file_writer"},
-    "ddptrain/run/export.py": {"_dynamo"},  # the error that torch.export raises
+    "ddptrain/run/file_formats.py": {"_dynamo"},  # the error that torch.export raises
     "ddptrain/run/train.py": {"_BatchNorm", "_DropoutNd"},
     "ddptrain/strategies/fsdp.py": {"_BatchNorm"},
     "ddptrain/strategies/flag_bucket.py": {"_modules"},
