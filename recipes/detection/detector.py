@@ -53,7 +53,9 @@ class Detector(nn.Module, ABC):
         there is no box. ids: int64 (n,), of the pictures; with the seed they decide on what is drawn.
         """
         if not self.training:
-            return self.detections(images)
+            # under bf16 they would round their boxes to some pixels
+            with torch.autocast(images.device.type, enabled=False):
+                return self.detections(images)
         assert boxes is not None
         assert labels is not None
         assert ids is not None

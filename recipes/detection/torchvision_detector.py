@@ -112,7 +112,11 @@ def _losses_of_one_stage(
     detector: Any, batch: ImageList, features: Mapping[str, Tensor], targets: list[Target]
 ) -> Iterator[Callable[[], Losses]]:
     levels = list(features.values())
-    outputs = detector.head(levels)
+    # boxes are decoded in the precision that they come in
+    outputs = {
+        name: of.to(torch.promote_types(of.dtype, torch.float32))
+        for name, of in detector.head(levels).items()
+    }
     anchors = detector.anchor_generator(batch, levels)
 
     def losses(i: int) -> Losses:
