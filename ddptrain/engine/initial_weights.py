@@ -323,7 +323,8 @@ def _downloaded(fetched: Callable[[], Weights], key: str, by_hand: str, world: W
             return fetched()
         except UserError:
             raise
-        except (OSError, RuntimeError, ValueError, UnpicklingError) as error:  # not there; other bytes
+        except (ImportError, OSError, RuntimeError, ValueError, UnpicklingError) as error:
+            # what the library needs; not there; other bytes
             raise UserError(
                 f"{key}: can't be had ({reason(error)}). Without a network, put {by_hand}."
                 " Or start from random weights: init.weights=null."

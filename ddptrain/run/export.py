@@ -18,13 +18,14 @@ from ddptrain.config.schema import Config
 from ddptrain.distributed.world import world_from_environment
 from ddptrain.errors import UserError
 from ddptrain.run.file_formats import FORMATS, Precision, Runner, as_list
-from ddptrain.run.judged_file import Answers, calibration_inputs, judge
+from ddptrain.run.judged_file import Answers, CalibrationInputs, judge
 from ddptrain.run.setup import joined_world, make_task, named_checkpoint, trained_model
 
 log = logging.getLogger("ddptrain")
 
 _TOLERANCE = 1e-3
 """Largest difference from eager, as `Deployed.difference` counts it."""
+_METADATA, _PICTURE = ".json", ".png"
 _POINT = 0.01
 """A metric that is worse by more is worth a warning."""
 
@@ -59,7 +60,7 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
     arguments = typed_arguments(task.deploy, words, "export")
     target = _target(chosen, folder)
     unchecked = target.with_stem(f"{target.stem}.unchecked")
-    suffixes = (target.suffix, *FORMATS[chosen.format].suffixes[1:])
+    suffixes = (target.suffix, *FORMATS[chosen.format].suffixes[1:], _PICTURE)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         unchecked.touch()
@@ -76,22 +77,24 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
                     f"export: {type(task).__name__} offers no comparison on the validation set. Use"
                     " precision=fp32, and validate=false."
                 )
-            if deployed.metadata and target == target.with_suffix(".json"):
-                raise UserError(f"out={target}: is where the metadata goes. Name another file.")
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries among each other
                 int8 = chosen.precision == "int8"
-                examples = calibration_inputs(data, deployed, config.seed) if int8 else ()
+                examples = CalibrationInputs(data, deployed, config.seed) if int8 else ()
                 runner = FORMATS[chosen.format].write(deployed, unchecked, chosen.precision, examples)
-                if needs_set:
-                    _log_judged(task, *judge(task, data, deployed, runner, target.with_suffix(".png")))
+                given = {**_defaults(task), **arguments}
+                described = " ".join(f"{name}={value}" for name, value in given.items())
                 if chosen.precision == "fp32":
-                    _log_checked(task, arguments, _checked(deployed, runner, unchecked))
+                    _log_checked(described, _checked(deployed, runner, unchecked))
+                if needs_set:
+                    answers = judge(task, data, deployed, runner, unchecked.with_suffix(_PICTURE))
+                    _log_judged(described, task, *answers)
         for suffix in suffixes:
-            unchecked.with_suffix(suffix).replace(target.with_suffix(suffix))
+            if unchecked.with_suffix(suffix).exists():  # not every task draws a picture
+                unchecked.with_suffix(suffix).replace(target.with_suffix(suffix))
         if deployed.metadata:
             about = json.dumps(deployed.metadata, indent=2, ensure_ascii=False) + "\n"
-            target.with_suffix(".json").write_text(about, encoding="utf-8")
+            target.with_suffix(_METADATA).write_text(about, encoding="utf-8")
     finally:
         for suffix in suffixes:
             unchecked.with_suffix(suffix).unlink(missing_ok=True)
@@ -109,29 +112,33 @@ def _target(chosen: _Own, folder: Path) -> Path:
     target = Path(chosen.out) if chosen.out else folder / name
     if target.is_dir():
         raise UserError(f"out={target}: is a folder; name a file in it: out={target / name}")
+    if target.suffix in (_METADATA, _PICTURE):
+        raise UserError(f"out={target}: is where metadata or a picture go. Name another file: out={name}")
     if len(form.suffixes) > 1 and target.suffix != form.suffixes[0]:
         raise UserError(f"out={target}: must end in {form.suffixes[0]} for format={chosen.format}.")
     return target
 
 
-def _log_checked(task: Task, arguments: Mapping[str, Any], difference: float | None) -> None:
+def _log_checked(words: str, difference: float | None) -> None:
     if difference is None:
         log.warning(
             "UNCHECKED  on both examples eager and the file find nothing, so there was nothing to compare."
             " To have it checked, export with a lower threshold; this one was %s",
-            " ".join(f"{name}={value}" for name, value in {**_defaults(task), **arguments}.items()),
+            words,
         )
     else:
         log.info("checked    against eager on several examples: largest relative difference %.1e", difference)
 
 
-def _log_judged(task: Task, model: Answers, file: Answers) -> None:
-    """Of the metrics that the terminal shows."""
+def _log_judged(words: str, task: Task, model: Answers, file: Answers) -> None:
+    """Of the metrics that the terminal shows. words: what the file was made with, for thresholds count."""
     names = [name for name in model.metrics if "/" not in name]
     told = "  ".join(f"{name} {file.metrics[name]:.4f} ({model.metrics[name]:.4f})" for name in names)
-    log.info("validated  the file's metrics (and the model's): %s", told)
+    log.info("validated  the file's metrics (and the model's), with %s: %s", words, told)
     log.info("speed      %.2f ms a sample, the model %.2f, on this CPU", file.ms, model.ms)
     ours, theirs = (of.metrics[task.best_metric] for of in (model, file))
+    if not ours:
+        log.warning("UNCHECKED  the model's %s is 0 with %s: nothing was compared", task.best_metric, words)
     if (ours - theirs) * (1 if task.higher_is_better else -1) > _POINT:
         log.warning("WORSE      by %.4f in %s than the model", abs(ours - theirs), task.best_metric)
 

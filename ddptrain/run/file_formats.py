@@ -4,8 +4,9 @@ import contextlib
 import io
 import json
 import logging
+import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -27,7 +28,7 @@ class Format(NamedTuple):
 
     suffixes: tuple[str, ...]
     """Of its files; the first is of the one that programs name."""
-    write: Callable[[Deployed, Path, Precision, Sequence[Inputs]], Runner]
+    write: Callable[[Deployed, Path, Precision, Iterable[Inputs]], Runner]
     precisions: tuple[Precision, ...] = ("fp32",)
 
 
@@ -49,13 +50,13 @@ def _traced(deployed: Deployed) -> torch.export.ExportedProgram:
         ) from error
 
 
-def _pt2(deployed: Deployed, target: Path, precision: Precision, calibration: Sequence[Inputs]) -> Runner:
+def _pt2(deployed: Deployed, target: Path, precision: Precision, calibration: Iterable[Inputs]) -> Runner:
     torch.export.save(_traced(deployed), target)
     loaded = torch.export.load(target).module()
     return lambda inputs: as_list(loaded(*inputs))
 
 
-def _onnx(deployed: Deployed, target: Path, precision: Precision, calibration: Sequence[Inputs]) -> Runner:
+def _onnx(deployed: Deployed, target: Path, precision: Precision, calibration: Iterable[Inputs]) -> Runner:
     try:
         import onnx
         import onnxruntime
@@ -85,9 +86,10 @@ def _onnx(deployed: Deployed, target: Path, precision: Precision, calibration: S
 
 
 def _openvino(
-    deployed: Deployed, target: Path, precision: Precision, calibration: Sequence[Inputs]
+    deployed: Deployed, target: Path, precision: Precision, calibration: Iterable[Inputs]
 ) -> Runner:
     """By way of ONNX: OpenVINO reads torch's own programs, but not their suppression of doubles."""
+    os.environ.setdefault("NNCF_CI", "1")  # or it sends usage data
     try:
         import nncf
         import openvino
@@ -97,17 +99,20 @@ def _openvino(
         ) from error
     with tempfile.TemporaryDirectory() as folder:
         _onnx(deployed, Path(folder) / "model.onnx", "fp32", ())
-        model = openvino.convert_model(Path(folder) / "model.onnx")
-    if precision == "int8":
-        nncf.set_log_level(logging.ERROR)
-        fed = [
-            dict(zip(deployed.input_names, (of.numpy() for of in one), strict=True)) for one in calibration
-        ]
-        with contextlib.redirect_stdout(io.StringIO()):  # its progress bars
-            model = nncf.quantize(model, nncf.Dataset(fed), subset_size=len(fed))
-    if deployed.metadata:
-        model.set_rt_info(json.dumps(deployed.metadata), [_PROPERTY])
-    openvino.save_model(model, target, compress_to_fp16=precision == "fp16")
+        model = openvino.Core().read_model(Path(folder) / "model.onnx")
+        if precision == "int8":
+            nncf.set_log_level(logging.ERROR)
+            named = nncf.Dataset(
+                calibration,
+                lambda inputs: {
+                    name: of.numpy() for name, of in zip(deployed.input_names, inputs, strict=True)
+                },
+            )
+            with contextlib.redirect_stdout(io.StringIO()):  # its progress bars
+                model = nncf.quantize(model, named)
+        if deployed.metadata:
+            model.set_rt_info(json.dumps(deployed.metadata), [_PROPERTY])
+        openvino.save_model(model, target, compress_to_fp16=precision == "fp16")
     # or some processors would compute in half precision
     compiled = openvino.compile_model(target, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 

@@ -1,9 +1,10 @@
 """An exported file beside its model on the validation set."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
 import torch
 from torch import Tensor
@@ -31,14 +32,21 @@ class Answers:
     """Milliseconds a sample, on the CPU."""
 
 
-def calibration_inputs(data: Data, deployed: Deployed, seed: int) -> list[Inputs]:
-    """Of augmented training samples, so that the validation set stays unseen. Of a model with a
-    `Deployed.validation`."""
-    assert deployed.validation is not None
-    size = _batch_size(deployed)
-    steps = range(-(-min(_CALIBRATION, data.train_size) // size))
-    batches = data.train_batches(Sampler(data.train_size, size, seed), steps)
-    return [deployed.validation.inputs(batch) for batch in batches]
+@final
+class CalibrationInputs:
+    """A file's inputs of the first augmented training samples, so that the validation set stays unseen; made
+    anew whenever they are read. Of a model with a `Deployed.validation`."""
+
+    def __init__(self, data: Data, deployed: Deployed, seed: int) -> None:
+        assert deployed.validation is not None
+        self._data = data
+        self._validation = deployed.validation
+        self._sampler = Sampler(data.train_size, _batch_size(deployed), seed, epoch_order=data.epoch_order)
+
+    def __iter__(self) -> Iterator[Inputs]:
+        steps = -(-min(_CALIBRATION, self._data.train_size) // self._sampler.batch_size)
+        for batch in self._data.train_batches(self._sampler, range(steps)):
+            yield self._validation.inputs(batch)
 
 
 def judge(task: Task, data: Data, deployed: Deployed, file: Runner, picture: Path) -> tuple[Answers, Answers]:

@@ -17,6 +17,7 @@ detection).
 
   images      source=<file|folder|'pattern'> [out=predictions] [top=3]: lines, predictions.csv, contact sheets
   detection   source=<file|folder|'pattern'> [out=predictions] [score=0.25]: pictures with boxes, labels
+              source=<clip.mp4|rtsp://...|camera> [track=bytetrack]: a video with boxes, JSON lines
   text        [prompt='...'] [tokens=...] [temperature=...] [top_k=...] [seed=...]
   translation text='...' [beam=...]
 

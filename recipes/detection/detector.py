@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from ddptrain.api import derive_seed
+from ddptrain.api import UserError, derive_seed
 from ddptrain.recipes.detection.detections import Detections
 from ddptrain.recipes.detection.norms import check_norms
 
@@ -37,7 +38,7 @@ class Detector(nn.Module, ABC):
     def __init__(self, detector: nn.Module) -> None:
         super().__init__()
         self.detector = detector
-        self._norms_are_known = False
+        self._is_checked = False
 
     def forward(
         self,
@@ -52,6 +53,11 @@ class Detector(nn.Module, ABC):
         images: float32 (n, 3, H, W) in [0, 1]. boxes: (n, k, 4) in pixels. labels: int64 (n, k); -1 where
         there is no box. ids: int64 (n,), of the pictures; with the seed they decide on what is drawn.
         """
+        if isinstance(self, FSDPModule):
+            raise UserError(
+                "strategy: shards the model, whose parts this detector calls once a picture, so that ranks"
+                " would differ in how often they gather them. Use strategy=ddp."
+            )
         if not self.training:
             # under bf16 they would round their boxes to some pixels
             with torch.autocast(images.device.type, enabled=False):
@@ -59,9 +65,9 @@ class Detector(nn.Module, ABC):
         assert boxes is not None
         assert labels is not None
         assert ids is not None
-        if not self._norms_are_known:
+        if not self._is_checked:
             check_norms(self.detector)
-            self._norms_are_known = True
+            self._is_checked = True
         there = labels >= 0
         # sync points; such detectors pick out boxes and anchors by masks everywhere
         truths = [Truth(boxes[i][there[i]], labels[i][there[i]]) for i in range(len(images))]

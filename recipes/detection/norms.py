@@ -6,13 +6,14 @@ from torchvision.ops import FrozenBatchNorm2d
 from ddptrain.api import UserError
 
 
-def freeze_norms(module: nn.Module) -> None:
-    """Replace all BatchNorms by ones that keep statistics, scales and shifts, in place."""
+def freeze_norms(module: nn.Module, eps: float | None = None) -> None:
+    """Replace all BatchNorms by ones that keep statistics, scales and shifts, in place. eps: None keeps each
+    one's own."""
     for name, child in module.named_children():
         if isinstance(child, nn.BatchNorm2d):
-            setattr(module, name, FrozenBatchNorm2d(child.num_features, child.eps))
+            setattr(module, name, FrozenBatchNorm2d(child.num_features, child.eps if eps is None else eps))
         else:
-            freeze_norms(child)
+            freeze_norms(child, eps)
 
 
 def check_norms(module: nn.Module) -> None:

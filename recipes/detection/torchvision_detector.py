@@ -24,6 +24,8 @@ from ddptrain.recipes.detection.torchvision_dense import one_stage, two_stages
 
 Target = dict[str, Tensor]
 """What is on a picture, as torchvision has it."""
+_WITHOUT_EPS = ("fasterrcnn_resnet50_fpn", "retinanet_resnet50_fpn")
+"""Whose weights were trained with norms that divide by the deviation as it is."""
 _BEYOND_BOXES = ("keypointrcnn", "maskrcnn")
 """Families that learn keypoints and masks, too, which the data do not have."""
 
@@ -51,11 +53,12 @@ def torchvision_detector(
     the statistics, scales and shifts that ``init.weights`` brings, as is usual where a rank has few pictures.
     arguments: the model's own (``box_score_thresh``, ``box_nms_thresh``, ...). The weights are random.
     """
-    if not name.startswith("ssd"):
-        arguments = {"min_size": size, "max_size": size, **arguments}
+    for argument in arguments.keys() & {"min_size", "max_size"}:
+        raise UserError(f"model.{argument}: data.size says how large pictures are.")
+    squares = {} if name.startswith("ssd") else {"min_size": size, "max_size": size}
     try:
         detector = models.get_model(
-            name, weights=None, weights_backbone=None, num_classes=num_classes + 1, **arguments
+            name, weights=None, weights_backbone=None, num_classes=num_classes + 1, **squares, **arguments
         )
     except (TypeError, ValueError) as error:
         raise UserError(f"model.name={name}: can't be built so ({error}).") from error
@@ -65,7 +68,7 @@ def torchvision_detector(
         kind = type(detector).__name__
         raise UserError(f"model.{argument}: {kind} has no such argument.{did_you_mean(argument, known)}")
     if frozen_norm:
-        freeze_norms(detector)
+        freeze_norms(detector, eps=0.0 if name in _WITHOUT_EPS else None)
     return TorchvisionDetector(detector)
 
 
@@ -77,6 +80,9 @@ class TorchvisionDetector(Detector):
         super().__init__(detector)
         self.chooses = isinstance(detector, GeneralizedRCNN)
         """Those of two stages do, and only those."""
+        if self.chooses:
+            for part in (cast(Any, detector.rpn), cast(Any, detector.roi_heads)):
+                part.box_coder = _ExactBoxCoder(part.box_coder)
         self.overlap = float(cast(Any, detector.roi_heads if self.chooses else detector).nms_thresh)
 
     def losses(self, images: Tensor, truths: list[Truth]) -> Iterator[Callable[[], Losses]]:
@@ -113,10 +119,7 @@ def _losses_of_one_stage(
 ) -> Iterator[Callable[[], Losses]]:
     levels = list(features.values())
     # boxes are decoded in the precision that they come in
-    outputs = {
-        name: of.to(torch.promote_types(of.dtype, torch.float32))
-        for name, of in detector.head(levels).items()
-    }
+    outputs = {name: _exact(of) for name, of in detector.head(levels).items()}
     anchors = detector.anchor_generator(batch, levels)
 
     def losses(i: int) -> Losses:
@@ -143,3 +146,29 @@ def _as_detections(answer: Mapping[str, Tensor]) -> Detections:
     """torchvision's answer for a picture; its class 0 is the background."""
     seen = answer["labels"] > 0
     return Detections(answer["boxes"][seen], answer["scores"][seen], answer["labels"][seen] - 1)
+
+
+@final
+class _ExactBoxCoder:
+    """torchvision's coder; proposals, and what is learnt from them, are not rounded to bf16, which would be
+    some pixels."""
+
+    def __init__(self, coder: Any) -> None:
+        self._coder = coder
+
+    def encode(self, reference_boxes: list[Tensor], proposals: list[Tensor]) -> list[Tensor]:
+        codes: list[Tensor] = self._coder.encode(reference_boxes, proposals)
+        return codes
+
+    def decode(self, rel_codes: Tensor, boxes: list[Tensor]) -> Tensor:
+        decoded: Tensor = self._coder.decode(_exact(rel_codes), boxes)
+        return decoded
+
+    def decode_single(self, rel_codes: Tensor, boxes: Tensor) -> Tensor:
+        decoded: Tensor = self._coder.decode_single(_exact(rel_codes), boxes)
+        return decoded
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    """In float32, if it is of less."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -12,6 +12,7 @@ from torchvision.ops import box_convert
 
 from ddptrain.api import UserError
 from ddptrain.errors import reason
+from ddptrain.keys import did_you_mean
 from ddptrain.recipes.detection.detections import Detections, candidates
 from ddptrain.recipes.detection.detector import Detector, Losses, Truth
 from ddptrain.recipes.detection.norms import freeze_norms
@@ -37,15 +38,23 @@ def transformers_detector(
     if not name:
         raise UserError("model.name: name a detector of the Hugging Face hub, or a folder.")
     try:
-        config = AutoConfig.from_pretrained(name, num_labels=num_classes, **arguments)
+        config, unknown = AutoConfig.from_pretrained(
+            name, num_labels=num_classes, return_unused_kwargs=True, **arguments
+        )
         processor = AutoImageProcessor.from_pretrained(name)
         model = AutoModelForObjectDetection.from_config(config)
-    except (OSError, ValueError, TypeError) as error:  # not there; another kind of model; wrong arguments
+    except (
+        ImportError,
+        OSError,
+        ValueError,
+        TypeError,
+    ) as error:  # not there; another model; wrong arguments
         raise UserError(f"model.name={name}: can't be built ({reason(error)}).") from error
+    for argument in unknown:
+        near = did_you_mean(argument, config.to_dict())
+        raise UserError(f"model.{argument}: {type(config).__name__} has no such argument.{near}")
     if frozen_norm:
         freeze_norms(model)
-    # its checks of shapes are operators that ONNX lacks
-    os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
     normalises = bool(processor.do_normalize)
     mean, std = (processor.image_mean, processor.image_std) if normalises else ([0.0] * 3, [1.0] * 3)
     return TransformersDetector(model, num_classes, mean, std)
@@ -83,6 +92,8 @@ class TransformersDetector(Detector):
         return [Detections(*(of[:_MOST] for of in picture)) for picture in zip(*best, strict=True)]
 
     def dense(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_exporting():  # its checks of shapes are operators that ONNX lacks
+            os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
         answer = self.detector(pixel_values=self._normalised(images))
         boxes = box_convert(answer.pred_boxes.float(), "cxcywh", "xyxy") * _sides(images)
         logits = answer.logits.float()

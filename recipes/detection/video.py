@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -26,6 +27,8 @@ ENDINGS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".t
 _CAMERA = "/dev/video0"
 _USUAL_RATE = Fraction(30)
 """Frames a second, where a stream does not say."""
+_TICK = Fraction(1, 90_000)
+"""Seconds, in which a film counts."""
 _LEAST_TRACKED = 0.1
 """Score of detections that may go on with a track, though they are not sure enough to begin one."""
 _ONE_OBJECT = 0.7
@@ -37,6 +40,8 @@ Track = Literal["none", "bytetrack"]
 
 def names_video(source: str) -> bool:
     """Whether it names a video and not pictures."""
+    if Path(source).is_dir() or any(letter in source for letter in "*?["):
+        return False
     of_file = Path(source).suffix.lower() in ENDINGS
     return of_file or "://" in source or source == "camera" or source.startswith("/dev/video")
 
@@ -68,37 +73,38 @@ def filmed(
     name = Path(source).stem if Path(source).suffix else "camera"
     begun = told = time.perf_counter()
     count = 0
-    with (
-        av.open(str(out / f"{name}.mp4"), "w") as container,
-        (out / "detections.jsonl").open("w", encoding="utf-8") as lines,
-    ):
-        film = _Film(container, first.rate)
-        try:
+    try:
+        with (
+            av.open(str(out / f"{name}.mp4"), "w") as container,
+            (out / "detections.jsonl").open("w", encoding="utf-8") as lines,
+            closing(_Film(container, first.rate)) as film,
+        ):
             for frame in chain([first], frames):
                 image, placed = data.squared(frame.pixels)
                 [squared] = detect(image, least_score if tracks is None else min(least_score, _LEAST_TRACKED))
                 detected = within(placed.back(squared.boxes), squared, frame.pixels.shape[1:])
                 numbers = [_NO_TRACK] * len(detected.labels)
                 if tracks is not None:
-                    detected, numbers = tracks.update(detected)
+                    detected, numbers = tracks.update(detected, frame.time)
                 marks = ["" if number == _NO_TRACK else f"#{number}" for number in numbers]
-                film.add(annotated(frame.pixels, detected, data.classes, marks=marks))
+                film.add(annotated(frame.pixels, detected, data.classes, marks=marks), frame.time)
                 lines.write(json.dumps(_as_json(count, frame, detected, numbers, data.classes)) + "\n")
                 count += 1
                 if (now := time.perf_counter()) - told >= 1:
                     told = now
                     yield f"{source}: {count} frames, {count / (now - begun):.1f} frames/s\n"
-        finally:  # also at Ctrl-C: what there is can be looked at
-            film.end()
+    except (av.error.FFmpegError, OSError) as error:
+        raise UserError(f"out={out}: can't be written ({error.strerror}).") from error
     speed = count / (time.perf_counter() - begun)
     yield f"{out}: {name}.mp4 and detections.jsonl, {count} frames, {speed:.1f} frames/s"
 
 
 class _Frame(NamedTuple):
-    """pixels: uint8 (3, H, W). time: in seconds, None where it is not known. rate: frames a second."""
+    """pixels: uint8 (3, H, W), as they are to be seen. time: in seconds from the first frame on. rate: frames
+    a second."""
 
     pixels: Tensor
-    time: float | None
+    time: float
     rate: Fraction
 
 
@@ -109,7 +115,9 @@ def _frames(source: str) -> Iterator[_Frame]:
     address, form = (_CAMERA if source == "camera" else source), None
     if address.startswith("/dev/video"):
         form = "v4l2"
-    count = 0
+    elif Path(address).is_file():
+        address = f"file:{address}"  # a colon in its name is no protocol
+    count, begin, last = 0, 0.0, 0.0
     try:
         with av.open(address, format=form) as container:
             stream = next(iter(container.streams.video), None)
@@ -119,8 +127,15 @@ def _frames(source: str) -> Iterator[_Frame]:
             rate = stream.average_rate or _USUAL_RATE
             for frame in container.decode(stream):
                 pixels = torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
+                pixels = torch.rot90(pixels, frame.rotation // 90, (1, 2))  # as phones note it
+                if count == 0:
+                    begin = frame.time or 0.0
+                following = last + float(1 / rate)
+                # what follows has a later time, whatever the file says
+                at = following if frame.time is None or frame.time - begin <= last else frame.time - begin
+                last = at if count else 0.0
                 count += 1
-                yield _Frame(pixels, frame.time, rate)
+                yield _Frame(pixels, last, rate)
     except (av.error.FFmpegError, OSError) as error:
         if count == 0:
             raise UserError(f"source={source}: can't be read as a video ({error.strerror}).") from error
@@ -131,7 +146,8 @@ def _frames(source: str) -> Iterator[_Frame]:
 
 @final
 class _Film:
-    """A video that is written frame by frame, all of the first one's size."""
+    """A video that is written frame by frame, all of the first one's size. Closed also at Ctrl-C: what there
+    is can be looked at."""
 
     def __init__(self, container: Any, rate: Fraction) -> None:
         from av import codecs_available
@@ -140,10 +156,11 @@ class _Film:
         codec = "libx264" if "libx264" in codecs_available else "mpeg4"
         self._stream = container.add_stream(codec, rate=rate)
         self._stream.pix_fmt = "yuv420p"
+        self._stream.codec_context.time_base = _TICK
         self._size: list[int] | None = None
 
-    def add(self, pixels: Tensor) -> None:
-        """uint8 (3, H, W)"""
+    def add(self, pixels: Tensor, at: float) -> None:
+        """pixels: uint8 (3, H, W). at: seconds, more than before."""
         from av import VideoFrame
 
         if self._size is None:
@@ -152,9 +169,10 @@ class _Film:
         if list(pixels.shape[1:]) != self._size:
             pixels = functional.resize(pixels, self._size)
         frame = VideoFrame.from_ndarray(pixels.permute(1, 2, 0).contiguous().numpy(), format="rgb24")
+        frame.pts, frame.time_base = round(at / _TICK), _TICK
         self._container.mux(self._stream.encode(frame))
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self._size is not None:
             self._container.mux(self._stream.encode(None))
 
@@ -176,15 +194,17 @@ class _Tracks:
         )
         self._least_score = least_score
 
-    def update(self, detected: Detections) -> tuple[Detections, list[int]]:
-        """Those of a frame that are sure enough, or have a track, and each one's track."""
+    def update(self, detected: Detections, at: float) -> tuple[Detections, list[int]]:
+        """Those of a frame, ``at`` so many seconds, that are sure enough or have a track, and each one's
+        track."""
         import supervision
 
         # an object is of one class, the likeliest
         one_class = torch.zeros_like(detected.labels)
         kept = without_doubles(detected.boxes, detected.scores, one_class, _ONE_OBJECT)
         boxes, scores, labels = (of[kept].numpy() for of in detected)
-        found = self._tracker.update(supervision.Detections(xyxy=boxes, confidence=scores, class_id=labels))
+        given = supervision.Detections(xyxy=boxes, confidence=scores, class_id=labels)
+        found = self._tracker.update(given, timestamp=at)
         if not len(found):
             return Detections(*(of[:0] for of in detected)), []
         all_of = Detections(*map(torch.from_numpy, (found.xyxy, found.confidence, found.class_id)))

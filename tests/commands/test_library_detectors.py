@@ -102,6 +102,7 @@ def test_it_starts_from_the_librarys_weights(tmp_path: Path) -> None:
             "model.name=ssdlite320_mobilenet_v3_large +model.score_tresh=0.1",
             "model.score_tresh: SSD has no such argument. Did you mean score_thresh?",
         ),
+        ("model.name=fcos_resnet50_fpn +model.min_size=800", "model.min_size: data.size says how large"),
     ],
 )
 def test_a_mistake_is_one_message(words: str, said: str, tmp_path: Path) -> None:

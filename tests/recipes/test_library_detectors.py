@@ -156,6 +156,18 @@ def test_the_librarys_weights_fit() -> None:
     }
 
 
+def test_proposals_are_not_rounded(data: DetectionData, batch: Batch) -> None:
+    """Under bf16, which has 8 bits for a coordinate."""
+    detector = with_statistics(made(FAST[1], frozen_norm=True)).train()
+    detector.detector.rpn.register_forward_hook(lambda *of: proposals.extend(of[2][0]))
+    proposals: list[Tensor] = []
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = LibraryDetection(lambda **_: detector, data).loss(detector, batch, Progress(0, 0, 0.0))
+    assert loss.sum.isfinite()
+    assert [of.dtype for of in proposals] == [torch.float32] * 3
+    assert any(not torch.equal(of, of.bfloat16().float()) for of in proposals)
+
+
 def test_frozen_norms_of_random_weights_are_refused(data: DetectionData, batch: Batch) -> None:
     detector = made(FAST[0], frozen_norm=True).train()
     with pytest.raises(UserError, match=r"model\.frozen_norm=true: the norms have no statistics"):

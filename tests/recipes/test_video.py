@@ -1,6 +1,7 @@
 """Boxes on a video: its frames, as they are written, and which of them are one object."""
 
 import json
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -151,6 +152,26 @@ def test_a_video_that_is_cut_or_changes_its_size(data: DetectionData, tmp_path: 
         with av.open(str(tmp_path / f"{name}/{name}.mp4")) as film:
             sizes = {(frame.width, frame.height) for frame in film.decode(video=0)}
         assert sizes == {(WIDTH, HEIGHT)}
+
+
+def test_a_video_of_a_phone_is_turned(data: DetectionData, tmp_path: Path) -> None:
+    """Its header says by how much: here by 90 degrees clockwise, so that the left comes to lie above."""
+    clip = tmp_path / "clip.mp4"
+    write_clip(clip, torch.tensor([[[0, 0, 40, 20.0]]] * 3))
+    content = clip.read_bytes()
+    as_it_is = struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
+    place = content.index(as_it_is, content.index(b"tkhd"))
+    turned = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, HEIGHT << 16, 0, 1 << 30)
+    clip.write_bytes(content[:place] + turned + content[place + len(turned) :])
+    nothing = [torch.zeros(0, 5)] * 3
+    list(filmed(detector(nothing), data, str(clip), tmp_path / "out", 0.25, "none"))
+    with av.open(str(tmp_path / "out/clip.mp4")) as film:
+        [first, *_] = film.decode(video=0)
+    pixels = torch.from_numpy(first.to_ndarray(format="rgb24"))
+    assert pixels.shape == (WIDTH, HEIGHT, 3)
+    bright = (pixels[..., 1] > 160).nonzero()
+    assert bright.amin(0).tolist() == pytest.approx([0, HEIGHT - 20], abs=2)
+    assert bright.amax(0).tolist() == pytest.approx([39, HEIGHT - 1], abs=2)
 
 
 @pytest.mark.parametrize(

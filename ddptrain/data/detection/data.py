@@ -241,9 +241,11 @@ class DetectionData(Data):
         placed = letterbox(sizes, self.size).of(0)
         inner = fitted(sizes, self.size)[0].tolist()
         scaled = picture if list(picture.shape[1:]) == inner else functional.resize(picture, inner)
-        square = in_square(scaled, placed, self.size).to(self._facts.device)
+        device = self._facts.device
+        square = in_square(scaled, placed, self.size).to(device)
         memory = torch.channels_last if self._channels_last else torch.contiguous_format
-        return square[None].to(torch.float32, memory_format=memory) / 255, placed
+        images = square[None].to(torch.float32, memory_format=memory) / 255
+        return images, Letterbox(placed.scale.to(device), placed.corner.to(device))
 
     def preview(self) -> Tensor:
         """The first 16 training samples as epoch 0 shows them, with their boxes."""
