@@ -119,7 +119,7 @@ def test_choices_of_a_group(group: str, folder: Path) -> None:
         ("predict run=runs/cnn/one so", ["source="]),
         ("evaluate run=runs/cnn/one optim.e", ["optim.eps="]),
         ("evaluate rec", []),
-        ("export format=", ["format=onnx ", "format=pt2 "]),
+        ("export format=", ["format=onnx ", "format=openvino ", "format=pt2 "]),
         ("checkpoint v", ["verify "]),
         ("checkpoint convert run=x o", ["out="]),
         ("prove w", ["world "]),

@@ -27,7 +27,7 @@ from ddptrain.data.images.source import Split
 from ddptrain.data.pictures import fitted
 from ddptrain.engine.saved_checkpoint import sealed
 from ddptrain.errors import ExitCode, UserError
-from ddptrain.run import export
+from ddptrain.run.file_formats import FORMATS
 from ddptrain.verbs.main import main
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -346,9 +346,9 @@ class Counts(nn.Module):
 
 def test_a_model_that_counts_its_samples_is_refused_for_any_number(tmp_path: Path) -> None:
     deployed = Deployed(Counts(), (torch.ones(2, 3, 4, 4),), ("images",), ("logits",), any_batch=True)
-    for write in (export._write_pt2, export._write_onnx):
+    for form in FORMATS.values():
         with pytest.raises(UserError, match=r"Counts computes in a way .* batch=1"):
-            write(deployed, tmp_path / "model")
+            form.write(deployed, tmp_path / "model", "fp32", ())
         assert not (tmp_path / "model").exists()
 
 
@@ -360,6 +360,7 @@ def test_a_batch_may_be_fixed(digits: Path, tmp_path: Path, refused: Refused) ->
     assert refused(digits, "export run=run format=pt2 batch=0").startswith("batch=0: must be 1")
 
 
+@pytest.mark.long
 def test_a_model_is_not_written_where_its_metadata_goes(
     digits: Path, tmp_path: Path, refused: Refused
 ) -> None:

@@ -23,6 +23,7 @@ def drawn() -> DrawnScenes:
     return DrawnScenes(train=40, valid=12, size=64)
 
 
+@pytest.mark.long
 def test_boxes_are_those_of_the_set_in_the_order_of_the_blocks(drawn: DrawnScenes, tmp_path: Path) -> None:
     list(DetectionData(drawn, DetectionAugment(), size=64).write(tmp_path / "set", "stream", 0.02))
     opened = drawn.open(tmp_path)

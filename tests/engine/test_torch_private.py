@@ -71,6 +71,7 @@ def run(script: str, *words: str, cwd: Path) -> str:
     return ended.stdout.strip()
 
 
+@pytest.mark.long
 def test_without_the_compiler_the_bits_are_the_same(tmp_path: Path) -> None:
     words = [f"--config-dir={FAULTY}", "recipe=faulty", "device=cpu", "train.steps=6"]
     losses = []

@@ -49,19 +49,22 @@ def on_gpus(gpus: int, *words: str | Path, **settings: str) -> Done:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, "Future[Done]"]]:
-    """Everything that is run, two at a time from the first test on: each takes one core."""
+    """What is run by more than one test, once, when it is first asked for."""
     folder, cases = tmp_path_factory.mktemp("fake-gpu"), HERE / "cases.py"
-    for name in ("quick-2", "captured-1", "captured-2"):
-        (folder / name).mkdir()
+    words = {
+        "quick-2": (2, *TORCHRUN, cases, folder / "quick-2", "quick:2"),
+        "captured-2": (2, *TORCHRUN, cases, folder / "captured-2", "captured quick:1"),
+        "captured-1": (2, cases, folder / "captured-1", "captured quick:1"),
+    }
+
+    class Started(dict[str, "Future[Done]"]):
+        def __missing__(self, name: str) -> "Future[Done]":
+            (folder / name).mkdir()
+            self[name] = pool.submit(on_gpus, *words[name])
+            return self[name]
+
     with ThreadPoolExecutor(2) as pool:
-        started = {
-            "quick-2": pool.submit(on_gpus, 2, *TORCHRUN, cases, folder / "quick-2", "quick:2"),
-            "captured-2": pool.submit(
-                on_gpus, 2, *TORCHRUN, cases, folder / "captured-2", "captured quick:1"
-            ),
-            "captured-1": pool.submit(on_gpus, 2, cases, folder / "captured-1", "captured quick:1"),
-        }
-        yield started
+        yield Started()
         pool.shutdown(cancel_futures=True)
 
 

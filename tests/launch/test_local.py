@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from running import FAULTY
 from shell import RANK_VARIABLES
 
@@ -22,6 +23,7 @@ def local(cwd: Path, *words: str, **variables: str) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_nproc_says_how_many_ranks(tmp_path: Path) -> None:
     ended = local(tmp_path, "train.steps=5", NPROC="2")
     assert ended.returncode == 0, ended.stderr
