@@ -210,6 +210,7 @@ class Between(Classify):
         loss = super().loss(model, batch, progress)
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, Traffic):
+                gc.collect()  # what only waits for it is not held
                 noted.append(mode.live())
         return loss
 

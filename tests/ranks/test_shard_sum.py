@@ -226,7 +226,10 @@ def highest(world: World, shards: int | None) -> tuple[int, int]:
     return most, sum(parameter.nbytes for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("size", "shards"), [(2, 4), (2, 2), (4, 4), (4, 8)])
+@pytest.mark.parametrize(
+    ("size", "shards"),
+    [(2, 4), (2, 2), *(pytest.param(4, shards, marks=pytest.mark.long) for shards in (4, 8))],
+)
 def test_memory_is_that_of_ddp_and_a_bucket(size: int, shards: int) -> None:
     """With one partial sum at a time: up to two shards a rank."""
     fast = run_ranks(lambda world: highest(world, None), size)
