@@ -7,8 +7,9 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,9 +61,55 @@ def _onnx(deployed: Deployed, target: Path, precision: Precision, calibration: I
     try:
         import onnx
         import onnxruntime
+    except ImportError as error:
+        raise _without(error, "onnx") from error
+    _write_onnx(deployed, target)
+    if deployed.metadata:
+        written = onnx.load(target)
+        onnx.helper.set_model_props(written, {_PROPERTY: json.dumps(deployed.metadata)})
+        onnx.save(written, target)
+    session = onnxruntime.InferenceSession(str(target), providers=["CPUExecutionProvider"])
+    return lambda inputs: [torch.from_numpy(value) for value in session.run(None, _named(deployed, inputs))]
+
+
+def _openvino(
+    deployed: Deployed, target: Path, precision: Precision, calibration: Iterable[Inputs]
+) -> Runner:
+    """By way of ONNX: OpenVINO reads torch's own programs, but not their suppression of doubles."""
+    os.environ.setdefault("NNCF_CI", "1")  # or it sends usage data
+    try:
+        import openvino
+
+        if precision == "int8":
+            import nncf
+    except ImportError as error:
+        raise _without(error, "openvino") from error
+    with tempfile.TemporaryDirectory() as folder:
+        _write_onnx(deployed, Path(folder) / "model.onnx")
+        model = openvino.Core().read_model(Path(folder) / "model.onnx")
+        if precision == "int8":
+            nncf.set_log_level(logging.ERROR)
+            examples = nncf.Dataset(calibration, partial(_named, deployed))
+            with contextlib.redirect_stdout(io.StringIO()):  # its progress bars
+                model = nncf.quantize(model, examples)
+        if deployed.metadata:
+            model.set_rt_info(json.dumps(deployed.metadata), [_PROPERTY])
+        openvino.save_model(model, target, compress_to_fp16=precision == "fp16")
+    # or some processors would compute in half precision
+    compiled = openvino.compile_model(target, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+
+    def run(inputs: Inputs) -> list[Tensor]:
+        answers = compiled(_named(deployed, inputs))
+        return [torch.from_numpy(answers[i].copy()) for i in range(len(deployed.output_names))]
+
+    return run
+
+
+def _write_onnx(deployed: Deployed, target: Path) -> None:
+    try:
         import onnxscript  # noqa: F401  torch.onnx.export needs it, and says so in a traceback
     except ImportError as error:
-        raise UserError(f"export: format=onnx needs {error.name}: pip install 'ddptrain[onnx]'") from error
+        raise _without(error, "onnx") from error
     torch.onnx.export(
         _traced(deployed),
         f=target,
@@ -72,55 +119,15 @@ def _onnx(deployed: Deployed, target: Path, precision: Precision, calibration: I
         external_data=False,
         verbose=False,
     )
-    if deployed.metadata:
-        written = onnx.load(target)
-        onnx.helper.set_model_props(written, {_PROPERTY: json.dumps(deployed.metadata)})
-        onnx.save(written, target)
-    session = onnxruntime.InferenceSession(str(target), providers=["CPUExecutionProvider"])
-
-    def run(inputs: Inputs) -> list[Tensor]:
-        fed = {name: of.numpy() for name, of in zip(deployed.input_names, inputs, strict=True)}
-        return [torch.from_numpy(value) for value in session.run(None, fed)]
-
-    return run
 
 
-def _openvino(
-    deployed: Deployed, target: Path, precision: Precision, calibration: Iterable[Inputs]
-) -> Runner:
-    """By way of ONNX: OpenVINO reads torch's own programs, but not their suppression of doubles."""
-    os.environ.setdefault("NNCF_CI", "1")  # or it sends usage data
-    try:
-        import nncf
-        import openvino
-    except ImportError as error:
-        raise UserError(
-            f"export: format=openvino needs {error.name}: pip install 'ddptrain[openvino]'"
-        ) from error
-    with tempfile.TemporaryDirectory() as folder:
-        _onnx(deployed, Path(folder) / "model.onnx", "fp32", ())
-        model = openvino.Core().read_model(Path(folder) / "model.onnx")
-        if precision == "int8":
-            nncf.set_log_level(logging.ERROR)
-            named = nncf.Dataset(
-                calibration,
-                lambda inputs: {
-                    name: of.numpy() for name, of in zip(deployed.input_names, inputs, strict=True)
-                },
-            )
-            with contextlib.redirect_stdout(io.StringIO()):  # its progress bars
-                model = nncf.quantize(model, named)
-        if deployed.metadata:
-            model.set_rt_info(json.dumps(deployed.metadata), [_PROPERTY])
-        openvino.save_model(model, target, compress_to_fp16=precision == "fp16")
-    # or some processors would compute in half precision
-    compiled = openvino.compile_model(target, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+def _named(deployed: Deployed, inputs: Inputs) -> dict[str, Any]:
+    """NumPy's arrays, by the names of the file's inputs."""
+    return {name: of.numpy() for name, of in zip(deployed.input_names, inputs, strict=True)}
 
-    def run(inputs: Inputs) -> list[Tensor]:
-        answers = compiled([of.numpy() for of in inputs])
-        return [torch.from_numpy(answers[i].copy()) for i in range(len(deployed.output_names))]
 
-    return run
+def _without(error: ImportError, form: str) -> UserError:
+    return UserError(f"export: format={form} needs {error.name}: pip install 'ddptrain[{form}]'")
 
 
 FORMATS = {

@@ -62,10 +62,10 @@ def judge(task: Task, data: Data, deployed: Deployed, file: Runner, picture: Pat
     drawn: list[Tensor] = []
     with torch.no_grad():
         for slot, batch in enumerate(data.valid_batches(chunks)):
-            outputs = []
+            inputs, outputs = validation.inputs(batch), []
             for i, run in enumerate(runners):
                 begun = time.perf_counter()
-                outputs.append(_on_all(run, validation.inputs(batch), None if deployed.any_batch else size))
+                outputs.append(_on_all(run, inputs, None if deployed.any_batch else size))
                 seconds[i] += time.perf_counter() - begun
                 for name, value in validation.evaluate(outputs[-1], batch).items():
                     totals[i].add(slot, name, value)

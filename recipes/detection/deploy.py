@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from ddptrain.api import Deployed, Rows, UserError, Validation
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
-from ddptrain.recipes.detection.detections import Detections, candidates, without_doubles
+from ddptrain.recipes.detection.detections import MOST, Detections, candidates, chosen, suppressed
 from ddptrain.recipes.detection.draw import annotated
 from ddptrain.recipes.detection.errors import SCORE
 from ddptrain.recipes.detection.reports import rows_of
 
 _RECTANGLES = 12
 """On the example picture."""
-_MOST = 100
-"""Detections of a picture that COCO's metrics count."""
 _TIE = 1e-5
 """Scores that differ by less are equal but for rounding."""
 
@@ -77,11 +75,8 @@ class _Validation(Validation):
         if len(outputs) == 1:
             listed = [rows[rows[:, 4] > 0] for rows in outputs[0]]
             return [Detections(rows[:, :4], rows[:, 4], rows[:, 5].long()) for rows in listed]
-        pictures = []
-        for boxes, scores, labels in zip(*candidates(outputs[0], outputs[1]), strict=True):
-            kept = without_doubles(boxes, scores, labels, self._overlap)[:_MOST]
-            pictures.append(Detections(boxes[kept], scores[kept], labels[kept]))
-        return pictures
+        boxes, scores = outputs
+        return suppressed(boxes, scores, 0.0, self._overlap, MOST)
 
 
 @final
@@ -117,11 +112,9 @@ class _Listed(nn.Module):
     def _listed(self, boxes: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
         # a fixed number of rows, kept ones marked by their score: shapes that depend on what is seen would
         # have to be handled by every program that runs this
-        kept = without_doubles(boxes, scores, labels, self._suppress.overlap)
-        marks = torch.zeros_like(scores).scatter(0, kept, torch.ones_like(kept, dtype=scores.dtype))
-        score = torch.where(scores >= self._suppress.least_score, scores * marks, 0.0)
-        most = self._suppress.most
-        best, index = score.topk(min(most, len(score)))
+        least, most = self._suppress.least_score, self._suppress.most
+        best, index = chosen(boxes, scores, labels, self._suppress.overlap, most)
+        best = torch.where(best >= least, best, 0.0)
         rows = torch.cat([boxes[index], best[:, None], labels[index, None].to(best.dtype)], dim=1)
         return nn.functional.pad(rows * (best > 0)[:, None], (0, 0, 0, most - len(best)))
 

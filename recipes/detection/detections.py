@@ -8,6 +8,8 @@ from torchvision.ops import nms
 
 _CANDIDATES = 1000
 """Best answers of a picture that go into the suppression of doubles."""
+MOST = 100
+"""Detections of a picture that COCO's metrics count."""
 
 
 class Detections(NamedTuple):
@@ -45,3 +47,26 @@ def without_doubles(boxes: Tensor, scores: Tensor, labels: Tensor, overlap: floa
     boxes = boxes - boxes.min()
     kept: Tensor = nms(boxes + labels[:, None] * (boxes.max() + 1), scores, overlap)
     return kept
+
+
+def suppressed(
+    boxes: Tensor, scores: Tensor, least_score: float, overlap: float, most: int
+) -> list[Detections]:
+    """Each picture's answers without doubles. boxes, scores: as `candidates` has them. most: per picture."""
+    best = candidates(boxes, scores)
+    counts = (best.scores >= least_score).sum(1).tolist()  # a sync point; one more a picture in nms
+    pictures = []
+    for count, *of in zip(counts, *best, strict=True):
+        own_boxes, own_scores, labels = (each[:count] for each in of)  # the surest come first
+        kept = without_doubles(own_boxes, own_scores, labels, overlap)[:most]
+        pictures.append(Detections(own_boxes[kept], own_scores[kept], labels[kept]))
+    return pictures
+
+
+def chosen(boxes: Tensor, scores: Tensor, labels: Tensor, overlap: float, most: int) -> tuple[Tensor, Tensor]:
+    """Scores and indices of the surest of (d, 4) boxes without doubles, of a number that does not depend on
+    what is seen, as a file needs it: min(most, d). Scores are 0 below the last."""
+    kept = without_doubles(boxes, scores, labels, overlap)
+    marks = torch.zeros_like(scores).scatter(0, kept, torch.ones_like(kept, dtype=scores.dtype))
+    best, index = (scores * marks).topk(min(most, len(scores)))
+    return best, index

@@ -13,7 +13,7 @@ from torchvision.models.detection.retinanet import RetinaNet
 from torchvision.ops import clip_boxes_to_image, roi_align
 from torchvision.ops.poolers import LevelMapper
 
-from ddptrain.recipes.detection.detections import without_doubles
+from ddptrain.recipes.detection.detections import chosen
 
 
 def one_stage(detector: Any, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def _of_boxes(detector: Any, features: Mapping[str, Tensor], image: Tensor) -> t
     heads = detector.roi_heads
     pooled = _pooled(heads.box_roi_pool, features, proposals, image.shape[-1])
     logits, codes = heads.box_predictor(heads.box_head(pooled))
-    boxes = heads.box_coder.decode(codes.float(), [proposals])  # (a, classes + 1, 4)
+    boxes = heads.box_coder.decode(codes, [proposals])  # (a, classes + 1, 4)
     scores = logits.float().softmax(-1)[:, 1:] * known[:, None]
     return clip_boxes_to_image(boxes[:, 1:], _size(image)), scores
 
@@ -88,7 +88,7 @@ def _proposals(detector: Any, features: list[Tensor], image: Tensor) -> tuple[Te
     ):
         # (1, A, H, W) and (1, 4 A, H, W): in the order of the anchors
         flat = logits[0].permute(1, 2, 0).flatten().float()
-        code = code[0].unflatten(0, (-1, 4)).permute(2, 3, 0, 1).flatten(0, 2).float()
+        code = code[0].unflatten(0, (-1, 4)).permute(2, 3, 0, 1).flatten(0, 2)
         best, index = flat.topk(min(rpn.pre_nms_top_n(), len(flat)))
         boxes.append(rpn.box_coder.decode_single(code[index], of_anchors[index]))
         scores.append(best.sigmoid())
@@ -97,9 +97,7 @@ def _proposals(detector: Any, features: list[Tensor], image: Tensor) -> tuple[Te
     sides = box[:, 2:] - box[:, :2]
     large = (sides >= rpn.min_size).all(1)
     score = torch.where(large, torch.cat(scores), 0.0)
-    kept = without_doubles(box, score, torch.cat(levels), rpn.nms_thresh)
-    marks = torch.zeros_like(score).scatter(0, kept, torch.ones_like(kept, dtype=score.dtype))
-    best, index = (score * marks).topk(min(rpn.post_nms_top_n(), len(score)))
+    best, index = chosen(box, score, torch.cat(levels), rpn.nms_thresh, rpn.post_nms_top_n())
     return box[index], (best > 0).float()
 
 

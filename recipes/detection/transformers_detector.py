@@ -13,12 +13,9 @@ from torchvision.ops import box_convert
 from ddptrain.api import UserError
 from ddptrain.errors import reason
 from ddptrain.keys import did_you_mean
-from ddptrain.recipes.detection.detections import Detections, candidates
+from ddptrain.recipes.detection.detections import MOST, Detections, candidates
 from ddptrain.recipes.detection.detector import Detector, Losses, Truth
 from ddptrain.recipes.detection.norms import freeze_norms
-
-_MOST = 100
-"""Boxes of a picture, as many as COCO's metrics look at."""
 
 
 def transformers_detector(
@@ -43,12 +40,8 @@ def transformers_detector(
         )
         processor = AutoImageProcessor.from_pretrained(name)
         model = AutoModelForObjectDetection.from_config(config)
-    except (
-        ImportError,
-        OSError,
-        ValueError,
-        TypeError,
-    ) as error:  # not there; another model; wrong arguments
+    # not there, another kind of model, a package that it needs, or wrong values
+    except (ImportError, OSError, ValueError, TypeError) as error:
         raise UserError(f"model.name={name}: can't be built ({reason(error)}).") from error
     for argument in unknown:
         near = did_you_mean(argument, config.to_dict())
@@ -89,7 +82,7 @@ class TransformersDetector(Detector):
 
     def detections(self, images: Tensor) -> list[Detections]:
         best = candidates(*self.dense(images))
-        return [Detections(*(of[:_MOST] for of in picture)) for picture in zip(*best, strict=True)]
+        return [Detections(*(of[:MOST] for of in picture)) for picture in zip(*best, strict=True)]
 
     def dense(self, images: Tensor) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_exporting():  # its checks of shapes are operators that ONNX lacks

@@ -117,7 +117,7 @@ def _frames(source: str) -> Iterator[_Frame]:
         form = "v4l2"
     elif Path(address).is_file():
         address = f"file:{address}"  # a colon in its name is no protocol
-    count, begin, last = 0, 0.0, 0.0
+    count, begin, elapsed = 0, 0.0, 0.0
     try:
         with av.open(address, format=form) as container:
             stream = next(iter(container.streams.video), None)
@@ -130,12 +130,11 @@ def _frames(source: str) -> Iterator[_Frame]:
                 pixels = torch.rot90(pixels, frame.rotation // 90, (1, 2))  # as phones note it
                 if count == 0:
                     begin = frame.time or 0.0
-                following = last + float(1 / rate)
-                # what follows has a later time, whatever the file says
-                at = following if frame.time is None or frame.time - begin <= last else frame.time - begin
-                last = at if count else 0.0
+                else:  # what follows has a later time, whatever the file says
+                    known = elapsed if frame.time is None else frame.time - begin
+                    elapsed = known if known > elapsed else elapsed + float(1 / rate)
                 count += 1
-                yield _Frame(pixels, last, rate)
+                yield _Frame(pixels, elapsed, rate)
     except (av.error.FFmpegError, OSError) as error:
         if count == 0:
             raise UserError(f"source={source}: can't be read as a video ({error.strerror}).") from error

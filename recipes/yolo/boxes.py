@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddptrain.recipes.detection.detections import Detections, candidates, without_doubles
+from ddptrain.recipes.detection.detections import Detections, suppressed
 from ddptrain.recipes.yolo.model import Raw
 
 _EPS = 1e-7
@@ -91,14 +91,7 @@ def detections(raw: Raw, least_score: float, overlap: float, most: int) -> list[
 
     overlap: IoU in [0, 1] above which the less sure of two boxes of one class is a double. most: per picture.
     """
-    best = candidates(decoded(raw), raw.classes.float().sigmoid())
-    counts = (best.scores >= least_score).sum(1).tolist()  # a sync point; one more a picture in nms
-    pictures = []
-    for count, *of in zip(counts, *best, strict=True):
-        boxes, scores, labels = (each[:count] for each in of)  # the surest come first
-        kept = without_doubles(boxes, scores, labels, overlap)[:most]
-        pictures.append(Detections(boxes[kept], scores[kept], labels[kept]))
-    return pictures
+    return suppressed(decoded(raw), raw.classes.float().sigmoid(), least_score, overlap, most)
 
 
 def class_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from ddptrain.api import Deployed, Figure, Loss, Progress, Report, Rows, Task, U
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.recipes.detection.deploy import Suppression, deployed
-from ddptrain.recipes.detection.detections import Detections
+from ddptrain.recipes.detection.detections import MOST, Detections
 from ddptrain.recipes.detection.reports import Reports
 from ddptrain.recipes.detection.video import Track
 from ddptrain.recipes.outputs import check_outputs
@@ -139,7 +139,7 @@ class Detection(Task):
         return raw
 
     def _detect(self, model: nn.Module, images: Tensor, least_score: float) -> list[Detections]:
-        return detections(self._checked(model(images), model), least_score, self._overlap, most=100)
+        return detections(self._checked(model(images), model), least_score, self._overlap, MOST)
 
     def _scaled(self, images: Tensor, boxes: Tensor, progress: Progress) -> tuple[Tensor, Tensor]:
         """The batch at this step's scale, the same on every rank and in every micro-batch."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from torchvision.ops import box_iou, complete_box_iou_loss
 
 from ddptrain.data.detection.letterbox import letterbox
+from ddptrain.recipes.detection.detections import candidates
 from ddptrain.recipes.yolo.boxes import (
     boxes_at,
-    candidates,
     decoded,
     detections,
     distance_loss,
