@@ -31,6 +31,8 @@ def deployed(
     """
     if batch < 1:
         raise UserError(f"batch={batch}: must be 1 or more.")
+    if data.rectangular:
+        raise UserError("data.rectangular=true: an exported file takes squares. Add data.rectangular=false.")
     module = dense if suppress is None else _Listed(dense, suppress)
     names = ("boxes", "scores") if suppress is None else ("detections",)
     difference = (

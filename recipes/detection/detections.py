@@ -42,6 +42,8 @@ def without_doubles(boxes: Tensor, scores: Tensor, labels: Tensor, overlap: floa
     less sure of two boxes of one class is a double."""
     if len(boxes) == 0:
         return labels
+    if overlap == 1:  # nothing overlaps by more, and an exported file needs no NMS operator
+        return scores.argsort(descending=True, stable=True)
     # classes are kept apart by moving their boxes; torchvision's batched_nms does it from coordinate 0 on
     # only, and waits for a number that it copies to the device
     boxes = boxes - boxes.min()

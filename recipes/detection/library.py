@@ -28,6 +28,8 @@ class LibraryDetection(Task):
     higher_is_better = True
 
     def __init__(self, model: Callable[..., Detector], data: DetectionData) -> None:
+        if data.rectangular:
+            raise UserError("data.rectangular=true: is for model=yolo. Use data.rectangular=false.")
         self._model = model
         self._data = data
         self._reports = Reports(data, _detect)

@@ -24,7 +24,7 @@ def predicted(
     detect: Callable[[Tensor], Sequence[Detections]], data: DetectionData, source: str, out: Path
 ) -> Iterator[str]:
     """A line for each picture that ``source`` names: a file, a folder (with those below), or a pattern.
-    detect: gives each picture's detections of a batch of squares.
+    detect: gives each picture's detections of a batch of pictures.
 
     Under ``out``: ``pictures/`` with the boxes drawn in, ``labels/`` as YOLO's text files, and
     ``predictions.json`` as COCO's instances JSON with a score for each box.

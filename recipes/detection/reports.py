@@ -29,7 +29,7 @@ class Reports:
     """A detector's metrics, figures and predictions.
 
     detect: called with a model in evaluation mode, a batch's images and the least score; gives each picture's
-    detections, in pixels of its square.
+    detections, in pixels of its canvas.
     """
 
     def __init__(

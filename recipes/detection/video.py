@@ -60,7 +60,7 @@ def filmed(
     its number, its time in seconds, and its objects with class, score, box (x1, y1, x2, y2 in pixels) and the
     number of their track, null where they have none (yet).
 
-    detect: gives each picture's detections of a batch of squares and a least score.
+    detect: gives each picture's detections of a batch of pictures and a least score.
     """
     try:
         import av
@@ -80,9 +80,9 @@ def filmed(
             closing(_Film(container, first.rate)) as film,
         ):
             for frame in chain([first], frames):
-                image, placed = data.squared(frame.pixels)
-                [squared] = detect(image, least_score if tracks is None else min(least_score, _LEAST_TRACKED))
-                detected = within(placed.back(squared.boxes), squared, frame.pixels.shape[1:])
+                image, placed = data.model_input(frame.pixels)
+                [seen] = detect(image, least_score if tracks is None else min(least_score, _LEAST_TRACKED))
+                detected = within(placed.back(seen.boxes), seen, frame.pixels.shape[1:])
                 numbers = [_NO_TRACK] * len(detected.labels)
                 if tracks is not None:
                     detected, numbers = tracks.update(detected, frame.time)

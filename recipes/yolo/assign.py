@@ -55,9 +55,11 @@ class TaskAligned:
         strides: Tensor,
         boxes: Tensor,
         labels: Tensor,
+        one_to_one: bool = False,
     ) -> Assigned:
         """scores: (n, a, classes) in [0, 1]. predicted: (n, a, 4) boxes. points: (a, 2). strides: (a,).
         boxes: (n, k, 4) true ones. labels: int64 (n, k), -1 in rows without an object. All in pixels.
+        one_to_one: of the anchors that an object was given only the best aligned one learns it.
         """
         n, a, _ = scores.shape
         k = labels.shape[1]
@@ -79,6 +81,9 @@ class TaskAligned:
         wants = torch.where(taken & (overlap == fit.gather(1, at).view_as(overlap)), own, k)
         target = labels.new_full((n, a), k).scatter_reduce(1, at, wants.flatten(1), "amin")
         mine = taken & (target.gather(1, at).view_as(own) == own)
+        if one_to_one:
+            best_of_own = (alignment * mine).argmax(2, keepdim=True)
+            mine = mine & torch.zeros_like(mine).scatter_(2, best_of_own, True)
         alignment, overlap = alignment * mine, overlap * mine
         share = alignment / alignment.amax(2, keepdim=True).clamp(min=torch.finfo(alignment.dtype).tiny)
         weight = (share * overlap.amax(2, keepdim=True)).flatten(1)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddptrain.recipes.detection.detections import Detections, suppressed
-from ddptrain.recipes.yolo.model import Raw
+from ddptrain.recipes.yolo.model import Dual, Raw
 
 _EPS = 1e-7
 """Added to what is divided by."""
@@ -108,5 +108,6 @@ class Dense(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        raw = self.model(images)
+        outputs: Raw | Dual = self.model(images)
+        raw = outputs.one_to_one if isinstance(outputs, Dual) else outputs
         return decoded(raw), raw.classes.float().sigmoid()

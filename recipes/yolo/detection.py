@@ -26,7 +26,7 @@ from ddptrain.recipes.yolo.boxes import (
     distances_from,
     expected_distances,
 )
-from ddptrain.recipes.yolo.model import STRIDES, Raw
+from ddptrain.recipes.yolo.model import STRIDES, Dual, Raw
 
 _COARSEST = STRIDES[-1]
 
@@ -76,25 +76,49 @@ class Detection(Task):
 
     def loss(self, model: nn.Module, batch: Batch, progress: Progress) -> Loss:
         """Every term is added over anchors, weighted by the score they should give, and divided by the sum of
-        those weights over the whole global batch: how many anchors learn an object differs between ranks."""
+        those weights over the whole global batch: how many anchors learn an object differs between ranks.
+
+        A second head's terms are divided by the first one's weights, several for an object, and multiplied by
+        ``assigner.most`` to make up for it.
+        """
         images, true = self._scaled(batch.images, batch.boxes, progress)
         if len(images) == 1 and images.shape[-1] == _COARSEST:
             raise UserError(
                 f"data.size={_COARSEST}: the coarsest map of a single picture has one cell, and BatchNorm"
                 " needs more than one value. Use a larger data.size, train.batch_size or train.micro_batch."
             )
-        raw = self._checked(model(images), model)
+        outputs: Raw | Dual = model(images)
+        raw = outputs.one_to_many if isinstance(outputs, Dual) else outputs
+        assert raw is not None, "a loss needs the model in training mode"
+        self._check(raw, model)
+        sums, count = self._losses(raw, true, batch.labels)
+        total = self._total(sums)
+        if isinstance(outputs, Dual):
+            second, _ = self._losses(outputs.one_to_one, true, batch.labels, one_to_one=True)
+            sums["one_to_one"] = self._assigner.most * self._total(second)
+            total = total + sums["one_to_one"]
+        return Loss(total, count, sums)
+
+    def _total(self, sums: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack([gain * sums[name] for name, gain in self._gains.items()]).sum()
+
+    def _losses(
+        self, raw: Raw, true: Tensor, labels: Tensor, one_to_one: bool = False
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """One head's three sums, and the sum of its weights. true: (n, k, 4) boxes. labels: (n, k)."""
         logits, scores = raw.distances.float(), raw.classes.float()
         # DataParallel lays what its replicas say of the anchors, all the same, one below the other
         points, strides = (of[: logits.shape[1]] for of in (raw.points, raw.strides))
         stride = strides[:, None]
         distances = expected_distances(logits) * stride
         boxes = boxes_at(points, distances.detach())
-        assigned = self._assigner(scores.detach().sigmoid(), boxes, points, strides, true, batch.labels)
+        assigned = self._assigner(
+            scores.detach().sigmoid(), boxes, points, strides, true, labels, one_to_one=one_to_one
+        )
         weight, learnt = assigned.weight, (assigned.weight > 0)[..., None]
         # dense, with each anchor's cell where nothing is to be learnt: picking those out would wait for the
         # device. Also in place of what is seen there: a box without sides may have a NaN as its gradient
-        goal, label = _of_objects(true, batch.labels, assigned.target)
+        goal, label = _of_objects(true, labels, assigned.target)
         goal = torch.where(learnt, distances_from(points, goal), stride / 2)
         distances = torch.where(learnt, distances, stride / 2)
         goals = torch.zeros_like(scores).scatter_(2, label.clamp(min=0)[..., None], weight[..., None])
@@ -103,8 +127,7 @@ class Detection(Task):
             "distance": (distance_loss(logits, goal / stride).mean(-1) * weight).sum(),
             "classes": class_loss(scores, goals),
         }
-        total = torch.stack([self._gains[name] * value for name, value in sums.items()]).sum()
-        return Loss(total, weight.sum(), sums)
+        return sums, weight.sum()
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
         return self._reports.evaluate(model, batch)
@@ -129,17 +152,24 @@ class Detection(Task):
         self, model: nn.Module, nms: bool = False, batch: int = 1, score: float = 0.25, most: int = 100
     ) -> Deployed:
         """With ``nms`` at most ``most`` boxes a picture, of ``score`` or more, else all that is said."""
-        suppress = Suppression(score, self._overlap, most) if nms else None
-        whole: Deployed = deployed(Dense(model), self._data, batch, self._overlap, suppress)
+        with torch.no_grad():
+            _, overlap = self._answers(model(torch.zeros(1, 3, self._data.size, self._data.size)))
+        suppress = Suppression(score, overlap, most) if nms else None
+        whole: Deployed = deployed(Dense(model), self._data, batch, overlap, suppress)
         return whole
 
-    def _checked(self, raw: Raw, model: nn.Module) -> Raw:
+    def _check(self, raw: Raw, model: nn.Module) -> None:
         """Raises UserError where the model has more or fewer outputs than there are classes."""
         check_outputs(raw.classes, len(self._data.classes), model, "classes", "(n, anchors, classes)")
-        return raw
 
     def _detect(self, model: nn.Module, images: Tensor, least_score: float) -> list[Detections]:
-        return detections(self._checked(model(images), model), least_score, self._overlap, MOST)
+        raw, overlap = self._answers(model(images))
+        self._check(raw, model)
+        return detections(raw, least_score, overlap, MOST)
+
+    def _answers(self, outputs: Raw | Dual) -> tuple[Raw, float]:
+        """What an evaluation takes, and the IoU above which there are doubles in it."""
+        return (outputs.one_to_one, 1.0) if isinstance(outputs, Dual) else (outputs, self._overlap)
 
     def _scaled(self, images: Tensor, boxes: Tensor, progress: Progress) -> tuple[Tensor, Tensor]:
         """The batch at this step's scale, the same on every rank and in every micro-batch."""

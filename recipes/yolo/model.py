@@ -34,6 +34,15 @@ class Raw(NamedTuple):
     """float32 (a,): pixels."""
 
 
+class Dual(NamedTuple):
+    """The outputs of two heads (Wang et al.: YOLOv10, arXiv 2405.14458, section 3.1)."""
+
+    one_to_many: Raw | None
+    """Several anchors find an object; None in evaluation."""
+    one_to_one: Raw
+    """One anchor finds an object, so that there are no doubles."""
+
+
 @final
 class Yolo(nn.Module):
     """An anchor-free one-stage detector.
@@ -41,10 +50,19 @@ class Yolo(nn.Module):
     size: n, s or m, in width and depth. bins: how many distances, 0 to bins - 1 strides, the box regression
     weighs (see `ddptrain.recipes.yolo.boxes`). Strides 8, 16 and 32, joined top-down and bottom-up (Liu et
     al.: path aggregation, arXiv 1803.01534); boxes and classes by branches of their own (Ge et al.: YOLOX,
-    arXiv 2107.08430).
+    arXiv 2107.08430). one_to_one: with a second head, that finds an object once. The rest of the network
+    gets the gradients of the first head alone. head: whose outputs an evaluation gets; ``auto`` takes the
+    second one's, if there is one.
     """
 
-    def __init__(self, num_classes: int, size: Literal["n", "s", "m"] = "n", bins: int = 16) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        size: Literal["n", "s", "m"] = "n",
+        bins: int = 16,
+        one_to_one: bool = False,
+        head: Literal["auto", "one_to_many"] = "auto",
+    ) -> None:
         super().__init__()
         if bins < 2:
             raise UserError(f"model.bins={bins}: must be 2 or more.")
@@ -61,13 +79,14 @@ class Yolo(nn.Module):
         self.up_16 = CspBlock(three + four, four, depth, False)
         self.shrink_16 = ConvBlock(four, four, 3, 2)
         self.up_32 = CspBlock(four + five, five, depth, False)
-        self.heads = nn.ModuleList(
-            _Head(channels, num_classes, bins, box_width=max(16, three // 4, 4 * bins))
-            for channels in (three, four, five)
-        )
+        widths = (three, four, five)
+        self.heads = _heads(widths, num_classes, bins)
+        self.one_to_one_heads = _heads(widths, num_classes, bins) if one_to_one else None
+        self._head = head
 
-    def forward(self, images: Tensor) -> Raw:
-        """images: float (n, 3, H, W) in [0, 1]; H and W are multiples of 32."""
+    def forward(self, images: Tensor) -> Raw | Dual:
+        """images: float (n, 3, H, W) in [0, 1]; H and W are multiples of 32. `Dual` where there are two
+        heads, but for an evaluation of the first."""
         at_8 = self.to_8(self.stem(images))
         at_16 = self.to_16(at_8)
         at_32 = self.top(self.to_32(at_16))
@@ -75,10 +94,25 @@ class Yolo(nn.Module):
         at_8 = self.down_8(torch.cat([_doubled(at_16), at_8], dim=1))
         at_16 = self.up_16(torch.cat([self.shrink_8(at_8), at_16], dim=1))
         at_32 = self.up_32(torch.cat([self.shrink_16(at_16), at_32], dim=1))
-        outputs = [head(x) for head, x in zip(self.heads, (at_8, at_16, at_32), strict=True)]
-        distances, classes = (torch.cat(of, dim=1) for of in zip(*outputs, strict=True))
-        points, strides = anchors(images.shape[-2], images.shape[-1], images.device)
-        return Raw(distances, classes, points, strides)
+        maps = (at_8, at_16, at_32)
+        grid = anchors(images.shape[-2], images.shape[-1], images.device)
+        if self.one_to_one_heads is None or (self._head == "one_to_many" and not self.training):
+            return _outputs(self.heads, maps, grid)
+        many = _outputs(self.heads, maps, grid) if self.training else None
+        return Dual(many, _outputs(self.one_to_one_heads, [x.detach() for x in maps], grid))
+
+
+def _heads(widths: Sequence[int], num_classes: int, bins: int) -> nn.ModuleList:
+    """One for each map. widths: the maps' channels."""
+    box_width = max(16, widths[0] // 4, 4 * bins)
+    return nn.ModuleList(_Head(channels, num_classes, bins, box_width) for channels in widths)
+
+
+def _outputs(heads: nn.ModuleList, maps: Sequence[Tensor], grid: tuple[Tensor, Tensor]) -> Raw:
+    """grid: as `anchors` gives it."""
+    outputs = [head(x) for head, x in zip(heads, maps, strict=True)]
+    distances, classes = (torch.cat(of, dim=1) for of in zip(*outputs, strict=True))
+    return Raw(distances, classes, *grid)
 
 
 @final

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from scenes import Oblong
 from torch import Tensor
 
 from ddptrain.api.sampler import Sampler
@@ -18,8 +19,9 @@ from ddptrain.data.detection.batch import Batch, Sample, coloured, stacked
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes, draw_scenes
 from ddptrain.data.detection.letterbox import GREY, letterbox
-from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects, Scenes
+from ddptrain.data.detection.source import Scenes
 from ddptrain.data.images.shapes import DISTANCES
+from ddptrain.errors import UserError
 
 PLAIN = dict.fromkeys(DetectionAugment.__dataclass_fields__, 0.0)
 """An augmentation that does nothing."""
@@ -225,6 +227,74 @@ def test_mosaics_are_a_share_of_the_samples_until_they_end() -> None:
         assert all(augment.tiles(drawn(i), i, range(500), progress) == [i] for i in range(500))
 
 
+def test_a_share_of_the_samples_is_combined_with_another_until_mosaics_end() -> None:
+    augment = DetectionAugment(mixup=0.3, copy_paste=0.2, mosaic_until=0.8)
+    draws = [drawn(i) for i in range(1000)]
+    partners = [augment.partner(of, range(10, 500), 0.79) for of in draws]
+    combined = [i for i, partner in enumerate(partners) if partner is not None]
+    assert 450 < len(combined) < 550
+    assert len({partners[i] for i in combined}) > 200
+    assert all(partner is None or 10 <= partner < 500 for partner in partners)
+    one, other = painted(SIDE, SIDE, 0, 2), painted(SIDE, SIDE, 3, 0)
+    changed = [not torch.equal(augment.combined(one, other, draws[i]).pixels, one.pixels) for i in combined]
+    assert 250 < sum(changed) < 350, "the blends: the other has nothing to paste"
+    for progress in (0.8, 0.99):
+        assert all(augment.partner(of, range(500), progress) is None for of in draws)
+    with pytest.raises(UserError, match=r"mixup=0.6 data.augment.copy_paste=0.5: .* at most 1 together"):
+        DetectionAugment(mixup=0.6, copy_paste=0.5)
+
+
+def test_a_blend_is_the_mean_of_two_with_the_objects_of_both() -> None:
+    one, other = painted(SIDE, SIDE, 0, 2), painted(SIDE, SIDE, 3, 1)
+    pixels, boxes, labels = DetectionAugment(mixup=1.0).combined(one, other, drawn(0))
+    assert labels.tolist() == [0, 1, 3]
+    assert torch.equal(boxes, torch.cat([one.boxes, other.boxes]))
+    assert pixels.dtype == torch.uint8
+    assert (pixels - (one.pixels.double() + other.pixels.double()) / 2).abs().max() <= 0.5
+
+
+places = st.integers(0, 400).map(lambda q: q / 4)
+lengths = st.integers(8, 200).map(lambda q: q / 4)
+
+
+def on_the_picture(found: list[tuple[float, ...]]) -> Tensor:
+    boxes = [[x, y, min(x + w, SIDE), min(y + h, SIDE)] for x, y, w, h in found]
+    return torch.tensor(boxes).view(-1, 4)
+
+
+some_boxes = st.lists(st.tuples(places, places, lengths, lengths), max_size=5).map(on_the_picture)
+
+
+def noise(boxes: Tensor, first: int, draw: torch.Generator) -> BoxedImage:
+    pixels = torch.randint(256, (3, SIDE, SIDE), generator=draw).to(torch.uint8)
+    return BoxedImage(pixels, boxes, first + torch.arange(len(boxes)))
+
+
+@settings(deadline=None, max_examples=80)
+@given(some_boxes, some_boxes, st.integers(0, 2**20))
+def test_pasted_objects_hide_little_and_nothing_else_changes(own: Tensor, its: Tensor, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    one, other = noise(own, 0, draw), noise(its, 100, draw)
+    pixels, boxes, labels = DetectionAugment(copy_paste=1.0).combined(one, other, drawn(0))
+    expected, there, names = one.pixels.clone(), own.tolist(), list(range(len(own)))
+    hidden = [0.0] * len(own)
+    for i, (x1, y1, x2, y2) in enumerate(its.round().long().tolist()):
+        after = [
+            before + max(0.0, min(b[2], x2) - max(b[0], x1)) * max(0.0, min(b[3], y2) - max(b[1], y1))
+            / ((b[2] - b[0]) * (b[3] - b[1]))
+            for before, b in zip(hidden, own.tolist(), strict=True)
+        ]  # fmt: skip
+        assume(all(abs(share - 0.3) > 1e-5 for share in after))
+        if max(after, default=0.0) <= 0.3:
+            hidden = after
+            expected[:, y1:y2, x1:x2] = other.pixels[:, y1:y2, x1:x2]
+            there.append([x1, y1, x2, y2])
+            names.append(100 + i)
+    assert torch.equal(pixels, expected)
+    assert boxes.tolist() == there
+    assert labels.tolist() == names
+
+
 def test_colours_turn_saturate_and_scale() -> None:
     def colours(**changes: float) -> Tensor:
         augment = DetectionAugment(**PLAIN | changes)
@@ -248,32 +318,11 @@ def test_colours_turn_saturate_and_scale() -> None:
         torch.testing.assert_close(images, (batch.images / 255 * values[0, 0, 0]).clamp(0, 1))
 
 
-class Oblong(DetectionSource):
-    """Noise, higher or wider than a square; a crowd on one, nothing on another."""
-
-    def __init__(self, height: int, width: int) -> None:
-        self._size, self.name = (height, width), "test"
-
-    def open(self, root: Path) -> DetectionSet:
-        generator = torch.Generator().manual_seed(1)
-        parts = []
-        for n in (10, 4):
-            images = torch.randint(256, (n, 3, *self._size), generator=generator).to(torch.uint8)
-            most = torch.tensor(self._size[::-1]) / 2
-            objects = []
-            for k in range(n):
-                corner, size = (torch.rand(k % 4, 2, generator=generator) * most for _ in range(2))
-                labels, crowd = torch.arange(k % 4) % 2, torch.arange(k % 4) == k - 3
-                objects.append(Objects(torch.cat([corner, corner + size + 1], dim=1), labels, crowd))
-            parts.append(ArrayScenes(images, objects, [str(i) for i in range(n)]))
-        return DetectionSet(parts[0], parts[1], ("a", "b"))
-
-
 def loaded(
     resident: bool = True, workers: int = 0, size: tuple[int, int] = (45, 70), ranks: int = 1, rank: int = 0
 ) -> tuple[DetectionData, list[Batch]]:
     """The training batches of steps 2 to 7 of 8, over an epoch's end; mosaics end at step 4."""
-    augment = DetectionAugment(mosaic=0.5, mosaic_until=0.5, degrees=5.0)
+    augment = DetectionAugment(mosaic=0.5, mosaic_until=0.5, degrees=5.0, mixup=0.3, copy_paste=0.3)
     data = DetectionData(Oblong(*size), augment, size=64, resident=resident, workers=workers)
     data.prepare(World(), seed=4)
     sampler = Sampler(data.train_size, 6, seed=4, rank=rank, world_size=ranks)

@@ -3,6 +3,7 @@ model's metrics the same to the last digit."""
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,12 @@ def check_alike(make: Make, tmp_path: Path, lr: float) -> None:
             assert difference < 1e-5, f"{size} ranks, micro-batches of {micro_batch}: {difference}"
 
 
-def test_ranks_and_accumulation_do_not_change_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("one_to_one", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_ranks_and_accumulation_do_not_change_the_weights(tmp_path: Path, one_to_one: bool) -> None:
     """Pictures differ in how many anchors learn something, so ranks do: a mean of the ranks' means would be
     another training."""
-    check_alike(lambda: detector(batchnorm=False, multi_scale=0.5), tmp_path, lr=0.01)
+    make = partial(detector, batchnorm=False, multi_scale=0.5, one_to_one=one_to_one)
+    check_alike(make, tmp_path, lr=0.01)
 
 
 @pytest.mark.long
@@ -114,8 +117,8 @@ def test_one_model_is_judged_alike_on_any_world(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_killed_training_ends_with_the_same_bits(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(("size", "one_to_one"), [(1, False), (1, True), (2, False)])
+def test_a_killed_training_ends_with_the_same_bits(tmp_path: Path, size: int, one_to_one: bool) -> None:
     """Across the end of the mosaic, with multi-scale, an average and warm-up on."""
 
     def run(folder: Path, stop_at: int | None) -> dict[str, Any]:
@@ -124,9 +127,8 @@ def test_a_killed_training_ends_with_the_same_bits(tmp_path: Path, size: int) ->
             fit = Fit(
                 plan(12, save_every=3), optim=ADAMW, sched=lr_schedule(name="cosine", warmup=0.2), ema=0.9
             )
-            state, _ = fit.train(
-                *detector(multi_scale=0.5), world, folder, stop_at if world.is_first else None
-            )
+            made = detector(multi_scale=0.5, one_to_one=one_to_one)
+            state, _ = fit.train(*made, world, folder, stop_at if world.is_first else None)
             return state.state_dict()
 
         return run_ranks(rank, size, timeout=250)[0]

@@ -19,14 +19,15 @@ META = torch.device("meta")
 TASKS = [name for name in RECIPES if name not in ("yolo_coco", "yolo_custom", "detection")]
 
 
-@pytest.mark.parametrize("recipe", TASKS)
+@pytest.mark.parametrize("recipe", [*TASKS, "yolo_shapes model.one_to_one=true"])
 def test_neither_loss_nor_evaluation_waits_for_the_device(recipe: str, tmp_path: Path) -> None:
-    config, task, data = made(recipe, tmp_path)
+    name, *words = recipe.split()
+    config, task, data = made(name, tmp_path, *words)
     model = make_model(config, task, META).train()
     [batch] = data.train_batches(Sampler(data.train_size, 4, seed=0), range(1))
     task.loss(model, to_device(batch, META), Progress(0, 0, 0.0)).sum.backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-    if recipe == "yolo_shapes":  # only the device knows how many boxes a suppression of doubles leaves
+    if name == "yolo_shapes":  # only the device knows how many boxes a suppression of doubles leaves
         return
     [batch] = data.valid_batches([range(2)])
     with torch.inference_mode():

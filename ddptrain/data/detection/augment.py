@@ -1,4 +1,5 @@
-"""Mosaic, turn, zoom, flip and colours: what happens to a training picture and its boxes.
+"""Mosaic, turn, zoom, flip, blends, pasted objects and colours: what happens to a training picture and its
+boxes.
 
 All of it follows from (seed, epoch, sample index) and from whether the mosaic is still on. Geometry is done
 to one picture at a time by torchvision's functions, which carry the boxes along; colours to a whole batch, on
@@ -20,6 +21,8 @@ from ddptrain.errors import UserError
 _RGB_TO_YIQ = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 _YIQ_TO_RGB = torch.linalg.inv(_RGB_TO_YIQ)
 _LEAST_SIDE = 2.0  # Pixels below which what is left of a cut-off box is dropped
+_MOST_HIDDEN = 0.3
+"""Share of an object's box that pasted ones may hide."""
 
 
 class BoxedImage(NamedTuple):
@@ -52,6 +55,8 @@ class BoxDraws(NamedTuple):
     hue: float
     saturation: float
     value: float
+    combine: float
+    partner: float
 
     @classmethod
     def drawn(cls) -> "BoxDraws":
@@ -74,6 +79,10 @@ class DetectionAugment:
     horizontal_flip, vertical_flip: shares of samples.
     hue (share of a full turn), saturation, value: most relative change of the colours.
     keep: a box that is cut off to less than this share of its area is dropped.
+    mixup: share of samples that are the mean of two (Zhang et al., arXiv 1710.09412; of detectors YOLOX,
+    arXiv 2107.08430). copy_paste: share into which the objects of another picture are pasted, with what else
+    is in their boxes, where they hide little (Dwibedi et al.: cut, paste and learn, arXiv 1708.01642). Both
+    until ``mosaic_until``.
     """
 
     mosaic: float = 1.0
@@ -88,6 +97,8 @@ class DetectionAugment:
     saturation: float = 0.7
     value: float = 0.4
     keep: float = 0.2
+    mixup: float = 0.0
+    copy_paste: float = 0.0
 
     def __post_init__(self) -> None:
         most = {"zoom": 0.5, "shift": 0.5, "degrees": 180.0, "shear": 60.0}
@@ -95,6 +106,11 @@ class DetectionAugment:
             value, bound = getattr(self, name), most.get(name, 1.0)
             if not 0 <= value <= bound:
                 raise UserError(f"data.augment.{name}={value}: must be in [0, {bound:g}].")
+        if self.mixup + self.copy_paste > 1:
+            raise UserError(
+                f"data.augment.mixup={self.mixup} data.augment.copy_paste={self.copy_paste}: are shares of"
+                " the samples, at most 1 together. Lower one of them."
+            )
 
     def tiles(self, draws: BoxDraws, sample: int, near: range, progress: float) -> list[int]:
         """Which pictures make a sample: itself, or itself and three more, out of ``near``."""
@@ -133,6 +149,20 @@ class DetectionAugment:
         plain = boxes.as_subclass(Tensor).clamp(0, size)
         kept = (_areas(plain) >= self.keep * whole) & (_sides(plain).amin(1) >= _LEAST_SIDE)
         return BoxedImage(pixels, plain[kept], labels[kept])
+
+    def partner(self, draws: BoxDraws, near: range, progress: float) -> int | None:
+        """Which picture, out of ``near``, a sample is combined with, if any."""
+        if progress >= self.mosaic_until or draws.combine >= self.mixup + self.copy_paste:
+            return None
+        return near[int(len(near) * draws.partner)]
+
+    def combined(self, image: BoxedImage, other: BoxedImage, draws: BoxDraws) -> BoxedImage:
+        """Two of one size, blended, or with the other's objects pasted into the first."""
+        if draws.combine >= self.mixup:
+            return _pasted(image, other)
+        blend = (image.pixels.int() + other.pixels).div(2, rounding_mode="floor").to(torch.uint8)
+        boxes = torch.cat([image.boxes, other.boxes])
+        return BoxedImage(blend, boxes, torch.cat([image.labels, other.labels]))
 
     def colours(self, draws: BoxDraws) -> Tensor:
         """float32 (3, 3): what a sample's RGB values are multiplied by.
@@ -173,6 +203,22 @@ class DetectionAugment:
             canvas[:, y1:y2, x1:x2] = tile.pixels[:, y1 - top : y2 - top, x1 - left : x2 - left]
             boxes.append(tile.boxes + torch.tensor([left, top, left, top]))
         return BoxedImage(canvas, torch.cat(boxes), torch.cat([tile.labels for tile in tiles]))
+
+
+def _pasted(image: BoxedImage, other: BoxedImage) -> BoxedImage:
+    pixels, boxes, labels = image.pixels.clone(), [image.boxes], [image.labels]
+    hidden = torch.zeros(len(image.boxes))  # share of each, at most
+    for box, label in zip(other.boxes.round(), other.labels, strict=True):
+        shared = torch.minimum(image.boxes[:, 2:], box[2:]) - torch.maximum(image.boxes[:, :2], box[:2])
+        hidden_then = hidden + shared.clamp(min=0).prod(1) / _areas(image.boxes)
+        if (hidden_then > _MOST_HIDDEN).any():
+            continue
+        hidden = hidden_then
+        x1, y1, x2, y2 = box.long().tolist()
+        pixels[:, y1:y2, x1:x2] = other.pixels[:, y1:y2, x1:x2]
+        boxes.append(box[None])
+        labels.append(label[None])
+    return BoxedImage(pixels, torch.cat(boxes), torch.cat(labels))
 
 
 def _sides(boxes: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ NOTHING = -1
 
 
 class Sample(NamedTuple):
-    """One picture in its square."""
+    """One picture on its canvas."""
 
     image: BoxedImage
     colours: Tensor
@@ -24,12 +24,13 @@ class Sample(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """n pictures in squares of one size, with room for k boxes each."""
+    """n pictures on canvases of one size, with room for k boxes each. Squares, but where an evaluation is
+    `DetectionData.rectangular`."""
 
     images: Tensor
-    """float32 (n, 3, size, size) in [0, 1]; uint8 until it is on the device."""
+    """float32 (n, 3, H, W) in [0, 1]; uint8 until it is on the device. H, W: multiples of 32."""
     boxes: Tensor
-    """float32 (n, k, 4) x1, y1, x2, y2 in pixels of the square; zeros below a picture's last box."""
+    """float32 (n, k, 4) x1, y1, x2, y2 in pixels of the canvas; zeros below a picture's last box."""
     labels: Tensor
     """int64 (n, k); -1 below a picture's last box."""
     colours: Tensor
@@ -37,7 +38,7 @@ class Batch(NamedTuple):
     ids: Tensor
     """int64 (n,): which pictures of their part of the set."""
     placed: Letterbox
-    """Where each picture lies in its square; of validation pictures only."""
+    """Where each picture lies on its canvas; of validation pictures only."""
 
 
 def stacked(samples: Sequence[Sample]) -> Batch:

@@ -18,7 +18,16 @@ from ddptrain.data.agreement import note_checkpoints_own
 from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.batch import Batch, coloured, stacked
 from ddptrain.data.detection.check import write_check
-from ddptrain.data.detection.letterbox import GREY, Letterbox, fitted, in_square, letterbox
+from ddptrain.data.detection.letterbox import (
+    COARSEST,
+    GREY,
+    Letterbox,
+    Shape,
+    canvases,
+    fitted,
+    in_canvas,
+    letterbox,
+)
 from ddptrain.data.detection.samples import BoxedPictures, BoxTransform, decoded_bytes
 from ddptrain.data.detection.source import DetectionSet, DetectionSource, Scenes
 from ddptrain.data.detection.write import write_coco, write_yolo
@@ -29,7 +38,6 @@ from ddptrain.data.workers import check_workers, spare_cores
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
-_COARSEST = 32  # Pixels of the coarsest stride; a picture's side is a multiple of it
 _LARGEST_AUTO = 640
 _RESIDENT = 2 * 2**30  # Bytes up to which ``resident=auto`` keeps the decoded pictures in a node's memory
 _LARGEST = 4096
@@ -60,6 +68,8 @@ class DetectionData(Data):
     are put, a multiple of 32; ``auto`` takes the median of the pictures' longer sides, 640 at most. resident:
     keep the decoded pictures in memory; ``auto`` if they are small enough. workers: loader processes of a
     rank; ``auto`` by the cores at hand, and none where the training itself needs them (on a CPU).
+    rectangular: validation pictures are put in the smallest rectangle that holds all of them, those of a
+    prediction each in its own, in place of squares.
     """
 
     def __init__(
@@ -71,11 +81,12 @@ class DetectionData(Data):
         resident: bool | Literal["auto"] = "auto",
         workers: int | Literal["auto"] = "auto",
         channels_last: bool = True,
+        rectangular: bool = False,
     ) -> None:
         check_workers(workers)
-        if size != "auto" and (not _COARSEST <= size <= _LARGEST or size % _COARSEST):
+        if size != "auto" and (not COARSEST <= size <= _LARGEST or size % COARSEST):
             raise UserError(
-                f"data.size={size}: must be a multiple of {_COARSEST} pixels, at most {_LARGEST}, or auto."
+                f"data.size={size}: must be a multiple of {COARSEST} pixels, at most {_LARGEST}, or auto."
             )
         self._source = source
         self._augment = augment
@@ -84,6 +95,7 @@ class DetectionData(Data):
         self._resident = resident
         self._asked_workers = workers
         self._channels_last = channels_last
+        self.rectangular = rectangular
         self._known: _Known | None = None
         self._prepared: _Prepared | None = None
 
@@ -100,8 +112,8 @@ class DetectionData(Data):
         resident = decoded * world.local_size <= _RESIDENT if self._resident == "auto" else self._resident
         spare = 0 if world.device.type == "cpu" else spare_cores(world)
         workers = spare if self._asked_workers == "auto" else self._asked_workers
-        train = self._samples(opened.train, size, resident, seed)
-        valid = self._samples(opened.valid, size, resident)
+        train = self._samples(opened.train, size, resident, "square", seed)
+        valid = self._samples(opened.valid, size, resident, "common" if self.rectangular else "square")
         pipeline = Pipeline(train, valid, workers, world.device, self._on_device, resident)
         self._known = _Known(tuple(opened.classes), size, world.device)
         self._prepared = _Prepared(opened, pipeline, decoded, seed)
@@ -110,11 +122,13 @@ class DetectionData(Data):
         if self._asked_size != "auto":
             return self._asked_size
         # the smallest multiple of 32 that holds the median of the longer sides
-        usual = -(-int(opened.train.sizes.amax(1).median()) // _COARSEST) * _COARSEST
+        usual = -(-int(opened.train.sizes.amax(1).median()) // COARSEST) * COARSEST
         return min(usual, _LARGEST_AUTO)
 
-    def _samples(self, scenes: Scenes, size: int, resident: bool, seed: int | None = None) -> Samples:
-        pictures = BoxedPictures(scenes, size, resident)
+    def _samples(
+        self, scenes: Scenes, size: int, resident: bool, shape: Shape, seed: int | None = None
+    ) -> Samples:
+        pictures = BoxedPictures(scenes, size, resident, shape)
         return Samples(pictures, BoxTransform(size, self._augment), stacked, seed, scenes.stream)
 
     @property
@@ -126,6 +140,10 @@ class DetectionData(Data):
     def _facts(self) -> _Known:
         assert self._known is not None, "prepare or load_metadata comes first"
         return self._known
+
+    @property
+    def _own_shape(self) -> Shape:
+        return "own" if self.rectangular else "square"
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -227,24 +245,25 @@ class DetectionData(Data):
         return self._ready.pipeline.valid_batches(chunks)
 
     def batches_of(self, scenes: Scenes) -> Iterator[Batch]:
-        """Any pictures, one at a time, as the validation's are seen."""
-        samples = self._samples(scenes, self.size, resident=False)
+        """Any pictures, one at a time, scaled as the validation's are."""
+        samples = self._samples(scenes, self.size, False, self._own_shape)
         pipeline = Pipeline(samples, samples, 0, self._facts.device, self._on_device)
         return pipeline.valid_batches([range(i, i + 1) for i in range(len(scenes))])
 
-    def squared(self, picture: Tensor) -> tuple[Tensor, Letterbox]:
-        """uint8 (3, H, W) -> the model's input, float32 (1, 3, size, size) on the device, as the validation's
-        are made, and where the picture lies in it."""
+    def model_input(self, picture: Tensor) -> tuple[Tensor, Letterbox]:
+        """uint8 (3, h, w) -> the model's input, float32 (1, 3, H, W) on the device, scaled as the
+        validation's are, and where the picture lies in it."""
         from torchvision.transforms.v2 import functional
 
         sizes = torch.tensor([picture.shape[1:]])
-        placed = letterbox(sizes, self.size).of(0)
+        canvas = canvases(sizes, self.size, self._own_shape)
+        placed = letterbox(sizes, self.size, canvas).of(0)
         inner = fitted(sizes, self.size)[0].tolist()
         scaled = picture if list(picture.shape[1:]) == inner else functional.resize(picture, inner)
         device = self._facts.device
-        square = in_square(scaled, placed, self.size).to(device)
+        filled = in_canvas(scaled, placed, canvas[0]).to(device)
         memory = torch.channels_last if self._channels_last else torch.contiguous_format
-        images = square[None].to(torch.float32, memory_format=memory) / 255
+        images = filled[None].to(torch.float32, memory_format=memory) / 255
         return images, Letterbox(placed.scale.to(device), placed.corner.to(device))
 
     def preview(self) -> Tensor:
@@ -262,9 +281,13 @@ class DetectionData(Data):
         opened, pipeline, decoded, _ = self._ready
         boxes = sum(map(len, opened.train.objects))
         where = f"in memory ({decoded / 2**20:.0f} MiB)" if pipeline.in_memory else "read from disk"
+        sides = f"{self.size}x{self.size}"
+        if self.rectangular:
+            height, width = canvases(opened.valid.sizes, self.size, "common")[0].tolist()
+            sides += f" (valid {width}x{height})"
         return (
             f"{self._source.name}: {self.train_size:,} train with {boxes:,} boxes, {self.valid_size:,}"
-            f" valid, {len(self.classes)} classes, {self.size}x{self.size}, {where},"
+            f" valid, {len(self.classes)} classes, {sides}, {where},"
             f" {pipeline.workers} workers{in_words(opened.skipped)}"
         )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ddptrain.data.detection.augment import BoxDraws, BoxedImage, DetectionAugment
 from ddptrain.data.detection.batch import Sample
-from ddptrain.data.detection.letterbox import Letterbox, fitted, in_square, letterbox
+from ddptrain.data.detection.letterbox import Letterbox, Shape, canvases, fitted, in_canvas, letterbox
 from ddptrain.data.detection.source import Objects, PackedObjects, Scenes
 from ddptrain.data.stream.samples import neighbours
 from ddptrain.data.workers import AS_IT_IS, Key
@@ -51,11 +51,12 @@ def decoded_bytes(scenes: Scenes, size: int) -> int:
 
 @final
 class BoxedPictures:
-    """Pictures at the size they are trained at, not yet in their squares, with their boxes: the source of
-    `ddptrain.data.pipeline`. resident: as `ScaledPictures` has it."""
+    """Pictures at the size they are trained at, not yet on their canvases, with their boxes: the source of
+    `ddptrain.data.pipeline`. resident: as `ScaledPictures` has it. shape: of an evaluation's canvases."""
 
-    def __init__(self, scenes: Scenes, size: int, resident: bool) -> None:
-        self.placed = letterbox(scenes.sizes, size)
+    def __init__(self, scenes: Scenes, size: int, resident: bool, shape: Shape) -> None:
+        self.canvases = canvases(scenes.sizes, size, shape)
+        self.placed = letterbox(scenes.sizes, size, self.canvases)
         self.stream = scenes.stream
         self._pictures = ScaledPictures(scenes, size, resident)
         self._objects = _to_learn(scenes.objects, self.placed)
@@ -70,7 +71,7 @@ class BoxedPictures:
 
 @final
 class BoxTransform:
-    """Into a square: as it is, or augmented."""
+    """As it is onto its canvas, or augmented into a square."""
 
     def __init__(self, size: int, augment: DetectionAugment) -> None:
         self._size = size
@@ -79,17 +80,22 @@ class BoxTransform:
     def __call__(self, source: BoxedPictures, key: Key) -> Sample:
         placed = source.placed.of(key.sample)
         if key.epoch == AS_IT_IS:
-            image = self._letterboxed(source[key.sample], placed)
+            image = _letterboxed(source[key.sample], placed, source.canvases[key.sample])
             return Sample(image, torch.eye(3), key.sample, placed)
         draws = BoxDraws.drawn()
         near = neighbours(source.stream, key.sample, len(source))
         tiles = self._augment.tiles(draws, key.sample, near, key.progress)
         image = self._augment.apply([source[tile] for tile in tiles], draws, self._size)
+        partner = self._augment.partner(draws, near, key.progress)
+        if partner is not None:
+            other = self._augment.apply([source[partner]], BoxDraws.drawn(), self._size)
+            image = self._augment.combined(image, other, draws)
         return Sample(image, self._augment.colours(draws), key.sample, placed)
 
-    def _letterboxed(self, scaled_image: BoxedImage, placed: Letterbox) -> BoxedImage:
-        boxes = scaled_image.boxes + placed.corner.repeat(2)
-        return scaled_image._replace(pixels=in_square(scaled_image.pixels, placed, self._size), boxes=boxes)
+
+def _letterboxed(scaled_image: BoxedImage, placed: Letterbox, canvas: Tensor) -> BoxedImage:
+    boxes = scaled_image.boxes + placed.corner.repeat(2)
+    return scaled_image._replace(pixels=in_canvas(scaled_image.pixels, placed, canvas), boxes=boxes)
 
 
 def _to_learn(objects: Sequence[Objects], placed: Letterbox) -> PackedObjects:
