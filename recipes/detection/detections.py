@@ -43,7 +43,7 @@ def without_doubles(boxes: Tensor, scores: Tensor, labels: Tensor, overlap: floa
     if len(boxes) == 0:
         return labels
     if overlap == 1:  # nothing overlaps by more, and an exported file needs no NMS operator
-        return scores.argsort(descending=True, stable=True)
+        return scores.topk(len(scores)).indices
     # classes are kept apart by moving their boxes; torchvision's batched_nms does it from coordinate 0 on
     # only, and waits for a number that it copies to the device
     boxes = boxes - boxes.min()

@@ -78,8 +78,8 @@ class Detection(Task):
         """Every term is added over anchors, weighted by the score they should give, and divided by the sum of
         those weights over the whole global batch: how many anchors learn an object differs between ranks.
 
-        A second head's terms are divided by the first one's weights, several for an object, and multiplied by
-        ``assigner.most`` to make up for it.
+        A second head's terms are divided by the first one's weights, so that the rest of the network learns
+        as without it.
         """
         images, true = self._scaled(batch.images, batch.boxes, progress)
         if len(images) == 1 and images.shape[-1] == _COARSEST:
@@ -95,7 +95,7 @@ class Detection(Task):
         total = self._total(sums)
         if isinstance(outputs, Dual):
             second, _ = self._losses(outputs.one_to_one, true, batch.labels, one_to_one=True)
-            sums["one_to_one"] = self._assigner.most * self._total(second)
+            sums["one_to_one"] = self._total(second)
             total = total + sums["one_to_one"]
         return Loss(total, count, sums)
 
