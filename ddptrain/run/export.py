@@ -37,7 +37,15 @@ class _Own:
     format: Literal["onnx", "pt2", "openvino"]
     out: str = ""
     precision: Precision = "fp32"
-    validate: bool = False
+    validate: bool | None = None
+    """None: where the precision is not fp32."""
+
+    def __post_init__(self) -> None:
+        if self.validate is False and self.precision != "fp32":
+            raise UserError(
+                f"validate=false: a file in precision={self.precision} can be judged by its metrics only."
+                " Leave it out."
+            )
 
 
 def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str]) -> None:

@@ -93,6 +93,7 @@ OF_A_RUN = {
     "export run=run format=pt2 out=empty": "out=empty: is a folder",
     "export run=run format=pt2 out=file/x.pt2": "out=file/x.pt2: can't be written",
     "export run=run format=pt2 side=100": "export",
+    "export run=run format=openvino precision=fp16 validate=false": "validate=false: a file in",
     f"{SMALL} run.dir=run train.steps=2 model.width=16": "is of another model",
     f"{SMALL} run.dir=run train.steps=2 train.batch_size=32": "train.batch_size",
     f"{SMALL} run.dir=run train.steps=2 seed=5": "seed",
