@@ -37,6 +37,7 @@ def test_strict_and_fast_take_turns() -> None:
         assert f"| a network of two convolutions, {ranks} | " in done.stdout
 
 
+@pytest.mark.timeout(600)  # beside other tests a trainer of two threads waits for the cores
 @pytest.mark.parametrize(
     "words",
     [
