@@ -392,7 +392,7 @@ def test_an_export_that_nothing_was_compared_of_says_so(folder: Path, tmp_path: 
     assert "UNCHECKED" in done.err
     assert "a lower threshold; this one was nms=True batch=1 score=1.0 most=100" in done.err
     assert "checked    against eager" not in done.err
-    assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
+    assert named(tmp_path) == ["model.json", "model.pt2"]
 
 
 @pytest.mark.long
