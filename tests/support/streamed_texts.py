@@ -1,6 +1,7 @@
 """Small streamed texts, and a tokenizer for them."""
 
 import random
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ddptrain.api.world import World
 from ddptrain.data.stream.text import StreamText
 from ddptrain.data.text.corpus import TextFiles
 from ddptrain.data.text.data import TextData, Windows
+from ddptrain.testing import run_ranks
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "<|endoftext|>", "däs", "saß", "→", "\U0001d518"]
 
@@ -62,3 +64,35 @@ def trained(data: TextData, steps: range, ranks: int = 1, rank: int = 0, size: i
 
 def tokens_of(batches: list[Windows]) -> torch.Tensor:
     return torch.cat([batch.tokens for batch in batches])
+
+
+def read_epoch(
+    url: str, cache: Path, cache_gb: float, order: str, size: int
+) -> list[tuple[list[list[int]], int]]:
+    """What each of ``size`` ranks reads of an epoch, a number for each window, and by how many bytes its
+    memory grows after the first 20 batches."""
+
+    def rank(world: World) -> tuple[list[list[int]], int]:
+        source = StreamText(url, cache=str(cache), cache_gb=cache_gb, shuffle_blocks=4)
+        data = TextData(source, order=order, window=1024)  # type: ignore[arg-type]
+        data.prepare(world, 3)
+        batch_size = 12
+        sampler = Sampler(
+            data.train_size, batch_size, 3, world.rank, world.size, epoch_order=data.epoch_order
+        )
+        before, found = 0, []
+        for i, batch in enumerate(data.train_batches(sampler, range(data.train_size // batch_size))):
+            found.append([zlib.crc32(row.numpy().tobytes()) for row in batch.tokens])
+            before = _held() if i == 20 else before
+        return found, _held() - before
+
+    return run_ranks(rank, size, 600)
+
+
+def _held() -> int:
+    """Bytes of memory that this process has had at most, of its own."""
+    return next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM:")
+    )
