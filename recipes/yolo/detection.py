@@ -78,8 +78,7 @@ class Detection(Task):
         """Every term is added over anchors, weighted by the score they should give, and divided by the sum of
         those weights over the whole global batch: how many anchors learn an object differs between ranks.
 
-        A second head's terms are divided by the first one's weights, so that the rest of the network learns
-        as without it.
+        A second head's terms are added to the first one's, and divided by the first one's weights.
         """
         images, true = self._scaled(batch.images, batch.boxes, progress)
         if len(images) == 1 and images.shape[-1] == _COARSEST:

@@ -50,9 +50,8 @@ class Yolo(nn.Module):
     size: n, s or m, in width and depth. bins: how many distances, 0 to bins - 1 strides, the box regression
     weighs (see `ddptrain.recipes.yolo.boxes`). Strides 8, 16 and 32, joined top-down and bottom-up (Liu et
     al.: path aggregation, arXiv 1803.01534); boxes and classes by branches of their own (Ge et al.: YOLOX,
-    arXiv 2107.08430). one_to_one: with a second head, that finds an object once. The rest of the network
-    gets the gradients of the first head alone. head: whose outputs an evaluation gets; ``auto`` takes the
-    second one's, if there is one.
+    arXiv 2107.08430). one_to_one: with a second head, that finds an object once; both train the rest of
+    the network. head: whose outputs an evaluation gets; ``auto`` takes the second one's, if there is one.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Yolo(nn.Module):
         if self.one_to_one_heads is None or (self._head == "one_to_many" and not self.training):
             return _outputs(self.heads, maps, grid)
         many = _outputs(self.heads, maps, grid) if self.training else None
-        return Dual(many, _outputs(self.one_to_one_heads, [x.detach() for x in maps], grid))
+        return Dual(many, _outputs(self.one_to_one_heads, maps, grid))
 
 
 def _heads(widths: Sequence[int], num_classes: int, bins: int) -> nn.ModuleList:
