@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddptrain.recipes.detection.detections import Detections, suppressed
-from ddptrain.recipes.yolo.model import Dual, Raw
+from ddptrain.recipes.yolo.model import Raw, evaluated
 
 _EPS = 1e-7
 """Added to what is divided by."""
@@ -108,6 +108,5 @@ class Dense(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        outputs: Raw | Dual = self.model(images)
-        raw = outputs.one_to_one if isinstance(outputs, Dual) else outputs
+        raw = evaluated(self.model(images))
         return decoded(raw), raw.classes.float().sigmoid()

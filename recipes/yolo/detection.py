@@ -26,7 +26,7 @@ from ddptrain.recipes.yolo.boxes import (
     distances_from,
     expected_distances,
 )
-from ddptrain.recipes.yolo.model import STRIDES, Dual, Raw
+from ddptrain.recipes.yolo.model import STRIDES, Dual, Raw, evaluated
 
 _COARSEST = STRIDES[-1]
 
@@ -152,7 +152,7 @@ class Detection(Task):
     ) -> Deployed:
         """With ``nms`` at most ``most`` boxes a picture, of ``score`` or more, else all that is said."""
         with torch.no_grad():
-            _, overlap = self._answers(model(torch.zeros(1, 3, self._data.size, self._data.size)))
+            overlap = self._overlap_of(model(torch.zeros(1, 3, self._data.size, self._data.size)))
         suppress = Suppression(score, overlap, most) if nms else None
         whole: Deployed = deployed(Dense(model), self._data, batch, overlap, suppress)
         return whole
@@ -162,13 +162,14 @@ class Detection(Task):
         check_outputs(raw.classes, len(self._data.classes), model, "classes", "(n, anchors, classes)")
 
     def _detect(self, model: nn.Module, images: Tensor, least_score: float) -> list[Detections]:
-        raw, overlap = self._answers(model(images))
+        outputs: Raw | Dual = model(images)
+        raw = evaluated(outputs)
         self._check(raw, model)
-        return detections(raw, least_score, overlap, MOST)
+        return detections(raw, least_score, self._overlap_of(outputs), MOST)
 
-    def _answers(self, outputs: Raw | Dual) -> tuple[Raw, float]:
-        """What an evaluation takes, and the IoU above which there are doubles in it."""
-        return (outputs.one_to_one, 1.0) if isinstance(outputs, Dual) else (outputs, self._overlap)
+    def _overlap_of(self, outputs: Raw | Dual) -> float:
+        """The IoU above which there are doubles in them; 1 where there are none."""
+        return 1.0 if isinstance(outputs, Dual) else self._overlap
 
     def _scaled(self, images: Tensor, boxes: Tensor, progress: Progress) -> tuple[Tensor, Tensor]:
         """The batch at this step's scale, the same on every rank and in every micro-batch."""

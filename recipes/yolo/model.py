@@ -43,6 +43,11 @@ class Dual(NamedTuple):
     """One anchor finds an object, so that there are no doubles."""
 
 
+def evaluated(outputs: Raw | Dual) -> Raw:
+    """The head's that is asked in an evaluation."""
+    return outputs.one_to_one if isinstance(outputs, Dual) else outputs
+
+
 @final
 class Yolo(nn.Module):
     """An anchor-free one-stage detector.

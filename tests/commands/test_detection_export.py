@@ -340,7 +340,9 @@ def test_a_smaller_file_of_openvino_says_nearly_the_same(with_set: Path, tmp_pat
         assert ("checked    against eager" in told) == (precision == "fp32")
         theirs, model = (float(part) for part in re.findall(r"AR (\S+) \((\S+)\)", told)[0])
         assert model > 0
-        assert model - theirs < {"fp32": 1e-6, "fp16": 1e-3, "int8": 0.01}[precision]
+        assert model - theirs < 0.01
+        if precision != "int8":  # which may be better by chance
+            assert abs(theirs - model) < {"fp32": 1e-6, "fp16": 1e-3}[precision]
         network = openvino.Core().read_model(file)
         outputs[precision] = list(openvino.compile_model(network, "CPU")(images).values())
     boxes, scores = outputs["fp32"]
