@@ -28,6 +28,8 @@ def as_torch_does(
 
 
 _torchs.impl("_cudnn_rnn", as_torch_does, "AutocastCUDA")
+# as a kernel in C++, which a kernel in Python may replace (torch 2.11 refuses a second one in Python)
+torch.library._impls.discard("aten/_cudnn_rnn/AutocastCUDA")
 
 
 def take_cudnns(find: Callable[[str], None]) -> None:
