@@ -22,6 +22,7 @@ public alternative is used, as in tests/engine/test_torch_private.py.
 import functools
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -251,9 +252,9 @@ def rnns_in_autocasts_dtype() -> torch.library.Library | None:
             cx = None if cx is None else cast(cx)
             return torch._cudnn_rnn(cast(x), given, stride, whole, cast(hx), cx, *rest)
 
-    kernels = torch.library.Library("aten", "IMPL")
-    kernels.impl("_cudnn_rnn", cast_and_call, "AutocastCUDA")
-    return kernels
+    # cast weights are copies, which are put into one piece at every call, as torch's own kernel does
+    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous", module=__name__)
+    return _replace_kernel("_cudnn_rnn", cast_and_call, "AutocastCUDA")
 
 
 @functools.cache
@@ -275,6 +276,12 @@ def lstms_in_what_the_cpu_has() -> torch.library.Library | None:
         with torch.autocast("cpu", enabled=False):
             return torch.ops.aten.mkldnn_rnn_layer(*cast)
 
+    return _replace_kernel("mkldnn_rnn_layer", cast_and_call, "AutocastCPU")
+
+
+def _replace_kernel(name: str, kernel: Callable[..., Any], key: str) -> torch.library.Library:
+    """As long as what this returns is held."""
     kernels = torch.library.Library("aten", "IMPL")
-    kernels.impl("mkldnn_rnn_layer", cast_and_call, "AutocastCPU")
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch 2.11 warns that there is one
+        kernels.impl(name, kernel, key)
     return kernels

@@ -19,6 +19,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddptrain.api.recipe import Batch, Progress, Task
@@ -35,7 +36,7 @@ log = logging.getLogger("ddptrain")
 
 _EAGER_STEPS = 3
 """Before the capture: optimizers make their state in the first one."""
-_EAGER_STEPS_OF_RANKS = 12
+_EAGER_STEPS_UNDER_DDP = 12
 """In its first ten passes DDP times itself, for which the host reads events."""
 _MEASURED_STEPS = 5
 _LAUNCHING = 0.8
@@ -84,7 +85,8 @@ class StepGraph:
 
     def __init__(self, step: TrainStep, where_launches_limit: bool = False) -> None:
         self._step = step
-        self._eager_left = _EAGER_STEPS if step.strategy.world.size == 1 else _EAGER_STEPS_OF_RANKS
+        under_ddp = isinstance(step.state.wrapped, DistributedDataParallel)  # one rank's, too
+        self._eager_left = _EAGER_STEPS_UNDER_DDP if under_ddp else _EAGER_STEPS
         self._measures_left = _MEASURED_STEPS if where_launches_limit else 0
         self._measured: list[tuple[float, float]] = []
         """Seconds of the host and in all."""

@@ -175,6 +175,15 @@ def on_another_stream(images: Tensor, *_: Any) -> Tensor:
         return (images * 0).sum() + 1
 
 
+def an_event_is_asked(*_: Any) -> float:
+    """CUDA lets no thread ask while it captures; DDP does so in its first ten passes."""
+    if not kept:
+        kept.append(torch.cuda.Event())
+        kept[0].record()
+    kept[0].query()
+    return 1.0
+
+
 def a_hidden_state(patch: pytest.MonkeyPatch) -> None:
     forward = Replaced.forward
 
@@ -223,6 +232,9 @@ BUGS: dict[str, tuple[Plant, str]] = {
     ),
     "a tensor that a layer keeps from pass to pass": (a_hidden_state, r"model\.5\.hidden is changed by each"),
     "a stream that does not wait": (in_the_loss(on_another_stream), "without waiting for it"),
+    "an event is asked": (
+        in_the_loss(an_event_is_asked), "can't be captured: CUDA error: fake GPU error 900"
+    ),
     "a wait for another stream's work": (
         in_the_loss(
             lambda *_: torch.cuda.current_stream().wait_stream(torch.cuda.default_stream()) or 1.0

@@ -380,11 +380,16 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
   return cudaStreamIsCapturing(stream, status);
 }
 cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t, cudaGraphNode_t*, const cudaGraphEdgeData*, size_t, unsigned) { return cudaSuccess; }
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+// What the thread that captures may not do, unless it says "relaxed": ask an event, or wait for one.
+thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
+thread_local CaptureOrNone own_capture;
+bool forbidden_here() { return own_capture && !own_capture->over && thread_mode != cudaStreamCaptureModeRelaxed; }
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
   if (of(stream) == &defaults[current] || of(stream)->capture) return failed(cudaErrorStreamCaptureUnsupported);
   static std::atomic<unsigned long long> ids{1};
   captures++;
   of(stream)->capture = std::make_shared<Capture>(Capture{ids++, new Graph});
+  if (mode != cudaStreamCaptureModeRelaxed) own_capture = of(stream)->capture;
   return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t ending, cudaGraph_t* graph) {
@@ -403,7 +408,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) { delete (Graph*)graph; return c
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { delete (Graph*)graph; return cudaSuccess; }
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) { *count = ((Graph*)graph)->nodes.size(); return cudaSuccess; }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t stream) { return launched(stream); }  // emulate.py runs its nodes
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) { std::swap(*mode, thread_mode); return cudaSuccess; }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) { settle(of(stream)); function(data); return cudaSuccess; }
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) { settle(of(stream)); function(stream, cudaSuccess, data); return cudaSuccess; }
 
@@ -418,9 +423,10 @@ cudaError_t cudaEventRecord(cudaEvent_t out, cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
-cudaError_t cudaEventQuery(cudaEvent_t event) { if (auto capture = ((Event*)event)->capture) return broken(capture, cudaErrorCapturedEvent); return finished((Event*)event) ? cudaSuccess : failed(cudaErrorNotReady); }
+cudaError_t cudaEventQuery(cudaEvent_t event) { if (forbidden_here()) return broken(own_capture, cudaErrorStreamCaptureUnsupported); if (auto capture = ((Event*)event)->capture) return broken(capture, cudaErrorCapturedEvent); return finished((Event*)event) ? cudaSuccess : failed(cudaErrorNotReady); }
 cudaError_t cudaEventSynchronize(cudaEvent_t waited) {
   auto* event = (Event*)waited;
+  if (forbidden_here()) return broken(own_capture, cudaErrorStreamCaptureUnsupported);
   if (event->capture) return broken(event->capture, cudaErrorCapturedEvent);
   counted[EVENT_WAITS]++;
   if (event->behind) event->behind->wait();

@@ -139,7 +139,16 @@ def check_captured(said: str, cases: int) -> None:
 @pytest.mark.long
 def test_bugs_in_captured_steps_are_found() -> None:
     said = told(on_gpus(2, *PYTEST, HERE / "planted_in_graphs.py"))
-    assert int(re.findall(r"(\d+) passed", said)[0]) >= 19
+    assert int(re.findall(r"(\d+) passed", said)[0]) >= 20
+
+
+def test_one_rank_under_ddp_is_captured_after_ddp_has_timed_itself(tmp_path: Path) -> None:
+    """As it times itself it asks events, which CUDA refuses in a capture; seen on an H200."""
+    words = ["recipe=cnn_cifar10", "data=shapes", "data.source.train=64", "data.source.valid=8", "seed=1"]
+    words += ["device=cuda", "strategy=ddp", "compile=graph", "train.steps=20", "train.batch_size=8"]
+    done = on_gpus(1, "-m", "ddptrain", "launch", "--nproc-per-node=1", *words, f"run.dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert "captured at step 13" in done.stderr
 
 
 @pytest.mark.long
