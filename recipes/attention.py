@@ -31,7 +31,8 @@ def rotation(length: int, head_width: int, device: torch.device) -> Rotation:
     exponents = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
     positions = torch.arange(length, device=device, dtype=torch.float32)
     angles = positions[:, None] * _LONGEST_WAVE**-exponents
-    autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    # "meta" has no autocast; torch.amp.is_autocast_available would break torch 2.11's compiled graphs in two
+    autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else angles.dtype
     return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
