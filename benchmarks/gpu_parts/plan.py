@@ -15,7 +15,7 @@ def beside(job: Job) -> str:
 PARTS = {
     "machine": Part("What the device can do at all", machine, 60, 300),
     "doctor": Part("`doctor` finds no problem", trainings.doctor, 20, 120),
-    "tests": Part("`pytest tests/gpu`", trainings.tests, 120, 590),
+    "tests": Part("`pytest tests/gpu`", trainings.tests, 170, 590),
     "yolo": Part("The detector, with evaluations", trainings.yolo, 40),
     "cnn": Part("A CNN on drawn shapes", trainings.cnn, 25),
     "lstm": Part("An LSTM, 100 steps", trainings.lstm, 25),
@@ -25,7 +25,7 @@ PARTS = {
     ),
     "sanitizer": Part("No race, by torch's CUDA sanitizer", trainings.sanitizer, 60, needs=("finds_races",)),
     "prove": Part("`prove resume`, deterministic", trainings.prove, 60, 590),
-    "speedrun": Part("The speed recipe's work, eager", trainings.two_thousand, 40),
+    "speedrun": Part("The speed recipe's work, eager", trainings.two_thousand, 20),
     "speedrun-compiled": Part(
         "The speed recipe's work, `compile=max-autotune`",
         trainings.max_autotune,
@@ -33,13 +33,13 @@ PARTS = {
         590,
         ("compiles", "graphs"),
     ),
-    "captured": Part("Captured steps of every recipe, by bits", captured.captured, 300, 590, ("graphs",)),
+    "captured": Part("Captured steps of every recipe, by bits", captured.captured, 200, 590, ("graphs",)),
     "captured-prove": Part("`prove resume`, captured", captured.prove_captured, 60, 590, ("graphs",)),
     "captured-speed": Part(
         "`bench`: eager, captured, compiled", captured.captured_speed, 400, 590, ("graphs", "compiles")
     ),
     "speedrun-captured": Part(
-        "The speed recipe's work, `compile=graph`", captured.speedrun_captured, 60, 590, ("graphs",)
+        "The speed recipe's work, `compile=graph`", captured.speedrun_captured, 20, 590, ("graphs",)
     ),
     "graphs-accumulation": Part(
         "CUDA graphs under accumulation", trainings.graphs_accumulation, 60, 300, ("compiles", "graphs")
