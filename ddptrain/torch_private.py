@@ -23,7 +23,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -215,6 +215,14 @@ def register_generator(graph: torch.cuda.CUDAGraph, generator: torch.Generator) 
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether it checks ``found_inf`` on the device, as GradScaler expects of fused optimizers."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def fused_sgd_is_wrong(parameters: Iterable[Tensor]) -> bool:
+    """Before torch 2.14 it leaves most numbers of bf16 and fp16 parameters on a CPU as they are, and takes
+    uninitialised memory for their momentum (pytorch#191763)."""
+    return torch.__version__ < "2.14" and any(
+        p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16) for p in parameters
+    )
 
 
 def nccl_trace() -> bytes:

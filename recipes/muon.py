@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from ddptrain.api import UserError
+from ddptrain.torch_private import fused_sgd_is_wrong
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """a, b, c of the polynomial a*s + b*s^3 + c*s^5, steep at 0 (kellerjordan.github.io/posts/muon)."""
@@ -116,6 +117,11 @@ class MuonWithSgd(Optimizer):
             decay = given.get("weight_decay", weight_decay)
             if any(hasattr(p, "full_tensor") for p in given["params"]):
                 raise UserError("optim: MuonWithSgd needs whole matrices, which strategy=fsdp cuts. Use ddp.")
+            if fused_sgd_is_wrong(given["params"]):
+                raise UserError(
+                    "optim: MuonWithSgd moves bf16 and fp16 parameters on a CPU by a kernel of torch that is"
+                    " wrong before 2.14. Use a newer torch, or float32."
+                )
             for kind, settings in kinds.items():
                 chosen = [p for p in given["params"] if _kind(p) == kind]
                 # SGD multiplies its decay by the rate, so it is divided by it here

@@ -94,11 +94,13 @@ def wsd(
     first = _warmup_steps(warmup, steps)
     _check_share("final", final)
     _check_share("cooldown", cooldown)
-    parts: list[LRScheduler] = [ConstantLR(optimizer, factor=1.0)]
     last = min(round(cooldown * steps), max(1, steps - first))
     if not last:
-        return _after_warmup(optimizer, first, parts)
-    return _after_warmup(optimizer, first, [*parts, _falling(optimizer, final, last)], [steps - last])
+        return constant(optimizer, steps, warmup)
+    falling = _falling(optimizer, final, last)
+    if first + last >= steps:
+        return _after_warmup(optimizer, first, [falling])
+    return _after_warmup(optimizer, first, [ConstantLR(optimizer, factor=1.0), falling], [steps - last])
 
 
 def _falling(optimizer: Optimizer, final: float, steps: int) -> LRScheduler:

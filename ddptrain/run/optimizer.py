@@ -11,6 +11,7 @@ from torch.optim import SGD, Optimizer
 from ddptrain.config.instantiate import build
 from ddptrain.engine.parameter_groups import KEYS, ParameterGroup, check_groups, parameter_groups
 from ddptrain.errors import UserError
+from ddptrain.torch_private import fused_sgd_is_wrong
 
 _FUSED_IN_PARTS = ("torch.optim.Adam", "torch.optim.AdamW")
 """Whose fused kernels take DTensors (torch 2.11 to 2.15)."""
@@ -52,6 +53,7 @@ def build_optimizer(
     fused = chosen and not node.get("dampening") and not sparse
     fused = fused and (not sharded or node["_target_"] in _FUSED_IN_PARTS)
     fused = fused and all(p.is_floating_point() and _is_dense(p) for p in trained)
+    fused = fused and not (node["_target_"] == "torch.optim.SGD" and fused_sgd_is_wrong(trained))
     built = build(arguments_of(node), "optim", params=groups, **({"fused": True} if fused else {}))
     if not isinstance(built, Optimizer):
         raise UserError(f"optim._target_={node['_target_']}: must be a torch.optim.Optimizer.")

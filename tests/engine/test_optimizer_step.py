@@ -137,3 +137,24 @@ def test_a_fused_optimizer_is_taken_where_it_is_right(kind: str) -> None:
             ((parameter * factors).square()).sum().backward()
             optimizer.step()
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("target", ["torch.optim.SGD", "torch.optim.AdamW", "torch.optim.Adagrad"])
+def test_each_number_is_moved_as_in_float64(target: str, dtype: torch.dtype) -> None:
+    """By torch's fused SGD, on CPUs before 2.14, most bf16 and fp16 numbers are not (pytorch#191763)."""
+    torch.manual_seed(0)
+    node = {"_target_": target, "lr": 0.1} | ({"momentum": 0.9} if target.endswith("SGD") else {})
+    model = nn.Linear(16, 9).to(dtype)
+    exact = nn.Linear(16, 9).double()
+    exact.load_state_dict(model.state_dict())
+    optimizers = [build_optimizer(node, model), build_optimizer({**node, "foreach": False}, exact)]
+    for _ in range(3):
+        for parameter, other in zip(model.parameters(), exact.parameters(), strict=True):
+            parameter.grad = torch.randn_like(parameter).clamp(min=0.1)
+            other.grad = parameter.grad.double()
+        for optimizer in optimizers:
+            optimizer.step()
+    within = {torch.float32: 1e-6, torch.bfloat16: 0.02, torch.float16: 0.003}[dtype]
+    for parameter, other in zip(model.parameters(), exact.parameters(), strict=True):
+        assert (parameter - other).abs().max() < within
