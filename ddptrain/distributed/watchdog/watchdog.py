@@ -33,6 +33,8 @@ the agent forwards it."""
 _LAST_WORDS_S = 3.0
 """Time for the main thread to notice another rank's failure, and for that rank's message to be printed
 first."""
+_SOON = 3
+"""Intervals in which ranks that stand still for the same reason all become overdue, and say so."""
 
 
 class Watchdog:
@@ -250,7 +252,8 @@ class Watchdog:
         away = self._heartbeat.unanswered and keeper is not None and keeper.host not in ("", host)
         # ranks that can report it: those that have contact, and without the store those of one host
         speakers = [beat for beat in beats if beat not in silent and not (away and beat.host != host)]
-        known = self._heartbeat.unanswered or self._heartbeat.cut_off(timeout)
+        # a little later than a rank falls silent: by then the others are overdue, and tell where they wait
+        known = self._heartbeat.unanswered or self._heartbeat.cut_off(timeout + _SOON * self._interval)
         stands_still = all(beat.overdue or beat in silent or known for beat in beats)
         if len(beats) < self._world.size or not stands_still:
             return
