@@ -15,10 +15,10 @@ MODES = ("compile=graph", "compile=step", "compile=step-graph")
 def captured(job: Job) -> str:
     """Each recipe, 20 steps with deterministic kernels; four at once."""
     write_pictures(job.folder)
-    text_words(job)  # writes the text that the threads share
+    text = text_words(job)
 
     def losses(name: str) -> dict[str, Any]:
-        words = [f"recipe={name}", *RECIPES[name], *(text_words(job) if "_text" in name else ())]
+        words = [f"recipe={name}", *RECIPES[name], *(text if "_text" in name else ())]
         words += [
             f"train.steps={job.pick(20, 6)}",
             "train.batch_size=16",
