@@ -117,6 +117,9 @@ class Observers:
             ]
 
     def _notify(self, observer: Observer, what: Callable[[Observer], None]) -> None:
+        self._look_for_folder()  # again: the process may have been stopped since the last look
+        if observer not in self._observers:
+            return
         try:
             what(observer)
         except Exception as error:  # of any kind: it must not end the training

@@ -3,15 +3,17 @@
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddptrain.api.observer import End, Evaluated, Log, Observer, Result, Saved, Start, Times
+from ddptrain.api.observer import End, Evaluated, Log, Observer, Result, RunInfo, Saved, Start, Times
 from ddptrain.api.timing import Lap, Timing
 from ddptrain.observe.console import Console
 from ddptrain.observe.dispatch import Observers
+from ddptrain.observe.lock import lock_folder, unlock_folder
 
 START = Start(0, 100, False, None)
 END = End(9, 9, Result("done", {}, {}, True), Times(Timing(), [], 1.0, 1.0))
@@ -134,6 +136,29 @@ def test_a_second_training_may_use_them_too() -> None:
         observers.log(logged(1))
         observers.end(END)
     assert heard.events == ["start", "log 1", "end"] * 2
+
+
+def test_none_is_told_that_would_write_into_a_folder_that_another_took_meanwhile(tmp_path: Path) -> None:
+    """As where the process is stopped between two of them."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock_folder(folder)
+
+    def replace_folder(step: int) -> None:
+        if step == 2:
+            folder.rename(tmp_path / "old")
+            folder.mkdir()
+
+    first, second = Heard(replace_folder), Heard()
+    observers = Observers([first, second])
+    observers.start(replace(START, run=RunInfo(folder)))
+    for step in (1, 2, 3):
+        observers.log(logged(step))
+    observers.end(END)
+    unlock_folder(folder)
+    assert first.events == ["start", "log 1", "log 2"]
+    assert second.events == ["start", "log 1"]
+    assert observers.lost
 
 
 def test_a_slow_one_has_a_thread_of_its_own_and_is_waited_for_at_the_end() -> None:
