@@ -142,7 +142,7 @@ def _check_match(target: Callable[..., Any], node: Node, key: str, arguments: No
     hints = hints_of(target)
     for name, value in offered.items():
         hint = hints.get(name)
-        if arguments.get(name) is value and inspect.isclass(hint) and not isinstance(value, hint):
+        if arguments.get(name) is value and inspect.isclass(hint) and not _may_be(value, hint):
             raise UserError(
                 f"{key}: {node['_target_']} needs {hint.__name__} as its {name}, not {type(value).__name__}."
                 f" Choose another {name}=..., or another recipe."
@@ -153,6 +153,14 @@ def _check_match(target: Callable[..., Any], node: Node, key: str, arguments: No
                 f"{key}: {node['_target_']} needs {name}, which this recipe does not give; it gives"
                 f" {', '.join(offered) or 'nothing'}. Choose another {key}=..., or set {key}.{name}=..."
             )
+
+
+def _may_be(value: object, hint: type) -> bool:
+    """Whether a value is of a type, as far as that can be told: not of Any, nor of a plain Protocol."""
+    try:
+        return isinstance(value, hint)
+    except TypeError:
+        return True
 
 
 def typed_arguments(function: Callable[..., Any], words: Mapping[str, str], verb: str) -> dict[str, Any]:

@@ -220,11 +220,42 @@ def test_an_opened_package_may_be_named(tmp_path: Path, monkeypatch: pytest.Monk
     [
         ("Any", True),
         ("object", True),
+        ("Counts", True),
+        ("Sized", True),
+        ("Counts | None", True),
+        ("int", False),
+    ],
+)
+def test_what_is_offered_is_compared_with_the_annotation_as_far_as_it_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, annotation: str, fits: bool
+) -> None:
+    lines = ["from collections.abc import Sized", "from typing import Any, Protocol", COUNTS]
+    module = f"users_offered_{abs(hash(annotation))}"
+    (tmp_path / f"{module}.py").write_text("\n".join([*lines, f"def size(of: {annotation}): return len(of)"]))
+    monkeypatch.syspath_prepend(tmp_path)
+    open_package(module)
+    node = {"_target_": f"{module}.size"}
+    if fits:
+        assert build(node, "task", of=[1, 2]) == 2
+        return
+    with pytest.raises(UserError, match=r"size needs int as its of, not list\. Choose another of="):
+        build(node, "task", of=[1, 2])
+
+
+COUNTS = "class Counts(Protocol):\n    def __len__(self) -> int: ..."
+
+
+@pytest.mark.parametrize(
+    ("annotation", "fits"),
+    [
+        ("Any", True),
+        ("object", True),
         ("nn.Module", True),
         ("nn.Module | None", True),
         ("Callable[..., Any]", True),
         ("Callable[..., Any] | None", True),
         ("Sized", True),
+        ("Counts", True),
         ("nn.Conv2d", False),
         ("int", False),
         ("nn.Conv2d | str", False),
@@ -233,12 +264,13 @@ def test_an_opened_package_may_be_named(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_nested_node_makes_what_its_argument_is_annotated_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, annotation: str, fits: bool
 ) -> None:
-    lines = ["from collections.abc import Callable, Sized", "from typing import Any", "from torch import nn"]
+    lines = ["from collections.abc import Callable, Sized", "from typing import Any, Protocol", COUNTS]
+    lines += ["from torch import nn"]
     module = f"users_annotated_{abs(hash(annotation))}"
     (tmp_path / f"{module}.py").write_text("\n".join([*lines, f"def same(of: {annotation}): return of"]))
     monkeypatch.syspath_prepend(tmp_path)
     open_package(module)
-    node = {"_target_": f"{module}.same", "of": LINEAR if annotation != "Sized" else SEQUENCE}
+    node = {"_target_": f"{module}.same", "of": LINEAR if annotation not in ("Sized", "Counts") else SEQUENCE}
     if fits:
         assert check_node(node, "model") == []
         assert isinstance(build(node, "model"), nn.Module)
