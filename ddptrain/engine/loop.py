@@ -307,7 +307,7 @@ class Engine:
             self._observers.saved(saved)
 
     def _write(self, why: str, write: Callable[..., Path]) -> Path | None:
-        """Write the whole state, on rank 0. Collectives."""
+        """Write the whole state, on rank 0. Collectives and a sync point."""
         whole = self._state.gathered(self._task, self._world)
         self._watchdog.mark(why, self._state.step, LONG_S)
         self._finish_saving()
@@ -315,6 +315,9 @@ class Engine:
         path = None
         if self._world.is_first:
             self._observers.flush()
+            # what is written must not wait for a collective: a rank that is gone does not end a writing one
+            self._stopwatch.synchronize("saving")
+            self._watchdog.mark(f"{why}: writing", patience=LONG_S)
             path = write(rest, self._facts(), shards)
         self._watchdog.mark("saved", self._state.step)
         self._stopwatch.mark("saving")

@@ -134,10 +134,10 @@ class Stopwatch:
         self._samples += samples
         self._clock.drain()
 
-    def synchronize(self) -> None:
-        """Wait for the device before something that is not training: what is still queued is training time. A
-        sync point."""
-        self._clock.mark("optimizer")
+    def synchronize(self, queued: str = "optimizer") -> None:
+        """Wait for the device, before something that is not training for example. queued: the phase in which
+        what is still queued counts. A sync point."""
+        self._clock.mark(queued)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._clock.drain()

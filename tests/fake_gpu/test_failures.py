@@ -48,6 +48,37 @@ def test_a_killed_rank(tmp_path: Path, gpus: list[str], ranks: int, launcher: st
     assert code == (137 if launcher == "launch" else 1)
 
 
+DIES_IN_A_SAVE = """
+import os, signal, sys, time
+from ddptrain.engine import meter
+from faulty import Faulty
+
+class Dying(Faulty):
+    def build(self):
+        if os.environ["RANK"] == "1":
+            meter.add_up = self._add_up
+        return super().build()
+
+    def _add_up(self, world, tensor, original=meter.add_up):
+        if sys._getframe(1).f_code.co_name == "gather":
+            time.sleep(1)  # the others do not wait before they write
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(world, tensor)
+"""
+"""A rank dies between two collectives of a save; the host goes on before the device has done the last one."""
+
+
+def test_a_rank_killed_in_a_save(tmp_path: Path, gpus: list[str], ranks: int) -> None:
+    """Rank 0 may end what it writes; but not wait for ever for what it would write."""
+    (tmp_path / "own.py").write_text(DIES_IN_A_SAVE)
+    words = faulty_words(*ENDLESS, "task._target_=own.Dying")
+    job = Job(words, tmp_path, ranks, launcher="torchrun", under=gpus)
+    assert job.wait(120) == 1
+    gone = re.findall(r"^ddptrain: rank (\d): another rank is gone: rank 1 ", job.text, re.MULTILINE)
+    assert sorted(map(int, gone)) == [rank for rank in range(ranks) if rank != 1], job.text[-3000:]
+    assert "checkpoint.grace" not in job.text
+
+
 def test_a_wish_to_stop(tmp_path: Path, gpus: list[str], ranks: int) -> None:
     job = Job(faulty_words(*ENDLESS), tmp_path, ranks, under=gpus)
     job.wait_for("step 2/")

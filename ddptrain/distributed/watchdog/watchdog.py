@@ -220,7 +220,7 @@ class Watchdog:
     @property
     def _is_writing(self) -> bool:
         """Whether this rank is writing a checkpoint, which the next attempt needs."""
-        return self._world.is_first and self._what.startswith("saving")
+        return self._world.is_first and self._what.endswith("writing")
 
     def _overdue(self) -> bool:
         return time.monotonic() - self._marked_at > self._patience
