@@ -169,6 +169,7 @@ SLOWED = {"loader": "waiting for data", "core": "forward and backward", "quiet":
 
 
 @pytest.mark.faults
+@pytest.mark.serial
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each rank")
 @pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("kind", SLOWED)
