@@ -5,7 +5,8 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -67,49 +68,59 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
         raise UserError(f"export: {name} has none. In Python ddptrain.load(run).module is the model.")
     arguments = typed_arguments(task.deploy, words, "export")
     target = _target(chosen, folder)
+    needs_set = chosen.validate or chosen.precision != "fp32"
+    with (
+        _named_once_checked(target, (*FORMATS[chosen.format].suffixes[1:], _PICTURE)) as unchecked,
+        joined_world(config, alone=True) as (world, _, _),
+    ):
+        saved = named_checkpoint(folder, checkpoint)
+        model = trained_model(config, task, data, world, saved, needs_data=needs_set).eval()
+        deployed = task.deploy(model, **arguments)
+        if needs_set and deployed.validation is None:
+            raise UserError(
+                f"export: {type(task).__name__} offers no comparison on the validation set. Use"
+                " precision=fp32, and validate=false."
+            )
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries among each other
+            int8 = chosen.precision == "int8"
+            examples = CalibrationInputs(data, deployed, config.seed) if int8 else ()
+            runner = FORMATS[chosen.format].write(deployed, unchecked, chosen.precision, examples)
+            given = {**_defaults(task), **arguments}
+            described = " ".join(f"{name}={value}" for name, value in given.items())
+            if chosen.precision == "fp32":
+                _log_checked(described, _checked(deployed, runner, unchecked))
+            if needs_set:
+                answers = judge(task, data, deployed, runner, unchecked.with_suffix(_PICTURE))
+                _log_judged(described, task, *answers)
+    if deployed.metadata:
+        about = json.dumps(deployed.metadata, indent=2, ensure_ascii=False) + "\n"
+        target.with_suffix(_METADATA).write_text(about, encoding="utf-8")
+    log.info("exported   %s to %s (%.1f MiB)", saved.path, target, target.stat().st_size / 2**20)
+    for name, value in zip(deployed.input_names, deployed.inputs, strict=True):
+        sizes = ["any" if deployed.any_batch else str(len(value)), *map(str, value.shape[1:])]
+        log.info("input      %s, float32 (%s)", name, ", ".join(sizes))
+
+
+@contextmanager
+def _named_once_checked(target: Path, beside: Sequence[str]) -> Iterator[Path]:
+    """Another name to write a file under. Where the block ends well, the file gets its own, with those of
+    these suffixes beside it that there are; else they are deleted."""
     unchecked = target.with_stem(f"{target.stem}.unchecked")
-    suffixes = (target.suffix, *FORMATS[chosen.format].suffixes[1:], _PICTURE)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         unchecked.touch()
     except OSError as error:
         raise UserError(f"out={target}: can't be written ({error.strerror}). Name another file.") from error
-    needs_set = chosen.validate or chosen.precision != "fp32"
+    suffixes = (target.suffix, *beside)
     try:
-        with joined_world(config, alone=True) as (world, _, _):
-            saved = named_checkpoint(folder, checkpoint)
-            model = trained_model(config, task, data, world, saved, needs_data=needs_set).eval()
-            deployed = task.deploy(model, **arguments)
-            if needs_set and deployed.validation is None:
-                raise UserError(
-                    f"export: {type(task).__name__} offers no comparison on the validation set. Use"
-                    " precision=fp32, and validate=false."
-                )
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries among each other
-                int8 = chosen.precision == "int8"
-                examples = CalibrationInputs(data, deployed, config.seed) if int8 else ()
-                runner = FORMATS[chosen.format].write(deployed, unchecked, chosen.precision, examples)
-                given = {**_defaults(task), **arguments}
-                described = " ".join(f"{name}={value}" for name, value in given.items())
-                if chosen.precision == "fp32":
-                    _log_checked(described, _checked(deployed, runner, unchecked))
-                if needs_set:
-                    answers = judge(task, data, deployed, runner, unchecked.with_suffix(_PICTURE))
-                    _log_judged(described, task, *answers)
+        yield unchecked
         for suffix in suffixes:
             if unchecked.with_suffix(suffix).exists():  # not every task draws a picture
                 unchecked.with_suffix(suffix).replace(target.with_suffix(suffix))
-        if deployed.metadata:
-            about = json.dumps(deployed.metadata, indent=2, ensure_ascii=False) + "\n"
-            target.with_suffix(_METADATA).write_text(about, encoding="utf-8")
     finally:
         for suffix in suffixes:
             unchecked.with_suffix(suffix).unlink(missing_ok=True)
-    log.info("exported   %s to %s (%.1f MiB)", saved.path, target, target.stat().st_size / 2**20)
-    for name, value in zip(deployed.input_names, deployed.inputs, strict=True):
-        sizes = ["any" if deployed.any_batch else str(len(value)), *map(str, value.shape[1:])]
-        log.info("input      %s, float32 (%s)", name, ", ".join(sizes))
 
 
 def _target(chosen: _Own, folder: Path) -> Path:

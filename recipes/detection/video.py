@@ -203,11 +203,11 @@ class _Tracks:
         kept = without_doubles(detected.boxes, detected.scores, one_class, _ONE_OBJECT)
         boxes, scores, labels = (of[kept].numpy() for of in detected)
         given = supervision.Detections(xyxy=boxes, confidence=scores, class_id=labels)
-        found = self._tracker.update(given, timestamp=at)
-        if not len(found):
+        tracked = self._tracker.update(given, timestamp=at)
+        if not len(tracked):
             return Detections(*(of[:0] for of in detected)), []
-        all_of = Detections(*map(torch.from_numpy, (found.xyxy, found.confidence, found.class_id)))
-        numbers = torch.from_numpy(found.tracker_id)
+        all_of = Detections(*map(torch.from_numpy, (tracked.xyxy, tracked.confidence, tracked.class_id)))
+        numbers = torch.from_numpy(tracked.tracker_id)
         shown = (numbers != _NO_TRACK) | (all_of.scores >= self._least_score)
         return Detections(*(of[shown] for of in all_of)), numbers[shown].tolist()
 
