@@ -70,6 +70,7 @@ def deployed(task: Task, model: nn.Module, data: Data, batch: int | None) -> Dep
     about: Mapping[str, Any] = {"classes": list(data.outputs)}
     if isinstance(data, ImageData):
         about = data.preparation()
+    about = {**about, "outputs": {"logits": "(batch, classes): a logit for each class"}}
     free, validation = batch is None, LogitsValidation(task)
     return Deployed(
         model, (images,), ("images",), ("logits",), any_batch=free, metadata=about, validation=validation

@@ -159,7 +159,8 @@ class Segmentation(Task):
         check_batch(batch)
         size = self._data.size
         images = torch.randn(batch or 2, 3, size, size, generator=torch.Generator().manual_seed(0))
-        about = self._data.preparation()
+        meaning = "(batch, classes, height, width): a logit for each class and pixel of the input"
+        about = {**self._data.preparation(), "outputs": {"logits": meaning}}
         module, free = _Logits(model).eval(), batch is None
         validation = LogitsValidation(self, lambda logits: {"out": logits})
         return Deployed(

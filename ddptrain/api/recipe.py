@@ -292,7 +292,9 @@ class Data(ABC):
     def preprocess(self, sample: Any) -> Tensor:
         """The model's input for one thing that a program or a user brings, as a batch of one on the device:
         what `ddptrain.load` offers. Called after `prepare` or `load_metadata`."""
-        raise UserError(f"preprocess: {type(self).__name__} offers none.")
+        raise UserError(
+            f"preprocess: {type(self).__name__} offers none. The verbs predict and export do without."
+        )
 
     def write(self, folder: Path, *args: Any, **kwargs: Any) -> Iterator[str]:
         """Write the whole set to disk, for the verb ``write``; yields a line for each thing written. Its

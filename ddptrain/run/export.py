@@ -131,9 +131,7 @@ def _target(chosen: _Own, folder: Path) -> Path:
     target = Path(chosen.out) if chosen.out else folder / name
     if target.is_dir():
         raise UserError(f"out={target}: is a folder; name a file in it: out={target / name}")
-    if target.suffix in (_METADATA, _PICTURE):
-        raise UserError(f"out={target}: is where the metadata goes, or a picture. Name another: out={name}")
-    if len(form.suffixes) > 1 and target.suffix != form.suffixes[0]:
+    if target.suffix != form.suffixes[0]:
         raise UserError(f"out={target}: must end in {form.suffixes[0]} for format={chosen.format}.")
     return target
 

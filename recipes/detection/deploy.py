@@ -15,6 +15,15 @@ from ddptrain.recipes.detection.draw import annotated
 from ddptrain.recipes.detection.errors import SCORE
 from ddptrain.recipes.detection.reports import rows_of
 
+_OF_ANCHORS = {
+    "boxes": "(batch, anchors, 4), or (batch, anchors, classes, 4): x1, y1, x2, y2 in pixels of the square",
+    "scores": "(batch, anchors, classes) in [0, 1]",
+}
+_OF_LISTS = {
+    "detections": "(batch, most, 6): x1, y1, x2, y2 in pixels of the square, score in [0, 1], index of the"
+    " class; the surest first, then rows of zeros"
+}
+"""The outputs, and what a program has to know of them."""
 _RECTANGLES = 12
 """On the example picture."""
 _TIE = 1e-5
@@ -34,17 +43,23 @@ def deployed(
     if data.rectangular:
         raise UserError("data.rectangular=true: an exported file takes squares. Add data.rectangular=false.")
     module = dense if suppress is None else _Listed(dense, suppress)
-    names = ("boxes", "scores") if suppress is None else ("detections",)
+    outputs = _OF_ANCHORS if suppress is None else _OF_LISTS
     difference = (
         difference_of_anchors
         if suppress is None
         else partial(difference_of_lists, least_score=suppress.least_score)
     )
-    about = {**data.preparation(), **({} if suppress is None else suppress.as_json())}
+    about = {**data.preparation(), **({} if suppress is None else suppress.as_json()), "outputs": outputs}
     example = _example(batch, data.size)
     validation = _Validation(data.classes, overlap)
     return Deployed(
-        module.eval(), (example,), ("images",), names, difference, metadata=about, validation=validation
+        module.eval(),
+        (example,),
+        ("images",),
+        tuple(outputs),
+        difference,
+        metadata=about,
+        validation=validation,
     )
 
 

@@ -92,6 +92,7 @@ OF_A_RUN = {
     "export run=run format=tflite": "format=tflite: must be one of onnx, pt2",
     "export run=run format=pt2 out=empty": "out=empty: is a folder",
     "export run=run format=pt2 out=file/x.pt2": "out=file/x.pt2: can't be written",
+    "export run=run format=onnx out=name": "out=name: must end in .onnx for format=onnx.",
     "export run=run format=pt2 side=100": "export",
     "export run=run format=openvino precision=fp16 validate=false": "validate=false: a file in",
     f"{SMALL} run.dir=run train.steps=2 model.width=16": "is of another model",

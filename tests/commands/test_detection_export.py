@@ -365,6 +365,7 @@ def test_a_file_of_openvino_holds_what_the_json_says(with_set: Path, tmp_path: P
     assert json.loads(network.get_rt_info(["ddptrain"]).astype(str)) == about
     assert about["classes"] == list(DISTANCES)
     assert about["score"] == 0.01
+    assert list(about["outputs"]) == ["detections"]
     [listed] = openvino.compile_model(network, "CPU")(torch.rand(1, 3, 64, 64).numpy()).values()
     assert listed.shape == (1, 7, 6)
 
@@ -409,7 +410,7 @@ def test_an_export_that_nothing_was_compared_of_says_so(folder: Path, tmp_path: 
             "batch=two: must be a whole number.\nnms=yes: must be true or false",
         ),
         ("format=pt2 batch=0", "batch=0"),
-        ("format=pt2 out=elsewhere", "out=elsewhere: "),
+        ("format=pt2 out=elsewhere", "out=elsewhere: is a folder"),
         ("format=pt2 out=broken/cut.jpg/model.pt2", "can't be written ("),
     ],
 )

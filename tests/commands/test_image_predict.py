@@ -317,6 +317,7 @@ def test_an_export_works_by_its_json_alone(
     assert done.code == 0, done.err
     about = json.loads((tmp_path / "model.json").read_text())
     assert (about["mode"], about["resize"]["rule"]) == (mode, rule)
+    assert list(about["outputs"]) == ["logits"]
     properties = {one.key: one.value for one in onnx.load(tmp_path / "model.onnx").metadata_props}
     assert json.loads(properties["ddptrain"]) == about
     page = (Path(__file__).parents[2] / "docs/finetuning.md").read_text()
@@ -365,5 +366,5 @@ def test_a_model_is_not_written_where_its_metadata_goes(
     digits: Path, tmp_path: Path, refused: Refused
 ) -> None:
     said = refused(digits, f"export run=run format=pt2 out={tmp_path}/model.json")
-    assert said.startswith(f"out={tmp_path}/model.json: is where the metadata goes")
+    assert said.startswith(f"out={tmp_path}/model.json: must end in .pt2 for format=pt2.")
     assert not list(tmp_path.iterdir())
