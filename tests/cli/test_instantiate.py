@@ -215,6 +215,26 @@ def test_an_opened_package_may_be_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert build(node, "model") == 42
 
 
+ANNOTATIONS = """
+from collections.abc import Callable, Sized
+from typing import Any, Protocol
+from torch import nn
+
+class Counts(Protocol):
+    def __len__(self) -> int: ...
+
+"""
+
+
+def own_function(folder: Path, monkeypatch: pytest.MonkeyPatch, annotation: str, returned: str) -> str:
+    """The name of a function of one argument, ``of``, in an opened package."""
+    module = f"users_{abs(hash((annotation, returned)))}"
+    (folder / f"{module}.py").write_text(f"{ANNOTATIONS}def own(of: {annotation}): return {returned}")
+    monkeypatch.syspath_prepend(folder)
+    open_package(module)
+    return f"{module}.own"
+
+
 @pytest.mark.parametrize(
     ("annotation", "fits"),
     [
@@ -229,20 +249,12 @@ def test_an_opened_package_may_be_named(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_is_offered_is_compared_with_the_annotation_as_far_as_it_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, annotation: str, fits: bool
 ) -> None:
-    lines = ["from collections.abc import Sized", "from typing import Any, Protocol", COUNTS]
-    module = f"users_offered_{abs(hash(annotation))}"
-    (tmp_path / f"{module}.py").write_text("\n".join([*lines, f"def size(of: {annotation}): return len(of)"]))
-    monkeypatch.syspath_prepend(tmp_path)
-    open_package(module)
-    node = {"_target_": f"{module}.size"}
+    node = {"_target_": own_function(tmp_path, monkeypatch, annotation, "len(of)")}
     if fits:
         assert build(node, "task", of=[1, 2]) == 2
         return
-    with pytest.raises(UserError, match=r"size needs int as its of, not list\. Choose another of="):
+    with pytest.raises(UserError, match=r"own needs int as its of, not list\. Choose another of="):
         build(node, "task", of=[1, 2])
-
-
-COUNTS = "class Counts(Protocol):\n    def __len__(self) -> int: ..."
 
 
 @pytest.mark.parametrize(
@@ -264,13 +276,8 @@ COUNTS = "class Counts(Protocol):\n    def __len__(self) -> int: ..."
 def test_a_nested_node_makes_what_its_argument_is_annotated_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, annotation: str, fits: bool
 ) -> None:
-    lines = ["from collections.abc import Callable, Sized", "from typing import Any, Protocol", COUNTS]
-    lines += ["from torch import nn"]
-    module = f"users_annotated_{abs(hash(annotation))}"
-    (tmp_path / f"{module}.py").write_text("\n".join([*lines, f"def same(of: {annotation}): return of"]))
-    monkeypatch.syspath_prepend(tmp_path)
-    open_package(module)
-    node = {"_target_": f"{module}.same", "of": LINEAR if annotation not in ("Sized", "Counts") else SEQUENCE}
+    function = own_function(tmp_path, monkeypatch, annotation, "of")
+    node = {"_target_": function, "of": LINEAR if annotation not in ("Sized", "Counts") else SEQUENCE}
     if fits:
         assert check_node(node, "model") == []
         assert isinstance(build(node, "model"), nn.Module)

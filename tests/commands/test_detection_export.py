@@ -347,10 +347,10 @@ def test_a_smaller_file_of_openvino_says_nearly_the_same(with_set: Path, tmp_pat
         outputs[precision] = list(openvino.compile_model(network, "CPU")(images).values())
     boxes, scores = outputs["fp32"]
     assert (boxes.shape, scores.shape) == ((1, 84, 4), (1, 84, 10))
-    # int8's boxes of anchors that see nothing may lie anywhere; those that count are in the metrics above
-    for precision, pixels, share in (("fp16", 0.1, 1e-3), ("int8", np.inf, 0.01)):
+    surest = scores[0].max(axis=1).argsort()[-10:]  # int8's boxes of anchors that see nothing lie anywhere
+    for precision, anchors, pixels, share in (("fp16", slice(None), 0.1, 1e-3), ("int8", surest, 2.0, 0.01)):
         other_boxes, other_scores = outputs[precision]
-        assert 0 < np.abs(other_boxes - boxes).mean() < pixels
+        assert 0 < np.abs(other_boxes - boxes)[:, anchors].mean() < pixels
         assert 0 < np.abs(other_scores - scores).mean() < share
     sizes = {precision: (tmp_path / precision / "model.bin").stat().st_size for precision in outputs}
     assert sizes["int8"] < sizes["fp16"] < sizes["fp32"]
