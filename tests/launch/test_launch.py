@@ -95,13 +95,13 @@ def test_a_signal_stops_the_ranks_with_a_checkpoint(tmp_path: Path) -> None:
     [pytest.param(torchrun, "step 3/", marks=pytest.mark.long), (launch, "step 3/"), (launch, "")],
 )
 def test_nothing_outlives_a_killed_agent(tmp_path: Path, launcher: Start, moment: str) -> None:
-    """No rank, no loader worker, no forkserver."""
+    """No rank, no loader worker, no forkserver: one whose rank died before its imports ends after them."""
     job = launcher(tmp_path, TWO, WITH_WORKERS)
     job.wait_for(moment)
     time.sleep(random.random() * (1 if moment else 6))
     os.kill(job.launcher.pid, signal.SIGKILL)
     job.launcher.wait()
-    assert not job.left_after(2.0)
+    assert not job.left_after(10.0)
 
 
 def test_a_rank_whose_torchrun_died_before_it_had_started_ends_at_once(tmp_path: Path) -> None:
