@@ -315,9 +315,9 @@ class Engine:
         path = None
         if self._world.is_first:
             self._observers.flush()
-            # what is written must not wait for a collective: a rank that is gone does not end a writing one
+            # before the mark: a rank that is gone must end what waits for its collective, not what writes
             self._stopwatch.synchronize("saving")
-            self._watchdog.mark(f"{why}: writing", patience=LONG_S)
+            self._watchdog.mark(f"{why}: writing", patience=LONG_S, writes=True)
             path = write(rest, self._facts(), shards)
         self._watchdog.mark("saved", self._state.step)
         self._stopwatch.mark("saving")

@@ -50,6 +50,7 @@ class Watchdog:
         self._known: set[str] = set()
         self._marks, self._step, self._what = 0, 0, "starting"
         self._marked_at, self._patience = time.monotonic(), LONG_S
+        self._writes = False
         self._main = threading.get_ident()
         self._born = started_at(os.getpid())
         interval = max(0.1, min(1.0, (hang_timeout or LONG_S) / 10))
@@ -76,18 +77,21 @@ class Watchdog:
         """The last mark: ``step 7, backward``."""
         return f"step {self._step}, {self._what}"
 
-    def mark(self, what: str, step: int | None = None, patience: float | None = None) -> None:
+    def mark(
+        self, what: str, step: int | None = None, patience: float | None = None, writes: bool = False
+    ) -> None:
         """The main thread begins ``what``, in this step (None: the same as before).
 
         patience: seconds allowed until the next mark; None: ``hang_timeout``, or longer the first time, which
-        may start workers, connect or compile.
+        may start workers, connect or compile. writes: a checkpoint, which the next attempt needs: until the
+        next mark this process is not ended because another rank is gone.
         """
         if patience is None:
             patience = self._usual if what in self._known else LONG_S
             self._known.add(what)
         if step is not None:
             self._step = step
-        self._marks, self._what = self._marks + 1, what
+        self._marks, self._what, self._writes = self._marks + 1, what, writes
         self._marked_at, self._patience = time.monotonic(), max(patience, self._usual)
 
     def forget_what_is_usual(self) -> None:
@@ -193,7 +197,7 @@ class Watchdog:
 
     def _check_lost_ranks(self) -> None:
         """End this process if another rank has failed or its process is gone."""
-        gone = "" if self._is_writing else self.gone()
+        gone = "" if self._writes else self.gone()
         if not gone and self._heartbeat.failure is None:
             return
         # the main thread gets an error from its next gloo collective; one of NCCL's would wait for ever
@@ -216,11 +220,6 @@ class Watchdog:
                 _say_in_thread(
                     lambda: log.info("stop       asked for by %s: after this step, with a checkpoint", who)
                 )
-
-    @property
-    def _is_writing(self) -> bool:
-        """Whether this rank is writing a checkpoint, which the next attempt needs."""
-        return self._world.is_first and self._what.endswith("writing")
 
     def _overdue(self) -> bool:
         return time.monotonic() - self._marked_at > self._patience
