@@ -146,7 +146,7 @@ def test_every_wrong_argument_of_every_node_is_named_in_one_message(tmp_path: Pa
 
 
 def test_an_optimizer_rate_that_is_no_number_is_named(tmp_path: Path) -> None:
-    assert "optim.lr=fast: must be a finite number" in refusal(tmp_path, f"{TYPED} optim.lr=fast")
+    assert "optim.lr=fast: must be a finite number." in refusal(tmp_path, f"{TYPED} optim.lr=fast")
 
 
 @pytest.mark.parametrize(
