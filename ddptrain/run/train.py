@@ -181,11 +181,13 @@ def make_train_step(
     model = strategy.prepare(model)
     log.info("model      %s", _model_in_words(model, config))
     check_same_model(world, model)
-    log.info("batch      %s", _batch_in_words(plan, world))
+    sizes = plan.sampler(world).micro_sizes
+    log.info("batch      %s", _batch_in_words(plan.batch_size, sizes))
     if (passes := plan.batch_size / data.train_size) > 1:
         log.warning("note       train.batch_size=%d: a step takes %.3g epochs", plan.batch_size, passes)
-    on_all_ranks(world, lambda: check_graphs(config.compile, world, len(plan.sampler(world).micro_batches)))
-    _note_layers_that_see_one_part(model, plan, world)
+    on_all_ranks(world, lambda: check_graphs(config.compile, world, len(sizes)))
+    if plan.shards is None:  # shards are the same on any number of ranks
+        _note_layers_that_see_one_part(model, world.size * len(sizes))
     if config.compile in ("step", "step-graph"):
         compile_loss(task)
     step = make_step(config, task, model, strategy, precision, plan, watchdog, frozen)
@@ -337,9 +339,9 @@ def _profiling(debug: Debug, world: World, folder: Path) -> StepIterator:
     return partial(profiled, first=first, count=count, world=world, folder=folder)
 
 
-def _batch_in_words(plan: Plan, world: World) -> str:
-    sizes = plan.sampler(world).micro_sizes
-    split = f"{plan.batch_size} global, {sum(sizes)} on this rank"
+def _batch_in_words(batch_size: int, sizes: Sequence[int]) -> str:
+    """sizes: of this rank's micro-batches."""
+    split = f"{batch_size} global, {sum(sizes)} on this rank"
     return f"{split} in {len(sizes)} micro-batches of {max(sizes)}" if len(sizes) > 1 else split
 
 
@@ -352,10 +354,10 @@ def _model_in_words(model: nn.Module, config: Config) -> str:
     return f"{type(model).__name__}, {', '.join(traits)}"
 
 
-def _note_layers_that_see_one_part(model: nn.Module, plan: Plan, world: World) -> None:
-    """Log which layers make the training depend on the number of ranks or micro-batches."""
-    parts = world.size * len(plan.sampler(world).micro_sizes)
-    if parts == 1 or plan.shards is not None:  # shards are the same on any number of ranks
+def _note_layers_that_see_one_part(model: nn.Module, parts: int) -> None:
+    """Log which layers make the training depend on the number of ranks or micro-batches. parts: of a global
+    batch, each seen by itself."""
+    if parts == 1:
         return
     layers = list(model.modules())
     if any(isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in layers):
