@@ -325,7 +325,8 @@ def _spell(hint: Any) -> str:
     if len(kinds := _alternatives(hint)) > 1:
         plain = [_spell(kind) for kind in kinds if kind in names or typing.get_origin(kind)]
         made = [kind.__name__ for kind in kinds if inspect.isclass(kind) and kind not in names]
-        made = [name for name in made if name != "Tensor"]  # beside torch's numbers: no config makes one
+        if float in kinds:  # a rate of torch's may be a Tensor, too, which no config makes
+            made = [name for name in made if name != "Tensor"]
         return " or ".join([*plain, *([f"keys with a _target_ ({', '.join(made)})"] if made else [])])
     if origin is tuple and Ellipsis not in args:
         return f"a list of {len(args)} values: [...]"

@@ -139,6 +139,11 @@ def test_nested_nodes_are_checked_with_their_full_key_and_built() -> None:
         ),
         ("ddptrain.data.images.cifar10.Cifar10", {"url": 3}, "k.url=3: must be text."),
         ("torch.nn.Dropout", {"p": "half"}, "k.p=half: must be a finite number."),
+        (
+            "torch.nn.CrossEntropyLoss",
+            {"weight": "half"},
+            "k.weight=half: must be null or keys with a _target_ (Tensor).",
+        ),
         ("torch.nn.Dropout", {"p": float("nan")}, "k.p=nan: must be a finite number."),
         ("torch.nn.Dropout", {"p": float("inf")}, "k.p=inf: must be a finite number."),
         ("torch.nn.Dropout", {"p": True}, "k.p=True: must be a finite number."),
