@@ -95,6 +95,7 @@ def test_recipes_train_with_few_launches(jobs: dict[str, "Future[Done]"]) -> Non
 
 
 @pytest.mark.long
+@pytest.mark.serial  # pinned blocks are counted, and beside other tests more copies are on their way at once
 @pytest.mark.parametrize(("ranks", "cases"), [(1, 12), (2, 8)])
 def test_every_recipe_trains_with_few_launches(ranks: int, cases: int, tmp_path: Path) -> None:
     launcher = TORCHRUN if ranks == 2 else []
@@ -159,6 +160,7 @@ def test_models_in_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.serial  # for the same reason
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_long_training_takes_no_more_memory(ranks: int, tmp_path: Path) -> None:
     launcher = TORCHRUN if ranks == 2 else []
