@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from detector import LAST, ONE_THREAD, SHAPES, trained_and_moved
+from detector import LONGER, ONE_THREAD, SHAPES, trained_and_moved
 from faster_coco_eval import COCO
 from labelled import truncate
 from PIL import Image
@@ -197,7 +197,7 @@ assert "ddptrain" not in sys.modules
 @pytest.fixture(scope="module")
 def eager(folder: Path) -> nn.Module:
     model = Yolo(num_classes=10).eval()
-    state = unpack(read(folder / "run" / LAST))
+    state = unpack(read(folder / f"run/checkpoints/step-{LONGER}"))
     fit_model(model, state["average"]["weights"], "the run")
     return model
 
@@ -245,9 +245,9 @@ def test_an_exported_list_is_what_eager_finds(
 ) -> None:
     target = tmp_path / f"model.{kind}"
     words = f"format={kind} nms=true batch=2 most={MOST} score={LEAST} out={target}"
-    done = ddptrain(folder, f"export run=run {words}", **ONE_THREAD)
+    done = ddptrain(folder, f"export run=run checkpoint=last {words}", **ONE_THREAD)
     assert done.code == 0, done.err
-    images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    images = torch.stack([decode_image(str(folder / f"pictures/00000{n}.png")) / 255 for n in (2, 3)])
     [listed] = outputs_of(target, images)
     assert listed.shape == (2, MOST, 6)
     with torch.no_grad():
@@ -314,7 +314,7 @@ def test_a_program_that_knows_the_json_alone_finds_what_predict_finds(folder: Pa
 @pytest.fixture(scope="module")
 def with_set(folder: Path) -> Path:
     """A run whose data set is there."""
-    words = f"{SHAPES} train.steps=120 run.dir=drawn"
+    words = f"{SHAPES} train.steps={LONGER} run.dir=drawn"
     done = ddptrain(folder, words, **ONE_THREAD)
     assert done.code == 0, done.err
     return folder / "drawn"
