@@ -270,7 +270,7 @@ def test_a_set_that_contradicts_itself_is_refused(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("recipe=yolo_custom device=cpu", "data.source.path=None: must name a data.yaml"),
+        ("recipe=yolo_custom device=cpu", "data.source.path: say which set: data.source.path=<file>, a data"),
         (custom("gone/data.yaml", "device=cpu"), "gone/data.yaml: can't be read (No such file or directory)"),
         (f"{SHAPES} data.size=100", "data.size=100: must be a multiple of 32 pixels"),
         (f"{SHAPES} data.augment.zoom=0.9", "data.augment.zoom=0.9: must be in [0, 0.5]"),

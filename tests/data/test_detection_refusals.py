@@ -177,7 +177,7 @@ def test_a_list_names_what_is_missing_or_twice_by_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [YoloFiles, CocoFiles, LabelledFiles])
 def test_a_path_must_be_given_and_be_there(kind: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.source\.path=None: must name "):
+    with pytest.raises(UserError, match=r"data\.source\.path: say which set: "):
         kind()
     for ending in (".yaml", ".json"):
         assert f"gone{ending}: can't be read (No such file" in refusal(kind(str(tmp_path / f"gone{ending}")))

@@ -131,7 +131,7 @@ class Problems:
 def checked_path(path: str | None, expected: str) -> Path:
     """The path of a set, relative to the current folder. Raises UserError where none is given."""
     if not path:
-        raise UserError(f"data.source.path={path}: must name {expected}.")
+        raise UserError(f"data.source.path: say which set: data.source.path=<file>, {expected}")
     return Path(path)
 
 
