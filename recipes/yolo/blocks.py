@@ -4,6 +4,7 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @final
@@ -73,3 +74,8 @@ class PyramidPooling(nn.Module):
             pooled.append(self.pool(pooled[-1]))
         joined: Tensor = self.join(torch.cat(pooled, dim=1))
         return joined
+
+
+def doubled(x: Tensor) -> Tensor:
+    """A map of twice the side, of the nearest cells."""
+    return functional.interpolate(x, scale_factor=2.0, mode="nearest")

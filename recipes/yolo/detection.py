@@ -21,6 +21,7 @@ from ddptrain.recipes.yolo.boxes import (
     boxes_at,
     class_loss,
     complete_iou_loss,
+    decoded,
     detections,
     distance_loss,
     distances_from,
@@ -78,7 +79,7 @@ class Detection(Task):
         """Every term is added over anchors, weighted by the score they should give, and divided by the sum of
         those weights over the whole global batch: how many anchors learn an object differs between ranks.
 
-        A second head's terms are added to the first one's, and divided by the first one's weights.
+        A second head's term is added to the first one's, and divided by the first one's weights.
         """
         images, true = self._scaled(batch.images, batch.boxes, progress)
         if len(images) == 1 and images.shape[-1] == _COARSEST:
@@ -91,42 +92,43 @@ class Detection(Task):
         assert raw is not None, "a loss needs the model in training mode"
         self._check(raw, model)
         sums, count = self._losses(raw, true, batch.labels)
-        total = self._total(sums)
+        total = torch.stack([gain * sums[name] for name, gain in self._gains.items()]).sum()
         if isinstance(outputs, Dual):
-            second, _ = self._losses(outputs.one_to_one, true, batch.labels, one_to_one=True)
-            sums["one_to_one"] = self._total(second)
+            selection = self._selection_loss(outputs.one_to_one, true, batch.labels)
+            sums["one_to_one"] = self._gains["classes"] * selection
             total = total + sums["one_to_one"]
         return Loss(total, count, sums)
 
-    def _total(self, sums: Mapping[str, Tensor]) -> Tensor:
-        return torch.stack([gain * sums[name] for name, gain in self._gains.items()]).sum()
-
-    def _losses(
-        self, raw: Raw, true: Tensor, labels: Tensor, one_to_one: bool = False
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """One head's three sums, and the sum of its weights. true: (n, k, 4) boxes. labels: (n, k)."""
-        logits, scores = raw.distances.float(), raw.classes.float()
-        # DataParallel lays what its replicas say of the anchors, all the same, one below the other
-        points, strides = (of[: logits.shape[1]] for of in (raw.points, raw.strides))
+    def _losses(self, raw: Raw, true: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """The three sums, and the sum of their weights. true: (n, k, 4) boxes. labels: (n, k)."""
+        raw = _one_grid(raw)
+        logits, scores, points, strides = raw.distances.float(), raw.classes.float(), raw.points, raw.strides
         stride = strides[:, None]
         distances = expected_distances(logits) * stride
         boxes = boxes_at(points, distances.detach())
-        assigned = self._assigner(
-            scores.detach().sigmoid(), boxes, points, strides, true, labels, one_to_one=one_to_one
-        )
+        assigned = self._assigner(scores.detach().sigmoid(), boxes, points, strides, true, labels)
         weight, learnt = assigned.weight, (assigned.weight > 0)[..., None]
         # dense, with each anchor's cell where nothing is to be learnt: picking those out would wait for the
         # device. Also in place of what is seen there: a box without sides may have a NaN as its gradient
         goal, label = _of_objects(true, labels, assigned.target)
         goal = torch.where(learnt, distances_from(points, goal), stride / 2)
         distances = torch.where(learnt, distances, stride / 2)
-        goals = torch.zeros_like(scores).scatter_(2, label.clamp(min=0)[..., None], weight[..., None])
         sums = {
             "box": (complete_iou_loss(distances, goal) * weight).sum(),
             "distance": (distance_loss(logits, goal / stride).mean(-1) * weight).sum(),
-            "classes": class_loss(scores, goals),
+            "classes": class_loss(scores, _class_goals(scores, label, weight)),
         }
         return sums, weight.sum()
+
+    def _selection_loss(self, raw: Raw, true: Tensor, labels: Tensor) -> Tensor:
+        """The second head's sum: its classes', whose boxes the first head learns."""
+        raw = _one_grid(raw)
+        scores = raw.classes.float()
+        assigned = self._assigner(
+            scores.detach().sigmoid(), decoded(raw), raw.points, raw.strides, true, labels, one_to_one=True
+        )
+        _, label = _of_objects(true, labels, assigned.target)
+        return class_loss(scores, _class_goals(scores, label, assigned.weight))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
         return self._reports.evaluate(model, batch)
@@ -182,6 +184,17 @@ class Detection(Task):
             return images, boxes
         resized = functional.interpolate(images, size=(new, new), mode="bilinear", antialias=True)
         return resized, boxes * (new / side)
+
+
+def _one_grid(raw: Raw) -> Raw:
+    """DataParallel lays what its replicas say of the anchors, all the same, one below the other."""
+    count = raw.classes.shape[1]
+    return raw._replace(points=raw.points[:count], strides=raw.strides[:count])
+
+
+def _class_goals(scores: Tensor, label: Tensor, weight: Tensor) -> Tensor:
+    """(n, a, classes): the score that each anchor should give. label, weight: (n, a)."""
+    return torch.zeros_like(scores).scatter_(2, label.clamp(min=0)[..., None], weight[..., None])
 
 
 def _of_objects(boxes: Tensor, labels: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

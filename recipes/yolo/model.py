@@ -1,15 +1,15 @@
 """The network: a backbone in five stages, a path-aggregating neck, a decoupled head on three strides."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ddptrain.api import UserError
-from ddptrain.recipes.yolo.blocks import ConvBlock, CspBlock, PyramidPooling
+from ddptrain.recipes.yolo.blocks import ConvBlock, CspBlock, PyramidPooling, doubled
+from ddptrain.recipes.yolo.selector import Selector
 
 STRIDES = (8, 16, 32)
 """Pixels from cell to cell on the three maps."""
@@ -35,12 +35,13 @@ class Raw(NamedTuple):
 
 
 class Dual(NamedTuple):
-    """The outputs of two heads (Wang et al.: YOLOv10, arXiv 2405.14458, section 3.1)."""
+    """The outputs of two heads."""
 
     one_to_many: Raw | None
     """Several anchors find an object; None in evaluation."""
     one_to_one: Raw
-    """One anchor finds an object, so that there are no doubles."""
+    """One anchor finds an object, so that there are no doubles: the same boxes, without a gradient, and
+    classes of its own."""
 
 
 def evaluated(outputs: Raw | Dual) -> Raw:
@@ -55,8 +56,8 @@ class Yolo(nn.Module):
     size: n, s or m, in width and depth. bins: how many distances, 0 to bins - 1 strides, the box regression
     weighs (see `ddptrain.recipes.yolo.boxes`). Strides 8, 16 and 32, joined top-down and bottom-up (Liu et
     al.: path aggregation, arXiv 1803.01534); boxes and classes by branches of their own (Ge et al.: YOLOX,
-    arXiv 2107.08430). one_to_one: with a second head, that finds an object once; both train the rest of
-    the network. head: whose outputs an evaluation gets; ``auto`` takes the second one's, if there is one.
+    arXiv 2107.08430). one_to_one: with a second head, that finds an object once (`Selector`). head: whose
+    outputs an evaluation gets; ``auto`` takes the second one's, if there is one.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class Yolo(nn.Module):
         self.shrink_16 = ConvBlock(four, four, 3, 2)
         self.up_32 = CspBlock(four + five, five, depth, False)
         widths = (three, four, five)
-        self.heads = _heads(widths, num_classes, bins)
-        self.one_to_one_heads = _heads(widths, num_classes, bins) if one_to_one else None
+        box_width = max(16, three // 4, 4 * bins)
+        self.heads = nn.ModuleList(_Head(channels, num_classes, bins, box_width) for channels in widths)
+        self.selector = Selector(widths, num_classes) if one_to_one else None
+        self._bins = bins
         self._head = head
 
     def forward(self, images: Tensor) -> Raw | Dual:
@@ -94,29 +97,23 @@ class Yolo(nn.Module):
         at_8 = self.to_8(self.stem(images))
         at_16 = self.to_16(at_8)
         at_32 = self.top(self.to_32(at_16))
-        at_16 = self.down_16(torch.cat([_doubled(at_32), at_16], dim=1))
-        at_8 = self.down_8(torch.cat([_doubled(at_16), at_8], dim=1))
+        at_16 = self.down_16(torch.cat([doubled(at_32), at_16], dim=1))
+        at_8 = self.down_8(torch.cat([doubled(at_16), at_8], dim=1))
         at_16 = self.up_16(torch.cat([self.shrink_8(at_8), at_16], dim=1))
         at_32 = self.up_32(torch.cat([self.shrink_16(at_16), at_32], dim=1))
         maps = (at_8, at_16, at_32)
+        distances, classes = zip(*(head(x) for head, x in zip(self.heads, maps, strict=True)), strict=True)
         grid = anchors(images.shape[-2], images.shape[-1], images.device)
-        if self.one_to_one_heads is None or (self._head == "one_to_many" and not self.training):
-            return _outputs(self.heads, maps, grid)
-        many = _outputs(self.heads, maps, grid) if self.training else None
-        return Dual(many, _outputs(self.one_to_one_heads, maps, grid))
+        many = Raw(_rows(distances).unflatten(2, (4, self._bins)), _rows(classes), *grid)
+        if self.selector is None or (self._head == "one_to_many" and not self.training):
+            return many
+        one = many._replace(distances=many.distances.detach(), classes=_rows(self.selector(maps, classes)))
+        return Dual(many if self.training else None, one)
 
 
-def _heads(widths: Sequence[int], num_classes: int, bins: int) -> nn.ModuleList:
-    """One for each map. widths: the maps' channels."""
-    box_width = max(16, widths[0] // 4, 4 * bins)
-    return nn.ModuleList(_Head(channels, num_classes, bins, box_width) for channels in widths)
-
-
-def _outputs(heads: nn.ModuleList, maps: Sequence[Tensor], grid: tuple[Tensor, Tensor]) -> Raw:
-    """grid: as `anchors` gives it."""
-    outputs = [head(x) for head, x in zip(heads, maps, strict=True)]
-    distances, classes = (torch.cat(of, dim=1) for of in zip(*outputs, strict=True))
-    return Raw(distances, classes, *grid)
+def _rows(maps: Iterable[Tensor]) -> Tensor:
+    """(n, channels, h, w) of each map -> (n, a, channels)"""
+    return torch.cat([x.flatten(2).transpose(1, 2) for x in maps], dim=1)
 
 
 @final
@@ -138,12 +135,10 @@ class _Head(nn.Module):
             ConvBlock(channels, channels),
             nn.Conv2d(channels, num_classes, 1),
         )
-        self._bins = bins
         nn.init.constant_(self.classes[-1].bias, math.log(_PRIOR / (1 - _PRIOR)))  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        box = self.box(x).flatten(2).transpose(1, 2)
-        return box.unflatten(2, (4, self._bins)), self.classes(x).flatten(2).transpose(1, 2)
+        return self.box(x), self.classes(x)
 
 
 def anchors(
@@ -160,7 +155,3 @@ def anchors(
         points.append(torch.stack([x, y], dim=-1).view(-1, 2))
         sizes.append(torch.full((len(points[-1]),), float(stride), device=device))
     return torch.cat(points), torch.cat(sizes)
-
-
-def _doubled(x: Tensor) -> Tensor:
-    return functional.interpolate(x, scale_factor=2.0, mode="nearest")

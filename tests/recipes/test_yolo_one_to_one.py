@@ -1,7 +1,9 @@
-"""The detector's second head, that gives an object one box: what it learns, and that nothing else changes."""
+"""The detector's second head, that leaves an object one box: what it learns, and nothing else changes."""
 
+from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from ddptrain.recipes.detection.detections import without_doubles
 from ddptrain.recipes.yolo.assign import Assigned, TaskAligned
 from ddptrain.recipes.yolo.detection import Detection
 from ddptrain.recipes.yolo.model import Dual, Raw, Yolo, anchors
+from ddptrain.recipes.yolo.selector import _beside
 
 START = Progress(0, 0, 0.0)
 
@@ -78,27 +81,28 @@ def random_raw(seed: int) -> Raw:
     return Raw(distances, torch.randn(4, len(points), 10, generator=draw) * 2, points, strides)
 
 
-def test_the_loss_is_that_of_both_heads() -> None:
+def test_the_second_heads_classes_are_added_to_the_loss() -> None:
     """Over the weights of the first."""
     task, data = ready()
     batch, many, one = first_batch(data), random_raw(1), random_raw(2)
 
     class Single:
-        def __call__(self, *case: Tensor, one_to_one: bool) -> Assigned:
+        def __call__(self, *case: Tensor, one_to_one: bool = False) -> Assigned:
             return TaskAligned()(*case, one_to_one=True)
 
     single = Detection(lambda **_: nn.Identity(), data, Single())  # type: ignore[arg-type]
     both = task.loss(Says(Dual(many, one)), batch, START)
     first, second = task.loss(Says(many), batch, START), single.loss(Says(one), batch, START)
-    torch.testing.assert_close(both.sum, first.sum + second.sum)
+    classes = 0.5 * second.logs["classes"]
+    torch.testing.assert_close(both.sum, first.sum + classes)
     assert torch.equal(torch.as_tensor(both.count), torch.as_tensor(first.count))
     assert both.logs.keys() - first.logs.keys() == {"one_to_one"}
-    torch.testing.assert_close(both.logs["one_to_one"], second.sum)
+    torch.testing.assert_close(both.logs["one_to_one"], classes)
     assert all(torch.equal(both.logs[name], value) for name, value in first.logs.items())
 
 
-def test_both_heads_train_the_rest_of_the_network() -> None:
-    """From the initial weights that it has without the second, to the bit."""
+def test_the_rest_of_the_network_learns_what_it_learns_without() -> None:
+    """From the same initial weights, to the bit."""
     task, data = ready()
     batch = first_batch(data)
     networks = []
@@ -108,15 +112,32 @@ def test_both_heads_train_the_rest_of_the_network() -> None:
         task.loss(network, batch, START).sum.backward()
         networks.append(network)
     plain, dual = (dict(network.named_parameters()) for network in networks)
-    second = {name for name in dual if name.startswith("one_to_one_heads.")}
+    second = {name for name in dual if name.startswith("selector.")}
     assert dual.keys() - second == plain.keys()
-    assert len(second) == len([name for name in plain if name.startswith("heads.")])
     for name, weight in plain.items():
         assert torch.equal(weight, dual[name]), name
-        alike = torch.equal(gradient(weight), gradient(dual[name]))
-        assert alike == name.startswith("heads."), name
-    learns = {name for name in second if gradient(dual[name]).any()}
-    assert learns >= {name for name in second if ".classes." in name or ".0.box." in name}, "boxes are small"
+        assert torch.equal(gradient(weight), gradient(dual[name])), name
+    assert all(gradient(dual[name]).any() for name in second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cell_sees_how_far_it_lies_above_those_around_it(dtype: torch.dtype) -> None:
+    """On its own map, a finer one and a coarser one; against loops."""
+    draw = torch.Generator().manual_seed(1)
+    logits = [(torch.randn(2, 3, side, 2 * side, generator=draw) * 5).to(dtype) for side in (8, 4, 2)]
+    for i, own in enumerate(logits):
+        maps = _beside(logits, i).split(3, dim=1)
+        others = [(own, 1), (own, 2), *((logits[j], 1) for j in (i - 1, i + 1) if 0 <= j < 3)]
+        assert torch.equal(maps[0], own.sigmoid())
+        for seen, (other, reach) in zip(maps[1:], others, strict=True):
+            scale = other.shape[2] / own.shape[2]
+            for y, x in product(range(own.shape[2]), range(own.shape[3])):
+                rows, columns = (
+                    slice(max(0, int(scale * at) - reach), int(scale * at + max(1, scale) + reach))
+                    for at in (y, x)
+                )
+                above = own[:, :, y, x] - other[:, :, rows, columns].amax((2, 3))
+                assert torch.equal(seen[:, :, y, x], above.clamp(-8, 8))
 
 
 def gradient(weight: nn.Parameter) -> Tensor:
@@ -125,7 +146,7 @@ def gradient(weight: nn.Parameter) -> Tensor:
 
 
 def test_one_state_answers_with_either_head() -> None:
-    """In evaluation only the head that is asked is computed."""
+    """In evaluation the first head's is computed, and nothing else where it is asked."""
     _, data = ready()
     images = next(data.valid_batches([range(3)])).images
     torch.manual_seed(0)
@@ -138,6 +159,7 @@ def test_one_state_answers_with_either_head() -> None:
     assert one_raw.one_to_many is None
     assert all(torch.equal(a, b) for a, b in zip(many_raw, plain_raw, strict=True))
     assert not torch.equal(one_raw.one_to_one.classes, many_raw.classes)
+    assert torch.equal(one_raw.one_to_one.distances, many_raw.distances)
     for network in (dual, many):
         learning = network.train()(images)
         assert isinstance(learning, Dual)
