@@ -378,6 +378,7 @@ FAULTS = {
     "broken": (Answer(500), "500"),
     "full": (Answer(507), "507"),
     "gone": (Answer(0), "was not to be had"),
+    "hanging": (Answer(wait=100), "was not to be had"),
 }
 
 
@@ -396,6 +397,16 @@ def test_a_store_that_does_not_take_it_harms_no_training(
     warnings = [line for line in (tmp_path / "run/log.txt").read_text().splitlines() if "mirror     " in line]
     assert f"mirror     {address}" in warnings[0]
     assert said in warnings[0] or "still" in warnings[0]
+
+
+@pytest.mark.faults
+def test_a_slow_store_has_all_of_the_run_in_the_end(tmp_path: Path, door: Door, address: str) -> None:
+    door.write_fault = lambda path, number: Answer(wait=0.5)
+    ended = train(tmp_path, "run", address, "train.steps=200")
+    assert ended.code == 0, ended.err
+    assert f"mirror     {address} has all of the run" in (tmp_path / "run/log.txt").read_text()
+    store = opened(address, "run.mirror", 5)
+    assert the_index(store).checkpoints()[0] == "step-200"
 
 
 @pytest.mark.faults

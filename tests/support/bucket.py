@@ -3,6 +3,7 @@
 import http.client
 import http.server
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,11 +23,12 @@ KEYS = {
 @dataclass
 class Answer:
     """What the door says in the server's place. body: None hands on the server's own. cut: after so many
-    bytes the line goes dead."""
+    bytes the line goes dead. wait: seconds until a write is looked at."""
 
     status: int = 200
     body: bytes | None = None
     cut: int | None = None
+    wait: float = 0.0
 
 
 Fault = Callable[[str, int], Answer | None]
@@ -96,17 +98,16 @@ def bucket() -> Iterator[Door]:
                     door.asked[f"write {path}"],
                     door.asked[f"write {path}"] + 1,
                 )
-            answer = door.write_fault(path, number)
-            if answer is not None and answer.status == 0:
+            answer, etag = door.write_fault(path, number) or Answer(), None
+            time.sleep(answer.wait)
+            if answer.status == 0:
                 self.close_connection = True
                 return
-            if answer is None:
+            if answer.status == 200 and answer.body is None:
                 connection = http.client.HTTPConnection("127.0.0.1", inner)
                 connection.request(self.command, self.path, content, dict(self.headers))
                 reply = connection.getresponse()
                 answer, etag = Answer(reply.status, reply.read()), reply.getheader("ETag")
-            else:
-                etag = None
             self.send_response(answer.status)
             self.send_header("Content-Length", str(len(answer.body or b"")))
             if etag:
