@@ -107,7 +107,7 @@ class Yolo(nn.Module):
         many = Raw(_rows(distances).unflatten(2, (4, self._bins)), _rows(classes), *grid)
         if self.selector is None or (self._head == "one_to_many" and not self.training):
             return many
-        one = many._replace(distances=many.distances.detach(), classes=_rows(self.selector(maps, classes)))
+        one = Raw(many.distances.detach(), _rows(self.selector(maps, classes)), *grid)
         return Dual(many if self.training else None, one)
 
 
