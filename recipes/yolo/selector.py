@@ -40,7 +40,7 @@ class Selector(nn.Module):
         those that stay."""
         maps, logits = [x.detach() for x in maps], [x.detach() for x in logits]
         return [
-            own + select(features, _beside(logits, i))
+            own + select(features, surroundings(logits, i))
             for i, (select, features, own) in enumerate(zip(self.maps, maps, logits, strict=True))
         ]
 
@@ -65,7 +65,7 @@ class _MapSelector(nn.Module):
         return added
 
 
-def _beside(logits: Sequence[Tensor], i: int) -> Tensor:
+def surroundings(logits: Sequence[Tensor], i: int) -> Tensor:
     """Of map i each cell's scores, and how far its logits lie above the highest around it: within one cell,
     within two, and on the finer and the coarser map."""
     own = logits[i]

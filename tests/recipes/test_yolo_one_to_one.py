@@ -19,7 +19,7 @@ from ddptrain.recipes.detection.detections import without_doubles
 from ddptrain.recipes.yolo.assign import Assigned, TaskAligned
 from ddptrain.recipes.yolo.detection import Detection
 from ddptrain.recipes.yolo.model import Dual, Raw, Yolo, anchors
-from ddptrain.recipes.yolo.selector import _beside
+from ddptrain.recipes.yolo.selector import surroundings
 
 START = Progress(0, 0, 0.0)
 
@@ -126,7 +126,7 @@ def test_a_cell_sees_how_far_it_lies_above_those_around_it(dtype: torch.dtype) -
     draw = torch.Generator().manual_seed(1)
     logits = [(torch.randn(2, 3, side, 2 * side, generator=draw) * 5).to(dtype) for side in (8, 4, 2)]
     for i, own in enumerate(logits):
-        maps = _beside(logits, i).split(3, dim=1)
+        maps = surroundings(logits, i).split(3, dim=1)
         others = [(own, 1), (own, 2), *((logits[j], 1) for j in (i - 1, i + 1) if 0 <= j < 3)]
         assert torch.equal(maps[0], own.sigmoid())
         for seen, (other, reach) in zip(maps[1:], others, strict=True):
