@@ -1,5 +1,6 @@
 """torchrun's agent on this node, which reads exit codes: what a restart can't mend, and how a job ended."""
 
+import inspect
 import json
 import os
 import signal
@@ -28,6 +29,9 @@ from ddptrain.distributed.launcher.rendezvous import LAST_WORD_S, Rendezvous, en
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.text import counted
 
+_monitor_workers = inspect.unwrap(LocalElasticAgent._monitor_workers)
+"""Without torch's timing of it: a signal that comes as that begins it hides behind an UnboundLocalError (seen
+with torch 2.14.1), and a job that was asked to stop would end as one that failed."""
 NOT_MENDED = (ExitCode.USER_ERROR, ExitCode.DIVERGED, ExitCode.STOPPED)
 """With these a restart would end in the same way, or against what was asked for."""
 
@@ -134,10 +138,10 @@ class _Agent(LocalElasticAgent):
         # as they are before torchrun ends the other ranks, too
         first = {rank: code for rank, code in self.codes().items() if code}
         try:
-            result: RunResult = super()._monitor_workers(worker_group)
+            result: RunResult = _monitor_workers(self, worker_group)
         except ValueError:  # a rank was killed while it wrote its exception down, and torchrun reads that
             self._drop_half_written()
-            result = super()._monitor_workers(worker_group)
+            result = _monitor_workers(self, worker_group)
         if not result.is_failed():
             self._meeting.look()
             return result
