@@ -5,7 +5,8 @@ arXiv 2101.11782). Besides the features it sees whether a cell is surer than tho
 and on the maps beside (Wang et al.: 3D max filtering, arXiv 2012.03544): 0.658 mAP without suppression, and
 0.632 by features alone (`yolo_shapes`, 15 epochs).
 
-No gradient leaves it: the rest of the network learns what it learns without.
+No gradient leaves it: the rest of the network learns what it learns without, as far as no clipping looks at
+the gradients of both.
 """
 
 from collections.abc import Sequence
