@@ -30,7 +30,7 @@ class Selector(nn.Module):
 
     def __init__(self, widths: Sequence[int], num_classes: int) -> None:
         super().__init__()
-        last = len(widths) - 1
+        last = len(widths) - 1  # the first and the last have one map beside them: see `surroundings`
         self.maps = nn.ModuleList(
             _MapSelector(channels, num_classes, (3 + (i > 0) + (i < last)) * num_classes)
             for i, channels in enumerate(widths)
@@ -68,7 +68,10 @@ class _MapSelector(nn.Module):
 
 def surroundings(logits: Sequence[Tensor], i: int) -> Tensor:
     """Of map i each cell's scores, and how far its logits lie above the highest around it: within one cell,
-    within two, and on the finer and the coarser map."""
+    within two, and on the finer and the coarser map, where there is one.
+
+    logits: (n, classes, h, w) of each map, finest first -> (n, 3 to 5 times classes, h, w)
+    """
     own = logits[i]
     highest = [functional.max_pool2d(own, 3, 1, 1), functional.max_pool2d(own, 5, 1, 2)]
     if i > 0:
