@@ -64,7 +64,8 @@ class SpeedrunNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.groups(functional.gelu(self.whiten(images)))
-        features = x.amax(dim=(2, 3))
+        # not amax, whose compiled gradient in bf16 is no number (pytorch#186799)
+        features = functional.max_pool2d(x, (x.shape[2], x.shape[3])).flatten(1)
         logits: Tensor = self.head(features) / features.shape[1]
         return logits
 

@@ -322,3 +322,22 @@ def test_the_recipe_as_it_is_called(tmp_path: Path) -> None:
     assert [line["split"] for line in lines] == ["train", "valid"]
     composed = (tmp_path / "run/config.yaml").read_text()
     assert all(said in composed for said in ("horizontal_flip: alternate", "lr_schedules.linear", "tta: 2"))
+
+
+@pytest.mark.long
+def test_a_compiled_network_learns_in_bf16() -> None:
+    """torch's compiled gradient of amax is no number there (pytorch#186799)."""
+    torch.manual_seed(0)
+    model = SpeedrunNet(10, 3, (32, 32), lambda count: torch.randn(count, 3, 32, 32), width=8)
+    images, labels = torch.randn(32, 3, 32, 32), torch.arange(32) % 10
+
+    def gradient(forward: Callable[[Tensor], Tensor], precision: torch.dtype) -> Tensor:
+        with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+            loss = functional.cross_entropy(forward(images), labels)
+        parts = torch.autograd.grad(loss, [weight for weight in model.parameters() if weight.requires_grad])
+        return torch.cat([part.flatten() for part in parts])
+
+    exact = gradient(model, torch.float32)
+    eager = (gradient(model, torch.bfloat16) - exact).norm()
+    compiled = (gradient(torch.compile(model), torch.bfloat16) - exact).norm()
+    assert float(compiled) < 1.5 * float(eager), "no further from float32 than eager bf16"
