@@ -33,6 +33,14 @@ def compile_model(parts: Sequence[nn.Module], mode: str) -> None:
             part._compiled_call_impl = _copied(part._compiled_call_impl)
 
 
+def leave_recurrent_layers_eager(model: nn.Module) -> None:
+    """In any mode, after the rest was compiled: torch (2.11 to 2.14) fails in an LSTM's backward pass on CPUs
+    and in that of each recurrent layer under bf16 on GPUs (pytorch#158007)."""
+    for layer in model.modules():
+        if isinstance(layer, nn.RNNBase):
+            layer._compiled_call_impl = torch.compiler.disable(layer._call_impl)
+
+
 def compile_loss(task: Task) -> None:
     """Compile the task's loss in place, including the forward pass: one graph, or two under DDP, whose own
     forward is not compiled. Evaluation stays eager."""

@@ -10,7 +10,7 @@ from ddptrain.api.strategy import Strategy
 from ddptrain.config.schema import COMPILED, Config, Train
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.check_model import check_model, check_sparse, sparse_layers
-from ddptrain.engine.compiled import compile_model
+from ddptrain.engine.compiled import compile_model, leave_recurrent_layers_eager
 from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
 from ddptrain.engine.freeze import Frozen
 from ddptrain.engine.meter import Meter
@@ -81,8 +81,10 @@ def make_state(
     Compiles and wraps the model. The optimizer has what is frozen, if it is trained later.
     """
     check_model(model)
-    if config.compile in COMPILED and not config.compile.startswith("step"):
-        compile_model(strategy.compiled_parts(model), config.compile)
+    if config.compile in COMPILED:
+        if not config.compile.startswith("step"):
+            compile_model(strategy.compiled_parts(model), config.compile)
+        leave_recurrent_layers_eager(model)
     wrapped = strategy.wrap(model)
     sparse = sparse_layers(model)
     decays_on = config.train.weight_decay_on

@@ -114,6 +114,26 @@ def test_a_compiled_loss_trains_the_same(tmp_path: Path, size: int) -> None:
         assert graphs == size, "one region, which DDP parts into model and loss; none for another step"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("cell", "mode"), [("lstm", "default"), ("lstm", "step"), ("gru", "step")])
+def test_recurrent_layers_are_left_eager(tmp_path: Path, cell: str, mode: str) -> None:
+    """torch can't compile them; what is around them is compiled."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    words = (
+        f"recipe=lstm_text model.cell={cell} model.width=32 model.ngram_rows=512 task.sample_tokens=0"
+        f" data=text data.source.path={text} train.batch_size=4 train.steps=4 log.every=1 precision=bf16"
+        " observers=[console,jsonl]"
+    )
+    losses = {}
+    for name in ("off", mode):
+        log = log_of(tmp_path, *words.split(), f"compile={name}", f"run.dir={name}")
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [line["loss"] for line in lines if line["split"] == "train"]
+    assert re.search(r"compiled +\d graphs", log)
+    assert losses[mode] == pytest.approx(losses["off"], rel=1e-3)
+
+
 def test_dp_and_compiling_are_refused() -> None:
     with pytest.raises(UserError, match="compile=off"):
         make_strategy({"_target_": "ddptrain.strategies.dp.DataParallel"}, GPU, compiled=True)
