@@ -123,15 +123,18 @@ def evidence_of(began: str | None, sampler: Sampler, step: int) -> Evidence:
     return Evidence(began, [int(sample) for ids, _ in batches for sample in ids])
 
 
-def divergence(step: int, skipped: int, ranks: Sequence[Evidence]) -> Diverged:
-    """The error that ends the run, from all ranks' evidence."""
+def divergence(step: int, skipped: int, ranks: Sequence[Evidence], compiled: bool) -> Diverged:
+    """The error that ends the run, from all ranks' evidence. compiled: the step, not its repetition, was."""
     places = [f"rank {rank}: {evidence.began}" for rank, evidence in enumerate(ranks) if evidence.began]
     where = (
         "; ".join(places) or "nowhere when the step is repeated, so in the sum over ranks or in the device"
     )
     diverged = "the training has diverged"
     remedy = "A lower optim.lr, a longer sched.warmup or train.clip_norm=1 usually helps"
-    if any(evidence.began and evidence.began.startswith(_INPUT) for evidence in ranks):
+    if compiled and not places:
+        where = "nowhere when the step is repeated without torch.compile, so most likely in compiled code"
+        diverged, remedy = "torch computes other numbers there", "Use compile=off"
+    elif any(evidence.began and evidence.began.startswith(_INPUT) for evidence in ranks):
         diverged, remedy = "the data are not finite", "Mend or remove that sample"
     if skipped > 1:
         often = f" and {skipped - 1} before it were skipped for the same reason"

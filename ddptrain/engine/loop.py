@@ -17,6 +17,7 @@ from ddptrain.distributed.comm import broadcast, from_all_ranks, from_first_rank
 from ddptrain.distributed.snapshot import saved_buffers, unchanged
 from ddptrain.distributed.watchdog.watchdog import LONG_S
 from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.compiled import is_compiled
 from ddptrain.engine.consistency import check_replicas
 from ddptrain.engine.divergence import divergence, evidence_of, where_it_began
 from ddptrain.engine.evaluate import Interrupted, OwnBatches, evaluate, figures_of
@@ -331,7 +332,8 @@ class Engine:
         own = islice(batches, len(train_step.micro_batches))
         began = where_it_began(train_step, own, self._plan.progress(step))
         ranks = from_all_ranks(self._world, evidence_of(began, train_step.sampler, step))
-        return divergence(step, self._state.left_out_in_a_row, ranks)
+        compiled = is_compiled(train_step.task, self._state.model)
+        return divergence(step, self._state.left_out_in_a_row, ranks, compiled)
 
     def _end(self, outcome: str) -> None:
         state, task, progress = self._state, self._task, self._progress

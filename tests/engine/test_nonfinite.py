@@ -12,6 +12,7 @@ from toy import Classify, Fit, Vectors, lr_schedule, plain, weights, with_noise
 from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
 from ddptrain.engine.checkpoint import Checkpointer
+from ddptrain.engine.compiled import compile_loss
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import Diverged
@@ -192,6 +193,20 @@ def test_the_mean_loss_is_over_what_is_finite(tmp_path: Path) -> None:
     state, _, _ = fit.run(World(), tmp_path)
     assert all(0 < loss < 3 for loss in keep.seen)
     assert bool(weights(state).isfinite().all())
+
+
+@pytest.mark.long
+def test_what_only_compiled_code_computes_is_laid_at_its_door(tmp_path: Path) -> None:
+    class Miscompiled(Classify):
+        def loss(self, model: torch.nn.Module, batch: Any, progress: Progress) -> Loss:
+            loss = super().loss(model, batch, progress)
+            wrong = float("nan") if torch.compiler.is_compiling() else 1.0
+            return Loss(loss.sum * wrong, loss.count)
+
+    task = Miscompiled(plain)
+    compile_loss(task)
+    with pytest.raises(Diverged, match=r"repeated without torch\.compile.* Use compile=off"):
+        Fit(plan()).train(task, Vectors(100), World(), tmp_path)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
