@@ -1,15 +1,12 @@
-"""`compile=graph` beside eager steps: the same losses to the bit, killed or not, and how much sooner."""
+"""`compile=graph` beside eager steps: the same losses to the bit, killed or not."""
 
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from gpu_parts.losses import IMAGES, RECIPES, write_pictures
+from gpu_parts.losses import RECIPES, write_pictures
 from gpu_parts.part import Failed, Job, need
 from gpu_parts.trainings import proved, speedrun, text_words
-
-MODES = ("compile=graph", "compile=step", "compile=step-graph")
 
 
 def captured(job: Job) -> str:
@@ -46,29 +43,6 @@ def captured(job: Job) -> str:
 
 def prove_captured(job: Job) -> str:
     return proved(job, "compile=graph")
-
-
-def captured_speed(job: Job) -> str:
-    """Eager, compiled and captured steps, in turns."""
-    said = []
-    recipes = {
-        "cnn_cifar10": ["data=shapes"],
-        "resnet18_cifar10": ["data=shapes"],
-        "transformer_text": text_words(job),
-        "lstm_text": text_words(job),
-        "yolo_shapes": [],
-    }
-    for name, own in list(recipes.items())[: job.pick(5, 1)]:
-        line = [f"recipe={name}", *own, "device=cuda", f"try={';'.join(MODES[: job.pick(3, 1)])}"]
-        if job.small:
-            line += ["steps=2", "rounds=3", *IMAGES, "train.batch_size=16"]
-        ran = job.run(name, "-m", "ddptrain", "bench", *line)
-        job.figure(name, ran.out)
-        said += [
-            f"{name}: {found}" for found in re.findall(r"^ *(compile=graph +[\d.]+)", ran.out, re.MULTILINE)
-        ]
-    job.figure("ratios", said)
-    return "; ".join(said)
 
 
 def speedrun_captured(job: Job) -> str:

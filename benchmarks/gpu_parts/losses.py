@@ -129,25 +129,25 @@ def _row(told: Mapping[str, list[float] | str]) -> dict[str, Any]:
 
 def write_pictures(folder: Path) -> None:
     """Two small sets of noise: pictures in folders by class, and pictures with boxes in YOLO's layout."""
-    import numpy as np
-    from PIL import Image
-
-    random = np.random.default_rng(0)
-
-    def save(file: Path, side: int) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        rough = Image.fromarray(random.integers(0, 255, (8, 8, 3), dtype=np.uint8))
-        rough.resize((side, side)).save(file)
-
     for part, count in (("train", 16), ("val", 4)):
         for number in range(count):
-            save(folder / "pictures" / part / "ab"[number % 2] / f"{number}.png", 96)
-            save(folder / "scenes/images" / part / f"{number}.png", 128)
+            write_picture(folder / "pictures" / part / "ab"[number % 2] / f"{number}.png", 96, number)
+            write_picture(folder / "scenes/images" / part / f"{number}.png", 128, number)
             label = folder / "scenes/labels" / part / f"{number}.txt"
             label.parent.mkdir(parents=True, exist_ok=True)
             label.write_text(f"{number % 2} 0.5 0.5 0.4 0.{3 + number % 3}\n")
     described = {"path": ".", "train": "images/train", "val": "images/val", "names": ["a", "b"]}
     (folder / "scenes/data.yaml").write_text(json.dumps(described))  # JSON is YAML
+
+
+def write_picture(file: Path, side: int, seed: int) -> None:
+    """Noise, 8x8, stretched."""
+    import numpy as np
+    from PIL import Image
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rough = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (8, 8, 3), dtype=np.uint8))
+    rough.resize((side, side)).save(file)
 
 
 if __name__ == "__main__":

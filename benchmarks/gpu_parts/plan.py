@@ -3,6 +3,7 @@
 from gpu_parts import captured, faults, trainings
 from gpu_parts.losses import losses
 from gpu_parts.machine import machine
+from gpu_parts.modes import modes
 from gpu_parts.part import Job, Part
 
 
@@ -35,9 +36,7 @@ PARTS = {
     ),
     "captured": Part("Captured steps of every recipe, by bits", captured.captured, 200, 590, ("graphs",)),
     "captured-prove": Part("`prove resume`, captured", captured.prove_captured, 60, 590, ("graphs",)),
-    "captured-speed": Part(
-        "`bench`: eager, captured, compiled", captured.captured_speed, 400, 590, ("graphs", "compiles")
-    ),
+    "modes": Part("A step eager, captured, compiled, and both", modes, 280, 590, ("graphs",)),
     "speedrun-captured": Part(
         "The speed recipe's work, `compile=graph`", captured.speedrun_captured, 20, 590, ("graphs",)
     ),

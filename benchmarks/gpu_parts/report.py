@@ -11,6 +11,7 @@ from typing import Any
 from gpu_parts import drawn
 from gpu_parts.losses import FIRST, LATER
 from gpu_parts.machine import is_simulated
+from gpu_parts.modes import MODES
 from gpu_parts.plan import PARTS
 
 NAME = "gpu"
@@ -31,6 +32,8 @@ def write(results: Results, out: Path) -> None:
         *_beside(results),
         "",
         *_speeds(results),
+        "",
+        *_modes(results),
     ]
     lines += [line for picture in pictures for line in ("", f"![{picture.stem}]({picture.name})")]
     (out / "report.md").write_text("\n".join(lines) + "\n")
@@ -44,7 +47,8 @@ def publish_in(results: Results, out: Path, file: Path) -> None:
     if results["small"] or is_simulated(_lacks(results)):
         why = "made with --small" if results["small"] else "the device is a simulated one"
         raise SystemExit(f"--write: these results say nothing of a GPU, for {why}")
-    lines = [*_table(results), "", *_losses(results), "", *_beside(results), "", *_speeds(results)]
+    lines = [*_table(results), "", *_losses(results), "", *_beside(results)]
+    lines += ["", *_speeds(results), "", *_modes(results)]
     images = file.parent / "images"
     for picture in drawn.draw(results, out):
         shutil.copy(picture, images / f"gpu-{picture.name}")
@@ -150,3 +154,28 @@ def _speeds(results: Results) -> list[str]:
         memory = "" if speed["peak_memory_mib"] is None else f"{speed['peak_memory_mib']:,.0f}"
         lines.append(f"| {PARTS[name].title} | {speed['samples_per_s']:,.0f} | {mfu} | {memory} |")
     return lines
+
+
+def _modes(results: Results) -> list[str]:
+    rows = results["parts"].get("modes", {}).get("figures", {}).get("recipes", {})
+    if not rows:
+        return []
+    heading = [f"`compile={mode}`" for mode in MODES]
+    lines = [
+        "Milliseconds of a step, laps in turns; in parentheses how long of it the device waits for data,"
+        " where that is over a tenth:",
+        "",
+        f"| recipe | {' | '.join(heading)} | memory, MiB |",
+        f"|---|{'---:|' * len(MODES)}---:|",
+    ]
+    for name, row in rows.items():
+        memory = ", ".join(f"{row[mode]['MiB']:,.0f}" for mode in MODES if "ms" in row.get(mode, {}))
+        lines.append(f"| `{name}` | {' | '.join(_step(row.get(mode, {})) for mode in MODES)} | {memory} |")
+    return lines
+
+
+def _step(told: Mapping[str, Any]) -> str:
+    if "ms" not in told:
+        return "failed" if told else ""
+    waits = f" ({told['data']:.1f})" if told["data"] > 0.1 * told["ms"] else ""
+    return f"{told['ms']:.2f}{waits}"
