@@ -34,6 +34,7 @@ ELSEWHERE = {
     "ddptrain/distributed/watchdog/heartbeat.py": {"_get_default_store", "_C", "_distributed_c10d"},
     "ddptrain/doctor/torch_facts.py": {"_C", "_cuda_getArchFlags"},  # which GPUs torch was built for
     "ddptrain/engine/compiled.py": {
+        "_call_impl",  # a layer with its hooks, which is left eager
         "_torchdynamo_orig_callable",
         "_dynamo",
         "_logging",
