@@ -89,7 +89,7 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
             given = {**_defaults(task), **arguments}
             described = " ".join(f"{name}={value}" for name, value in given.items())
             if chosen.precision == "fp32":
-                _log_checked(described, _checked(deployed, runner, unchecked))
+                _log_checked(described, _checked(deployed, runner, described))
             if needs_set:
                 answers = judge(task, data, deployed, runner, unchecked.with_suffix(_PICTURE))
                 _log_judged(described, task, *answers)
@@ -166,9 +166,9 @@ def _defaults(task: Task) -> dict[str, Any]:
     return {one.name: one.default for one in parameters if one.default is not one.empty}
 
 
-def _checked(deployed: Deployed, runner: Runner, target: Path) -> float | None:
+def _checked(deployed: Deployed, runner: Runner, words: str) -> float | None:
     """The largest difference from eager, on the example and on the same turned upside down, and for any
-    batch on others; None where there was nothing to compare."""
+    batch on others; None where there was nothing to compare. Raises UserError where it is too large."""
     largest = None
     examples = [deployed.inputs, tuple(value.flip(-2) for value in deployed.inputs)]
     if deployed.any_batch:
@@ -181,6 +181,10 @@ def _checked(deployed: Deployed, runner: Runner, target: Path) -> float | None:
             if difference is None:
                 continue
             if not difference <= _TOLERANCE:
-                raise RuntimeError(f"{target}: its {name} differs from eager's, by {difference:.1e}")
+                raise UserError(
+                    f"export: the file's {name} are {difference:.1e} from the model's, where {_TOLERANCE:g}"
+                    f" is allowed, so it was not kept. It was made with {words or 'no other words'}. Where a"
+                    " model has hardly learned, rounding decides among equal scores: train it for longer."
+                )
             largest = max(largest or 0.0, difference)
     return largest
