@@ -119,7 +119,7 @@ def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tr
             raise UserError(no_such_key(override.key_or_group, known))
         OmegaConf.update(saved, override.key_or_group, override.value(), force_add=True)
     tree = place_augment(_plain(saved), overrides)
-    check_places(tree, ["run.dir"])  # saved as the user gave it; the folder asked is another
+    check_places(tree, ["run.dir", "run.mirror"])  # saved as the user gave them; the folder asked is another
     return tree
 
 
@@ -171,7 +171,8 @@ def _plain(composed: DictConfig) -> Tree:
 
 def check_places(tree: Tree, words: Sequence[str]) -> None:
     """Refuse names that would lead out of where a run belongs."""
-    recipe, folder = tree.get("recipe"), (tree.get("run") or {}).get("dir")
+    recipe, run = tree.get("recipe"), tree.get("run") or {}
+    folder, mirror = run.get("dir"), run.get("mirror")
     if recipe not in (None, "???") and not is_plain_name(recipe):
         raise UserError(f"recipe={recipe}: is no recipe's name.")
     for name, node in (tree.get("controllers") or {}).items():
@@ -186,6 +187,11 @@ def check_places(tree: Tree, words: Sequence[str]) -> None:
         raise UserError(
             f"run.dir={folder}: a recipe may only name a folder below the current one. If you want this one,"
             f" say so on the command line: run.dir={folder}"
+        )
+    if mirror and not asked & {"run", "run.mirror"}:
+        raise UserError(
+            f"run.mirror={mirror}: is for the command line alone, because the run is written there. If you want"
+            f" this one, say so there: run.mirror={mirror}"
         )
 
 

@@ -129,8 +129,9 @@ def _layers(loader: ConfigLoaderImpl, words: Sequence[str]) -> list[_Layer]:
 
 def no_such_key(key: str, known: Sequence[str]) -> str:
     """What to say of a key that is none of those of a config."""
-    add = f" If the target of its section takes it, add it: +{key}=..." if "." in key else ""
-    last = key.rpartition(".")[2]
+    node, _, last = key.rpartition(".")
+    is_node = f"{node}._target_" in known or (node in known and last == "_target_")
+    add = f" If what is made there takes it, add it: +{key}=..." if is_node else ""
     inner = [
         name for name in known if name.startswith(f"{key.partition('.')[0]}.") and name.endswith(f".{last}")
     ]
@@ -139,7 +140,7 @@ def no_such_key(key: str, known: Sequence[str]) -> str:
     near = did_you_mean(key, known)
     if section in known and f" {section}." not in near:
         near = ""  # of another section, though this one is right
-    hint = what_to_use(key) or here or _choices_with(key) or near or add
+    hint = what_to_use(key) or (here or _choices_with(key) or near) + add
     return f"{key}: there is no such key.{hint}"
 
 

@@ -12,8 +12,9 @@ from ddptrain.verbs.verb import Verb
 HELP = """\
 python -m ddptrain write recipe=<name> [overrides] layout=<one of the data's> out=<new folder>
 
-Write a recipe's data set to disk: of detection as layout=yolo or coco, or with layout=check
-the likely mistakes in its labels, as text and as a page of pictures."""
+Write a recipe's data set to disk: pictures, masks, boxes and text as layout=stream (blocks of
+block_mb=32, text also with tokenizer=<tokenizer.json>), boxes also as layout=yolo or coco, or
+with layout=check the likely mistakes in their labels, as text and as a page of pictures."""
 
 
 def write(arguments: Arguments) -> int:
@@ -28,7 +29,7 @@ def write(arguments: Arguments) -> int:
     from ddptrain.config.compose import composed_tree
     from ddptrain.config.search_path import open_user_code
 
-    open_user_code(arguments.config_dirs)
+    open_user_code(arguments.config_dirs, arguments.trusted)
     composed = composed_tree(dataclasses.replace(arguments, overrides=tuple(overrides)))
     if composed is None:
         return ExitCode.DONE

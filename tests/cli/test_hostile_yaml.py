@@ -63,6 +63,12 @@ def test_a_recipe_names_no_folder_outside_the_current_one(place: Place, folder: 
     assert "run.dir=" in place.refused([*EVIL, "run.resume=nowhere"])
 
 
+@pytest.mark.parametrize("address", ["CANARY", "mirror", "s3://theirs/run"])
+def test_a_recipe_names_no_place_to_mirror_the_run_to(place: Place, address: str) -> None:
+    place.recipe(RECIPE + f"run: {{mirror: '{address}'}}")
+    assert "run.mirror=" in place.refused(EVIL)
+
+
 @pytest.mark.parametrize("name", ["../../canary", "CANARY", "a/../../b", "", 5, ["x"]])
 def test_a_saved_recipe_is_a_name(place: Place, name: Any) -> None:
     assert "recipe" in place.refused(["evaluate", f"run={place.run_of({'recipe': name})}"])

@@ -29,8 +29,8 @@ _ENDS_WITHIN_S = 180.0
 """After a rank was killed: torchrun alone gives the others 30 s."""
 _TAIL_LINES = 25
 _OF_TORCHRUN = re.compile(r"[EW]\d{4} .*torch/distributed/")
-_PLACES = ("--config-dir=", "-cd=", "hydra.searchpath=")
-"""Where recipes are found: the one thing that a run's folder does not tell."""
+_PLACES = ("--config-dir=", "-cd=", "hydra.searchpath=", "--trust=")
+"""Where recipes and what they name are found: the one thing that a run's folder does not tell."""
 
 
 class TrialFailed(Exception):
