@@ -190,8 +190,8 @@ def check_places(tree: Tree, words: Sequence[str]) -> None:
         )
     if mirror and not asked & {"run", "run.mirror"}:
         raise UserError(
-            f"run.mirror={mirror}: is for the command line alone, because the run is written there. If you want"
-            f" this one, say so there: run.mirror={mirror}"
+            f"run.mirror={mirror}: is for the command line alone, because the run is written there. If you"
+            f" want this one, say so there: run.mirror={mirror}"
         )
 
 

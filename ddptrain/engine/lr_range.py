@@ -44,13 +44,11 @@ def rising_rates(lowest: float, highest: float, steps: int) -> list[float]:
 
 
 def losses_at(rates: Sequence[float], step: TrainStep, data: Data) -> Iterator[tuple[float, float]]:
-    """(rate, loss) of a step at each rate, until the loss diverges; the loss is that of the global batch,
-    before the step. Groups keep their shares of the rate. Collectives and a sync point in each step."""
+    """(rate, loss) of a step at each rate of the schedule, until the loss diverges; the loss is that of the
+    global batch, before the step. Collectives and a sync point in each step."""
     batches: Iterator[Batch] = iter(data.train_batches(step.sampler, range(len(rates))))
     seen: list[float] = []
     for number, rate in enumerate(rates):
-        for group in step.state.optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_scale", 1.0)
         try:
             step(batches, step.plan.progress(number))
             step.synchronize()

@@ -103,6 +103,13 @@ def wsd(
     return _after_warmup(optimizer, first, [ConstantLR(optimizer, factor=1.0), falling], [steps - last])
 
 
+def rising(optimizer: Optimizer, steps: int, lowest: float, highest: float) -> LRScheduler:
+    """By equal factors, whatever ``optim.lr`` is: that of ``find lr``."""
+    for group in optimizer.param_groups:
+        group["lr"] = lowest * group.get("lr_scale", 1.0)
+    return LambdaLR(optimizer, lambda step: (highest / lowest) ** (step / max(1, steps - 1)))
+
+
 def _falling(optimizer: Optimizer, final: float, steps: int) -> LRScheduler:
     return LinearLR(optimizer, start_factor=1.0, end_factor=final, total_iters=steps)
 

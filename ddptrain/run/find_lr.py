@@ -18,8 +18,7 @@ log = logging.getLogger("ddptrain")
 
 _DEFAULTS = {"steps": 200.0, "lowest": 1e-6, "highest": 10.0}
 _WORDS = (*_DEFAULTS, "out")
-_CONSTANT = {"_target_": "ddptrain.engine.lr_schedules.constant"}
-"""The rates are set before each step."""
+_RISING = {"_target_": "ddptrain.engine.lr_schedules.rising"}
 
 
 def run(config: Config, own: Mapping[str, str]) -> None:
@@ -33,13 +32,14 @@ def run(config: Config, own: Mapping[str, str]) -> None:
     if out.suffix != ".png" or not out.parent.resolve().parent.is_dir() or out.is_dir():
         raise UserError(f"out={out}: must be a .png in a folder that is there, or in a new one beside it.")
     steps = int(asked["steps"])
-    config.train.steps, config.sched, config.ema.decay, config.thaw = steps, _CONSTANT, None, None
+    bounds = {"lowest": asked["lowest"], "highest": asked["highest"]}
+    config.train.steps, config.sched, config.ema.decay, config.thaw = steps, {**_RISING, **bounds}, None, None
     task, data = make_task(config)
     with joined_world(config) as (world, reason, watchdog):
         log.info("device     %s (%s)", world.device, reason)
         step = make_train_step(config, task, data, world, watchdog, None)
         step.state.scatter(task, step.sampler.share, world.device)
-        points = list(losses_at(rising_rates(asked["lowest"], asked["highest"], steps), step, data))
+        points = list(losses_at(rising_rates(**bounds, steps=steps), step, data))
         rates, losses = [rate for rate, _ in points], [loss for _, loss in points]
         usable = range_of(rates, losses)
         on_first_rank(world, lambda: _write(rates, losses, usable, out))

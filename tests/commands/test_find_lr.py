@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shell import ddptrain, refusal
 
 from ddptrain.engine.lr_range import range_of, rising_rates, smoothed
+from ddptrain.engine.lr_schedules import rising
+from ddptrain.engine.schedule import Schedule
 
 DIGITS = "recipe=cnn_digits device=cpu"
 
@@ -36,6 +39,23 @@ def test_the_range_of_a_curve_that_is_known(lowest: float, width: float, scale: 
     assert lowest - 0.1 < math.log10(found.lowest_at) < lowest + 0.4
     assert lowest - width - 0.1 < math.log10(found.falls_from) < lowest - width / 4 + 0.4
     assert found.suggestion == pytest.approx(found.lowest_at / 10, rel=0.05)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_rate_rises_on_any_device(on_gpu: bool) -> None:
+    """On GPUs a schedule keeps rates of its own, beside the optimizer's."""
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.02, "lr_scale": 0.2}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    schedule = Schedule(rising(optimizer, 50, 1e-6, 10.0), on_gpu)
+    seen = []
+    for step in range(50):
+        schedule.at(step)
+        seen.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+    expected = rising_rates(1e-6, 10.0, 50)
+    assert [first for first, _ in seen] == pytest.approx(expected, rel=1e-6)
+    assert [second for _, second in seen] == pytest.approx([0.2 * rate for rate in expected], rel=1e-6)
 
 
 def test_a_loss_that_never_falls_has_no_range() -> None:
