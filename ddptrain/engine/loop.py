@@ -120,6 +120,7 @@ class Engine:
             raise self._diverged(nonfinite.step) from None
         finally:
             if outcome == "failed":
+                self._mark_writing()
                 self._checkpointer.wait()
             self._end(outcome)
         return self._progress.last
@@ -302,16 +303,22 @@ class Engine:
 
     def _finish_saving(self) -> None:
         """Wait for the checkpoint that is being written, and tell of it."""
+        self._mark_writing()
         self._checkpointer.finish()
         saved, self._progress.untold = self._progress.untold, None
         if saved is not None:
             self._observers.saved(saved)
 
+    def _mark_writing(self) -> None:
+        """A slow disk is no hang, and a rank that is gone does not end what the next attempt needs."""
+        if self._checkpointer.is_writing:
+            self._watchdog.mark("writing a checkpoint", patience=LONG_S, writes=True)
+
     def _write(self, why: str, write: Callable[..., Path]) -> Path | None:
         """Write the whole state, on rank 0. Collectives and a sync point."""
         whole = self._state.gathered(self._task, self._world)
-        self._watchdog.mark(why, self._state.step, LONG_S)
         self._finish_saving()
+        self._watchdog.mark(why, self._state.step, LONG_S)
         rest, shards = self._checkpointer.write_shards(whole, self._world)
         path = None
         if self._world.is_first:

@@ -1,6 +1,8 @@
 """A rank that stalls or fails ends the job in time, and is named."""
 
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -73,6 +75,32 @@ def test_slow_work_on_one_rank_is_no_hang(tmp_path: Path) -> None:
     )  # fmt: skip
     job = Job(words, tmp_path, 2)
     assert job.wait(90) == 0, job.text[-3000:]
+
+
+SLOW_DISK = """
+import os, time
+from ddptrain.api.observer import Observer, Start
+
+class SlowDisk(Observer):
+    def start(self, event: Start) -> None:
+        flush = os.fsync
+        os.fsync = lambda file: (time.sleep(2), flush(file))[1]
+"""
+
+
+@pytest.mark.parametrize("ends_by", ["", "train.time_limit=1"])
+def test_a_slow_disk_at_the_end_is_no_hang(tmp_path: Path, ends_by: str) -> None:
+    """The last checkpoint is written in the background, and waited for."""
+    (tmp_path / "slow.py").write_text(SLOW_DISK)
+    words = [
+        *"recipe=cnn_digits device=cpu train.steps=4 checkpoint.every=2 hang_timeout=1 run.dir=run".split(),
+        *"observers=[console] +observers.slow._target_=slow.SlowDisk".split(),
+        *([ends_by, "train.steps=100000", "checkpoint.every=20"] if ends_by else []),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "ddptrain", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == (75 if ends_by else 0), done.stderr[-3000:]
 
 
 FAILURES = {

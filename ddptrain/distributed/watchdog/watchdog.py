@@ -188,9 +188,10 @@ class Watchdog:
         if self._signalled_at is not None and now > self._signalled_at + self._grace:
             if self._saved:
                 self._exit(ExitCode.STOPPED, "")
+            missed = "the checkpoint was not written" if self._writes else "no step ended"
             self._exit(
                 128 + signal.SIGTERM,
-                f"no step ended within checkpoint.grace={self._grace:g} s after {self._stop}: ended without"
+                f"{missed} within checkpoint.grace={self._grace:g} s after {self._stop}: ended without"
                 " saving. Started again, the run goes on from its last checkpoint.",
             )
         self._check_lost_ranks()
@@ -205,7 +206,7 @@ class Watchdog:
         failure = self._heartbeat.failure
         if failure is not None and failure.rank != self._world.rank:
             self._exit(failure.code, failure.said, failure.shown)
-        if failure is None:
+        if failure is None and not self._writes:
             if self._world.size > self._world.local_size:  # ranks on this host notice it themselves
                 self._heartbeat.tell_failure(ExitCode.CRASH, gone, shown=True)
             self._exit(ExitCode.CRASH, gone)
