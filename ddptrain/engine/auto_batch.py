@@ -65,24 +65,25 @@ class AutoBatch:
         saved: Mapping[str, Any],
         watchdog: Watchdog,
     ) -> Plan:
-        """The plan with what ``auto`` stands for: as a checkpoint's manifest has it, or the most that every
-        rank has room for. Collectives, after the trials."""
+        """The plan with what ``auto`` stands for: as a checkpoint's manifest has it, whether there is room or
+        not, or the most that every rank has room for. Collectives, after the trials."""
         if "auto" not in (micro_batch, eval_batch_size):
             return self._plan
         if self._strategy.further_gpus or self._world.shares_device or self._strategy.sharded:
             raise UserError(
-                "train.micro_batch=auto, train.eval_batch_size=auto: needs ranks with a GPU and a whole model"
-                " each; neither strategy=dp nor fsdp, nor ranks that share a GPU. Give a number."
+                "train.micro_batch=auto, train.eval_batch_size=auto: needs ranks with a whole model and a"
+                " device of their own; not strategy=dp, not fsdp, no ranks that share a GPU. Give a number."
             )
         watchdog.mark("trying how many samples fit", patience=LONG_S)
         if micro_batch == "auto":
-            micro_batch = int(saved.get("micro_batch") or self._least(self.micro_batch))
-            log.info("fits       train.micro_batch=%d (auto)", micro_batch)
+            known = saved.get("micro_batch")
+            micro_batch = int(known or self._least(self.micro_batch))
+            log.info("%-10s train.micro_batch=%d (auto)", _why(known), micro_batch)
         if eval_batch_size == "auto":
             share = micro_batch or self._share
             known = saved.get("eval_batch_size")
             eval_batch_size = int(known or self._least(lambda: self.eval_batch_size(share)))
-            log.info("fits       train.eval_batch_size=%d (auto)", eval_batch_size)
+            log.info("%-10s train.eval_batch_size=%d (auto)", _why(known), eval_batch_size)
         watchdog.mark("starting", patience=LONG_S)
         return replace(self._plan, micro_batch=micro_batch, eval_batch_size=eval_batch_size)
 
@@ -158,6 +159,11 @@ class AutoBatch:
         (batch,) = self._data.valid_batches([range(size)])
         with unchanged(self._model), in_evaluation(self._model), self._precision.autocast():
             self._task.evaluate(self._model, batch)
+
+
+def _why(known: int | None) -> str:
+    """First word of a log line: a resumed run keeps its numbers."""
+    return "fits" if known is None else "kept"
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ddptrain.api.world import World
 from ddptrain.errors import UserError
 
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
-_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 log = logging.getLogger("ddptrain")
 
 
@@ -29,15 +29,16 @@ def compile_model(parts: Sequence[nn.Module], mode: str) -> None:
     _use_persistent_cache()
     for part in parts:
         part.compile(mode=mode)
-        if mode in _WITH_GRAPHS:
+        if mode in WITH_GRAPHS:
             part._compiled_call_impl = _copied(part._compiled_call_impl)
 
 
 def leave_recurrent_layers_eager(model: nn.Module) -> None:
     """In any mode, after the rest was compiled: torch (2.11 to 2.14) fails in an LSTM's backward pass on CPUs
-    and in that of each recurrent layer under bf16 on GPUs (pytorch#158007)."""
+    and in that of each recurrent layer under bf16 on GPUs (pytorch#158007). Its compiler ends a graph at
+    these three kinds, and without this would compile what is called there by itself."""
     for layer in model.modules():
-        if isinstance(layer, nn.RNNBase):
+        if isinstance(layer, nn.RNN | nn.GRU | nn.LSTM):
             layer._compiled_call_impl = torch.compiler.disable(layer._call_impl)
 
 
@@ -81,7 +82,7 @@ def _copied(call: Any) -> Any:
 def check_graphs(mode: str, world: World, passes: int) -> None:
     """Raise UserError for CUDA graphs with several backward passes per step: each would overwrite the
     gradients of the previous one (pytorch#96693, #169545)."""
-    if mode in _WITH_GRAPHS and world.device.type == "cuda" and passes > 1:
+    if mode in WITH_GRAPHS and world.device.type == "cuda" and passes > 1:
         raise UserError(
             f"compile={mode}: in its CUDA graphs each backward pass overwrites the gradients of the one"
             f" before, and here a rank adds up those of {passes} a step. Use compile=default, or one pass a"

@@ -12,6 +12,7 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.data.prefetch import tensors_of
 from ddptrain.engine.compiled import eagerly
 from ddptrain.engine.health import numbers_of
+from ddptrain.engine.plan import Plan
 from ddptrain.engine.step import TrainStep
 from ddptrain.errors import Diverged
 
@@ -123,8 +124,9 @@ def evidence_of(began: str | None, sampler: Sampler, step: int) -> Evidence:
     return Evidence(began, [int(sample) for ids, _ in batches for sample in ids])
 
 
-def divergence(step: int, skipped: int, ranks: Sequence[Evidence], compiled: bool) -> Diverged:
-    """The error that ends the run, from all ranks' evidence. compiled: the step, not its repetition, was."""
+def divergence(step: int, skipped: int, ranks: Sequence[Evidence], plan: Plan, compiled: bool) -> Diverged:
+    """The error that ends the run, from all ranks' evidence. skipped: steps left out in a row, this one
+    included. compiled: the step, not its repetition, was."""
     places = [f"rank {rank}: {evidence.began}" for rank, evidence in enumerate(ranks) if evidence.began]
     where = (
         "; ".join(places) or "nowhere when the step is repeated, so in the sum over ranks or in the device"
@@ -136,11 +138,10 @@ def divergence(step: int, skipped: int, ranks: Sequence[Evidence], compiled: boo
         diverged, remedy = "torch computes other numbers there", "Use compile=off"
     elif any(evidence.began and evidence.began.startswith(_INPUT) for evidence in ranks):
         diverged, remedy = "the data are not finite", "Mend or remove that sample"
-    if skipped > 1:
-        often = f" and {skipped - 1} before it were skipped for the same reason"
+    often, advice = "", f"{remedy}; train.nonfinite=skip skips such steps."
+    if skipped > plan.nonfinite_limit and (plan.skips_nonfinite or skipped > 1):
+        often = f" and {skipped - 1} before it were skipped for the same reason" if skipped > 1 else ""
         advice = f"{remedy}. More in a row than train.nonfinite_limit end the run."
-    else:
-        often, advice = "", f"{remedy}; train.nonfinite=skip skips such steps."
     return Diverged(
         f"step {step + 1} is not finite{often}. First in {where}: {diverged}. {advice}"
         " Checkpoints of earlier steps are kept.",

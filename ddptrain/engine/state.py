@@ -132,12 +132,15 @@ class TrainState:
         return sorted({n for p, n, kept in every if isinstance(kept, Tensor) and kept.device != p.device})
 
     def _load_optimizer(self, saved: Mapping[str, Any], beside: Sequence[str]) -> None:
+        """All but the settings, which stay this run's: by them torch puts ``step`` where it is read."""
+        own = ({k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups)
+        groups = [{**there, **here} for there, here in zip(saved["param_groups"], own, strict=True)]
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         of_parameters = {
             i: {name: part_of(value, parameters[i], self.strategy) for name, value in values.items()}
             for i, values in saved["state"].items()
         }
-        self.optimizer.load_state_dict({**saved, "state": of_parameters})
+        self.optimizer.load_state_dict({"state": of_parameters, "param_groups": groups})
         # torch gives all but `step` the dtype and the device of the parameter: NAdam's product of momenta
         # would be rounded to bf16, and lie where each step has to wait for it
         for i, values in of_parameters.items():
@@ -168,7 +171,7 @@ class TrainState:
         """
         check_fits(self.model, state["model"], where)
         load_model(self.model, state["model"], self.strategy)
-        if bool(state["average"]) != bool(self.average.state_dict()):
+        if bool(state["average"]) != self.average.copies:
             kept = "with averaged weights" if state["average"] else "without averaged weights"
             raise UserError(f"{where}: was saved {kept}; set ema.decay accordingly, or start a new run.")
         optimizer_class = type(self.optimizer).__name__
@@ -191,12 +194,7 @@ class TrainState:
                         f"optim.{name}={own[name]}: {where} was saved with {saved[name]}, so without the"
                         " state that it needs. Use the same, or start a new run."
                     )
-        settings = [
-            {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
-        ]
         self._load_optimizer(state["optimizer"], state["optimizer_on_host"])
-        for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(setting)
         self.scaler.load_state_dict(state["scaler"])
         self.average.load_state_dict(state["average"])
         self.meter.load_state_dict(state["meter"])

@@ -184,6 +184,7 @@ class StepGraph:
                 raise
             _note_eager(why)
             self._stays_eager = True
+            self._step.discard()  # a capture computes nothing: what its passes left is no number
             return None
         if capture is not None:
             self._captures.append(capture)

@@ -55,7 +55,7 @@ def verify(of: RunFolder, checkpoint: str = "") -> None:
     """
     folder = of.folder / "checkpoints"
     steps = Checkpointer(folder, keep=1).steps()
-    every = [*steps, *([folder / "best"] if (folder / "best").is_dir() else [])]
+    every = [*steps, *(folder / name for name in ("best", "best-before") if (folder / name).is_dir())]
     if not every:
         raise UserError(f"run={of.folder}: holds no checkpoint yet.")
     if checkpoint == "last":

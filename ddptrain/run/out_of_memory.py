@@ -4,6 +4,8 @@ import traceback
 
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
+from ddptrain.config.strategy import is_dp, is_fsdp, is_strict
+from ddptrain.engine.compiled import WITH_GRAPHS
 from ddptrain.engine.out_of_memory import in_one_line, is_lack_of_memory
 from ddptrain.errors import UserError
 from ddptrain.run.assemble import plan_run
@@ -20,6 +22,11 @@ def lack_of_memory(error: BaseException, config: Config, world: World, place: st
     return UserError(said, everywhere=False)
 
 
+def _sizes_itself(config: Config, world: World) -> bool:
+    """Whether ``train.micro_batch=auto`` works there."""
+    return not (is_dp(config.strategy) or is_fsdp(config.strategy) or world.shares_device)
+
+
 def _remedy(error: BaseException, config: Config, world: World, place: str) -> str:
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
 
@@ -32,12 +39,16 @@ def _remedy(error: BaseException, config: Config, world: World, place: str) -> s
             fewer = f"train.eval_batch_size={train.eval_batch_size // 2} (now {train.eval_batch_size})"
             return f"Evaluate fewer samples at once: {fewer}."
     elif within("engine/loop") and not place.endswith("optimizer"):
-        most = max(plan_run(config, train_size=1).sampler(world).micro_sizes)
+        shards = config.strategy["shards"] if is_strict(config.strategy) else None
+        most = max(plan_run(config, train_size=1, shards=shards).sampler(world).micro_sizes)
         if most > 1:
             fewer = f"train.micro_batch={most // 2} (now {most})"
+            if world.device.type == "cuda" and config.compile in WITH_GRAPHS:  # which take one pass a step
+                fewer = f"compile=default {fewer}"
+            elif train.micro_batch is None and _sizes_itself(config, world):
+                fewer = f"{fewer}, or train.micro_batch=auto, which finds the number"
             batch = f"the global batch stays {train.batch_size}"
-            auto = "train.micro_batch=auto, which finds the number"
-            return f"Put fewer samples through the model at once: {fewer}, or {auto}; {batch}."
+            return f"Put fewer samples through the model at once: {fewer}; {batch}."
         if not train.recompute:
             return "Compute activations again instead of keeping them: train.recompute=[<blocks>]."
         if config.precision in ("fp32", "tf32"):

@@ -134,6 +134,7 @@ def test_the_run_is_that_of_the_number_written_out_killed_or_not(tmp_path: Path)
     assert train("killed", "train.micro_batch=auto train.eval_batch_size=auto train.steps=4").code == 0
     gone_on = train("killed", "train.micro_batch=auto train.eval_batch_size=auto")
     assert "resumed    " in gone_on.out + gone_on.err
+    assert "kept       train.micro_batch=8 (auto)" in gone_on.out + gone_on.err
     states = []
     for run in ("auto", "written", "killed"):
         saved = Checkpointer(tmp_path / run / "checkpoints", keep=2).newest()
@@ -145,6 +146,6 @@ def test_the_run_is_that_of_the_number_written_out_killed_or_not(tmp_path: Path)
     assert metrics[0] == metrics[1]
     too_many = train("too-many", "train.micro_batch=16")
     assert too_many.code == 2
-    assert "train.micro_batch=8 (now 16), or train.micro_batch=auto, which finds" in too_many.err
+    assert "train.micro_batch=8 (now 16); the global batch stays" in too_many.err
     for word in ("train.micro_batch=most", "train.eval_batch_size=1.5", "train.micro_batch=0"):
         assert refusal(tmp_path, f"{WORDS} {word}").startswith(f"{word}: must be ")

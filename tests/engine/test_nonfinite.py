@@ -220,6 +220,17 @@ def test_the_first_step_may_be_left_out(tmp_path: Path, precision: str) -> None:
         assert weights(state).abs().max() < 10
 
 
+def test_what_fp16s_scaler_left_out_before_is_another_matter(tmp_path: Path) -> None:
+    class Overflows(Bad):
+        def loss(self, model: torch.nn.Module, batch: Any, progress: Progress) -> Loss:
+            self.how = "input" if progress.step == BAD_STEP else "gradient"
+            return super().loss(model, batch, progress)
+
+    task = type("Late", (Overflows,), {"steps": range(BAD_STEP - 2, BAD_STEP + 1)})
+    with pytest.raises(Diverged, match=r"^step 7 is not finite\. First in .*nonfinite=skip"):
+        Fit(plan(), task=task, precision="fp16").run(World(), tmp_path)
+
+
 def test_fp16_leaves_out_a_loss_that_is_not_finite_too(tmp_path: Path) -> None:
     class BadLoss(Bad):
         def loss(self, model: torch.nn.Module, batch: Any, progress: Progress) -> Loss:

@@ -50,7 +50,7 @@ def raise_within(files: Sequence[str], text: str) -> None:
             ["engine/loop"],
             "backward",
             {"micro_batch": 7},
-            "=3 (now 7), or train.micro_batch=auto, which finds the number; the global batch stays 64.",
+            "at once: train.micro_batch=3 (now 7); the global batch stays 64.",
         ),
         (["engine/loop"], "forward", {"micro_batch": 1}, "keeping them: train.recompute=[<blocks>]."),
         (
@@ -67,7 +67,7 @@ def raise_within(files: Sequence[str], text: str) -> None:
     ],
 )
 def test_the_override_that_fits(files: list[str], phase: str, changes: dict[str, Any], said: str) -> None:
-    config = Config(train=Train(batch_size=64, **changes), precision="fp32")
+    config = Config(train=Train(batch_size=64, **changes), precision="fp32", strategy=toy.auto())
     with pytest.raises(RuntimeError) as raised:
         raise_within(files, TORCHS)
     lack = lack_of_memory(raised.value, config, World(1, 2, 1, 2), f"step 3, {phase}")
@@ -80,6 +80,25 @@ def test_the_override_that_fits(files: list[str], phase: str, changes: dict[str,
     assert message.endswith(said)
     assert "1.19 GiB is free. " in message
     assert "try setting" not in message, "what torch's caches might do helps few, and hides what helps most"
+
+
+FSDP = {"_target_": "ddptrain.strategies.fsdp.Fsdp"}
+CUDA = World(1, 2, 1, 2, device=torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "said"),
+    [
+        ({"strategy": toy.strict(8)}, World(1, 2, 1, 2), "micro_batch=4 (now 8), or train.micro_batch=auto"),
+        ({"strategy": FSDP}, World(1, 2, 1, 2), "train.micro_batch=16 (now 32); the global batch"),
+        ({"compile": "max-autotune"}, CUDA, "compile=default train.micro_batch=16 (now 32); the global"),
+    ],
+)
+def test_the_override_fits_strategy_and_compiler(changes: dict[str, Any], world: World, said: str) -> None:
+    config = Config(**{"train": Train(batch_size=64), "strategy": toy.auto(), **changes})
+    with pytest.raises(RuntimeError) as raised:
+        raise_within(["engine/loop"], TORCHS)
+    assert said in str(lack_of_memory(raised.value, config, world, "step 3, forward"))
 
 
 def test_files_that_decide_exist() -> None:
@@ -109,13 +128,13 @@ def test_in_a_real_step(where: str, said: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(kind, method, refused)
     with pytest.raises(RuntimeError) as raised:
         toy.Fit(Plan(steps=4, train_size=256, batch_size=64)).run(World(), tmp_path)
-    config = Config(train=Train(batch_size=64), precision="fp32")
+    config = Config(train=Train(batch_size=64), precision="fp32", strategy=toy.auto())
     lack = lack_of_memory(raised.value, config, World(), watchdogs[0].place)
     assert str(lack).endswith(said)
 
 
 def test_with_bf16_already_only_a_smaller_model_is_left() -> None:
-    config = Config(train=Train(batch_size=2, recompute=AGAIN), precision="bf16")
+    config = Config(train=Train(batch_size=2, recompute=AGAIN), precision="bf16", strategy=toy.auto())
     with pytest.raises(RuntimeError) as raised:
         raise_within(["engine/loop"], "CUDA error: out of memory\nCompile with ...")
     lack = lack_of_memory(raised.value, config, World(0, 2, 0, 2), "step 0, forward")
