@@ -92,14 +92,13 @@ class SlowDisk(Observer):
 def test_a_slow_disk_at_the_end_is_no_hang(tmp_path: Path, ends_by: str) -> None:
     """The last checkpoint is written in the background, and waited for."""
     (tmp_path / "slow.py").write_text(SLOW_DISK)
-    words = [
-        *"recipe=cnn_digits device=cpu train.steps=4 checkpoint.every=2 hang_timeout=1 run.dir=run".split(),
-        *"observers=[console] +observers.slow._target_=slow.SlowDisk".split(),
-        *([ends_by, "train.steps=100000", "checkpoint.every=20"] if ends_by else []),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "ddptrain", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    words = (
+        "recipe=cnn_digits device=cpu train.steps=4 checkpoint.every=2 hang_timeout=1 run.dir=run"
+        " observers=[console] +observers.slow._target_=slow.SlowDisk"
     )
+    longer = f"{ends_by} train.steps=100000 checkpoint.every=20" if ends_by else ""
+    line = [sys.executable, "-m", "ddptrain", *words.split(), *longer.split()]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == (75 if ends_by else 0), done.stderr[-3000:]
 
 
