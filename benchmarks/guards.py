@@ -145,7 +145,9 @@ class _NoStopwatch(Stopwatch):
 
 
 class _NoWatchdog(Watchdog):
-    def mark(self, what: str, step: int | None = None, patience: float | None = None) -> None:
+    def mark(
+        self, what: str, step: int | None = None, patience: float | None = None, writes: bool = False
+    ) -> None:
         return None
 
 

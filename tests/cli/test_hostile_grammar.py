@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ddptrain.config.limits import read_config
 from ddptrain.data.detection.coco import CocoFiles
 from ddptrain.data.detection.yolo import YoloFiles
+from ddptrain.data.images.csv_labels import CsvLabels
 from ddptrain.data.pictures import fitted
 from ddptrain.data.text.tokens import open_tokens
 from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, sealed, unpack
@@ -211,6 +212,32 @@ def image(folder: Path, draw: Callable[[Any], bytes]) -> None:
     good = (folder / "a.png").read_bytes()
     picture(folder, good[: len(draw("x")) * 3] + draw("y"))
     fitted(folder / "a.png", (8, 8, 3))
+
+
+LONG = "é" * 200  # bytes: more than a file's name may have
+HERE = {"path": ".", "names": ["a"]}
+NAMED = {
+    "coco": (
+        "train.json",
+        {"images": [{"id": 1, "file_name": LONG, "width": 8, "height": 8}], "annotations": []},
+    ),
+    "path": ("data.yaml", {**HERE, "path": LONG, "train": "images"}),
+    "part": ("data.yaml", {**HERE, "train": LONG}),
+    "up": ("data.yaml", {**HERE, "train": f"../{LONG}"}),
+    "list": ("data.yaml", {**HERE, "train": "list.txt"}),
+    "csv": ("labels.csv", {}),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_a_name_too_long_for_a_file_is_none(case: str, tmp_path: Path) -> None:
+    name, content = NAMED[case]
+    (tmp_path / name).write_text(json.dumps(content) if content else f"file,label\n{LONG}.png,a\n")
+    (tmp_path / "list.txt").write_text(f"{LONG}.png\n")
+    file = str(tmp_path / name)
+    source = CsvLabels() if case == "csv" else CocoFiles(file) if case == "coco" else YoloFiles(file)
+    with pytest.raises(UserError):
+        source.open(tmp_path)
 
 
 READERS = [run_folder, config, coco, yolo, ledger, checkpoint, tokens, image]

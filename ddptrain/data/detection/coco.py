@@ -196,7 +196,7 @@ def _image_folder(file: Path, images: Sequence[dict[str, Any]]) -> Path:
     folders = bases + [base / split for base in bases if split]
     for image in images[:_TRIED]:
         for folder in folders:
-            if (folder / image["file_name"]).is_file():
+            if os.path.isfile(folder / image["file_name"]):  # a name too long for a file is none
                 return folder
     raise UserError(
         f"{file}: images: {images[0]['file_name']} lies in none of {', '.join(map(str, folders))}."

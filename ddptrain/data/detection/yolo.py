@@ -1,6 +1,7 @@
 """Darknet's and Ultralytics' layout: a data.yaml, folders of images, and a text file of boxes for each."""
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ def _read_layout(file: Path) -> _Layout:
     if "kpt_shape" in content:
         raise UserError(f"{file}: kpt_shape: keypoints can't be trained on; name a set of boxes.")
     root = content.get("path") or "."
-    if not isinstance(root, str) or not (file.parent / root).is_dir():
+    if not isinstance(root, str) or not os.path.isdir(file.parent / root):
         raise UserError(
             f"{file}: path: {root}: there is no such folder in {file.parent}. Correct it, or remove it if"
             " the images lie beside the yaml."
@@ -123,16 +124,18 @@ def _images_of_part(layout: _Layout, key: str, entries: Sequence[str], problems:
     images: list[Path] = []
     for entry in entries:
         place = layout.root / entry
-        if not place.exists() and entry.startswith("../"):  # as Roboflow writes it; Ultralytics does this
+        if not os.path.exists(place) and entry.startswith(
+            "../"
+        ):  # as Roboflow writes it; Ultralytics does this
             place = layout.root / entry.removeprefix("../")
-        if place.is_dir():
+        if os.path.isdir(place):
             listed = [file for file in place.rglob("*") if not file.name.startswith(".")]
             pictures = sorted(file for file in listed if file.suffix.lower() in ENDINGS)
             others = (file for file in listed if file.suffix.lower() not in ("", ".txt", *ENDINGS))
             note_not_read(place, [str(file.relative_to(place)) for file in others if file.is_file()])
             _report_orphans(place, pictures, problems)
             images += pictures
-        elif place.suffix == ".txt" and place.is_file():
+        elif place.suffix == ".txt" and os.path.isfile(place):
             images += _read_list(place, problems)
         else:
             raise UserError(
@@ -150,7 +153,7 @@ def _read_list(file: Path, problems: Problems) -> list[Path]:
     images = []
     for number, line in enumerate(files.read_text(file).splitlines(), 1):
         image = file.parent / line.strip()
-        if image.is_file():
+        if os.path.isfile(image):  # a name too long for a file is none
             images.append(image)
         elif line.strip():
             problems.add(f"{file}, line {number}: {line.strip()}: there is no such image.")

@@ -147,7 +147,7 @@ def _read(path: Path, root: Path) -> tuple[_Rows, list[str], bool]:
                 where = f"{path}, line {lines.line_num}"
                 if None in line or None in line.values():
                     raise UserError(f"{where}: has not as many values as there are columns ({len(columns)}).")
-                if not (root / line["file"]).is_file():
+                if not os.path.isfile(root / line["file"]):
                     raise UserError(f"{where}: file={line['file']}: there is no such file in {root}.")
                 before = line_of.setdefault(os.path.normpath(line["file"]), lines.line_num)
                 if before < lines.line_num:
