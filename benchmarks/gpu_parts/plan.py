@@ -36,7 +36,7 @@ PARTS = {
     ),
     "captured": Part("Captured steps of every recipe, by bits", captured.captured, 200, 590, ("graphs",)),
     "captured-prove": Part("`prove resume`, captured", captured.prove_captured, 60, 590, ("graphs",)),
-    "modes": Part("A step eager, captured, compiled, and both", modes, 280, 590, ("graphs",)),
+    "modes": Part("A step eager, captured, compiled, and both", modes, 450, 590, ("graphs",)),
     "speedrun-captured": Part(
         "The speed recipe's work, `compile=graph`", captured.speedrun_captured, 20, 590, ("graphs",)
     ),

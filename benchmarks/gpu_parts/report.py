@@ -25,15 +25,7 @@ def write(results: Results, out: Path) -> None:
     lines = [
         "# An hour on a GPU",
         "",
-        *_table(results),
-        "",
-        *_losses(results),
-        "",
-        *_beside(results),
-        "",
-        *_speeds(results),
-        "",
-        *_modes(results),
+        *_tables(results),
     ]
     lines += [line for picture in pictures for line in ("", f"![{picture.stem}]({picture.name})")]
     (out / "report.md").write_text("\n".join(lines) + "\n")
@@ -47,8 +39,7 @@ def publish_in(results: Results, out: Path, file: Path) -> None:
     if results["small"] or is_simulated(_lacks(results)):
         why = "made with --small" if results["small"] else "the device is a simulated one"
         raise SystemExit(f"--write: these results say nothing of a GPU, for {why}")
-    lines = [*_table(results), "", *_losses(results), "", *_beside(results)]
-    lines += ["", *_speeds(results), "", *_modes(results)]
+    lines = _tables(results)
     images = file.parent / "images"
     for picture in drawn.draw(results, out):
         shutil.copy(picture, images / f"gpu-{picture.name}")
@@ -68,6 +59,13 @@ def counted(results: Results) -> str:
 def _lacks(results: Results) -> Mapping[str, str]:
     lacks: Mapping[str, str] = results["parts"].get("machine", {}).get("figures", {}).get("lacks", {})
     return lacks
+
+
+def _tables(results: Results) -> list[str]:
+    lines = _table(results)
+    for more in (_losses, _beside, _speeds, _modes):
+        lines += ["", *more(results)]
+    return lines
 
 
 def _table(results: Results) -> list[str]:

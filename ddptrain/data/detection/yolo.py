@@ -124,9 +124,8 @@ def _images_of_part(layout: _Layout, key: str, entries: Sequence[str], problems:
     images: list[Path] = []
     for entry in entries:
         place = layout.root / entry
-        if not os.path.exists(place) and entry.startswith(
-            "../"
-        ):  # as Roboflow writes it; Ultralytics does this
+        # as Roboflow writes it; Ultralytics does this
+        if not os.path.exists(place) and entry.startswith("../"):
             place = layout.root / entry.removeprefix("../")
         if os.path.isdir(place):
             listed = [file for file in place.rglob("*") if not file.name.startswith(".")]
