@@ -67,6 +67,8 @@ def _on_computing(run: RunInfo, timing: Timing, shares: dict[str, float], late: 
     config, on_gpu = run.config, run.world.device.type == "cuda"
     passes = shares["forward"] + shares["backward"]
     said = f"forward and backward pass {passes:.0%} of the run, as it should be"
+    if shares["replay"] > passes:
+        said = f"captured steps {shares['replay']:.0%} of the run, as it should be"
     if late is not None:
         return "its forward and backward pass are slower. python -m ddptrain doctor on its host says more"
     if run.convolves and not config["channels_last"]:

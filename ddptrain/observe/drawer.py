@@ -117,10 +117,8 @@ class Drawer:
                 self._line.send(request.words)
                 answer = RenderedFigure(*self._line.recv())
             except (EOFError, OSError):
-                code = self._process.wait()
-                # below 0: ended by a signal, as the run is
-                ended = "" if code < 0 else f"the drawing process has ended with exit code {code}"
-                answer = RenderedFigure(b"", ended)
+                code = self._process.wait()  # below 0: of a signal
+                answer = RenderedFigure(b"", f"the drawing process has ended with exit code {code}")
             with self._changed:
                 self._spent += answer.seconds
                 self._needs[name] = answer.seconds

@@ -8,7 +8,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 from ddptrain.errors import UserError
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 _PATIENCE_S = 5.0
 """How long to try: rank 0 of a restarted job may still be ending."""
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
@@ -106,6 +106,15 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
+def lock_file(file: int | IO[Any], how: int) -> None:
+    """As `fcntl.flock`, and nothing on a file system without locks. Raises BlockingIOError."""
+    try:
+        fcntl.flock(file, how)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
 def unwritable(folder: Path, error: OSError, key: str = "run.dir") -> UserError:
     """The error for a folder that can't be written."""
     return UserError(
@@ -126,7 +135,7 @@ def _lock(folder: Path) -> bool:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in NO_LOCKS:
+            if error.errno not in _NO_LOCKS:
                 raise
             log.warning(
                 "%s: its file system does not support locks (%s); start no second run in it",

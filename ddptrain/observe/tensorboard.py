@@ -9,6 +9,7 @@ import torch
 
 from ddptrain.api.observer import End, Evaluated, Log, Observer, Start
 from ddptrain.api.recipe import Picture, TextSample
+from ddptrain.keys import flat_values
 from ddptrain.observe.drawer import shared_drawer
 from ddptrain.observe.metrics_file import read_lines
 
@@ -89,7 +90,7 @@ class TensorBoard(Observer):
         )
         from torch.utils.tensorboard.summary import hparams
 
-        experiment, *session = hparams(flat_settings(settings_of(self._run.config)), metrics)
+        experiment, *session = hparams(_flat_settings(settings_of(self._run.config)), metrics)
         about = experiment.value[0].metadata.plugin_data
         content = HParamsPluginData.FromString(about.content)
         for setting in content.experiment.hparam_infos:
@@ -127,17 +128,12 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | float | int | str]:
-    """Nested settings as plain values with dotted names, as HPARAMS needs them."""
-    flat: dict[str, bool | float | int | str] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= flat_settings(value, f"{prefix}{name}.")
-        elif isinstance(value, bool | float | int | str):
-            flat[f"{prefix}{name}"] = value
-        else:
-            flat[f"{prefix}{name}"] = str(value)
-    return flat
+def _flat_settings(settings: Mapping[str, Any]) -> dict[str, bool | float | int | str]:
+    """Nested settings by dotted names, of the kinds that HPARAMS takes."""
+    return {
+        name: value if isinstance(value, bool | float | int | str) else str(value)
+        for name, value in flat_values(settings).items()
+    }
 
 
 def _verbatim(text: str) -> str:

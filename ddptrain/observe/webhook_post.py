@@ -27,7 +27,8 @@ _ANSWER_S = 10.0
 _LOG_LINES = 10
 _DATED = re.compile(r"\d{4}-\d{2}-\d{2} ")
 _LOOKS_EVERY_S = 1.0
-_LAST_WORDS_S = 10.0
+_LAST_WORDS_S = 90.0
+"""Above what slow observers may need before them (`ddptrain.observe.dispatch`)."""
 FINISHED = ("done", "stopped early", "stopped")
 """Outcomes that have no reason."""
 

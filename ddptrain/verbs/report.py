@@ -2,6 +2,7 @@
 
 from ddptrain.config.arguments import Arguments
 from ddptrain.errors import ExitCode
+from ddptrain.observe.mirror.layout import is_mirror
 from ddptrain.verbs.argv import divided
 from ddptrain.verbs.saved_run import place_of
 from ddptrain.verbs.verb import Verb
@@ -16,7 +17,7 @@ The results of a run, of several side by side, or of a sweep: a table here, and 
 loads nothing, to keep or to send. A run that still goes on, or was killed, is shown as far as it got.
 
   out=<file.html>   where the page goes; by default report.html in the run's or the sweep's folder, and for
-                    several runs in the nearest folder that holds them all
+                    several runs in the nearest folder that holds them all; of a mirror, in this folder
   to=<tracker>      send what a tracker lacks of these runs, from metrics.jsonl; each point once
   run=<folder>      the run, as a folder without run= is, too
   project=<name>    there; by default the run's own, or the recipe's name
@@ -36,6 +37,8 @@ def report(arguments: Arguments) -> int:
     own, folders = divided(arguments.overrides, str.isidentifier)
     from ddptrain.tools.report import run
 
+    if "to" not in own and any(map(is_mirror, folders)):
+        own.setdefault("out", "report.html")  # not into the cache
     run.run([place_of(folder, checkpoints=False) for folder in folders], own)
     return ExitCode.DONE
 

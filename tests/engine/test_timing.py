@@ -372,6 +372,7 @@ def test_timing_costs_less_than_a_hundredth_of_two_milliseconds() -> None:
             "saving checkpoints 60% of the run: a faster disk for run.dir",
         ),
         ("data", {}, "waiting for data 60% of the run: let train_batches read ahead"),
+        ("replay", {}, "captured steps 60% of the run, as it should be"),
     ],
 )
 def test_the_override_follows_from_the_run(phase: str, changes: dict[str, Any], said: str) -> None:

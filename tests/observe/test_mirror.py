@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -360,6 +361,34 @@ def test_other_verbs_take_the_address(tmp_path: Path, address: str, monkeypatch:
     assert said.startswith(f"run=s3://{BUCKET}/nothing: holds no mirrored run.")
 
 
+def test_a_report_on_a_mirror_is_not_left_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("one", "two"):
+        run_of(tmp_path / name, 1)
+        sender_of(tmp_path / name, opened(str(tmp_path / f"there/{name}"), "run.mirror", 1), name).send()
+    ended = ddptrain(tmp_path, "report there/one there/two")
+    assert (ended.code, ended.err) == (0, "")
+    assert "no end known: this is a copy" in ended.out
+    assert " one " in ended.out
+    assert ended.out.endswith("page  report.html\n")
+
+
+def test_what_could_not_be_written_leaves_nothing(tmp_path: Path) -> None:
+    store = opened(str(tmp_path), "run.mirror", 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"a: can't be written \(File too large\)"):
+            store.write("a", bytes(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_copy_follows_its_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run, store = tmp_path / "run", opened(str(tmp_path / "mirror"), "run.mirror", 1)
@@ -368,6 +397,7 @@ def test_a_copy_follows_its_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         run_of(run, step)
         sender.send()
         copy = local_copy(str(tmp_path / "mirror"), "run")
+        assert copy.name == "mirror"  # by which a report calls it
         kept = sorted(path.name for path in (copy / "checkpoints").iterdir())
         assert kept == [f"step-{i}" for i in range(max(1, step - 1), step + 1)]
         assert (copy / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()

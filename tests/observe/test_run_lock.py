@@ -21,6 +21,8 @@ from shell import ddptrain
 from ddptrain.errors import UserError
 from ddptrain.observe.lock import lock_folder
 from ddptrain.observe.rundir import discard_unused, open_run
+from ddptrain.tools.trackers.about import about
+from ddptrain.tools.trackers.send import locked
 
 FORK = multiprocessing.get_context("fork")
 Start = Callable[..., tuple[int, Connection]]
@@ -185,3 +187,13 @@ def test_a_second_training_in_a_folder_is_refused(tmp_path: Path) -> None:
     third = ddptrain(tmp_path, f"{TRAIN} train.steps=2 run.resume=never")
     assert third.code == 0, third.err
     assert len(list(tmp_path.glob("mine*/checkpoints"))) == 2
+
+
+def test_files_are_shared_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(file: int, kind: int) -> Any:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    (tmp_path / "config.yaml").write_text("recipe: toy")
+    monkeypatch.setattr(fcntl, "flock", none)
+    assert about(tmp_path, "mlflow").project == "toy"
+    locked(tmp_path, "mlflow", fcntl.LOCK_EX).close()

@@ -21,6 +21,7 @@ def write_run(home: Path, name: str, lr: float = 0.1, lines: int = 20, seed: int
     """A finished run: so many training lines, and an evaluation after each tenth of them."""
     folder = home / name
     (folder / "plots").mkdir(parents=True)
+    (folder / ".lock").touch()
     settings = f"recipe: toy\noptim:\n  lr: {lr}\ntrain:\n  batch_size: 64\nrun:\n  dir: {name}\n"
     (folder / "config.yaml").write_text(settings)
     (folder / "command.txt").write_text(f"python -m ddptrain recipe=toy optim.lr={lr}\n")

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.tools.report.comparison import compare_settings, metrics, ranking, short_names, time_split
+from ddptrain.api.timing import PHASES
+from ddptrain.tools.report.comparison import (
+    NOTHING,
+    PARTS,
+    compare_settings,
+    facts_of,
+    metrics,
+    ranking,
+    short_names,
+    time_split,
+)
 from ddptrain.tools.report.page import page
 from ddptrain.tools.report.run_files import CurvePoint, RunFiles, flat, is_run, number, plain, read_run
 
@@ -48,6 +59,37 @@ def test_a_run_that_goes_on_and_one_that_was_killed(make_run: MakeRun) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert read_run(folder, "a").state == "still going on"
     assert "killed, or crashed" in shown(folder)
+    (folder / ".lock").unlink()
+    assert read_run(folder, "a").state == "no end known: this is a copy"
+
+
+def test_a_run_that_was_ended_and_goes_on_is_not_as_its_summary_says(make_run: MakeRun) -> None:
+    folder = make_run("a", processes=1)
+    spent = {"processes": 2, "seconds": 99.0, "time": {"data": 60.0, "forward": 30.0, "replay": 0.0}}
+    (folder / "times.json").write_text(json.dumps(spent))
+    add_line(folder, '{"step": 500, "epoch": 9.0, "split": "valid", "accuracy": 0.97}\n')
+    run = read_run(folder, "a")
+    facts = facts_of(run)
+    assert (run.state, facts["steps"], facts["time"]) == ("killed, or crashed", "500", "1:39")
+    assert facts["samples/s"] == NOTHING
+    assert time_split(run) == {"data": 60.0, "forward": 30.0, "other": 9.0}
+    assert "32%" not in shown(folder)  # the first process's advice
+    assert metrics([run])[0].name == "accuracy"  # which is still the one that counts
+    (folder / "times.json").write_text(json.dumps({**spent, "processes": 1}))
+    assert read_run(folder, "a").state == "done"
+
+
+def test_a_file_that_may_not_be_read_is_a_note(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, read = make_run("a"), Path.read_bytes
+
+    def refused(path: Path) -> bytes:
+        if path.name in ("metrics.jsonl", "config.yaml"):
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refused)  # root may read all
+    notes = read_run(folder, "a").notes
+    assert notes == [f"{name} can't be read (Permission denied)" for name in ("config.yaml", "metrics.jsonl")]
 
 
 def test_what_is_no_number_is_a_gap(make_run: MakeRun) -> None:
@@ -136,6 +178,7 @@ def test_a_pipe_or_a_link_is_not_followed(make_run: MakeRun, tmp_path: Path) -> 
     os.mkfifo(folder / "plots/pipe.txt")
     (folder / "command.txt").unlink()
     os.mkfifo(folder / "command.txt")
+    (folder / ".lock").unlink()
     os.mkfifo(folder / ".lock")
     assert "password" not in shown(folder)
 
@@ -208,6 +251,17 @@ def test_time_adds_up_to_the_whole(make_run: MakeRun) -> None:
         "own": 1
     }
     assert time_split(RunFiles(Path(), "")) == {}
+
+
+def test_each_part_of_the_time_has_a_colour_of_its_own(make_run: MakeRun) -> None:
+    assert set(PARTS) == set(PHASES)
+    folder = make_run("a", time=dict.fromkeys(PHASES, 1.0), seconds=12.0)
+    legend = shown(folder).split('<div class="legend">')[1].split("</div>")[0]
+    keys = dict(reversed(pair) for pair in re.findall(r'key (k\d+)"></span>([^<]+)<', legend))
+    assert len(set(keys.values())) == len(PHASES) + 1
+    assert keys["the rest"] == "k11"  # grey
+    short = shown(make_run("b", time={"data": 0.0, "forward": 1.0}, seconds=2.0))
+    assert "waiting for data" not in short.split('<div class="legend">')[1].split("</div>")[0]
 
 
 def test_names_are_the_shortest_that_differ() -> None:

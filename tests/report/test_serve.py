@@ -1,10 +1,13 @@
 """``serve``: all runs below a folder on a page that follows them, and nothing else of the machine."""
 
+import fcntl
 import http.client
 import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -130,6 +133,33 @@ def test_a_sweep_follows_its_jobs_and_one_that_is_damaged_hides_nothing(
         ]:
             assert time.monotonic() < until
             time.sleep(0.2)
+
+
+def test_the_jobs_of_a_sweep_that_goes_on_are_running(tmp_path: Path, make_run: MakeRun) -> None:
+    make_run("sweep/000")
+    job = {"event": "job", "job": 0, "key": "a", "words": [], "time": 0.0}
+    started = {"event": "started", "job": 0, "gpus": [], "on_cpu": True, "time": 0.0}
+    (tmp_path / "sweep/ledger.jsonl").write_text(f"{json.dumps(job)}\n{json.dumps(started)}\n")
+    with (tmp_path / "sweep/.lock").open("w") as lock, serving(tmp_path) as port:
+        states = {row["path"]: row["state"] for row in rows_of(port, 2)}
+        assert states["sweep"] == "1 stopped"
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        until = time.monotonic() + 30
+        while {row["path"]: row["state"] for row in rows_of(port, 2)}["sweep"] != "1 running":
+            assert time.monotonic() < until
+            time.sleep(0.2)
+
+
+def test_a_browser_that_leaves_is_no_error(tmp_path: Path, make_run: MakeRun) -> None:
+    """`serving` asserts that nothing is said."""
+    make_run("one", lines=2000)
+    with serving(tmp_path) as port:
+        rows_of(port, 1)
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", port)) as gone:
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+                gone.sendall(f"GET /page?path=one HTTP/1.1\r\nHost: localhost:{port}\r\n\r\n".encode())
+        assert asked(port, "//[")[0] == 404
 
 
 HOSTILE = [

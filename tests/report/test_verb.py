@@ -44,6 +44,7 @@ def test_an_earlier_page_among_the_folders_is_none_of_them(make_run: MakeRun, tm
     first = ddptrain(tmp_path, "report runs/a runs/b")
     assert ddptrain(tmp_path, "report runs/a runs/b runs/report.html").out == first.out
     assert "name a run's folder" in early_refusal(tmp_path, "report runs/report.html")
+    assert "say which run" in early_refusal(tmp_path, "report runs/report.html to=mlflow")
 
 
 def test_a_pattern_that_the_shell_has_left_as_it_is(make_run: MakeRun, tmp_path: Path) -> None:
@@ -164,6 +165,23 @@ def test_a_large_sweep_shows_its_best_jobs(make_run: MakeRun, tmp_path: Path) ->
     assert "sweep has 30 jobs that have begun; these are the best 24." in page
     assert '"029"' in page
     assert '"005"' not in page
+
+
+def test_the_best_jobs_are_those_of_the_table(make_run: MakeRun, tmp_path: Path) -> None:
+    """With objectives, and of jobs that failed however good they were."""
+    sweep_of(tmp_path, make_run, 30)
+    ledger = tmp_path / "sweep/ledger.jsonl"
+    events = [json.loads(line) for line in ledger.read_text().splitlines()]
+    for event in events:
+        if event["event"] == "ended":
+            event |= {"results": {"loss": event["job"] + 1.0}, "objectives": {"loss": "min"}}
+            event["status"] = "failed" if event["job"] == 0 else "done"
+    ledger.write_text("".join(json.dumps(event) + "\n" for event in events))
+    ended = ddptrain(tmp_path, "report sweep out=page.html")
+    table = [line.split()[0] for line in ended.out.splitlines() if line.startswith(("  00", "  01", "  02"))]
+    assert table == [*(f"{job:03}" for job in range(1, 30)), "000"]
+    page = (tmp_path / "page.html").read_text()
+    assert [job for job in table if f'"{job}"' in page] == table[:24]
 
 
 def test_a_sweep_whose_jobs_have_not_begun(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
 from PIL import Image
 from shell import ddptrain
 from sweeps import hide_optuna
@@ -119,3 +121,18 @@ def test_a_report_without_optuna_says_so_and_goes_on(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert "importance  needs optuna: pip install 'ddptrain[optuna]'" in done.out.splitlines()
     assert "plot  sweep/plots/parallel.png" in done.out.splitlines()
+
+
+def test_one_bad_result_among_equal_ones_is_drawn_below_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[Any] = []
+    monkeypatch.setattr(Axes, "add_collection", lambda _, drawn: lines.extend(drawn.get_segments()))
+    jobs = grid(tmp_path)
+    for job in jobs:
+        job.metric, job.value = "accuracy", 1.0
+    jobs[0].value = 0.1
+    outcomes = outcomes_of(jobs)
+    assert outcomes is not None
+    draw_parallel(outcomes, {}, tmp_path / "plots" / "parallel.png")
+    assert sorted(line[-1][1] for line in lines) == [0.0, *[1.0] * (len(jobs) - 1)]

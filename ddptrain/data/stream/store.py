@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -170,19 +171,12 @@ class Store:
         def once() -> None:
             if not isinstance(content, bytes):
                 content.seek(0)
-            if self.folder is None:
-                import obstore
-
-                obstore.put(self._store(), key, content, chunk_size=_chunk_size(content))
+            if self.folder is not None:
+                _write_file(self.folder / key, content)
                 return
-            target = self.folder / key
-            target.parent.mkdir(parents=True, exist_ok=True)
-            aside = target.with_name(f".{target.name}.part")
-            with aside.open("wb") as file:
-                file.write(content) if isinstance(content, bytes) else shutil.copyfileobj(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(target)
+            import obstore
+
+            obstore.put(self._store(), key, content, chunk_size=_chunk_size(content))
 
         self._changed(key, once)
 
@@ -293,6 +287,22 @@ class Store:
             self._opened = _connected(self.url, self._scheme, self.retry_s, self._key)
             self._pid = os.getpid()
         return self._opened
+
+
+def _write_file(target: Path, content: bytes | IO[bytes]) -> None:
+    """Raises UserError, and leaves nothing of what did not fit."""
+    aside = target.with_name(f".{target.name}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("wb") as file:
+            file.write(content) if isinstance(content, bytes) else shutil.copyfileobj(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(target)
+    except OSError as error:
+        with suppress(OSError):
+            aside.unlink()
+        raise UserError(f"{target}: can't be written ({error.strerror}).", everywhere=False) from error
 
 
 def _chunk_size(content: bytes | IO[bytes]) -> int:

@@ -3,6 +3,7 @@ whatever a reader finds in the index is there, whole. Imports no torch."""
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def is_object_key(key: str) -> bool:
 
 def is_mirror(address: str) -> bool:
     """Whether it names a store, or a folder that is a mirror."""
-    return "://" in address or (Path(address) / INDEX).is_file()
+    return "://" in address or os.path.isfile(Path(address) / INDEX)  # false where it may not be read, too
 
 
 def opened(url: str, key: str, retry_s: float) -> Store:

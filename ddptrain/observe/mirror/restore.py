@@ -77,10 +77,11 @@ def local_copy(url: str, key: str, checkpoints: bool = True) -> Path:
     """
     store = opened(url, key, _RETRY_S)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ddptrain" / "mirrors"
-    folder = cache / hashlib.sha256(store.url.encode()).hexdigest()[:16]
+    home = cache / hashlib.sha256(store.url.encode()).hexdigest()[:16]
+    folder = home / (Path(store.url).name.strip(".") or "run")  # a report names the run so
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with exclusive_lock(folder / ".lock"):
+        with exclusive_lock(home / ".lock"):
             index = read_index(store)
             if index is None:
                 raise UserError(f"{key}={store.shown}: holds no mirrored run.")

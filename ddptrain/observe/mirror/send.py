@@ -19,7 +19,7 @@ from typing import IO
 
 from ddptrain.data.stream.store import Store
 from ddptrain.errors import UserError, reason
-from ddptrain.observe.lock import NO_LOCKS
+from ddptrain.observe.lock import lock_file
 from ddptrain.observe.mirror.layout import (
     CHECKPOINT,
     DOCUMENTS,
@@ -173,11 +173,7 @@ def follow(folder: Path, store: Store) -> None:
 
     threading.Thread(target=wait_for_the_end, daemon=True).start()
     rank, lock = os.getppid(), (folder / ID).open("a+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # an earlier process of a run that was killed may still be sending
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
+    lock_file(lock, fcntl.LOCK_EX)  # an earlier process of a run that was killed may still be sending
     sender, pause, said, until = _sender(folder, store, lock), _LOOKS_EVERY_S, "", float("inf")
     documents_at = time.monotonic()
     while True:

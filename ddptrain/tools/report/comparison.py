@@ -10,10 +10,10 @@ from ddptrain.tools.report.run_files import CurvePoint, RunFiles, as_mapping, nu
 
 NOTHING = "–"  # noqa: RUF001
 PARTS = (
-    *("data", "copy", "forward", "backward", "all_reduce", "optimizer", "logging"),
+    *("data", "copy", "forward", "backward", "all_reduce", "optimizer", "replay", "logging"),
     *("evaluating", "drawing", "saving"),
 )
-"""Of the time, in the order of a step."""
+"""Of the time, in the order of a step: `ddptrain.api.timing.PHASES`, which imports torch."""
 _LOWER = ("loss", "perplexity", "error", "bits_per", "distance")
 _HIGHER = (
     *("accuracy", "balanced_accuracy", "pixel_accuracy", "top", "map", "ap", "ar", "precision", "recall"),
@@ -111,9 +111,9 @@ def ranking(runs: Sequence[RunFiles]) -> list[int]:
 
 
 def time_split(run: RunFiles) -> dict[str, float]:
-    """Seconds by part, and what is left of the whole; empty where the run does not tell."""
+    """Seconds by part that took any, and what is left of the whole; empty where the run does not tell."""
     parts = {plain(name): number(value) for name, value in run.section("time").items()}
-    known = {name: value for name, value in parts.items() if value is not None and value >= 0}
+    known = {name: value for name, value in parts.items() if value is not None and value > 0}
     ordered = {name: known[name] for name in (*PARTS, *known) if name in known}
     left = (run.number("seconds") or 0.0) - sum(ordered.values())
     return ordered | ({"other": left} if ordered and left > 0 else {})

@@ -27,7 +27,7 @@ class Embedded:
 
 
 def embed(runs: Sequence[RunFiles], budget: int) -> Embedded:
-    """budget: bytes of pictures; what comes after that is named in ``left_out``. Links are not followed: the
+    """budget: bytes of pictures; what comes after that is named in ``skipped``. Links are not followed: the
     page is for others, and a link may lead to what is not."""
     embedded = Embedded()
     side = 1400 if len(runs) == 1 else 900

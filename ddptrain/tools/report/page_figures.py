@@ -5,7 +5,7 @@ from html import escape
 
 from ddptrain.observe.clock import clock
 from ddptrain.tools.report.comparison import PARTS, distinguishing_settings, format_value, time_split
-from ddptrain.tools.report.curves import COLOURS, Panel, as_svg, span
+from ddptrain.tools.report.curves import Panel, as_svg, span
 from ddptrain.tools.report.embedded import Embedded
 from ddptrain.tools.report.markup import colour_key, html_table, run_names, run_prefix
 from ddptrain.tools.report.run_files import RunFiles
@@ -64,7 +64,7 @@ def where_time_went(runs: Sequence[RunFiles]) -> str:
     bars, rows = [], []
     for run, name, split in zip(runs, run_names(runs), splits, strict=True):
         whole = sum(split.values())
-        bars.append(f"<div>{name}</div>" * several + _bar(run, split, parts))
+        bars.append(f"<div>{name}</div>" * several + _bar(run, split))
         cells = [
             f"{split[part] / whole:.0%}, {format_value(split[part])} s"
             if part in split and whole > 0
@@ -73,22 +73,21 @@ def where_time_went(runs: Sequence[RunFiles]) -> str:
         ]
         rows.append((name, [*cells, clock(whole) if split else None]))
     legend = "".join(
-        f'<span><span class="key k{_colour(i)}"></span>{escape(_word(part))}</span>'
-        for i, part in enumerate(parts)
+        f'<span><span class="key k{_colour(part)}"></span>{escape(_word(part))}</span>' for part in parts
     )
     numbers = html_table("run", [*map(_word, parts), "whole"], rows, "number")
     looks = "split" if several else "split alone"
     return f'<div class="legend">{legend}</div><div class="{looks}">{"".join(bars)}</div>{numbers}'
 
 
-def _bar(run: RunFiles, split: dict[str, float], parts: Sequence[str]) -> str:
+def _bar(run: RunFiles, split: dict[str, float]) -> str:
     whole = sum(split.values()) or 1.0
     at, pieces = 0.0, []
     for name, seconds in split.items():
         wide = 1000 * seconds / whole
         tip = escape(f"{_word(name)}: {seconds:,.1f} s, {seconds / whole:.1%}")
         place = f'x="{at:.1f}" y="0" width="{wide:.1f}" height="20"'
-        pieces.append(f'<rect class="f{_colour(parts.index(name))}" {place}><title>{tip}</title></rect>')
+        pieces.append(f'<rect class="f{_colour(name)}" {place}><title>{tip}</title></rect>')
         at += wide
     shares = ", ".join(f"{_word(name)} {seconds / whole:.0%}" for name, seconds in split.items())
     label = escape(f"{run.name}: {shares or 'not measured'}")
@@ -96,9 +95,9 @@ def _bar(run: RunFiles, split: dict[str, float], parts: Sequence[str]) -> str:
     return f'<svg {view} aria-label="{label}">{"".join(pieces)}</svg>'
 
 
-def _colour(part: int) -> int:
-    """One more than runs have: grey, for the rest."""
-    return part % (COLOURS + 1)
+def _colour(part: str) -> int:
+    """The last one is grey, for the rest."""
+    return PARTS.index(part) if part in PARTS else len(PARTS)
 
 
 def _word(part: str) -> str:

@@ -9,14 +9,16 @@ STYLE = """
   --ground: #ffffff; --panel: #ffffff; --ink: #1a202c; --soft: #566173; --line: #dfe4ea; --wash: #f5f7f9;
   --mark: #fff4cf; --good: #14713d; --grid: #e8ecf0;
   --c0: #2b6cb0; --c1: #c7570f; --c2: #26844a; --c3: #8a3fb5; --c4: #c02b3e;
-  --c5: #117f8c; --c6: #8a6d00; --c7: #b8358b; --c8: #5b6472; --c9: #6b4f2f; --c10: #c3cad3;
+  --c5: #117f8c; --c6: #8a6d00; --c7: #b8358b; --c8: #5b6472; --c9: #6b4f2f; --c10: #7a9a01;
+  --c11: #c3cad3;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --ground: #14181d; --panel: #1a1f26; --ink: #e6eaef; --soft: #a3adba; --line: #323a44; --wash: #20262e;
     --mark: #4a3f14; --good: #6fd596; --grid: #2a313a;
     --c0: #6aaef0; --c1: #f39a55; --c2: #66c98a; --c3: #c797ea; --c4: #f0808d;
-    --c5: #5cc8d4; --c6: #d9bd4e; --c7: #ee8fcb; --c8: #a9b3c1; --c9: #c9a77f; --c10: #4b5563;
+    --c5: #5cc8d4; --c6: #d9bd4e; --c7: #ee8fcb; --c8: #a9b3c1; --c9: #c9a77f; --c10: #b5d66b;
+    --c11: #4b5563;
   }
 }
 * { box-sizing: border-box; }
@@ -94,5 +96,5 @@ details { margin: .7rem 0; } summary { cursor: pointer; color: var(--soft); font
 }
 """ + "".join(
     f".c{i} {{ color: var(--c{i}); }} .k{i} {{ background: var(--c{i}); }} .f{i} {{ fill: var(--c{i}); }}\n"
-    for i in range(11)
+    for i in range(12)
 )

@@ -32,6 +32,7 @@ from ddptrain.tools.report.page import write_page
 from ddptrain.tools.report.run_files import RunFiles, is_run, plain, read_run
 from ddptrain.tools.sweep.board import print_table
 from ddptrain.tools.sweep.ledger import LEDGER, Job, read_ledger
+from ddptrain.tools.sweep.objectives import ranked
 from ddptrain.tools.sweep.outcomes import importances, outcomes_of
 from ddptrain.tools.sweep.parallel import draw_parallel
 from ddptrain.tools.trackers.service import is_installed
@@ -49,11 +50,11 @@ def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
     be written.
     """
     folders = [folder for given in folders for folder in _matching(given)]
+    # an earlier page is named by runs/<recipe>/* too
+    folders = [path for path in folders if not (path.suffix == ".html" and path.is_file())]
     if "to" in asked:
         _send(folders, asked)
         return
-    # an earlier page is named by runs/<recipe>/* too
-    folders = [path for path in folders if not (path.suffix == ".html" and path.is_file())]
     _check(folders, asked)
     folders = [folder.parent if folder.name == LEDGER else folder for folder in folders]
     runs, notes = read_runs(folders)
@@ -165,8 +166,7 @@ def _is_sweep(folder: Path) -> bool:
 def _runs_in(folder: Path) -> list[Path]:
     """The run that the folder is, or those of the sweep that it is. Raises UserError where it is neither."""
     if _is_sweep(folder):
-        jobs = sorted(read_ledger(folder, live=False), key=lambda job: job.place)
-        paths = (folder / job.folder for job in jobs)
+        paths = (folder / job.folder for job in ranked(read_ledger(folder, live=False)))
         return [path for path in paths if is_run(path)]
     if is_run(folder):
         return [folder]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ddptrain.observe.changes import CHANGES
 from ddptrain.observe.lock import LOCK, is_locked
+from ddptrain.observe.summary_file import current_summary
 from ddptrain.text import parse_json, parse_yaml
 
 _MARKS = ("command.txt", "metrics.jsonl", "summary.json")  # A folder with one of these is a run's
@@ -48,11 +49,14 @@ class RunFiles:
     environment: dict[str, str] = field(default_factory=dict)
     command: str = ""
     summary: Mapping[str, Any] = field(default_factory=dict)
+    """summary.json; of a run whose last process has not written it, what is known instead."""
     curves: dict[tuple[str, str], list[CurvePoint]] = field(default_factory=dict)
     """By name and split, by rising step."""
     details: dict[str, CurvePoint] = field(default_factory=dict)
     """The last value of each name with a slash: of one class, say."""
     is_going_on: bool = False
+    is_copy: bool = False
+    """No process has trained in this folder, so no lock tells whether it goes on elsewhere."""
     notes: list[str] = field(default_factory=list)
     """What could not be read."""
 
@@ -67,7 +71,8 @@ class RunFiles:
         """What became of it."""
         if self.is_going_on:
             return "still going on"
-        return plain(self.summary.get("outcome") or "killed, or crashed")
+        unknown = "no end known: this is a copy" if self.is_copy else "killed, or crashed"
+        return plain(self.summary.get("outcome") or unknown)
 
     def number(self, name: str) -> float | None:
         """A number of summary.json, if it is there and finite."""
@@ -85,13 +90,17 @@ def is_run(folder: Path) -> bool:
 def read_run(folder: Path, name: str) -> RunFiles:
     """All that a report shows but the pictures."""
     run = RunFiles(folder, plain(name))
-    run.is_going_on = (folder / LOCK).is_file() and is_locked(folder)
+    run.is_copy = not (folder / LOCK).is_file()
+    run.is_going_on = not run.is_copy and is_locked(folder)
     run.config_text = _text(run, "config.yaml")
     config = _parsed(run, "config.yaml", run.config_text, parse_yaml)
     run.config = flat({key: value for key, value in config.items() if key not in ("run", "sweep")})
     run.environment = flat(_parsed(run, "environment.json", _text(run, "environment.json"), parse_json))
     run.command = _text(run, "command.txt").strip()
-    run.summary = _parsed(run, "summary.json", _text(run, "summary.json"), parse_json)
+    summary, times = (
+        _parsed(run, file, _text(run, file), parse_json) for file in ("summary.json", "times.json")
+    )
+    run.summary = current_summary(summary, times)
     _read_metrics(run)
     _read_changes(run)
     return run
@@ -139,15 +148,21 @@ def _briefly(value: object) -> str:
 
 def _text(run: RunFiles, name: str) -> str:
     """A file's text as it may be shown; '' where there is none."""
+    content = _content(run, name)
+    if content is None:
+        # the run's state says what the last two would
+        run.notes += [f"{name} is missing"] if name not in ("summary.json", "times.json") else []
+    return plain((content or b"").replace(b"\r\n", b"\n").decode("utf-8", errors="replace"))
+
+
+def _content(run: RunFiles, name: str) -> bytes | None:
+    """None where there is no such file; b"" where it can't be read, with a note."""
     path = run.folder / name
-    if not path.is_file():
-        run.notes += [f"{name} is missing"] if name != "summary.json" else []  # its state says that
-        return ""
     try:
-        return plain(path.read_text("utf-8", errors="replace"))
+        return path.read_bytes() if path.is_file() else None
     except OSError as error:
         run.notes.append(f"{name} can't be read ({error.strerror})")
-        return ""
+        return b""
 
 
 def _parsed(run: RunFiles, name: str, text: str, parse: Callable[[str], Any]) -> Mapping[Any, Any]:
@@ -165,10 +180,9 @@ def _parsed(run: RunFiles, name: str, text: str, parse: Callable[[str], Any]) ->
 
 def _read_metrics(run: RunFiles) -> None:
     """The curves, and the last of what belongs to single classes. The last line for a step counts."""
-    path = run.folder / "metrics.jsonl"
     points_by_step: dict[tuple[str, str], dict[float, CurvePoint]] = {}
     damaged = 0
-    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    lines = (_content(run, "metrics.jsonl") or b"").split(b"\n")
     for i, text in enumerate(lines, 1):
         line = _json_object(text)
         step = number(line.get("step"))
@@ -193,8 +207,7 @@ def _read_metrics(run: RunFiles) -> None:
 
 def _read_changes(run: RunFiles) -> None:
     """A note for each key that the run has had another value of before."""
-    path = run.folder / CHANGES
-    lines = path.read_bytes().split(b"\n")[:_MOST_KEYS] if path.is_file() else []
+    lines = (_content(run, CHANGES) or b"").split(b"\n")[:_MOST_KEYS]
     for line in map(_json_object, lines):
         for key, values in as_mapping(line.get("changed")).items():
             if isinstance(values, list) and len(values) == 2:

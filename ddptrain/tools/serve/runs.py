@@ -154,7 +154,7 @@ def _metric(run: RunFiles) -> str:
 
 
 def _sweep(folder: Path, path: str, version: str) -> Row:
-    jobs = read_ledger(folder, live=False)
+    jobs = read_ledger(folder, is_locked(folder))
     counts = Counter(job.status for job in jobs)
     states = ", ".join(f"{count} {status}" for status, count in counts.items())
     return Row(plain(path), version, f"sweep of {len(jobs)} jobs", states, NOTHING, NOTHING, NOTHING)

@@ -6,11 +6,12 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
 from typing import final
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean
@@ -93,18 +94,22 @@ def _handler(runs: Runs, on_loopback: bool) -> type[BaseHTTPRequestHandler]:
         timeout = 30
 
         def do_GET(self) -> None:
+            with suppress(ConnectionError):  # the browser shows another page by now
+                self._get()
+
+        def _get(self) -> None:
             host = (self.headers.get("Host") or "").rsplit(":", 1)[0].strip("[]")
             if on_loopback and not is_loopback(host):
                 # a page of another site that has given its own name this address
                 self._answer(403, "text/plain", "open it by its own address")
                 return
-            asked = urlsplit(self.path)
-            if asked.path == "/":
+            path, _, query = self.path.partition("?")
+            if path == "/":
                 self._answer(200, "text/html", LIST_PAGE, _POLICY)
-            elif asked.path == "/runs":
+            elif path == "/runs":
                 self._answer(200, "application/json", json.dumps(runs.rows()))
-            elif asked.path == "/page":
-                text = runs.page(parse_qs(asked.query).get("path", [])[:_MOST])
+            elif path == "/page":
+                text = runs.page(parse_qs(query).get("path", [])[:_MOST])
                 if text is None:
                     self._answer(404, "text/plain", "there is no such run")
                 else:

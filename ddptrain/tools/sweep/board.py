@@ -1,18 +1,17 @@
 """What a sweep shows: a table of all jobs, live on a terminal, else a line at each change."""
 
-import math
 import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddptrain.observe.clock import clock
 from ddptrain.text import counted, print_tables
 from ddptrain.tools.sweep.ledger import Job
-from ddptrain.tools.sweep.objectives import objectives_of, pareto_best, scores_of
+from ddptrain.tools.sweep.objectives import objectives_of, pareto_best, ranked
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -94,12 +93,7 @@ def jobs_table(jobs: Sequence[Job]) -> "Table":
     measured = list(objectives) or ["metric" if len(metrics) != 1 else metrics[0]]
     for name in (*measured, "steps", "time", "GPU"):
         table.add_column(name, justify="right", overflow="fold")
-
-    def place(job: Job) -> tuple[Any, ...]:
-        """Values of several metrics can't be compared."""
-        return job.number not in best, job.metric if several else "", _place(job, objectives)
-
-    for job in sorted(jobs, key=place):
+    for job in ranked(jobs):
         seconds = job.seconds + (time.time() - job.began if job.status == "running" else 0)
         values = [job.results.get(name) for name in objectives] or [job.value]
         table.add_row(
@@ -121,13 +115,6 @@ def common_words(jobs: Sequence[Job]) -> set[str]:
 def _own_words(job: Job, common: Collection[str]) -> str:
     """The words by which a job differs from the others."""
     return shlex.join(word for word in job.words if word not in common)
-
-
-def _place(job: Job, objectives: Mapping[str, str]) -> tuple[bool, float, int]:
-    """By the metric, or the first objective; those that failed come last, however far they got."""
-    scores = scores_of(job, objectives)
-    place = (-scores[0] if scores else math.inf) if objectives else job.place
-    return job.status in ("failed", "timeout"), place, job.number
 
 
 def _ways(objectives: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean
@@ -44,6 +45,23 @@ def check_one_metric(jobs: Sequence[Job], objectives: Mapping[str, str]) -> None
             f"sweep.objectives: the jobs' best metrics are {', '.join(metrics)}, which can't be compared."
             " Name one that all of them have: sweep.objectives={accuracy: max}"
         )
+
+
+def ranked(jobs: Sequence[Job]) -> list[Job]:
+    """The best first: those on the Pareto front of the objectives, then by the first of them, or by the
+    metric. Those that failed come last, however far they got."""
+    objectives = objectives_of(jobs)
+    best = pareto_best(jobs, objectives) if objectives else set()
+    several = len({job.metric for job in jobs if job.metric}) > 1 and not objectives
+
+    def place(job: Job) -> tuple[Any, ...]:
+        scores = scores_of(job, objectives)
+        value = (-scores[0] if scores else math.inf) if objectives else job.place
+        metric = job.metric if several else ""  # values of several metrics can't be compared
+        failed = job.status in ("failed", "timeout")
+        return job.number not in best, metric, failed, value, job.number
+
+    return sorted(jobs, key=place)
 
 
 def pareto_best(jobs: Sequence[Job], objectives: Mapping[str, str]) -> set[int]:

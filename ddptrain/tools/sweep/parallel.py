@@ -99,7 +99,9 @@ def _setting(each: Range, texts: Sequence[str], importances: Mapping[str, float]
 def _result(title: str, scores: Sequence[float], is_min: bool) -> _Axis:
     sign = -1 if is_min else 1
     quarter, _, third = quantiles(scores, n=4, method="inclusive")
-    worst = max(min(scores), quarter - _FAR * (third - quarter))
+    worst = min(scores)
+    if third > quarter:
+        worst = max(worst, quarter - _FAR * (third - quarter))
     low, high = sign * worst, sign * max(scores)
     clipped = [sign * max(score, worst) for score in scores]
     log = min(low, high) > 0 and max(low, high) / min(low, high) >= _DECADES

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.keys import flat_values
+from ddptrain.observe.lock import lock_file
+from ddptrain.observe.summary_file import current_summary
 from ddptrain.text import parse_json, parse_yaml
 
 _HOME = "trackers"
@@ -43,9 +45,9 @@ class About:
 
     @property
     def outcome(self) -> str:
-        """Of the last process that ended by itself; '' if there was none."""
-        path = self.folder / "summary.json"
-        return str(parse_json(path.read_text()).get("outcome", "")) if path.exists() else ""
+        """Of the run's last process; '' if that has not ended by itself."""
+        summary, times = (_read(self.folder / name) for name in ("summary.json", "times.json"))
+        return str(current_summary(summary, times).get("outcome", ""))
 
     @property
     def home(self) -> Path:
@@ -103,7 +105,7 @@ def _id_of(folder: Path) -> str:
     path = folder / _HOME / "run.json"
     path.parent.mkdir(exist_ok=True)
     with (path.parent / "run.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock, fcntl.LOCK_EX)
         if not path.exists():
             _write(path, {"id": uuid.uuid4().hex[:16]})
     return str(_read(path)["id"])

@@ -16,6 +16,7 @@ from typing import IO
 
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean
+from ddptrain.observe.lock import lock_file
 from ddptrain.observe.metrics_file import read_lines
 from ddptrain.tools.trackers.about import About, about, sent_so_far, write_sent
 from ddptrain.tools.trackers.service import Service, is_installed
@@ -78,10 +79,9 @@ class Sender:
 
 
 def locked(folder: Path, to: str, how: int) -> IO[str]:
-    """A file, locked as flock does, while it is open: one process sends a run to a tracker. Raises
-    BlockingIOError."""
+    """A file, locked while it is open: one process sends a run to a tracker. Raises BlockingIOError."""
     file = (folder / "trackers" / f"{to}.lock").open("w")
-    fcntl.flock(file, how)
+    lock_file(file, how)
     return file
 
 

@@ -17,6 +17,7 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from ddptrain.observe.lock import lock_file
 from ddptrain.tools.trackers.about import About
 from ddptrain.tools.trackers.service import Line, Service, values_of
 
@@ -53,7 +54,8 @@ class ToMlflow(Service):
                 for line in batch
                 for name, value in values_of(line).items()
             ]
-            for first in range(0, len(metrics), _MOST_METRICS):
+            # a line of more than a request takes: last its beginning, whose epoch says that the line is there
+            for first in reversed(range(0, len(metrics), _MOST_METRICS)):
                 self._client.log_batch(self._run, metrics[first : first + _MOST_METRICS])
 
     def send_plots(self, plots: Sequence[Path]) -> None:
@@ -85,7 +87,7 @@ class ToMlflow(Service):
     def _parent(self, sweep: About) -> str:
         """Its jobs' processes ask at the same time."""
         with (sweep.home / "run.json").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock_file(lock, fcntl.LOCK_EX)
             return self._find_or_create_run(sweep, {})
 
     def _find_or_create_run(self, about: About, tags: Mapping[str, str]) -> str:
