@@ -20,6 +20,8 @@ _ROUNDING = 1e-3
 """Relative: outputs may come from autocast."""
 _NO_TARGET = -100
 """torch's default for ``ignore_index``."""
+_NEVER = -(2**31)
+"""As an ``ignore_index``: no target is left out."""
 _WAY_OUT = (
     "Return one value for each sample, or give step=, a function of (model, batch) that returns"
     " ddptrain.api.Loss: a sum, and the count to divide it by."
@@ -52,6 +54,9 @@ class BatchLoss:
         self._function: Any = function
         self._has_buffers = isinstance(function, nn.Module) and any(True for _ in function.buffers())
         self._each = _without_reduction(function)
+        self._each_label = _for_one_label(self._each)
+        self._values: tuple[int, int] | None = None
+        """Values and samples of the first batch, of a loss of torch.nn."""
         self._batchmean = getattr(function, "reduction", None) == "batchmean"
         self._reduction: Reduction | None = None
 
@@ -59,6 +64,8 @@ class BatchLoss:
         """size: samples of the batch. Raises UserError where the function's result can't be understood."""
         if self._has_buffers:
             self._function.to(next(tensors_of(output)).device)  # class weights; nothing where they are
+        if self._each_label is not None and isinstance(target, Tensor) and _is_one_label(target):
+            return Loss(self._of(self._each_label, output, target).sum(), size)
         if self._each is not None:
             return self._counted(self._of(self._each, output, target), output, target, size)
         value = self._of(self._function, output, target)
@@ -78,9 +85,11 @@ class BatchLoss:
         except torch.OutOfMemoryError:
             raise
         except (ValueError, IndexError, RuntimeError) as error:
+            unlabelled = f"Target {_NO_TARGET} " in str(error)
+            hint = " Give samples without a label another number: CrossEntropyLoss(ignore_index=-1)."
             raise UserError(
                 f"loss: {self._name} refuses the model's output {shapes_of(output)} and the target"
-                f" {shapes_of(target)}: {error}",
+                f" {shapes_of(target)}: {error}{hint * unlabelled}",
                 everywhere=False,
             ) from error
         except TypeError as error:
@@ -97,13 +106,19 @@ class BatchLoss:
             )
         total = values.sum()
         if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and not target.is_floating_point():
-            # of one class a sample, as torch's own default says: none is ignored
-            counts_all = target.ndim == 1 and loss.ignore_index == _NO_TARGET and loss.weight is None
-            if not counts_all:
-                kept = target != loss.ignore_index
-                weights = 1.0 if loss.weight is None else loss.weight[torch.where(kept, target, 0)]
-                return Loss(total, (kept * weights).sum())
-        return Loss(total, size if self._batchmean else values.numel())
+            kept = target != loss.ignore_index
+            weights = 1.0 if loss.weight is None else loss.weight[torch.where(kept, target, 0)]
+            return Loss(total, (kept * weights).sum())
+        if self._batchmean:
+            return Loss(total, size)
+        self._values = values_before, samples_before = self._values or (values.numel(), size)
+        if values.numel() * samples_before != values_before * size:
+            raise UserError(
+                f"loss: {self._name} has {values.numel()} values for {size} samples, and had {values_before}"
+                f" for {samples_before}: are batches padded to a length of their own? {_WAY_OUT}",
+                everywhere=False,
+            )
+        return Loss(total, values.numel())
 
 
 @torch.no_grad()
@@ -184,6 +199,25 @@ def shapes_of(values: Any) -> str:
     if isinstance(values, tuple | list):
         return "(" + ", ".join(map(shapes_of, values)) + ")"
     return type(values).__name__
+
+
+def _is_one_label(target: Tensor) -> bool:
+    """One class a sample."""
+    return target.ndim == 1 and not target.is_floating_point()
+
+
+def _for_one_label(
+    each: Callable[[Any, Any], Tensor] | None,
+) -> Callable[[Any, Any], Tensor] | None:
+    """Of a cross-entropy whose targets are one class a sample, as torch's defaults have it: each counts, so
+    that the count need not be asked of the device. None of all else."""
+    if not isinstance(each, nn.CrossEntropyLoss | nn.NLLLoss):
+        return None
+    if each.ignore_index != _NO_TARGET or each.weight is not None:
+        return None
+    for_label = copy.copy(each)
+    for_label.ignore_index = _NEVER
+    return for_label
 
 
 def _without_reduction(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor] | None:

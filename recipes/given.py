@@ -27,6 +27,8 @@ class Objects:
     train: tuple[Tensor, ...] | Dataset[Any]
     valid: tuple[Tensor, ...] | Dataset[Any] | None
     collate: Callable[[list[Any]], Any] | None
+    valid_collate: Callable[[list[Any]], Any] | None
+    """None: as ``collate``."""
     loss: Callable[[Any, Any], Tensor] | None
     metrics: Mapping[str, Callable[..., Any]] | Callable[..., Any] | None
     step: Step | None
@@ -78,7 +80,10 @@ def data(
     if isinstance(objects.train, tuple):
         assert objects.valid is None or isinstance(objects.valid, tuple), "fit has made both alike"
         return TensorData(objects.train, objects.valid, each_rank=OBJECTS not in os.environ)
-    return DatasetData(objects.train, objects.valid, objects.collate, classes, workers, on_error)  # type: ignore[arg-type]
+    return DatasetData(
+        objects.train, objects.valid, objects.collate, classes, workers, on_error,  # type: ignore[arg-type]
+        objects.valid_collate,
+    )  # fmt: skip
 
 
 def _objects() -> Objects:

@@ -6,10 +6,13 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, NamedTuple, final
 
 import cloudpickle
+import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from ddptrain.api.recipe import Batch, Data, Loading
+from ddptrain.api.rng import state_of_pythons
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data import held_out
@@ -27,12 +30,13 @@ from ddptrain.text import first_few
 class _Part:
     """Some samples of a dataset.
 
-    ids: of the samples, in the dataset.
+    ids: of the samples, in the dataset. key: the config key of the dataset.
     """
 
-    def __init__(self, dataset: MapStyle, ids: Sequence[int]) -> None:
+    def __init__(self, dataset: MapStyle, ids: Sequence[int], key: str = "data.dataset") -> None:
         self._dataset = dataset
         self._ids = ids
+        self._key = key
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -43,18 +47,45 @@ class _Part:
             return self._dataset[sample]
         except BROKEN as error:
             raise Unusable(
-                f"data.dataset: sample {sample} can't be read ({error}).{HINT}", everywhere=False
+                f"{self._key}: sample {sample} can't be read ({error}).{HINT}", everywhere=False
             ) from error
         except Exception as error:
-            error.add_note(f"(in sample {sample} of data.dataset)")
+            error.add_note(f"(in sample {sample} of {self._key})")
             raise
 
     def only(self, indices: Sequence[int]) -> "_Part":
-        return _Part(self._dataset, [self._ids[index] for index in indices])
+        return _Part(self._dataset, [self._ids[index] for index in indices], self._key)
 
     def fingerprints(self) -> Iterator[bytes]:
         """What tells each sample from others, without reading it."""
         return of_samples(self._dataset, self._ids)
+
+
+@final
+class _Collate:
+    """A collate of the user's own. Raises UserError where its first batch draws random numbers: they would
+    follow from what is in the batch, and so from the number of ranks."""
+
+    def __init__(self, collate: Callable[[list[Any]], Batch], key: str) -> None:
+        self._collate = collate
+        self._key = key
+        self._is_checked = False
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        if self._is_checked:
+            return self._collate(samples)
+        before = torch.get_rng_state(), state_of_pythons()
+        batch = self._collate(samples)
+        if not torch.equal(torch.get_rng_state(), before[0]) or state_of_pythons() != before[1]:
+            raise UserError(
+                f"{self._key}: draws random numbers, which would be others on another number of ranks. Draw"
+                " in the dataset's __getitem__ (they follow from seed, epoch and sample), or in the loss"
+                " (Task.loss; of ddptrain.fit: step=), where a batch can be mixed: they follow from seed and"
+                " step.",
+                everywhere=False,
+            )
+        self._is_checked = True
+        return batch
 
 
 class _Prepared(NamedTuple):
@@ -71,10 +102,10 @@ class DatasetData(Data):
 
     dataset: training samples. valid: validation samples; without it every tenth sample of ``dataset`` is held
     out. collate: called with a list of samples (default: torch's ``default_collate``); must not draw random
-    numbers. classes: their names, or how many there are; by default those that the dataset names
-    (``dataset.classes``, or a Hugging Face dataset's ``label``). workers: loader processes of a rank.
-    on_error: of samples whose file can't be read, "stop" ends the run at the first; "skip" reads all before
-    the training and leaves those out.
+    numbers. valid_collate: for validation samples (default: ``collate``). classes: their names, or how many
+    there are; by default those that the dataset names (``dataset.classes``, or a Hugging Face dataset's
+    ``label``). workers: loader processes of a rank. on_error: of samples whose file can't be read, "stop"
+    ends the run at the first; "skip" reads all before the training and leaves those out.
 
     Whatever a sample draws from torch's, NumPy's and Python's global generators follows from (seed, epoch,
     sample index), so it is the same for any number of ranks and workers.
@@ -88,6 +119,7 @@ class DatasetData(Data):
         classes: list[str] | int | None = None,
         workers: int | Literal["auto"] = "auto",
         on_error: OnError = "stop",
+        valid_collate: Callable[[list[Any]], Batch] | None = None,
     ) -> None:
         check_workers(workers)
         check_map_style(dataset, "data.dataset")
@@ -95,7 +127,7 @@ class DatasetData(Data):
             check_map_style(valid, "data.valid")
         self._dataset = dataset
         self._valid = valid
-        self._collate = collate or collated
+        self._collates = _collates(collate, valid_collate)
         self._classes = class_names(dataset, classes, "data.classes")
         _check_classes(dataset, valid, classes)
         self._workers = workers
@@ -104,7 +136,7 @@ class DatasetData(Data):
 
     def prepare(self, world: World, seed: int) -> None:
         workers, parts = asked_workers(self._workers, world), self._parts()
-        samples = [Samples(part, collate=self._collate) for part in parts]
+        samples = self._samples(parts)
         by_value = bool(workers) and any(list(map(_only_by_value, samples)))  # both are checked
         skipped: list[str] = []
         if self._on_error == "skip":
@@ -115,14 +147,24 @@ class DatasetData(Data):
             parts, skipped = (readable_train, readable_valid), [*broken, *broken_valid]
             tell(skipped)
         identity = once_a_node(world, lambda: self._digest(*parts))
-        train, valid = (Samples(part, collate=self._collate, seed=seed, by_value=by_value) for part in parts)
+        train, valid = self._samples(parts, seed, by_value)
         self._prepared = _Prepared(Pipeline(train, valid, workers, world.device), skipped, identity)
+
+    def _samples(
+        self, parts: tuple[_Part, _Part], seed: int | None = None, by_value: bool = False
+    ) -> tuple[Samples, Samples]:
+        train, valid = (
+            Samples(part, collate=collate, seed=seed, by_value=by_value)
+            for part, collate in zip(parts, self._collates, strict=True)
+        )
+        return train, valid
 
     def _parts(self) -> tuple[_Part, _Part]:
         """For training and validation."""
         everything = range(len(self._dataset))
         if self._valid is not None:
-            return _Part(self._dataset, everything), _Part(self._valid, range(len(self._valid)))
+            valid = _Part(self._valid, range(len(self._valid)), "data.valid")
+            return _Part(self._dataset, everything), valid
         train_ids, valid_ids = held_out.split(everything)
         return _Part(self._dataset, train_ids), _Part(self._dataset, valid_ids)
 
@@ -156,7 +198,7 @@ class DatasetData(Data):
 
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
         """The classes are those that the dataset names; the shape of its samples is that of the first."""
-        train, valid = (Samples(part, collate=self._collate) for part in self._parts())
+        train, valid = self._samples(self._parts())
         self._prepared = _Prepared(Pipeline(train, valid, 0, world.device), [], "")
 
     @property
@@ -200,6 +242,14 @@ def collated(samples: list[Any]) -> Batch:
         ) from error
 
 
+def _collates(
+    train: Callable[[list[Any]], Batch] | None, valid: Callable[[list[Any]], Batch] | None
+) -> tuple[Callable[[list[Any]], Batch], Callable[[list[Any]], Batch]]:
+    """For both parts."""
+    for_train = collated if train is None else _Collate(train, "data.collate")
+    return for_train, for_train if valid is None else _Collate(valid, "data.valid_collate")
+
+
 def check_map_style(dataset: object, key: str) -> None:
     """Raises UserError where it is something else."""
     name = dataset.__name__ if isinstance(dataset, type) else type(dataset).__name__
@@ -228,14 +278,21 @@ def class_names(dataset: Any, classes: list[str] | int | None, key: str) -> tupl
         if classes < 2:
             raise UserError(f"{key}={classes}: must be 2 or more.")
         return tuple(map(str, range(classes)))
-    named = getattr(dataset, "classes", None)
-    if named is None:
-        features = getattr(dataset, "features", None) or {}  # Hugging Face's: a ClassLabel has names
-        named = getattr(features["label"], "names", None) if "label" in features else None
+    named = _named_classes(dataset)
     if classes is not None:
-        check_renamed(classes, list(map(str, named or ())), key)
+        check_renamed(classes, named, key)
         return tuple(classes)
-    return tuple(map(str, named or ()))
+    return tuple(named)
+
+
+def _named_classes(dataset: Any) -> list[str]:
+    """Empty where a dataset names none: its attributes ``classes`` and ``features`` may be anything."""
+    names, features = getattr(dataset, "classes", None), getattr(dataset, "features", None)
+    if names is None and isinstance(features, Mapping):  # Hugging Face's, where a ClassLabel has names
+        names = getattr(features.get("label"), "names", None)
+    if isinstance(names, np.ndarray) and names.ndim == 1:
+        names = names.tolist()
+    return list(map(str, names)) if isinstance(names, Sequence) and not isinstance(names, str) else []
 
 
 def _check_classes(dataset: MapStyle, valid: MapStyle | None, classes: list[str] | int | None) -> None:

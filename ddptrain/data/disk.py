@@ -43,6 +43,12 @@ def flush_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def take_room(file: int, size: int) -> None:
+    """Room on the disk for ``size`` bytes of an open file, so that a full disk shows now. Raises OSError."""
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        os.posix_fallocate(file, 0, size)
+
+
 def size_and_time(file: Path) -> tuple[int, int]:
     """Bytes, and time of the last change in ns. Raises UserError where the file can't be read."""
     try:

@@ -141,12 +141,13 @@ def in_words(skipped: Sequence[str]) -> str:
 
 
 @contextmanager
-def skippable() -> Iterator[None]:
-    """What is wrong in it is wrong with one sample: the message names the way to go on without."""
+def skippable(hint: str = HINT) -> Iterator[None]:
+    """What is wrong in it is wrong with one sample: the message names the way to go on without. hint: another
+    one, of a set that can't be read under ``skip`` as it is."""
     try:
         yield
     except UserError as error:
-        raise Unusable(f"{error}{HINT}", everywhere=False) from error
+        raise Unusable(f"{error}{hint}", everywhere=False) from error
 
 
 @final

@@ -1,7 +1,8 @@
 """The next batch, copied to the device or made there, while this one computes."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ step's time, which takes them out."""
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch (tensors in tuples, lists or dicts) on the device.
+    """A batch (tensors in tuples, lists or mappings) on the device.
 
     From pinned memory to a GPU the host does not wait for the copy. Elsewhere it does: Metal may read what
     has been freed meanwhile (pytorch#139550).
@@ -33,6 +34,10 @@ def changed(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(batch)
     if isinstance(batch, dict):
         return {name: changed(value, change) for name, value in batch.items()}
+    if isinstance(batch, MutableMapping):  # transformers' BatchEncoding
+        copied = copy(batch)
+        copied.update({name: changed(value, change) for name, value in batch.items()})
+        return copied
     if isinstance(batch, tuple | list):
         items = [changed(item, change) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
@@ -43,7 +48,7 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
     """Every tensor in a batch."""
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, dict):
+    elif isinstance(batch, Mapping):
         for value in batch.values():
             yield from tensors_of(value)
     elif isinstance(batch, tuple | list):

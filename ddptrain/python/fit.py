@@ -23,6 +23,7 @@ from ddptrain.python.run import Run
 from ddptrain.python.train import check_options, train_in_processes
 from ddptrain.recipes.given import Objects, give
 from ddptrain.run.train import run
+from ddptrain.text import quoted
 from ddptrain.verbs.argv import parse
 from ddptrain.verbs.composing import composed, own_options, recorded
 from ddptrain.verbs.main import main
@@ -81,7 +82,7 @@ def fit(
         words, valid = (valid, *words), None
     named = {
         "train.epochs": epochs, "train.batch_size": batch_size, "optim": optimizer, "optim.lr": lr,
-        "task.best_metric": best, "run.dir": run_dir,
+        "task.best_metric": best and quoted(best), "run.dir": run_dir and quoted(os.fspath(run_dir)),
     }  # fmt: skip
 
     def given() -> tuple[Objects, list[str]]:

@@ -24,7 +24,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ddptrain.data.dataset import check_map_style
+from ddptrain.data.dataset import check_map_style, collated
 from ddptrain.errors import UserError
 from ddptrain.recipes.given import Objects
 from ddptrain.verbs.script import WORDS
@@ -37,7 +37,7 @@ def objects_of(
     be trained with."""
     _check_model(model)
     settings: dict[str, Any] = {}
-    collate = None
+    collate = valid_collate = None
     if isinstance(train, DataLoader):
         _check_loader(train, "train")
         settings = {"train.batch_size": train.batch_size or 1, "data.workers": train.num_workers}
@@ -45,17 +45,19 @@ def objects_of(
     if isinstance(valid, DataLoader):
         _check_loader(valid, "valid")
         settings["train.eval_batch_size"] = valid.batch_size or 1
+        valid_collate = collated if valid.collate_fn is default_collate else valid.collate_fn
     train_set = _samples(train, "train")
     valid_set = None if valid is None else _samples(valid, "valid")
     if valid_set is not None and isinstance(train_set, tuple) is not isinstance(valid_set, tuple):
         raise UserError("valid: must be of the kind of train: tensors for both, or datasets for both.")
     if isinstance(train_set, tuple):
         settings.pop("data.workers", None)
-        if collate is not None:
-            raise UserError(
-                "train: a DataLoader of tensors with a collate_fn; give a Dataset of your own in it."
-            )
-    return Objects(model, train_set, valid_set, collate, loss, metrics, step), settings
+        for key, own in (("train", collate), ("valid", valid_collate)):
+            if own not in (None, collated):
+                raise UserError(
+                    f"{key}: a DataLoader of tensors with a collate_fn; give a Dataset of your own in it."
+                )
+    return Objects(model, train_set, valid_set, collate, valid_collate, loss, metrics, step), settings
 
 
 def write_objects(objects: Objects, words: Sequence[str], folder: Path) -> str:

@@ -1,6 +1,7 @@
 """``ddptrain.Run``: what a run's folder holds. Imports no torch."""
 
 import os
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 from ddptrain.errors import UserError
 from ddptrain.observe.lock import is_locked
 from ddptrain.observe.metrics_file import read_lines
+from ddptrain.observe.summary_file import current_summary
 from ddptrain.python.curves import MetricRows
 from ddptrain.text import parse_json, parse_yaml
 
@@ -43,7 +45,7 @@ class Run:
         """What was logged and evaluated, by rising step."""
         self.checkpoints: Mapping[str, Path] = _checkpoints(self.folder / "checkpoints")
         """By the name that `ddptrain.load` takes: the steps', oldest first, then ``best``."""
-        summary: Mapping[str, Any] = self._read("summary.json")
+        summary = current_summary(self._read("summary.json"), self._read("times.json"))
         self.outcome: str = "running" if is_locked(self.folder) else summary.get("outcome", "killed")
         """``done``, ``stopped early``, ``stopped`` (it has saved, and goes on when it is started again),
         ``diverged``, ``failed``, ``killed`` (it ended without a word) or ``running``."""
@@ -54,8 +56,7 @@ class Run:
         """Of the last evaluation; empty where there was none."""
         self.best: Mapping[str, float] = {}
         """Metrics and ``step`` of ``checkpoints/best``; empty where there is none."""
-        if "best" in self.checkpoints:
-            manifest = self._read("checkpoints/best/manifest.json")
+        if manifest := self._read("checkpoints/best/manifest.json"):
             self.best = {"step": manifest["step"], **manifest["metrics"]}
 
     @cached_property
@@ -84,9 +85,11 @@ class Run:
 
 
 def _checkpoints(folder: Path) -> dict[str, Path]:
-    steps = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-    best = folder / "best"
-    return {path.name: path for path in [*steps, *([best] if best.is_dir() else [])]}
+    """Complete ones; others may be a copy of the user's, or be replaced at this moment."""
+    complete = [path.parent for path in folder.glob("*/manifest.json")]
+    steps = [path for path in complete if re.fullmatch(r"step-\d+", path.name)]
+    steps.sort(key=lambda path: int(path.name.removeprefix("step-")))
+    return {path.name: path for path in [*steps, *(path for path in complete if path.name == "best")]}
 
 
 def _last_evaluation(rows: MetricRows) -> dict[str, float]:

@@ -15,7 +15,8 @@ A file that runs without ddptrain, checked against the model on the same batch b
 {CHECKPOINT_WORDS}
   precision=<which>     openvino: fp32 (by default), fp16, or int8, calibrated on 300 training samples
   validate=true         the file's metrics beside the model's on the validation set; always so below fp32
-  batch=<n>             images: a model for that many at once; by default any number
+  batch=<n>             a model for that many pictures at once; by default any number, of detectors 1
+  nms=true              detection: a list of boxes without doubles, most=<n> (100) of score=<s> (0.25) or more
 
   python -m ddptrain export run=runs/cnn format=onnx out=model.onnx
   python -m ddptrain export run=runs/yolo format=openvino precision=int8 nms=true"""

@@ -112,6 +112,20 @@ class Suppression:
         return {"score": self.least_score, "overlap": self.overlap, "most": self.most}
 
 
+def suppression(nms: bool, overlap: float, score: float | None, most: int | None) -> Suppression | None:
+    """What the words of an export ask for: by default at most 100 boxes, of 0.25 or more. Raises UserError
+    for words that are of no use without ``nms``."""
+    if nms:
+        return Suppression(0.25 if score is None else score, overlap, 100 if most is None else most)
+    for name, value in (("score", score), ("most", most)):
+        if value is not None:
+            raise UserError(
+                f"{name}={value}: is for nms=true; without it the file gives every answer. Add nms=true, or"
+                f" leave {name} out."
+            )
+    return None
+
+
 @final
 class _Listed(nn.Module):
     """float32 (n, 3, side, side) in [0, 1] -> float32 (n, most, 6): x1, y1, x2, y2 in pixels, score, class,

@@ -32,6 +32,8 @@ class Detector(nn.Module, ABC):
 
     overlap: float
     """IoU above which the less sure of two boxes of one class is a double; 1 where it leaves no doubles."""
+    least_score: float
+    """Its detections have a higher score than this."""
     chooses: bool
     """Whether it chooses queries or proposals by their scores, so that rounding decides on their order."""
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ddptrain.api import Deployed, Figure, Loss, Progress, Report, Rows, Task, UserError, derive_seed
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
-from ddptrain.recipes.detection.deploy import Suppression, deployed
+from ddptrain.recipes.detection.deploy import deployed, suppression
 from ddptrain.recipes.detection.detections import Detections
 from ddptrain.recipes.detection.detector import Detector
 from ddptrain.recipes.detection.reports import Reports
@@ -61,19 +61,31 @@ class LibraryDetection(Task):
         score: float = 0.25,
         track: Track = "none",
     ) -> Iterator[str]:
+        assert isinstance(model, Detector)
+        if score < model.least_score:
+            raise UserError(
+                f"score={score:g}: this detector lists nothing below {model.least_score:g}. Add"
+                f" +model.score_thresh={score:g} (of Faster R-CNN +model.box_score_thresh={score:g})."
+            )
         return self._reports.predict(model, source, out, score, track)
 
     def deploy(
-        self, model: nn.Module, nms: bool = True, batch: int = 1, score: float = 0.25, most: int = 100
+        self,
+        model: nn.Module,
+        nms: bool = True,
+        batch: int = 1,
+        score: float | None = None,
+        most: int | None = None,
     ) -> Deployed:
-        """With ``nms`` at most ``most`` boxes a picture, of ``score`` or more, else all that is said."""
+        """With ``nms`` at most ``most`` boxes a picture (100), of ``score`` (0.25) or more, else all that is
+        said."""
         assert isinstance(model, Detector)
         if model.chooses and not nms:
             raise UserError(
                 "nms=false: this detector has no anchors, but chooses its queries or proposals itself."
                 " nms=true lists its answers, without doubles."
             )
-        suppress = Suppression(score, model.overlap, most) if nms else None
+        suppress = suppression(nms, model.overlap, score, most)
         whole: Deployed = deployed(_Dense(model), self._data, batch, model.overlap, suppress)
         return whole
 

@@ -95,8 +95,9 @@ def _proposals(detector: Any, features: list[Tensor], image: Tensor) -> tuple[Te
         levels.append(torch.full_like(index, number))
     box = clip_boxes_to_image(torch.cat(boxes), _size(image))
     sides = box[:, 2:] - box[:, :2]
-    large = (sides >= rpn.min_size).all(1)
-    score = torch.where(large, torch.cat(scores), 0.0)
+    score = torch.cat(scores)
+    kept = (sides >= rpn.min_size).all(1) & (score >= rpn.score_thresh)
+    score = torch.where(kept, score, 0.0)
     best, index = chosen(box, score, torch.cat(levels), rpn.nms_thresh, rpn.post_nms_top_n())
     return box[index], (best > 0).float()
 

@@ -83,7 +83,8 @@ class TorchvisionDetector(Detector):
         if self.chooses:
             for part in (cast(Any, detector.rpn), cast(Any, detector.roi_heads)):
                 part.box_coder = _ExactBoxCoder(part.box_coder)
-        self.overlap = float(cast(Any, detector.roi_heads if self.chooses else detector).nms_thresh)
+        head = cast(Any, detector.roi_heads if self.chooses else detector)
+        self.overlap, self.least_score = float(head.nms_thresh), float(head.score_thresh)
 
     def losses(self, images: Tensor, truths: list[Truth]) -> Iterator[Callable[[], Losses]]:
         """The backbone sees all pictures at once, and so do the heads of a detector of one stage."""

@@ -59,6 +59,7 @@ class TransformersDetector(Detector):
     the others of a batch. mean, std: of the channels, in [0, 1]."""
 
     overlap = 1.0
+    least_score = 0.0
     chooses = True
 
     def __init__(self, detector: nn.Module, num_classes: int, mean: list[float], std: list[float]) -> None:

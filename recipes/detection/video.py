@@ -27,8 +27,8 @@ ENDINGS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".t
 _CAMERA = "/dev/video0"
 _USUAL_RATE = Fraction(30)
 """Frames a second, where a stream does not say."""
-_TICK = Fraction(1, 90_000)
-"""Seconds, in which a film counts."""
+_TICK = Fraction(1, 60_000)
+"""Seconds, in which a film counts: MPEG-4 takes no finer ones than 1/65535."""
 _LEAST_TRACKED = 0.1
 """Score of detections that may go on with a track, though they are not sure enough to begin one."""
 _ONE_OBJECT = 0.7
@@ -40,10 +40,10 @@ Track = Literal["none", "bytetrack"]
 
 def names_video(source: str) -> bool:
     """Whether it names a video and not pictures."""
-    if Path(source).is_dir() or any(letter in source for letter in "*?["):
-        return False
-    of_file = Path(source).suffix.lower() in ENDINGS
-    return of_file or "://" in source or source == "camera" or source.startswith("/dev/video")
+    if "://" in source or source == "camera" or source.startswith("/dev/video"):
+        return True
+    path, is_pattern = Path(source), any(letter in source for letter in "*?[")
+    return path.suffix.lower() in ENDINGS and not path.is_dir() and (path.is_file() or not is_pattern)
 
 
 def filmed(

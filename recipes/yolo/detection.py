@@ -10,7 +10,7 @@ from torch.nn import functional
 from ddptrain.api import Deployed, Figure, Loss, Progress, Report, Rows, Task, UserError, derive_seed
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
-from ddptrain.recipes.detection.deploy import Suppression, deployed
+from ddptrain.recipes.detection.deploy import deployed, suppression
 from ddptrain.recipes.detection.detections import MOST, Detections
 from ddptrain.recipes.detection.reports import Reports
 from ddptrain.recipes.detection.video import Track
@@ -150,12 +150,18 @@ class Detection(Task):
         return self._reports.predict(model, source, out, score, track)
 
     def deploy(
-        self, model: nn.Module, nms: bool = False, batch: int = 1, score: float = 0.25, most: int = 100
+        self,
+        model: nn.Module,
+        nms: bool = False,
+        batch: int = 1,
+        score: float | None = None,
+        most: int | None = None,
     ) -> Deployed:
-        """With ``nms`` at most ``most`` boxes a picture, of ``score`` or more, else all that is said."""
+        """With ``nms`` at most ``most`` boxes a picture (100), of ``score`` (0.25) or more, else all that is
+        said."""
         with torch.no_grad():
             overlap = self._overlap_of(model(torch.zeros(1, 3, self._data.size, self._data.size)))
-        suppress = Suppression(score, overlap, most) if nms else None
+        suppress = suppression(nms, overlap, score, most)
         whole: Deployed = deployed(Dense(model), self._data, batch, overlap, suppress)
         return whole
 

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.dataset import DatasetData
 from ddptrain.data.pipeline import Samples
+from ddptrain.data.prefetch import rows_of, tensors_of
 from ddptrain.data.workers import Key
 from ddptrain.errors import ExitCode, UserError
 
@@ -57,6 +59,13 @@ class Named(Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"pixels": torch.full((3, 4, 4), float(index)), "label": index % 2, "name": f"n{index}"}
+
+
+class ClassLabel:
+    """As Hugging Face's."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
 
 
 class Growing(Noisy):
@@ -165,6 +174,54 @@ def test_dicts_collating_and_a_validation_set_of_its_own() -> None:
     assert own.outputs == ("a", "b")
     assert prepared(Named(), classes=4).outputs == ("0", "1", "2", "3")
     assert prepared(Noisy()).outputs == ("one", "two", "three")
+    odd = prepared(Named(), valid=Named(), collate=len, valid_collate=lambda samples: samples[0]["name"])
+    assert batches(odd, steps=range(1)) == [BATCH]
+    assert list(odd.valid_batches([range(2, 5)])) == ["n2"]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "outputs"),
+    [
+        ({"features": torch.zeros(20, 3)}, ()),
+        ({"features": np.zeros((20, 3))}, ()),
+        ({"features": ["a", "label"]}, ()),
+        ({"features": {"label": ClassLabel(["a", "b"])}}, ("a", "b")),
+        ({"classes": np.array(["a", "b"])}, ("a", "b")),
+        ({"classes": 10}, ()),
+        ({"classes": torch.zeros(20)}, ()),
+    ],
+)
+def test_attributes_of_these_names_may_be_anything(
+    attributes: dict[str, Any], outputs: tuple[str, ...]
+) -> None:
+    dataset = Named()
+    vars(dataset).update(attributes)
+    assert prepared(dataset).outputs == outputs
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), lambda: random.random(), lambda: np.random.rand()])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_that_draws_is_refused(draw: Callable[[], Any], workers: int) -> None:
+    """What it draws would follow from the batch, and so from the number of ranks."""
+
+    def noisy(samples: list[Any]) -> Tensor:
+        return torch.tensor(len(samples) + float(draw()))
+
+    with pytest.raises(UserError, match=r"data\.collate: draws random numbers"):
+        batches(prepared(Noisy(), workers=workers, collate=noisy))
+
+
+def test_a_batch_may_be_any_mapping(tmp_path: Path) -> None:
+    """As transformers' BatchEncoding is one."""
+
+    def collate(samples: list[Any]) -> UserDict[str, Any]:
+        return UserDict(x=torch.stack([pixels for pixels, _ in samples]), size=len(samples))
+
+    (batch,) = batches(prepared(Noisy(), collate=collate), steps=range(1))
+    assert [tensor.shape for tensor in tensors_of(batch)] == [(BATCH, 1, 2, 2)]
+    rows = rows_of(batch, slice(3))
+    assert type(rows) is UserDict
+    assert (len(rows["x"]), rows["size"], len(batch["x"])) == (3, BATCH, BATCH)
 
 
 @pytest.mark.parametrize(

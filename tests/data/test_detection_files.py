@@ -165,7 +165,7 @@ def test_without_val_every_tenth_is_held_out(tmp_path: Path) -> None:
     assert sorted([*opened.train.names, *opened.valid.names]) == ordered
 
 
-def test_lists_folders_and_roots_are_found(tmp_path: Path) -> None:
+def test_lists_folders_and_roots_are_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     yolo_set(tmp_path / "set", count=2)
     picture(tmp_path / "set" / "more" / "images" / "deep" / "x.png")
     labels = tmp_path / "set" / "more" / "labels" / "deep" / "x.txt"
@@ -182,6 +182,7 @@ def test_lists_folders_and_roots_are_found(tmp_path: Path) -> None:
     assert [Path(name).name for name in opened.train.names] == ["0.png", "1.png", "x.png"]
     assert [Path(name).parent.name for name in opened.valid.names] == ["train", "val"]
     assert list(opened.classes) == ["cat", "2"]
+    assert f"{file}: val: 1 of its pictures are in train too, so metrics are of what" in caplog.text
 
 
 def test_coco_reads_in_the_order_of_ids(tmp_path: Path) -> None:

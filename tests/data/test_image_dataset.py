@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from shell import ddptrain, refusal
 from torch import Tensor
+from torch.utils.data import Subset
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -111,6 +112,10 @@ def test_a_validation_set_of_its_own_and_classes_by_number(folder: Path) -> None
     [
         (lambda: DatasetImages([], valid=5), "data.source.valid: int is not map-style"),  # type: ignore[arg-type]
         (lambda: DatasetImages(Odd(1), size=0), "data.source.size=0: must be 1 pixel or more."),
+        (
+            lambda: DatasetImages(Subset(Odd((torch.zeros(3, 4, 4), 0)), range(8))).open(Path()),
+            "data.source.dataset: every tenth of its samples is held out for validation, and it has 8.",
+        ),
         (lambda: DatasetImages(Odd(1), classes=1).open(Path()), "data.source.classes=1: must be 2 or more."),
         (
             lambda: DatasetImages(Odd(1, [0, 7] * 10), classes=3).open(Path()),

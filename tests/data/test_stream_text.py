@@ -1,5 +1,6 @@
 """Streamed text: documents packed into blocks of tokens, and the windows that a training takes of them."""
 
+import os
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -17,6 +18,7 @@ from streamed_texts import folder_of_texts, small_tokenizer, streamed, tokens_of
 from ddptrain.api.sampler import Sampler
 from ddptrain.data.stream.block_table import Block, BlockTable
 from ddptrain.data.stream.cache import BlockCache
+from ddptrain.data.stream.images import StreamImages
 from ddptrain.data.stream.store import Store
 from ddptrain.data.stream.tokens import TokenBlocks
 from ddptrain.data.stream.write_text import cut
@@ -305,3 +307,24 @@ def test_it_says_what_can_t_be(
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"pip install 'ddptrain\[tokenizers\]'"):
         read_tokenizer(str(tokenizer))
+
+
+def test_lines_longer_than_a_block(tmp_path: Path) -> None:
+    """A cut waits for a line's end, which may lie several blocks further."""
+    (tmp_path / "texts").mkdir()
+    for name in "abc":
+        (tmp_path / "texts" / f"{name}.txt").write_text("\n".join(["word " * 12_000] * 3))
+    tokenizer = small_tokenizer(tmp_path / "texts", tmp_path / "tokenizer.json")
+    out = written(tmp_path / "texts", tmp_path / "set", 0.006, tokenizer)
+    assert tokens_of(trained(streamed(out, None), range(3))).numel() > 0
+    with pytest.raises(UserError, match="holds a set of tokens; use data=stream_text"):
+        StreamImages(str(out)).open(tmp_path)
+
+
+def test_a_cache_on_a_system_that_reserves_no_room(
+    blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS."""
+    monkeypatch.delattr(os, "posix_fallocate")
+    with_cache, without = (trained(streamed(blocks, cache), range(3)) for cache in (tmp_path, None))
+    assert torch.equal(tokens_of(with_cache), tokens_of(without))

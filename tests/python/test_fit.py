@@ -1,6 +1,7 @@
 """``ddptrain.fit``: a program's own objects, trained on ranks; and the same program by ``--script``."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,7 +13,14 @@ import torch
 from jobs import MARK, living
 from shell import ddptrain as command_line
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 from torchmetrics.classification import BinaryAccuracy, MulticlassF1Score
 
 import ddptrain
@@ -349,3 +357,35 @@ def test_a_sweep_of_what_a_program_gives(tmp_path: Path) -> None:
     losses = [losses_of(folder.parent) for folder in sorted(tmp_path.glob("sweeps/fit/*/metrics.jsonl"))]
     assert len(losses) == 2
     assert losses[0] != losses[1]
+
+
+class Pairs(Dataset[Any]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index], Y[index].float().reshape(1)
+
+
+def hundred_more(samples: list[Any]) -> Any:
+    inputs, targets = default_collate(samples)
+    return inputs, targets + 100
+
+
+def test_each_loaders_own_collate_and_a_folder_of_any_name(tmp_path: Path) -> None:
+    """As cutmix in the training's alone; a name that Hydra's grammar would read otherwise."""
+    folder = tmp_path / "2024_11 lr=0.1, (é) #1"
+    run = ddptrain.fit(
+        nn.Linear(3, 1), DataLoader(Pairs(), batch_size=10, collate_fn=hundred_more),
+        DataLoader(Pairs(), batch_size=10), "device=cpu", "data.workers=0", "observers=[console,jsonl]",
+        loss=nn.MSELoss(), metrics={"target": lambda _, target: target}, best="loss", epochs=1,
+        run_dir=folder,
+    )  # fmt: skip
+    assert run.folder == folder
+    assert run.metrics["target"] <= 1
+    assert run.curves.points("loss", "train")[1][0] > 5000
+    shutil.copytree(run.checkpoints["best"], folder / "checkpoints/step-1-copy")  # the user's own
+    (folder / "checkpoints/step-9").mkdir()  # is being written
+    assert list(ddptrain.Run(folder).checkpoints) == ["step-2", "best"]
+    shutil.rmtree(folder / "checkpoints/best")
+    assert ddptrain.Run(folder).best == {}

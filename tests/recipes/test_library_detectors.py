@@ -142,6 +142,42 @@ def test_all_that_an_export_says_holds_the_librarys_answers(name: str, data: Det
                 assert ((rows - torch.cat([box, score[None]])).abs() / scale).amax(1).amin() < 1e-4
 
 
+def test_an_export_proposes_what_the_library_does(data: DetectionData) -> None:
+    """No more: of proposals below the threshold that Faster R-CNN has with a MobileNet."""
+    detector = made("fasterrcnn_mobilenet_v3_large_320_fpn", box_score_thresh=0.0, box_nms_thresh=1.0).eval()
+    library: Any = detector.detector
+    assert library.rpn.score_thresh == 0.05
+    [batch] = data.valid_batches([range(2)])
+    scores: list[Tensor] = []
+    library.roi_heads.register_forward_hook(lambda *of: scores.extend(of[1][1]))  # the proposals
+    with torch.no_grad():
+        library.rpn.head.cls_logits.bias -= 2.9
+        library(list(batch.images))
+        said = detector.dense(batch.images)[1]
+    for proposals, own in zip(scores, said, strict=True):
+        assert 0 < len(proposals) < len(own)
+        assert int((own.sum(1) > 0).sum()) == len(proposals)
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("fcos_resnet50_fpn", 0.2), ("fasterrcnn_mobilenet_v3_large_fpn", 0.05)]
+)
+def test_a_score_below_the_librarys_own_is_refused(name: str, least: float, data: DetectionData) -> None:
+    detector = made(name)
+    task = LibraryDetection(lambda **_: detector, data)
+    with pytest.raises(UserError, match=f"score=0.01: this detector lists nothing below {least}"):
+        task.predict(detector, "pictures", score=0.01)
+    assert willing(name).least_score == 0
+
+
+def test_words_for_a_list_need_one(data: DetectionData) -> None:
+    detector = made(FAST[0])
+    task = LibraryDetection(lambda **_: detector, data)
+    with pytest.raises(UserError, match=r"most=5: is for nms=true"):
+        task.deploy(detector, nms=False, most=5)
+    assert task.deploy(detector, score=0.5).metadata["score"] == 0.5
+
+
 def test_the_librarys_weights_fit() -> None:
     """But for the last layers, which are of other classes."""
     weights = get_model(FAST[1], weights=None, weights_backbone=None, num_classes=91).state_dict()

@@ -141,6 +141,7 @@ REFUSED: dict[str, tuple[Any, Tensor, str]] = {
         LABELS,
         "neither their mean",
     ),
+    "a label of -100": (nn.CrossEntropyLoss(), LABELS.masked_fill(LABELS == 1, -100), "ignore_index=-1"),
     "broadcast": (nn.MSELoss(), NUMBERS[:, 0], "each output with each target"),
     "broadcast by a function": (
         lambda o, t: ((o[:, :1] - t) ** 2).mean(),
@@ -158,6 +159,18 @@ def test_what_can_not_be_understood_is_refused(name: str) -> None:
     with pytest.raises(UserError) as error:
         task.loss(model, (X[:9], target[:9]), Progress(0, 0, 0.0))
     assert said in str(error.value)
+
+
+def test_batches_that_are_padded_to_a_length_of_their_own_need_a_step() -> None:
+    task = Supervised(nn.Identity(), TensorData((X, NUMBERS)), nn.MSELoss())
+
+    def loss(samples: int, length: int) -> Loss:
+        zeros = torch.zeros(samples, length)
+        return task.loss(nn.Identity(), (zeros, zeros + 1), Progress(0, 0, 0.0))
+
+    assert (loss(3, 4).count, loss(2, 4).count) == (12, 8)
+    with pytest.raises(UserError, match=r"has 18 values for 3 samples, and had 12 for 3.*step="):
+        loss(3, 6)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,11 @@ def test_tracks_are_better_than_by_the_nearest_box(data: DetectionData, tmp_path
         assert [len(list(film.decode(video=0))), film.streams.video[0].average_rate] == [FRAMES, RATE]
 
 
-def test_each_box_is_where_it_was_seen(data: DetectionData, tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
+def test_each_box_is_where_it_was_seen(
+    codec: str, data: DetectionData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(av, "codecs_available", {codec})  # builds of FFmpeg may lack x264
     truth = paths(2, 5)
     write_clip(tmp_path / "clip.avi", truth, codec="mpeg4")
     frames = [torch.cat([boxes, torch.tensor([[0.9], [0.2]])], dim=1) for boxes in truth]
@@ -194,9 +198,20 @@ def test_what_is_no_video(content: bytes | None, said: str, data: DetectionData,
         ("A.MOV", True),
         ("rtsp://x/y", True),
         ("camera", True),
+        ("rtsp://10.0.0.5/cam?channel=1", True),
+        ("rtsp://[::1]/x", True),
+        ("clip [a1].mp4", True),  # is there
+        ("other [a1].mp4", False),  # a pattern
+        ("*.mp4", False),
+        ("folder.mp4", False),
         ("pictures", False),
         ("a.png", False),
     ],
 )
-def test_what_is_taken_for_a_video(source: str, video: bool) -> None:
+def test_what_is_taken_for_a_video(
+    source: str, video: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("clip [a1].mp4").touch()
+    Path("folder.mp4").mkdir()
     assert names_video(source) == video

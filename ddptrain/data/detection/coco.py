@@ -1,7 +1,6 @@
 """COCO's layout: one JSON of instances for a part, and a folder of images (cocodataset.org/#format-data)."""
 
 import json
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,7 @@ from ddptrain.data.detection.files import FileScenes, ImageFile, Problems, Row
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.left_out import OnError
 from ddptrain.errors import UserError
-from ddptrain.text import first_few, parse_json
-
-log = logging.getLogger("ddptrain")
+from ddptrain.text import parse_json
 
 _VALID_NAMES = ("val", "valid", "validation", "test")
 _RULE = "its edges must lie within it (1 pixel beyond counts as rounding and is cut off)"
@@ -62,7 +59,7 @@ class CocoFiles(DetectionSource):
         else:
             valid = _read(valid_file, problems)
             train_images, valid_images = train.images, valid.images
-            _note_in_both(train, valid)
+            files.note_in_both(_paths(train), _paths(valid), str(train.file), str(valid.file))
         for number in sorted(train.categories.keys() | valid.categories.keys()):
             names = [part.categories.get(number, "missing") for part in (valid, train)]
             if names[0] != names[1]:
@@ -88,15 +85,8 @@ class _Instances:
     annotations: dict[Any, list[dict[str, Any]]]
 
 
-def _note_in_both(train: _Instances, valid: _Instances) -> None:
-    """Log where pictures are trained on and measured on."""
-    both = {os.path.realpath(train.folder / image["file_name"]) for image in train.images}
-    both &= {os.path.realpath(valid.folder / image["file_name"]) for image in valid.images}
-    if both:
-        log.warning(
-            "note       %s: %d of its pictures are in %s too, so metrics are of what was trained on: %s",
-            *(valid.file, len(both), train.file, first_few(sorted(both), 3)),
-        )
+def _paths(part: _Instances) -> list[Path]:
+    return [part.folder / image["file_name"] for image in part.images]
 
 
 def _sibling(file: Path) -> Path | None:

@@ -64,7 +64,7 @@ class _Prepared(NamedTuple):
 class DetectionData(Data):
     """Batches of `ddptrain.data.detection.batch.Batch`.
 
-    root: folder that the source's relative paths start from. size: pixels of the squares in which pictures
+    root: the folder of a source that downloads (VOC). size: pixels of the squares in which pictures
     are put, a multiple of 32; ``auto`` takes the median of the pictures' longer sides, 640 at most. resident:
     keep the decoded pictures in memory; ``auto`` if they are small enough. workers: loader processes of a
     rank; ``auto`` by the cores at hand, and none where the training itself needs them (on a CPU).

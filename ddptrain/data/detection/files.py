@@ -1,7 +1,9 @@
 """Pictures in files, and what every format of labels shares: probing them, fitting boxes into
 them, and collecting what is wrong, so that one run shows all of it."""
 
+import logging
 import math
+import os
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,9 @@ from ddptrain.data.identity import of_file
 from ddptrain.data.left_out import OnError
 from ddptrain.data.pictures import content_of, decoded, opened
 from ddptrain.errors import UserError
+from ddptrain.text import first_few
+
+log = logging.getLogger("ddptrain")
 
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2 in pixels."""
@@ -170,6 +175,16 @@ def checked_names(file: Path, names: Sequence[str]) -> list[str]:
             raise UserError(f"{file}: names: classes {names.index(name)} and {i} are both called {name}.")
     check_distinct(names, f"{file}: names")
     return list(names)
+
+
+def note_in_both(train: Iterable[Path], valid: Iterable[Path], train_name: str, valid_name: str) -> None:
+    """Log where pictures are trained on and measured on. Names: of the parts, for people."""
+    both = set(map(os.path.realpath, train)) & set(map(os.path.realpath, valid))
+    if both:
+        log.warning(
+            "note       %s: %d of its pictures are in %s too, so metrics are of what was trained on: %s",
+            *(valid_name, len(both), train_name, first_few(sorted(map(str, both)), 3)),
+        )
 
 
 def check_size(picture: ImageFile, width: object, height: object) -> None:

@@ -53,6 +53,7 @@ class YoloFiles(DetectionSource):
         train = _images_of_part(layout, "train", layout.train, problems)
         if layout.valid:
             valid = _images_of_part(layout, "val", layout.valid, problems)
+            files.note_in_both(train, valid, "train", f"{self._file}: val")
         else:
             train, valid = held_out.split(train)
         return problems.opened(

@@ -35,10 +35,12 @@ class DatasetSplit(Split):
 
     def __init__(
         self, dataset: MapStyle, ids: Tensor, labels: Tensor, size: int, resize: int | None = None,
-        own_labels: Tensor | None = None,
+        own_labels: Tensor | None = None, key: str = "data.source.dataset",
     ) -> None:  # fmt: skip
-        """own_labels: what the dataset itself says of each sample, where that is not ``labels``."""
+        """own_labels: what the dataset itself says of each sample, where that is not ``labels``. key: of the
+        dataset."""
         self._dataset = dataset
+        self._key = key
         self._ids = ids
         self._own_labels = labels if own_labels is None else own_labels
         self.labels = labels[ids]
@@ -62,13 +64,13 @@ class DatasetSplit(Split):
             picture = _as_picture(picture)
         except (*BROKEN, UserError) as error:
             raise Unusable(
-                f"data.source.dataset: sample {sample} can't be used ({error}).{HINT}",
+                f"{self._key}: sample {sample} can't be used ({error}).{HINT}",
                 everywhere=False,
             ) from error
         wanted = int(self._own_labels[sample])
         if getattr(label, "ndim", 0) or label != wanted:
             raise UserError(
-                f"data.source.dataset: sample {sample} has the label {label}, and the list of all labels, in"
+                f"{self._key}: sample {sample} has the label {label}, and the list of all labels, in"
                 f" {' or '.join(_LABELS)} of {type(self._dataset).__name__}, says {wanted}. Make both the"
                 " same, or leave the list out.",
                 everywhere=False,
@@ -115,6 +117,11 @@ class DatasetImages(ImageSource):
         everything = torch.arange(len(labels))
         tenth = is_held_out(everything)
         if self._valid is None:
+            if not tenth.any():
+                raise UserError(
+                    f"data.source.dataset: every tenth of its samples is held out for validation, and it has"
+                    f" {len(labels)}. Give ten or more, or samples for validation: data.source.valid."
+                )
             train = DatasetSplit(self._dataset, everything[~tenth], labels, self.size)
             valid = DatasetSplit(self._dataset, everything[tenth], labels, self.size, self.resize)
         else:
@@ -122,8 +129,9 @@ class DatasetImages(ImageSource):
             theirs = self._as_trained(own_labels)
             train = DatasetSplit(self._dataset, everything, labels, self.size)
             valid = DatasetSplit(
-                self._valid, torch.arange(len(theirs)), theirs, self.size, self.resize, own_labels
-            )
+                self._valid, torch.arange(len(theirs)), theirs, self.size, self.resize, own_labels,
+                "data.source.valid",
+            )  # fmt: skip
         most = max(int(part.labels.max()) for part in (train, valid) if len(part)) + 1
         classes = named or tuple(map(str, range(most)))
         least = min(int(part.labels.min()) for part in (train, valid) if len(part))

@@ -18,12 +18,13 @@ from ddptrain.data.identity import of_file
 from ddptrain.data.images.class_folders import parts_of, pictures_by_class, unpacked
 from ddptrain.data.images.packed import open_packed, pack, packed_folder
 from ddptrain.data.images.source import ImageSet, ImageSource, Split
-from ddptrain.data.left_out import skippable
+from ddptrain.data.left_out import HINT, skippable
 from ddptrain.data.paths import Paths
 from ddptrain.data.pictures import Box, content_of, cropped, decoders, fitted
 from ddptrain.errors import UserError
 
 log = logging.getLogger(__name__)
+_HINT_OF_CACHE = HINT.replace("data.on_error=skip", "data.on_error=skip data.source.cache=null")
 
 IMAGENET_MEAN, IMAGENET_STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
 """Of the channels, in 0..255, as torchvision's weights are made for them."""
@@ -35,19 +36,22 @@ class FolderSplit(Split):
 
     full_size = True
 
-    def __init__(self, files: Paths, labels: Tensor, size: int, resize: int | None = None) -> None:
-        """labels: as `Split` has them."""
+    def __init__(
+        self, files: Paths, labels: Tensor, size: int, resize: int | None = None, hint: str = HINT
+    ) -> None:
+        """labels: as `Split` has them. hint: how to go on without a picture that can't be read."""
         self.files = files
         self.labels = labels
         self.shape = (size, size, 3)
         self._resize = resize
+        self._hint = hint
 
     def images(self, ids: Tensor) -> Tensor:
-        with skippable():
+        with skippable(self._hint):
             return torch.stack([fitted(Path(self.files[i]), self.shape, self._resize) for i in ids.tolist()])
 
     def cropped(self, i: int, box_of: Callable[[int, int], Box]) -> Tensor:
-        with skippable():
+        with skippable(self._hint):
             return cropped(Path(self.files[i]), self.shape, box_of)
 
     def encoded(self, i: int) -> bytes:
@@ -160,7 +164,9 @@ class ImageFolder(ImageSource):
         listed = [files.get(name, []) for name in classes]
         counts = torch.tensor([len(names) for names in listed])
         paths = Paths(folder, chain.from_iterable(listed))
-        return FolderSplit(paths, torch.arange(len(classes)).repeat_interleave(counts), self.size, resize)
+        hint = HINT if self._cache is None else _HINT_OF_CACHE
+        labels = torch.arange(len(classes)).repeat_interleave(counts)
+        return FolderSplit(paths, labels, self.size, resize, hint)
 
 
 def check_sizes(size: int, resize: int | None) -> None:

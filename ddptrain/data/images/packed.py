@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar, final
 import torch
 from torch import Tensor
 
-from ddptrain.data.disk import exclusive_lock, flush_folder, folder_by_content, map_file
+from ddptrain.data.disk import exclusive_lock, flush_folder, folder_by_content, map_file, take_room
 from ddptrain.data.images.source import Split
 from ddptrain.distributed.cpu import cores
 from ddptrain.errors import UserError
@@ -144,9 +144,7 @@ def _write(folder: Path, parts: Mapping[str, Split], size: int, about: Mapping[s
     try:
         for part, split in parts.items():
             with (aside / part).open("wb") as file:
-                # a full disk shows now, and not after an hour
-                if hasattr(os, "posix_fallocate"):  # not on macOS
-                    os.posix_fallocate(file.fileno(), 0, _bytes_of(split))
+                take_room(file.fileno(), _bytes_of(split))
                 file.truncate(_bytes_of(split))
         blocks = _blocks(parts)
         began = time.monotonic()

@@ -207,7 +207,7 @@ class MaskData(Data):
             streamed = self._source.open()
             if isinstance(asked, list):
                 check_renamed(asked, streamed.classes, "data.classes")
-            classes = class_names(asked or streamed.classes, self._root)
+            classes = class_names(streamed.classes if asked is None else asked, self._root)
             parts, streams = (streamed.train, streamed.valid), (streamed.train.stream, streamed.valid.stream)
             return _MaskSet(parts, classes, streams, streamed.identity)
         pairs = find_pairs(self._root)

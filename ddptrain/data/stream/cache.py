@@ -1,7 +1,8 @@
 """Blocks on a node's own disk: a bounded folder that its ranks, their workers and other jobs share.
 
 A block appears under its name when it is whole. Readers open it for the moment of a read, so that one may be
-removed at any time. The oldest use goes first; what a job still needs it touches again and again (`Ahead`).
+removed at any time. The oldest use goes first; what a job still needs it touches again and again
+(`BlockPrefetch`).
 """
 
 import errno
@@ -18,6 +19,7 @@ from typing import IO, TypeVar, final
 import torch
 from torch import Tensor
 
+from ddptrain.data.disk import take_room
 from ddptrain.data.stream.block_table import Block, BlockTable
 from ddptrain.data.stream.store import Damaged, Store
 from ddptrain.errors import UserError
@@ -236,7 +238,7 @@ class BlockCache:
                     used -= status.st_size
             if used + size > self.limit:
                 return False
-            os.posix_fallocate(part.fileno(), 0, size)
+            take_room(part.fileno(), size)
         return True
 
     def _refused(self, error: OSError) -> UserError:

@@ -85,7 +85,7 @@ def cut(
     for document, size in zip(documents, sizes, strict=True):
         begin = 0
         while begin < size and before + size > end:
-            at = min(size, after(document, end - before))
+            at = min(size, after(document, max(0, end - before)))  # a long line may lie in several blocks
             if at > begin:
                 blocks[-1].append(_run(document, begin, at, size))
                 begin = at
