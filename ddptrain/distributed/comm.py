@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ Result = TypeVar("Result")
 log = logging.getLogger("ddptrain")
 
 START_TIMEOUT = datetime.timedelta(hours=1)
+_PIECE = 64 * 2**20
+"""Bytes that are sent at a time."""
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -149,6 +152,28 @@ def from_first_rank(world: World, value: Result) -> Result:
     if world.size > 1:
         dist.broadcast_object_list(box, 0, device=world.device if backend_for(world) == "nccl" else None)
     return box[0]
+
+
+def bytes_from_first_rank(world: World, content: bytes | bytearray) -> bytes | bytearray:
+    """Rank 0's bytes on every rank, in pieces: NCCL takes them by way of the GPU, which may have no room for
+    all of them. Collectives."""
+    size, device = from_first_rank(world, len(content)), torch.device("cpu")
+    if world.size == 1:
+        return content
+    if backend_for(world) == "nccl":
+        device = world.device
+    received = bytearray(0 if world.is_first else size)
+    for begin in range(0, size, _PIECE):
+        piece = torch.empty(min(_PIECE, size - begin), dtype=torch.uint8)
+        own = piece.numpy()
+        if world.is_first:
+            own[:] = np.frombuffer(content, np.uint8, len(own), begin)
+        on_device = piece.to(device)
+        dist.broadcast(on_device, src=0)
+        if not world.is_first:
+            own[:] = on_device.cpu().numpy()
+            received[begin : begin + len(own)] = own.data
+    return content if world.is_first else received
 
 
 def from_all_ranks(world: World, value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:

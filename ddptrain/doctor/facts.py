@@ -4,6 +4,8 @@ machine that nobody has."""
 import dataclasses
 from dataclasses import dataclass
 
+from ddptrain.distributed.cpu import workers_of
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -241,8 +243,8 @@ class Facts:
         """Loader processes of each rank."""
         if self.asked.workers is not None:
             return self.asked.workers
-        affinity = self.limits.affinity if self.limits else 1
-        return max(0, min(8, affinity // self.ranks - 1))  # as training on a GPU takes them
+        cores = self.limits.cores if self.limits else 1
+        return workers_of(cores, self.ranks, on_cpu=self.asked.device == "cpu" or not self.gpu_count)
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,10 @@ def visible_gpus(facts: Facts) -> list[DriverGpu]:
     uuids = [gpu.uuid.removeprefix("GPU-") for gpu in wanted if gpu.uuid]
     if len(uuids) < len(wanted) or not uuids or not any(gpu.uuid for gpu in gpus):  # UUIDs are not known
         return list(gpus)
-    return [gpu for gpu in gpus if gpu.uuid.removeprefix("GPU-") in uuids or gpu.mig]
+    whole = [gpu for gpu in gpus if gpu.uuid.removeprefix("GPU-") in uuids]
+    # an instance of a divided GPU has a UUID of its own
+    divided = [gpu for gpu in gpus if gpu.mig and gpu not in whole] if len(whole) < len(uuids) else []
+    return [gpu for gpu in gpus if gpu in whole or gpu in divided]
 
 
 def _who(gpu: DriverGpu) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from ddptrain.distributed.cpu import threads_of
 from ddptrain.doctor.facts import Facts
 from ddptrain.doctor.findings import Finding, comma_list, gib, ok, problem, warning
 from ddptrain.text import counted
@@ -11,6 +12,8 @@ _A_WORKER = 128 * 2**20
 _DOCKER = 64 * 2**20  # Bytes of /dev/shm that Docker and Kubernetes give
 _FILES, _FILES_A_WORKER = 512, 64
 """Descriptors: a process's own, and two batches of up to 30 tensors from each worker."""
+_LOCKED = 2**30
+"""Bytes that NCCL may want to keep in place, amply."""
 _SLOW = {
     "CUDA_LAUNCH_BLOCKING": (None, "the host waits for every kernel"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "every tensor is allocated by the driver"),
@@ -87,7 +90,9 @@ def cores(facts: Facts) -> Iterator[Finding]:
     set_by_torchrun = (
         omp == "1" and facts.asked.under_torchrun
     )  # torchrun sets it, and training goes by the cores
-    threads = int(omp) if omp.isdigit() and not set_by_torchrun else max(1, limits.affinity // ranks)
+    threads = threads_of(limits.cores, ranks, facts.workers)
+    if omp.isdigit() and not set_by_torchrun:
+        threads = int(omp)
     need = ranks * max(threads, facts.workers + 1)
     quota = f", a quota of {limits.quota:g}" if limits.quota is not None else ""
     evidence = (
@@ -172,7 +177,9 @@ def open_files(facts: Facts) -> Iterator[Finding]:
 def locked_memory(facts: Facts) -> Iterator[Finding]:
     """RDMA pins its buffers."""
     limits, system = facts.limits, facts.system
-    if limits and system and system.infiniband and limits.locked_memory is not None:
+    if not limits or not system or not system.infiniband or limits.locked_memory is None:
+        return
+    if limits.locked_memory < _LOCKED:
         yield warning(
             "locked-memory", f"{gib(limits.locked_memory)}; InfiniBand: {comma_list(system.infiniband)}",
             "InfiniBand needs memory that stays in place, and this process may lock little: NCCL fails with"

@@ -15,6 +15,7 @@ from ddptrain.distributed.comm import from_all_ranks
 from ddptrain.distributed.foreach import mapped
 from ddptrain.distributed.snapshot import with_extra_state
 from ddptrain.errors import OutOfStep, UserError
+from ddptrain.keys import flat_values
 from ddptrain.text import counted
 from ddptrain.version import __version__
 
@@ -30,7 +31,7 @@ def check_same_command(world: World, config: Mapping[str, Any]) -> None:
     _compare(
         world,
         {
-            **_flat(config, ""),
+            **{key: repr(value) for key, value in flat_values(config).items()},
             "version of ddptrain": __version__,
             "version of Python": platform.python_version(),
             "version of torch": torch.__version__,
@@ -56,12 +57,6 @@ def _compare(world: World, facts: dict[str, str]) -> None:
         more = [f"... and {len(problems) - 10} more."] if len(problems) > 10 else []
         asked = "the ranks do not start the same run; give all nodes the same command and packages:"
         raise UserError("\n".join([asked, *problems[:10], *more]))
-
-
-def _flat(value: Any, key: str) -> dict[str, str]:
-    if isinstance(value, dict):
-        return {k: v for name in value for k, v in _flat(value[name], f"{key}.{name}".lstrip(".")).items()}
-    return {key: repr(value)}
 
 
 def _shape(parameter: nn.Parameter) -> str:

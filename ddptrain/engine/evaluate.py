@@ -138,16 +138,20 @@ class Totals:
         world, device = self._world, self._world.device
         own = ({n: v.shape for n, v in self._counts.items()}, {n: v.shape for n, v in self._floats.items()})
         # a rank may have no batch, or names that others lack
-        for was_interrupted, kinds, counts, floats in from_all_ranks(world, (interrupted, self._kinds, *own)):
+        of_ranks = from_all_ranks(world, (interrupted, self._kinds, *own))
+        for was_interrupted, kinds, count_shapes, float_shapes in of_ranks:
             if was_interrupted:
                 raise Interrupted
             self._check_kinds(kinds)
-            for name, shape in counts.items():
+            for name, shape in count_shapes.items():
                 self._counts.setdefault(name, torch.zeros(shape, dtype=torch.int64, device=device))
-            for name, shape in floats.items():
+            for name, shape in float_shapes.items():
                 self._floats.setdefault(name, self._zeros(shape, device))
-        totals = {name: add_up(world, self._counts[name]).cpu() for name in sorted(self._counts)}
-        totals |= {name: add_up(world, self._floats[name]).cpu().sum() for name in sorted(self._floats)}
+        # a task may return tensors on the CPU, which NCCL does not add up
+        counts = {name: self._counts[name].to(device) for name in sorted(self._counts)}
+        floats = {name: self._floats[name].to(device, summing_dtype(device)) for name in sorted(self._floats)}
+        totals = {name: add_up(world, count).cpu() for name, count in counts.items()}
+        totals |= {name: add_up(world, floating).cpu().sum() for name, floating in floats.items()}
         return totals | self._gathered_rows()
 
     def _gathered_rows(self) -> dict[str, Tensor]:

@@ -12,13 +12,15 @@ from ddptrain.errors import UserError
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def check_plain(state: Mapping[str, Any]) -> None:
-    """Raises UserError that names the first value which could be written and not be read again."""
+def check_plain(state: Mapping[str, Any], everywhere: bool = True) -> None:
+    """Raises UserError that names the first value which could be written and not be read again. everywhere:
+    all ranks look at it."""
     for place, value in _others(state, ""):
         raise UserError(
             f"checkpoint: {place.lstrip('.')} is a {type(value).__module__}.{type(value).__qualname__}, which"
             " could not be loaded again. State is made of tensors and Python's own numbers, texts, lists and"
-            " dicts: convert it (float(...), list(...))."
+            " dicts: convert it (float(...), list(...)).",
+            everywhere=everywhere,
         )
 
 

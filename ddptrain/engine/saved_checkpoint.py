@@ -29,7 +29,8 @@ class LoadedCheckpoint:
     """A checkpoint that has been read and verified."""
 
     path: Path
-    payload: bytes
+    payload: bytes | bytearray
+    """Of its state.pt."""
     manifest: Mapping[str, Any]
 
 
@@ -146,7 +147,7 @@ def _whole(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def _check_sizes(payload: bytes) -> None:
+def _check_sizes(payload: bytes | bytearray) -> None:
     """Refuse archives that expand when read: torch.save never compresses."""
     with zipfile.ZipFile(io.BytesIO(payload)) as archive:
         records = archive.infolist()

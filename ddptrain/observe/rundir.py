@@ -27,6 +27,10 @@ from ddptrain.version import __version__
 _LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy", "pillow")
 
 
+_JOB = ".job"
+"""The file that keeps which job has begun a run under ``run.resume=never``."""
+
+
 def name_run(folder: str | None, recipe: str) -> Path:
     """The run's folder: that of ``run.dir``, or ``runs/<recipe>/<time>-<id>``. Called on rank 0 only.
 
@@ -52,12 +56,31 @@ def open_run(folder: Path) -> None:
         raise unwritable(folder, error) from error
 
 
+def note_job(folder: Path) -> None:
+    """This job begins the run. Raises UserError if the folder can't be written."""
+    try:
+        (folder / _JOB).write_text(_own_job())
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+def begun_by_this_job(folder: Path) -> bool:
+    """Whether an earlier attempt of this job, by torchrun or SLURM, has begun the run."""
+    counts = (os.environ.get(f"{name}_RESTART_COUNT", "0") for name in ("TORCHELASTIC", "SLURM"))
+    job = folder / _JOB
+    return any(count != "0" for count in counts) and job.is_file() and job.read_text() == _own_job()
+
+
+def _own_job() -> str:
+    return " ".join(os.environ.get(name, "none") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
+
+
 def discard_unused(folder: Path) -> None:
     """Remove the folder of a refused run, if it holds only log and lock."""
     if not folder.is_dir() or lost(folder) is not None:  # somebody has removed it
         return
     left = list(folder.iterdir())
-    if {path.name for path in left} <= {"log.txt", LOCK}:
+    if {path.name for path in left} <= {"log.txt", LOCK, _JOB}:
         for path in left:
             path.unlink()
         folder.rmdir()

@@ -119,10 +119,13 @@ def _launch_config(args: Namespace) -> tuple[LaunchConfig, str, list[str]]:
     """What torchrun makes of its arguments. Raises UserError where it refuses them."""
     if "SIGUSR1" not in args.signals_to_handle:
         args.signals_to_handle += ",SIGUSR1"
-    args.signals_to_handle = args.signals_to_handle.replace(" ", "")
-    for name in args.signals_to_handle.split(","):
+    names = args.signals_to_handle.replace(" ", "").split(",")
+    for name in names:
         if name not in signal.Signals.__members__:
             raise UserError(f"--signals-to-handle: {name} is no signal of this system.")
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # of nohup: the terminal may be closed
+        names = [name for name in names if name != "SIGHUP"]
+    args.signals_to_handle = ",".join(names)
     try:
         config, command, words = torchrun.config_from_args(args)
     except (ValueError, RuntimeError, AssertionError) as error:

@@ -3,11 +3,10 @@
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
 from ddptrain.config.schema import CAPTURED, COMPILED, Config, Debug
 from ddptrain.config.strategy import is_dp, is_strict
-from ddptrain.distributed.comm import on_all_ranks, on_first_rank
+from ddptrain.distributed.comm import bytes_from_first_rank, on_all_ranks, on_first_rank
 from ddptrain.distributed.cpu import cores_in_words, share_cores
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.auto_batch import AutoBatch
@@ -46,7 +45,16 @@ from ddptrain.observe.lock import lock_folder, unlock_folder
 from ddptrain.observe.mirror.restore import restore, settle, undo
 from ddptrain.observe.monitor import Monitor, extremes
 from ddptrain.observe.profile import profiled
-from ddptrain.observe.rundir import check_kept, describe_run, discard_unused, is_described, name_run, open_run
+from ddptrain.observe.rundir import (
+    begun_by_this_job,
+    check_kept,
+    describe_run,
+    discard_unused,
+    is_described,
+    name_run,
+    note_job,
+    open_run,
+)
 from ddptrain.run import setup
 from ddptrain.run.agreement import check_same_data, normalise_as_weights, note_other_data
 from ddptrain.run.assemble import make_step, plan_run
@@ -96,7 +104,8 @@ def run(config: Config, arguments: Sequence[str]) -> Path:
             del saved  # as large as the model with its optimizer's state
             done, steps = step.state.step, step.plan.steps
             log.info("plan       steps %d to %d, %.4g epochs", done, steps, step.plan.epoch(steps))
-            if done > steps or (done == steps and _is_summarised(folder, steps)):
+            finished = on_first_rank(world, lambda: _is_summarised(folder, steps))  # others may not have it
+            if done > steps or (done == steps and finished):
                 log.info("this run is finished; raise train.epochs or train.steps to go on")
                 on_first_rank(world, lambda: unlock_folder(folder))
                 return folder
@@ -232,8 +241,8 @@ def _opened_folder(config: Config) -> Path:
     """The run's folder, locked. Under ``run.resume=never`` what it held is renamed: nothing on disk is
     lost."""
     folder = name_run(config.run.dir, config.recipe)
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if config.run.resume == "never" and not restarted and (folder / "checkpoints").is_dir():
+    anew = config.run.resume == "never"
+    if anew and (folder / "checkpoints").is_dir() and not begun_by_this_job(folder):
         old = folder.resolve()
         if Path.cwd().is_relative_to(old):
             raise UserError(
@@ -250,8 +259,10 @@ def _opened_folder(config: Config) -> Path:
             ) from error
     open_run(folder)
     lock_folder(folder)
+    if anew:
+        note_job(folder)
     mirror = config.run.mirror
-    if mirror is not None and config.run.resume != "never" and not (folder / "checkpoints").is_dir():
+    if mirror is not None and not anew and not (folder / "checkpoints").is_dir():
         restore(mirror, folder)
     return folder
 
@@ -277,14 +288,21 @@ def _is_summarised(folder: Path, steps: int) -> bool:
 def _saved(config: Config, checkpointer: Checkpointer, world: World) -> LoadedCheckpoint | None:
     """The checkpoint that the run's folder holds or run.resume names, as rank 0 has read and verified it."""
 
+    payload: bytes | bytearray = b""
+
     def load() -> LoadedCheckpoint | None:
+        nonlocal payload
         checkpointer.recover()
         saved = checkpointer.newest()
         if saved is None and config.run.resume not in ("auto", "never"):
             saved = read(Path(config.run.resume))
-        return saved
+        if saved is None:
+            return None
+        payload = saved.payload
+        return replace(saved, payload=b"")
 
-    return on_first_rank(world, load)
+    saved = on_first_rank(world, load)
+    return saved and replace(saved, payload=bytes_from_first_rank(world, payload))
 
 
 def _resume(saved: LoadedCheckpoint, step: TrainStep, data: Data, checkpointer: Checkpointer) -> None:
@@ -294,7 +312,8 @@ def _resume(saved: LoadedCheckpoint, step: TrainStep, data: Data, checkpointer: 
     kept = on_all_ranks(world, lambda: unpack(saved, step.strategy.empty))
     step.plan.check_continues(saved.manifest, where)
     check_same_data(data, saved)
-    step.state.load_state_dict(kept, where, ours=checkpointer.holds(saved.manifest["step"]))
+    ours = on_first_rank(world, lambda: checkpointer.holds(saved.manifest["step"]))
+    step.state.load_state_dict(kept, where, ours)
     best = step.state.best_as(step.task.best_metric)
     if not on_first_rank(world, lambda: checkpointer.restore_best(best)):
         step.state.best = None  # of another run or metric

@@ -28,8 +28,9 @@ class FlagBucket(nn.Module):
         self._divisor = divisor
         self._in_graph = in_graph
         self._row: Tensor | None = None
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self.rank_flags = nn.Parameter(trained[-1].detach().new_zeros(2))
+        trained = [p.detach() for p in model.parameters() if p.requires_grad]
+        last = trained[-1].real if trained[-1].is_complex() else trained[-1]
+        self.rank_flags = nn.Parameter(last.new_zeros(2))
         self.model = model
 
     def hidden(self) -> Self:

@@ -115,6 +115,20 @@ def test_never_resuming_keeps_the_old_run_beside_the_new(tmp_path: Path) -> None
     assert len(list(tmp_path.glob("mine*/checkpoints/step-2"))) == 2
 
 
+def test_a_job_that_starts_again_goes_on_with_what_it_began_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM requeues the same words; and an attempt may have ended before it had put the old run aside."""
+    command = [*SMALL, "train.steps=2", "run.dir=mine", "run.resume=never"]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert start(tmp_path, *command).returncode == 0
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert "this run is finished" in start(tmp_path, *command).stderr
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert "this run is finished" not in start(tmp_path, *command).stderr
+    assert len(list(tmp_path.glob("mine*/checkpoints/step-2"))) == 2
+
+
 def test_a_diverged_run_exits_4(tmp_path: Path) -> None:
     done = start(tmp_path, *SMALL, "optim=sgd", "optim.lr=1e12")
     assert done.returncode == 4

@@ -26,6 +26,7 @@ from ddptrain.doctor.facts import (
     TorchVision,
 )
 from ddptrain.doctor.findings import OK, PROBLEM, WARNING, Finding, problems
+from ddptrain.doctor.rules_gpu import visible_gpus
 from ddptrain.doctor.show import header
 
 GIB = 2**30
@@ -383,7 +384,7 @@ CASES = {
         broken(torch={"cpu": "DEFAULT"}, environment={"ATEN_CPU_CAPABILITY": "default"}),
         "cpu-forced-slow", WARNING, "keeps PyTorch from", "unset ATEN_CPU_CAPABILITY"),
     "quota of 4 cores": Case(
-        broken(limits={"quota": 4.0}),
+        broken(limits={"quota": 4.0}, environment={"OMP_NUM_THREADS": "16"}),
         "cpu-quota", WARNING, "the time of 4 cores and sees 32", "OMP_NUM_THREADS=2, and data.workers=1"),
     "many workers": Case(
         broken(asked=Settings("auto", workers=20, local_ranks=2)),
@@ -498,6 +499,27 @@ def test_gpus_that_compute_are_there_whatever_else_is_not_seen() -> None:
 
 def test_a_driver_that_a_compat_library_lifts_is_not_blamed() -> None:
     assert bad(examine(broken(driver={"version": "535.1"}))) == []
+
+
+def test_a_divided_gpu_that_is_hidden_is_not_blamed() -> None:
+    divided = dataclasses.replace(GPUS[0], mig=True, slices=("MIG-1", "MIG-2"))
+    facts = broken(
+        environment={"CUDA_VISIBLE_DEVICES": "1"}, driver={"gpus": (divided, GPUS[1])},
+        torch_cuda={"count": 1, "gpus": (dataclasses.replace(SEEN[1], index=0),)},
+    )  # fmt: skip
+    assert visible_gpus(facts) == [GPUS[1]]
+
+
+def test_ample_memory_that_may_be_locked_is_enough_for_infiniband() -> None:
+    facts = broken(system={"infiniband": ("mlx5_0",)}, limits={"locked_memory": 64 * GIB})
+    assert bad(examine(facts)) == []
+
+
+def test_workers_and_threads_are_those_that_training_starts() -> None:
+    """By the container's quota, which needs no advice then."""
+    facts = broken(asked=Settings("auto", local_ranks=2), limits={"quota": 8.0})
+    assert facts.workers == 3
+    assert bad(examine(facts)) == []
 
 
 def test_what_a_device_lacks_is_no_fault() -> None:

@@ -186,3 +186,12 @@ def test_a_collective_that_ranks_do_not_share(tmp_path: Path, mistake: str) -> N
     done = on_gpus(2, *TORCHRUN, script, FAKE_NCCL_TIMEOUT="8", FAKE_GPU_WATCH="0")
     assert done.returncode != 0
     assert MISTAKES[mistake] in done.stderr + done.stdout
+
+
+def test_the_recipe_of_the_docs_on_two_gpus(tmp_path: Path) -> None:
+    """Its evaluation returns a count on the CPU, where NCCL adds up nothing."""
+    words = ["--config-dir=tests/packaging/my_recipe", "recipe=my_recipe", f"run.dir={tmp_path}/run"]
+    told(on_gpus(2, *TORCHRUN, "-m", "ddptrain", *words, "train.steps=4"))
+    last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert '"split": "valid"' in last
+    assert '"error": ' in last

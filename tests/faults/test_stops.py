@@ -10,7 +10,7 @@ import pytest
 from running import Job, assert_same_outcome, faulty_words, stopped_steps
 
 TRIALS = [pytest.param(i, marks=[] if i == 0 else pytest.mark.faults) for i in range(20)]
-SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP]
 STALL = ["data.fault=sleep", "data.rank=1", "data.seconds=3"]
 PLACES = [
     ["data.pace=0.04"],  # anywhere
@@ -25,7 +25,7 @@ PLACES = [
 def test_one_agreed_step_a_checkpoint_and_75(
     tmp_path: Path, undisturbed: Callable[..., Path], trial: int
 ) -> None:
-    ranks, number, place = 2 + trial % 2, SIGNALS[trial % 3], PLACES[trial % 5]
+    ranks, number, place = 2 + trial % 2, SIGNALS[trial % 4], PLACES[trial % 5]
     dice = random.Random(f"stop {trial}")
     for attempt in range(5):
         cwd = tmp_path / str(attempt)
@@ -60,6 +60,36 @@ def test_one_agreed_step_a_checkpoint_and_75(
     again = Job(words, cwd, ranks)
     assert again.wait() == 0, again.text[-3000:]
     assert_same_outcome(cwd / "run", undisturbed(ranks, *faulty_words("data.pace=0.0")))
+
+
+@pytest.mark.parametrize("launcher", ["python", "launch"])
+def test_a_closed_terminal_saves_and_stops_and_under_nohup_does_nothing(
+    launcher: str, tmp_path: Path
+) -> None:
+    for under, code in (((), 75), (("nohup",), 0)):
+        home = tmp_path / str(code)
+        home.mkdir()
+        job = Job(faulty_words("data.pace=0.05"), home, 2, launcher=launcher, under=under)
+        job.wait_for_step(5)
+        for pid in [job.process.pid, *job.rank_pids().values()]:
+            job.kill(pid, signal.SIGHUP)
+        assert job.wait() == code, job.text[-3000:]
+        assert ("asked for by SIGHUP" in job.text) == (code == 75)
+
+
+@pytest.mark.parametrize(("launcher", "only_it"), [("python", False), ("launch", False), ("launch", True)])
+def test_a_job_that_was_suspended_goes_on(launcher: str, only_it: bool, tmp_path: Path) -> None:
+    """For longer than `hang_timeout`: by Ctrl-Z, which reaches the launcher alone, or by a scheduler."""
+    job = Job(faulty_words("data.pace=0.3", "hang_timeout=2"), tmp_path, 3, launcher=launcher)
+    job.wait_for_step(5)
+    pids = [job.process.pid] if only_it else job.pids()
+    for pid in pids:
+        job.kill(pid, signal.SIGSTOP)
+    time.sleep(7)
+    for pid in pids:
+        job.kill(pid, signal.SIGCONT)
+    assert job.wait() == 0, job.text[-3000:]
+    assert "hang" not in job.text
 
 
 def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:

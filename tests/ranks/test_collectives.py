@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from toy import FEATURES, Classify, CountPositives, Fit, auto, plain, weights, with_noise
 
 from ddptrain.api.world import World
+from ddptrain.distributed import comm
 from ddptrain.engine.plan import Plan
 from ddptrain.testing import run_ranks
 
@@ -148,3 +151,12 @@ def test_batchnorms_statistics_are_rank_0s_as_if_sent_in_each_step(tmp_path: Pat
 
     for quiet, sending in run_ranks(rank, 3):
         assert torch.equal(quiet, sending)
+
+
+@pytest.mark.parametrize("size", [0, 5, comm._PIECE, comm._PIECE + 3])
+def test_bytes_come_in_pieces(size: int) -> None:
+    def rank(world: World) -> bool:
+        content = np.random.default_rng(0).bytes(size)
+        return comm.bytes_from_first_rank(world, content if world.is_first else b"") == content
+
+    assert run_ranks(rank, 3) == [True] * 3

@@ -24,12 +24,23 @@ def exchanged(strategy: Strategy, wrapped: nn.Module, step: int, stop: bool, los
     return mean
 
 
+class Spectral(nn.Module):
+    """A complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(11, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=20)
+
+
 def told(
-    world: World, stop: bool, step: int, bad: bool, compression: str = "none"
+    world: World, stop: bool, step: int, bad: bool, compression: str = "none", *last: nn.Module
 ) -> tuple[list[float], bool]:
     """The mean flags, and whether this rank takes all to be at its step."""
     strategy = make_strategy(auto(compression=compression), world)
-    model = nn.Sequential(nn.Linear(3, 20), nn.Linear(20, 20), nn.Linear(20, 2))
+    model = nn.Sequential(nn.Linear(3, 20), nn.Linear(20, 20), *(last or (nn.Linear(20, 2),)))
     wrapped = strategy.wrap(model)
     loss = wrapped(torch.ones(2, 3)).sum() * (float("nan") if bad else 1.0)
     mean = exchanged(strategy, wrapped, step, stop, loss)
@@ -45,6 +56,11 @@ def test_one_ranks_wish_to_stop_reaches_all(size: int, compression: str) -> None
     for mean, aligned in run_ranks(lambda w: told(w, False, 70, False, compression), size):
         assert mean[0] == 0
         assert aligned
+
+
+def test_flags_are_real_where_the_last_parameter_is_not() -> None:
+    for mean, aligned in run_ranks(lambda w: told(w, w.rank == 1, 70, False, "none", Spectral()), 2):
+        assert (mean[0], aligned) == (0.5, True)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

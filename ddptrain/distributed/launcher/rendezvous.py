@@ -20,6 +20,8 @@ LAST_WORD_S = 10.0
 _GONE_S = 3.0
 """A host that restarts its ranks is on no list for a moment."""
 _TRY_S = 2.0
+_SUSPENDED_S = 3.0
+"""A second's sleep that takes longer: the process was stopped meanwhile, as by Ctrl-Z."""
 
 
 class Rendezvous:
@@ -85,7 +87,9 @@ def end_if_cut_off(endpoint: str, patience: float, end_ranks: Callable[[], None]
             with contextlib.suppress(OSError):
                 socket.create_connection((host, port), timeout=_TRY_S).close()
                 reached = time.monotonic()
+            before = time.monotonic()
             time.sleep(1.0)
+            reached += max(0.0, time.monotonic() - before - _SUSPENDED_S)  # this process was stopped
         print(
             f"ddptrain launch: {socket.gethostname()} has not reached the rendezvous at {endpoint} for"
             f" {patience:g} s: that host or the link to it is gone, and with it all others of the job. What"

@@ -20,7 +20,8 @@ def choose_spinning() -> None:
     imported, unless the user has set it or OMP_WAIT_POLICY. It changes no result."""
     if "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ:
         return
-    starting = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) - 1  # the node's other ranks, at work as this one
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # of this node; the others are at work as this one
+    starting = int(ranks) - 1 if ranks.isdecimal() else 0
     os.environ["GOMP_SPINCOUNT"] = str(_BUSY if _others() - starting > _COMPANY else _IDLE)
 
 

@@ -115,6 +115,12 @@ class Heartbeat:
         if beat.rank in self._world.neighbours and beat.born and started_at(beat.pid) == beat.born:
             self._here.add(beat.rank)
 
+    def forgive(self, seconds: float) -> None:
+        """This process was stopped for so long, and could not hear anything."""
+        now = time.monotonic()
+        self._answered_at = min(now, self._answered_at + seconds)
+        self.heard |= {rank: (beat, min(now, at + seconds)) for rank, (beat, at) in dict(self.heard).items()}
+
     def gone(self) -> Beat | None:
         """The last heartbeat of a rank whose process was seen on this host, and has ended.
 

@@ -26,13 +26,15 @@ log = logging.getLogger("ddptrain")
 
 LONG_S = 3600.0
 """The limit for what may take long, even on one rank: downloading, compiling the first step, saving."""
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _ECHO_S = 1.0
 """A signal repeated within this time is the same request: a scheduler signals the ranks and their agent, and
 the agent forwards it."""
 _LAST_WORDS_S = 3.0
 """Time for the main thread to notice another rank's failure, and for that rank's message to be printed
 first."""
+_SUSPENDED_S = 2.0
+"""By so much the thread wakes up too late where the process was stopped meanwhile."""
 _SOON = 3
 """Intervals in which ranks that stand still for the same reason all become overdue, and say so."""
 
@@ -99,8 +101,8 @@ class Watchdog:
         self._known.clear()
 
     def stop_on_signals(self, grace: float, time_limit: float | None) -> None:
-        """From now on SIGTERM, SIGUSR1, SIGINT and the time limit (seconds) request a stop. To be called in
-        the main thread.
+        """From now on SIGTERM, SIGUSR1, SIGINT, SIGHUP (the terminal is closed) and the time limit (seconds)
+        request a stop. To be called in the main thread.
 
         grace: seconds from a signal until the process is ended without saving.
         """
@@ -109,6 +111,8 @@ class Watchdog:
         assert self._wakeup is not None, "signals are heard while watching only"
         signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
         for number in _SIGNALS:  # the thread reads the signal from the descriptor
+            if signal.getsignal(number) is signal.SIG_IGN and number == signal.SIGHUP:  # of nohup
+                continue
             self._handlers[number] = signal.signal(number, lambda *_: None)
         os.register_at_fork(after_in_child=self._forget_signals)  # a child's signals are its own
 
@@ -159,14 +163,22 @@ class Watchdog:
     def _listen(self, reader: socket.socket) -> None:
         reader.settimeout(self._interval)  # select() is limited to file descriptors below 1,024
         while True:
+            began = time.monotonic()
             with contextlib.suppress(TimeoutError):
                 for number in reader.recv(64):
                     self._hear(number)
+            if (late := time.monotonic() - began - self._interval) > _SUSPENDED_S:
+                self._forgive(late)
             if self._over.is_set():
                 return
             self._check_limits_and_peers()
             if self._timeout is not None and (self._overdue() or self._heartbeat.cut_off(self._timeout)):
                 self._judge()
+
+    def _forgive(self, seconds: float) -> None:
+        """This process was stopped for so long, as by Ctrl-Z or a scheduler: nothing hangs for that."""
+        self._marked_at = min(time.monotonic(), self._marked_at + seconds)
+        self._heartbeat.forgive(seconds)
 
     def _hear(self, number: int) -> None:
         if number not in _SIGNALS:
@@ -245,6 +257,8 @@ class Watchdog:
         """This rank is overdue or has lost contact. If all ranks are, report which one the others wait
         for."""
         timeout, host = self._timeout or LONG_S, socket.gethostname()
+        if time.monotonic() - self._marked_at < timeout:
+            return  # the contact alone is lost, and it may come back
         others = [beat for beat, _ in dict(self._heartbeat.heard).values()]
         silent = [beat for beat in others if self._heartbeat.silent(beat.rank)]
         beats = [self._beat(0, tells_all=True), *others]
@@ -277,7 +291,8 @@ class Watchdog:
         if self._world.is_first and self._world.size > self._world.local_size:
             self._over.wait(2 * self._interval)  # for other hosts to read it from the store in this process
         for beat in silent:  # last: torchrun blames the first rank that ends
-            if beat.host == host:
+            # machines may have one name, and containers the same ids
+            if beat.rank in self._world.neighbours and started_at(beat.pid) == beat.born:
                 with contextlib.suppress(OSError):
                     os.kill(beat.pid, signal.SIGKILL)  # a stopped process handles no other signal
         self._exit(ExitCode.HUNG, message)

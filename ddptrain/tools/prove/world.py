@@ -7,6 +7,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import is_strict
+from ddptrain.engine.freeze import freeze
+from ddptrain.engine.parameter_groups import parameter_groups
 from ddptrain.errors import UserError
 from ddptrain.text import first_few
 from ddptrain.tools.prove.process import Case, ProofResult, Trials
@@ -100,12 +102,15 @@ def _where(trials: Trials, model: nn.Module, config: Config, ranks: int, toleran
     """The first layer of the model that parts in the first step, or where the log shows later ones do."""
     ours, theirs = (_trained(trials, size, "one-step", "train.steps=1") for size in (1, ranks))
     apart = [name for name, share in gradients_apart(ours, theirs).items() if share > tolerance]
-    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    order = [name for name, _ in parameters]
-    if config.train.weight_decay_on == "matrices":
-        parameters.sort(key=lambda pair: pair[1].ndim < 2)  # as the optimizer numbers them
+    if config.thaw is None:
+        freeze(model, config.optim, config.freeze)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    order = [name for parameter, name in names.items() if parameter.requires_grad]
+    groups = parameter_groups(model, config.optim, config.train.weight_decay_on)
+    # as the optimizer numbers them
+    numbered = [names[parameter] for group in groups for parameter in group.parameters]
     parted = {
-        parameters[int(name.split(".")[2])][0] if name.startswith("optimizer.") else name[len("model.") :]
+        numbered[int(name.split(".")[2])] if name.startswith("optimizer.") else name[len("model.") :]
         for name in apart
     }
     for name in order:
