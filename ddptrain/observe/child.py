@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-_STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+_STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
 
 def start_module(module: str, words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:

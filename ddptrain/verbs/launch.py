@@ -24,8 +24,8 @@ can read. The options are torchrun's own (torchrun --help shows all); those that
   --rdzv-backend=c10d --rdzv-endpoint=<host>:<port> --rdzv-id=<name>
   --rdzv-id=<name>                on one node too: started again under its name, a job finds its run folder
 
-A config or an option that is wrong is refused before a rank starts. SIGTERM, SIGINT and SIGUSR1 are passed on
-to the ranks, which save and stop. Hydra's options (--config-dir, --cfg job) work as without launch.
+A config or an option that is wrong is refused before a rank starts. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are
+passed on to the ranks, which save and stop. Hydra's options (--config-dir, --cfg job) work as without launch.
 
   python -m ddptrain launch --nproc-per-node=4 --max-restarts=3 recipe=mobilenet_cifar10 optim.lr=0.01
 
