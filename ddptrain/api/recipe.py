@@ -174,6 +174,9 @@ class Task(ABC):
     best_metric: str
     """Name of the validation metric that decides on ``checkpoints/best``."""
     higher_is_better: bool
+    least_count: float = 0.0
+    """The global sum of a loss's counts, where these are Tensors, is taken for no less: so that a batch with
+    next to nothing to learn does not have the largest gradient. A sum of 0 counts as 1."""
 
     @abstractmethod
     def build(self) -> nn.Module:

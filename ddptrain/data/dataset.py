@@ -78,10 +78,10 @@ class _Collate:
         batch = self._collate(samples)
         if not torch.equal(torch.get_rng_state(), before[0]) or state_of_pythons() != before[1]:
             raise UserError(
-                f"{self._key}: draws random numbers, which would be others on another number of ranks. Draw"
-                " in the dataset's __getitem__ (they follow from seed, epoch and sample), or in the loss"
-                " (Task.loss; of ddptrain.fit: step=), where a batch can be mixed: they follow from seed and"
-                " step.",
+                f"{self._key} (of ddptrain.fit: a DataLoader's collate_fn): draws random numbers, which would"
+                " be others on another number of ranks. Draw in the dataset's __getitem__ (they follow from"
+                " seed, epoch and sample), or in the loss (Task.loss; of ddptrain.fit: step=), where a batch"
+                " can be mixed: they follow from seed and step.",
                 everywhere=False,
             )
         self._is_checked = True

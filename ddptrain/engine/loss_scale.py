@@ -14,10 +14,12 @@ from ddptrain.errors import UserError
 
 
 class LossScale:
-    def __init__(self, strategy: Strategy, sampler: Sampler) -> None:
+    def __init__(self, strategy: Strategy, sampler: Sampler, least_count: float) -> None:
+        """least_count: `Task.least_count`."""
         self._strategy = strategy
         self._world = strategy.world
         self._sampler = sampler
+        self._least = least_count
         self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
         self._first: tuple[int, int] | None = None
         """Count and samples of the first micro-batch whose count is an int."""
@@ -75,7 +77,9 @@ class LossScale:
             shards[shard] += count
         total = add_up(self._world, shards).sum()
         size = self._sampler.batch_size
-        # a total of 0 counts as 1, in one launch
-        factor = torch.nan_to_num(size / total, nan=math.nan, posinf=size)
+        if self._least:
+            factor = size / total.clamp(min=self._least)
+        else:  # a total of 0 counts as 1, in one launch
+            factor = torch.nan_to_num(size / total, nan=math.nan, posinf=size)
         local = self._strategy.local
         torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], factor)

@@ -60,7 +60,7 @@ class TrainStep:
         self.grad_norm: Tensor | None = None
         """0-d, of the last step, before clipping."""
         self.seed = StepSeed(plan.seed, strategy.world, strategy.further_gpus)
-        self._loss_scale = LossScale(strategy, self.sampler)
+        self._loss_scale = LossScale(strategy, self.sampler, task.least_count)
         # what fp16's scaler leaves out does not end the run
         ends_run = not plan.skips_nonfinite and not precision.scaler.is_enabled()
         self._health = Health(state.model, state.wrapped, strategy, ends_run)

@@ -44,6 +44,7 @@ class Detection(Task):
 
     best_metric = "mAP"
     higher_is_better = True
+    least_count = 1.0
 
     def __init__(
         self,
@@ -77,7 +78,8 @@ class Detection(Task):
 
     def loss(self, model: nn.Module, batch: Batch, progress: Progress) -> Loss:
         """Every term is added over anchors, weighted by the score they should give, and divided by the sum of
-        those weights over the whole global batch: how many anchors learn an object differs between ranks.
+        those weights over the whole global batch (or by 1 where it is less, as MMDetection's TOODHead does):
+        how many anchors learn an object differs between ranks.
 
         A second head's term is added to the first one's, and divided by the first one's weights.
         """

@@ -254,14 +254,22 @@ def test_strategy_dp_trains_like_single_where_there_is_no_gpu(tmp_path: Path) ->
     assert torch.equal(weights(single), weights(parallel))
 
 
+class AtLeastThirty(CountPositives):
+    """More than there are in any batch."""
+
+    least_count = 30.0
+
+
+@pytest.mark.parametrize("task", [CountPositives, AtLeastThirty])
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, None), (1, 3), (2, None), (2, 3)])
 def test_gradients_are_clipped_after_they_are_divided_by_the_global_count(
-    tmp_path: Path, ranks: int, micro_batch: int | None
+    tmp_path: Path, ranks: int, micro_batch: int | None, task: type[CountPositives]
 ) -> None:
     """Beside a plain loop, for a count that only the device knows."""
-    plan = Plan(steps=6, train_size=100, batch_size=20, clip_norm=0.3, seed=1)
+    clip_norm = 0.3 if task is CountPositives else 0.1
+    plan = Plan(steps=6, train_size=100, batch_size=20, clip_norm=clip_norm, seed=1)
     fit = Fit(
-        replace(plan, micro_batch=micro_batch), make_model=lambda: plain(torch.float64), task=CountPositives,
+        replace(plan, micro_batch=micro_batch), make_model=lambda: plain(torch.float64), task=task,
         dtype=torch.float64, optim={"_target_": "torch.optim.SGD", "lr": 0.5}, sched=lr_schedule("constant"),
     )  # fmt: skip
     found = run_ranks(lambda world: weights(fit.run(world, tmp_path)[0]), ranks)
@@ -272,8 +280,8 @@ def test_gradients_are_clipped_after_they_are_divided_by_the_global_count(
     for features, labels in data.train_batches(plan.sampler(World()), range(plan.steps)):
         optimizer.zero_grad()
         each = torch.nn.functional.cross_entropy(model(features), labels, reduction="none")[labels > 1]
-        each.mean().backward()
-        clipped += float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)) > 0.3
+        (each.sum() / max(len(each), task.least_count)).backward()
+        clipped += float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)) > clip_norm
         optimizer.step()
     assert clipped == plan.steps
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])

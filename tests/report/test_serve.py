@@ -242,6 +242,9 @@ def test_two_hundred_runs_in_a_browser(tmp_path: Path, make_run: MakeRun, browse
         tab.evaluate(f"{rows}.find((row) => row.innerText.includes('run-007')).click()")
         frame = "document.querySelector('#report iframe:not(.next)').contentDocument.body.innerText"
         tab.wait_for(f"{frame}.includes('run-007')")
+        inside = "document.querySelector('#report iframe:not(.next)').contentDocument"
+        tab.evaluate(f"{inside}.querySelector('details').open = true")
+        tab.evaluate(f"{inside}.querySelector('[data-across=epoch]').click()")
         with (tmp_path / "runs/run-007/metrics.jsonl").open("a") as file:
             line = {
                 "step": 210,
@@ -254,6 +257,9 @@ def test_two_hundred_runs_in_a_browser(tmp_path: Path, make_run: MakeRun, browse
             file.write(json.dumps(line) + "\n")
         tab.wait_for("document.querySelector('tbody').innerText.includes('0.98765')", timeout=20)
         tab.wait_for(f"{frame}.includes('0.98765')", timeout=20)
+        assert tab.evaluate(f"{inside}.querySelector('details').open")
+        assert tab.evaluate(f"{inside}.querySelector('[data-across=epoch]').ariaPressed") == "true"
+        assert tab.evaluate(f"{inside}.querySelector('[data-across=step]').ariaPressed") == "false"
         assert tab.evaluate("window.same")
         tab.evaluate("document.querySelectorAll('tbody input')[3].click()")
         tab.wait_for(f"{frame}.includes('2 runs')")

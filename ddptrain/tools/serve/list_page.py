@@ -65,6 +65,16 @@ const render = (list) => {
   none.hidden = list.length > 0;
   show();
 };
+// what was unfolded and switched stays so
+const alter = (next, before) => {
+  for (const what of ["details", "[aria-pressed]"]) {
+    const [now, then] = [next, before].map((page) => [...page.querySelectorAll(what)]);
+    if (now.length === then.length) now.forEach((part, i) => {
+      if (what === "details") part.open = then[i].open;
+      else if (part.ariaPressed !== then[i].ariaPressed) part.click();
+    });
+  }
+};
 const show = () => {
   for (const [path, own] of rows) { own.row.classList.toggle("chosen", chosen.has(path)); own.box.checked = chosen.has(path); }
   const paths = [...rows.keys()].filter((path) => chosen.has(path));
@@ -77,7 +87,10 @@ const show = () => {
   frame.src = "page?" + paths.map((path) => "path=" + encodeURIComponent(path)).join("&");
   frame.addEventListener("load", () => {
     if (frame.className !== "next") return;
-    if (before && before.dataset.paths === frame.dataset.paths) frame.contentWindow.scrollTo(0, before.contentWindow.scrollY);
+    if (before && before.dataset.paths === frame.dataset.paths) {
+      alter(frame.contentDocument, before.contentDocument);
+      frame.contentWindow.scrollTo(0, before.contentWindow.scrollY);
+    }
     frame.className = "";
     if (before) before.remove();
   });
