@@ -8,6 +8,7 @@ generators are seeded. Nothing else that the host decides may differ between ste
 https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
+import gc
 import logging
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from ddptrain.data.prefetch import changed, tensors_of
 from ddptrain.distributed.comm import from_first_rank, on_all_ranks
 from ddptrain.distributed.snapshot import unchanged
 from ddptrain.engine.capturable import WAY_OUT, capturing, check_capturable, errors_told, without_progress
+from ddptrain.engine.out_of_memory import in_one_line
 from ddptrain.engine.rank_state import copied_rank_state, same_rank_state
 from ddptrain.engine.step import Applied, TrainStep
 from ddptrain.errors import UserError
@@ -122,13 +124,24 @@ class StepGraph:
             step.forward_backward(batch, progress, step.micro_batches[0]._replace(ends_shard=True))
             step.discard()
         try:
-            on_all_ranks(step.strategy.world, lambda: check_capturable(step, batch, progress))
+            on_all_ranks(step.strategy.world, lambda: self._check(batch, progress))
         except UserError as why:
             if not self._measures_left:
                 raise
             _note_eager(why)
-            return step
-        return self
+        else:
+            return self
+        _release()
+        return step
+
+    def _check(self, batch: Batch, progress: Progress) -> None:
+        """Raises UserError for what can't be captured; where steps are measured, also for lack of memory."""
+        try:
+            check_capturable(self._step, batch, progress)
+        except torch.OutOfMemoryError as error:
+            if not self._measures_left:
+                raise
+            raise UserError(_no_room(error)) from error
 
     def _measure(self, own: Sequence[Batch], progress: Progress) -> None:
         """Train eagerly, and measure what launching takes. A sync point; at the end a collective."""
@@ -179,12 +192,14 @@ class StepGraph:
         can't be captured."""
         try:
             capture = self._captured(own, progress)
-        except UserError as why:
+        except (UserError, torch.OutOfMemoryError) as why:
             if not self._measured:
                 raise
             _note_eager(why)
             self._stays_eager = True
+        if self._stays_eager:
             self._step.discard()  # a capture computes nothing: what its passes left is no number
+            _release()
             return None
         if capture is not None:
             self._captures.append(capture)
@@ -269,8 +284,20 @@ class StepGraph:
         return [*rates, state.average.weight(progress.step), *flags]
 
 
-def _note_eager(why: UserError) -> None:
-    log.info("compile    auto: steps are not captured: %s", str(why).removeprefix("compile=graph: "))
+def _note_eager(why: UserError | torch.OutOfMemoryError) -> None:
+    said = str(why).removeprefix("compile=graph: ") if isinstance(why, UserError) else _no_room(why)
+    log.info("compile    auto: steps are not captured: %s", said)
+
+
+def _no_room(error: torch.OutOfMemoryError) -> str:
+    """A graph keeps all of its step's memory, beside what eager steps have taken."""
+    return f"there is no room for the memory that a graph keeps ({in_one_line(error)})"
+
+
+def _release() -> None:
+    """The memory of a broken graph, which a cycle may hold."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @contextmanager
