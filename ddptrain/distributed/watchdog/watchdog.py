@@ -273,7 +273,8 @@ class Watchdog:
             return
         if self._world.rank != min(beat.rank for beat in speakers):
             # the first rank that answers reports it
-            if self._heartbeat.unanswered and not self._over.wait(2 * _LAST_WORDS_S):
+            contact_is_lost = self._heartbeat.unanswered
+            if contact_is_lost and not self._over.wait(2 * _LAST_WORDS_S) and self._heartbeat.unanswered:
                 self._exit(ExitCode.HUNG, "")
             return
         if (
