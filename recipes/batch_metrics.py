@@ -79,7 +79,7 @@ class FunctionMetric(BatchMetric):
 
     def sums(self, output: Any, target: Any, size: int) -> Mapping[str, Tensor | Rows]:
         value = self._function(output, target)
-        value = value.detach().double() if isinstance(value, Tensor) else torch.tensor(float(value))
+        value = value.detach().double() if isinstance(value, Tensor) else self._as_tensor(value)
         if value.ndim == 0 and self._reduction is None:
             where = f"metrics.{self.name}:"
             self._reduction = reduction_of(self._function, output, target, size, where, _WAY_OUT)
@@ -87,6 +87,15 @@ class FunctionMetric(BatchMetric):
             value = value / size
         mean = mean_or_each(value, size, f"metrics.{self.name}:")
         return {f"{self.name}/sum": mean.sum, f"{self.name}/count": count_of(mean)}
+
+    def _as_tensor(self, value: Any) -> Tensor:
+        try:
+            return torch.tensor(float(value))
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"metrics.{self.name}: returned {type(value).__name__}; it must return a number or a tensor.",
+                everywhere=False,
+            ) from error
 
     def report(self, sums: Mapping[str, Tensor], outputs: Sequence[str]) -> Reported:
         return {self.name: float(sums[f"{self.name}/sum"]) / int(sums[f"{self.name}/count"])}, {}

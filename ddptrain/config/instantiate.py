@@ -163,11 +163,13 @@ def _may_be(value: object, hint: type) -> bool:
         return True
 
 
-def typed_arguments(function: Callable[..., Any], words: Mapping[str, str], verb: str) -> dict[str, Any]:
+def typed_arguments(
+    function: Callable[..., Any], words: Mapping[str, str], verb: str, others: Sequence[str] = ()
+) -> dict[str, Any]:
     """A verb's key=value words as keyword arguments of a function, typed by its annotations.
 
-    The first parameter of a function, the model, is not among them; a class takes all of its own. Raises
-    UserError naming every wrong word at once.
+    others: words that the verb takes beside these. The first parameter of a function, the model, is not among
+    them; a class takes all of its own. Raises UserError naming every wrong word at once.
     """
     hints = hints_of(function)
     first = 0 if inspect.isclass(function) else 1
@@ -176,7 +178,8 @@ def typed_arguments(function: Callable[..., Any], words: Mapping[str, str], verb
     problems = []
     for name, word in words.items():
         if name not in parameters:
-            hint = did_you_mean(name, parameters) or f" There are {', '.join(parameters)}."
+            known = [*parameters, *others]
+            hint = did_you_mean(name, known) or f" There are {', '.join(known)}."
             problems.append(f"{name}: {verb} takes no such word.{hint}")
             continue
         hint = hints.get(name, str)

@@ -73,9 +73,9 @@ class _Collate:
 
     def __call__(self, samples: list[Any]) -> Batch:
         if self._is_checked:
-            return self._collate(samples)
+            return self._called(samples)
         before = torch.get_rng_state(), state_of_pythons()
-        batch = self._collate(samples)
+        batch = self._called(samples)
         if not torch.equal(torch.get_rng_state(), before[0]) or state_of_pythons() != before[1]:
             raise UserError(
                 f"{self._key} (of ddptrain.fit: a DataLoader's collate_fn): draws random numbers, which would"
@@ -86,6 +86,13 @@ class _Collate:
             )
         self._is_checked = True
         return batch
+
+    def _called(self, samples: list[Any]) -> Batch:
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            error.add_note(f"(in {self._key})")
+            raise
 
 
 class _Prepared(NamedTuple):

@@ -90,8 +90,9 @@ def fit(
         if isinstance(train, str):
             raise UserError(f"train={train!r}: is a word; words follow the model and the data.")
         if not isinstance(optimizer, str | None):
+            kind = optimizer if isinstance(optimizer, type) else type(optimizer)
             raise UserError(
-                f"optimizer: {type(optimizer).__name__} is an object; give a name (adamw, adam, sgd),"
+                f"optimizer: {kind.__name__} is no name; give a name (adamw, adam, sgd),"
                 " and settings as words: 'optim._target_=torch.optim.NAdam', 'optim.weight_decay=0.1'."
             )
         check_options(words, "from Python fit takes overrides, --config-dir, --env and --trust")

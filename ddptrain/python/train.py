@@ -8,8 +8,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from ddptrain.config.arguments import OURS
 from ddptrain.distributed.launcher.process import AGENT, environment_of_no_rank
@@ -32,7 +33,8 @@ def train(*words: str, ranks: int = 1) -> Run:
 
     Ctrl-C, or a notebook's interrupt, stops it: it saves, and the run is returned with the outcome
     ``stopped``. ``train(..., f"run.dir={run.folder}")`` goes on. A second one ends it at once, without saving
-    (KeyboardInterrupt), and so does one before the run has begun.
+    (KeyboardInterrupt), and so does one before the run has begun. SIGTERM, SIGUSR1 and a closed terminal
+    (SIGHUP) end this program, too, once the training has saved: with exit code 75 (SystemExit).
 
     words: overrides, ``--config-dir``, ``--env``, ``--trust`` and ``--script``, as on the command line.
     ranks: processes, usually one per GPU. Raises UserError, a ValueError, with the message for what the
@@ -57,7 +59,7 @@ def train_in_processes(words: Sequence[str], ranks: int, environment: Mapping[st
     command = [sys.executable, "-u", "-m", "ddptrain", *verb, *words]
     show, said, folder = _shower(), deque[str](maxlen=_LINES_KEPT), None
     inherited = environment_of_no_rank()  # the training is on this node alone
-    with _Interrupts() as interrupts:
+    with _Signals() as signals:
         process = subprocess.Popen(
             command,
             env={**inherited, **environment, AGENT: str(os.getpid()), "PYTHONIOENCODING": "utf-8"},
@@ -68,7 +70,7 @@ def train_in_processes(words: Sequence[str], ranks: int, environment: Mapping[st
             errors="replace",
             start_new_session=True,  # a Ctrl-C at the terminal reaches it through this process alone
         )
-        interrupts.pass_on_to(process)
+        signals.pass_on_to(process)
         with process:
             assert process.stdout is not None
             try:
@@ -80,9 +82,12 @@ def train_in_processes(words: Sequence[str], ranks: int, environment: Mapping[st
                 code = process.wait()
             finally:
                 process.kill()  # nothing where it has ended; its ranks end with it
+    if ends := [number for number in signals.heard if number != signal.SIGINT]:
+        saved = code in (ExitCode.DONE, ExitCode.STOPPED)
+        raise SystemExit(int(ExitCode.STOPPED) if saved else 128 + ends[0])
     if folder is not None and code in (ExitCode.DONE, ExitCode.STOPPED):
         return Path(folder)
-    if interrupts.count:
+    if signals.heard:
         raise KeyboardInterrupt("the training has ended before it could save")
     if code == ExitCode.USER_ERROR:
         raise UserError(re.split(r"^ddptrain: ", "\n".join(said), flags=re.MULTILINE)[-1].strip())
@@ -90,39 +95,44 @@ def train_in_processes(words: Sequence[str], ranks: int, environment: Mapping[st
     raise RuntimeError(f"the training has failed, with exit code {code}:\n{end}")
 
 
-class _Interrupts:
-    """Inside, a Ctrl-C is the training's: the first asks it to save and stop, the second kills it. Signals
-    are the main thread's alone: in another this does nothing."""
+class _Signals:
+    """Inside, what asks this program to stop asks the training to save and stop; a second Ctrl-C kills it.
+    Signals that the program handles itself stay its own, but for Ctrl-C. They are the main thread's alone: in
+    another this does nothing."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.heard: list[int] = []
+        self._before: dict[int, Any] = {}
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
-        self._here = threading.current_thread() is threading.main_thread()
-        if self._here:
-            self._before = signal.signal(signal.SIGINT, self._hear)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+                if number == signal.SIGINT or signal.getsignal(number) is signal.SIG_DFL:
+                    self._before[number] = signal.signal(number, self._hear)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._here:
-            signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def pass_on_to(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        if self.count:  # it came while the process was being made
-            process.send_signal(signal.SIGINT)
+        for number in self.heard:  # it came while the process was being made
+            process.send_signal(number)
 
-    def _hear(self, *_: object) -> None:
-        self.count += 1
+    def _hear(self, number: int, _: object) -> None:
+        self.heard.append(number)
         if self._process is not None:
-            self._process.send_signal(signal.SIGINT if self.count == 1 else signal.SIGKILL)
+            kills = number == signal.SIGINT and self.heard.count(number) > 1
+            self._process.send_signal(signal.SIGKILL if kills else number)
 
 
 def _print(line: str) -> None:
     """As stderr does: a name may hold what the stream lacks."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(line.encode(encoding, "backslashreplace").decode(encoding))
+    with suppress(OSError):  # the terminal is closed, and the training saves
+        print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def _shower() -> Callable[[str], None]:

@@ -60,13 +60,13 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
         return
     own_words = [field.name for field in fields(_Own)]
     own, words = ({n: w for n, w in asked.items() if (n in own_words) == mine} for mine in (True, False))
-    chosen = _Own(**typed_arguments(_Own, own, "export"))
     config.device, config.channels_last = "cpu", False
     task, data = make_task(config)
     if type(task).deploy is Task.deploy:
         name = type(task).__name__
         raise UserError(f"export: {name} has none. In Python ddptrain.load(run).module is the model.")
-    arguments = typed_arguments(task.deploy, words, "export")
+    arguments = typed_arguments(task.deploy, words, "export", own_words)
+    chosen = _Own(**typed_arguments(_Own, own, "export"))
     target = _target(chosen, folder)
     needs_set = chosen.validate or chosen.precision != "fp32"
     with (
@@ -87,7 +87,7 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
             examples = CalibrationInputs(data, deployed, config.seed) if int8 else ()
             runner = FORMATS[chosen.format].write(deployed, unchecked, chosen.precision, examples)
             given = {**_defaults(task), **arguments}
-            described = " ".join(f"{name}={value}" for name, value in given.items())
+            described = " ".join(f"{n}={value}" for n, value in given.items() if value is not None)
             if chosen.precision == "fp32":
                 _log_checked(described, _checked(deployed, runner, described))
             if needs_set:
@@ -140,7 +140,7 @@ def _log_checked(words: str, difference: float | None) -> None:
     if difference is None:
         log.warning(
             "UNCHECKED  on both examples eager and the file find nothing, so there was nothing to compare."
-            " To have it checked, export with a lower threshold; this one was %s",
+            " To have it checked, export with a lower score=...; this one was %s",
             words,
         )
     else:

@@ -395,7 +395,7 @@ def test_an_export_that_nothing_was_compared_of_says_so(folder: Path, tmp_path: 
     )
     assert done.code == 0, done.err
     assert "UNCHECKED" in done.err
-    assert "a lower threshold; this one was nms=True batch=1 score=1.0 most=100" in done.err
+    assert "a lower score=...; this one was nms=True batch=1 score=1.0" in done.err
     assert "checked    against eager" not in done.err
     assert named(tmp_path) == ["model.json", "model.pt2"]
 
@@ -406,6 +406,7 @@ def test_an_export_that_nothing_was_compared_of_says_so(folder: Path, tmp_path: 
     [
         ("", "format: export needs it: format=..."),
         ("format=tflite", "format=tflite: must be one of onnx, pt2"),
+        ("fromat=pt2", "fromat: export takes no such word. Did you mean format?"),
         ("format=pt2 nsm=true", "nsm: export takes no such word. Did you mean nms?"),
         (
             "format=onnx batch=two nms=yes",

@@ -249,6 +249,9 @@ def test_a_bug_of_the_dataset_is_shown_with_its_sample() -> None:
     with pytest.raises(ZeroDivisionError) as bug:
         batches(prepared(Buggy()))
     assert bug.value.__notes__[0].startswith("(in sample ")
+    with pytest.raises(ZeroDivisionError) as bug:
+        list(prepared(Noisy(), valid_collate=lambda samples: 1 // 0).valid_batches([range(2)]))
+    assert bug.value.__notes__ == ["(in data.valid_collate)"]
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((net(), (X, Y)), {"loss": LOSS, "metrics": {"a": BinaryAccuracy()}}, "BinaryAccuracy refuses a batch"),
     ((net(), (X, Y)), {"loss": LOSS, "metrics": {"loss": LOSS}}, "is the name of the loss"),
     ((net(), (X, Y)), {"loss": LOSS, "metrics": {"worst": worst}}, "metrics.worst: is"),
+    ((net(), (X, Y)), {"loss": LOSS, "metrics": {"a": lambda o, t: "x"}}, "metrics.a: returned str; it must"),
     (
         (net(), (X, Y)),
         {"loss": LOSS, "metrics": {"f1": MulticlassF1Score(2)}, "best": "F2"},

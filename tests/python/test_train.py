@@ -197,6 +197,24 @@ def test_ctrl_c_saves_and_the_script_runs_on(tmp_path: Path, ranks: int) -> None
     assert f"step-{stopped.step}" in stopped.checkpoints
 
 
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 1), (signal.SIGHUP, 2), (signal.SIGUSR1, 2)])
+def test_what_ends_the_script_lets_the_training_save(tmp_path: Path, number: int, ranks: int) -> None:
+    """A scheduler, or a terminal that is closed."""
+    process, mark = script(
+        tmp_path, f"import ddptrain; ddptrain.train(*{FOREVER}, ranks={ranks}); print('AFTER')"
+    )
+    wait_for(tmp_path / "said.txt", "step 1/", process)
+    process.send_signal(number)
+    assert process.wait(60) == 75, (tmp_path / "said.txt").read_text()
+    assert living(mark) == {}
+    said = (tmp_path / "said.txt").read_text()
+    assert "AFTER" not in said
+    assert "Traceback" not in said
+    stopped = python.Run(tmp_path / "run")
+    assert stopped.outcome == "stopped"
+    assert f"step-{stopped.step}" in stopped.checkpoints
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_training_ends_with_the_process_that_started_it(tmp_path: Path, ranks: int) -> None:
     process, mark = script(tmp_path, f"import ddptrain; ddptrain.train(*{FOREVER}, ranks={ranks})")

@@ -75,8 +75,9 @@ class _Layout:
 
 
 def _read_layout(file: Path) -> _Layout:
+    text = files.read_text(file)
     try:
-        content = parse_yaml(files.read_text(file))
+        content = parse_yaml(text)
     except ValueError as error:
         raise UserError(f"{file}: is not YAML ({error}).") from error
     if not isinstance(content, dict):
