@@ -115,6 +115,7 @@ def test_never_resuming_keeps_the_old_run_beside_the_new(tmp_path: Path) -> None
     assert len(list(tmp_path.glob("mine*/checkpoints/step-2"))) == 2
 
 
+@pytest.mark.long
 def test_a_job_that_starts_again_goes_on_with_what_it_began_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
