@@ -62,7 +62,7 @@ def test_one_agreed_step_a_checkpoint_and_75(
     assert_same_outcome(cwd / "run", undisturbed(ranks, *faulty_words("data.pace=0.0")))
 
 
-@pytest.mark.parametrize("launcher", ["python", "launch"])
+@pytest.mark.parametrize("launcher", ["launch", pytest.param("python", marks=pytest.mark.faults)])
 def test_a_closed_terminal_saves_and_stops_and_under_nohup_does_nothing(
     launcher: str, tmp_path: Path
 ) -> None:
@@ -77,7 +77,14 @@ def test_a_closed_terminal_saves_and_stops_and_under_nohup_does_nothing(
         assert ("asked for by SIGHUP" in job.text) == (code == 75)
 
 
-@pytest.mark.parametrize(("launcher", "only_it"), [("python", False), ("launch", False), ("launch", True)])
+@pytest.mark.parametrize(
+    ("launcher", "only_it"),
+    [
+        ("launch", False),
+        pytest.param("python", False, marks=pytest.mark.faults),
+        pytest.param("launch", True, marks=pytest.mark.faults),
+    ],
+)
 def test_a_job_that_was_suspended_goes_on(launcher: str, only_it: bool, tmp_path: Path) -> None:
     """For longer than `hang_timeout`: by Ctrl-Z, which reaches the launcher alone, or by a scheduler."""
     job = Job(faulty_words("data.pace=0.3", "hang_timeout=2"), tmp_path, 3, launcher=launcher)
