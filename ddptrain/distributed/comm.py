@@ -165,14 +165,12 @@ def bytes_from_first_rank(world: World, content: bytes | bytearray) -> bytes | b
     received = bytearray(0 if world.is_first else size)
     for begin in range(0, size, _PIECE):
         piece = torch.empty(min(_PIECE, size - begin), dtype=torch.uint8)
-        own = piece.numpy()
         if world.is_first:
-            own[:] = np.frombuffer(content, np.uint8, len(own), begin)
-        on_device = piece.to(device)
-        dist.broadcast(on_device, src=0)
+            piece.numpy()[:] = np.frombuffer(content, np.uint8, len(piece), begin)
+        piece = piece.to(device)
+        dist.broadcast(piece, src=0)
         if not world.is_first:
-            own[:] = on_device.cpu().numpy()
-            received[begin : begin + len(own)] = own.data
+            received[begin : begin + len(piece)] = piece.cpu().numpy().data
     return content if world.is_first else received
 
 
