@@ -77,12 +77,14 @@ def named_pictures(source: str) -> list[Path]:
     return files
 
 
-def pictures_in(folder: Path, endings: Sequence[str] = ENDINGS) -> list[Path]:
+def pictures_in(folder: Path, endings: Sequence[str] = ENDINGS, beside: Sequence[str] = ()) -> list[Path]:
     """The files in and below a folder with one of these endings, sorted. Of the others the log says how many
-    there are; hidden ones, and those in hidden folders, are none."""
+    there are, but for those with an ending of ``beside``; hidden ones, and those in hidden folders, are
+    none."""
     names = [file.relative_to(folder) for file in folder.rglob("*") if file.is_file()]
     visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-    note_not_read(folder, [str(name) for name in visible if name.suffix.lower() not in endings], endings)
+    others = [str(name) for name in visible if name.suffix.lower() not in (*endings, *beside)]
+    note_not_read(folder, others, endings)
     return sorted(folder / name for name in visible if name.suffix.lower() in endings)
 
 

@@ -104,6 +104,16 @@ def voc_set(folder: Path, year: int = 2012, parts: Mapping[str, int] = {"train":
     return below / "Annotations"
 
 
+def voc_folder(folder: Path, count: int = 3) -> Path:
+    """A folder of one's own: a dog and, marked as difficult, a cat on each of ``count`` pictures of train and
+    one of valid, the annotations beside them."""
+    for part, pictures in (("train", count), ("valid", 1)):
+        for i in range(pictures):
+            picture(folder / part / f"{i}.png", seed=i)
+            (folder / part / f"{i}.xml").write_text(VOC_XML)
+    return folder
+
+
 VOC_XML = """<annotation>
   <size><width>40</width><height>30</height><depth>3</depth></size>
   <object><name>dog</name><difficult>0</difficult>

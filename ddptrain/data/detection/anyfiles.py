@@ -1,4 +1,4 @@
-"""A set of one's own, in YOLO's or COCO's layout: whichever the file is."""
+"""A set of one's own, in YOLO's, COCO's or Pascal VOC's layout: by what ``path`` names."""
 
 from pathlib import Path
 from typing import final
@@ -6,17 +6,22 @@ from typing import final
 from ddptrain.data.detection.coco import CocoFiles
 from ddptrain.data.detection.files import checked_path
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
+from ddptrain.data.detection.voc_folder import VocFolder
 from ddptrain.data.detection.yolo import YoloFiles
 from ddptrain.data.left_out import OnError
 from ddptrain.errors import UserError
 
-_EXPECTED = "a data.yaml (YOLO's layout) or a JSON of instances (COCO's)"
+_EXPECTED = (
+    "a data.yaml (YOLO's layout), a JSON of instances (COCO's) or a folder of pictures with XML files"
+    " (Pascal VOC's)"
+)
 
 
 @final
 class LabelledFiles(DetectionSource):
     """What ``path`` names, relative to the current folder: a .yaml or .yml is read by `YoloFiles`, a .json by
-    `CocoFiles`, which say where the images and the part for validation are looked for.
+    `CocoFiles`, a folder by `VocFolder`, which say where the images and the part for validation are looked
+    for.
 
     on_error: "stop" refuses a set with problems and lists them; "skip" leaves out what they concern.
     """
@@ -24,9 +29,12 @@ class LabelledFiles(DetectionSource):
     name = "files"
 
     def __init__(self, path: str | None = None, on_error: OnError = "stop") -> None:
-        ending = checked_path(path, _EXPECTED).suffix.lower()
+        place = checked_path(path, _EXPECTED)
+        ending = place.suffix.lower()
         self._source: DetectionSource
-        if ending in (".yaml", ".yml"):
+        if place.is_dir():
+            self._source = VocFolder(str(place), on_error)
+        elif ending in (".yaml", ".yml"):
             self._source = YoloFiles(path, on_error)
         elif ending == ".json":
             self._source = CocoFiles(path, on_error=on_error)

@@ -1,13 +1,13 @@
 """Pascal VOC (Everingham et al. 2010), found and read by torchvision."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 from xml.etree import ElementTree
 
 from ddptrain.data.detection import files
-from ddptrain.data.detection.files import FileScenes, ImageFile, Problems, Row
+from ddptrain.data.detection.files import Box, FileScenes, ImageFile, Problems, Row
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.left_out import OnError
 from ddptrain.errors import UserError
@@ -85,7 +85,7 @@ def _labelled(dataset: "VOCDetection", problems: Problems) -> Iterator[tuple[Ima
     for image, annotation in zip(dataset.images, dataset.annotations, strict=True):
         try:
             picture = files.probe(Path(image))
-            objects = _objects(dataset, annotation, picture)
+            objects = objects_of(annotation, picture)
         except UserError as error:
             problems.add(str(error))
             continue
@@ -98,9 +98,13 @@ def _labelled(dataset: "VOCDetection", problems: Problems) -> Iterator[tuple[Ima
         yield picture, f"JPEGImages/{picture.file.name}", rows
 
 
-def _objects(dataset: "VOCDetection", annotation: str, picture: ImageFile) -> list[Any]:
+def objects_of(annotation: str | Path, picture: ImageFile) -> list[Any]:
+    """What an annotation says of each object, as torchvision reads it. Raises UserError where it can't be
+    read, or is of another size than its picture."""
+    from torchvision.datasets import VOCDetection
+
     try:
-        tree = dataset.parse_voc_xml(ElementTree.parse(annotation).getroot())
+        tree = VOCDetection.parse_voc_xml(ElementTree.parse(annotation).getroot())
     except OSError as error:
         raise UserError(f"{annotation}: can't be read ({error.strerror}).") from error
     except ElementTree.ParseError as error:
@@ -122,9 +126,21 @@ def _whole(text: Any) -> Any:
 
 
 def _row(entry: Any, picture: ImageFile) -> Row:
-    name = entry.get("name") if isinstance(entry, dict) else None
+    name = name_of(entry)
     if name not in CLASSES:
         raise UserError(f"name {name}: must be one of VOC's 20 classes ({', '.join(CLASSES)})")
+    box, difficult = box_of(entry, picture)
+    return box, CLASSES.index(name), difficult
+
+
+def name_of(entry: Any) -> Any:
+    """The class of one of `objects_of`; a str, unless there is none or several."""
+    return entry.get("name") if isinstance(entry, dict) else None
+
+
+def box_of(entry: Mapping[str, Any], picture: ImageFile) -> tuple[Box, bool]:
+    """The box of one of `objects_of`, and whether it is marked as difficult. Raises UserError that says what
+    is wrong with it."""
     difficult = entry.get("difficult", "0")
     if difficult not in ("0", "1"):
         raise UserError(f"difficult {difficult}: must be 0 or 1")
@@ -136,4 +152,4 @@ def _row(entry: Any, picture: ImageFile) -> Row:
     except ValueError as error:
         raise UserError(f"{bndbox}: must be four numbers, {', '.join(_CORNERS)}") from error
     box = files.clipped(bndbox, (x1 - 1, y1 - 1, x2, y2), picture, _ROUNDING, _RULE)
-    return box, CLASSES.index(name), difficult == "1"
+    return box, difficult == "1"

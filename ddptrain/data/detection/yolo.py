@@ -12,7 +12,7 @@ from ddptrain.data.detection import files
 from ddptrain.data.detection.files import FileScenes, ImageFile, Problems, Row
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.left_out import OnError
-from ddptrain.data.pictures import ENDINGS, note_not_read
+from ddptrain.data.pictures import ENDINGS, pictures_in
 from ddptrain.errors import UserError
 from ddptrain.text import parse_yaml
 
@@ -130,10 +130,7 @@ def _images_of_part(layout: _Layout, key: str, entries: Sequence[str], problems:
         if not os.path.exists(place) and entry.startswith("../"):
             place = layout.root / entry.removeprefix("../")
         if os.path.isdir(place):
-            listed = [file for file in place.rglob("*") if not file.name.startswith(".")]
-            pictures = sorted(file for file in listed if file.suffix.lower() in ENDINGS)
-            others = (file for file in listed if file.suffix.lower() not in ("", ".txt", *ENDINGS))
-            note_not_read(place, [str(file.relative_to(place)) for file in others if file.is_file()])
+            pictures = pictures_in(place, beside=("", ".txt"))
             _report_orphans(place, pictures, problems)
             images += pictures
         elif place.suffix == ".txt" and os.path.isfile(place):
