@@ -84,8 +84,8 @@ class _Validation(Validation):
             batch.images, self._detections(ours), self._detections(theirs), strict=True
         ):
             pixels = (image * 255).round().to(torch.uint8)
-            sure, true = file.scores >= SCORE, model.boxes[model.scores >= SCORE]
-            drawn.append(annotated(pixels, Detections(*(of[sure] for of in file)), self._classes, true))
+            true = model.boxes[model.scores >= SCORE]
+            drawn.append(annotated(pixels, file.where(file.scores >= SCORE), self._classes, true))
         return drawn
 
     def _detections(self, outputs: Sequence[Tensor]) -> list[Detections]:
@@ -138,7 +138,8 @@ class _Listed(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         best = candidates(*self.dense(images))
-        return torch.stack([self._listed(*picture) for picture in zip(*best, strict=True)])
+        pictures = zip(best.boxes, best.scores, best.labels, strict=True)
+        return torch.stack([self._listed(*picture) for picture in pictures])
 
     def _listed(self, boxes: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
         # a fixed number of rows, kept ones marked by their score: shapes that depend on what is seen would

@@ -21,6 +21,14 @@ class Detections(NamedTuple):
     """float32 (d,) in [0, 1]"""
     labels: Tensor
     """int64 (d,)"""
+    masks: Tensor | None = None
+    """float32 (d, 28, 28) in [0, 1]: how surely each cell of a grid over its box is the object's; None of a
+    detector that learns no masks."""
+
+    def where(self, kept: Tensor | slice) -> "Detections":
+        """Some of them."""
+        masks = None if self.masks is None else self.masks[kept]
+        return Detections(self.boxes[kept], self.scores[kept], self.labels[kept], masks)
 
 
 def candidates(boxes: Tensor, scores: Tensor) -> Detections:
@@ -58,7 +66,7 @@ def suppressed(
     best = candidates(boxes, scores)
     counts = (best.scores >= least_score).sum(1).tolist()  # a sync point; one more a picture in nms
     pictures = []
-    for count, *of in zip(counts, *best, strict=True):
+    for count, *of in zip(counts, best.boxes, best.scores, best.labels, strict=True):
         own_boxes, own_scores, labels = (each[:count] for each in of)  # the surest come first
         kept = without_doubles(own_boxes, own_scores, labels, overlap)[:most]
         pictures.append(Detections(own_boxes[kept], own_scores[kept], labels[kept]))

@@ -23,6 +23,8 @@ class Truth(NamedTuple):
     """float32 (k, 4) x1, y1, x2, y2 in pixels."""
     labels: Tensor
     """int64 (k,)"""
+    masks: Tensor | None = None
+    """uint8 (k, H, W); None of a set that has none."""
 
 
 class Detector(nn.Module, ABC):
@@ -34,6 +36,8 @@ class Detector(nn.Module, ABC):
     """IoU above which the less sure of two boxes of one class is a double; 1 where it leaves no doubles."""
     least_score: float
     """Its detections have a higher score than this."""
+    learns_masks: bool
+    """Whether it learns the objects' masks beside their boxes."""
     chooses: bool
     """Whether it chooses queries or proposals by their scores, so that rounding decides on their order."""
 
@@ -49,11 +53,13 @@ class Detector(nn.Module, ABC):
         labels: Tensor | None = None,
         ids: Tensor | None = None,
         seed: int = 0,
+        masks: Tensor | None = None,
     ) -> Losses | list[Detections]:
         """In training each loss (n,), in evaluation each picture's detections, the surest first.
 
         images: float32 (n, 3, H, W) in [0, 1]. boxes: (n, k, 4) in pixels. labels: int64 (n, k); -1 where
         there is no box. ids: int64 (n,), of the pictures; with the seed they decide on what is drawn.
+        masks: uint8 (n, k, H, W), where the model learns them.
         """
         if isinstance(self, FSDPModule):
             raise UserError(
@@ -72,7 +78,10 @@ class Detector(nn.Module, ABC):
             self._is_checked = True
         there = labels >= 0
         # sync points; such detectors pick out boxes and anchors by masks everywhere
-        truths = [Truth(boxes[i][there[i]], labels[i][there[i]]) for i in range(len(images))]
+        truths = []
+        for i, kept in enumerate(there):
+            own = None if masks is None else masks[i][kept]
+            truths.append(Truth(boxes[i][kept], labels[i][kept], own))
         seed_device = torch.cuda.manual_seed if images.is_cuda else torch.manual_seed
         losses = []
         for id, picture_losses in zip(ids.tolist(), self.losses(images, truths), strict=True):

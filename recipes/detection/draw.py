@@ -5,13 +5,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torchvision.utils import draw_bounding_boxes, make_grid
+from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks, make_grid
 
 from ddptrain.api import Picture
 from ddptrain.data.detection.batch import Batch
+from ddptrain.data.detection.run_lengths import decoded
 from ddptrain.recipes.detection.detections import Detections
+from ddptrain.recipes.detection.masks import whole_masks
 
 _TRUE, _FOUND = "#2b9348", "#dd6b20"
+_VEIL = 0.4
+"""How much of a mask's colour covers the picture."""
 _LEAST_SIDE = 320
 """Pixels up to which small pictures are enlarged, so that names can be read."""
 
@@ -27,7 +31,8 @@ def compared(batch: Batch, answers: Sequence[Detections], classes: Sequence[str]
     for image, boxes, labels, detected in zip(batch.images, batch.boxes, batch.labels, answers, strict=True):
         pixels = (image.float() * 255).round().to(torch.uint8).cpu()
         there = labels >= 0
-        pictures.append(annotated(pixels, detected, classes, true=boxes[there].cpu()))
+        masks = whole_masks(detected.masks, detected.boxes, *pixels.shape[1:])
+        pictures.append(annotated(pixels, detected, classes, boxes[there].cpu(), masks=masks))
     return pictures
 
 
@@ -37,9 +42,13 @@ def annotated(
     classes: Sequence[str],
     true: Tensor | None = None,
     marks: Sequence[str] | None = None,
+    masks: Sequence[bytes] = (),
 ) -> Tensor:
-    """uint8 (3, H, W), enlarged where small: found boxes in orange with class, score and their marks, true
-    ones (k, 4) in green."""
+    """uint8 (3, H, W), enlarged where small: found boxes in orange with class, score and their marks, and
+    their masks, true boxes (k, 4) in green."""
+    for mask in masks:
+        [own] = decoded([mask], *pixels.shape[1:])
+        pixels = draw_segmentation_masks(pixels, own.bool(), alpha=_VEIL, colors=_FOUND)
     times = max(1, -(-_LEAST_SIDE // max(pixels.shape[1:])))
     large: Tensor = functional.interpolate(pixels[None], scale_factor=times)[0].contiguous()
     if true is not None and len(true):

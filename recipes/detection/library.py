@@ -35,11 +35,16 @@ class LibraryDetection(Task):
         self._reports = Reports(data, _detect)
 
     def build(self) -> nn.Module:
-        return self._model(num_classes=len(self._data.classes), size=self._data.size)
+        detector = self._model(num_classes=len(self._data.classes), size=self._data.size)
+        if detector.learns_masks and not self._data.masks:
+            raise UserError("model: learns masks, and the data have boxes alone. Add data.source.masks=true.")
+        if self._data.masks and not detector.learns_masks:
+            raise UserError("data.source.masks=true: this model learns boxes alone. Leave it out.")
+        return detector
 
     def loss(self, model: nn.Module, batch: Batch, progress: Progress) -> Loss:
         seed = derive_seed(self._data.seed, progress.step)
-        losses = model(batch.images, batch.boxes, batch.labels, batch.ids, seed)
+        losses = model(batch.images, batch.boxes, batch.labels, batch.ids, seed, batch.masks)
         sums = {name: values.float().sum() for name, values in losses.items()}
         parts = sums if len(sums) > 1 else {}
         return Loss(torch.stack(list(sums.values())).sum(), len(batch.images), parts)
@@ -80,6 +85,8 @@ class LibraryDetection(Task):
         """With ``nms`` at most ``most`` boxes a picture (100), of ``score`` (0.25) or more, else all that is
         said."""
         assert isinstance(model, Detector)
+        if model.learns_masks:
+            raise UserError("export: an exported file gives boxes, and this model learns masks, too.")
         if model.chooses and not nms:
             raise UserError(
                 "nms=false: this detector has no anchors, but chooses its queries or proposals itself."
@@ -103,8 +110,4 @@ class _Dense(nn.Module):
 
 
 def _detect(model: nn.Module, images: Tensor, least_score: float) -> list[Detections]:
-    pictures = []
-    for boxes, scores, labels in model(images):
-        sure = scores >= least_score
-        pictures.append(Detections(boxes[sure], scores[sure], labels[sure]))
-    return pictures
+    return [detected.where(detected.scores >= least_score) for detected in model(images)]

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from ddptrain.data.detection.write import as_coco, in_sides
 from ddptrain.data.pictures import check_apart, claim, named_pictures
 from ddptrain.recipes.detection.detections import Detections
 from ddptrain.recipes.detection.draw import annotated
+from ddptrain.recipes.detection.masks import whole_masks
 
 _LEAST_SIDE = 1.0
 """Pixels of a picture that a box has to cover either way."""
@@ -27,7 +29,8 @@ def predicted(
     detect: gives each picture's detections of a batch of pictures.
 
     Under ``out``: ``pictures/`` with the boxes drawn in, ``labels/`` as YOLO's text files, and
-    ``predictions.json`` as COCO's instances JSON with a score for each box.
+    ``predictions.json`` as COCO's instances JSON with a score for each box, and a mask where the detector
+    learns them.
     """
     files = named_pictures(source)
     above = Path(os.path.commonpath([file.parent for file in files]))
@@ -35,16 +38,18 @@ def predicted(
     check_apart("source", names)
     scenes = FileScenes((probe(file), str(name), []) for file, name in zip(files, names, strict=True))
     claim(out)
-    per_picture: list[Detections] = []
+    per_picture: list[tuple[Detections, list[bytes] | None]] = []
     try:
         for i, batch in enumerate(data.batches_of(scenes)):
             [detected] = detect(batch.images)
-            height, width = scenes.sizes[i].tolist()
-            detected = within(batch.placed.of(0).back(detected.boxes), detected, (height, width))
-            pixels = scenes.image(i)
-            _write_picture(out / "pictures" / names[i].with_suffix(".png"), pixels, detected, data.classes)
+            size, boxes = scenes.sizes[i].tolist(), batch.placed.of(0).back(detected.boxes)
+            masks = whole_masks(detected.masks, boxes, *size)
+            detected, kept = within(boxes, detected, size)
+            masks = [*compress(masks, kept.tolist())]
+            drawn = annotated(scenes.image(i), detected, data.classes, masks=masks)
+            _write_picture(out / "pictures" / names[i].with_suffix(".png"), drawn)
             _write_labels(out / "labels" / names[i].with_suffix(".txt"), detected, scenes.sizes[i])
-            per_picture.append(detected)
+            per_picture.append((detected, masks if data.masks else None))
             summary = ", ".join(_counts(detected, data.classes)) or "nothing"
             yield f"{files[i]}: {summary}\n"
     finally:  # also where a picture can't be decoded: of those before it
@@ -53,13 +58,13 @@ def predicted(
     yield f"{out}: pictures, labels and predictions.json for {len(files)} pictures"
 
 
-def within(boxes: Tensor, detected: Detections, size: Sequence[int]) -> Detections:
+def within(boxes: Tensor, detected: Detections, size: Sequence[int]) -> tuple[Detections, Tensor]:
     """On the CPU, cut off at the edge of a picture of this size (height, width); what lies in the grey beside
-    it is left out."""
+    it is left out. And bool (d,): what is not."""
     height, width = size
     boxes = boxes.cpu().clamp(min=0).minimum(torch.tensor([width, height, width, height]))
     kept = (boxes[:, 2:] - boxes[:, :2]).amin(1) >= _LEAST_SIDE
-    return Detections(boxes[kept], detected.scores.cpu()[kept], detected.labels.cpu()[kept])
+    return Detections(boxes[kept], detected.scores.cpu()[kept], detected.labels.cpu()[kept]), kept
 
 
 def _counts(detected: Detections, classes: Sequence[str]) -> Iterator[str]:
@@ -67,11 +72,11 @@ def _counts(detected: Detections, classes: Sequence[str]) -> Iterator[str]:
     return (f"{count} {name}" for name, count in zip(classes, counts, strict=True) if count)
 
 
-def _write_picture(file: Path, pixels: Tensor, detected: Detections, classes: Sequence[str]) -> None:
+def _write_picture(file: Path, drawn: Tensor) -> None:
     from torchvision.transforms.v2.functional import to_pil_image
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    to_pil_image(annotated(pixels, detected, classes)).save(file)
+    to_pil_image(drawn).save(file)
 
 
 def _write_labels(file: Path, detected: Detections, size: Tensor) -> None:
@@ -86,11 +91,16 @@ def _write_labels(file: Path, detected: Detections, size: Tensor) -> None:
 
 
 def _as_json(
-    scenes: FileScenes, per_picture: Sequence[Detections], classes: Sequence[str]
+    scenes: FileScenes,
+    per_picture: Sequence[tuple[Detections, list[bytes] | None]],
+    classes: Sequence[str],
 ) -> dict[str, object]:
-    objects = [Objects(f.boxes, f.labels, torch.zeros_like(f.labels, dtype=torch.bool)) for f in per_picture]
+    objects = [
+        Objects(detected.boxes, detected.labels, torch.zeros_like(detected.labels, dtype=torch.bool), masks)
+        for detected, masks in per_picture
+    ]
     content = as_coco(objects, scenes.sizes[: len(per_picture)], scenes.names[: len(per_picture)], classes)
-    scores = [score for detected in per_picture for score in detected.scores.tolist()]
+    scores = [score for detected, _ in per_picture for score in detected.scores.tolist()]
     for annotation, score in zip(content["annotations"], scores, strict=True):
         annotation["score"] = score
     return content

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from ddptrain.api import Figure, Picture, Report, Rows, UserError
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
+from ddptrain.data.detection.run_lengths import PackedMasks
 from ddptrain.recipes.detection.detections import Detections
 from ddptrain.recipes.detection.draw import compared, make_sheet
 from ddptrain.recipes.detection.errors import SCORE, by_size, confusion, matched, worst
+from ddptrain.recipes.detection.masks import whole_masks
 from ddptrain.recipes.detection.predict import predicted
 from ddptrain.recipes.detection.score import coco_scores
 from ddptrain.recipes.detection.video import ENDINGS, Track, filmed, names_video
@@ -41,11 +43,15 @@ class Reports:
         """The last report's detections, of which `figures` shows the mistakes."""
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
-        return rows_of(batch, self._detect(model, batch.images, LEAST_SCORE))
+        pictures = self._detect(model, batch.images, LEAST_SCORE)
+        rows = rows_of(batch, pictures)
+        return {**rows, **mask_rows(batch, pictures, self._data.valid.sizes)} if self._data.masks else rows
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        rows = self._clipped(sums["detections"])
-        scores = coco_scores(self._data.valid, self._data.classes, rows)
+        rows, masks = self._clipped(sums["detections"]), None
+        if self._data.masks:
+            masks = PackedMasks(sums["masks"], sums["mask_lengths"].cumsum(0))
+        scores = coco_scores(self._data.valid, self._data.classes, rows, masks)
         self._reported = rows
         return Report(scores.metrics, scores.curves)
 
@@ -90,6 +96,17 @@ class Reports:
         sizes = self._data.valid.sizes[rows[:, 0].long()]
         most = torch.stack([sizes[:, 1], sizes[:, 0]] * 2, dim=1).to(rows.dtype)
         return torch.cat([rows[:, :1], rows[:, 1:5].clamp(min=0).minimum(most), rows[:, 5:]], dim=1)
+
+
+def mask_rows(batch: Batch, pictures: Sequence[Detections], sizes: Tensor) -> Mapping[str, Rows]:
+    """The masks of `rows_of`'s detections in their pictures, one after the other, and how long each is.
+    sizes: int64 (n, 2), of all pictures."""
+    masks: list[bytes] = []
+    for i, detected in enumerate(pictures):
+        boxes = batch.placed.of(i).back(detected.boxes)
+        masks += whole_masks(detected.masks, boxes, *sizes[batch.ids[i]].tolist())
+    packed = PackedMasks.of(masks)
+    return {"masks": Rows(packed.counts), "mask_lengths": Rows(torch.tensor([*map(len, masks)]).long())}
 
 
 def rows_of(batch: Batch, pictures: Sequence[Detections]) -> Mapping[str, Tensor | Rows]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.api import Curves
+from ddptrain.data.detection.run_lengths import as_json
 from ddptrain.data.detection.source import Scenes
 from ddptrain.data.detection.write import as_coco
 from ddptrain.recipes.detection.errors import against_score
@@ -26,10 +27,14 @@ class Scores(NamedTuple):
     curves: Mapping[str, Curves]
 
 
-def coco_scores(scenes: Scenes, classes: Sequence[str], rows: Tensor) -> Scores:
+def coco_scores(
+    scenes: Scenes, classes: Sequence[str], rows: Tensor, masks: Sequence[bytes] | None = None
+) -> Scores:
     """Average precision and recall of detections on all pictures of a part of a set.
 
-    rows: float32 (d, 7), rows of picture, x1, y1, x2, y2 (in pixels of the picture), score, label.
+    rows: float32 (d, 7), rows of picture, x1, y1, x2, y2 (in pixels of the picture), score, label. masks: of
+    these, as `ddptrain.data.detection.run_lengths` has them; then there are the same metrics of masks, whose
+    names begin with ``mask_``.
 
     mAP is the mean over classes and over IoU thresholds 0.50, 0.55, ... 0.95 of the average precision; mAP50
     and mAP75 are at one threshold; AR is the recall with 100 detections a picture, over the same thresholds
@@ -39,24 +44,13 @@ def coco_scores(scenes: Scenes, classes: Sequence[str], rows: Tensor) -> Scores:
 
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(as_coco(scenes.objects, scenes.sizes, scenes.names, classes))
-        evaluator = COCOeval_faster(truth, truth.loadRes(_results(rows)), "bbox")
-        evaluator.evaluate()
-        evaluator.accumulate()
-    precision = torch.from_numpy(evaluator.eval["precision"])[..., _ANY_AREA, _MOST]  # IoU, recall, class
-    scores = torch.from_numpy(evaluator.eval["scores"])[0, ..., _ANY_AREA, _MOST]  # recall, class
-    recall = torch.from_numpy(evaluator.eval["recall"])[..., _ANY_AREA, _MOST]  # IoU, class
-    present = [i for i in range(len(classes)) if recall[0, i] >= 0]
-    precision, scores, recall = precision[..., present], scores[:, present], recall[..., present]
-    metrics = {
-        "mAP": float(precision.mean()),
-        "mAP50": float(precision[0].mean()),
-        "mAP75": float(precision[5].mean()),
-        "AR": float(recall.mean()),
-    }
-    for place, label in enumerate(present):
-        metrics[f"AP/{classes[label]}"] = float(precision[..., place].mean())
-        metrics[f"AR/{classes[label]}"] = float(recall[:, place].mean())
-    names = [classes[label] for label in present]
+        results = truth.loadRes(_results(rows, masks, scenes.sizes))
+        kinds = ("bbox",) if masks is None else ("bbox", "segm")
+        of_boxes, *of_masks = (_tables(COCOeval_faster(truth, results, kind), classes) for kind in kinds)
+    metrics = _metrics(of_boxes)
+    for tables in of_masks:
+        metrics |= {f"mask_{name}": value for name, value in _metrics(tables).items()}
+    names, precision, _, scores = of_boxes
     curves = {
         "precision_recall": _by_recall(
             {
@@ -69,6 +63,43 @@ def coco_scores(scenes: Scenes, classes: Sequence[str], rows: Tensor) -> Scores:
         "against_score": against_score(precision[0], torch.linspace(0, 1, len(scores)), scores),
     }
     return Scores(metrics, curves)
+
+
+class _Tables(NamedTuple):
+    """Of the classes that pictures hold."""
+
+    names: list[str]
+    precision: Tensor
+    """(IoU, recall, class)"""
+    recall: Tensor
+    """(IoU, class)"""
+    scores: Tensor
+    """(recall, class), at the least IoU."""
+
+
+def _tables(evaluator: Any, classes: Sequence[str]) -> _Tables:
+    evaluator.evaluate()
+    evaluator.accumulate()
+    precision = torch.from_numpy(evaluator.eval["precision"])[..., _ANY_AREA, _MOST]
+    scores = torch.from_numpy(evaluator.eval["scores"])[0, ..., _ANY_AREA, _MOST]
+    recall = torch.from_numpy(evaluator.eval["recall"])[..., _ANY_AREA, _MOST]
+    present = [i for i in range(len(classes)) if recall[0, i] >= 0]
+    names = [classes[label] for label in present]
+    return _Tables(names, precision[..., present], recall[..., present], scores[:, present])
+
+
+def _metrics(tables: _Tables) -> dict[str, float]:
+    precision, recall = tables.precision, tables.recall
+    metrics = {
+        "mAP": float(precision.mean()),
+        "mAP50": float(precision[0].mean()),
+        "mAP75": float(precision[5].mean()),
+        "AR": float(recall.mean()),
+    }
+    for place, name in enumerate(tables.names):
+        metrics[f"AP/{name}"] = float(precision[..., place].mean())
+        metrics[f"AR/{name}"] = float(recall[:, place].mean())
+    return metrics
 
 
 def _worst(names: Sequence[str], precision: Tensor) -> dict[str, Tensor]:
@@ -85,9 +116,9 @@ def _by_recall(precision: Mapping[str, Tensor]) -> Curves:
     return Curves(lines, "recall", "precision")
 
 
-def _results(rows: Tensor) -> list[dict[str, Any]]:
+def _results(rows: Tensor, masks: Sequence[bytes] | None, sizes: Tensor) -> list[dict[str, Any]]:
     """Rows of picture, x1, y1, x2, y2, score, label as COCO's results JSON has them."""
-    return [
+    results: list[dict[str, Any]] = [
         {
             "image_id": int(picture) + 1,
             "category_id": int(label) + 1,
@@ -96,3 +127,7 @@ def _results(rows: Tensor) -> list[dict[str, Any]]:
         }
         for picture, x1, y1, x2, y2, score, label in rows.tolist()
     ]
+    if masks is not None:
+        for result, mask in zip(results, masks, strict=True):
+            result["segmentation"] = as_json(mask, *sizes[result["image_id"] - 1].tolist())
+    return results

@@ -1,4 +1,5 @@
-"""Any box detector of torchvision, by its name, with its own losses and preprocessing."""
+"""Any detector of torchvision of boxes, or of boxes and masks, by its name, with its own losses and
+preprocessing."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -11,6 +12,7 @@ from torchvision import models
 from torchvision.models.detection.fcos import FCOS
 from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
 from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.mask_rcnn import MaskRCNN
 from torchvision.models.detection.ssd import SSD
 from torchvision.ops import box_iou
 
@@ -24,22 +26,22 @@ from ddptrain.recipes.detection.torchvision_dense import one_stage, two_stages
 
 Target = dict[str, Tensor]
 """What is on a picture, as torchvision has it."""
-_WITHOUT_EPS = ("fasterrcnn_resnet50_fpn", "retinanet_resnet50_fpn")
+_WITHOUT_EPS = ("fasterrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn", "retinanet_resnet50_fpn")
 """Whose weights were trained with norms that divide by the deviation as it is."""
-_BEYOND_BOXES = ("keypointrcnn", "maskrcnn")
-"""Families that learn keypoints and masks, too, which the data do not have."""
+_OF_KEYPOINTS = "keypointrcnn"
+"""The family that learns keypoints, too, which the data do not have."""
 
 
 class DetectorName(str):
-    """The name of a box detector of torchvision."""
+    """The name of a detector of torchvision."""
 
     @staticmethod
     def problem(value: str) -> str | None:
         """What is wrong with a value of a config, or None."""
-        if value.startswith(_BEYOND_BOXES):
-            return "learns keypoints or masks beside boxes, which the data do not have. Take a box detector"
+        if value.startswith(_OF_KEYPOINTS):
+            return "learns keypoints, which the data do not have. Take a detector of boxes or masks"
         names = [
-            name for name in models.list_models(module=models.detection) if not name.startswith(_BEYOND_BOXES)
+            name for name in models.list_models(module=models.detection) if not name.startswith(_OF_KEYPOINTS)
         ]
         return problem_of_name(value, tuple(names), size_in_torchvision)
 
@@ -80,6 +82,7 @@ class TorchvisionDetector(Detector):
         super().__init__(detector)
         self.chooses = isinstance(detector, GeneralizedRCNN)
         """Those of two stages do, and only those."""
+        self.learns_masks = isinstance(detector, MaskRCNN)
         if self.chooses:
             for part in (cast(Any, detector.rpn), cast(Any, detector.roi_heads)):
                 part.box_coder = _ExactBoxCoder(part.box_coder)
@@ -90,13 +93,28 @@ class TorchvisionDetector(Detector):
         """The backbone sees all pictures at once, and so do the heads of a detector of one stage."""
         detector = cast(Any, self.detector)  # torchvision's classes have no common one
         targets = [{"boxes": truth.boxes, "labels": truth.labels + 1} for truth in truths]
+        if self.learns_masks:
+            for target, truth in zip(targets, truths, strict=True):
+                assert truth.masks is not None
+                target["masks"] = truth.masks
         batch, targets = detector.transform(list(images), targets)
         features = detector.backbone(batch.tensors)
         of_batch = _losses_of_two_stages if self.chooses else _losses_of_one_stage
         return of_batch(detector, batch, features, targets)
 
     def detections(self, images: Tensor) -> list[Detections]:
+        if self.learns_masks:
+            return self._with_masks(images)
         return [_as_detections(answer) for answer in self.detector(list(images))]
+
+    def _with_masks(self, images: Tensor) -> list[Detections]:
+        """Without the detector's last step, which would give each mask the size of the whole picture."""
+        detector = cast(Any, self.detector)
+        batch, _ = detector.transform(list(images))
+        features = detector.backbone(batch.tensors)
+        proposals, _ = detector.rpn(batch, features)
+        answers, _ = detector.roi_heads(features, proposals, batch.image_sizes)
+        return [_as_detections(answer) for answer in answers]
 
     def dense(self, images: Tensor) -> tuple[Tensor, Tensor]:
         return (two_stages if self.chooses else one_stage)(self.detector, images)
@@ -145,8 +163,9 @@ def _matched(detector: SSD, boxes: Tensor, anchors: Tensor) -> Tensor:
 
 def _as_detections(answer: Mapping[str, Tensor]) -> Detections:
     """torchvision's answer for a picture; its class 0 is the background."""
-    seen = answer["labels"] > 0
-    return Detections(answer["boxes"][seen], answer["scores"][seen], answer["labels"][seen] - 1)
+    masks = answer["masks"][:, 0] if "masks" in answer else None
+    whole = Detections(answer["boxes"], answer["scores"], answer["labels"] - 1, masks)
+    return whole.where(whole.labels >= 0)
 
 
 @final

@@ -58,6 +58,7 @@ class TransformersDetector(Detector):
     """One of transformers'. In training it sees a picture at a time: what is drawn for its queries depends on
     the others of a batch. mean, std: of the channels, in [0, 1]."""
 
+    learns_masks = False
     overlap = 1.0
     least_score = 0.0
     chooses = True
@@ -70,7 +71,7 @@ class TransformersDetector(Detector):
 
     def losses(self, images: Tensor, truths: list[Truth]) -> Iterator[Callable[[], Losses]]:
         inputs = self._normalised(images)
-        for i, (boxes, labels) in enumerate(truths):
+        for i, (boxes, labels, _) in enumerate(truths):
             shares = box_convert(boxes / _sides(images), "xyxy", "cxcywh")
             yield partial(self._loss, inputs[i : i + 1], {"class_labels": labels, "boxes": shares})
 
@@ -83,7 +84,8 @@ class TransformersDetector(Detector):
 
     def detections(self, images: Tensor) -> list[Detections]:
         best = candidates(*self.dense(images))
-        return [Detections(*(of[:MOST] for of in picture)) for picture in zip(*best, strict=True)]
+        pictures = zip(best.boxes, best.scores, best.labels, strict=True)
+        return [Detections(*picture).where(slice(MOST)) for picture in pictures]
 
     def dense(self, images: Tensor) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_exporting():  # its checks of shapes are operators that ONNX lacks

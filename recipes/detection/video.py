@@ -82,7 +82,7 @@ def filmed(
             for frame in chain([first], frames):
                 image, placed = data.model_input(frame.pixels)
                 [seen] = detect(image, least_score if tracks is None else min(least_score, _LEAST_TRACKED))
-                detected = within(placed.back(seen.boxes), seen, frame.pixels.shape[1:])
+                detected, _ = within(placed.back(seen.boxes), seen, frame.pixels.shape[1:])
                 numbers = [_NO_TRACK] * len(detected.labels)
                 if tracks is not None:
                     detected, numbers = tracks.update(detected, frame.time)
@@ -201,21 +201,24 @@ class _Tracks:
         # an object is of one class, the likeliest
         one_class = torch.zeros_like(detected.labels)
         kept = without_doubles(detected.boxes, detected.scores, one_class, _ONE_OBJECT)
-        boxes, scores, labels = (of[kept].numpy() for of in detected)
-        given = supervision.Detections(xyxy=boxes, confidence=scores, class_id=labels)
+        single = detected.where(kept)
+        given = supervision.Detections(
+            xyxy=single.boxes.numpy(), confidence=single.scores.numpy(), class_id=single.labels.numpy()
+        )
         tracked = self._tracker.update(given, timestamp=at)
         if not len(tracked):
-            return Detections(*(of[:0] for of in detected)), []
+            return detected.where(slice(0)), []
         all_of = Detections(*map(torch.from_numpy, (tracked.xyxy, tracked.confidence, tracked.class_id)))
         numbers = torch.from_numpy(tracked.tracker_id)
         shown = (numbers != _NO_TRACK) | (all_of.scores >= self._least_score)
-        return Detections(*(of[shown] for of in all_of)), numbers[shown].tolist()
+        return all_of.where(shown), numbers[shown].tolist()
 
 
 def _as_json(
     number: int, frame: _Frame, detected: Detections, numbers: Sequence[int], classes: Sequence[str]
 ) -> dict[str, Any]:
-    rows = zip(*(of.tolist() for of in detected), numbers, strict=True)
+    columns = detected.boxes.tolist(), detected.scores.tolist(), detected.labels.tolist()
+    rows = zip(*columns, numbers, strict=True)
     objects = [
         {
             "class": classes[label],

@@ -74,6 +74,8 @@ class Detection(Task):
         self._reports = Reports(data, self._detect)
 
     def build(self) -> nn.Module:
+        if self._data.masks:
+            raise UserError("data.source.masks=true: model=yolo learns boxes alone. Leave it out.")
         return self._model(num_classes=len(self._data.classes))
 
     def loss(self, model: nn.Module, batch: Batch, progress: Progress) -> Loss:

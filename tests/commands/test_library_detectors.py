@@ -63,6 +63,47 @@ def test_from_the_first_step_to_a_file(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_masks_from_the_first_step_to_a_prediction(tmp_path: Path) -> None:
+    few = "+model.box_detections_per_img=10 +model.box_batch_size_per_image=16"
+    few += " +model.rpn_post_nms_top_n_train=50 +model.rpn_post_nms_top_n_test=50"
+    words = f"{SCRATCH} model.name=maskrcnn_resnet50_fpn data.source.masks=true {few} run.dir=run"
+    done = ddptrain(tmp_path, words, **ONE_THREAD)
+    assert done.code == 0, done.err
+    assert "24 train with" in done.err
+    assert " masks, 8 valid" in done.err
+    assert "mask_mAP" in done.err
+    assert (tmp_path / "run/plots").is_dir()
+
+    whole = tmp_path / "whole"
+    shutil.copytree(tmp_path / "run", whole)
+    for what in ("step-6", "best"):  # as if it had been killed in step 5
+        shutil.rmtree(tmp_path / "run/checkpoints" / what)
+    done = ddptrain(tmp_path, words, **ONE_THREAD)
+    assert done.code == 0, done.err
+    assert "plan       steps 3 to 6" in done.err
+    again, before = (unpack(read(run / "checkpoints/step-6")) for run in (tmp_path / "run", whole))
+    for name, value in before["model"].items():
+        assert torch.equal(again["model"][name], value), name
+    metrics = [json.loads((run / "summary.json").read_text())["metrics"] for run in (tmp_path / "run", whole)]
+    assert metrics[0] == metrics[1]
+    assert {"mask_mAP", "mask_mAP50", "mask_mAP75", "mask_AR"} <= metrics[0].keys()
+
+    set_words = "data.source.train=1 data.source.valid=1 data.source.size=64 data.source.masks=true"
+    line = f"write recipe=yolo_shapes {set_words} layout=coco out=set"
+    done = ddptrain(tmp_path, line)
+    assert done.code == 0, done.err
+    done = ddptrain(tmp_path, "predict run=run source=set out=seen score=0.06", **ONE_THREAD)
+    assert done.code == 0, done.err
+    seen = json.loads((tmp_path / "seen/predictions.json").read_text())
+    assert len(seen["images"]) == 2
+    assert all(entry["segmentation"]["size"] == [64, 64] for entry in seen["annotations"])
+    assert len(list((tmp_path / "seen/pictures").rglob("*.png"))) == 2
+    assert "export: an exported file gives boxes" in refusal(
+        tmp_path, "export run=run format=onnx", **ONE_THREAD
+    )
+
+
+@pytest.mark.long
 def test_it_starts_from_the_librarys_weights(tmp_path: Path) -> None:
     """From a file of them, as without a network."""
     name = "fasterrcnn_mobilenet_v3_large_320_fpn"
@@ -88,7 +129,8 @@ def test_it_starts_from_the_librarys_weights(tmp_path: Path) -> None:
     ("words", "said"),
     [
         ("model.name=fasterrcnn_resnet50", "model.name=fasterrcnn_resnet50: there is no such model."),
-        ("model.name=maskrcnn_resnet50_fpn", "learns keypoints or masks beside boxes"),
+        ("model.name=keypointrcnn_resnet50_fpn", "learns keypoints, which the data do not have"),
+        ("model.name=maskrcnn_resnet50_fpn", "learns masks, and the data have boxes alone. Add data.source"),
         ("model=transformers_detection", "model.name: name a detector of the Hugging Face hub"),
         (
             "model=transformers_detection model.name=nowhere/at_all",

@@ -105,25 +105,44 @@ def test_a_scene_does_not_depend_on_how_many_are_drawn_nor_on_threads() -> None:
 def painted(height: int, width: int, first: int, count: int) -> BoxedImage:
     """Solid rectangles on grey, apart from each other; each its own colour, of which its label tells."""
     pixels = torch.full((3, height, width), GREY, dtype=torch.uint8)
+    masks = torch.zeros(count, height, width, dtype=torch.uint8)
     boxes = []
     for j in range(count):
         x1, x2 = round((j + 0.1) * width / count), round((j + 0.9) * width / count)
         y1, y2 = round(height * (0.1 + 0.2 * j)), round(height * (0.6 + 0.1 * j))
         pixels[:, y1:y2, x1:x2] = PAINTS[(first + j) % 6].to(torch.uint8)[:, None, None]
+        masks[j, y1:y2, x1:x2] = 1
         boxes.append([x1, y1, x2, y2])
-    return BoxedImage(pixels, torch.tensor(boxes).float().view(-1, 4), first + torch.arange(count))
+    return BoxedImage(pixels, torch.tensor(boxes).float().view(-1, 4), first + torch.arange(count), masks)
 
 
-def extent(pixels: Tensor, label: int) -> list[float] | None:
-    """Where this colour makes up more than half of a pixel."""
+def shows(pixels: Tensor, label: int) -> Tensor:
+    """bool (h, w): where this colour makes up more than half of a pixel."""
     away = PAINTS[label].float() - GREY
     share = ((pixels.float() - GREY) * away[:, None, None]).sum(0) / away.pow(2).sum()
     others = [(pixels.float() - paint[:, None, None]).abs().sum(0) for paint in PAINTS.float()]
-    seen = torch.nonzero((share > 0.5) & (torch.stack(others).argmin(0) == label))
+    return (share > 0.5) & (torch.stack(others).argmin(0) == label)
+
+
+def extent(pixels: Tensor, label: int) -> list[float] | None:
+    seen = torch.nonzero(shows(pixels, label))
     if not len(seen):
         return None
     (y1, x1), (y2, x2) = seen.amin(0).tolist(), seen.amax(0).tolist()
     return [x1, y1, x2 + 1, y2 + 1]
+
+
+def check_masks(sample: BoxedImage, edge: int) -> None:
+    """Each shows its object's colour, and the colour is shown by it, but for so many pixels at the edge."""
+    assert sample.masks is not None
+    assert sample.masks.dtype == torch.uint8
+    assert sample.masks.shape == (len(sample.labels), SIDE, SIDE)
+    assert int(sample.masks.max() if len(sample.masks) else 0) <= 1
+    for mask, label in zip(sample.masks.float(), sample.labels.tolist(), strict=True):
+        seen = shows(sample.pixels, label).float()
+        for one, other in ((mask, seen), (seen, mask)):
+            wider = torch.nn.functional.max_pool2d(other[None], 2 * edge + 1, 1, edge)[0]
+            assert (one <= wider).all()
 
 
 SIDE = 128
@@ -163,7 +182,15 @@ def test_boxes_stay_on_their_objects(
         "vertical_flip": float(vertical),
         "keep": 0.2,
     }
-    tiles, (pixels, boxes, labels), draws = applied(DetectionAugment(**PLAIN | changes), seed, mosaic)
+    tiles, sample, draws = applied(DetectionAugment(**PLAIN | changes), seed, mosaic)
+    check_masks(sample, edge=1)
+    pixels, boxes, labels, _ = sample
+    without_masks = DetectionAugment(**PLAIN | changes).apply(
+        [tile._replace(masks=None) for tile in tiles], draws, SIDE
+    )
+    assert without_masks.masks is None
+    assert torch.equal(without_masks.pixels, pixels)
+    assert torch.equal(without_masks.boxes, boxes)
     assert pixels.shape == (3, SIDE, SIDE)
     assert len(set(labels.tolist())) == len(labels) == len(boxes)
     for box, label in zip(boxes, labels.tolist(), strict=True):
@@ -172,7 +199,7 @@ def test_boxes_stay_on_their_objects(
         torch.testing.assert_close(box, torch.tensor(seen).float(), rtol=0, atol=1.5)
         assert (box[2:] - box[:2]).min() >= 2
     everything = DetectionAugment(**PLAIN | changes | {"keep": 0.0})
-    for box, label in zip(*applied(everything, seed, mosaic)[1][1:], strict=True):
+    for box, label in zip(*applied(everything, seed, mosaic)[1][1:3], strict=True):
         whole = next(tile.boxes[tile.labels == label][0] for tile in tiles if label in tile.labels)
         magnified = SIDE / round(SIDE / (1 - zoom / 2 + zoom * draws.zoom))
         left = float((box[2:] - box[:2]).prod() / (whole[2:] - whole[:2]).prod()) / magnified**2
@@ -185,7 +212,9 @@ def test_boxes_grow_with_what_is_turned_and_slanted(
     seed: int, mosaic: bool, most: tuple[float, float]
 ) -> None:
     augment = DetectionAugment(**PLAIN | {"degrees": most[0], "shear": most[1], "zoom": 0.3})
-    _, (pixels, boxes, labels), _ = applied(augment, seed, mosaic)
+    _, sample, _ = applied(augment, seed, mosaic)
+    check_masks(sample, edge=2)  # a slanted corner is thin
+    pixels, boxes, labels, _ = sample
     for label in range(6):
         seen = extent(pixels, label)
         x1, y1, x2, y2 = seen or (0, 0, 0, 0)
@@ -194,6 +223,22 @@ def test_boxes_grow_with_what_is_turned_and_slanted(
         [box] = boxes[labels == label].tolist()
         assert box[0] - 1.5 <= x1 < x2 <= box[2] + 1.5
         assert box[1] - 1.5 <= y1 < y2 <= box[3] + 1.5
+
+
+def test_masks_lie_where_their_objects_do_on_average() -> None:
+    """torchvision's own nearest neighbour moves them by up to half a pixel of the picture, always to one
+    side."""
+    augment, moved = DetectionAugment(**PLAIN | {"zoom": 0.5, "keep": 0.9}), []
+    for seed in range(60):
+        _, sample, draws = applied(augment, seed, mosaic=False)
+        assert sample.masks is not None
+        if draws.zoom > 0.5:
+            continue  # smaller only, where a pixel stands for several
+        for mask, label in zip(sample.masks, sample.labels.tolist(), strict=True):
+            seen = shows(sample.pixels, label)
+            moved.append(mask.nonzero().float().mean(0) - seen.nonzero().float().mean(0))
+    assert len(moved) > 20
+    assert torch.stack(moved).mean(0).abs().max() < 0.08
 
 
 def test_what_the_mosaics_edge_hides_counts_as_cut_off_also_where_pictures_are_turned() -> None:
@@ -246,7 +291,11 @@ def test_a_share_of_the_samples_is_combined_with_another_until_mosaics_end() -> 
 
 def test_a_blend_is_the_mean_of_two_with_the_objects_of_both() -> None:
     one, other = painted(SIDE, SIDE, 0, 2), painted(SIDE, SIDE, 3, 1)
-    pixels, boxes, labels = DetectionAugment(mixup=1.0).combined(one, other, drawn(0))
+    pixels, boxes, labels, masks = DetectionAugment(mixup=1.0).combined(one, other, drawn(0))
+    assert one.masks is not None
+    assert other.masks is not None
+    assert masks is not None
+    assert torch.equal(masks, torch.cat([one.masks, other.masks]))
     assert labels.tolist() == [0, 1, 3]
     assert torch.equal(boxes, torch.cat([one.boxes, other.boxes]))
     assert pixels.dtype == torch.uint8
@@ -267,7 +316,8 @@ some_boxes = st.lists(st.tuples(places, places, lengths, lengths), max_size=5).m
 
 def noise(boxes: Tensor, first: int, draw: torch.Generator) -> BoxedImage:
     pixels = torch.randint(256, (3, SIDE, SIDE), generator=draw).to(torch.uint8)
-    return BoxedImage(pixels, boxes, first + torch.arange(len(boxes)))
+    masks = torch.randint(2, (len(boxes), SIDE, SIDE), generator=draw).to(torch.uint8)
+    return BoxedImage(pixels, boxes, first + torch.arange(len(boxes)), masks)
 
 
 @settings(deadline=None, max_examples=80)
@@ -275,8 +325,12 @@ def noise(boxes: Tensor, first: int, draw: torch.Generator) -> BoxedImage:
 def test_pasted_objects_hide_little_and_nothing_else_changes(own: Tensor, its: Tensor, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     one, other = noise(own, 0, draw), noise(its, 100, draw)
-    pixels, boxes, labels = DetectionAugment(copy_paste=1.0).combined(one, other, drawn(0))
+    pixels, boxes, labels, masks = DetectionAugment(copy_paste=1.0).combined(one, other, drawn(0))
+    assert one.masks is not None
+    assert other.masks is not None
+    assert masks is not None
     expected, there, names = one.pixels.clone(), own.tolist(), list(range(len(own)))
+    still_seen, pasted = one.masks.clone(), []
     hidden = [0.0] * len(own)
     for i, (x1, y1, x2, y2) in enumerate(its.round().long().tolist()):
         after = [
@@ -290,7 +344,10 @@ def test_pasted_objects_hide_little_and_nothing_else_changes(own: Tensor, its: T
             expected[:, y1:y2, x1:x2] = other.pixels[:, y1:y2, x1:x2]
             there.append([x1, y1, x2, y2])
             names.append(100 + i)
+            still_seen[:, y1:y2, x1:x2] = 0
+            pasted.append(other.masks[i])
     assert torch.equal(pixels, expected)
+    assert torch.equal(masks, torch.stack([*still_seen, *pasted]) if names else one.masks)
     assert boxes.tolist() == there
     assert labels.tolist() == names
 

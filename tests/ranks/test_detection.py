@@ -69,7 +69,10 @@ def test_ranks_and_accumulation_do_not_change_the_weights(tmp_path: Path, one_to
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["ssdlite320_mobilenet_v3_large", "fasterrcnn_mobilenet_v3_large_320_fpn"])
+@pytest.mark.parametrize(
+    "name",
+    ["ssdlite320_mobilenet_v3_large", "fasterrcnn_mobilenet_v3_large_320_fpn", "maskrcnn_resnet50_fpn"],
+)
 def test_nor_those_of_torchvisions_detectors(name: str, tmp_path: Path) -> None:
     """What a picture draws, proposals and anchors, is its own, and so is its loss."""
 
@@ -77,7 +80,7 @@ def test_nor_those_of_torchvisions_detectors(name: str, tmp_path: Path) -> None:
         made = torchvision_detector(DetectorName(name), num_classes, size, frozen_norm=True)
         return with_statistics(made)
 
-    check_alike(lambda: library_detector(model), tmp_path, lr=1e-3)
+    check_alike(lambda: library_detector(model, masks=name.startswith("mask")), tmp_path, lr=1e-3)
 
 
 @pytest.mark.long

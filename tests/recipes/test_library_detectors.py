@@ -214,9 +214,10 @@ def test_frozen_norms_of_random_weights_are_refused(data: DetectionData, batch: 
     ("name", "said"),
     [
         ("fasterrcnn_resnet50", "there is no such model. Did you mean fasterrcnn_resnet50_fpn?"),
-        ("maskrcnn_resnet50_fpn", "learns keypoints or masks"),
+        ("keypointrcnn_resnet50_fpn", "learns keypoints, which the data do not have"),
+        ("*mask*", "matches 2; choose one of them"),
         ("*retina*", "matches 2; choose one of them"),
-        ("", "which of these 9?"),
+        ("", "which of these 11?"),
     ],
 )
 def test_names_are_checked(name: str, said: str) -> None:

@@ -42,9 +42,11 @@ def without_batchnorm(network: nn.Module) -> nn.Module:
     return network
 
 
-def library_detector(model: Callable[[int, int], Detector]) -> tuple[LibraryDetection, DetectionData]:
+def library_detector(
+    model: Callable[[int, int], Detector], masks: bool = False
+) -> tuple[LibraryDetection, DetectionData]:
     """model: called with the number of classes and the pictures' side."""
-    data = DetectionData(DrawnScenes(train=SAMPLES, valid=13, size=64), DetectionAugment())
+    data = DetectionData(DrawnScenes(train=SAMPLES, valid=13, size=64, masks=masks), DetectionAugment())
     return LibraryDetection(lambda num_classes, size: model(num_classes, size), data), data
 
 

@@ -23,21 +23,27 @@ class LabelledFiles(DetectionSource):
     `CocoFiles`, a folder by `VocFolder`, which say where the images and the part for validation are looked
     for.
 
-    on_error: "stop" refuses a set with problems and lists them; "skip" leaves out what they concern.
+    on_error: "stop" refuses a set with problems and lists them; "skip" leaves out what they concern. masks:
+    read each object's mask, too: YOLO's polygons, COCO's ``segmentation``.
     """
 
     name = "files"
 
-    def __init__(self, path: str | None = None, on_error: OnError = "stop") -> None:
+    def __init__(self, path: str | None = None, on_error: OnError = "stop", masks: bool = False) -> None:
         place = checked_path(path, _EXPECTED)
         ending = place.suffix.lower()
         self._source: DetectionSource
         if place.is_dir():
+            if masks:
+                raise UserError(
+                    f"data.source.masks=true: {path} is a folder, and Pascal VOC's XML has boxes alone. Name"
+                    " a data.yaml or a JSON of instances."
+                )
             self._source = VocFolder(str(place), on_error)
         elif ending in (".yaml", ".yml"):
-            self._source = YoloFiles(path, on_error)
+            self._source = YoloFiles(path, on_error, masks)
         elif ending == ".json":
-            self._source = CocoFiles(path, on_error=on_error)
+            self._source = CocoFiles(path, None, on_error, masks)
         else:
             raise UserError(f"data.source.path={path}: must name {_EXPECTED}.")
 

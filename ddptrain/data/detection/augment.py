@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class BoxedImage(NamedTuple):
     """float32 (k, 4) x1, y1, x2, y2 in pixels."""
     labels: Tensor
     """int64 (k,)"""
+    masks: Tensor | None = None
+    """uint8 (k, h, w), 1 where an object is seen; None where the set has none."""
 
 
 class BoxDraws(NamedTuple):
@@ -121,34 +123,46 @@ class DetectionAugment:
 
     def apply(self, tiles: Sequence[BoxedImage], draws: BoxDraws, size: int) -> BoxedImage:
         """A sample, (3, size, size), from the pictures that `tiles` named, at most ``size`` long."""
+        from torchvision.transforms import InterpolationMode
         from torchvision.transforms.v2 import functional
         from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat
 
-        canvas, whole_boxes, labels = self._laid_out(tiles, draws, size)
-        visible_boxes = whole_boxes.clamp(0, 2 * size)
-        boxes = BoundingBoxes(
-            visible_boxes, format=BoundingBoxFormat.XYXY, canvas_size=(2 * size, 2 * size), clamping_mode=None
-        )
         angle = _between(-self.degrees, self.degrees, draws.angle)
         slant = _between(-self.shear, self.shear, draws.shear)
-        if self.degrees or self.shear:
-            canvas = functional.affine(canvas, angle, [0, 0], 1.0, [slant, 0.0], fill=[float(GREY)] * 3)
-            boxes = functional.affine(boxes, angle, [0, 0], 1.0, [slant, 0.0])
         wide = round(size / _between(1 - self.zoom, 1 + self.zoom, draws.zoom))
         left, top = (
             min(max(round(size - wide / 2 + size * shift), 0), 2 * size - wide)
             for shift in (_between(-self.shift, self.shift, of) for of in (draws.shift_x, draws.shift_y))
         )
+
+        def turned(of: Tensor, **how: Any) -> Tensor:
+            if not self.degrees and not self.shear:
+                return of
+            return functional.affine(of, angle, [0, 0], 1.0, [slant, 0.0], **how)  # type: ignore[no-any-return]
+
+        def cut(of: Tensor, **how: Any) -> Tensor:
+            of = functional.resized_crop(of, top, left, wide, wide, [size, size], **how)
+            if draws.horizontal_flip < self.horizontal_flip:
+                of = functional.horizontal_flip(of)
+            return functional.vertical_flip(of) if draws.vertical_flip < self.vertical_flip else of
+
+        canvas, whole_boxes, labels, masks = self._laid_out(tiles, draws, size)
+        visible_boxes = whole_boxes.clamp(0, 2 * size)
+        boxes = turned(
+            BoundingBoxes(
+                visible_boxes,
+                format=BoundingBoxFormat.XYXY,
+                canvas_size=(2 * size, 2 * size),
+                clamping_mode=None,
+            )
+        )
         whole = _areas(boxes) * (size / wide) ** 2 * (_areas(whole_boxes) / _areas(visible_boxes))
-        pixels = functional.resized_crop(canvas, top, left, wide, wide, [size, size])
-        boxes = functional.resized_crop(boxes, top, left, wide, wide, [size, size])
-        if draws.horizontal_flip < self.horizontal_flip:
-            pixels, boxes = functional.horizontal_flip(pixels), functional.horizontal_flip(boxes)
-        if draws.vertical_flip < self.vertical_flip:
-            pixels, boxes = functional.vertical_flip(pixels), functional.vertical_flip(boxes)
-        plain = boxes.as_subclass(Tensor).clamp(0, size)
+        pixels = cut(turned(canvas, fill=[float(GREY)] * 3))
+        plain = cut(boxes).as_subclass(Tensor).clamp(0, size)
         kept = (_areas(plain) >= self.keep * whole) & (_sides(plain).amin(1) >= _LEAST_SIDE)
-        return BoxedImage(pixels, plain[kept], labels[kept])
+        if masks is not None:  # as pictures: torchvision's way with its Mask moves them by half a pixel
+            masks = cut(turned(masks[kept]), interpolation=InterpolationMode.NEAREST_EXACT)
+        return BoxedImage(pixels, plain[kept], labels[kept], masks)
 
     def partner(self, draws: BoxDraws, near: range, progress: float) -> int | None:
         """Which picture, out of ``near``, a sample is combined with, if any."""
@@ -161,8 +175,9 @@ class DetectionAugment:
         if draws.combine >= self.mixup:
             return _pasted(image, other)
         blend = (image.pixels.int() + other.pixels).div(2, rounding_mode="floor").to(torch.uint8)
-        boxes = torch.cat([image.boxes, other.boxes])
-        return BoxedImage(blend, boxes, torch.cat([image.labels, other.labels]))
+        boxes, labels = torch.cat([image.boxes, other.boxes]), torch.cat([image.labels, other.labels])
+        both = [of.masks for of in (image, other) if of.masks is not None]
+        return BoxedImage(blend, boxes, labels, torch.cat(both) if both else None)
 
     def colours(self, draws: BoxDraws) -> Tensor:
         """float32 (3, 3): what a sample's RGB values are multiplied by.
@@ -191,7 +206,7 @@ class DetectionAugment:
                 (x if right else x - tile.pixels.shape[2], y if below else y - tile.pixels.shape[1])
                 for tile, (right, below) in zip(tiles, ((0, 0), (1, 0), (0, 1), (1, 1)), strict=True)
             ]
-        boxes = []
+        boxes, masks = [], []
         for tile, (left, top) in zip(tiles, corners, strict=True):
             height, width = tile.pixels.shape[1:]
             x1, y1, x2, y2 = (
@@ -200,15 +215,24 @@ class DetectionAugment:
                 min(left + width, 2 * size),
                 min(top + height, 2 * size),
             )
-            canvas[:, y1:y2, x1:x2] = tile.pixels[:, y1 - top : y2 - top, x1 - left : x2 - left]
+            on_canvas = (..., slice(y1, y2), slice(x1, x2))
+            on_tile = (..., slice(y1 - top, y2 - top), slice(x1 - left, x2 - left))
+            canvas[on_canvas] = tile.pixels[on_tile]
             boxes.append(tile.boxes + torch.tensor([left, top, left, top]))
-        return BoxedImage(canvas, torch.cat(boxes), torch.cat([tile.labels for tile in tiles]))
+            if tile.masks is not None:
+                own = torch.zeros(len(tile.labels), 2 * size, 2 * size, dtype=torch.uint8)
+                own[on_canvas] = tile.masks[on_tile]
+                masks.append(own)
+        labels = torch.cat([tile.labels for tile in tiles])
+        return BoxedImage(canvas, torch.cat(boxes), labels, torch.cat(masks) if masks else None)
 
 
 def _pasted(image: BoxedImage, other: BoxedImage) -> BoxedImage:
-    pixels, boxes, labels = image.pixels.clone(), [image.boxes], [image.labels]
+    pixels, rows = image.pixels.clone(), []
+    own_masks = None if image.masks is None else image.masks.clone()
     hidden = torch.zeros(len(image.boxes))  # share of each, at most
-    for box, label in zip(other.boxes.round(), other.labels, strict=True):
+    boxes = other.boxes.round()
+    for row, box in enumerate(boxes):
         shared = torch.minimum(image.boxes[:, 2:], box[2:]) - torch.maximum(image.boxes[:, :2], box[:2])
         hidden_then = hidden + shared.clamp(min=0).prod(1) / _areas(image.boxes)
         if (hidden_then > _MOST_HIDDEN).any():
@@ -216,9 +240,14 @@ def _pasted(image: BoxedImage, other: BoxedImage) -> BoxedImage:
         hidden = hidden_then
         x1, y1, x2, y2 = box.long().tolist()
         pixels[:, y1:y2, x1:x2] = other.pixels[:, y1:y2, x1:x2]
-        boxes.append(box[None])
-        labels.append(label[None])
-    return BoxedImage(pixels, torch.cat(boxes), torch.cat(labels))
+        if own_masks is not None:
+            own_masks[:, y1:y2, x1:x2] = 0
+        rows.append(row)
+    masks = None
+    if own_masks is not None and other.masks is not None:
+        masks = torch.cat([own_masks, other.masks[rows]])
+    labels = torch.cat([image.labels, other.labels[rows]])
+    return BoxedImage(pixels, torch.cat([image.boxes, boxes[rows]]), labels, masks)
 
 
 def _sides(boxes: Tensor) -> Tensor:

@@ -39,6 +39,9 @@ class Batch(NamedTuple):
     """int64 (n,): which pictures of their part of the set."""
     placed: Letterbox
     """Where each picture lies on its canvas; of validation pictures only."""
+    masks: Tensor | None = None
+    """uint8 (n, k, H, W), of each box's object: 1 where it is seen, zeros below a picture's last box. Of
+    training pictures of a set that has masks."""
 
 
 def stacked(samples: Sequence[Sample]) -> Batch:
@@ -52,7 +55,12 @@ def stacked(samples: Sequence[Sample]) -> Batch:
         labels[i, : len(image.labels)] = image.labels
     pixels = torch.stack([image.pixels for image in images])
     where = Letterbox(*(torch.stack(of) for of in zip(*placed, strict=True)))
-    return Batch(pixels, boxes, labels, torch.stack(colours) / 255, torch.tensor(ids), where)
+    masks = None
+    if images[0].masks is not None:
+        masks = torch.zeros(len(images), most, *pixels.shape[2:], dtype=torch.uint8)
+        for own, image in zip(masks, images, strict=True):
+            own[: len(image.labels)] = image.masks
+    return Batch(pixels, boxes, labels, torch.stack(colours) / 255, torch.tensor(ids), where, masks)
 
 
 def _room(boxes: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any, final
 from ddptrain.data import held_out
 from ddptrain.data.detection import files
 from ddptrain.data.detection.files import FileScenes, ImageFile, Problems, Row
+from ddptrain.data.detection.run_lengths import of_json
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.left_out import OnError
 from ddptrain.errors import UserError
@@ -32,32 +33,38 @@ class CocoFiles(DetectionSource):
     named as the JSON without ``instances_``. Categories count in the order of their ids.
 
     on_error: "stop" refuses a set with problems and lists them; "skip" leaves out bad annotations, and
-    images that are missing or broken. The argument ``root`` of `open` isn't used.
+    images that are missing or broken. masks: read each annotation's ``segmentation``. The argument ``root``
+    of `open` isn't used.
     """
 
     name = "coco"
 
     def __init__(
-        self, path: str | None = None, valid_path: str | None = None, on_error: OnError = "stop"
+        self,
+        path: str | None = None,
+        valid_path: str | None = None,
+        on_error: OnError = "stop",
+        masks: bool = False,
     ) -> None:
         self._file = files.checked_path(path, "the JSON of a set's instances, in COCO's format")
         self._valid_file = Path(valid_path) if valid_path else None
         self._on_error = on_error
+        self._masks = masks
 
     def forgiving(self) -> DetectionSource:
         valid_path = None if self._valid_file is None else str(self._valid_file)
-        return CocoFiles(str(self._file), valid_path, "skip")
+        return CocoFiles(str(self._file), valid_path, "skip", self._masks)
 
     def open(self, root: Path) -> DetectionSet:
-        problems = Problems(self._file, self._on_error)
-        train = _read(self._file, problems)
+        problems, masks = Problems(self._file, self._on_error), self._masks
+        train = _read(self._file, problems, masks)
         valid_file = self._valid_file or _sibling(self._file)
         if valid_file is None:
             by_name = sorted(train.images, key=lambda image: str(image.get("file_name")))
             train_images, valid_images = held_out.split(by_name)
             valid = train
         else:
-            valid = _read(valid_file, problems)
+            valid = _read(valid_file, problems, masks)
             train_images, valid_images = train.images, valid.images
             files.note_in_both(_paths(train), _paths(valid), str(train.file), str(valid.file))
         for number in sorted(train.categories.keys() | valid.categories.keys()):
@@ -68,8 +75,8 @@ class CocoFiles(DetectionSource):
                     " must have the same categories."
                 )
         return problems.opened(
-            FileScenes(_labelled(train, train_images, problems)),
-            FileScenes(_labelled(valid, valid_images, problems)),
+            FileScenes(_labelled(train, train_images, problems, masks), masks),
+            FileScenes(_labelled(valid, valid_images, problems, masks), masks),
             list(train.categories.values()),
         )
 
@@ -99,9 +106,9 @@ def _sibling(file: Path) -> Path | None:
     return None
 
 
-def _read(file: Path, problems: Problems) -> _Instances:
+def _read(file: Path, problems: Problems, masks: bool) -> _Instances:
     try:
-        content = parse_json(files.read_text(file), object_hook=_without_masks)
+        content = parse_json(files.read_text(file), object_hook=None if masks else _without_masks)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{file}, line {error.lineno}, column {error.colno}: is not JSON ({error.msg})."
@@ -217,7 +224,7 @@ def _by_image(
 
 
 def _labelled(
-    instances: _Instances, images: Sequence[dict[str, Any]], problems: Problems
+    instances: _Instances, images: Sequence[dict[str, Any]], problems: Problems, masks: bool
 ) -> Iterator[tuple[ImageFile, str, list[Row]]]:
     index = {number: i for i, number in enumerate(instances.categories)}
     for image in images:
@@ -230,7 +237,10 @@ def _labelled(
         rows = []
         for entry in instances.annotations[image["id"]]:
             try:
-                rows.append(_row(entry, picture, index))
+                row = _row(entry, picture, index)
+                if masks:
+                    row = row._replace(mask=of_json(entry.get("segmentation"), picture.height, picture.width))
+                rows.append(row)
             except UserError as error:
                 problems.add(f"{instances.file}, annotation {entry['id']}: {error}.")
         yield picture, image["file_name"], rows
@@ -251,4 +261,4 @@ def _row(entry: dict[str, Any], picture: ImageFile, index: dict[int, int]) -> Ro
         raise UserError(f"bbox {json.dumps(bbox)}: {error}") from error
     box = (x, y, x + width, y + height)
     box = files.clipped(f"bbox {json.dumps(bbox)}", box, picture, _ROUNDING, _RULE)
-    return box, index[category], bool(crowd)
+    return Row(box, index[category], bool(crowd))

@@ -48,6 +48,7 @@ class _Known(NamedTuple):
 
     classes: tuple[str, ...]
     size: int
+    masks: bool
     device: torch.device
 
 
@@ -115,7 +116,8 @@ class DetectionData(Data):
         train = self._samples(opened.train, size, resident, "square", seed)
         valid = self._samples(opened.valid, size, resident, "common" if self.rectangular else "square")
         pipeline = Pipeline(train, valid, workers, world.device, self._on_device, resident)
-        self._known = _Known(tuple(opened.classes), size, world.device)
+        masks = all(on_it.masks is not None for on_it in (opened.train.objects[0], opened.valid.objects[0]))
+        self._known = _Known(tuple(opened.classes), size, masks, world.device)
         self._prepared = _Prepared(opened, pipeline, decoded, seed)
 
     def _size_for(self, opened: DetectionSet) -> int:
@@ -128,7 +130,7 @@ class DetectionData(Data):
     def _samples(
         self, scenes: Scenes, size: int, resident: bool, shape: Shape, seed: int | None = None
     ) -> Samples:
-        pictures = BoxedPictures(scenes, size, resident, shape)
+        pictures = BoxedPictures(scenes, size, resident, shape, masks=seed is not None)
         return Samples(pictures, BoxTransform(size, self._augment), stacked, seed, scenes.stream)
 
     @property
@@ -154,6 +156,11 @@ class DetectionData(Data):
     def size(self) -> int:
         """Pixels of the squares' sides."""
         return self._facts.size
+
+    @property
+    def masks(self) -> bool:
+        """Whether the objects have masks."""
+        return self._facts.masks
 
     @property
     def seed(self) -> int:
@@ -186,7 +193,7 @@ class DetectionData(Data):
         return replace(self._ready.pipeline.loading, left_out=len(self._ready.opened.skipped))
 
     def metadata(self) -> Mapping[str, Any]:
-        return {"classes": list(self.classes), "size": self.size}
+        return {"classes": list(self.classes), "size": self.size, "masks": self.masks}
 
     def preparation(self) -> Mapping[str, Any]:
         """How a program makes a model's input of a picture file, and reads its boxes (docs/detection.md), as
@@ -212,7 +219,8 @@ class DetectionData(Data):
 
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
         self.adopt_metadata(metadata)
-        self._known = _Known(tuple(metadata["classes"]), int(metadata["size"]), world.device)
+        classes, size = tuple(metadata["classes"]), int(metadata["size"])
+        self._known = _Known(classes, size, bool(metadata["masks"]), world.device)
 
     def write(
         self,
@@ -233,6 +241,11 @@ class DetectionData(Data):
             yield from write_check(opened, folder, self._size_for(opened))
             return
         opened = self._source.open(self._root)
+        if layout != "coco" and opened.train.objects[0].masks is not None:
+            raise UserError(
+                f"data.source.masks=true: layout={layout} holds boxes alone. Use layout=coco, or leave"
+                " data.source.masks out."
+            )
         if layout == "stream":
             yield from write_boxes(opened, folder, block_mb)
             return
@@ -267,26 +280,29 @@ class DetectionData(Data):
         return images, Letterbox(placed.scale.to(device), placed.corner.to(device))
 
     def preview(self) -> Tensor:
-        """The first 16 training samples as epoch 0 shows them, with their boxes."""
-        from torchvision.utils import draw_bounding_boxes
+        """The first 16 training samples as epoch 0 shows them, with their boxes and masks."""
+        from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
         batch = self._ready.pipeline.train.first(16, epoch=0)
         pictures = (coloured(batch, channels_last=False).images * 255).to(torch.uint8)
         for i, there in enumerate(batch.labels >= 0):
             if there.any():
+                if batch.masks is not None:
+                    own = batch.masks[i][there].bool()
+                    pictures[i] = draw_segmentation_masks(pictures[i], own, alpha=0.5, colors="red")
                 pictures[i] = draw_bounding_boxes(pictures[i], batch.boxes[i][there], colors="red")
         return pictures
 
     def describe(self) -> str:
         opened, pipeline, decoded, _ = self._ready
-        boxes = sum(map(len, opened.train.objects))
+        objects = f"{sum(map(len, opened.train.objects)):,} {'masks' if self.masks else 'boxes'}"
         where = f"in memory ({decoded / 2**20:.0f} MiB)" if pipeline.in_memory else "read from disk"
         sides = f"{self.size}x{self.size}"
         if self.rectangular:
             height, width = canvases(opened.valid.sizes, self.size, "common")[0].tolist()
             sides += f" (valid {width}x{height})"
         return (
-            f"{self._source.name}: {self.train_size:,} train with {boxes:,} boxes, {self.valid_size:,}"
+            f"{self._source.name}: {self.train_size:,} train with {objects}, {self.valid_size:,}"
             f" valid, {len(self.classes)} classes, {sides}, {where},"
             f" {pipeline.workers} workers{in_words(opened.skipped)}"
         )
@@ -303,6 +319,8 @@ class DetectionData(Data):
                 sha256.update(part.fingerprint(i))
                 for tensor in (part.sizes[i], on_it.boxes, on_it.labels, on_it.crowd):
                     sha256.update(tensor.numpy().tobytes())
+                for mask in on_it.masks or ():
+                    sha256.update(mask)
         return sha256.hexdigest()
 
     def _on_device(self, batch: Batch) -> Batch:

@@ -15,6 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from ddptrain.api.rng import derive_seed
+from ddptrain.data.detection.run_lengths import encoded
 from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects
 from ddptrain.data.images.shapes import DISTANCES, signed_distance
 from ddptrain.errors import check_least
@@ -33,7 +34,8 @@ _NOBODY = -1
 @dataclass(frozen=True, eq=False)
 class DrawnScenes(DetectionSource):
     """train, valid: how many scenes. size: pixels of a scene's side. seed: of the drawings; it is not the
-    run's, so that runs with different seeds see the same set."""
+    run's, so that runs with different seeds see the same set. masks: of each shape, too: what is seen of
+    it."""
 
     name = "shapes_detection"
 
@@ -41,6 +43,7 @@ class DrawnScenes(DetectionSource):
     valid: int = 400
     size: int = 128
     seed: int = 0
+    masks: bool = False
 
     def __post_init__(self) -> None:
         check_least("data.source", 1, train=self.train, valid=self.valid)
@@ -55,7 +58,7 @@ class DrawnScenes(DetectionSource):
 
     def _scenes(self, count: int, part: int) -> ArrayScenes:
         chunks = [
-            draw_scenes(torch.Generator().manual_seed(derive_seed(self.seed, part, i)), self.size)
+            draw_scenes(torch.Generator().manual_seed(derive_seed(self.seed, part, i)), self.size, self.masks)
             for i in range(math.ceil(count / _CHUNK))
         ]
         images = torch.cat([images for images, _ in chunks])[:count]
@@ -63,8 +66,8 @@ class DrawnScenes(DetectionSource):
         return ArrayScenes(images, objects, [f"{i:06}" for i in range(count)])
 
 
-def draw_scenes(generator: Generator, side: int) -> tuple[Tensor, list[Objects]]:
-    """uint8 (200, 3, side, side) pictures and what is on each."""
+def draw_scenes(generator: Generator, side: int, masks: bool = False) -> tuple[Tensor, list[Objects]]:
+    """uint8 (200, 3, side, side) pictures and what is on each, with masks if asked for."""
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
         return low + (high - low) * torch.rand(_CHUNK, *shape, generator=generator)
@@ -90,11 +93,13 @@ def draw_scenes(generator: Generator, side: int) -> tuple[Tensor, list[Objects]]
         painted[done, count[done]] = labels[done, k]
         count[done] += 1
     images = ((canvas.pixels() + noise).clamp(0, 1) * 255).round().to(torch.uint8)
-    boxes = _boxes_of(canvas.owners())
-    objects = [
-        Objects(boxes[i, :n].clone(), painted[i, :n].clone(), torch.zeros(n, dtype=torch.bool))
-        for i, n in enumerate(count.tolist())
-    ]
+    owners = canvas.owners()
+    boxes = _boxes_of(owners)
+    objects = []
+    for i, n in enumerate(count.tolist()):
+        own = encoded((owners[i] == torch.arange(n)[:, None, None]).to(torch.uint8)) if masks else None
+        crowd = torch.zeros(n, dtype=torch.bool)
+        objects.append(Objects(boxes[i, :n].clone(), painted[i, :n].clone(), crowd, own))
     return images, objects
 
 

@@ -8,12 +8,13 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, final
+from typing import BinaryIO, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from ddptrain.data.agreement import check_distinct
+from ddptrain.data.detection.run_lengths import PackedMasks
 from ddptrain.data.detection.source import DetectionSet, Objects, PackedObjects, Scenes
 from ddptrain.data.identity import of_file
 from ddptrain.data.left_out import OnError
@@ -25,13 +26,20 @@ log = logging.getLogger("ddptrain")
 
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2 in pixels."""
-Row = tuple[Box, int, bool]
-"""Box, label, crowd."""
 
 _SHOWN = 20
 _LEAST_SIDE = 0.01  # Pixels. What is thinner may have no area left once it is float32.
 _ORIENTATION = 0x0112
 _TURNING = (b"Raw profile type exif", b"XML:com.adobe.xmp")
+
+
+class Row(NamedTuple):
+    """An object of `Objects`."""
+
+    box: Box
+    label: int
+    crowd: bool
+    mask: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +59,26 @@ class ImageFile:
 class FileScenes(Scenes):
     """Image files, decoded when asked for and turned as their EXIF tag says.
 
-    labelled: each picture with its name and its objects. files: where the pictures lie.
+    labelled: each picture with its name and its objects. files: where the pictures lie. masks: whether each
+    object has one.
     """
 
-    def __init__(self, labelled: Iterable[tuple[ImageFile, str, Sequence[Row]]]) -> None:
+    def __init__(self, labelled: Iterable[tuple[ImageFile, str, Sequence[Row]]], masks: bool = False) -> None:
         self.files: list[str] = []
         self.names: list[str] = []
         sizes, starts = array("q"), array("q", [0])
-        boxes, labels, crowds = array("f"), array("q"), array("b")
+        boxes, labels, crowds, of_objects = array("f"), array("q"), array("b"), []
         for picture, name, rows in labelled:
             self.files.append(str(picture.file))
             self.names.append(name)
             sizes.extend((picture.height, picture.width))
-            for box, label, crowd in rows:
-                boxes.extend(box)
-                labels.append(label)
-                crowds.append(crowd)
+            for row in rows:
+                boxes.extend(row.box)
+                labels.append(row.label)
+                crowds.append(row.crowd)
+                if masks:
+                    assert row.mask is not None
+                    of_objects.append(row.mask)
             starts.append(len(labels))
         self.sizes = torch.tensor(sizes, dtype=torch.int64).view(-1, 2)
         self.objects = PackedObjects(
@@ -75,6 +87,7 @@ class FileScenes(Scenes):
                 boxes=torch.tensor(boxes, dtype=torch.float32).view(-1, 4),
                 labels=torch.tensor(labels, dtype=torch.int64),
                 crowd=torch.tensor(crowds, dtype=torch.bool),
+                masks=PackedMasks.of(of_objects) if masks else None,
             ),
         )
 

@@ -1,6 +1,7 @@
 """Pictures with boxes as `ddptrain.data.pipeline` has them: source and transform."""
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import final
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from ddptrain.data.detection.augment import BoxDraws, BoxedImage, DetectionAugment
 from ddptrain.data.detection.batch import Sample
 from ddptrain.data.detection.letterbox import Letterbox, Shape, canvases, fitted, in_canvas, letterbox
+from ddptrain.data.detection.run_lengths import decoded
 from ddptrain.data.detection.source import Objects, PackedObjects, Scenes
 from ddptrain.data.stream.samples import neighbours
 from ddptrain.data.workers import AS_IT_IS, Key
@@ -52,21 +54,26 @@ def decoded_bytes(scenes: Scenes, size: int) -> int:
 @final
 class BoxedPictures:
     """Pictures at the size they are trained at, not yet on their canvases, with their boxes: the source of
-    `ddptrain.data.pipeline`. resident: as `ScaledPictures` has it. shape: of an evaluation's canvases."""
+    `ddptrain.data.pipeline`. resident: as `ScaledPictures` has it. shape: of an evaluation's canvases.
+    masks: with the objects' masks, where the set has some; they are decoded whenever they are asked for."""
 
-    def __init__(self, scenes: Scenes, size: int, resident: bool, shape: Shape) -> None:
+    def __init__(self, scenes: Scenes, size: int, resident: bool, shape: Shape, masks: bool) -> None:
         self.canvases = canvases(scenes.sizes, size, shape)
         self.placed = letterbox(scenes.sizes, size, self.canvases)
         self.stream = scenes.stream
+        self._sizes = scenes.sizes
         self._pictures = ScaledPictures(scenes, size, resident)
-        self._objects = _to_learn(scenes.objects, self.placed)
+        self._objects = _to_learn(scenes.objects, self.placed, masks)
 
     def __len__(self) -> int:
         return len(self._objects)
 
     def __getitem__(self, index: int) -> BoxedImage:
-        on_it = self._objects[index]
-        return BoxedImage(self._pictures[index], on_it.boxes, on_it.labels)
+        on_it, pixels = self._objects[index], self._pictures[index]
+        masks = None
+        if on_it.masks is not None:
+            masks = _scaled(decoded(on_it.masks, *self._sizes[index].tolist()), pixels.shape[1:])
+        return BoxedImage(pixels, on_it.boxes, on_it.labels, masks)
 
 
 @final
@@ -93,17 +100,28 @@ class BoxTransform:
         return Sample(image, self._augment.colours(draws), key.sample, placed)
 
 
+def _scaled(masks: Tensor, size: Sequence[int]) -> Tensor:
+    """uint8 (k, h, w) of 0 and 1 -> the same of another height and width."""
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms.v2 import functional
+
+    scaled: Tensor = functional.resize(masks, list(size), InterpolationMode.NEAREST_EXACT)
+    return scaled
+
+
 def _letterboxed(scaled_image: BoxedImage, placed: Letterbox, canvas: Tensor) -> BoxedImage:
     boxes = scaled_image.boxes + placed.corner.repeat(2)
-    return scaled_image._replace(pixels=in_canvas(scaled_image.pixels, placed, canvas), boxes=boxes)
+    pixels = in_canvas(scaled_image.pixels, placed, canvas)
+    return BoxedImage(pixels, boxes, scaled_image.labels)  # masks are compared at the picture's own size
 
 
-def _to_learn(objects: Sequence[Objects], placed: Letterbox) -> PackedObjects:
-    """Boxes at the size that pictures are trained at; crowds are left out."""
+def _to_learn(objects: Sequence[Objects], placed: Letterbox, masks: bool) -> PackedObjects:
+    """Boxes at the size that pictures are trained at, and masks at their own; crowds are left out."""
     scaled = placed._replace(corner=torch.zeros_like(placed.corner))
     kept = []
     for i, on_it in enumerate(objects):
         single = ~on_it.crowd
         boxes, labels = scaled.of(i).there(on_it.boxes[single]), on_it.labels[single]
-        kept.append(Objects(boxes, labels, on_it.crowd[single]))
+        of_single = [*compress(on_it.masks, single.tolist())] if masks and on_it.masks is not None else None
+        kept.append(Objects(boxes, labels, on_it.crowd[single], of_single))
     return PackedObjects.of(kept)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import final, overload
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.api.order import EpochOrder, Shuffled
+from ddptrain.data.detection.run_lengths import PackedMasks
 from ddptrain.data.pictures import as_png
 from ddptrain.data.stream.samples import StreamSamples
 
@@ -21,12 +22,14 @@ class Objects:
 
     boxes: float32 (k, 4), x1, y1, x2, y2 in pixels of the picture as it is seen (turned by its EXIF tag),
     within it. labels: int64 (k,), indices into the classes. crowd: bool (k,), COCO's ``iscrowd``: a region of
-    many, left out of training and neither right nor wrong in evaluation.
+    many, left out of training and neither right nor wrong in evaluation. masks: k of them, of the picture's
+    size, as `ddptrain.data.detection.run_lengths` has them; None where the set has none.
     """
 
     boxes: Tensor
     labels: Tensor
     crowd: Tensor
+    masks: Sequence[bytes] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -51,7 +54,9 @@ class PackedObjects(Sequence[Objects]):
         boxes, labels, crowd = (
             torch.cat([getattr(on_it, name) for on_it in pictures]) for name in ("boxes", "labels", "crowd")
         )
-        return cls(starts, Objects(boxes, labels, crowd))
+        masks = [on_it.masks for on_it in pictures if on_it.masks is not None]
+        packed = PackedMasks.of(chain(*masks)) if len(masks) == len(pictures) else None
+        return cls(starts, Objects(boxes, labels, crowd, packed))
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -65,7 +70,8 @@ class PackedObjects(Sequence[Objects]):
             return [self[i] for i in range(len(self))[which]]
         i = range(len(self))[which]
         part, packed = slice(*self._starts[i : i + 2].tolist()), self._packed
-        return Objects(packed.boxes[part], packed.labels[part], packed.crowd[part])
+        masks = None if packed.masks is None else packed.masks[part]
+        return Objects(packed.boxes[part], packed.labels[part], packed.crowd[part], masks)
 
 
 class Scenes(ABC):

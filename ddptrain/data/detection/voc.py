@@ -130,7 +130,7 @@ def _row(entry: Any, picture: ImageFile) -> Row:
     if name not in CLASSES:
         raise UserError(f"name {name}: must be one of VOC's 20 classes ({', '.join(CLASSES)})")
     box, difficult = box_of(entry, picture)
-    return box, CLASSES.index(name), difficult
+    return Row(box, CLASSES.index(name), difficult)
 
 
 def name_of(entry: Any) -> Any:

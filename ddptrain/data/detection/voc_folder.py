@@ -154,7 +154,7 @@ def _labelled(
                 if not isinstance(name := name_of(entry), str) or not name:
                     raise UserError(f"name {name}: must be the name of its class")
                 box, difficult = box_of(entry, picture)
-                rows.append((box, labels[name], difficult))
+                rows.append(Row(box, labels[name], difficult))
             except UserError as error:
                 problems.add(f"{annotation}, object {number}: {error}.")
         yield picture, picture.file.relative_to(folder).as_posix(), rows

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ddptrain.data.detection.files import FileScenes
+from ddptrain.data.detection.run_lengths import as_json
 from ddptrain.data.detection.source import DetectionSet, Objects, Scenes
 from ddptrain.data.pictures import ENDINGS, claim
 
@@ -77,11 +78,20 @@ def as_coco(
     """
     annotations: list[dict[str, Any]] = []
     for image, on_it in enumerate(objects, 1):
-        rows = zip(on_it.boxes.tolist(), on_it.labels.tolist(), on_it.crowd.tolist(), strict=True)
-        for number, ((x1, y1, x2, y2), label, crowd) in enumerate(rows, len(annotations) + 1):
-            entry = {"id": number, "image_id": image, "category_id": label + 1, "iscrowd": int(crowd)}
+        masks = [None] * len(on_it) if on_it.masks is None else on_it.masks
+        rows = zip(on_it.boxes.tolist(), on_it.labels.tolist(), on_it.crowd.tolist(), masks, strict=True)
+        for number, ((x1, y1, x2, y2), label, crowd, mask) in enumerate(rows, len(annotations) + 1):
+            entry: dict[str, Any] = {
+                "id": number,
+                "image_id": image,
+                "category_id": label + 1,
+                "iscrowd": int(crowd),
+            }
             width, height = x2 - x1, y2 - y1
-            annotations.append(entry | {"bbox": [x1, y1, width, height], "area": width * height})
+            entry |= {"bbox": [x1, y1, width, height], "area": width * height}
+            if mask is not None:
+                entry["segmentation"] = as_json(mask, *sizes[image - 1].tolist())
+            annotations.append(entry)
     images = [
         {"id": image, "file_name": name, "height": height, "width": width}
         for image, (name, (height, width)) in enumerate(zip(names, sizes.tolist(), strict=True), 1)

@@ -4,12 +4,14 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any, final
 
 from ddptrain.data import held_out
 from ddptrain.data.detection import files
 from ddptrain.data.detection.files import FileScenes, ImageFile, Problems, Row
+from ddptrain.data.detection.run_lengths import of_polygons
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.left_out import OnError
 from ddptrain.data.pictures import ENDINGS, pictures_in
@@ -35,17 +37,19 @@ class YoloFiles(DetectionSource):
     ``class x1 y1 x2 y2 x3 y3 ...``, of which the enclosing box is taken.
 
     on_error: "stop" refuses a set with problems and lists them; "skip" leaves out the bad lines' boxes,
-    and the images that can't be read or have no labels. The argument ``root`` of `open` isn't used.
+    and the images that can't be read or have no labels. masks: every line must be a polygon, which is read as
+    a mask, too. The argument ``root`` of `open` isn't used.
     """
 
     name = "yolo"
 
-    def __init__(self, path: str | None = None, on_error: OnError = "stop") -> None:
+    def __init__(self, path: str | None = None, on_error: OnError = "stop", masks: bool = False) -> None:
         self._file = files.checked_path(path, "the data.yaml of a set in YOLO's layout")
         self._on_error = on_error
+        self._masks = masks
 
     def forgiving(self) -> DetectionSource:
-        return YoloFiles(str(self._file), "skip")
+        return YoloFiles(str(self._file), "skip", self._masks)
 
     def open(self, root: Path) -> DetectionSet:
         layout = _read_layout(self._file)
@@ -57,8 +61,8 @@ class YoloFiles(DetectionSource):
         else:
             train, valid = held_out.split(train)
         return problems.opened(
-            FileScenes(_labelled(train, layout, problems)),
-            FileScenes(_labelled(valid, layout, problems)),
+            FileScenes(_labelled(train, layout, problems, self._masks), self._masks),
+            FileScenes(_labelled(valid, layout, problems, self._masks), self._masks),
             layout.names,
         )
 
@@ -174,7 +178,7 @@ def _label_file(image: Path) -> Path:
 
 
 def _labelled(
-    images: Sequence[Path], layout: _Layout, problems: Problems
+    images: Sequence[Path], layout: _Layout, problems: Problems, masks: bool
 ) -> Iterator[tuple[ImageFile, str, list[Row]]]:
     owners: dict[Path, Path] = {}
     for image in images:
@@ -196,14 +200,14 @@ def _labelled(
         for number, line in enumerate(lines, 1):
             try:
                 if fields := line.split():
-                    rows.append(_row(fields, picture, layout))
+                    rows.append(_row(fields, picture, layout, masks))
             except UserError as error:
                 problems.add(f"{label}, line {number}: {error}.")
         name = image.relative_to(layout.root) if image.is_relative_to(layout.root) else image
         yield picture, name.as_posix(), rows
 
 
-def _row(fields: list[str], picture: ImageFile, layout: _Layout) -> Row:
+def _row(fields: list[str], picture: ImageFile, layout: _Layout, masks: bool) -> Row:
     if len(fields) != 5 and (len(fields) < 7 or len(fields) % 2 == 0):
         raise UserError(
             f"{len(fields)} columns: must be 5 (class cx cy w h), or for a polygon an odd number from 7"
@@ -219,7 +223,14 @@ def _row(fields: list[str], picture: ImageFile, layout: _Layout) -> Row:
     slack = (_ROUNDING * picture.width, _ROUNDING * picture.height)
     written = f"box {' '.join(fields[1:])}" if len(fields) == 5 else f"polygon {' '.join(fields[1:7])} ..."
     box = files.clipped(written, _in_pixels(values[1:], picture), picture, slack, _RULE)
-    return box, int(values[0]), False
+    return Row(box, int(values[0]), False, _mask(written, values[1:], picture) if masks else None)
+
+
+def _mask(written: str, values: list[float], picture: ImageFile) -> bytes:
+    if len(values) == 4:
+        raise UserError(f"{written}: must be a polygon (class x1 y1 x2 y2 x3 y3 ...), as masks are read")
+    in_pixels = [value * side for value, side in zip(values, cycle((picture.width, picture.height)))]
+    return of_polygons([in_pixels], picture.height, picture.width)
 
 
 def _number(field: str) -> float:
