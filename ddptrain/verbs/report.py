@@ -9,6 +9,7 @@ from ddptrain.verbs.verb import Verb
 
 HELP = """\
 python -m ddptrain report <run's folder> [<another> ...] [out=<file.html>]
+python -m ddptrain report <folder of runs> [out=<file.html>]
 python -m ddptrain report <sweep's folder> [out=<file.html>]
 python -m ddptrain report '<pattern>' [out=<file.html>]
 python -m ddptrain report run=<folder> to=mlflow|wandb|trackio [project=<name>]
@@ -28,6 +29,7 @@ pictures, texts, devices and the whole config, and the command that repeats each
 
   python -m ddptrain report runs/cnn_digits/2026-11-21_02-14-19-70d7f5
   python -m ddptrain report runs/a runs/b out=compared.html
+  python -m ddptrain report runs/cnn_digits
   python -m ddptrain report 'runs/cnn_*/*'
   python -m ddptrain report sweeps/cnn_digits
   python -m ddptrain report run=runs/a to=mlflow"""

@@ -97,13 +97,25 @@ def test_a_folder_that_is_none(make_run: MakeRun, tmp_path: Path) -> None:
     assert "there is no such folder. Did you mean report runs/toy?" in early_refusal(
         tmp_path, "report runs/tyo"
     )
-    for folder in ("runs/toy", "runs", "."):
+    for folder in ("runs", "."):
         message = early_refusal(tmp_path, f"report {folder}")
         assert message.startswith(f"report {folder}: holds no run")
         assert message.strip().endswith("Did you mean report runs/toy/2026-01-02?")
     message = early_refusal(tmp_path, "report runs/toy/2026-01-01/metrics.jsonl")
     assert "Did you mean report runs/toy/2026-01-01?" in message
     assert "For example: report runs/toy/2026-01-02" in early_refusal(tmp_path, "report")
+
+
+def test_a_folder_of_runs(make_run: MakeRun, tmp_path: Path) -> None:
+    for name in "ab":
+        make_run(f"runs/toy/{name}")
+    (tmp_path / "runs/toy/notes.txt").touch()
+    ended = ddptrain(tmp_path, "report runs/toy")
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "runs/toy/report.html").is_file()
+    page = (tmp_path / "runs/toy/report.html").read_text()
+    assert "2 runs" in page
+    assert ddptrain(tmp_path, "report runs/toy").out == ended.out, "also beside an earlier page"
 
 
 @pytest.mark.parametrize(

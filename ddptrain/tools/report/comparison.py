@@ -17,7 +17,7 @@ PARTS = (
 _LOWER = ("loss", "perplexity", "error", "bits_per", "distance")
 _HIGHER = (
     *("accuracy", "balanced_accuracy", "pixel_accuracy", "top", "map", "ap", "ar", "precision", "recall"),
-    *("f1", "exact", "match", "bleu", "iou", "miou"),
+    *("f1", "exact", "match", "bleu", "iou", "miou", "mask_map", "mask_ar"),
 )
 
 

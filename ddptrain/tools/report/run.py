@@ -146,10 +146,11 @@ def _check(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
 
 
 def _matching(given: Path) -> list[Path]:
-    """The folder itself; of a pattern that the shell has left as it is, the runs and sweeps that match it.
-    Raises UserError where none does."""
+    """The folder itself, or the runs and sweeps in it where it is none; of a pattern that the shell has left
+    as it is, those that match it. Raises UserError where none does."""
     if not re.search(r"[*?[]", str(given)) or os.path.lexists(given):
-        return [given]
+        inside = [] if is_run(given) or _is_sweep(given) else _entries(given)
+        return [path for path in inside if is_run(path) or _is_sweep(path)] or [given]
     matches = [Path(name) for name in sorted(glob.glob(str(given)))]
     folders = [path for path in matches if is_run(path) or _is_sweep(path)]
     if not folders:
@@ -175,10 +176,7 @@ def _runs_in(folder: Path) -> list[Path]:
         near = did_you_mean(folder.name, beside).removeprefix(" Did you mean ").removesuffix("?")
         hint = f" Did you mean report {folder.parent / near}?" if near else ""
         raise UserError(f"report {folder}: there is no such folder.{hint}")
-    inside = [path for path in _entries(folder) if _is_sweep(path)]
-    near_by = inside[0] if inside else _newest(folder)
-    if folder.is_file() and is_run(folder.parent):
-        near_by = folder.parent
+    near_by = folder.parent if folder.is_file() and is_run(folder.parent) else _newest(folder)
     hint = f" Did you mean report {near_by}?" if near_by else ""
     raise UserError(
         f"report {folder}: holds no run (config.yaml, metrics.jsonl), and no sweep ({LEDGER}).{hint}"
