@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, final
+from typing import TYPE_CHECKING, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,11 @@ from ddptrain.api import ConfusionMatrix, Data, Deployed, Loss, Progress, Report
 from ddptrain.recipes.class_weights import ClassWeights
 from ddptrain.recipes.limits import check_label_smoothing
 from ddptrain.recipes.outputs import check_labels, check_outputs, check_range
-from ddptrain.recipes.pictures import Description, classifier, deployed, predictions
+from ddptrain.recipes.pictures import Description, by_name, classifier, deployed, predictions
 from ddptrain.recipes.views import Views, check_level, note_one_view
+
+if TYPE_CHECKING:
+    from ddptrain.data.pictures import Named
 
 log = logging.getLogger("ddptrain")
 
@@ -121,6 +124,11 @@ class ImageClassification(Task):
             return self._logits(model, views, images).float().softmax(dim=1)
 
         yield from predictions(answer, self._data, source, out, heads, describe)
+
+    def predict_sample(self, model: nn.Module, sample: "Named") -> Mapping[str, float]:
+        """Each class's probability by its name, the likeliest first."""
+        logits = self._logits(model, Views(model, self._tta), self._data.preprocess(sample))
+        return by_name(logits[0].float().softmax(0), self._data.outputs)
 
     def _logits(self, model: nn.Module, views: nn.Module, images: Tensor) -> Tensor:
         """(n, classes). Raises UserError where the model has more or fewer outputs than there are classes."""

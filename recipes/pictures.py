@@ -32,6 +32,12 @@ class Description(NamedTuple):
     """Below it on a sheet."""
 
 
+def by_name(probabilities: Tensor, names: Sequence[str]) -> Mapping[str, float]:
+    """float (classes,) -> each class's, the largest first."""
+    shares = zip(names, probabilities.tolist(), strict=True)
+    return dict(sorted(shares, key=lambda share: -share[1]))
+
+
 def classifier(model: Callable[..., nn.Module], data: Data, multi_label: bool) -> nn.Module:
     """The model of a config, with those of ``num_classes``, ``in_channels``, ``image_size`` and ``examples``
     that it has parameters for; they follow from the data.

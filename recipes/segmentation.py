@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from PIL import Image
@@ -21,6 +21,9 @@ from ddptrain.data.pictures import check_apart, claim, decoded, named_pictures
 from ddptrain.recipes.limits import check_batch
 from ddptrain.recipes.logits import LogitsValidation
 from ddptrain.recipes.outputs import check_outputs, kind
+
+if TYPE_CHECKING:
+    from ddptrain.data.pictures import Named
 
 log = logging.getLogger("ddptrain")
 
@@ -130,6 +133,10 @@ class Segmentation(Task):
             _save(to_pil_image(overlay), folder / "overlays" / name.with_suffix(".jpg"))
             yield f"{file}: {_shares(classes, self._data.classes)}\n"
         yield f"{out}: masks and overlays of {len(files)} picture{'s' * (len(files) > 1)}"
+
+    def predict_sample(self, model: nn.Module, sample: "Named") -> Tensor:
+        """uint8 (H, W): the class of each pixel of the picture."""
+        return self._classes_of(model, decoded(sample, "RGB"))
 
     def _logits_in(self, output: Any, model: nn.Module, head: str = "out") -> Tensor:
         """(n, classes, H, W), of a head. Raises UserError where it has not as many outputs as there are

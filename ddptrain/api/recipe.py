@@ -227,6 +227,13 @@ class Task(ABC):
         """
         raise NotImplementedError
 
+    def predict_sample(self, model: nn.Module, sample: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the model says of one thing that a program brings: ``ddptrain.load(run).predict(sample)``. The
+        model is in evaluation mode and has no gradients."""
+        raise UserError(
+            f"predict: {type(self).__name__} offers none to a program. The verb predict writes files."
+        )
+
     def deploy(self, model: nn.Module, *args: Any, **kwargs: Any) -> Deployed:
         """The model for the verb ``export``; its parameters as in `predict`."""
         raise NotImplementedError

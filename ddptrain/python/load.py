@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -25,6 +26,11 @@ class Trained:
     preprocess: Callable[[Any], Tensor]
     """The module's input, on its device, of one thing: `ddptrain.api.Data.preprocess`. Of a picture, a file's
     path or a PIL image: float32 (1, C, H, W), the pixels that the verb ``predict`` sees."""
+    predict: Callable[..., Any]
+    """What the model says of one thing, a picture's path or a PIL image: `ddptrain.api.Task.predict_sample`.
+    A classifier: each class's probability by its name, the likeliest first. A segmentation: uint8 (H, W),
+    each pixel's class. A detector, given a least ``score`` (0.25): boxes, scores, names and masks, as
+    `ddptrain.recipes.detection.predict.Predicted` has them."""
     checkpoint: Path
     """The checkpoint's folder."""
 
@@ -40,5 +46,5 @@ def load(
     say enough about it. Raises UserError.
     """
     folder, objects = (run.folder, run.objects) if isinstance(run, Run) else (os.fspath(run), None)
-    module, data, path = loaded(folder, words, checkpoint or "", device, objects)
-    return Trained(module, tuple(data.outputs), data.preprocess, path)
+    module, task, data, path = loaded(folder, words, checkpoint or "", device, objects)
+    return Trained(module, tuple(data.outputs), data.preprocess, partial(task.predict_sample, module), path)

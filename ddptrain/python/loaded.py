@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ddptrain.api.recipe import Data
+from ddptrain.api.recipe import Data, Task
 from ddptrain.config.arguments import SCRIPT
 from ddptrain.recipes.given import Objects, giving, read
 from ddptrain.run.setup import loaded_model
@@ -17,9 +17,9 @@ from ddptrain.verbs.script import objects_file
 
 def loaded(
     folder: Path | str, words: Sequence[str], checkpoint: str, device: str, objects: Objects | None
-) -> tuple[nn.Module, Data, Path]:
-    """The model in evaluation mode, its data, and the checkpoint's folder. objects: of a run of `fit`; their
-    model gets the weights; without them, ``--script=<file>.py`` among the words tells."""
+) -> tuple[nn.Module, Task, Data, Path]:
+    """The model in evaluation mode, its task and data, and the checkpoint's folder. objects: of a run of
+    `fit`; their model gets the weights; without them, ``--script=<file>.py`` among the words tells."""
     if objects is None and (named := parse(["evaluate", *words]).values_of(SCRIPT)):
         objects = read(objects_file(Path(named[-1])))
     asked = asked_to_load([f"run={folder}", f"checkpoint={checkpoint}", *words])

@@ -272,13 +272,15 @@ def trained_model(
     return model
 
 
-def loaded_model(config: Config, folder: Path, checkpoint: str, device: str) -> tuple[nn.Module, Data, Path]:
-    """For a process that is not ours: a checkpoint's model in evaluation mode, without gradients, the data
-    that it knows of, and the checkpoint's folder. device: as the config key. Leaves PyTorch's settings as
-    they are."""
+def loaded_model(
+    config: Config, folder: Path, checkpoint: str, device: str
+) -> tuple[nn.Module, Task, Data, Path]:
+    """For a process that is not ours: a checkpoint's model in evaluation mode, without gradients, its task,
+    the data that it knows of, and the checkpoint's folder. device: as the config key. Leaves PyTorch's
+    settings as they are."""
     task, data = make_task(config)
     chosen, _ = choose_device(device, World(), why_no_cuda)
     saved = named_checkpoint(folder, checkpoint)
     with torch.random.fork_rng(devices=[]):  # the model is seeded before its weights are replaced
         model = trained_model(config, task, data, World().on(chosen), saved)
-    return model.eval().requires_grad_(False), data, saved.path
+    return model.eval().requires_grad_(False), task, data, saved.path

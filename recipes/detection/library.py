@@ -1,7 +1,7 @@
 """Detection with a model of another library, by that model's own losses."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,12 @@ from ddptrain.data.detection.data import DetectionData
 from ddptrain.recipes.detection.deploy import deployed, suppression
 from ddptrain.recipes.detection.detections import Detections
 from ddptrain.recipes.detection.detector import Detector
+from ddptrain.recipes.detection.predict import Predicted
 from ddptrain.recipes.detection.reports import Reports
 from ddptrain.recipes.detection.video import Track
+
+if TYPE_CHECKING:
+    from ddptrain.data.pictures import Named
 
 
 @final
@@ -66,13 +70,13 @@ class LibraryDetection(Task):
         score: float = 0.25,
         track: Track = "none",
     ) -> Iterator[str]:
-        assert isinstance(model, Detector)
-        if score < model.least_score:
-            raise UserError(
-                f"score={score:g}: this detector lists nothing below {model.least_score:g}. Add"
-                f" +model.score_thresh={score:g} (of Faster R-CNN +model.box_score_thresh={score:g})."
-            )
+        _check_score(model, score)
         return self._reports.predict(model, source, out, score, track)
+
+    def predict_sample(self, model: nn.Module, sample: "Named", score: float = 0.25) -> Predicted:
+        """What is on a picture, the surest first; ``score``: the least."""
+        _check_score(model, score)
+        return self._reports.predict_sample(model, sample, score)
 
     def deploy(
         self,
@@ -107,6 +111,15 @@ class _Dense(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         return self.detector.dense(images)
+
+
+def _check_score(model: nn.Module, score: float) -> None:
+    assert isinstance(model, Detector)
+    if score < model.least_score:
+        raise UserError(
+            f"score={score:g}: this detector lists nothing below {model.least_score:g}. Add"
+            f" +model.score_thresh={score:g} (of Faster R-CNN +model.box_score_thresh={score:g})."
+        )
 
 
 def _detect(model: nn.Module, images: Tensor, least_score: float) -> list[Detections]:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,19 @@ from ddptrain.recipes.detection.masks import whole_masks
 
 _LEAST_SIDE = 1.0
 """Pixels of a picture that a box has to cover either way."""
+
+
+class Predicted(NamedTuple):
+    """What is on a picture, as a program gets it, on the CPU; the surest first."""
+
+    boxes: Tensor
+    """float32 (d, 4) x1, y1, x2, y2 in pixels of the picture, within it."""
+    scores: Tensor
+    """float32 (d,) in [0, 1]"""
+    names: tuple[str, ...]
+    """Each one's class."""
+    masks: Tensor | None
+    """uint8 (d, H, W), 1 where it is seen; None of a detector that learns no masks."""
 
 
 def predicted(

@@ -3,20 +3,23 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ddptrain.api import Figure, Picture, Report, Rows, UserError
+from ddptrain.data.detection import run_lengths
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.run_lengths import PackedMasks
+from ddptrain.data.pictures import decoded
 from ddptrain.recipes.detection.detections import Detections
 from ddptrain.recipes.detection.draw import compared, make_sheet
 from ddptrain.recipes.detection.errors import SCORE, by_size, confusion, matched, worst
 from ddptrain.recipes.detection.masks import whole_masks
-from ddptrain.recipes.detection.predict import predicted
+from ddptrain.recipes.detection.predict import Predicted, predicted, within
 from ddptrain.recipes.detection.score import coco_scores
 from ddptrain.recipes.detection.video import ENDINGS, Track, filmed, names_video
 
@@ -24,6 +27,10 @@ LEAST_SCORE = 0.001
 """Of detections that COCO's metrics count."""
 _SHOWN = 8
 """Validation pictures that are drawn at each evaluation."""
+
+
+if TYPE_CHECKING:
+    from ddptrain.data.pictures import Named
 
 
 @final
@@ -71,8 +78,7 @@ class Reports:
     def predict(self, model: nn.Module, source: str, out: str, score: float, track: Track) -> Iterator[str]:
         """Boxes on pictures: a file, a folder or a pattern; see `ddptrain.recipes.detection.predict`. Or on a
         video; see `ddptrain.recipes.detection.video`."""
-        if not 0 <= score <= 1:
-            raise UserError(f"score={score}: must be in [0, 1].")
+        _check_score(score)
         if names_video(source):
             detect = partial(self._detect, model)
             shown: Iterator[str] = filmed(detect, self._data, source, Path(out), score, track)
@@ -83,6 +89,20 @@ class Reports:
             lambda images: self._detect(model, images, score), self._data, source, Path(out)
         )
         return lines
+
+    def predict_sample(self, model: nn.Module, sample: "Named", score: float) -> Predicted:
+        """What is on a picture, a file or a PIL image, the surest first."""
+        _check_score(score)
+        pixels = pil_to_tensor(decoded(sample, "RGB"))
+        image, placed = self._data.model_input(pixels)
+        [seen] = self._detect(model, image, score)
+        boxes, size = placed.back(seen.boxes), pixels.shape[1:]
+        masks = None
+        if seen.masks is not None:
+            masks = run_lengths.decoded(whole_masks(seen.masks, boxes, *size), *size)
+        detected, kept = within(boxes, seen, size)
+        names = tuple(self._data.classes[label] for label in detected.labels.tolist())
+        return Predicted(detected.boxes, detected.scores, names, None if masks is None else masks[kept])
 
     def _sheet(self, model: nn.Module, chunks: Sequence[range]) -> Picture:
         """Validation pictures with what is on them and what the model sees there."""
@@ -96,6 +116,11 @@ class Reports:
         sizes = self._data.valid.sizes[rows[:, 0].long()]
         most = torch.stack([sizes[:, 1], sizes[:, 0]] * 2, dim=1).to(rows.dtype)
         return torch.cat([rows[:, :1], rows[:, 1:5].clamp(min=0).minimum(most), rows[:, 5:]], dim=1)
+
+
+def _check_score(score: float) -> None:
+    if not 0 <= score <= 1:
+        raise UserError(f"score={score}: must be in [0, 1].")
 
 
 def mask_rows(batch: Batch, pictures: Sequence[Detections], sizes: Tensor) -> Mapping[str, Rows]:

@@ -1,7 +1,7 @@
 """Detection: the Task of the YOLO recipes."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.recipes.detection.deploy import deployed, suppression
 from ddptrain.recipes.detection.detections import MOST, Detections
+from ddptrain.recipes.detection.predict import Predicted
 from ddptrain.recipes.detection.reports import Reports
 from ddptrain.recipes.detection.video import Track
 from ddptrain.recipes.outputs import check_outputs
@@ -28,6 +29,9 @@ from ddptrain.recipes.yolo.boxes import (
     expected_distances,
 )
 from ddptrain.recipes.yolo.model import STRIDES, Dual, Raw, evaluated
+
+if TYPE_CHECKING:
+    from ddptrain.data.pictures import Named
 
 _COARSEST = STRIDES[-1]
 
@@ -152,6 +156,10 @@ class Detection(Task):
         track: Track = "none",
     ) -> Iterator[str]:
         return self._reports.predict(model, source, out, score, track)
+
+    def predict_sample(self, model: nn.Module, sample: "Named", score: float = 0.25) -> Predicted:
+        """What is on a picture, the surest first; ``score``: the least."""
+        return self._reports.predict_sample(model, sample, score)
 
     def deploy(
         self,

@@ -27,6 +27,7 @@ from ddptrain.data.images.source import Split
 from ddptrain.data.pictures import fitted
 from ddptrain.engine.saved_checkpoint import sealed
 from ddptrain.errors import ExitCode, UserError
+from ddptrain.python.load import load
 from ddptrain.run.file_formats import FORMATS
 from ddptrain.verbs.main import main
 
@@ -149,6 +150,14 @@ def test_the_probability_is_that_of_the_evaluated_model(photos: Path, tmp_path: 
     assert list(rows[0]) == ["file", *(f"{n}_{i}" for i in (1, 2, 3) for n in ("label", "probability"))]
     sums = [sum(float(row[f"probability_{i}"]) for i in (1, 2, 3)) for row in rows]
     assert sums == pytest.approx([1] * 30, abs=3 * 0.5e-6), "three numbers of six digits"
+    model = load(photos / "run", checkpoint="last")
+    for row in rows[::7]:
+        said = model.predict(row["file"])
+        assert list(said) == [row[f"label_{i}"] for i in (1, 2, 3)]
+        shares = [float(row[f"probability_{i}"]) for i in (1, 2, 3)]
+        assert [*said.values()] == pytest.approx(shares, abs=1e-6)
+        with Image.open(row["file"]) as picture:
+            assert model.predict(picture) == said
     opened = ImageFolder(SIDE).open(photos / "moved")
     seen = {tuple(opened.valid.images(torch.tensor([i])).flatten().tolist()) for i in range(30)}
     files = [Path(row["file"]) for row in rows]

@@ -1,8 +1,10 @@
 """Detectors of other libraries by the command line: trained, gone on with, asked and exported."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ from queries import write_detector
 from shell import ddptrain, refusal
 from torchvision.models import get_model
 
+from ddptrain.data.detection.run_lengths import decoded
 from ddptrain.engine.saved_checkpoint import read, unpack
+from ddptrain.errors import UserError
+from ddptrain.python.load import load
 
 SMALL = (
     "data=shapes_detection data.source.train=24 data.source.valid=8 data.source.size=64 device=cpu"
@@ -18,6 +23,29 @@ SMALL = (
 )
 SCRATCH = f"recipe=detection {SMALL} init.weights=null model.frozen_norm=false"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def check_python_says_the_same(folder: Path, seen: dict[str, Any], score: float) -> None:
+    """`load` and the verb predict, of each picture."""
+    with contextlib.chdir(folder):  # where a model of transformers lies
+        detector = load("run")
+    with pytest.raises(UserError, match=r"score=2"):
+        detector.predict(next((folder / "set").rglob("*.png")), score=2)
+    for picture in seen["images"]:
+        [file] = (folder / "set").rglob(picture["file_name"])
+        written = [entry for entry in seen["annotations"] if entry["image_id"] == picture["id"]]
+        said = detector.predict(file, score=score)
+        assert len(said.boxes) == len(said.scores) == len(said.names) == len(written)
+        names = {category["id"]: category["name"] for category in seen["categories"]}
+        assert list(said.names) == [names[entry["category_id"]] for entry in written]
+        # pixels are divided by 255 in another place, so the last digits differ
+        assert said.scores.tolist() == pytest.approx([entry["score"] for entry in written], abs=1e-4)
+        boxes = torch.tensor([entry["bbox"] for entry in written]).view(-1, 4)
+        torch.testing.assert_close(said.boxes[:, 2:] - said.boxes[:, :2], boxes[:, 2:], rtol=0, atol=0.05)
+        torch.testing.assert_close(said.boxes[:, :2], boxes[:, :2], rtol=0, atol=0.05)
+        if said.masks is not None:
+            masks = [entry["segmentation"]["counts"].encode() for entry in written]
+            assert (said.masks != decoded(masks, *said.masks.shape[1:])).float().mean() < 0.01
 
 
 @pytest.mark.long
@@ -51,7 +79,9 @@ def test_from_the_first_step_to_a_file(model: str, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     done = ddptrain(tmp_path, "predict run=run source=set out=seen score=0.001", **ONE_THREAD)
     assert done.code == 0, done.err
-    assert len(json.loads((tmp_path / "seen/predictions.json").read_text())["images"]) == 2
+    seen = json.loads((tmp_path / "seen/predictions.json").read_text())
+    assert len(seen["images"]) == 2
+    check_python_says_the_same(tmp_path, seen, score=0.001)
     done = ddptrain(tmp_path, "export run=run format=onnx score=0.001", **ONE_THREAD)
     assert done.code == 0, done.err
     assert "checked    against eager" in done.err
@@ -97,6 +127,7 @@ def test_masks_from_the_first_step_to_a_prediction(tmp_path: Path) -> None:
     seen = json.loads((tmp_path / "seen/predictions.json").read_text())
     assert len(seen["images"]) == 2
     assert all(entry["segmentation"]["size"] == [64, 64] for entry in seen["annotations"])
+    check_python_says_the_same(tmp_path, seen, score=0.06)
     assert len(list((tmp_path / "seen/pictures").rglob("*.png"))) == 2
     assert "export: an exported file gives boxes" in refusal(
         tmp_path, "export run=run format=onnx", **ONE_THREAD

@@ -29,6 +29,7 @@ from ddptrain.data.images.mixing import Mix
 from ddptrain.data.images.source import ArraySplit, ImageSet, ImageSource
 from ddptrain.data.images.transforms import Transforms
 from ddptrain.errors import UserError
+from ddptrain.python.load import load
 from ddptrain.recipes.image import ImageClassification
 from ddptrain.recipes.multilabel import MultiLabelClassification, average_precision
 
@@ -306,6 +307,9 @@ def test_it_learns_and_answers(pictures: Path, tmp_path: Path) -> None:
         rows = list(csv.reader(file))
     assert rows[0] == ["file", *NAMES]
     assert all(float(value) > 0.5 for value in rows[1][1:])  # 7: all three
+    said = load(tmp_path / "run").predict(pictures / "6.png")
+    assert sorted(said.values(), reverse=True) == [*said.values()]
+    assert [said[name] for name in NAMES] == pytest.approx([*map(float, rows[1][1:])], abs=1e-5)
     single = words.replace(" task._target_=ddptrain.recipes.multilabel.MultiLabelClassification", "")
     assert refusal(tmp_path, f"{single} run.dir=other").startswith("data: the labels must be int64 (n,)")
     one = f"{single} data.source.file=single.csv train.epochs=1 task.class_weights=balanced run.dir=single"

@@ -29,6 +29,7 @@ from ddptrain.engine.evaluate import OwnBatches, evaluate
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.errors import ExitCode, UserError
+from ddptrain.python.load import load
 from ddptrain.recipes.segmentation import Segmentation
 from ddptrain.recipes.segmenters import SegmenterName, torchvision_segmenter
 from ddptrain.testing import run_ranks
@@ -263,6 +264,7 @@ def test_predict_writes_masks_as_they_are_evaluated(run: Path, tmp_path: Path) -
     *lines, last = done.out.splitlines()
     assert last == f"{tmp_path}/seen: masks and overlays of 4 pictures"
     right, either = np.zeros(3), np.zeros(3)
+    model = load(run / "run", checkpoint="last")
     for line, file in zip(lines, sorted((run / "moved/val/images").iterdir()), strict=True):
         assert line.startswith(f"moved/val/images/{file.name}: ")
         mask = Image.open(tmp_path / "seen/masks" / file.name)
@@ -270,6 +272,7 @@ def test_predict_writes_masks_as_they_are_evaluated(run: Path, tmp_path: Path) -
         assert mask.mode == "P"
         assert (mask.getpalette() or [])[:9] == PALETTE[:9]
         assert mask.size == overlay.size == Image.open(file).size
+        assert np.array_equal(model.predict(file), mask)
         found, truth = np.asarray(mask), np.asarray(Image.open(run / "moved/val/masks" / file.name))
         shares = {name: f"{name} {(found == label).mean():.1%}" for label, name in enumerate(CLASSES)}
         assert set(line.split(": ", 1)[1].split(", ")) == {shares[CLASSES[i]] for i in np.unique(found)}

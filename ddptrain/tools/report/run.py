@@ -154,8 +154,8 @@ def _matching(given: Path) -> list[Path]:
     matches = [Path(name) for name in sorted(glob.glob(str(given)))]
     folders = [path for path in matches if is_run(path) or _is_sweep(path)]
     if not folders:
-        inside = any(is_run(path) for folder in matches for path in _entries(folder))
-        hint = f" Did you mean report '{given / '*'}'?" if inside else ""
+        below = any(is_run(path) for folder in matches for path in _entries(folder))
+        hint = f" Did you mean report '{given / '*'}'?" if below else ""
         raise UserError(f"report '{given}': no run's and no sweep's folder matches this pattern.{hint}")
     return folders
 
