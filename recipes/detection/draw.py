@@ -5,17 +5,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks, make_grid
+from torchvision.utils import draw_bounding_boxes, make_grid
 
 from ddptrain.api import Picture
 from ddptrain.data.detection.batch import Batch
-from ddptrain.data.detection.run_lengths import decoded
+from ddptrain.data.detection.run_lengths import decode_masks
 from ddptrain.recipes.detection.detections import Detections
 from ddptrain.recipes.detection.masks import whole_masks
 
 _TRUE, _FOUND = "#2b9348", "#dd6b20"
-_VEIL = 0.4
-"""How much of a mask's colour covers the picture."""
+_VEILS = ((221, 107, 32), (128, 90, 213), (49, 130, 206), (213, 63, 140), (56, 178, 172), (214, 158, 46))
+"""RGB of masks, in turns, so that objects beside each other can be told apart."""
 _LEAST_SIDE = 320
 """Pixels up to which small pictures are enlarged, so that names can be read."""
 
@@ -46,9 +46,8 @@ def annotated(
 ) -> Tensor:
     """uint8 (3, H, W), enlarged where small: found boxes in orange with class, score and their marks, and
     their masks, true boxes (k, 4) in green."""
-    for mask in masks:
-        [own] = decoded([mask], *pixels.shape[1:])
-        pixels = draw_segmentation_masks(pixels, own.bool(), alpha=_VEIL, colors=_FOUND)
+    if masks:
+        pixels = _veiled(pixels, masks)
     times = max(1, -(-_LEAST_SIDE // max(pixels.shape[1:])))
     large: Tensor = functional.interpolate(pixels[None], scale_factor=times)[0].contiguous()
     if true is not None and len(true):
@@ -72,3 +71,13 @@ def annotated(
         fill_labels=True,
     )
     return picture
+
+
+def _veiled(pixels: Tensor, masks: Sequence[bytes]) -> Tensor:
+    """The picture, half covered by each mask's colour."""
+    veiled = pixels.clone()
+    for number, mask in enumerate(masks):
+        [own] = decode_masks([mask], *pixels.shape[1:]).bool()
+        colour = torch.tensor(_VEILS[number % len(_VEILS)], dtype=torch.uint8)[:, None]
+        veiled[:, own] = veiled[:, own] // 2 + colour // 2  # not torchvision's, which blends all of a picture
+    return veiled

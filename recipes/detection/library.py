@@ -41,7 +41,10 @@ class LibraryDetection(Task):
     def build(self) -> nn.Module:
         detector = self._model(num_classes=len(self._data.classes), size=self._data.size)
         if detector.learns_masks and not self._data.masks:
-            raise UserError("model: learns masks, and the data have boxes alone. Add data.source.masks=true.")
+            raise UserError(
+                "model: learns masks, and the data have boxes alone. Add data.source.masks=true: COCO's JSON,"
+                " YOLO's polygons and drawn scenes have masks."
+            )
         if self._data.masks and not detector.learns_masks:
             raise UserError("data.source.masks=true: this model learns boxes alone. Leave it out.")
         return detector
@@ -90,7 +93,10 @@ class LibraryDetection(Task):
         said."""
         assert isinstance(model, Detector)
         if model.learns_masks:
-            raise UserError("export: an exported file gives boxes, and this model learns masks, too.")
+            raise UserError(
+                "export: a file would give boxes alone, and this model learns masks, too. From Python:"
+                " ddptrain.load(run).predict(picture)."
+            )
         if model.chooses and not nms:
             raise UserError(
                 "nms=false: this detector has no anchors, but chooses its queries or proposals itself."
@@ -118,7 +124,7 @@ def _check_score(model: nn.Module, score: float) -> None:
     if score < model.least_score:
         raise UserError(
             f"score={score:g}: this detector lists nothing below {model.least_score:g}. Add"
-            f" +model.score_thresh={score:g} (of Faster R-CNN +model.box_score_thresh={score:g})."
+            f" +model.score_thresh={score:g} (of Faster and Mask R-CNN +model.box_score_thresh={score:g})."
         )
 
 

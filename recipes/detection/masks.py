@@ -2,9 +2,9 @@
 
 import torch
 from torch import Tensor
-from torchvision.models.detection.roi_heads import paste_masks_in_image
+from torchvision.models.detection.roi_heads import expand_boxes, expand_masks, paste_mask_in_image
 
-from ddptrain.data.detection.run_lengths import encoded
+from ddptrain.data.detection.run_lengths import encode_masks
 
 _SURE = 0.5
 """From where on a cell is the object's, as torchvision's references have it."""
@@ -19,9 +19,18 @@ def whole_masks(masks: Tensor | None, boxes: Tensor, height: int, width: int) ->
     """
     if masks is None:
         return []
+    wider, scale = expand_masks(masks.cpu().float()[:, None], padding=1)
+    places = expand_boxes(boxes.cpu().float(), scale).long()
+    # one after the other on one canvas: all of them would take a hundred times a large picture
+    canvas = torch.zeros(1, width, height, dtype=torch.uint8).transpose(1, 2)  # in the encoder's order
     whole = []
-    # one at a time: all of them together would be a hundred times a large picture
-    for mask, box in zip(masks.cpu().float(), boxes.cpu().float(), strict=True):
-        pasted = paste_masks_in_image(mask[None, None], box[None], (height, width))
-        whole += encoded((pasted[0] >= _SURE).to(torch.uint8))
+    for mask, place in zip(wider[:, 0], places, strict=True):
+        left, top = place[:2].clamp(min=0).tolist()
+        right, bottom = min(int(place[2]) + 1, width), min(int(place[3]) + 1, height)
+        if left < right and top < bottom:
+            place = place - torch.tensor([left, top, left, top])
+            pasted = paste_mask_in_image(mask, place, bottom - top, right - left)
+            canvas[0, top:bottom, left:right] = pasted >= _SURE
+        whole += encode_masks(canvas)
+        canvas[0, top:bottom, left:right] = 0
     return whole

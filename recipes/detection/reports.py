@@ -99,7 +99,7 @@ class Reports:
         boxes, size = placed.back(seen.boxes), pixels.shape[1:]
         masks = None
         if seen.masks is not None:
-            masks = run_lengths.decoded(whole_masks(seen.masks, boxes, *size), *size)
+            masks = run_lengths.decode_masks(whole_masks(seen.masks, boxes, *size), *size)
         detected, kept = within(boxes, seen, size)
         names = tuple(self._data.classes[label] for label in detected.labels.tolist())
         return Predicted(detected.boxes, detected.scores, names, None if masks is None else masks[kept])

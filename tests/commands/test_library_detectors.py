@@ -12,7 +12,7 @@ from queries import write_detector
 from shell import ddptrain, refusal
 from torchvision.models import get_model
 
-from ddptrain.data.detection.run_lengths import decoded
+from ddptrain.data.detection.run_lengths import decode_masks
 from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.errors import UserError
 from ddptrain.python.load import load
@@ -45,7 +45,7 @@ def check_python_says_the_same(folder: Path, seen: dict[str, Any], score: float)
         torch.testing.assert_close(said.boxes[:, :2], boxes[:, :2], rtol=0, atol=0.05)
         if said.masks is not None:
             masks = [entry["segmentation"]["counts"].encode() for entry in written]
-            assert (said.masks != decoded(masks, *said.masks.shape[1:])).float().mean() < 0.01
+            assert (said.masks != decode_masks(masks, *said.masks.shape[1:])).float().mean() < 0.01
 
 
 @pytest.mark.long
@@ -129,7 +129,7 @@ def test_masks_from_the_first_step_to_a_prediction(tmp_path: Path) -> None:
     assert all(entry["segmentation"]["size"] == [64, 64] for entry in seen["annotations"])
     check_python_says_the_same(tmp_path, seen, score=0.06)
     assert len(list((tmp_path / "seen/pictures").rglob("*.png"))) == 2
-    assert "export: an exported file gives boxes" in refusal(
+    assert "export: a file would give boxes alone" in refusal(
         tmp_path, "export run=run format=onnx", **ONE_THREAD
     )
 

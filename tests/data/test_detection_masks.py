@@ -23,8 +23,8 @@ from ddptrain.data.detection.drawn import DrawnScenes
 from ddptrain.data.detection.run_lengths import (
     PackedMasks,
     as_json,
-    decoded,
-    encoded,
+    decode_masks,
+    encode_masks,
     of_json,
     of_polygons,
 )
@@ -47,8 +47,8 @@ def noise(count: int, height: int, width: int, seed: int) -> Tensor:
 @given(st.integers(0, 3), sides, sides, seeds)
 def test_a_mask_comes_back_and_is_pycocotools_own(count: int, height: int, width: int, seed: int) -> None:
     masks = noise(count, height, width, seed)
-    packed = PackedMasks.of(encoded(masks))
-    assert torch.equal(decoded(packed, height, width), masks)
+    packed = PackedMasks.of(encode_masks(masks))
+    assert torch.equal(decode_masks(packed, height, width), masks)
     for one, mask in zip(packed, masks, strict=True):
         assert one == pycocotools.encode(np.asfortranarray(mask.numpy()))["counts"]
         # as all three ways in which COCO's JSON has it
@@ -93,6 +93,10 @@ def test_polygons_are_filled_as_by_pycocotools(drawn: list[list[float]]) -> None
         ({"size": [HEIGHT, WIDTH], "counts": [1201, -1]}, "segmentation: counts: must be"),
         ({"size": [HEIGHT, WIDTH], "counts": "no run lengths"}, "segmentation: counts: must be"),
         ({"size": [HEIGHT, WIDTH], "counts": "o" * 40}, "segmentation: counts: must be"),
+        ([[1, 2, 3, 4, 5, 10**400]], "segmentation: must be polygons"),
+        ([[1, 2, 3, 4, 1e9, 6]], "in pixels of the picture"),
+        ([[0.1, 0.2, 0.5, 0.2, 0.3, 0.7]], "has no pixel within bbox [15, 7.5, 10, 15]"),
+        ({"size": [HEIGHT, WIDTH], "counts": [1200]}, "has no pixel within bbox"),
         ({"size": [HEIGHT, WIDTH], "counts": "1"}, "counts: 1 pixels, and the picture has 1,200"),
     ],
 )
@@ -118,7 +122,7 @@ def test_no_text_of_run_lengths_reads_beyond_the_picture(counts: str) -> None:
         mask = of_json({"size": [HEIGHT, WIDTH], "counts": counts}, HEIGHT, WIDTH)
     except UserError:
         return
-    assert decoded([mask], HEIGHT, WIDTH).shape == (1, HEIGHT, WIDTH)
+    assert decode_masks([mask], HEIGHT, WIDTH).shape == (1, HEIGHT, WIDTH)
 
 
 def write_triangles(file: Path) -> None:
@@ -165,7 +169,7 @@ def test_drawn_scenes_have_the_masks_of_their_boxes() -> None:
         assert torch.equal(masked.image(i), plain.image(i))
         assert torch.equal(on_it.boxes, plain.objects[i].boxes)
         assert plain.objects[i].masks is None
-        masks = decoded(on_it.masks or [], 64, 64)
+        masks = decode_masks(on_it.masks or [], 64, 64)
         assert (masks.sum(0) <= 1).all(), "a pixel shows one shape"
         for mask, box in zip(masks, on_it.boxes, strict=True):
             rows, columns = mask.any(1).nonzero(), mask.any(0).nonzero()
@@ -221,7 +225,9 @@ def test_an_unchanged_picture_has_its_own_masks() -> None:
             for i, id in enumerate(batch.ids.tolist()):
                 on_it = DrawnScenes(6, 4, 64, masks=True).open(NOWHERE).train.objects[id]
                 own = (
-                    decoded(on_it.masks or [], 64, 64).repeat_interleave(times, 1).repeat_interleave(times, 2)
+                    decode_masks(on_it.masks or [], 64, 64)
+                    .repeat_interleave(times, 1)
+                    .repeat_interleave(times, 2)
                 )
                 there = batch.labels[i] >= 0
                 assert torch.equal(batch.masks[i][there], own)

@@ -193,6 +193,7 @@ def test_what_is_no_json_is_refused_with_its_line(tmp_path: Path) -> None:
         ("<difficult>1<", "<difficult>2<", ", object 2: difficult 2: must be 0 or 1."),
         ("</annotation>", "", ", line 11, column 1: is not XML (no element found)"),
         ("<width>40<", "<width>41<", "train_1.jpg: is 40x30 pixels; its labels say 41x30."),
+        ("<annotation>", '<?xml version="1.0" encoding="gbk"?><annotation>', "Save it as UTF-8."),
         ("annotation>", "sheet>", "must hold one <annotation>"),
     ],
 )

@@ -13,6 +13,7 @@ from ddptrain.data.detection.anyfiles import LabelledFiles
 from ddptrain.data.detection.source import DetectionSet
 from ddptrain.data.detection.voc_folder import VocFolder
 from ddptrain.data.detection.yolo import YoloFiles
+from ddptrain.errors import UserError
 
 NOWHERE = Path("nowhere")
 NO_OBJECT = "<annotation><filename>a.png</filename></annotation>"
@@ -70,22 +71,33 @@ def test_parts_within_the_folder_of_pictures(tmp_path: Path) -> None:
     voc_folder(tmp_path / "images")
     for part in ("train", "valid"):
         move(tmp_path, f"images/{part}/*.xml", f"annotations/{part}")
-    assert len(opened(tmp_path / "images").train) == 3
+    for place in (tmp_path, tmp_path / "images"):
+        assert (len(opened(place).train), len(opened(place).valid)) == (3, 1)
 
 
-def test_the_lists_of_vocs_own_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("valid", ["val", "Validation", "test"])
+def test_the_lists_of_vocs_own_layout(valid: str, tmp_path: Path) -> None:
     voc_folder(tmp_path)
     move(tmp_path, "train/*.png", "JPEGImages")
     move(tmp_path, "train/*.xml", "Annotations")
     (tmp_path / "train").rmdir()
     lists = tmp_path / "ImageSets" / "Main"
     lists.mkdir(parents=True)
-    (lists / "train.txt").write_text("2\n0  1\n")  # a class's list has a number after the name
-    (lists / "val.txt").write_text("1\n")
+    picture(tmp_path / "JPEGImages" / "my cat.png")
+    (tmp_path / "Annotations" / "my cat.XML").write_text(VOC_XML)
+    picture(tmp_path / "SegmentationClass" / "0.png")
+    (lists / "Train.txt").write_text('2\r\n0.png\r\n"my cat"\r\n2\r\n')
+    (lists / f"{valid}.txt").write_text("1\n")
     found = opened(tmp_path)
-    assert names(found) == (["JPEGImages/0.png", "JPEGImages/2.png"], ["JPEGImages/1.png"])
-    (lists / "val.txt").write_text("1\n\n7\n")
-    assert f"{lists}/val.txt, line 3: 7: there is no picture" in refusal(LabelledFiles(str(tmp_path)))
+    three = [f"JPEGImages/{name}.png" for name in ("0", "2", "my cat")]
+    assert names(found) == (three, ["JPEGImages/1.png"])
+    (lists / f"{valid}.txt").write_text("1\n\n7\n")
+    message = refusal(LabelledFiles(str(tmp_path)))
+    assert f"{lists}/{valid}.txt, line 3: 7: there is no picture of this name" in message
+    assert len(LabelledFiles(str(tmp_path), on_error="skip").open(NOWHERE).valid) == 1
+    (lists / f"{valid}.txt").unlink()
+    with pytest.raises(UserError, match=r"no picture is left for validation\. Without a part"):
+        opened(tmp_path)
 
 
 @settings(max_examples=30, deadline=None)
@@ -124,6 +136,9 @@ def rewrite(before: str, after: str) -> Callable[[Path], object]:
     [
         (rewrite("<name>cat</name>", ""), "1.xml, object 2: name None: must be the name", [2, 1, 2]),
         (rewrite("<name>cat</name>", "<name> </name>"), "1.xml, object 2: name : must be", [2, 1, 2]),
+        (rewrite("<name>cat<", "<name>cat</name><name>b<"), "name ['cat', 'b']: must be", [2, 1, 2]),
+        (rewrite("<annotation>", '<?xml version="1.0" encoding="gbk"?><annotation>'), "as UTF-8", [2, 2]),
+        (rewrite("annotation>", "sheet>"), "1.xml: must hold one <annotation>.", [2, 2]),
         (rewrite("<xmax>40<", "<xmax>42<"), "1.xml, object 2: bndbox 11 6 42 10: leaves", [2, 1, 2]),
         (rewrite("<difficult>1<", "<difficult>yes<"), "object 2: difficult yes: must be 0", [2, 1, 2]),
         (rewrite("</annotation>", ""), "1.xml, line 11, column 1: is not XML", [2, 2]),
@@ -145,14 +160,49 @@ def test_a_mistake_is_told_and_left_out(
     assert len(LabelledFiles(str(tmp_path)).forgiving().open(NOWHERE).skipped) == 1
 
 
-def test_an_annotation_without_objects_says_that_nothing_is_there(tmp_path: Path) -> None:
-    (voc_folder(tmp_path) / "train" / "0.xml").write_text(NO_OBJECT)
+@pytest.mark.parametrize("text", [NO_OBJECT, "<annotation></annotation>", "<annotation/>"])
+def test_an_annotation_without_objects_says_that_nothing_is_there(text: str, tmp_path: Path) -> None:
+    (voc_folder(tmp_path) / "train" / "0.xml").write_text(text)
     assert [len(one) for one in opened(tmp_path).train.objects] == [0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("<annotation>", '<annotation verified="yes">'),
+        ("<width>40</width><height>30</height>", "<width>0</width><height>0</height>"),
+        ("<width>40</width>", "<width/>"),
+        ("<width>40</width>", "<width>40.0</width>"),
+        ("  <size><width>40</width><height>30</height><depth>3</depth></size>\n", ""),
+        ("<difficult>0<", "<difficult>Unspecified<"),
+        ("<difficult>0</difficult>", ""),
+        ("<xmin>1<", "<xmin>1.0<"),
+        ("<name>dog<", "<name>\n dog <"),
+    ],
+)
+def test_what_tools_write_otherwise_is_the_same_set(before: str, after: str, tmp_path: Path) -> None:
+    expected = opened(voc_folder(tmp_path / "plain")).train.objects[0]
+    assert before in VOC_XML
+    (voc_folder(tmp_path / "other") / "train" / "0.xml").write_text(VOC_XML.replace(before, after))
+    found = opened(tmp_path / "other").train.objects[0]
+    for name in ("boxes", "labels", "crowd"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+def test_another_set_takes_the_classes_of_the_model(tmp_path: Path) -> None:
+    """A small one need not show each of them."""
+    for classes, expected in ((["cat", "dog", "owl"], ["cat", "dog", "owl"]), (["cat"], ["cat", "dog"])):
+        source = LabelledFiles(str(voc_folder(tmp_path / classes[-1])))
+        source.adopt_classes(classes)
+        found = source.open(NOWHERE)
+        assert list(found.classes) == expected
+        assert [found.classes[label] for label in found.train.objects[0].labels] == ["dog", "cat"]
 
 
 def test_two_pictures_of_one_annotation(tmp_path: Path) -> None:
     picture(voc_folder(tmp_path) / "train" / "1.jpg")
-    assert "1.jpg and 1.png differ in their ending only" in refusal(LabelledFiles(str(tmp_path)))
+    assert "1.png: has the same annotation as 1.jpg. Rename" in refusal(LabelledFiles(str(tmp_path)))
+    assert len(LabelledFiles(str(tmp_path), on_error="skip").open(NOWHERE).train) == 3
 
 
 def test_folders_of_other_layouts_are_told(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from boxed import CLASSES, found_of, scenes_of
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pycocotools import mask as pycocotools
 from pycocotools.coco import COCO
@@ -16,6 +16,7 @@ from pycocotools.cocoeval import COCOeval
 from scenes import with_statistics
 from torch import Tensor
 from torchvision.models import get_model
+from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from ddptrain.api import UserError, derive_seed
 from ddptrain.api.recipe import Progress
@@ -25,7 +26,7 @@ from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes
-from ddptrain.data.detection.run_lengths import PackedMasks, decoded, encoded
+from ddptrain.data.detection.run_lengths import PackedMasks, decode_masks, encode_masks
 from ddptrain.data.detection.source import ArrayScenes, Objects
 from ddptrain.engine.initial_weights import match
 from ddptrain.recipes.detection.detector import Detector
@@ -97,7 +98,7 @@ def test_an_evaluation_has_the_librarys_masks(data: DetectionData) -> None:
         sums: Any = LibraryDetection(lambda **_: detector, data).evaluate(detector, batch)
         answers = detector.detector(list(batch.images))
     rows, lengths = sums["detections"].values, sums["mask_lengths"].values
-    masks = decoded(PackedMasks(sums["masks"].values, lengths.cumsum(0)), SIDE, SIDE)
+    masks = decode_masks(PackedMasks(sums["masks"].values, lengths.cumsum(0)), SIDE, SIDE)
     assert len(rows) == len(lengths) > 20
     start = 0
     for answer in answers:
@@ -114,12 +115,42 @@ def test_masks_are_pasted_at_the_pictures_own_size() -> None:
     """Where a box leaves the picture, too: the mask is not squeezed into what is left of it."""
     mask = torch.zeros(1, 28, 28)
     mask[:, :, :14] = 1  # the left half
-    [whole] = decoded(whole_masks(mask, torch.tensor([[-20.0, 0, 20, 40]]), 40, 60), 40, 60)
+    [whole] = decode_masks(whole_masks(mask, torch.tensor([[-20.0, 0, 20, 40]]), 40, 60), 40, 60)
     assert whole[:, 2:].sum() == 0
-    [whole] = decoded(whole_masks(mask, torch.tensor([[0.0, 0, 40, 40]]), 40, 60), 40, 60)
+    [whole] = decode_masks(whole_masks(mask, torch.tensor([[0.0, 0, 40, 40]]), 40, 60), 40, 60)
     assert whole[2:38, 2:18].all()
     assert whole[:, 22:].sum() == 0
+    for beyond in ([70.0, 5, 90, 20], [-30.0, 5, -10, 20]):
+        assert decode_masks(whole_masks(mask, torch.tensor([beyond]), 40, 60), 40, 60).sum() == 0
     assert whole_masks(None, torch.zeros(3, 4), 40, 60) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.tuples(st.floats(-60, 58, width=16), st.floats(-60, 38, width=16)),
+    st.tuples(*[st.floats(1, 120, width=16)] * 2),
+)
+def test_pasting_a_part_is_torchvisions_pasting(
+    corner: tuple[float, float], sides: tuple[float, float]
+) -> None:
+    mask = torch.rand(1, 28, 28, generator=torch.Generator().manual_seed(0))
+    box = torch.tensor([[*corner, corner[0] + sides[0], corner[1] + sides[1]]])
+    assume(box[0, 2:].min() > 0)  # torchvision's own fails where nothing of it is in the picture
+    expected = (paste_masks_in_image(mask[None], box, (40, 60))[0] >= 0.5).to(torch.uint8)
+    # twice, as what the first has left on the canvas would be seen
+    both = decode_masks(whole_masks(mask.repeat(2, 1, 1), box.repeat(2, 1), 40, 60), 40, 60)
+    assert torch.equal(both, expected.repeat(2, 1, 1))
+
+
+def test_checkpoints_tell_of_masks_only_where_there_are_some(data: DetectionData) -> None:
+    known = data.metadata()
+    assert known["masks"] is True
+    boxes = data_of(masks=False)
+    assert "masks" not in boxes.metadata()
+    for metadata, expected in ((known, True), (boxes.metadata(), False)):
+        asked = DetectionData(DrawnScenes(), DetectionAugment())
+        asked.load_metadata(metadata, World())
+        assert asked.masks is expected
 
 
 def test_the_librarys_weights_fit() -> None:
@@ -150,7 +181,7 @@ def test_model_and_data_have_to_agree(data: DetectionData) -> None:
     with pytest.raises(UserError, match=r"data.source.masks=true: model=yolo learns boxes alone"):
         Detection(Yolo, data, TaskAligned()).build()
     detector = made()
-    with pytest.raises(UserError, match=r"export: an exported file gives boxes"):
+    with pytest.raises(UserError, match=r"export: a file would give boxes alone"):
         LibraryDetection(lambda **_: detector, data).deploy(detector)
 
 
@@ -191,7 +222,10 @@ def test_scores_are_pycocotools(case: Case) -> None:
     plain = scenes_of([[(box_of(blob(s)), label, crowd) for s, label, crowd in rows] for rows in pictures])
     objects = [
         Objects(
-            on_it.boxes, on_it.labels, on_it.crowd, [*encoded(torch.stack([blob(s) for s, _, _ in rows]))]
+            on_it.boxes,
+            on_it.labels,
+            on_it.crowd,
+            [*encode_masks(torch.stack([blob(s) for s, _, _ in rows]))],
         )
         if rows
         else Objects(on_it.boxes, on_it.labels, on_it.crowd, [])
@@ -199,7 +233,7 @@ def test_scores_are_pycocotools(case: Case) -> None:
     ]
     images = torch.zeros(len(pictures), 3, HEIGHT, WIDTH, dtype=torch.uint8)
     scenes = ArrayScenes(images, objects, plain.names)
-    masks = [encoded(blob(s)[None])[0] for _, s, _, _ in found]
+    masks = [encode_masks(blob(s)[None])[0] for _, s, _, _ in found]
     rows = found_of([(i, box_of(blob(s)), score, label) for i, s, label, score in found])
     got = coco_scores(scenes, CLASSES, rows, masks).metrics
     assert got == {**coco_scores(plain, CLASSES, rows).metrics, **by_pycocotools(pictures, found)}

@@ -1,5 +1,6 @@
 """A set of one's own, in YOLO's, COCO's or Pascal VOC's layout: by what ``path`` names."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
@@ -45,7 +46,11 @@ class LabelledFiles(DetectionSource):
         elif ending == ".json":
             self._source = CocoFiles(path, None, on_error, masks)
         else:
-            raise UserError(f"data.source.path={path}: must name {_EXPECTED}.")
+            missing = "" if place.exists() else "there is no such file or folder; it "
+            raise UserError(f"data.source.path={path}: {missing}must name {_EXPECTED}.")
+
+    def adopt_classes(self, classes: Sequence[str]) -> None:
+        self._source.adopt_classes(classes)
 
     def forgiving(self) -> DetectionSource:
         return self._source.forgiving()

@@ -146,7 +146,8 @@ class DetectionAugment:
                 of = functional.horizontal_flip(of)
             return functional.vertical_flip(of) if draws.vertical_flip < self.vertical_flip else of
 
-        canvas, whole_boxes, labels, masks = self._laid_out(tiles, draws, size)
+        corners = self._corners(tiles, draws, size)
+        canvas, whole_boxes, labels, _ = _laid_out(tiles, corners, size)
         visible_boxes = whole_boxes.clamp(0, 2 * size)
         boxes = turned(
             BoundingBoxes(
@@ -160,9 +161,13 @@ class DetectionAugment:
         pixels = cut(turned(canvas, fill=[float(GREY)] * 3))
         plain = cut(boxes).as_subclass(Tensor).clamp(0, size)
         kept = (_areas(plain) >= self.keep * whole) & (_sides(plain).amin(1) >= _LEAST_SIDE)
-        if masks is not None:  # as pictures: torchvision's way with its Mask moves them by half a pixel
-            masks = cut(turned(masks[kept]), interpolation=InterpolationMode.NEAREST_EXACT)
-        return BoxedImage(pixels, plain[kept], labels[kept], masks)
+        masks = []
+        of_tiles = kept.split([len(tile.labels) for tile in tiles])
+        for tile, corner, of_tile in zip(tiles, corners, of_tiles, strict=True):
+            if tile.masks is not None:  # as pictures: torchvision's way with its Mask moves them half a pixel
+                own = turned(_on_canvas(tile.masks[of_tile], corner, size))
+                masks.append(cut(own, interpolation=InterpolationMode.NEAREST_EXACT))
+        return BoxedImage(pixels, plain[kept], labels[kept], torch.cat(masks) if masks else None)
 
     def partner(self, draws: BoxDraws, near: range, progress: float) -> int | None:
         """Which picture, out of ``near``, a sample is combined with, if any."""
@@ -194,37 +199,49 @@ class DetectionAugment:
         colours: Tensor = _YIQ_TO_RGB @ turn @ _RGB_TO_YIQ
         return colours
 
-    def _laid_out(self, tiles: Sequence[BoxedImage], draws: BoxDraws, size: int) -> BoxedImage:
-        """A canvas twice as wide as a sample: one picture in its middle, or four around a point near it."""
-        canvas = torch.full((3, 2 * size, 2 * size), GREY, dtype=torch.uint8)
+    def _corners(self, tiles: Sequence[BoxedImage], draws: BoxDraws, size: int) -> list[tuple[int, int]]:
+        """Of the pictures, (left, top) on a canvas twice as wide as a sample: one in its middle, or four
+        around a point near it."""
         if len(tiles) == 1:
             height, width = tiles[0].pixels.shape[1:]
-            corners = [(size - width // 2, size - height // 2)]
-        else:
-            x, y = (round(size * (0.5 + share)) for share in (draws.middle_x, draws.middle_y))
-            corners = [
-                (x if right else x - tile.pixels.shape[2], y if below else y - tile.pixels.shape[1])
-                for tile, (right, below) in zip(tiles, ((0, 0), (1, 0), (0, 1), (1, 1)), strict=True)
-            ]
-        boxes, masks = [], []
-        for tile, (left, top) in zip(tiles, corners, strict=True):
-            height, width = tile.pixels.shape[1:]
-            x1, y1, x2, y2 = (
-                max(left, 0),
-                max(top, 0),
-                min(left + width, 2 * size),
-                min(top + height, 2 * size),
-            )
-            on_canvas = (..., slice(y1, y2), slice(x1, x2))
-            on_tile = (..., slice(y1 - top, y2 - top), slice(x1 - left, x2 - left))
-            canvas[on_canvas] = tile.pixels[on_tile]
-            boxes.append(tile.boxes + torch.tensor([left, top, left, top]))
-            if tile.masks is not None:
-                own = torch.zeros(len(tile.labels), 2 * size, 2 * size, dtype=torch.uint8)
-                own[on_canvas] = tile.masks[on_tile]
-                masks.append(own)
-        labels = torch.cat([tile.labels for tile in tiles])
-        return BoxedImage(canvas, torch.cat(boxes), labels, torch.cat(masks) if masks else None)
+            return [(size - width // 2, size - height // 2)]
+        x, y = (round(size * (0.5 + share)) for share in (draws.middle_x, draws.middle_y))
+        return [
+            (x if right else x - tile.pixels.shape[2], y if below else y - tile.pixels.shape[1])
+            for tile, (right, below) in zip(tiles, ((0, 0), (1, 0), (0, 1), (1, 1)), strict=True)
+        ]
+
+
+def _laid_out(tiles: Sequence[BoxedImage], corners: Sequence[tuple[int, int]], size: int) -> BoxedImage:
+    """Pictures and their boxes on a canvas twice as wide as a sample, without their masks."""
+    canvas = torch.full((3, 2 * size, 2 * size), GREY, dtype=torch.uint8)
+    boxes = []
+    for tile, (left, top) in zip(tiles, corners, strict=True):
+        there, own = _windows(tile.pixels, (left, top), size)
+        canvas[there] = tile.pixels[own]
+        boxes.append(tile.boxes + torch.tensor([left, top, left, top]))
+    return BoxedImage(canvas, torch.cat(boxes), torch.cat([tile.labels for tile in tiles]))
+
+
+def _on_canvas(masks: Tensor, corner: tuple[int, int], size: int) -> Tensor:
+    """uint8 (k, h, w) -> (k, 2 * size, 2 * size), from this corner on."""
+    canvas = torch.zeros(len(masks), 2 * size, 2 * size, dtype=torch.uint8)
+    there, own = _windows(masks, corner, size)
+    canvas[there] = masks[own]
+    return canvas
+
+
+_Window = tuple[Any, slice, slice]
+
+
+def _windows(picture: Tensor, corner: tuple[int, int], size: int) -> tuple[_Window, _Window]:
+    """Of a picture (..., h, w) whose corner (left, top) lies there on the canvas, or beyond it, what is seen:
+    on the canvas, and in the picture."""
+    (left, top), (height, width) = corner, picture.shape[-2:]
+    x1, y1 = max(left, 0), max(top, 0)
+    x2, y2 = min(left + width, 2 * size), min(top + height, 2 * size)
+    on_canvas = (..., slice(y1, y2), slice(x1, x2))
+    return on_canvas, (..., slice(y1 - top, y2 - top), slice(x1 - left, x2 - left))
 
 
 def _pasted(image: BoxedImage, other: BoxedImage) -> BoxedImage:

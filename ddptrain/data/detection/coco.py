@@ -10,15 +10,15 @@ from typing import Any, final
 from ddptrain.data import held_out
 from ddptrain.data.detection import files
 from ddptrain.data.detection.files import FileScenes, ImageFile, Problems, Row
-from ddptrain.data.detection.run_lengths import of_json
+from ddptrain.data.detection.run_lengths import of_json, touches
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.left_out import OnError
 from ddptrain.errors import UserError
 from ddptrain.text import parse_json
 
-_VALID_NAMES = ("val", "valid", "validation", "test")
 _RULE = "its edges must lie within it (1 pixel beyond counts as rounding and is cut off)"
 _ROUNDING = (1.0, 1.0)
+_LEAST_FILLED = 2  # Pixels of a box's side; a polygon within less may enclose the middle of none
 _TRIED = 20  # Images looked for to find their folder: some may be missing
 
 
@@ -98,7 +98,7 @@ def _paths(part: _Instances) -> list[Path]:
 
 def _sibling(file: Path) -> Path | None:
     folder = file.absolute().parent
-    for name in _VALID_NAMES:
+    for name in files.VALID_NAMES:
         in_folder = folder.parent / folder.name.replace("train", name)  # Roboflow: train/x.json, valid/x.json
         for other in (folder / file.name.replace("train", name), in_folder / file.name):
             if other != folder / file.name and other.is_file():
@@ -238,12 +238,19 @@ def _labelled(
         for entry in instances.annotations[image["id"]]:
             try:
                 row = _row(entry, picture, index)
-                if masks:
-                    row = row._replace(mask=of_json(entry.get("segmentation"), picture.height, picture.width))
-                rows.append(row)
+                rows.append(_with_mask(row, entry, picture) if masks else row)
             except UserError as error:
                 problems.add(f"{instances.file}, annotation {entry['id']}: {error}.")
         yield picture, image["file_name"], rows
+
+
+def _with_mask(row: Row, entry: dict[str, Any], picture: ImageFile) -> Row:
+    size = picture.height, picture.width
+    mask = of_json(entry.get("segmentation"), *size)
+    x1, y1, x2, y2 = row.box
+    if min(x2 - x1, y2 - y1) >= _LEAST_FILLED and not touches(mask, row.box, *size):
+        raise UserError(f"segmentation: has no pixel within bbox {json.dumps(entry['bbox'])}")
+    return row._replace(mask=mask)
 
 
 def _row(entry: dict[str, Any], picture: ImageFile, index: dict[int, int]) -> Row:

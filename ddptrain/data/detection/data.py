@@ -116,8 +116,7 @@ class DetectionData(Data):
         train = self._samples(opened.train, size, resident, "square", seed)
         valid = self._samples(opened.valid, size, resident, "common" if self.rectangular else "square")
         pipeline = Pipeline(train, valid, workers, world.device, self._on_device, resident)
-        masks = all(on_it.masks is not None for on_it in (opened.train.objects[0], opened.valid.objects[0]))
-        self._known = _Known(tuple(opened.classes), size, masks, world.device)
+        self._known = _Known(tuple(opened.classes), size, opened.has_masks, world.device)
         self._prepared = _Prepared(opened, pipeline, decoded, seed)
 
     def _size_for(self, opened: DetectionSet) -> int:
@@ -130,7 +129,8 @@ class DetectionData(Data):
     def _samples(
         self, scenes: Scenes, size: int, resident: bool, shape: Shape, seed: int | None = None
     ) -> Samples:
-        pictures = BoxedPictures(scenes, size, resident, shape, masks=seed is not None)
+        is_training = seed is not None  # masks of the others are compared at their pictures' own size
+        pictures = BoxedPictures(scenes, size, resident, shape, masks=is_training)
         return Samples(pictures, BoxTransform(size, self._augment), stacked, seed, scenes.stream)
 
     @property
@@ -193,7 +193,8 @@ class DetectionData(Data):
         return replace(self._ready.pipeline.loading, left_out=len(self._ready.opened.skipped))
 
     def metadata(self) -> Mapping[str, Any]:
-        return {"classes": list(self.classes), "size": self.size, "masks": self.masks}
+        known = {"classes": list(self.classes), "size": self.size}
+        return {**known, "masks": True} if self.masks else known
 
     def preparation(self) -> Mapping[str, Any]:
         """How a program makes a model's input of a picture file, and reads its boxes (docs/detection.md), as
@@ -216,11 +217,12 @@ class DetectionData(Data):
         if self._asked_size not in ("auto", metadata["size"]):
             note_checkpoints_own("data.size", self._asked_size, metadata["size"])
         self._asked_size = int(metadata["size"])
+        self._source.adopt_classes(metadata["classes"])
 
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
         self.adopt_metadata(metadata)
         classes, size = tuple(metadata["classes"]), int(metadata["size"])
-        self._known = _Known(classes, size, bool(metadata["masks"]), world.device)
+        self._known = _Known(classes, size, metadata.get("masks", False), world.device)
 
     def write(
         self,
@@ -241,7 +243,7 @@ class DetectionData(Data):
             yield from write_check(opened, folder, self._size_for(opened))
             return
         opened = self._source.open(self._root)
-        if layout != "coco" and opened.train.objects[0].masks is not None:
+        if layout != "coco" and opened.has_masks:
             raise UserError(
                 f"data.source.masks=true: layout={layout} holds boxes alone. Use layout=coco, or leave"
                 " data.source.masks out."

@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from ddptrain.api.rng import derive_seed
-from ddptrain.data.detection.run_lengths import encoded
+from ddptrain.data.detection.run_lengths import encode_masks
 from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects
 from ddptrain.data.images.shapes import DISTANCES, signed_distance
 from ddptrain.errors import check_least
@@ -97,7 +97,7 @@ def draw_scenes(generator: Generator, side: int, masks: bool = False) -> tuple[T
     boxes = _boxes_of(owners)
     objects = []
     for i, n in enumerate(count.tolist()):
-        own = encoded((owners[i] == torch.arange(n)[:, None, None]).to(torch.uint8)) if masks else None
+        own = encode_masks((owners[i] == torch.arange(n)[:, None, None]).to(torch.uint8)) if masks else None
         crowd = torch.zeros(n, dtype=torch.bool)
         objects.append(Objects(boxes[i, :n].clone(), painted[i, :n].clone(), crowd, own))
     return images, objects

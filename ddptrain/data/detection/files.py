@@ -27,6 +27,8 @@ log = logging.getLogger("ddptrain")
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2 in pixels."""
 
+VALID_NAMES = ("val", "valid", "validation", "test")
+"""Of the part for validation, the likeliest first."""
 _SHOWN = 20
 _LEAST_SIDE = 0.01  # Pixels. What is thinner may have no area left once it is float32.
 _ORIENTATION = 0x0112
@@ -141,8 +143,12 @@ class Problems:
             )
         for part, scenes in (("training", train), ("validation", valid)):
             if not len(scenes):
-                why = f"Left out:\n{shown}" if count else "Without a part for validation it is every tenth."
-                raise UserError(f"{self._source}: no picture is left for {part}. {why}")
+                why = ""
+                if count:
+                    why = f" Left out:\n{shown}"
+                elif scenes is valid:
+                    why = " Without a part for validation it is every tenth."
+                raise UserError(f"{self._source}: no picture is left for {part}.{why}")
         return DetectionSet(train, valid, classes, skipped=tuple(self._lines))
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from ddptrain.errors import UserError
 
 _RULE = (
-    "must be polygons, [[x1, y1, x2, y2, x3, y3, ...], ...], or run lengths, {size: [height, width], counts}"
+    "must be polygons, [[x1, y1, x2, y2, x3, y3, ...], ...], in pixels of the picture, or run lengths, {size:"
+    " [height, width], counts}"
 )
 
 
@@ -49,7 +50,7 @@ class PackedMasks(Sequence[bytes]):
         return self.counts[start:end].numpy().tobytes()
 
 
-def encoded(masks: Tensor) -> list[bytes]:
+def encode_masks(masks: Tensor) -> list[bytes]:
     """uint8 (k, h, w) of 0 and 1 -> k masks."""
     from faster_coco_eval.core import mask
 
@@ -58,7 +59,7 @@ def encoded(masks: Tensor) -> list[bytes]:
     return [one["counts"] for one in mask.encode(np.asfortranarray(masks.permute(1, 2, 0).numpy()))]
 
 
-def decoded(masks: Sequence[bytes], height: int, width: int) -> Tensor:
+def decode_masks(masks: Sequence[bytes], height: int, width: int) -> Tensor:
     """k masks of a picture -> uint8 (k, height, width) of 0 and 1."""
     from faster_coco_eval.core import mask
 
@@ -73,11 +74,28 @@ def as_json(mask: bytes, height: int, width: int) -> dict[str, Any]:
     return {"size": [height, width], "counts": mask.decode("ascii")}
 
 
+def area(mask: bytes, height: int, width: int) -> int:
+    """Pixels of it."""
+    from faster_coco_eval.core import mask as library
+
+    return int(library.area(as_json(mask, height, width)))
+
+
+def touches(mask: bytes, box: Sequence[float], height: int, width: int) -> bool:
+    """Whether it has a pixel within a box, x1, y1, x2, y2."""
+    from faster_coco_eval.core import mask as library
+
+    x, y, wide, tall = library.toBbox(as_json(mask, height, width))
+    beside = x >= box[2] or x + wide <= box[0] or y >= box[3] or y + tall <= box[1]
+    return bool(wide and tall and not beside)
+
+
 def of_polygons(polygons: Sequence[Sequence[float]], height: int, width: int) -> bytes:
     """What lies within one of them. Each: x1, y1, x2, y2, x3, y3, ... in pixels, three points or more."""
     from faster_coco_eval.core import mask
 
-    counts: bytes = mask.merge(mask.frPyObjects([list(one) for one in polygons], height, width))["counts"]
+    parts = mask.frPyObjects([list(one) for one in polygons], height, width)
+    counts: bytes = (parts[0] if len(parts) == 1 else mask.merge(parts))["counts"]
     return counts
 
 
@@ -87,7 +105,7 @@ def of_json(segmentation: Any, height: int, width: int) -> bytes:
     from faster_coco_eval.core import mask
 
     if isinstance(segmentation, list) and segmentation:
-        if not all(map(_is_polygon, segmentation)):
+        if not all(_is_polygon(one, height, width) for one in segmentation):
             raise UserError(f"segmentation: {_RULE}")
         return of_polygons(segmentation, height, width)
     if not isinstance(segmentation, dict) or not {"size", "counts"} <= segmentation.keys():
@@ -109,13 +127,16 @@ def of_json(segmentation: Any, height: int, width: int) -> bytes:
     return own
 
 
-def _is_polygon(points: Any) -> bool:
+def _is_polygon(points: Any, height: int, width: int) -> bool:
+    """Of three points or more, none of which is further from the picture than the picture's sides: filling it
+    takes the memory of what it encloses."""
     return (
         isinstance(points, list)
         and len(points) >= 6
         and len(points) % 2 == 0
         and all(isinstance(value, int | float) for value in points)
-        and bool(np.isfinite(np.asarray(points, float)).all())
+        and all(-width <= x <= 2 * width for x in points[::2])
+        and all(-height <= y <= 2 * height for y in points[1::2])
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ddptrain.data.detection.augment import BoxDraws, BoxedImage, DetectionAugment
 from ddptrain.data.detection.batch import Sample
 from ddptrain.data.detection.letterbox import Letterbox, Shape, canvases, fitted, in_canvas, letterbox
-from ddptrain.data.detection.run_lengths import decoded
+from ddptrain.data.detection.run_lengths import decode_masks
 from ddptrain.data.detection.source import Objects, PackedObjects, Scenes
 from ddptrain.data.stream.samples import neighbours
 from ddptrain.data.workers import AS_IT_IS, Key
@@ -72,7 +72,10 @@ class BoxedPictures:
         on_it, pixels = self._objects[index], self._pictures[index]
         masks = None
         if on_it.masks is not None:
-            masks = _scaled(decoded(on_it.masks, *self._sizes[index].tolist()), pixels.shape[1:])
+            size = self._sizes[index].tolist()
+            masks = torch.zeros(len(on_it), *pixels.shape[1:], dtype=torch.uint8)
+            for own, mask in zip(masks, on_it.masks, strict=True):  # a large picture's would fill the memory
+                own.copy_(_scaled(decode_masks([mask], *size), pixels.shape[1:])[0])
         return BoxedImage(pixels, on_it.boxes, on_it.labels, masks)
 
 

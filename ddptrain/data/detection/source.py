@@ -37,7 +37,7 @@ class Objects:
 
 @final
 class PackedObjects(Sequence[Objects]):
-    """The objects of all pictures in three tensors: a tensor each would cost a loader's workers a file
+    """The objects of all pictures in a few tensors: a tensor each would cost a loader's workers a file
     descriptor each.
 
     starts: int64 (pictures + 1,), where each picture's begin, and where the last one's end.
@@ -134,6 +134,11 @@ class DetectionSet:
     identity: str = ""
     """A hash of the samples and their order, where it is known without reading all of them."""
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether every object has one."""
+        return all(part.objects[0].masks is not None for part in (self.train, self.valid))
+
 
 class DetectionSource(ABC):
     """One format or set of pictures with boxes."""
@@ -146,6 +151,10 @@ class DetectionSource(ABC):
         Raises UserError that says which file to put where.
         """
         return  # most sets lie where they are said to
+
+    def adopt_classes(self, classes: Sequence[str]) -> None:  # noqa: B027 # most sets name theirs
+        """Called before `open` where a model of these classes is evaluated: a set that does not say which
+        classes it has takes them."""
 
     def forgiving(self) -> "DetectionSource":
         """The same set, opened without what is wrong in it (``on_error=skip``)."""

@@ -1,6 +1,6 @@
 """Pascal VOC (Everingham et al. 2010), found and read by torchvision."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -20,6 +20,7 @@ CLASSES = (
     *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train"),
     "tvmonitor",
 )
+_CLASS_RULE = f"must be one of VOC's 20 classes ({', '.join(CLASSES)})"
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 _ROUNDING = (1.0, 1.0)
 _RULE = "corners count from 1 to its width and height (1 pixel beyond counts as rounding and is cut off)"
@@ -89,12 +90,7 @@ def _labelled(dataset: "VOCDetection", problems: Problems) -> Iterator[tuple[Ima
         except UserError as error:
             problems.add(str(error))
             continue
-        rows = []
-        for number, entry in enumerate(objects, 1):
-            try:
-                rows.append(_row(entry, picture))
-            except UserError as error:
-                problems.add(f"{annotation}, object {number}: {error}.")
+        rows = rows_of(objects, annotation, picture, CLASSES, _CLASS_RULE, problems)
         yield picture, f"JPEGImages/{picture.file.name}", rows
 
 
@@ -104,33 +100,57 @@ def objects_of(annotation: str | Path, picture: ImageFile) -> list[Any]:
     from torchvision.datasets import VOCDetection
 
     try:
-        tree = VOCDetection.parse_voc_xml(ElementTree.parse(annotation).getroot())
+        root = ElementTree.parse(annotation).getroot()
     except OSError as error:
         raise UserError(f"{annotation}: can't be read ({error.strerror}).") from error
     except ElementTree.ParseError as error:
         line, column = error.position
         reason = str(error).split(":")[0]
         raise UserError(f"{annotation}, line {line}, column {column + 1}: is not XML ({reason}).") from error
-    content = tree.get("annotation")
-    if not isinstance(content, dict):
+    except (ValueError, LookupError) as error:  # an encoding of which Python's parser knows nothing
+        raise UserError(f"{annotation}: can't be read ({error}). Save it as UTF-8.") from error
+    if root.tag != "annotation":
         raise UserError(f"{annotation}: must hold one <annotation>.")
+    if not len(root):
+        return []
+    content = VOCDetection.parse_voc_xml(root)["annotation"]
     size = content.get("size")
-    if isinstance(size, dict):
-        files.check_size(picture, *(_whole(size.get(side)) for side in ("width", "height")))
+    sides = [_pixels(size.get(side)) if isinstance(size, dict) else 0 for side in ("width", "height")]
+    if 0 not in sides:
+        files.check_size(picture, *sides)
     objects: list[Any] = content["object"]
     return objects
 
 
-def _whole(text: Any) -> Any:
-    return int(text) if isinstance(text, str) and text.isdecimal() else text
+def _pixels(text: Any) -> Any:
+    """A side as it is written; 0 where it is not known, as some tools write it, too."""
+    try:
+        number = float(text or 0)
+    except (TypeError, ValueError):
+        return text
+    return int(number) if number.is_integer() else text
 
 
-def _row(entry: Any, picture: ImageFile) -> Row:
-    name = name_of(entry)
-    if name not in CLASSES:
-        raise UserError(f"name {name}: must be one of VOC's 20 classes ({', '.join(CLASSES)})")
-    box, difficult = box_of(entry, picture)
-    return Row(box, CLASSES.index(name), difficult)
+def rows_of(
+    objects: Sequence[Any],
+    annotation: str | Path,
+    picture: ImageFile,
+    classes: Sequence[str],
+    rule: str,
+    problems: Problems,
+) -> list[Row]:
+    """An annotation's `objects_of` as rows. rule: what a name has to be, where it is none of the classes."""
+    rows = []
+    for number, entry in enumerate(objects, 1):
+        try:
+            name = name_of(entry)
+            if not isinstance(name, str) or name not in classes:
+                raise UserError(f"name {name}: {rule}")
+            box, difficult = _box_of(entry, picture)
+            rows.append(Row(box, classes.index(name), difficult))
+        except UserError as error:
+            problems.add(f"{annotation}, object {number}: {error}.")
+    return rows
 
 
 def name_of(entry: Any) -> Any:
@@ -138,10 +158,11 @@ def name_of(entry: Any) -> Any:
     return entry.get("name") if isinstance(entry, dict) else None
 
 
-def box_of(entry: Mapping[str, Any], picture: ImageFile) -> tuple[Box, bool]:
-    """The box of one of `objects_of`, and whether it is marked as difficult. Raises UserError that says what
-    is wrong with it."""
+def _box_of(entry: Mapping[str, Any], picture: ImageFile) -> tuple[Box, bool]:
+    """And whether it is marked as difficult. Raises UserError that says what is wrong with it."""
     difficult = entry.get("difficult", "0")
+    if difficult == "Unspecified":  # as some tools write what they do not know
+        difficult = "0"
     if difficult not in ("0", "1"):
         raise UserError(f"difficult {difficult}: must be 0 or 1")
     corners = entry.get("bndbox")

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ddptrain.data.detection.files import FileScenes
-from ddptrain.data.detection.run_lengths import as_json
+from ddptrain.data.detection.run_lengths import area, as_json
 from ddptrain.data.detection.source import DetectionSet, Objects, Scenes
 from ddptrain.data.pictures import ENDINGS, claim
 
@@ -90,7 +90,8 @@ def as_coco(
             width, height = x2 - x1, y2 - y1
             entry |= {"bbox": [x1, y1, width, height], "area": width * height}
             if mask is not None:
-                entry["segmentation"] = as_json(mask, *sizes[image - 1].tolist())
+                size = sizes[image - 1].tolist()
+                entry |= {"segmentation": as_json(mask, *size), "area": area(mask, *size)}
             annotations.append(entry)
     images = [
         {"id": image, "file_name": name, "height": height, "width": width}
