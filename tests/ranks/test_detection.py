@@ -28,6 +28,13 @@ from ddptrain.recipes.detection.transformers_detector import transformers_detect
 from ddptrain.testing import RankFailed, run_ranks
 
 BATCH = 12
+FEW = {
+    "box_batch_size_per_image": 16,
+    "box_detections_per_img": 5,
+    "rpn_post_nms_top_n_train": 50,
+    "rpn_post_nms_top_n_test": 20,
+}
+"""Of what a Mask R-CNN looks at: masks cost most of its time."""
 ADAMW: dict[str, Any] = {"_target_": "torch.optim.AdamW", "lr": 2e-3}
 
 
@@ -41,21 +48,23 @@ def plan(steps: int, micro_batch: int | None = None, **changes: Any) -> Plan:
 Make = Callable[[], tuple[Task, Data]]
 
 
-def trained(make: Make, tmp_path: Path, size: int, micro_batch: int | None, lr: float) -> list[torch.Tensor]:
+def trained(
+    make: Make, tmp_path: Path, size: int, micro_batch: int | None, lr: float, steps: int
+) -> list[torch.Tensor]:
     def rank(world: World) -> torch.Tensor:
         folder = Path(tempfile.mkdtemp(dir=tmp_path)) if world.is_first else tmp_path / "unused"
-        fit = Fit(plan(4, micro_batch), optim={"_target_": "torch.optim.SGD", "lr": lr})
+        fit = Fit(plan(steps, micro_batch), optim={"_target_": "torch.optim.SGD", "lr": lr})
         state, _ = fit.train(*make(), world, folder)
         return weights(state)
 
     return run_ranks(rank, size, timeout=250)
 
 
-def check_alike(make: Make, tmp_path: Path, lr: float) -> None:
+def check_alike(make: Make, tmp_path: Path, lr: float, steps: int = 4) -> None:
     """The same weights after a training on any number of ranks, in any micro-batches."""
-    [expected] = trained(make, tmp_path, 1, None, lr)
+    [expected] = trained(make, tmp_path, 1, None, lr, steps)
     for size, micro_batch in ((1, 5), (2, None), (3, 2)):
-        for found in trained(make, tmp_path, size, micro_batch, lr):
+        for found in trained(make, tmp_path, size, micro_batch, lr, steps):
             difference = ((found - expected).norm() / expected.norm()).item()
             assert difference < 1e-5, f"{size} ranks, micro-batches of {micro_batch}: {difference}"
 
@@ -70,17 +79,23 @@ def test_ranks_and_accumulation_do_not_change_the_weights(tmp_path: Path, one_to
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name",
-    ["ssdlite320_mobilenet_v3_large", "fasterrcnn_mobilenet_v3_large_320_fpn", "maskrcnn_resnet50_fpn"],
+    ("name", "arguments"),
+    [
+        ("ssdlite320_mobilenet_v3_large", {}),
+        ("fasterrcnn_mobilenet_v3_large_320_fpn", {}),
+        ("maskrcnn_resnet50_fpn", FEW),
+    ],
 )
-def test_nor_those_of_torchvisions_detectors(name: str, tmp_path: Path) -> None:
+def test_nor_those_of_torchvisions_detectors(name: str, arguments: dict[str, int], tmp_path: Path) -> None:
     """What a picture draws, proposals and anchors, is its own, and so is its loss."""
 
     def model(num_classes: int, size: int) -> Detector:
-        made = torchvision_detector(DetectorName(name), num_classes, size, frozen_norm=True)
+        made = torchvision_detector(DetectorName(name), num_classes, size, frozen_norm=True, **arguments)
         return with_statistics(made)
 
-    check_alike(lambda: library_detector(model, masks=name.startswith("mask")), tmp_path, lr=1e-3)
+    masks = name.startswith("mask")
+    make = partial(library_detector, model, masks=masks)
+    check_alike(make, tmp_path, lr=1e-3, steps=2 if masks else 4)  # masks cost a minute more
 
 
 @pytest.mark.long
