@@ -117,12 +117,11 @@ def of_json(segmentation: Any, height: int, width: int) -> bytes:
     counts = segmentation["counts"]
     if isinstance(counts, str):
         counts = _runs(counts)
-    if not isinstance(counts, list) or not all(isinstance(run, int) and run >= 0 for run in counts):
+    pixels = height * width
+    if not isinstance(counts, list) or not all(isinstance(n, int) and 0 <= n <= pixels for n in counts):
         raise UserError(f"segmentation: counts: {_RULE}")
-    if sum(counts) != height * width:
-        raise UserError(
-            f"segmentation: counts: {sum(counts):,} pixels, and the picture has {height * width:,}"
-        )
+    if sum(counts) != pixels:
+        raise UserError(f"segmentation: counts: {sum(counts):,} pixels, and the picture has {pixels:,}")
     own: bytes = mask.frPyObjects({"size": [height, width], "counts": counts}, height, width)["counts"]
     return own
 
