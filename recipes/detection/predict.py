@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.files import FileScenes, probe
+from ddptrain.data.detection.letterbox import Letterbox
 from ddptrain.data.detection.source import Objects
 from ddptrain.data.detection.write import as_coco, in_sides
 from ddptrain.data.pictures import check_apart, claim, named_pictures
@@ -56,10 +56,7 @@ def predicted(
     try:
         for i, batch in enumerate(data.batches_of(scenes)):
             [detected] = detect(batch.images)
-            size, boxes = scenes.sizes[i].tolist(), batch.placed.of(0).back(detected.boxes)
-            masks = whole_masks(detected.masks, boxes, *size)
-            detected, kept = within(boxes, detected, size)
-            masks = [*compress(masks, kept.tolist())]
+            detected, masks = on_picture(detected, batch.placed.of(0), scenes.sizes[i].tolist())
             drawn = annotated(scenes.image(i), detected, data.classes, masks=masks)
             _write_picture(out / "pictures" / names[i].with_suffix(".png"), drawn)
             _write_labels(out / "labels" / names[i].with_suffix(".txt"), detected, scenes.sizes[i])
@@ -70,6 +67,14 @@ def predicted(
         content = json.dumps(_as_json(scenes, per_picture, data.classes))
         (out / "predictions.json").write_text(content, encoding="utf-8")
     yield f"{out}: pictures, labels and predictions.json for {len(files)} pictures"
+
+
+def on_picture(seen: Detections, placed: Letterbox, size: Sequence[int]) -> tuple[Detections, list[bytes]]:
+    """What is seen on a canvas as it lies on the picture of this size (height, width): see `within`; and the
+    masks, as `whole_masks` gives them."""
+    boxes = placed.back(seen.boxes)
+    detected, kept = within(boxes, seen, size)
+    return detected, whole_masks(seen.where(kept).masks, boxes[kept], *size)
 
 
 def within(boxes: Tensor, detected: Detections, size: Sequence[int]) -> tuple[Detections, Tensor]:

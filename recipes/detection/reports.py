@@ -10,16 +10,15 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ddptrain.api import Figure, Picture, Report, Rows, UserError
-from ddptrain.data.detection import run_lengths
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
-from ddptrain.data.detection.run_lengths import PackedMasks
+from ddptrain.data.detection.run_lengths import PackedMasks, decode_masks
 from ddptrain.data.pictures import decoded
 from ddptrain.recipes.detection.detections import Detections
 from ddptrain.recipes.detection.draw import compared, make_sheet
 from ddptrain.recipes.detection.errors import SCORE, by_size, confusion, matched, worst
 from ddptrain.recipes.detection.masks import whole_masks
-from ddptrain.recipes.detection.predict import Predicted, predicted, within
+from ddptrain.recipes.detection.predict import Predicted, on_picture, predicted
 from ddptrain.recipes.detection.score import coco_scores
 from ddptrain.recipes.detection.video import ENDINGS, Track, filmed, names_video
 
@@ -96,13 +95,11 @@ class Reports:
         pixels = pil_to_tensor(decoded(sample, "RGB"))
         image, placed = self._data.model_input(pixels)
         [seen] = self._detect(model, image, score)
-        boxes, size = placed.back(seen.boxes), pixels.shape[1:]
-        masks = None
-        if seen.masks is not None:
-            masks = run_lengths.decode_masks(whole_masks(seen.masks, boxes, *size), *size)
-        detected, kept = within(boxes, seen, size)
+        size = pixels.shape[1:]
+        detected, masks = on_picture(seen, placed, size)
         names = tuple(self._data.classes[label] for label in detected.labels.tolist())
-        return Predicted(detected.boxes, detected.scores, names, None if masks is None else masks[kept])
+        whole = decode_masks(masks, *size) if self._data.masks else None
+        return Predicted(detected.boxes, detected.scores, names, whole)
 
     def _sheet(self, model: nn.Module, chunks: Sequence[range]) -> Picture:
         """Validation pictures with what is on them and what the model sees there."""

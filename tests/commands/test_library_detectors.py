@@ -25,6 +25,24 @@ SCRATCH = f"recipe=detection {SMALL} init.weights=null model.frozen_norm=false"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
+def check_it_goes_on(folder: Path, words: str) -> dict[str, float]:
+    """The run ends with the same bits if it is killed in step 5 and started again; returns its metrics."""
+    whole = folder / "whole"
+    shutil.copytree(folder / "run", whole)
+    for what in ("step-6", "best"):
+        shutil.rmtree(folder / "run/checkpoints" / what)
+    done = ddptrain(folder, words, **ONE_THREAD)
+    assert done.code == 0, done.err
+    assert "plan       steps 3 to 6" in done.err
+    again, before = (unpack(read(run / "checkpoints/step-6")) for run in (folder / "run", whole))
+    for name, value in before["model"].items():
+        assert torch.equal(again["model"][name], value), name
+    metrics = [json.loads((run / "summary.json").read_text())["metrics"] for run in (folder / "run", whole)]
+    assert metrics[0] == metrics[1]
+    last: dict[str, float] = metrics[0]
+    return last
+
+
 def check_python_says_the_same(folder: Path, seen: dict[str, Any], score: float) -> None:
     """`load` and the verb predict, of each picture."""
     with contextlib.chdir(folder):  # where a model of transformers lies
@@ -58,19 +76,7 @@ def test_from_the_first_step_to_a_file(model: str, tmp_path: Path) -> None:
     words = f"{SCRATCH} {model} run.dir=run"
     done = ddptrain(tmp_path, words, **ONE_THREAD)
     assert done.code == 0, done.err
-
-    whole = tmp_path / "whole"
-    shutil.copytree(tmp_path / "run", whole)
-    for what in ("step-6", "best"):  # as if it had been killed in step 5
-        shutil.rmtree(tmp_path / "run/checkpoints" / what)
-    done = ddptrain(tmp_path, words, **ONE_THREAD)
-    assert done.code == 0, done.err
-    assert "plan       steps 3 to 6" in done.err
-    again, before = (unpack(read(run / "checkpoints/step-6")) for run in (tmp_path / "run", whole))
-    for name, value in before["model"].items():
-        assert torch.equal(again["model"][name], value), name
-    metrics = [json.loads((run / "summary.json").read_text())["metrics"] for run in (tmp_path / "run", whole)]
-    assert metrics[0] == metrics[1]
+    check_it_goes_on(tmp_path, words)
 
     done = ddptrain(
         tmp_path,
@@ -103,20 +109,8 @@ def test_masks_from_the_first_step_to_a_prediction(tmp_path: Path) -> None:
     assert " masks, 8 valid" in done.err
     assert "mask_mAP" in done.err
     assert (tmp_path / "run/plots").is_dir()
-
-    whole = tmp_path / "whole"
-    shutil.copytree(tmp_path / "run", whole)
-    for what in ("step-6", "best"):  # as if it had been killed in step 5
-        shutil.rmtree(tmp_path / "run/checkpoints" / what)
-    done = ddptrain(tmp_path, words, **ONE_THREAD)
-    assert done.code == 0, done.err
-    assert "plan       steps 3 to 6" in done.err
-    again, before = (unpack(read(run / "checkpoints/step-6")) for run in (tmp_path / "run", whole))
-    for name, value in before["model"].items():
-        assert torch.equal(again["model"][name], value), name
-    metrics = [json.loads((run / "summary.json").read_text())["metrics"] for run in (tmp_path / "run", whole)]
-    assert metrics[0] == metrics[1]
-    assert {"mask_mAP", "mask_mAP50", "mask_mAP75", "mask_AR"} <= metrics[0].keys()
+    metrics = check_it_goes_on(tmp_path, words)
+    assert {"mask_mAP", "mask_mAP50", "mask_mAP75", "mask_AR"} <= metrics.keys()
 
     set_words = "data.source.train=1 data.source.valid=1 data.source.size=64 data.source.masks=true"
     line = f"write recipe=yolo_shapes {set_words} layout=coco out=set"

@@ -90,15 +90,16 @@ def _parts(folder: Path, problems: Problems) -> tuple[list[Path], list[Path]]:
             valid = [] if valid_name is None else _pictures(parts[valid_name], problems)
             break
     else:
-        pictures = folder / "JPEGImages"  # beside which masks of the same names may lie
-        pictures = pictures if pictures.is_dir() else folder
+        place = folder / "JPEGImages"  # beside which masks of the same names may lie
+        place = place if place.is_dir() else folder
+        pictures = _pictures(place, problems)
         lists = {file.stem.lower(): file for file in _entries(folder / "ImageSets" / "Main")}
         if "train" in lists:
-            train = _listed(lists["train"], pictures, problems)
+            train = _listed(lists["train"], place, pictures, problems)
             valid_name = _first(files.VALID_NAMES, lists)
-            valid = [] if valid_name is None else _listed(lists[valid_name], pictures, problems)
+            valid = [] if valid_name is None else _listed(lists[valid_name], place, pictures, problems)
         else:
-            train, valid = _pictures(pictures, problems), []
+            train, valid = pictures, []
     files.note_in_both(train, valid, "train", f"{folder}: val")
     return (train, valid) if valid else held_out.split(train)
 
@@ -122,18 +123,18 @@ def _pictures(folder: Path, problems: Problems) -> list[Path]:
     return list(pictures.values())
 
 
-def _listed(file: Path, folder: Path, problems: Problems) -> list[Path]:
-    """The pictures that a list names, one a line, by their paths below the folder, with or without their
-    endings."""
-    pictures = [picture.relative_to(folder) for picture in _pictures(folder, problems)]
-    by_name = {name.as_posix(): of for of in pictures for name in (of, of.with_suffix(""))}
-    listed: dict[Path, None] = {}
+def _listed(file: Path, folder: Path, pictures: Sequence[Path], problems: Problems) -> list[Path]:
+    """Those that a list names, one a line, by their paths below the folder, with or without their endings."""
+    by_name = {
+        name.relative_to(folder).as_posix(): of for of in pictures for name in (of, of.with_suffix(""))
+    }
+    listed: set[Path] = set()
     for number, line in enumerate(files.read_text(file).splitlines(), 1):
         name = line.strip().strip('"')
         if name and name not in by_name:
             problems.add(f"{file}, line {number}: {name}: there is no picture of this name in {folder}.")
         elif name:
-            listed[folder / by_name[name]] = None
+            listed.add(by_name[name])
     return sorted(listed)
 
 
