@@ -63,8 +63,12 @@ PARTS = (("default", 4), ("default", 8), ("off", 12))
 @pytest.mark.long
 def test_equal_blocks_under_fsdp_are_one_graph(tmp_path: Path) -> None:
     """Each block is compiled by itself; the numbers are those of an eager run, which reads the checkpoint."""
+    lines = [f"{number} squared is {number**2}\n" for number in range(50_000)]
+    (tmp_path / "squares.txt").write_text("".join(lines))  # the default text takes 12 s an evaluation
     words = (
-        "launch --nproc-per-node=2 recipe=transformer_text strategy=fsdp model.layers=4 model.width=64"
+        "launch --nproc-per-node=2 recipe=transformer_text data=text data.source.path=squares.txt"
+        " data.window=128 data.valid_piece=128 data.valid_context=128 data.order=shuffled"
+        " strategy=fsdp model.layers=4 model.width=64"
         " task.sample_tokens=0 train.batch_size=8 train.eval_every=4 checkpoint.every=4 log.every=1"
         " precision=fp32 sched=constant observers=[console,jsonl]"
     )
@@ -72,8 +76,8 @@ def test_equal_blocks_under_fsdp_are_one_graph(tmp_path: Path) -> None:
     for folder, name, steps in (("eager", "off", 12), *(("run", *part) for part in PARTS)):
         own = [f"compile={name}", f"train.steps={steps}", f"run.dir={folder}"]
         logs[steps] = log_of(tmp_path, *words.split(), *own)
-        lines = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
-        losses[folder] = [line["loss"] for line in lines if line["split"] == "train"]
+        rows = map(json.loads, (tmp_path / folder / "metrics.jsonl").read_text().splitlines())
+        losses[folder] = [row["loss"] for row in rows if row["split"] == "train"]
     assert losses["run"] == pytest.approx(losses["eager"], rel=1e-4)
     [graphs] = re.findall(r"compiled +(\d) graphs for training and evaluation", logs[4])
     assert int(graphs) < 4, "fewer than blocks, with and without gradients"
