@@ -189,7 +189,8 @@ def made(
     masks: bool = True, augment: DetectionAugment | None = None, train: int = 6, **changed: Any
 ) -> DetectionData:
     source = DrawnScenes(train, 4, 64, masks=masks)
-    data = DetectionData(source, augment or DetectionAugment(mixup=0.3, copy_paste=0.3), **changed)
+    augment = augment or DetectionAugment(mixup=0.3, copy_paste=0.3)
+    data = DetectionData(source, augment, **{"workers": 0, **changed})
     data.prepare(World(), seed=3)
     return data
 
@@ -210,7 +211,7 @@ def test_a_batch_has_a_mask_for_each_box() -> None:
 
 
 def test_loader_processes_make_the_same_masks() -> None:
-    for here, there in zip(batches(made(workers=0)), batches(made(workers=2)), strict=True):
+    for here, there in zip(batches(made()), batches(made(workers=2)), strict=True):
         assert torch.equal(here.masks, there.masks)
 
 
@@ -219,13 +220,13 @@ def test_an_unchanged_picture_has_its_own_masks() -> None:
     still = DetectionAugment(
         mosaic=0.0, zoom=0.0, shift=0.0, horizontal_flip=0.0, hue=0.0, saturation=0.0, value=0.0, keep=0.0
     )
+    objects = DrawnScenes(6, 4, 64, masks=True).open(NOWHERE).train.objects
     for size, times in ((64, 1), (128, 2)):
         data = made(augment=still, size=size)
         for batch in batches(data):
             for i, id in enumerate(batch.ids.tolist()):
-                on_it = DrawnScenes(6, 4, 64, masks=True).open(NOWHERE).train.objects[id]
                 own = (
-                    decode_masks(on_it.masks or [], 64, 64)
+                    decode_masks(objects[id].masks or [], 64, 64)
                     .repeat_interleave(times, 1)
                     .repeat_interleave(times, 2)
                 )
@@ -234,10 +235,11 @@ def test_an_unchanged_picture_has_its_own_masks() -> None:
 
 
 def test_other_masks_are_other_data(tmp_path: Path) -> None:
-    assert made().identity != made(masks=False).identity
-    assert made().identity == made().identity
-    assert made().metadata()["masks"] is True
-    assert "masks" in made().describe()
+    data = made()
+    assert data.identity != made(masks=False).identity
+    assert data.identity == made().identity
+    assert data.metadata()["masks"] is True
+    assert "masks" in data.describe()
 
 
 @pytest.mark.parametrize("layout", ["yolo", "stream"])

@@ -114,7 +114,7 @@ def check_launches(said: str, cases: int) -> None:
         assert parts or others <= OTHERS + AVERAGE * averages, line
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_captured_step_has_the_bits_of_an_eager_one(jobs: dict[str, "Future[Done]"], ranks: int) -> None:
     check_captured(told(jobs[f"captured-{ranks}"].result()), 1)
 

@@ -88,12 +88,12 @@ class SlowDisk(Observer):
 """
 
 
-@pytest.mark.parametrize("ends_by", ["", "train.time_limit=1"])
+@pytest.mark.parametrize("ends_by", ["", pytest.param("train.time_limit=1", marks=pytest.mark.faults)])
 def test_a_slow_disk_at_the_end_is_no_hang(tmp_path: Path, ends_by: str) -> None:
     """The last checkpoint is written in the background, and waited for."""
     (tmp_path / "slow.py").write_text(SLOW_DISK)
     words = (
-        "recipe=cnn_digits device=cpu train.steps=4 checkpoint.every=2 hang_timeout=1 run.dir=run"
+        "recipe=cnn_digits device=cpu train.steps=4 checkpoint.every=4 hang_timeout=1 run.dir=run"
         " observers=[console] +observers.slow._target_=slow.SlowDisk"
     )
     longer = f"{ends_by} train.steps=100000 checkpoint.every=20" if ends_by else ""

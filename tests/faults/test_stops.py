@@ -87,7 +87,7 @@ def test_a_closed_terminal_saves_and_stops_and_under_nohup_does_nothing(
 )
 def test_a_job_that_was_suspended_goes_on(launcher: str, only_it: bool, tmp_path: Path) -> None:
     """For longer than `hang_timeout`: by Ctrl-Z, which reaches the launcher alone, or by a scheduler."""
-    job = Job(faulty_words("data.pace=0.3", "hang_timeout=2"), tmp_path, 3, launcher=launcher)
+    job = Job(faulty_words("data.pace=0.1", "hang_timeout=2"), tmp_path, 3, launcher=launcher)
     job.wait_for_step(5)
     pids = [job.process.pid] if only_it else job.pids()
     for pid in pids:

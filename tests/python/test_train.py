@@ -179,7 +179,7 @@ def test_a_training_that_fails_raises_with_the_end_of_its_log(tmp_path: Path) ->
 FOREVER = "['recipe=cnn_digits', 'device=cpu', 'train.epochs=100000', 'log.every=1', 'run.dir=run']"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_ctrl_c_saves_and_the_script_runs_on(tmp_path: Path, ranks: int) -> None:
     text = f"import ddptrain; run = ddptrain.train(*{FOREVER}, ranks={ranks}); print('outcome', run.outcome)"
     process, mark = script(tmp_path, text)
@@ -197,7 +197,10 @@ def test_ctrl_c_saves_and_the_script_runs_on(tmp_path: Path, ranks: int) -> None
     assert f"step-{stopped.step}" in stopped.checkpoints
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 1), (signal.SIGHUP, 2), (signal.SIGUSR1, 2)])
+@pytest.mark.parametrize(
+    ("number", "ranks"),
+    [(signal.SIGTERM, 1), (signal.SIGHUP, 2), pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.long)],
+)
 def test_what_ends_the_script_lets_the_training_save(tmp_path: Path, number: int, ranks: int) -> None:
     """A scheduler, or a terminal that is closed."""
     process, mark = script(
@@ -215,7 +218,7 @@ def test_what_ends_the_script_lets_the_training_save(tmp_path: Path, number: int
     assert f"step-{stopped.step}" in stopped.checkpoints
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_training_ends_with_the_process_that_started_it(tmp_path: Path, ranks: int) -> None:
     process, mark = script(tmp_path, f"import ddptrain; ddptrain.train(*{FOREVER}, ranks={ranks})")
     wait_for(tmp_path / "said.txt", "step 1/", process)

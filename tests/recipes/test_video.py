@@ -96,6 +96,7 @@ def by_nearest_box(frames: Sequence[Tensor]) -> list[list[tuple[int, list[float]
     return answer
 
 
+@pytest.mark.long
 def test_tracks_are_better_than_by_the_nearest_box(data: DetectionData, tmp_path: Path) -> None:
     truth = paths(OBJECTS, FRAMES)
     write_clip(tmp_path / "clip.mp4", truth)
