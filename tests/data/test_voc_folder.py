@@ -145,6 +145,7 @@ def rewrite(before: str, after: str) -> Callable[[Path], object]:
         (rewrite("<width>40<", "<width>41<"), "1.png: is 40x30 pixels; its labels say 41x30.", [2, 2]),
         (lambda folder: (folder / "train/1.xml").unlink(), "1.png: has no annotation, ", [2, 2]),
         (lambda folder: truncate(folder / "train/1.png"), "1.png: can't be read as an image", [2, 2]),
+        (lambda folder: (folder / "train/1.png").unlink(), "1.xml: there is no picture for this", [2, 2]),
     ],
 )
 def test_a_mistake_is_told_and_left_out(

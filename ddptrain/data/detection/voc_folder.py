@@ -1,6 +1,6 @@
 """Pictures of one's own with an XML file each, as labelImg, CVAT and Roboflow write it for "Pascal VOC"."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -120,7 +120,17 @@ def _pictures(folder: Path, problems: Problems) -> list[Path]:
             problems.add(f"{file}: has the same annotation as {other.name}. Rename or remove one of the two.")
     if not pictures:
         raise UserError(f"data.source.path: {folder} holds no picture.")
+    _report_orphans(folder, pictures.values(), problems)
     return list(pictures.values())
+
+
+def _report_orphans(folder: Path, pictures: Iterable[Path], problems: Problems) -> None:
+    expected = {place for picture in pictures for place in _annotation_places(picture)}
+    for place in sorted({place.parent for place in _annotation_places(folder / "any")}):
+        for file in sorted(place.rglob("*")):
+            hidden = any(part.startswith(".") for part in file.relative_to(place).parts)
+            if file.suffix.lower() == ".xml" and file not in expected and not hidden:
+                problems.add(f"{file}: there is no picture for this annotation under {folder}.")
 
 
 def _listed(file: Path, folder: Path, pictures: Sequence[Path], problems: Problems) -> list[Path]:
