@@ -78,21 +78,24 @@ def test_a_closed_terminal_saves_and_stops_and_under_nohup_does_nothing(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "only_it"),
+    ("launcher", "only_it", "seconds"),
     [
-        ("launch", False),
-        pytest.param("python", False, marks=pytest.mark.faults),
-        pytest.param("launch", True, marks=pytest.mark.faults),
+        ("launch", False, 7),
+        pytest.param("python", False, 7, marks=pytest.mark.faults),
+        pytest.param("launch", True, 3, marks=pytest.mark.faults),
+        pytest.param("launch", True, 12, marks=pytest.mark.faults, id="until after the ranks' last step"),
     ],
 )
-def test_a_job_that_was_suspended_goes_on(launcher: str, only_it: bool, tmp_path: Path) -> None:
+def test_a_job_that_was_suspended_goes_on(
+    launcher: str, only_it: bool, seconds: float, tmp_path: Path
+) -> None:
     """For longer than `hang_timeout`: by Ctrl-Z, which reaches the launcher alone, or by a scheduler."""
     job = Job(faulty_words("data.pace=0.1", "hang_timeout=2"), tmp_path, 3, launcher=launcher)
     job.wait_for_step(5)
     pids = [job.process.pid] if only_it else job.pids()
     for pid in pids:
         job.kill(pid, signal.SIGSTOP)
-    time.sleep(7)
+    time.sleep(seconds)
     for pid in pids:
         job.kill(pid, signal.SIGCONT)
     assert job.wait() == 0, job.text[-3000:]

@@ -34,11 +34,21 @@ class Failure(NamedTuple):
 def started_at(pid: int) -> str:
     """When a process of this host started, in ticks since boot; '' if it has ended (also as a zombie), and on
     other systems than Linux."""
+    fields = _status(pid)
+    return "" if not fields or fields[0] in "ZX" else fields[19]
+
+
+def is_suspended(pid: int) -> bool:
+    """Whether a process of this host is stopped, as by Ctrl-Z; False on other systems than Linux."""
+    return _status(pid)[:1] == ["T"]
+
+
+def _status(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat from its state on; none where there is no such process."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+        return []
 
 
 class Heartbeat:

@@ -18,7 +18,7 @@ from typing import Any
 from ddptrain.api.world import World
 from ddptrain.distributed.watchdog.flight_recorder import collectives
 from ddptrain.distributed.watchdog.hang_report import Beat, describe, describe_cut, guilty, stack_of, waits
-from ddptrain.distributed.watchdog.heartbeat import Failure, Heartbeat, started_at
+from ddptrain.distributed.watchdog.heartbeat import Failure, Heartbeat, is_suspended, started_at
 from ddptrain.errors import ExitCode
 from ddptrain.text import last_words
 
@@ -259,6 +259,9 @@ class Watchdog:
         timeout, host = self._timeout or LONG_S, socket.gethostname()
         if time.monotonic() - self._marked_at < timeout:
             return  # the contact alone is lost, and it may come back
+        contact_is_lost = self._heartbeat.unanswered
+        if contact_is_lost and is_suspended(os.getppid()):
+            return  # Ctrl-Z reaches the launcher alone, and the store is in it: it answers later
         others = [beat for beat, _ in dict(self._heartbeat.heard).values()]
         silent = [beat for beat in others if self._heartbeat.silent(beat.rank)]
         beats = [self._beat(0, tells_all=True), *others]
@@ -273,13 +276,13 @@ class Watchdog:
             return
         if self._world.rank != min(beat.rank for beat in speakers):
             # the first rank that answers reports it
-            contact_is_lost = self._heartbeat.unanswered
             if contact_is_lost and not self._over.wait(2 * _LAST_WORDS_S) and self._heartbeat.unanswered:
                 self._exit(ExitCode.HUNG, "")
             return
         if (
             self._over.is_set()
             or self._heartbeat.failure_elsewhere(wait=1.0)
+            or (contact_is_lost and not self._heartbeat.unanswered)
             or self._marks != beats[0].marks
         ):
             return  # it continues, or another rank has reported it
