@@ -78,19 +78,19 @@ def test_a_closed_terminal_saves_and_stops_and_under_nohup_does_nothing(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "only_it", "seconds"),
+    ("launcher", "only_it", "pace", "seconds"),
     [
-        ("launch", False, 7),
-        pytest.param("python", False, 7, marks=pytest.mark.faults),
-        pytest.param("launch", True, 3, marks=pytest.mark.faults),
-        pytest.param("launch", True, 12, marks=pytest.mark.faults, id="until after the ranks' last step"),
+        ("launch", False, 0.1, 7),
+        pytest.param("python", False, 0.1, 7, marks=pytest.mark.faults),
+        pytest.param("launch", True, 0.3, 7, marks=pytest.mark.faults),
+        pytest.param("launch", True, 0.1, 12, marks=pytest.mark.faults, id="until after the last step"),
     ],
 )
 def test_a_job_that_was_suspended_goes_on(
-    launcher: str, only_it: bool, seconds: float, tmp_path: Path
+    launcher: str, only_it: bool, pace: float, seconds: float, tmp_path: Path
 ) -> None:
     """For longer than `hang_timeout`: by Ctrl-Z, which reaches the launcher alone, or by a scheduler."""
-    job = Job(faulty_words("data.pace=0.1", "hang_timeout=2"), tmp_path, 3, launcher=launcher)
+    job = Job(faulty_words(f"data.pace={pace}", "hang_timeout=2"), tmp_path, 3, launcher=launcher)
     job.wait_for_step(5)
     pids = [job.process.pid] if only_it else job.pids()
     for pid in pids:
