@@ -33,7 +33,7 @@ RULES = (rules_presence.no_cuda_here, *(rule for stage in _STAGES for rule in st
 
 def examine(facts: Facts) -> list[Finding]:
     """All findings, the problems first; one problem for one cause."""
-    gpus = gpu_findings(facts) if facts.asked.device != "cpu" else []
+    gpus = gpu_findings(facts) if facts.settings.device != "cpu" else []
     findings = [*gpus, *_all(_OF_THE_HOST, facts)]
     if not any(finding.id == "torch-import" for finding in findings):
         findings += proof_findings(facts, on_gpu=bool(gpus) and not problems(gpus) and facts.gpu_count > 0)
@@ -102,11 +102,11 @@ def why_no_cuda() -> str:
 
     The driver is asked only where files and variables show no problem: that takes a tenth of a second.
     """
-    asked = Settings("cuda")
+    settings = Settings("cuda")
     torch = as_built()
-    first = _first(dataclasses.replace(collect(asked, still()), torch=torch))
+    first = _first(dataclasses.replace(collect(settings, still()), torch=torch))
     if first is None:
-        facts = collect(asked, [*still(), *of_the_driver()])
+        facts = collect(settings, [*still(), *of_the_driver()])
         first = _first(dataclasses.replace(facts, torch=torch, torch_cuda=ask_gpus()))
     if first is None:
         return "PyTorch counts no CUDA device."

@@ -205,7 +205,7 @@ class ProbeFailure:
 class Facts:
     """Of one machine. None: that was not asked, or not answered (``failures`` says why)."""
 
-    asked: Settings = Settings()
+    settings: Settings = Settings()
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     system: System | None = None
     limits: ProcessLimits | None = None
@@ -235,16 +235,16 @@ class Facts:
     @property
     def ranks(self) -> int:
         """Of this node: as torchrun says, or one for each GPU that training would take."""
-        several = self.asked.device in ("auto", "cuda")
-        return self.asked.local_ranks or (self.gpu_count if several else 0) or 1
+        several = self.settings.device in ("auto", "cuda")
+        return self.settings.local_ranks or (self.gpu_count if several else 0) or 1
 
     @property
     def workers(self) -> int:
         """Loader processes of each rank."""
-        if self.asked.workers is not None:
-            return self.asked.workers
+        if self.settings.workers is not None:
+            return self.settings.workers
         cores = self.limits.cores if self.limits else 1
-        return workers_of(cores, self.ranks, on_cpu=self.asked.device == "cpu" or not self.gpu_count)
+        return workers_of(cores, self.ranks, on_cpu=self.settings.device == "cpu" or not self.gpu_count)
 
 
 @dataclass(frozen=True)

@@ -29,22 +29,22 @@ class Probe:
     seconds: float = 10.0
 
 
-def probes(asked: Settings) -> list[Probe]:
+def probes(settings: Settings) -> list[Probe]:
     """All of doctor's. With device=cpu no driver is asked."""
     all_probes = [
         Probe(
             "torch",
-            lambda: children.ask("ask_torch", "torch", _TORCH_S, asked.device, then_s=_STEP_S),
+            lambda: children.ask("ask_torch", "torch", _TORCH_S, settings.device, then_s=_STEP_S),
             _ALL_S,
         ),
         Probe("torchvision", lambda: children.ask("ask_torchvision", "torchvision", _TORCH_S), 2 * _TORCH_S),
         Probe("limits", lambda: {"limits": machine.limits()}),
         *still(),
     ]
-    if asked.port is not None or not asked.under_torchrun:  # whose own port is taken by itself
-        number = TORCHRUN_PORT if asked.port is None else asked.port
+    if settings.port is not None or not settings.under_torchrun:  # whose own port is taken by itself
+        number = TORCHRUN_PORT if settings.port is None else settings.port
         all_probes.append(Probe("port", lambda: {"port": machine.port(number)}))
-    return all_probes if asked.device == "cpu" else [*all_probes, *of_the_driver()]
+    return all_probes if settings.device == "cpu" else [*all_probes, *of_the_driver()]
 
 
 def still() -> list[Probe]:
@@ -62,7 +62,7 @@ def of_the_driver() -> list[Probe]:
     ]
 
 
-def collect(asked: Settings, probes: Sequence[Probe]) -> Facts:
+def collect(settings: Settings, probes: Sequence[Probe]) -> Facts:
     """Ask all of them at the same time."""
     answers: queue.SimpleQueue[tuple[str, Mapping[str, Any]]] = queue.SimpleQueue()
     began = time.monotonic()
@@ -81,7 +81,7 @@ def collect(asked: Settings, probes: Sequence[Probe]) -> Facts:
         if open_ones.pop(name, None) is not None:
             failures += answer.get("failures", ())
             sections.update({key: value for key, value in answer.items() if key != "failures"})
-    return dataclasses.replace(Facts(asked), **sections, failures=tuple(failures))
+    return dataclasses.replace(Facts(settings), **sections, failures=tuple(failures))
 
 
 def _answer(probe: Probe, answers: "queue.SimpleQueue[tuple[str, Mapping[str, Any]]]") -> None:

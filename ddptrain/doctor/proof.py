@@ -20,12 +20,12 @@ _TRANSFORMS = 16
 _LINK_BYTES = 64 * 2**20
 
 
-def devices(asked: str, count: int) -> list[str]:
+def devices(requested: str, count: int) -> list[str]:
     """What to prove, where there are so many GPUs that start."""
-    if asked == "cpu" or (asked == "auto" and not count):
+    if requested == "cpu" or (requested == "auto" and not count):
         return ["cpu"]
     gpus = [f"cuda:{index}" for index in range(count)]
-    return [name for name in gpus if asked in ("auto", "cuda", name)]
+    return [name for name in gpus if requested in ("auto", "cuda", name)]
 
 
 def prove(device: str) -> Iterator[Proof]:

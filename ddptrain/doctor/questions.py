@@ -17,26 +17,26 @@ _HEAT = 0x20 | 0x40  # Clock event reasons: thermal slowdown by software, by har
 _POWER = 0x80  # The power brake, by hardware; the software's power cap (0x4) is daily life under load
 
 
-def ask_torch(asked: str) -> None:
+def ask_torch(requested: str) -> None:
     """The PyTorch that is installed, how it sees the GPUs, and the proofs on the device.
 
-    asked: auto, cpu, cuda, cuda:<index>.
+    requested: auto, cpu, cuda, cuda:<index>.
     """
     from ddptrain.doctor import proof
 
     tell("torch", as_built())
     count = 0
-    if asked != "cpu":
+    if requested != "cpu":
         begin("cuda")
         torch_cuda = ask_gpus()
         tell("torch_cuda", torch_cuda)
         count = torch_cuda.count
     begin("proof")
-    for device in proof.devices(asked, count):
+    for device in proof.devices(requested, count):
         for proved in proof.prove(device):
             tell("proofs", (proved,))
     begin("all-reduce")
-    if asked in ("auto", "cuda") and count > 1:
+    if requested in ("auto", "cuda") and count > 1:
         for link in proof.between_gpus(count):
             tell("links", (link,))
     begin("end")

@@ -88,11 +88,11 @@ def build(facts: Facts) -> Iterator[Finding]:
 
 def visible(facts: Facts) -> Iterator[Finding]:
     """CUDA_VISIBLE_DEVICES: CUDA reads it up to the first entry that it can't follow, and does not say so."""
-    asked = facts.environment.get("CUDA_VISIBLE_DEVICES")
-    if asked is None:
+    visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
         return
-    evidence = f"CUDA_VISIBLE_DEVICES={asked!r}"
-    entries = [entry.strip() for entry in asked.strip().rstrip(",").split(",")]
+    evidence = f"CUDA_VISIBLE_DEVICES={visible!r}"
+    entries = [entry.strip() for entry in visible.strip().rstrip(",").split(",")]
     gpus = facts.driver_gpus
     # '' for what the driver does not tell: then no name can be said to be wrong
     known = [name for gpu in gpus for name in (gpu.uuid, *(gpu.slices or ("",) * gpu.mig))]
@@ -124,7 +124,7 @@ def visible(facts: Facts) -> Iterator[Finding]:
             " entry and all after it."
         )
         yield problem("cvd-out-of-range", f"{evidence}; {len(gpus)} GPUs", cause, f"{unset}.")
-    elif (index := _index(facts.asked.device)) is not None and len(entries) <= index < len(gpus):
+    elif (index := _index(facts.settings.device)) is not None and len(entries) <= index < len(gpus):
         cause = (
             f"{evidence} shows {len(entries)} of {len(gpus)} GPUs, counted from 0 anew, so"
             f" device=cuda:{index} is hidden."
@@ -170,9 +170,9 @@ def starts(facts: Facts) -> Iterator[Finding]:
 
 def asked_for(facts: Facts) -> Iterator[Finding]:
     """device=cuda:<index> among those that are shown."""
-    index, torch_cuda = _index(facts.asked.device), facts.torch_cuda
+    index, torch_cuda = _index(facts.settings.device), facts.torch_cuda
     if index is not None and torch_cuda and index >= torch_cuda.count:
-        cause = f"device={facts.asked.device} is not there: this machine has {_have(torch_cuda.count)}."
+        cause = f"device={facts.settings.device} is not there: this machine has {_have(torch_cuda.count)}."
         yield problem(
             "no-such-device", f"PyTorch counts {torch_cuda.count}", cause, f"say {_choice(torch_cuda.count)}."
         )

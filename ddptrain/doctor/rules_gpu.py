@@ -95,7 +95,7 @@ def memory(facts: Facts) -> Iterator[Finding]:
 
 def mig(facts: Facts) -> Iterator[Finding]:
     divided = [gpu for gpu in visible_gpus(facts) if gpu.mig]
-    ranks = facts.asked.local_ranks or 1
+    ranks = facts.settings.local_ranks or 1
     if divided:
         level = problem if ranks > 1 else warning
         yield level(
@@ -140,10 +140,10 @@ def speed(facts: Facts) -> Iterator[Finding]:
 
 def ranks(facts: Facts) -> Iterator[Finding]:
     count = facts.gpu_count
-    asked = facts.asked.local_ranks or 1
-    if 0 < count < asked:
+    local_ranks = facts.settings.local_ranks or 1
+    if 0 < count < local_ranks:
         yield warning(
-            "ranks-over-gpus", f"{asked} ranks on this node, {count} GPUs",
+            "ranks-over-gpus", f"{local_ranks} ranks on this node, {count} GPUs",
             "several ranks share a GPU: they take turns, over gloo, for NCCL refuses it.",
             f"start as many as there are GPUs: torchrun --standalone --nproc-per-node={count} -m ddptrain"
             " ...",
@@ -221,7 +221,7 @@ def visible_gpus(facts: Facts) -> list[DriverGpu]:
     one that was asked for."""
     gpus = facts.driver_gpus
     torch_gpus = facts.torch_cuda.gpus if facts.torch_cuda else ()
-    index = facts.asked.device.removeprefix("cuda:")
+    index = facts.settings.device.removeprefix("cuda:")
     wanted = [gpu for gpu in torch_gpus if not index.isdigit() or gpu.index == int(index)]
     uuids = [gpu.uuid.removeprefix("GPU-") for gpu in wanted if gpu.uuid]
     if len(uuids) < len(wanted) or not uuids or not any(gpu.uuid for gpu in gpus):  # UUIDs are not known

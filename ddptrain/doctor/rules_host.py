@@ -88,7 +88,7 @@ def cores(facts: Facts) -> Iterator[Finding]:
         return
     omp = facts.environment.get("OMP_NUM_THREADS", "")
     set_by_torchrun = (
-        omp == "1" and facts.asked.under_torchrun
+        omp == "1" and facts.settings.under_torchrun
     )  # torchrun sets it, and training goes by the cores
     threads = threads_of(limits.cores, ranks, facts.workers)
     if omp.isdigit() and not set_by_torchrun:
@@ -194,11 +194,11 @@ def port(facts: Facts) -> Iterator[Finding]:
     if not port:
         return
     if port.error:
-        level = problem if facts.asked.port is not None else warning  # nobody may want torchrun's own
+        level = problem if facts.settings.port is not None else warning  # nobody may want torchrun's own
         owner = f" by {port.owner}" if port.owner else ""
         yield level(
             "port-in-use", f"port {port.number}: {port.error}{owner}",
-            f"port {port.number}{'' if facts.asked.port else ', which torchrun takes by itself,'} is in"
+            f"port {port.number}{'' if facts.settings.port else ', which torchrun takes by itself,'} is in"
             f" use{owner}.",
             "one node: torchrun --standalone ..., which takes a free one; several:"
             " --rdzv-endpoint=<host>:<another port>.",
@@ -209,7 +209,7 @@ def port(facts: Facts) -> Iterator[Finding]:
 
 def settings(facts: Facts) -> Iterator[Finding]:
     """Variables that slow a run down, mostly left over from a hunt for an error."""
-    if facts.asked.device == "cpu":
+    if facts.settings.device == "cpu":
         return
     slowing = []
     for name, value in facts.environment.items():

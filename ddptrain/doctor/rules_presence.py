@@ -20,7 +20,7 @@ def no_cuda_here(facts: Facts) -> Iterator[Finding]:
     """Systems and builds that have no CUDA at all."""
     system, torch = facts.system, facts.torch
     if system and system.kind == "Darwin":
-        level = problem if facts.asked.device.startswith("cuda") else warning
+        level = problem if facts.settings.device.startswith("cuda") else warning
         yield level(
             "macos", "the system is macOS", "macOS has no CUDA: NVIDIA's GPUs can't be used there.",
             "say device=mps for the GPU of an Apple machine; device=auto takes it for a single rank.",

@@ -15,22 +15,24 @@ from ddptrain.doctor.show import header, json_of, print_cluster, show
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.keys import did_you_mean
 
-_WORDS = ("device", "workers", "port")
+_SETTINGS = ("device", "workers", "port")
 _DEVICES = re.compile(r"auto|cpu|cuda|cuda:\d+")
 
 
-def run(asked: Mapping[str, str], as_json: bool, cluster: bool) -> int:
+def run(settings: Mapping[str, str], as_json: bool, cluster: bool) -> int:
     """Ask, judge, print. Returns 1 where there is a problem, else 0; raises UserError for wrong words."""
-    words = _parse(asked, cluster)
-    return _examine_cluster(words, as_json) if cluster else _report(collect(words, probes(words)), as_json)
+    parsed = _parse(settings, cluster)
+    if cluster:
+        return _examine_cluster(parsed, as_json)
+    return _report(collect(parsed, probes(parsed)), as_json)
 
 
-def _parse(asked: Mapping[str, str], cluster: bool) -> Settings:
-    for name, value in asked.items():
-        if name not in _WORDS:
-            known = ", ".join(f"{word}=" for word in _WORDS)
-            raise UserError(f"{name}={value}: doctor takes {known} only.{did_you_mean(name, _WORDS)}")
-    device = asked.get("device", "auto")
+def _parse(settings: Mapping[str, str], cluster: bool) -> Settings:
+    for name, value in settings.items():
+        if name not in _SETTINGS:
+            known = ", ".join(f"{known_name}=" for known_name in _SETTINGS)
+            raise UserError(f"{name}={value}: doctor takes {known} only.{did_you_mean(name, _SETTINGS)}")
+    device = settings.get("device", "auto")
     if not _DEVICES.fullmatch(device):
         raise UserError(f"device={device}: must be auto, cpu, cuda or cuda:<index>.")
     if not cluster and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -45,28 +47,28 @@ def _parse(asked: Mapping[str, str], cluster: bool) -> Settings:
             " --rdzv-endpoint=<first node>:29500 -m ddptrain doctor --cluster (on one node: torchrun"
             " --standalone --nproc-per-node=2 -m ddptrain doctor --cluster)."
         )
-    workers, port = _number("workers", asked, 0, 1024), _number("port", asked, 1, 65535)
+    workers, port = _number("workers", settings, 0, 1024), _number("port", settings, 1, 65535)
     return Settings(device=device, workers=workers, port=port, under_torchrun=cluster)
 
 
-def _number(name: str, asked: Mapping[str, str], least: int, most: int) -> int | None:
-    if name not in asked:
+def _number(name: str, settings: Mapping[str, str], least: int, most: int) -> int | None:
+    if name not in settings:
         return None
-    text = asked[name]
+    text = settings[name]
     if not text.isdecimal() or not least <= int(text) <= most:
         raise UserError(f"{name}={text}: must be a whole number from {least} to {most}.")
     return int(text)
 
 
-def _examine_cluster(asked: Settings, as_json: bool) -> int:
+def _examine_cluster(settings: Settings, as_json: bool) -> int:
     """As one rank of all: each node's first asks its machine, and rank 0 judges and prints."""
     from ddptrain.distributed import comm
     from ddptrain.distributed.world import world_from_environment
     from ddptrain.doctor.all_reduce import measure_all_reduce
 
     world = world_from_environment()
-    asked = replace(asked, local_ranks=world.local_size)
-    own = collect(asked, probes(asked)) if world.is_first_on_node else None
+    settings = replace(settings, local_ranks=world.local_size)
+    own = collect(settings, probes(settings)) if world.is_first_on_node else None
     try:
         comm.open_group(world, even_single=True)
     except RuntimeError as error:
@@ -106,7 +108,7 @@ def _fits_nccl(node: Facts) -> bool:
     """Every rank of this node has a GPU of its own that works."""
     count = node.torch_cuda.count if node.torch_cuda else 0
     sound = not problems(gpu_findings(node))
-    return node.asked.device in ("auto", "cuda") and sound and count >= node.ranks
+    return node.settings.device in ("auto", "cuda") and sound and count >= node.ranks
 
 
 def _report(facts: Facts | Cluster, as_json: bool) -> int:
@@ -115,8 +117,8 @@ def _report(facts: Facts | Cluster, as_json: bool) -> int:
         print(json_of(facts, findings))
     elif isinstance(facts, Cluster):
         print_cluster(facts, findings)
-        show(facts.nodes[0].asked.device, findings)
+        show(facts.nodes[0].settings.device, findings)
     else:
         print(header(facts))
-        show(facts.asked.device, findings)
+        show(facts.settings.device, findings)
     return ExitCode.CRASH if problems(findings) else ExitCode.DONE

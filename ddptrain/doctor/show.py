@@ -27,8 +27,8 @@ def json_of(facts: Facts | Cluster, findings: Sequence[Finding]) -> str:
     return json.dumps(report, indent=2)
 
 
-def show(asked: str, findings: Sequence[Finding]) -> None:
-    """The findings, the problems first, and what to do first; ``asked``: the device."""
+def show(device: str, findings: Sequence[Finding]) -> None:
+    """The findings, the problems first, and what to do first; ``device``: as `Settings` has it."""
     width = min(_READABLE, shutil.get_terminal_size((_READABLE, 24)).columns)
     for level in LEVELS:
         for finding in [finding for finding in findings if finding.level == level]:
@@ -37,7 +37,7 @@ def show(asked: str, findings: Sequence[Finding]) -> None:
             if finding.cause:
                 _print_paragraph(width, "  cause", finding.cause)
                 _print_paragraph(width, "  remedy", finding.remedy)
-    print(last_word(findings, asked))
+    print(last_word(findings, device))
 
 
 def header(facts: Facts) -> str:
@@ -59,7 +59,7 @@ def header(facts: Facts) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def last_word(findings: Sequence[Finding], asked: str) -> str:
+def last_word(findings: Sequence[Finding], device: str) -> str:
     """What to do first."""
     wrong = problems(list(findings))
     warnings = [finding for finding in findings if finding.level == "warning"]
@@ -67,8 +67,8 @@ def last_word(findings: Sequence[Finding], asked: str) -> str:
         return f"Do this first ({wrong[0].id}): {wrong[0].remedy}"
     if warnings:
         more = f"{counted(len(warnings), 'warning')}; begin with {warnings[0].id}"
-        return f"No problem with device={asked}. {more}: {warnings[0].remedy}"
-    return f"No problem with device={asked}: nothing to do."
+        return f"No problem with device={device}. {more}: {warnings[0].remedy}"
+    return f"No problem with device={device}: nothing to do."
 
 
 def count_each(names: Sequence[str]) -> str:

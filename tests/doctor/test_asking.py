@@ -32,7 +32,7 @@ def test_what_raises_or_hangs_becomes_a_fact_and_the_rest_is_there() -> None:
     facts = collect(Settings("cuda"), probes)
     assert time.monotonic() - began < 5
     assert facts.limits == limits
-    assert facts.asked.device == "cuda"
+    assert facts.settings.device == "cuda"
     assert set(facts.failures) == {
         ProbeFailure("system", "PermissionError: locked"),
         ProbeFailure("nvml", "no answer in 0.2 s", hung=True),

@@ -38,7 +38,7 @@ GPUS = tuple(
 SEEN = tuple(TorchGpu(i, "NVIDIA H100", (9, 0), 80 * GIB, f"{i}a") for i in range(2))
 PROVED = ("matrix product", "convolution", "training step")
 SOUND = Facts(
-    asked=Settings("auto", workers=4),
+    settings=Settings("auto", workers=4),
     environment={"CUDA_VISIBLE_DEVICES": "0,1"},
     system=System(
         "node1", kernel="6.1", processor="x86_64", python="3.11.7", ddptrain="0.1.0", device_nodes=NODES,
@@ -190,7 +190,7 @@ CASES = {
         broken(driver=None, failures=(ProbeFailure("nvml", "No module named 'pynvml'"),)),
         "nvml-quiet", WARNING, "NVML does not answer", "pip install nvidia-ml-py"),
     "macOS": Case(
-        broken(asked=Settings("cuda"), system={"kind": "Darwin", "device_nodes": ()}, **NOTHING),
+        broken(settings=Settings("cuda"), system={"kind": "Darwin", "device_nodes": ()}, **NOTHING),
         "macos", PROBLEM, "macOS has no CUDA", "device=mps"),
     "ROCm": Case(
         broken(torch={"cuda": None, "hip": "7.1"}, system={"device_nodes": ()}, **NOTHING),
@@ -243,7 +243,7 @@ CASES = {
     "variable twice": Case(
         shows("0,1,0"), "cvd-duplicate", PROBLEM, "names a GPU twice", "export CUDA_VISIBLE_DEVICES=0,1"),
     "variable hides what is asked": Case(
-        shows("1", asked=Settings("cuda:1")), "cvd-hides-asked", PROBLEM,
+        shows("1", settings=Settings("cuda:1")), "cvd-hides-asked", PROBLEM,
         "shows 1 of 2 GPUs, counted from 0 anew, so"
         " device=cuda:1 is hidden", "device=cuda:0"),
     "803": Case(start_code(803), "cuda-803", PROBLEM, "two versions of the driver meet", "LD_LIBRARY_PATH"),
@@ -266,7 +266,7 @@ CASES = {
         broken(torch_cuda=TorchCuda(0, "libcudart: undefined symbol"), proofs=(), links=()),
         "cuda-unavailable", PROBLEM, "PyTorch does not start CUDA: libcudart", "--force-reinstall"),
     "asked for cuda:5": Case(
-        broken(asked=Settings("cuda:5"), environment={}),
+        broken(settings=Settings("cuda:5"), environment={}),
         "no-such-device", PROBLEM, "device=cuda:5 is not there: this machine has GPUs 0 to 1",
         "device=cuda:1"),
     # -- does it compute, is it free?
@@ -293,7 +293,7 @@ CASES = {
         "--force-reinstall"),
     "prohibited": Case(
         broken(driver=gpus(mode="prohibited"), torch_cuda=TorchCuda(0, "all devices are busy"), proofs=(),
-               asked=Settings("cuda")),
+               settings=Settings("cuda")),
         "compute-prohibited", PROBLEM, "no program may compute on GPU 0, 1",
         "sudo nvidia-smi -i 0,1 -c DEFAULT"),
     "exclusive and taken": Case(
@@ -319,7 +319,7 @@ CASES = {
         broken(environment={}, driver=gpus(mig=True, slices=("MIG-1", "MIG-2"))),
         "mig", WARNING, "CUDA gives a process one slice", "one slice with one rank"),
     "MIG, two ranks": Case(
-        broken(environment={}, asked=Settings("auto", 4, local_ranks=2), driver=gpus(mig=True,
+        broken(environment={}, settings=Settings("auto", 4, local_ranks=2), driver=gpus(mig=True,
                slices=("MIG-1",))),
         "mig", PROBLEM, "NCCL can't join slices", "one rank instead of 2"),
     "hot": Case(
@@ -330,7 +330,7 @@ CASES = {
         broken(driver=first_gpu(pcie_width=4)), "pcie-narrow", WARNING, "joined by 4 of 16 PCIe lanes",
                "slot"),
     "four ranks on two GPUs": Case(
-        broken(asked=Settings("auto", 1, local_ranks=4)),
+        broken(settings=Settings("auto", 1, local_ranks=4)),
         "ranks-over-gpus", WARNING, "several ranks share a GPU", "--nproc-per-node=2"),
     "no NCCL": Case(
         broken(torch={"nccl": ""}, links=()), "nccl-missing", PROBLEM, "built without NCCL",
@@ -358,7 +358,7 @@ CASES = {
         broken(proofs=(), failures=(ProbeFailure("proof", "proof: crashed by SIGSEGV"),)),
         "computes-wrong", PROBLEM, "computes is wrong, or fails", "doctor again"),
     "CPU that dies": Case(
-        broken(asked=Settings("cpu"), driver=None, cuda=None, torch_cuda=None, proofs=(),
+        broken(settings=Settings("cpu"), driver=None, cuda=None, torch_cuda=None, proofs=(),
                failures=(ProbeFailure("proof", "proof: crashed by SIGILL"),)),
         "computes-wrong", PROBLEM, "computes is wrong, or fails", "doctor again"),
     "torchvision without CUDA": Case(
@@ -387,10 +387,10 @@ CASES = {
         broken(limits={"quota": 4.0}, environment={"OMP_NUM_THREADS": "16"}),
         "cpu-quota", WARNING, "the time of 4 cores and sees 32", "OMP_NUM_THREADS=2, and data.workers=1"),
     "many workers": Case(
-        broken(asked=Settings("auto", workers=20, local_ranks=2)),
+        broken(settings=Settings("auto", workers=20, local_ranks=2)),
         "oversubscribed", WARNING, "42 threads or workers share 32 cores", "data.workers=15"),
     "more ranks than cores": Case(
-        broken(asked=Settings("auto", 0, local_ranks=2), limits={"affinity": 1}),
+        broken(settings=Settings("auto", 0, local_ranks=2), limits={"affinity": 1}),
         "oversubscribed", WARNING, "2 ranks share 1 core", "start 1 rank"),
     "Docker's /dev/shm": Case(
         broken(limits={"shm_total": 64 * 2**20, "shm_free": 64 * 2**20}),
@@ -410,7 +410,7 @@ CASES = {
         broken(system={"infiniband": ("mlx5_0",)}),
         "locked-memory", WARNING, "Cannot allocate memory", "ulimit -l unlimited"),
     "port in use": Case(
-        broken(asked=Settings("auto", 4, port=29500), port=Port(29500, "Address already in use",
+        broken(settings=Settings("auto", 4, port=29500), port=Port(29500, "Address already in use",
                "python (pid 12)")),
         "port-in-use", PROBLEM, "port 29500 is in use by python (pid 12)", "torchrun --standalone"),
     "torchrun's port in use": Case(
@@ -473,7 +473,7 @@ def test_with_the_cpu_asked_for_gpus_are_left_out() -> None:
     on_cpu = tuple(Proof(name, "cpu", "fp32", True, "fine") for name in PROVED)
     for name, case in CASES.items():
         facts = dataclasses.replace(
-            case.facts, asked=dataclasses.replace(case.facts.asked, device="cpu"), proofs=on_cpu
+            case.facts, settings=dataclasses.replace(case.facts.settings, device="cpu"), proofs=on_cpu
         )
         about = {finding.id for finding in bad(examine(facts))}
         host = case.id in ("computes-wrong", "slow-settings") or case.facts.failures
@@ -517,7 +517,7 @@ def test_ample_memory_that_may_be_locked_is_enough_for_infiniband() -> None:
 
 def test_workers_and_threads_are_those_that_training_starts() -> None:
     """By the container's quota, which needs no advice then."""
-    facts = broken(asked=Settings("auto", local_ranks=2), limits={"quota": 8.0})
+    facts = broken(settings=Settings("auto", local_ranks=2), limits={"quota": 8.0})
     assert facts.workers == 3
     assert bad(examine(facts)) == []
 
