@@ -137,16 +137,16 @@ class Monitor:
         self._timings[rank] = timing
         if self._slow_ranks is not None and len(self._timings) == self._world.size:
             for slow in self._slow_ranks.look(time.monotonic(), self._timings):
-                log.warning("slow       %s", self._told(slow))
+                log.warning("slow       %s", self._described(slow))
 
-    def _told(self, slow: Slow) -> str:
+    def _described(self, slow: Slow) -> str:
         """With what its GPU's gauge says."""
-        told = f"rank {slow.rank} ({self._where[slow.rank]}) is {slow}"
+        line = f"rank {slow.rank} ({self._where[slow.rank]}) is {slow}"
         gpu = self._known.get(f"gpu{slow.rank}", {})
         if gpu.get("now", {}).get("throttled"):
             reasons: dict[str, float] = gpu["throttled_by"]
-            told += f"; its GPU's clock is held down ({max(reasons, key=lambda reason: reasons[reason])})"
-        return told
+            line += f"; its GPU's clock is held down ({max(reasons, key=lambda reason: reasons[reason])})"
+        return line
 
 
 def _place(world: World) -> str:

@@ -98,8 +98,8 @@ def fit(
         check_options(words, "from Python fit takes overrides, --config-dir, --env and --trust")
         objects, of_loaders = objects_of(model, train, valid, loss, metrics, step)
         settings = {**of_loaders, **{key: value for key, value in named.items() if value is not None}}
-        asked = set(map(key_of, words))
-        overrides = [f"{key}={value}" for key, value in settings.items() if key not in asked]
+        typed = set(map(key_of, words))
+        overrides = [f"{key}={value}" for key, value in settings.items() if key not in typed]
         packages = trust if isinstance(trust, str) else ",".join(trust)
         trusted = [f"{TRUST}={packages}"] if packages else []
         return objects, [*trusted, "recipe=fit", *overrides, *words]

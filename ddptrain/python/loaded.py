@@ -11,7 +11,7 @@ from ddptrain.config.arguments import SCRIPT
 from ddptrain.recipes.given import Objects, giving, read
 from ddptrain.run.setup import loaded_model
 from ddptrain.verbs.argv import parse
-from ddptrain.verbs.saved_run import asked_to_load
+from ddptrain.verbs.saved_run import read_run_to_load
 from ddptrain.verbs.script import objects_file
 
 
@@ -22,6 +22,6 @@ def loaded(
     `fit`; their model gets the weights; without them, ``--script=<file>.py`` among the words tells."""
     if objects is None and (named := parse(["evaluate", *words]).values_of(SCRIPT)):
         objects = read(objects_file(Path(named[-1])))
-    asked = asked_to_load([f"run={folder}", f"checkpoint={checkpoint}", *words])
+    run = read_run_to_load([f"run={folder}", f"checkpoint={checkpoint}", *words])
     with nullcontext() if objects is None else giving(objects):
-        return loaded_model(*asked, device)
+        return loaded_model(*run, device)

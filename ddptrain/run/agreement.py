@@ -151,8 +151,8 @@ def _outputs_differ(theirs: Sequence[str], own: Sequence[str]) -> str:
     if len(theirs) != len(own):
         return f"{len(theirs)} there and {len(own)} here, some of one name"
     places = [i for i, (a, b) in enumerate(zip(theirs, own, strict=True)) if a != b]
-    told = [f"output {i} is {theirs[i]!r} there and {own[i]!r} here" for i in places[:_SHOWN]]
-    return f"the same {len(own)} in another order, {len(places)} of them elsewhere: {', '.join(told)}"
+    differing = [f"output {i} is {theirs[i]!r} there and {own[i]!r} here" for i in places[:_SHOWN]]
+    return f"the same {len(own)} in another order, {len(places)} of them elsewhere: {', '.join(differing)}"
 
 
 def _inputs_differ(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> str:
@@ -160,11 +160,11 @@ def _inputs_differ(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     here = json.loads(json.dumps(dict(own)))  # as it was stored: tuples are lists
     names = [name for name in {**theirs, **here} if name != _NAMES and theirs.get(name) != here.get(name)]
     return ", ".join(
-        f"{name} {_told(theirs.get(name))} there and {_told(here.get(name))} here" for name in names
+        f"{name} {_shown(theirs.get(name))} there and {_shown(here.get(name))} here" for name in names
     )
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     """In a few words."""
     text = "not known" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -34,18 +34,18 @@ class RunFolder(NamedTuple):
     recipe: str
 
 
-def run(action: str, of: RunFolder, asked: Mapping[str, str]) -> None:
+def run(action: str, of: RunFolder, settings: Mapping[str, str]) -> None:
     """Do ``verify``, ``show`` or ``convert``.
 
-    asked: the parameters of that function, as typed on the command line. Under torchrun only the first rank
-    does it.
+    settings: the parameters of that function, as typed on the command line. Under torchrun only the first
+    rank does it.
     """
     if not world_from_environment().is_first:
         return
     open_log(None, first=True)
     works: dict[str, Callable[..., None]] = {"verify": verify, "show": show, "convert": convert}
     work = works[action]
-    work(of, **typed_arguments(work, asked, f"checkpoint {action}"))
+    work(of, **typed_arguments(work, settings, f"checkpoint {action}"))
 
 
 def verify(of: RunFolder, checkpoint: str = "") -> None:

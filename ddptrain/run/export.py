@@ -32,8 +32,8 @@ _POINT = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
-    """The words of the verb itself."""
+class _Settings:
+    """Of the verb itself; the others are the task's."""
 
     format: Literal["onnx", "pt2", "openvino"]
     out: str = ""
@@ -49,29 +49,30 @@ class _Own:
             )
 
 
-def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str]) -> None:
+def run(config: Config, folder: Path, checkpoint: str, settings: Mapping[str, str]) -> None:
     """Write a checkpoint of the run in ``folder`` as ``format``: pt2 (torch.export), onnx or openvino, to
     ``out``.
 
-    The other words are for the task's own `deploy`. On the CPU. With ``validate``, and always in another
+    The other settings are for the task's own `deploy`. On the CPU. With ``validate``, and always in another
     precision than fp32, the file's metrics are compared with the model's on the validation set.
     """
     if not world_from_environment().is_first:
         return
-    own_words = [field.name for field in fields(_Own)]
-    own, words = ({n: w for n, w in asked.items() if (n in own_words) == mine} for mine in (True, False))
+    names = [field.name for field in fields(_Settings)]
+    own = {name: value for name, value in settings.items() if name in names}
+    of_task = {name: value for name, value in settings.items() if name not in names}
     config.device, config.channels_last = "cpu", False
     task, data = make_task(config)
     if type(task).deploy is Task.deploy:
         name = type(task).__name__
         raise UserError(f"export: {name} has none. In Python ddptrain.load(run).module is the model.")
-    arguments = typed_arguments(task.deploy, words, "export", own_words)
-    chosen = _Own(**typed_arguments(_Own, own, "export"))
+    arguments = typed_arguments(task.deploy, of_task, "export", names)
+    chosen = _Settings(**typed_arguments(_Settings, own, "export"))
     target = _target(chosen, folder)
     needs_set = chosen.validate or chosen.precision != "fp32"
     with (
         _named_once_checked(target, (*FORMATS[chosen.format].suffixes[1:], _PICTURE)) as unchecked,
-        joined_world(config, alone=True) as (world, _, _),
+        joined_world(config, single=True) as (world, _, _),
     ):
         saved = named_checkpoint(folder, checkpoint)
         model = trained_model(config, task, data, world, saved, needs_data=needs_set).eval()
@@ -86,8 +87,8 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
             int8 = chosen.precision == "int8"
             examples = CalibrationInputs(data, deployed, config.seed) if int8 else ()
             runner = FORMATS[chosen.format].write(deployed, unchecked, chosen.precision, examples)
-            given = {**_defaults(task), **arguments}
-            described = " ".join(f"{n}={value}" for n, value in given.items() if value is not None)
+            used = {**_defaults(task), **arguments}
+            described = " ".join(f"{name}={value}" for name, value in used.items() if value is not None)
             if chosen.precision == "fp32":
                 _log_checked(described, _checked(deployed, runner, described))
             if needs_set:
@@ -123,7 +124,7 @@ def _named_once_checked(target: Path, beside: Sequence[str]) -> Iterator[Path]:
             unchecked.with_suffix(suffix).unlink(missing_ok=True)
 
 
-def _target(chosen: _Own, folder: Path) -> Path:
+def _target(chosen: _Settings, folder: Path) -> Path:
     form = FORMATS[chosen.format]
     if chosen.precision not in form.precisions:
         raise UserError(f"precision={chosen.precision}: format={chosen.format} is written in fp32 only.")
@@ -136,37 +137,39 @@ def _target(chosen: _Own, folder: Path) -> Path:
     return target
 
 
-def _log_checked(words: str, difference: float | None) -> None:
+def _log_checked(described: str, difference: float | None) -> None:
     if difference is None:
         log.warning(
             "UNCHECKED  on both examples eager and the file find nothing, so there was nothing to compare."
             " To have it checked, export with a lower score=...; this one was %s",
-            words,
+            described,
         )
     else:
         log.info("checked    against eager on several examples: largest relative difference %.1e", difference)
 
 
-def _log_judged(words: str, task: Task, model: Answers, file: Answers) -> None:
-    """Of the metrics that the terminal shows. words: what the file was made with, for thresholds count."""
+def _log_judged(described: str, task: Task, model: Answers, file: Answers) -> None:
+    """Of the metrics that the terminal shows. described: what the file was made with: thresholds count."""
     names = [name for name in model.metrics if "/" not in name]
-    told = "  ".join(f"{name} {file.metrics[name]:.4f} ({model.metrics[name]:.4f})" for name in names)
-    log.info("validated  the file's metrics (and the model's), with %s: %s", words, told)
+    metrics = "  ".join(f"{name} {file.metrics[name]:.4f} ({model.metrics[name]:.4f})" for name in names)
+    log.info("validated  the file's metrics (and the model's), with %s: %s", described, metrics)
     log.info("speed      %.2f ms a sample, the model %.2f, on this CPU", file.ms, model.ms)
-    ours, theirs = (of.metrics[task.best_metric] for of in (model, file))
-    if not ours:
-        log.warning("UNCHECKED  the model's %s is 0 with %s: nothing was compared", task.best_metric, words)
-    if (ours - theirs) * (1 if task.higher_is_better else -1) > _POINT:
-        log.warning("WORSE      by %.4f in %s than the model", abs(ours - theirs), task.best_metric)
+    of_model, of_file = (answers.metrics[task.best_metric] for answers in (model, file))
+    if not of_model:
+        log.warning(
+            "UNCHECKED  the model's %s is 0 with %s: nothing was compared", task.best_metric, described
+        )
+    if (of_model - of_file) * (1 if task.higher_is_better else -1) > _POINT:
+        log.warning("WORSE      by %.4f in %s than the model", abs(of_model - of_file), task.best_metric)
 
 
 def _defaults(task: Task) -> dict[str, Any]:
-    """The words that the task takes, with their values where the command line has none."""
+    """The settings that the task takes, with their values where the command line has none."""
     parameters = inspect.signature(task.deploy).parameters.values()
     return {one.name: one.default for one in parameters if one.default is not one.empty}
 
 
-def _checked(deployed: Deployed, runner: Runner, words: str) -> float | None:
+def _checked(deployed: Deployed, runner: Runner, described: str) -> float | None:
     """The largest difference from eager, on the example and on the same turned upside down, and for any
     batch on others; None where there was nothing to compare. Raises UserError where it is too large."""
     largest = None
@@ -175,15 +178,15 @@ def _checked(deployed: Deployed, runner: Runner, words: str) -> float | None:
         examples.append(tuple(value[:1] for value in deployed.inputs))
         examples.append(tuple(torch.cat([value, value, value[:1]]) for value in deployed.inputs))
     for inputs in examples:
-        expected, given = as_list(deployed.module(*inputs)), runner(inputs)
-        for name, ours, theirs in zip(deployed.output_names, expected, given, strict=True):
-            difference = deployed.difference(ours, theirs) if ours.shape == theirs.shape else math.inf
+        expected, outputs = as_list(deployed.module(*inputs)), runner(inputs)
+        for name, eager, output in zip(deployed.output_names, expected, outputs, strict=True):
+            difference = deployed.difference(eager, output) if eager.shape == output.shape else math.inf
             if difference is None:
                 continue
             if not difference <= _TOLERANCE:
                 raise UserError(
                     f"export: the file's {name} are {difference:.1e} from the model's, where {_TOLERANCE:g}"
-                    f" is allowed, so it was not kept. It was made with {words or 'no other words'}. Where a"
+                    f" is allowed, so it was not kept. It was made with {described or 'no words'}. Where a"
                     " model has hardly learned, rounding decides among equal scores: train it for longer."
                 )
             largest = max(largest or 0.0, difference)

@@ -17,22 +17,22 @@ from ddptrain.run.train import make_train_step
 log = logging.getLogger("ddptrain")
 
 _DEFAULTS = {"steps": 200.0, "lowest": 1e-6, "highest": 10.0}
-_WORDS = (*_DEFAULTS, "out")
+_SETTINGS = (*_DEFAULTS, "out")
 _RISING = {"_target_": "ddptrain.engine.lr_schedules.rising"}
 
 
-def run(config: Config, own: Mapping[str, str]) -> None:
+def run(config: Config, settings: Mapping[str, str]) -> None:
     """Train a few steps of what the config says, as one rank, and keep nothing of it but a picture.
 
-    own: steps, lowest and highest rate, out: the picture. Raises UserError for a word that is wrong, and
+    settings: steps, lowest and highest rate, out: the picture. Raises UserError for a word that is wrong, and
     where no rate makes the loss fall.
     """
-    asked = _asked(own)
-    out = Path(own.get("out", f"find-lr-{config.recipe.replace('/', '-')}.png"))
+    parsed = _parse(settings)
+    out = Path(settings.get("out", f"find-lr-{config.recipe.replace('/', '-')}.png"))
     if out.suffix != ".png" or not out.parent.resolve().parent.is_dir() or out.is_dir():
         raise UserError(f"out={out}: must be a .png in a folder that is there, or in a new one beside it.")
-    steps = int(asked["steps"])
-    bounds = {"lowest": asked["lowest"], "highest": asked["highest"]}
+    steps = int(parsed["steps"])
+    bounds = {"lowest": parsed["lowest"], "highest": parsed["highest"]}
     config.train.steps, config.sched, config.ema.decay, config.thaw = steps, {**_RISING, **bounds}, None, None
     task, data = make_task(config)
     with joined_world(config) as (world, reason, watchdog):
@@ -44,7 +44,7 @@ def run(config: Config, own: Mapping[str, str]) -> None:
         usable = range_of(rates, losses)
         on_first_rank(world, lambda: _write(rates, losses, usable, out))
         if usable is None:
-            tried = f"from {asked['lowest']:g} to {max(rates, default=asked['lowest']):g}"
+            tried = f"from {parsed['lowest']:g} to {max(rates, default=parsed['lowest']):g}"
             raise UserError(
                 f"find lr: {tried} the loss does not fall; see {out}. Try another range (lowest=, highest=)"
                 " or more steps (steps=)."
@@ -55,25 +55,25 @@ def run(config: Config, own: Mapping[str, str]) -> None:
             print(f"optim.lr={usable.suggestion:g}")
 
 
-def _asked(own: Mapping[str, str]) -> dict[str, float]:
+def _parse(settings: Mapping[str, str]) -> dict[str, float]:
     """Raises UserError for a word that is wrong."""
-    asked = dict(_DEFAULTS)
-    for name, word in own.items():
-        if name not in _WORDS:
-            raise UserError(f"{name}: find lr takes no such word.{did_you_mean(name, _WORDS)}")
+    parsed = dict(_DEFAULTS)
+    for name, word in settings.items():
+        if name not in _SETTINGS:
+            raise UserError(f"{name}: find lr takes no such word.{did_you_mean(name, _SETTINGS)}")
         if name != "out":
             try:
-                asked[name] = float(word)
+                parsed[name] = float(word)
             except ValueError:
-                asked[name] = math.nan
-            if not math.isfinite(asked[name]):
+                parsed[name] = math.nan
+            if not math.isfinite(parsed[name]):
                 raise UserError(f"{name}={word}: must be a number.")
-    if asked["steps"] < 20 or asked["steps"] != int(asked["steps"]):
-        raise UserError(f"steps={own['steps']}: must be a whole number, at least 20.")
-    if not 0 < asked["lowest"] < asked["highest"]:
-        given = f"lowest={asked['lowest']:g}, highest={asked['highest']:g}"
+    if parsed["steps"] < 20 or parsed["steps"] != int(parsed["steps"]):
+        raise UserError(f"steps={settings['steps']}: must be a whole number, at least 20.")
+    if not 0 < parsed["lowest"] < parsed["highest"]:
+        given = f"lowest={parsed['lowest']:g}, highest={parsed['highest']:g}"
         raise UserError(f"{given}: must be above 0, and highest above lowest.")
-    return asked
+    return parsed
 
 
 def _write(rates: Sequence[float], losses: Sequence[float], usable: Range | None, out: Path) -> None:

@@ -19,11 +19,11 @@ from ddptrain.run.setup import joined_world, make_task, named_checkpoint, traine
 log = logging.getLogger("ddptrain")
 
 
-def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str]) -> None:
+def run(config: Config, folder: Path, checkpoint: str, settings: Mapping[str, str]) -> None:
     """Ask a checkpoint of the run in ``folder``, named as `named_checkpoint` takes it.
 
-    asked: the parameters of the task's own `predict`, as typed on the command line. Under torchrun only the
-    first rank answers.
+    settings: the parameters of the task's own `predict`, as typed on the command line. Under torchrun only
+    the first rank answers.
     """
     if not world_from_environment().is_first:
         return
@@ -31,8 +31,8 @@ def run(config: Config, folder: Path, checkpoint: str, asked: Mapping[str, str])
     if type(task).predict is Task.predict:
         name = type(task).__name__
         raise UserError(f"predict: {name} has none. In Python ddptrain.load(run).module is the model.")
-    arguments = typed_arguments(task.predict, asked, "predict")
-    with joined_world(config, alone=True) as (world, reason, _):
+    arguments = typed_arguments(task.predict, settings, "predict")
+    with joined_world(config, single=True) as (world, reason, _):
         saved = named_checkpoint(folder, checkpoint)
         precision = choose_precision(config.precision, world.device)
         model = trained_model(config, task, data, world, saved).eval()

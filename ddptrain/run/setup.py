@@ -47,13 +47,13 @@ Made = TypeVar("Made", Task, Data, Observer, Controller)
 
 
 @contextmanager
-def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, str, Watchdog]]:
+def joined_world(config: Config, single: bool = False) -> Iterator[tuple[World, str, Watchdog]]:
     """This rank's world with its device, why that device, and what watches over the rank; the process
     group is open inside.
 
-    alone: a world of one, whatever torchrun has started.
+    single: a world of one, whatever torchrun has started.
     """
-    world = World() if alone else world_from_environment()
+    world = World() if single else world_from_environment()
     if config.debug.sync:
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # read when CUDA starts
         torch.autograd.set_detect_anomaly(True, check_nan=False)  # NaN is the guard's to find
@@ -70,10 +70,10 @@ def joined_world(config: Config, alone: bool = False) -> Iterator[tuple[World, s
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = not (config.deterministic or strict)
     repeat_bits(config.deterministic or strict)
-    world = open_group(world, even_single=not alone and is_ddp(config.strategy))
+    world = open_group(world, even_single=not single and is_ddp(config.strategy))
     if world.shares_device:
         reason = f"{reason}; RANKS SHARE A GPU, so their gradients go by way of the host, over gloo"
-    watchdog = Watchdog(world, None if alone else config.hang_timeout)
+    watchdog = Watchdog(world, None if single else config.hang_timeout)
     captures = device.type == "cuda" and config.compile in CAPTURED
     with watchdog.watching(), own_stream(device) if captures else nullcontext():
         try:

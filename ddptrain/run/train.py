@@ -203,24 +203,24 @@ def make_train_step(
     if not strategy.sharded:  # which takes the first rank's weights
         check_same_weights(world, model)
     settings = flat_values(arguments_of(config.optim)).items()
-    told = [f"{name} {value}" for name, value in settings if not name.endswith("_target_")]
-    log.info("optimizer  %s, %s", type(step.state.optimizer).__name__, ", ".join(told))
+    described = [f"{name} {value}" for name, value in settings if not name.endswith("_target_")]
+    log.info("optimizer  %s, %s", type(step.state.optimizer).__name__, ", ".join(described))
     if len(step.state.groups) > 1:
         for group in step.state.groups:
             log.info("group      %s", group)
     return step
 
 
-def _graph(asked: str, world: World) -> Callable[[TrainStep], StepGraph] | None:
-    """What captures a step, for ``compile=asked``. Raises UserError where there are no CUDA graphs."""
-    if asked not in CAPTURED:
+def _graph(mode: str, world: World) -> Callable[[TrainStep], StepGraph] | None:
+    """What captures a step, for ``compile=mode``. Raises UserError where there are no CUDA graphs."""
+    if mode not in CAPTURED:
         return None
     if world.device.type == "cuda":
-        return partial(StepGraph, where_launches_limit=asked == "auto")
-    if asked == "auto":
+        return partial(StepGraph, where_launches_limit=mode == "auto")
+    if mode == "auto":
         return None
     raise UserError(
-        f"compile={asked}: CUDA graphs need a CUDA device; this is {world.device}. Use compile=off."
+        f"compile={mode}: CUDA graphs need a CUDA device; this is {world.device}. Use compile=off."
     )
 
 

@@ -11,12 +11,12 @@ from ddptrain.errors import UserError
 from ddptrain.run.setup import make_task
 
 
-def run(config: Config, out: Path, asked: Mapping[str, str]) -> None:
-    """Write the whole set to the folder ``out``. ``asked``: the words of the data's own `write`."""
+def run(config: Config, out: Path, settings: Mapping[str, str]) -> None:
+    """Write the whole set to the folder ``out``. ``settings``: the words of the data's own `write`."""
     if not world_from_environment().is_first:
         return
     _, data = make_task(config)
     if type(data).write is Data.write:
         raise UserError(f"write: {type(data).__name__} offers none.")
-    for line in data.write(out, **typed_arguments(data.write, asked, "write")):
+    for line in data.write(out, **typed_arguments(data.write, settings, "write")):
         print(line, flush=True)

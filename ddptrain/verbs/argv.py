@@ -47,7 +47,7 @@ def parse(words: Sequence[str]) -> Arguments:
             raise UserError(f"{verb}: there is no such verb; there are {', '.join(names)}.{hint}")
     known = verb_named(verb)
     overrides, options, config_dirs, own_options = [], [], [], []
-    own = {} if {"-h", "--help"} & set(rest) else known.options(rest)
+    verb_options = {} if {"-h", "--help"} & set(rest) else known.options(rest)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
@@ -55,9 +55,9 @@ def parse(words: Sequence[str]) -> Arguments:
             _check_length(word, value if equals else word)
         if not word.startswith("-"):
             overrides.append(word)
-        elif own.get(name) is False and not equals:
+        elif verb_options.get(name) is False and not equals:
             own_options.append(word)
-        elif own.get(name) or name in _TAKE_A_VALUE:
+        elif verb_options.get(name) or name in _TAKE_A_VALUE:
             if not equals and not rest:
                 raise UserError(f"{word}: needs a value: {word}=...")
             value = value if equals else rest.pop(0)
@@ -71,20 +71,20 @@ def parse(words: Sequence[str]) -> Arguments:
                 raise UserError(
                     f"{name} {value}: takes names of installed packages: {name} albumentations,transformers"
                 )
-            if name in own:
+            if name in verb_options:
                 own_options.append(f"{name}={value}")
                 continue
             options.append(f"{name}={value}")
             config_dirs += [Path(value)] if name in CONFIG_DIR else []
         elif name in INFO and not equals and rest and rest[0] in _INFO_OF:
             options.append(f"{name}={rest.pop(0)}")
-        elif name in (*_SWITCHES, *INFO, *own):
+        elif name in (*_SWITCHES, *INFO, *verb_options):
             if equals:
                 raise UserError(f"{word}: {name} takes no value here; write {name}.")
             options.append(word)
         else:
             hint = _key_meant(name, value if equals else rest[0] if rest else "") if known.composes else ""
-            hint = hint or did_you_mean(name, (*_SWITCHES, *INFO, *_TAKE_A_VALUE, *own))
+            hint = hint or did_you_mean(name, (*_SWITCHES, *INFO, *_TAKE_A_VALUE, *verb_options))
             raise UserError(f"{word}: there is no such option.{hint}")
     return Arguments(verb, tuple(overrides), tuple(options), tuple(config_dirs), tuple(own_options))
 
@@ -121,18 +121,18 @@ def action_of(arguments: Arguments, actions: Sequence[str], example: str) -> tup
     """
     action, *words = arguments.overrides or ("",)
     if action not in actions:
-        asked, hint = f"{arguments.verb} {action}".strip(), did_you_mean(action, actions)
-        raise UserError(f"{asked}: say what to do: {arguments.verb} {'|'.join(actions)} {example}.{hint}")
+        command, hint = f"{arguments.verb} {action}".strip(), did_you_mean(action, actions)
+        raise UserError(f"{command}: say what to do: {arguments.verb} {'|'.join(actions)} {example}.{hint}")
     return action, words
 
 
-def divided(words: Sequence[str], is_own: Callable[[str], bool]) -> tuple[dict[str, str], list[str]]:
-    """The verb's own key=value words, and the overrides among them."""
-    own, overrides = {}, []
+def split_words(words: Sequence[str], is_setting: Callable[[str], bool]) -> tuple[dict[str, str], list[str]]:
+    """The verb's own settings, of the words name=value, and the overrides among them."""
+    settings, overrides = {}, []
     for word in words:
         name, equals, value = word.partition("=")
-        if equals and is_own(name):
-            own[name] = value
+        if equals and is_setting(name):
+            settings[name] = value
         else:
             overrides.append(word)
-    return own, overrides
+    return settings, overrides

@@ -4,7 +4,7 @@ import os
 
 from ddptrain.config.arguments import Arguments
 from ddptrain.errors import ExitCode, UserError
-from ddptrain.verbs.composing import composed, without_own
+from ddptrain.verbs.composing import composed, split_arguments
 from ddptrain.verbs.verb import Verb
 
 HELP = """\
@@ -38,12 +38,12 @@ def bench(arguments: Arguments) -> int:
             "bench: starts the trainings that it compares, and their ranks, itself. Start it without"
             " --multirun and torchrun: python -m ddptrain bench recipe=<name> ranks=2"
         )
-    own, asked = without_own(arguments, arguments.overrides)
-    if (known := composed(asked)) is None:
+    settings, training = split_arguments(arguments, arguments.overrides)
+    if (known := composed(training)) is None:
         return ExitCode.DONE
     from ddptrain.tools.bench import run
 
-    return run.run(known[0], [*asked.options, *asked.overrides], own)
+    return run.run(known[0], [*training.options, *training.overrides], settings)
 
 
 VERB = Verb(

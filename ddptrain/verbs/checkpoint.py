@@ -2,7 +2,7 @@
 
 from ddptrain.config.arguments import Arguments
 from ddptrain.errors import ExitCode, UserError
-from ddptrain.verbs.argv import action_of, divided
+from ddptrain.verbs.argv import action_of, split_words
 from ddptrain.verbs.composing import recorded
 from ddptrain.verbs.saved_run import run_folder
 from ddptrain.verbs.verb import Verb
@@ -24,20 +24,20 @@ python -m ddptrain checkpoint verify|show|convert run=<folder> [checkpoint=<whic
 
 def checkpoint(arguments: Arguments) -> int:
     action, words = action_of(arguments, _ACTIONS, "run=runs/<recipe>/<time>-<id>")
-    own, rest = divided(words, str.isidentifier)
+    settings, rest = split_words(words, str.isidentifier)
     if rest:
         raise UserError(f"{rest[0]}: checkpoint {action} takes words of the form name=value only.")
     from ddptrain.config.compose import saved_tree
     from ddptrain.config.search_path import open_user_code
 
     open_user_code(arguments.config_dirs)
-    folder = run_folder(f"checkpoint {action}", own)
+    folder = run_folder(f"checkpoint {action}", settings)
     recipe = str(saved_tree(folder / "config.yaml", arguments, []).get("recipe"))
-    del own["run"]
+    del settings["run"]
     from ddptrain.run import checkpoint
 
     with recorded():
-        checkpoint.run(action, checkpoint.RunFolder(folder, recipe), own)
+        checkpoint.run(action, checkpoint.RunFolder(folder, recipe), settings)
     return ExitCode.DONE
 
 

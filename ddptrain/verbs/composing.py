@@ -10,7 +10,7 @@ from ddptrain.config.choices import choices, yaml_folders
 from ddptrain.config.schema import Config
 from ddptrain.errors import KNOWN_ENDS, UserError
 from ddptrain.keys import did_you_mean
-from ddptrain.verbs.argv import divided
+from ddptrain.verbs.argv import split_words
 
 OF_A_RUN = ("run", "checkpoint")
 """Words that name a run and its checkpoint, though sections of the config have these names."""
@@ -31,14 +31,14 @@ def composed(arguments: Arguments) -> tuple[Config, list[str]] | None:
     return complete(tree, arguments), overrides
 
 
-def without_own(arguments: Arguments, words: Sequence[str]) -> tuple[dict[str, str], Arguments]:
-    """The words that are no keys of a config, for the verb itself, and the command line without them, which
-    has to name a recipe."""
+def split_arguments(arguments: Arguments, words: Sequence[str]) -> tuple[dict[str, str], Arguments]:
+    """The verb's own settings, which are the words that are no keys of a config, and the command line without
+    them, which has to name a recipe."""
     keys = {field.name for field in dataclasses.fields(Config)}
-    own, overrides = divided(words, lambda name: name.isidentifier() and name not in keys)
-    asked = dataclasses.replace(arguments, overrides=tuple(overrides))
-    expect_a_recipe(asked)
-    return own, asked
+    settings, overrides = split_words(words, lambda name: name.isidentifier() and name not in keys)
+    training = dataclasses.replace(arguments, overrides=tuple(overrides))
+    expect_a_recipe(training)
+    return settings, training
 
 
 def expect_a_recipe(arguments: Arguments) -> None:

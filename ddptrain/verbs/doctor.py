@@ -2,7 +2,7 @@
 
 from ddptrain.config.arguments import Arguments
 from ddptrain.errors import UserError
-from ddptrain.verbs.argv import divided
+from ddptrain.verbs.argv import split_words
 from ddptrain.verbs.verb import Verb
 
 HELP = """\
@@ -35,15 +35,15 @@ Exit codes:
 
 
 def doctor(arguments: Arguments) -> int:
-    own, rest = divided(arguments.overrides, str.isidentifier)
+    settings, rest = split_words(arguments.overrides, str.isidentifier)
     if rest:
         raise UserError(
             f"{rest[0]}: doctor takes words of the form name=value only: doctor --help lists them."
         )
     from ddptrain.doctor import run
 
-    asked = arguments.own_options
-    return run.run(own, as_json="--json" in asked, cluster="--cluster" in asked)
+    options = arguments.own_options
+    return run.run(settings, as_json="--json" in options, cluster="--cluster" in options)
 
 
 VERB = Verb(

@@ -4,7 +4,7 @@ from ddptrain.config.arguments import Arguments
 from ddptrain.distributed.launcher.spinning import choose_spinning
 from ddptrain.errors import ExitCode
 from ddptrain.verbs.composing import recorded
-from ddptrain.verbs.saved_run import CHECKPOINT_WORDS, asked_of_a_run
+from ddptrain.verbs.saved_run import CHECKPOINT_WORDS, read_run
 from ddptrain.verbs.verb import Verb
 
 HELP = f"""\
@@ -19,7 +19,7 @@ output.
 
 
 def evaluate(arguments: Arguments) -> int:
-    config, folder, checkpoint = asked_of_a_run(arguments)
+    config, folder, checkpoint = read_run(arguments)
     choose_spinning()
     from ddptrain.run import evaluate
 

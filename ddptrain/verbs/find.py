@@ -3,7 +3,7 @@
 from ddptrain.config.arguments import Arguments
 from ddptrain.errors import ExitCode
 from ddptrain.verbs.argv import action_of
-from ddptrain.verbs.composing import composed, recorded, without_own
+from ddptrain.verbs.composing import composed, recorded, split_arguments
 from ddptrain.verbs.verb import Verb
 
 HELP = """\
@@ -23,13 +23,13 @@ rate at which the loss is lowest. The model is thrown away. On several ranks und
 
 def find(arguments: Arguments) -> int:
     """The words that are no keys of a config are for the test: how many steps."""
-    own, asked = without_own(arguments, action_of(arguments, ("lr",), "recipe=<name>")[1])
-    if (known := composed(asked)) is None:
+    settings, training = split_arguments(arguments, action_of(arguments, ("lr",), "recipe=<name>")[1])
+    if (known := composed(training)) is None:
         return ExitCode.DONE
     from ddptrain.run import find_lr
 
     with recorded():
-        find_lr.run(known[0], own)
+        find_lr.run(known[0], settings)
     return ExitCode.DONE
 
 

@@ -79,8 +79,8 @@ def torchrun_options(words: Sequence[str]) -> Mapping[str, bool]:
     """The options of torchrun that ``launch`` takes, and whether each has a value."""
     known = {name[:2] + name[2:].replace("-", "_"): takes for name, takes in OF_TORCHRUN.items()}
     known |= OF_TORCHRUN
-    asked = {word.partition("=")[0] for word in words if word.startswith("-")}
-    if asked <= known.keys() | HYDRA_OPTIONS:
+    typed = {word.partition("=")[0] for word in words if word.startswith("-")}
+    if typed <= known.keys() | HYDRA_OPTIONS:
         return known
     from torch.distributed.run import get_args_parser  # it knows all, and takes a second to import
 

@@ -4,7 +4,7 @@ from ddptrain.config.arguments import Arguments
 from ddptrain.distributed.launcher.spinning import choose_spinning
 from ddptrain.errors import ExitCode
 from ddptrain.verbs.composing import recorded
-from ddptrain.verbs.saved_run import CHECKPOINT_WORDS, asked_with_words
+from ddptrain.verbs.saved_run import CHECKPOINT_WORDS, read_run_with_settings
 from ddptrain.verbs.verb import Verb
 
 HELP = f"""\
@@ -28,12 +28,12 @@ detection).
 
 def predict(arguments: Arguments) -> int:
     """Words that are no keys of the config are for the task."""
-    config, folder, checkpoint, own = asked_with_words(arguments)
+    config, folder, checkpoint, settings = read_run_with_settings(arguments)
     choose_spinning()
     from ddptrain.run import predict
 
     with recorded():
-        predict.run(config, folder, checkpoint, own)
+        predict.run(config, folder, checkpoint, settings)
     return ExitCode.DONE
 
 

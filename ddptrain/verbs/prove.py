@@ -6,7 +6,7 @@ import os
 from ddptrain.config.arguments import Arguments
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.verbs.argv import action_of
-from ddptrain.verbs.composing import composed, without_own
+from ddptrain.verbs.composing import composed, split_arguments
 from ddptrain.verbs.verb import Verb
 
 _PROOFS = ("resume", "world", "eval")
@@ -32,13 +32,13 @@ def prove(arguments: Arguments) -> int:
         )
     from ddptrain.tools.prove.process import short
 
-    own, asked = without_own(arguments, words)
-    asked = dataclasses.replace(asked, overrides=(*asked.overrides, *short(asked.overrides)))
-    if (known := composed(asked)) is None:
+    settings, training = split_arguments(arguments, words)
+    training = dataclasses.replace(training, overrides=(*training.overrides, *short(training.overrides)))
+    if (known := composed(training)) is None:
         return ExitCode.DONE
     from ddptrain.tools.prove import run
 
-    return run.run(known[0], proof, own, [*asked.options, *asked.overrides])
+    return run.run(known[0], proof, settings, [*training.options, *training.overrides])
 
 
 VERB = Verb(

@@ -3,7 +3,7 @@
 from ddptrain.config.arguments import Arguments
 from ddptrain.errors import ExitCode
 from ddptrain.observe.mirror.layout import is_mirror
-from ddptrain.verbs.argv import divided
+from ddptrain.verbs.argv import split_words
 from ddptrain.verbs.saved_run import place_of
 from ddptrain.verbs.verb import Verb
 
@@ -36,12 +36,12 @@ pictures, texts, devices and the whole config, and the command that repeats each
 
 
 def report(arguments: Arguments) -> int:
-    own, folders = divided(arguments.overrides, str.isidentifier)
+    settings, folders = split_words(arguments.overrides, str.isidentifier)
     from ddptrain.tools.report import run
 
-    if "to" not in own and any(map(is_mirror, folders)):
-        own.setdefault("out", "report.html")  # not into the cache
-    run.run([place_of(folder, checkpoints=False) for folder in folders], own)
+    if "to" not in settings and any(map(is_mirror, folders)):
+        settings.setdefault("out", "report.html")  # not into the cache
+    run.run([place_of(folder, checkpoints=False) for folder in folders], settings)
     return ExitCode.DONE
 
 

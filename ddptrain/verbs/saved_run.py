@@ -7,7 +7,7 @@ from ddptrain.config.arguments import Arguments
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
 from ddptrain.observe.mirror.layout import is_mirror
-from ddptrain.verbs.argv import divided, parse
+from ddptrain.verbs.argv import parse, split_words
 from ddptrain.verbs.composing import OF_A_RUN, is_no_key
 
 CHECKPOINT_WORDS = """\
@@ -18,40 +18,42 @@ _OF_WEIGHTS = ("ema", "init")
 """Sections that say which weights a training starts from and keeps."""
 
 
-def asked_of_a_run(arguments: Arguments) -> tuple[Config, Path, str]:
+def read_run(arguments: Arguments) -> tuple[Config, Path, str]:
     """The config of the run that ``run=`` names, under the overrides; its folder; the checkpoint's name."""
-    return _asked(arguments, _is_of_a_run)[:3]
+    return _read_run(arguments, _is_of_a_run)[:3]
 
 
-def asked_with_words(
+def read_run_with_settings(
     arguments: Arguments, own: Collection[str] = ()
 ) -> tuple[Config, Path, str, dict[str, str]]:
     """The same, and the words that are no keys of the config: for the run's task, a prompt or a picture.
     own: keys of the config that are the verb's own words."""
-    return _asked(arguments, lambda name: name in own or is_no_key(name))
+    return _read_run(arguments, lambda name: name in own or is_no_key(name))
 
 
-def asked_to_load(words: Sequence[str]) -> tuple[Config, Path, str]:
+def read_run_to_load(words: Sequence[str]) -> tuple[Config, Path, str]:
     """The run's config, its folder and the checkpoint's name, by the words of the verb ``evaluate``."""
     from ddptrain.config.limits import resolvers_restored
 
     arguments = parse(["evaluate", *words])
     with resolvers_restored():
-        return asked_of_a_run(arguments)
+        return read_run(arguments)
 
 
 def _is_of_a_run(name: str) -> bool:
     return name in OF_A_RUN
 
 
-def _asked(arguments: Arguments, is_own: Callable[[str], bool]) -> tuple[Config, Path, str, dict[str, str]]:
+def _read_run(
+    arguments: Arguments, is_setting: Callable[[str], bool]
+) -> tuple[Config, Path, str, dict[str, str]]:
     """The run's config under the overrides, its folder, the checkpoint's name, and the verb's own words."""
     from ddptrain.config.check import checked
     from ddptrain.config.compose import saved_tree
     from ddptrain.config.search_path import open_user_code
 
     open_user_code(arguments.config_dirs, arguments.trusted)
-    own, overrides = divided(arguments.overrides, is_own)
+    own, overrides = split_words(arguments.overrides, is_setting)
     folder = run_folder(arguments.verb, own)
     config = checked(saved_tree(folder / "config.yaml", arguments, overrides))
     if any(word.lstrip("+~").startswith(_OF_WEIGHTS) for word in overrides):
@@ -65,8 +67,8 @@ def _check_weights(config: Config, saved: Config, verb: str) -> None:
     """Raises UserError for overrides that ask for other weights than a checkpoint has: nothing would come of
     them."""
     for section in _OF_WEIGHTS:
-        asked, known = (vars(getattr(of, section)) for of in (config, saved))
-        for name, value in asked.items():
+        requested, known = (vars(getattr(of, section)) for of in (config, saved))
+        for name, value in requested.items():
             if value != known[name]:
                 here, there = ("null" if of is None else of for of in (value, known[name]))
                 raise UserError(

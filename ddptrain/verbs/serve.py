@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ddptrain.config.arguments import Arguments
 from ddptrain.errors import ExitCode, UserError
-from ddptrain.verbs.argv import divided
+from ddptrain.verbs.argv import split_words
 from ddptrain.verbs.verb import Verb
 
 HELP = """\
@@ -22,12 +22,12 @@ on those that are chosen, several side by side. Ends with Ctrl-C.
 
 
 def serve(arguments: Arguments) -> int:
-    own, folders = divided(arguments.overrides, str.isidentifier)
+    settings, folders = split_words(arguments.overrides, str.isidentifier)
     if len(folders) > 1:
         raise UserError(f"serve {' '.join(folders)}: takes one folder, and shows all runs below it.")
     from ddptrain.tools.serve import site
 
-    site.run(Path(folders[0] if folders else "runs"), own)
+    site.run(Path(folders[0] if folders else "runs"), settings)
     return ExitCode.DONE
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ddptrain.config.arguments import Arguments
 from ddptrain.errors import ExitCode, UserError
-from ddptrain.verbs.argv import divided
+from ddptrain.verbs.argv import split_words
 from ddptrain.verbs.composing import complete, is_no_key, recorded
 from ddptrain.verbs.verb import Verb
 
@@ -19,12 +19,12 @@ with layout=check the likely mistakes in their labels, as text and as a page of 
 
 def write(arguments: Arguments) -> int:
     """What is no key of a config is for the data: a layout."""
-    own, overrides = divided(arguments.overrides, is_no_key)
+    settings, overrides = split_words(arguments.overrides, is_no_key)
     if arguments.sweeps:
         raise UserError("write: writes one set of data; leave --multirun out.")
-    if not own.get("out"):
+    if not settings.get("out"):
         raise UserError("write: name a new folder: write recipe=<name> out=<folder>")
-    out = Path(own.pop("out"))
+    out = Path(settings.pop("out"))
 
     from ddptrain.config.compose import composed_tree
     from ddptrain.config.search_path import open_user_code
@@ -39,7 +39,7 @@ def write(arguments: Arguments) -> int:
     from ddptrain.run import write
 
     with recorded():
-        write.run(config, out, own)
+        write.run(config, out, settings)
     return ExitCode.DONE
 
 

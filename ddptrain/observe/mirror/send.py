@@ -196,9 +196,9 @@ def follow(folder: Path, store: Store) -> None:
         except Taken:
             raise
         except Exception as error:  # of any kind, of a store's library or a disk: it may pass
-            told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason(error)}."
-            if told != said:
-                said = told
+            text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason(error)}."
+            if text != said:
+                said = text
                 _say(error=said)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
             if time.monotonic() > until:

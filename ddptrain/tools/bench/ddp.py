@@ -17,18 +17,18 @@ _BUCKETS_MB = (1, 5, 25, 100)
 _COMPRESSIONS = ("none", "bf16", "fp16")
 
 
-def ranks_for(config: Config, asked: int | None) -> int:
-    """How many ranks to bench: as asked, else one for each GPU, or two. Raises UserError where DDP would have
+def ranks_for(config: Config, ranks: int | None) -> int:
+    """How many ranks to bench: as given, else one for each GPU, or two. Raises UserError where DDP would have
     nothing to do."""
-    if asked is not None and asked < 2:
-        raise UserError(f"ranks={asked}: ddp=true measures what ranks send each other; give 2 or more.")
+    if ranks is not None and ranks < 2:
+        raise UserError(f"ranks={ranks}: ddp=true measures what ranks send each other; give 2 or more.")
     if not uses_ddp(config.strategy):
         raise UserError(
             f"strategy._target_={config.strategy['_target_']}: ddp=true measures DistributedDataParallel."
             " Use strategy=ddp, or leave ddp=true out."
         )
-    if asked is not None:
-        return asked
+    if ranks is not None:
+        return ranks
     import torch
 
     one = config.device.startswith("cuda:")

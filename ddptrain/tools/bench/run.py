@@ -49,13 +49,15 @@ class _Options:
     ddp: bool = False
 
 
-def run(config: Config, words: Sequence[str], asked: Mapping[str, str]) -> int:
+def run(config: Config, words: Sequence[str], settings: Mapping[str, str]) -> int:
     """Measure the training that ``words`` (options and overrides, checked by the caller) describe, alone and
     in turns with itself under other overrides.
 
-    asked: the verb's own words, see `_Options`. Raises UserError for what the user can mend.
+    settings: the verb's own words, see `_Options`. Raises UserError for what the user can mend.
     """
-    typed = typed_arguments(_Options, {("tries" if n == "try" else n): v for n, v in asked.items()}, "bench")
+    typed = typed_arguments(
+        _Options, {("tries" if n == "try" else n): v for n, v in settings.items()}, "bench"
+    )
     own = _Options(**typed)
     tries = None if "tries" not in typed else [word.strip() for word in own.tries.split(";") if word.strip()]
     for word in [*words, *(word for override in tries or () for word in _words(override))]:

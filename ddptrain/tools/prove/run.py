@@ -40,10 +40,10 @@ _WIDTH = 118
 """Of a table that is written to a file."""
 
 
-def run(config: Config, proof: str, asked: Mapping[str, str], words: Sequence[str]) -> int:
+def run(config: Config, proof: str, settings: Mapping[str, str], words: Sequence[str]) -> int:
     """Prove one promise: ``resume``, ``world`` or ``eval``. Returns the exit code: 1 where it is not kept.
 
-    asked: the words of the proof itself, as typed, and ``out``, a new folder to work in, which is kept.
+    settings: the words of the proof itself, as typed, and ``out``, a new folder to work in, which is kept.
     words: what all its trainings are started with. Raises UserError for what the user can mend.
     """
     for key in ("run.dir", "run.resume", "run.mirror"):
@@ -51,9 +51,9 @@ def run(config: Config, proof: str, asked: Mapping[str, str], words: Sequence[st
             raise UserError(f"{key}: prove names the folders itself, inside of out=<folder>; leave it out.")
     open_log(None, first=True)
     prove = {"resume": prove_resume, "world": prove_world, "eval": prove_eval}[proof]
-    own = dict(asked)
-    named = own.pop("out", None)
-    arguments = typed_arguments(prove, own, f"prove {proof}")
+    of_proof = dict(settings)
+    named = of_proof.pop("out", None)
+    arguments = typed_arguments(prove, of_proof, f"prove {proof}")
     make_task(config)  # refuses what is wrong in its nodes
     folder = _new_folder(named)
     keep = True

@@ -43,19 +43,19 @@ _FEW = 12
 """Differences that the terminal shows."""
 
 
-def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
+def run(folders: Sequence[Path], settings: Mapping[str, str]) -> None:
     """Print a table of these runs or sweeps and write a page on them.
 
-    asked: ``out``, the page's file. Raises UserError for a folder that is neither, and where the page can't
-    be written.
+    settings: ``out``, the page's file. Raises UserError for a folder that is neither, and where the page
+    can't be written.
     """
     folders = [folder for given in folders for folder in _matching(given)]
     # an earlier page is named by runs/<recipe>/* too
     folders = [path for path in folders if not (path.suffix == ".html" and path.is_file())]
-    if "to" in asked:
-        _send(folders, asked)
+    if "to" in settings:
+        _send(folders, settings)
         return
-    _check(folders, asked)
+    _check(folders, settings)
     folders = [folder.parent if folder.name == LEDGER else folder for folder in folders]
     runs, notes = read_runs(folders)
     sweeps = [folder for folder in folders if _is_sweep(folder)]
@@ -68,7 +68,7 @@ def run(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
     if len(sweeps) < len(folders):
         _print(runs)
     if runs:
-        page = _page_for(folders, runs, asked.get("out"))
+        page = _page_for(folders, runs, settings.get("out"))
         try:
             page.parent.mkdir(parents=True, exist_ok=True)
             write_page(runs, title_of(folders, runs), notes, page, plots)
@@ -114,29 +114,29 @@ def _print_outcomes(folder: Path, jobs: Sequence[Job]) -> list[Path]:
     return [path]
 
 
-def _send(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
+def _send(folders: Sequence[Path], settings: Mapping[str, str]) -> None:
     from ddptrain.tools.trackers.send import send_once
 
-    for name in asked:
+    for name in settings:
         if name not in ("run", "to", "project"):
             hint = did_you_mean(name, ["run", "to", "project"])
-            raise UserError(f"{name}: report ... to={asked['to']} takes no such word.{hint}")
-    runs = [*folders, *([Path(asked["run"])] if "run" in asked else [])]
+            raise UserError(f"{name}: report ... to={settings['to']} takes no such word.{hint}")
+    runs = [*folders, *([Path(settings["run"])] if "run" in settings else [])]
     for folder in runs:
         if not is_run(folder):
             raise UserError(f"report {plain(folder)}: holds no run; its folder has metrics.jsonl.")
-        print(send_once(folder, asked["to"], asked.get("project")))
+        print(send_once(folder, settings["to"], settings.get("project")))
     if not runs:
-        raise UserError(f"report to={asked['to']}: say which run: run=<folder>")
+        raise UserError(f"report to={settings['to']}: say which run: run=<folder>")
 
 
-def _check(folders: Sequence[Path], asked: Mapping[str, str]) -> None:
-    for name, value in asked.items():
+def _check(folders: Sequence[Path], settings: Mapping[str, str]) -> None:
+    for name, value in settings.items():
         if name != "out":
             hint = f" Did you mean report {value}?" if name == "run" else did_you_mean(name, ["out"])
             raise UserError(f"{name}={value}: report takes folders, and out=<file.html>.{hint}")
-    if not asked.get("out", ".html").endswith(".html"):
-        raise UserError(f"out={asked['out']}: name a file that ends in .html.")
+    if not settings.get("out", ".html").endswith(".html"):
+        raise UserError(f"out={settings['out']}: name a file that ends in .html.")
     if not folders:
         newest = _newest(Path("runs"))
         hint = f" For example: report {newest}" if newest else ""

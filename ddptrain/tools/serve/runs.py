@@ -142,8 +142,8 @@ def _row(folder: Path, path: str, version: str) -> Row:
 def _run(folder: Path, path: str, version: str) -> Row:
     run = read_run(folder, path)
     facts = facts_of(run)
-    told = {name: facts[name] for name in ("recipe", "state", "steps", "time")}
-    return Row(plain(path), version, metric=_metric(run), **told)
+    columns = {name: facts[name] for name in ("recipe", "state", "steps", "time")}
+    return Row(plain(path), version, metric=_metric(run), **columns)
 
 
 def _metric(run: RunFiles) -> str:

@@ -32,14 +32,14 @@ _POLICY = (
 """Of the list. A report has its own in it."""
 
 
-def run(folder: Path, asked: Mapping[str, str]) -> None:
-    """Serve until Ctrl-C. asked: ``address``, ``port``. Raises UserError."""
-    for name, value in asked.items():
+def run(folder: Path, settings: Mapping[str, str]) -> None:
+    """Serve until Ctrl-C. settings: ``address``, ``port``. Raises UserError."""
+    for name, value in settings.items():
         if name not in _WORDS:
             raise UserError(f"{name}={value}: serve takes no such word.{did_you_mean(name, _WORDS)}")
     if not folder.is_dir():
         raise UserError(f"serve {folder}: there is no such folder.")
-    address, port = asked.get("address", "127.0.0.1"), asked.get("port", "8765")
+    address, port = settings.get("address", "127.0.0.1"), settings.get("port", "8765")
     if not address:
         raise UserError("address=: must be an address: 127.0.0.1, or 0.0.0.0 for all networks.")
     if not port.isdecimal() or int(port) > 65535:
