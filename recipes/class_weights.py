@@ -13,10 +13,10 @@ from ddptrain.data.images.data import ImageData
 class ClassWeights:
     """``task.class_weights``: None, a number for each class, or ``balanced``, which follows from the data."""
 
-    def __init__(self, asked: Literal["balanced"] | list[float] | None) -> None:
-        if isinstance(asked, list) and not all(weight > 0 for weight in asked):
-            raise UserError(f"task.class_weights={asked}: must be positive numbers.")
-        self._asked = asked
+    def __init__(self, weights: Literal["balanced"] | list[float] | None) -> None:
+        if isinstance(weights, list) and not all(weight > 0 for weight in weights):
+            raise UserError(f"task.class_weights={weights}: must be positive numbers.")
+        self._configured = weights
         self._weights: Tensor | None = None
 
     def prepare(self, data: Data) -> None:
@@ -28,13 +28,14 @@ class ClassWeights:
         where all samples have the class.
         """
         classes = len(data.outputs)
-        if isinstance(self._asked, list):
-            if len(self._asked) != classes:
+        if isinstance(self._configured, list):
+            if len(self._configured) != classes:
                 raise UserError(
-                    f"task.class_weights: has {len(self._asked)} numbers; the data have {classes} classes."
+                    f"task.class_weights: has {len(self._configured)} numbers; the data have {classes}"
+                    " classes."
                 )
-            self._weights = torch.tensor(self._asked)
-        elif self._asked == "balanced":
+            self._weights = torch.tensor(self._configured)
+        elif self._configured == "balanced":
             if not isinstance(data, ImageData):
                 raise UserError(
                     "task.class_weights=balanced: needs data of ddptrain.data.images.data.ImageData, which"

@@ -54,7 +54,7 @@ class Supervised(Task):
         self.best_metric = best_metric
         self.higher_is_better = self._direction(higher_is_better)
 
-    def _direction(self, asked: bool | None) -> bool:
+    def _direction(self, configured: bool | None) -> bool:
         """Of the best metric."""
         known = {metric.name: metric.higher_is_better for metric in self._metrics}
         # one of torchmetrics may have several values, f1/0 and f1/1
@@ -67,12 +67,12 @@ class Supervised(Task):
                 f"{did_you_mean(best, names)}"
             )
         better = known.get(self.best_metric, False if self.best_metric == "loss" else None)
-        if asked is None and better is None:
+        if configured is None and better is None:
             raise UserError(
                 f"task.best_metric={self.best_metric}: whether higher is better isn't known of it; say"
                 " task.higher_is_better=true or false."
             )
-        return bool(better if asked is None else asked)
+        return bool(better if configured is None else configured)
 
     def build(self) -> nn.Module:
         model = self._model if isinstance(self._model, nn.Module) else self._model()

@@ -49,10 +49,10 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
 
     Raises the first of what the jobs raised.
     """
-    asked = _checked_overrides(arguments, arguments.overrides)
+    checked = _checked_overrides(arguments, arguments.overrides)
     if not arguments.sweeps:
-        expect_one_value(asked)
-    overrides = [override.input_line or "" for override in asked]
+        expect_one_value(checked)
+    overrides = [override.input_line or "" for override in checked]
     options = [option.partition("=") for option in arguments.options]
     for name, _, _ in options:
         if name in _NOT_TAKEN:
@@ -103,8 +103,8 @@ def tree_of(composed: DictConfig, choices: Mapping[str, Any]) -> Tree:
 def saved_tree(path: Path, arguments: Arguments, overrides: Sequence[str]) -> Tree:
     """A run's saved config with overrides applied: a group's choice replaces its whole section."""
     saved = read_config(path)
-    asked = _checked_overrides(arguments, overrides)
-    for override in sorted(asked, key=lambda override: override.key_or_group not in GROUPS):
+    checked = _checked_overrides(arguments, overrides)
+    for override in sorted(checked, key=lambda override: override.key_or_group not in GROUPS):
         if override.is_sweep_override() or override.key_or_group == "recipe":
             raise UserError(
                 f"{override.input_line}: {arguments.verb} takes one value a key, and the run's own recipe."
@@ -182,13 +182,13 @@ def check_places(tree: Tree, words: Sequence[str]) -> None:
             raise UserError(
                 f"controllers.{name}: {target} is for sweeps and benches, which name it themselves."
             )
-    asked = {word.lstrip("+").partition("=")[0] for word in words}
-    if isinstance(folder, str) and not asked & {"run", "run.dir"} and not is_below(folder):
+    typed = {word.lstrip("+").partition("=")[0] for word in words}
+    if isinstance(folder, str) and not typed & {"run", "run.dir"} and not is_below(folder):
         raise UserError(
             f"run.dir={folder}: a recipe may only name a folder below the current one. If you want this one,"
             f" say so on the command line: run.dir={folder}"
         )
-    if mirror and not asked & {"run", "run.mirror"}:
+    if mirror and not typed & {"run", "run.mirror"}:
         raise UserError(
             f"run.mirror={mirror}: is for the command line alone, because the run is written there. If you"
             f" want this one, say so there: run.mirror={mirror}"

@@ -261,8 +261,8 @@ def _hidden_nodes(value: Any, hint: Any, key: str, depth: int = 0) -> list[str]:
 
 def _downloads(node: Node, name: str, key: str) -> list[str]:
     """torchvision's own ways to fetch weights and unpickle them."""
-    asked = name in _DOWNLOADS and node[name] not in (None, False)
-    if not asked or not str(node["_target_"]).startswith("torchvision."):
+    would_download = name in _DOWNLOADS and node[name] not in (None, False)
+    if not would_download or not str(node["_target_"]).startswith("torchvision."):
         return []
     return [
         f"{key}.{name}={node[name]}: torchvision would download a file and unpickle it; set it to null. Start"

@@ -17,9 +17,9 @@ Relabelling = Callable[[Tensor], Tensor]
 """Labels of a part for validation -> those that training has for the same classes."""
 
 
-def note_checkpoints_own(key: str, asked: object, known: object) -> None:
+def note_checkpoints_own(key: str, configured: object, known: object) -> None:
     """Log that a model's own value, out of its checkpoint, is used in place of the config's."""
-    values = ["null" if value is None else value for value in (asked, known)]
+    values = ["null" if value is None else value for value in (configured, known)]
     log.info("note       %s=%s: not used; the checkpoint's model was trained with %s", key, *values)
 
 
@@ -47,9 +47,9 @@ def check_distinct(names: Iterable[str], where: str) -> None:
             )
 
 
-def check_renamed(asked: Sequence[str], own: Sequence[str], key: str) -> None:
-    """Raises UserError for asked words, in place of a set's own, that stand for other classes there."""
-    for place, (name, known) in enumerate(zip(asked, own, strict=False)):
+def check_renamed(configured: Sequence[str], own: Sequence[str], key: str) -> None:
+    """Raises UserError for configured names, in place of a set's own, that stand for other classes there."""
+    for place, (name, known) in enumerate(zip(configured, own, strict=False)):
         if name != known and name in own:
             raise UserError(
                 f"{key}: class {place} is {name!r}, and {known!r} in the set, where {name!r} is class"

@@ -20,7 +20,7 @@ from ddptrain.data.agreement import check_alike, check_renamed
 from ddptrain.data.identity import digest, of_samples
 from ddptrain.data.left_out import BROKEN, HINT, OnError, Unusable, in_words, readable, tell
 from ddptrain.data.pipeline import MapStyle, Pipeline, Samples
-from ddptrain.data.workers import asked_workers, check_workers
+from ddptrain.data.workers import check_workers, worker_count
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError, reason
 from ddptrain.text import first_few
@@ -142,7 +142,7 @@ class DatasetData(Data):
         self._prepared: _Prepared | None = None
 
     def prepare(self, world: World, seed: int) -> None:
-        workers, parts = asked_workers(self._workers, world), self._parts()
+        workers, parts = worker_count(self._workers, world), self._parts()
         samples = self._samples(parts)
         by_value = bool(workers) and any(list(map(_only_by_value, samples)))  # both are checked
         skipped: list[str] = []
@@ -306,8 +306,8 @@ def _check_classes(dataset: MapStyle, valid: MapStyle | None, classes: list[str]
     """Raises UserError where the two name other classes: what a sample holds is theirs, and isn't changed."""
     own = class_names(valid, None, "data.valid")
     # classes=[...] may be other words for those that the dataset names
-    asked = () if isinstance(classes, int) else tuple(classes or ())
-    trained = class_names(dataset, None, "data.dataset") or asked
+    configured = () if isinstance(classes, int) else tuple(classes or ())
+    trained = class_names(dataset, None, "data.dataset") or configured
     if own and trained:
         check_alike(trained, own, "data.valid", "data.dataset")
 

@@ -72,9 +72,9 @@ def spare_cores(world: World) -> int:
     return workers_of(cores(), world.local_size, on_cpu=world.device.type == "cpu")
 
 
-def asked_workers(asked: int | Literal["auto"], world: World) -> int:
+def worker_count(workers: int | Literal["auto"], world: World) -> int:
     """As many as ``data.workers`` says."""
-    return spare_cores(world) if asked == "auto" else asked
+    return spare_cores(world) if workers == "auto" else workers
 
 
 def read_by_workers(

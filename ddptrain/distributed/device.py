@@ -17,16 +17,16 @@ class Placement(NamedTuple):
     reason: str
 
 
-def choose_device(asked: str, world: World, why_no_cuda: Callable[[], str]) -> Placement:
-    """The device for ``device=asked``, with the reason in words.
+def choose_device(requested: str, world: World, why_no_cuda: Callable[[], str]) -> Placement:
+    """The device for ``device=requested``, with the reason in words.
 
     ``cuda`` spreads the local ranks over the GPUs in turn; ``cuda:1`` puts all of them on that one.
     why_no_cuda: called where there is no GPU, for a message.
     Raises UserError where the device can't be had.
     """
-    on_gpus = asked.startswith(("auto", "cuda")) and torch.cuda.is_available()
+    on_gpus = requested.startswith(("auto", "cuda")) and torch.cuda.is_available()
     count = torch.cuda.device_count() if on_gpus else 0
-    if asked == "auto":
+    if requested == "auto":
         if count:
             in_turn = torch.device("cuda", world.local_rank % count)
             return Placement(in_turn, f"auto: {torch.cuda.get_device_name(in_turn)}")
@@ -34,7 +34,7 @@ def choose_device(asked: str, world: World, why_no_cuda: Callable[[], str]) -> P
             return Placement(torch.device("mps", 0), "auto: Metal")
         return Placement(torch.device("cpu"), f"auto: NO GPU IS USED, {why_no_cuda()} {DOCTOR_HINT}.")
     try:
-        device = torch.device(asked)
+        device = torch.device(requested)
     except RuntimeError:
         device = torch.device("meta")
     if device.type == "cpu" and device.index is None:
@@ -44,10 +44,10 @@ def choose_device(asked: str, world: World, why_no_cuda: Callable[[], str]) -> P
             raise UserError("device=mps: PyTorch finds no Metal device here. Use device=cpu, or device=auto.")
         return Placement(torch.device("mps", 0), "asked for")
     if device.type != "cuda":
-        raise UserError(f"device={asked}: must be auto, cpu, cuda, cuda:<index> or mps.")
+        raise UserError(f"device={requested}: must be auto, cpu, cuda, cuda:<index> or mps.")
     if not count:
         raise UserError(
-            f"device={asked}: {why_no_cuda()} Training on the CPU instead would be a silent"
+            f"device={requested}: {why_no_cuda()} Training on the CPU instead would be a silent"
             f" slowdown, so this stops here. Mend that, or say device=cpu (or device=auto). {DOCTOR_HINT}."
         )
     if device.index is None:
@@ -56,7 +56,7 @@ def choose_device(asked: str, world: World, why_no_cuda: Callable[[], str]) -> P
         names = ", ".join(f"cuda:{i}" for i in range(count))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         because = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-        raise UserError(f"device={asked}: this machine has {names}{because}. Choose one of them.")
+        raise UserError(f"device={requested}: this machine has {names}{because}. Choose one of them.")
     return Placement(device, "asked for")
 
 

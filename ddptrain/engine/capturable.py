@@ -33,9 +33,9 @@ def check_capturable(step: TrainStep, batch: Batch, progress: Progress) -> None:
     _check_parts(step)
     _check_leaves(batch)
     strategy, state, micro_batch = step.strategy, step.state, step.micro_batches[0]
-    alone = strategy.accumulate(state.wrapped, last=False) if strategy.shards is None else nullcontext()
+    no_sync = strategy.accumulate(state.wrapped, last=False) if strategy.shards is None else nullcontext()
     owners = {type(step.task).__name__: step.task, **dict(state.model.named_modules(prefix="model"))}
-    with alone, step.phase.stopwatch.paused():
+    with no_sync, step.phase.stopwatch.paused():
         try:
             with errors_told(type(step.task).__name__), without_progress(step):
                 losses, kept = [], []

@@ -96,7 +96,7 @@ class Compilations(Observer):
 
     def __init__(self) -> None:
         set_logs(recompiles=True)  # torch names the tensor and its sizes each time
-        self._told = 0
+        self._reported = 0
 
     def start(self, event: Start) -> None:
         self._tell("training and evaluation" if event.metrics else "training")
@@ -109,16 +109,16 @@ class Compilations(Observer):
 
     def _tell(self, what_for: str) -> None:
         graphs, seconds = _so_far()
-        if graphs > self._told:
+        if graphs > self._reported:
             log.info(
                 "compiled   %d graph%s for %s; %.1f s so far; kept in %s",
-                graphs - self._told,
-                "s" * (graphs - self._told > 1),
+                graphs - self._reported,
+                "s" * (graphs - self._reported > 1),
                 what_for,
                 seconds,
                 os.environ.get(_FOLDER, "a temporary folder"),
             )
-        self._told = graphs
+        self._reported = graphs
 
 
 def _so_far() -> tuple[int, float]:

@@ -55,8 +55,8 @@ def _compare(world: World, facts: dict[str, str]) -> None:
                 problems.append(f"{name}: {other} on rank {rank}, {first} on rank 0.")
     if problems:
         more = [f"... and {len(problems) - 10} more."] if len(problems) > 10 else []
-        asked = "the ranks do not start the same run; give all nodes the same command and packages:"
-        raise UserError("\n".join([asked, *problems[:10], *more]))
+        rule = "the ranks do not start the same run; give all nodes the same command and packages:"
+        raise UserError("\n".join([rule, *problems[:10], *more]))
 
 
 def _shape(parameter: nn.Parameter) -> str:

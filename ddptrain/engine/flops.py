@@ -161,9 +161,9 @@ def _fastest(work: Callable[[], Tensor]) -> float:
 def _convolution_backward(given: Any, pictures: Any, kernel: Any, *rest: Any, **__: Any) -> int:
     """Each of the gradients that are asked for costs what the forward pass does: two for each multiply-add
     of a kernel (of its group's channels) at each place."""
-    *_, transposed, _padding, _groups, asked = rest
+    *_, transposed, _padding, _groups, output_mask = rest
     places = pictures if transposed else given
-    return int(2 * math.prod(places) * math.prod(kernel[1:]) * (asked[0] + asked[1]))
+    return int(2 * math.prod(places) * math.prod(kernel[1:]) * (output_mask[0] + output_mask[1]))
 
 
 def _rnn(steps: Sequence[int], weights: Sequence[Sequence[int]]) -> int:

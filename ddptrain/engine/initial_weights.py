@@ -81,9 +81,9 @@ class Matched:
             "not there, so random": self.missing,
             "there, but not in this model": self.unused,
         }
-        told = [f"{len(names)} {what}: {first_few(names, 4)}" for what, names in parts.items() if names]
+        details = [f"{len(names)} {what}: {first_few(names, 4)}" for what, names in parts.items() if names]
         share = f"{min(self.share, 0.999):.1%}" if self.share < 1 else "100%"
-        return [f"{self.source}: {len(tensors_of(self.loaded))} tensors, {share} of the model", *told]
+        return [f"{self.source}: {len(tensors_of(self.loaded))} tensors, {share} of the model", *details]
 
 
 def match(model: nn.Module, weights: Weights, source: str, skip: Sequence[str]) -> Matched:

@@ -81,24 +81,24 @@ class Precision:
             self.scaler.unscale_(optimizer)
 
 
-def choose_precision(asked: str, device: torch.device) -> Precision:
-    """The precision for ``precision=asked``; ``auto`` takes bf16 where the GPU computes in it.
+def choose_precision(name: str, device: torch.device) -> Precision:
+    """The precision for ``precision=name``; ``auto`` takes bf16 where the GPU computes in it.
 
     Raises UserError if the device lacks the precision, and warns if it only emulates it.
     """
     on_gpu = device.type == "cuda"
     computes_bf16 = on_gpu and has_bf16(device)
-    if asked == "auto":
+    if name == "auto":
         return Precision("bf16" if computes_bf16 else "fp32", device)
-    if asked == "tf32" and not computes_bf16:  # both came with the Ampere generation
+    if name == "tf32" and not computes_bf16:  # both came with the Ampere generation
         raise UserError(
             f"precision=tf32: needs an NVIDIA GPU of 2020 (sm_80) or later; this is {device}."
             " Use precision=fp32, or bf16."
         )
-    if asked == "bf16" and on_gpu and not computes_bf16:
+    if name == "bf16" and on_gpu and not computes_bf16:
         log.warning(
             "precision=bf16: %s has no bf16 arithmetic (new in sm_80, in 2020) and emulates it through"
             " fp32, slower than fp32 itself. Use precision=fp16 or fp32",
             torch.cuda.get_device_name(device),
         )
-    return Precision(asked, device)
+    return Precision(name, device)

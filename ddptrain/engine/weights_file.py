@@ -81,9 +81,9 @@ def _of_file(path: Path, key: str) -> dict[str, Any]:
     except (OSError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # torch raises whatever the bytes lead to
-        if isinstance(error, UnpicklingError) and (asked := _OTHER_CODE.search(str(error))):
+        if isinstance(error, UnpicklingError) and (code := _OTHER_CODE.search(str(error))):
             raise UserError(
-                f"{key}: holds more than tensors: {asked[1]}, which could run any code. Save the model's"
+                f"{key}: holds more than tensors: {code[1]}, which could run any code. Save the model's"
                 " state_dict() instead."
             ) from error
         why = "" if isinstance(error, UnpicklingError) else f" ({reason(error)})"

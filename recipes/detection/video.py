@@ -71,7 +71,7 @@ def filmed(
     claim(out)
     tracks = _Tracks(least_score, first.rate) if track == "bytetrack" else None
     name = Path(source).stem if Path(source).suffix else "camera"
-    begun = told = time.perf_counter()
+    begun = reported = time.perf_counter()
     count = 0
     try:
         with (
@@ -90,8 +90,8 @@ def filmed(
                 film.add(annotated(frame.pixels, detected, data.classes, marks=marks), frame.time)
                 lines.write(json.dumps(_as_json(count, frame, detected, numbers, data.classes)) + "\n")
                 count += 1
-                if (now := time.perf_counter()) - told >= 1:
-                    told = now
+                if (now := time.perf_counter()) - reported >= 1:
+                    reported = now
                     yield f"{source}: {count} frames, {count / (now - begun):.1f} frames/s\n"
     except (av.error.FFmpegError, OSError) as error:
         raise UserError(f"out={out}: can't be written ({error.strerror}).") from error

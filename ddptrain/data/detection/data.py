@@ -94,7 +94,7 @@ class DetectionData(Data):
         self._root = Path(root)
         self._asked_size = size
         self._resident = resident
-        self._asked_workers = workers
+        self._configured_workers = workers
         self._channels_last = channels_last
         self.rectangular = rectangular
         self._known: _Known | None = None
@@ -112,7 +112,7 @@ class DetectionData(Data):
         decoded = sum(decoded_bytes(scenes, size) for scenes in parts)
         resident = decoded * world.local_size <= _RESIDENT if self._resident == "auto" else self._resident
         spare = 0 if world.device.type == "cpu" else spare_cores(world)
-        workers = spare if self._asked_workers == "auto" else self._asked_workers
+        workers = spare if self._configured_workers == "auto" else self._configured_workers
         train = self._samples(opened.train, size, resident, "square", seed)
         valid = self._samples(opened.valid, size, resident, "common" if self.rectangular else "square")
         pipeline = Pipeline(train, valid, workers, world.device, self._on_device, resident)

@@ -84,12 +84,12 @@ def draw_scenes(generator: Generator, side: int, masks: bool = False) -> tuple[T
     painted = torch.full((_CHUNK, MOST), _NOBODY)
     count = torch.zeros(_CHUNK, dtype=torch.int64)
     for k in range(_TRIES):
-        asked = torch.nonzero(count < wanted)[:, 0]
+        pending = torch.nonzero(count < wanted)[:, 0]
         accepted = canvas.paint(
-            asked, count[asked], labels[asked, k], radius[asked, k], angle[asked, k], centre[asked, k],
-            colour[asked, k],
+            pending, count[pending], labels[pending, k], radius[pending, k], angle[pending, k],
+            centre[pending, k], colour[pending, k],
         )  # fmt: skip
-        done = asked[accepted]
+        done = pending[accepted]
         painted[done, count[done]] = labels[done, k]
         count[done] += 1
     images = ((canvas.pixels() + noise).clamp(0, 1) * 255).round().to(torch.uint8)

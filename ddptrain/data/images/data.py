@@ -23,7 +23,7 @@ from ddptrain.data.left_out import OnError, check_skip, in_words, opened_set
 from ddptrain.data.pictures import fitted
 from ddptrain.data.pipeline import Pipeline, Samples
 from ddptrain.data.stream.write import PartToWrite, Writer
-from ddptrain.data.workers import asked_workers, check_workers
+from ddptrain.data.workers import check_workers, worker_count
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 from ddptrain.text import first_few
@@ -110,7 +110,7 @@ class ImageData(Data):
 
     def prepare(self, world: World, seed: int) -> None:
         once_a_node(world, lambda: self._source.fetch(self._root))
-        workers = asked_workers(self._workers, world)
+        workers = worker_count(self._workers, world)
         opened = opened_set(self._source, self._root, self._on_error, world, workers)
         if self._models_normal:
             opened = opened.normalised_as(**self._models_normal)
@@ -316,7 +316,7 @@ class ImageData(Data):
         """
         self._source.fetch(self._root)
         world = World()
-        workers = asked_workers(self._workers, world)
+        workers = worker_count(self._workers, world)
         opened = opened_set(self._source, self._root, self._on_error, world, workers)
         about = {
             "classes": list(opened.classes), "channels": opened.train.shape[2],

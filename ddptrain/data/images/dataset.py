@@ -148,8 +148,8 @@ class DatasetImages(ImageSource):
         """The labels of the dataset for validation, by its classes' names where it has some."""
         own = class_names(self._valid, None, "data.source.valid")
         # classes=[...] may be other words for those that the dataset names
-        asked = () if isinstance(self._classes, int) else tuple(self._classes or ())
-        trained = class_names(self._dataset, None, "data.source.dataset") or asked
+        configured = () if isinstance(self._classes, int) else tuple(self._classes or ())
+        trained = class_names(self._dataset, None, "data.source.dataset") or configured
         if not own or not trained:
             return labels
         where, of = "data.source.valid", "data.source.dataset"

@@ -37,7 +37,7 @@ from ddptrain.data.pictures import decoded
 from ddptrain.data.pipeline import Pipeline, Samples
 from ddptrain.data.stream.masks import StreamMasks, StreamPairs, write_masks
 from ddptrain.data.stream.samples import StreamSamples
-from ddptrain.data.workers import AS_IT_IS, Key, asked_workers, check_workers
+from ddptrain.data.workers import AS_IT_IS, Key, check_workers, worker_count
 from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError
 
@@ -163,10 +163,10 @@ class MaskData(Data):
             raise UserError(f"data.horizontal_flip={horizontal_flip}: must be from 0 (off) to 1 (always).")
         self._root = Path(root)
         self.size = size
-        self._asked_classes = classes
+        self._configured_classes = classes
         self._scale = (least, most)
         self._horizontal_flip = horizontal_flip
-        self._asked_workers = workers
+        self._configured_workers = workers
         self._channels_last = channels_last
         self._source = source
         self._on_error = on_error
@@ -184,7 +184,7 @@ class MaskData(Data):
     def prepare(self, world: World, seed: int) -> None:
         if self._source is not None:
             once_a_node(world, self._source.fetch)
-        workers = asked_workers(self._asked_workers, world)
+        workers = worker_count(self._configured_workers, world)
         opened = self._opened(world, workers)
         transform = MaskTransform(self.size, self._scale, self._horizontal_flip)
         train, valid = (
@@ -202,17 +202,17 @@ class MaskData(Data):
         return self._prepared
 
     def _opened(self, world: World, workers: int) -> _MaskSet:
-        asked = self._asked_classes
+        configured = self._configured_classes
         if self._source is not None:
             streamed = self._source.open()
-            if isinstance(asked, list):
-                check_renamed(asked, streamed.classes, "data.classes")
-            classes = class_names(streamed.classes if asked is None else asked, self._root)
+            if isinstance(configured, list):
+                check_renamed(configured, streamed.classes, "data.classes")
+            classes = class_names(streamed.classes if configured is None else configured, self._root)
             parts, streams = (streamed.train, streamed.valid), (streamed.train.stream, streamed.valid.stream)
             return _MaskSet(parts, classes, streams, streamed.identity)
         pairs = find_pairs(self._root)
-        classes = class_names(asked, self._root)
-        if isinstance(asked, list):
+        classes = class_names(configured, self._root)
+        if isinstance(configured, list):
             check_renamed(classes, listed_names(self._root), "data.classes")
         if self._on_error == "skip":
             kept, skipped = readable_pairs(pairs, len(classes), world, workers)
@@ -226,7 +226,7 @@ class MaskData(Data):
         if self._source is not None:
             self._source.fetch()
         world = World()
-        opened = self._opened(world, asked_workers(self._asked_workers, world))
+        opened = self._opened(world, worker_count(self._configured_workers, world))
         yield from write_masks(opened.pairs, opened.classes, folder, block_mb)
 
     @property

@@ -91,24 +91,25 @@ def _pairs(part: Path) -> list[Pair]:
             f"{images}: {len(without)} of {len(files)} pictures have no mask: {first_few(without, 3)}. The"
             f" first needs {needed}."
         )
-    alone = [
+    unpaired = [
         str(name.with_suffix(".png")) for name in mask_of.keys() - {name.with_suffix("") for name in names}
     ]
-    if alone:
-        shown = first_few(sorted(alone), 3)
-        log.warning("note       %s: %d masks have no picture in %s: %s", masks, len(alone), images, shown)
+    if unpaired:
+        shown = first_few(sorted(unpaired), 3)
+        log.warning("note       %s: %d masks have no picture in %s: %s", masks, len(unpaired), images, shown)
     return [Pair(file, mask_of[name.with_suffix("")]) for file, name in zip(files, names, strict=True)]
 
 
-def class_names(asked: Sequence[str] | int | None, root: Path) -> tuple[str, ...]:
-    """The names of classes 0, 1, ...: as asked, numbers for a count, or the lines of ``root/classes.txt``.
+def class_names(configured: Sequence[str] | int | None, root: Path) -> tuple[str, ...]:
+    """The names of classes 0, 1, ...: as configured, numbers for a count, or
+    the lines of ``root/classes.txt``.
 
     Raises UserError where there are none, or not 2 to 255 different ones.
     """
-    if isinstance(asked, int):
-        source, names = f"data.classes={asked}", [str(label) for label in range(asked)]
-    elif asked is not None:
-        source, names = "data.classes", list(asked)
+    if isinstance(configured, int):
+        source, names = f"data.classes={configured}", [str(label) for label in range(configured)]
+    elif configured is not None:
+        source, names = "data.classes", list(configured)
     else:
         file = root / "classes.txt"
         if not file.is_file():

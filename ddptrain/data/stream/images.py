@@ -99,8 +99,8 @@ class StreamImages(ImageSource):
         about = opened.about
         shape = (self.size, self.size, int(about.get("channels", 3)))
         # classes=[...] may be other words for those that the manifest names
-        asked = [] if isinstance(self._classes, int) else self._classes or []
-        relabel = self._streamed.relabelling(opened, about.get("classes") or asked)
+        configured = [] if isinstance(self._classes, int) else self._classes or []
+        relabel = self._streamed.relabelling(opened, about.get("classes") or configured)
         train, valid = (
             StreamSplit(part.samples, part.columns["labels"], shape, resize, relabel)
             for part, resize, relabel in ((opened.train, None, None), (opened.valid, self.resize, relabel))
@@ -118,10 +118,12 @@ class StreamImages(ImageSource):
         )  # fmt: skip
 
     def _names(self, noted: list[str] | None, *labels: Tensor) -> list[str]:
-        asked = self._classes
-        if isinstance(asked, list):
-            check_renamed(asked, noted or [], "data.source.classes")
-        named = noted if asked is None else list(map(str, range(asked))) if isinstance(asked, int) else asked
+        configured = self._classes
+        if isinstance(configured, list):
+            check_renamed(configured, noted or [], "data.source.classes")
+        named = noted if configured is None else configured
+        if isinstance(named, int):
+            named = list(map(str, range(named)))
         if named is None:
             raise UserError(
                 "data.source.classes: the set's index names none; give their names or their number."

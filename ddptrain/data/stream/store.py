@@ -371,11 +371,11 @@ def _reason(error: Exception) -> str:
     """An error of obstore's in a few words, and whom it has asked: a status, or the system's own words, which
     stand innermost in what it prints of its own objects."""
     head, _, inner = " ".join(str(error).split()).partition(" Debug source: ")
-    asked = re.search(r"performing [A-Z]+ \w+://([^/\s@]*@)?([^/\s?]+)", head)
+    host = re.search(r"performing [A-Z]+ \w+://([^/\s@]*@)?([^/\s?]+)", head)
     status = re.search(r"\b[45]\d\d [A-Z][A-Za-z ]+", head)
     system = re.findall(r'(?:message|error): "([^"]+)"', inner)
     ended = next((words for name, words in _ENDED.items() if name in inner), None)
     why = status.group().strip() if status else system[-1] if system else ended
     if why is None:
         why = reason(Exception(re.sub(r"https?://\S+", lambda address: shown(address.group()), head)))
-    return f"{why}, at {asked[2]}" if asked else why
+    return f"{why}, at {host[2]}" if host else why

@@ -134,10 +134,10 @@ def _collective(beats: Sequence[Beat]) -> list[str]:
     if not pending:
         return []
     group, number, what = min(pending, key=lambda one: (-pending.count(one), one[1]))
-    asked = [beat for beat in beats if beat.begun]
+    answering = [beat for beat in beats if beat.begun]
     silent = [beat.rank for beat in beats if not beat.begun]
     # of another group it is not known who belongs to it
-    members = [beat for beat in asked if group in beat.begun or _EVERYBODY in group]
+    members = [beat for beat in answering if group in beat.begun or _EVERYBODY in group]
     absent = [beat.rank for beat in members if beat.begun.get(group, 0) < number]
     said = [f"{_ranks(absent)} did not begin it"] if absent else []
     said += [f"{_ranks(silent)} can't be asked"] if silent else []
