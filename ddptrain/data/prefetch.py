@@ -79,16 +79,16 @@ def _one_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
         with torch.cuda.stream(bringing):
             return to_device(next(batches, None), device)
 
-    ahead = bring()
-    while ahead is not None:
+    prefetched = bring()
+    while prefetched is not None:
         computing = torch.cuda.current_stream(device)
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record(computing)
         computing.wait_stream(bringing)  # on the device; the host goes on
         after.record(computing)
         copy_waits.append((before, after))
-        for tensor in tensors_of(ahead):
+        for tensor in tensors_of(prefetched):
             # its memory belongs to the other stream, which must not reuse it while we compute
             tensor.record_stream(computing)
-        batch, ahead = ahead, bring()
+        batch, prefetched = prefetched, bring()
         yield batch

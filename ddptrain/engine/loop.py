@@ -41,7 +41,7 @@ class _Progress:
     last: Report = field(default_factory=lambda: Report({}))
     """The last evaluation."""
     saved_at: int | None = None
-    untold: Saved | None = None
+    unannounced: Saved | None = None
     """A checkpoint that is being written, of which observers are not told yet."""
     ranks: Sequence[Timing] = ()
     """All ranks' timing at the last evaluation."""
@@ -74,8 +74,8 @@ class Engine:
         self._watchdog = step.phase.watchdog
         self._stopwatch = step.phase.stopwatch
         self._progress = _Progress()
-        self._ahead: OwnBatches | None = None
-        """Of the next evaluation, read while the training goes on."""
+        self._next_evaluation: OwnBatches | None = None
+        """Its batches, read while the training goes on."""
 
     def fit(self, run: RunInfo | None = None, step_iterator: StepIterator = iter) -> Report:
         """Train from ``state.step`` to the plan's end; returns the last evaluation.
@@ -136,7 +136,7 @@ class Engine:
             batches, flops = self._warmed_up(batches)
         # an evaluation that comes first shows the same
         metrics = rehearse(step, self._data) if steps and not state.evaluation_due else ()
-        self._ahead = self._valid_batches() if steps or state.evaluation_due else None
+        self._next_evaluation = self._valid_batches() if steps or state.evaluation_due else None
         gpus = self._world.size * (1 + len(state.strategy.further_gpus))
         peak = peak_flops(device, step.precision.name) * gpus
         preview = self._data.preview() if self._world.is_first else None
@@ -241,7 +241,7 @@ class Engine:
         self._observers.evaluated(event)
         goes_on = self._go_on(event)
         self._stopwatch.mark("drawing")
-        self._ahead = self._valid_batches() if goes_on and state.step < self._plan.steps else None
+        self._next_evaluation = self._valid_batches() if goes_on and state.step < self._plan.steps else None
         return goes_on
 
     def _go_on(self, event: Evaluated) -> bool:
@@ -274,7 +274,7 @@ class Engine:
             if state.average.copies:
                 broadcast(world, buffers)
             with unchanged(model), state.strategy.evaluating(model):
-                batches, self._ahead = self._ahead or self._valid_batches(), None
+                batches, self._next_evaluation = self._next_evaluation or self._valid_batches(), None
                 self._progress.last = evaluate(self._task, model, batches, precision, self._watchdog)
                 figures = figures_of(self._task, model, precision) if world.is_first else {}
         return {**self._progress.last.figures, **figures}
@@ -297,7 +297,7 @@ class Engine:
         path = self._write("saving", self._checkpointer.save)
         self._progress.saved_at = state.step
         if path is not None:
-            self._progress.untold = Saved(state.step, path)
+            self._progress.unannounced = Saved(state.step, path)
         if not self._checkpointer.is_writing:
             self._finish_saving()
 
@@ -305,7 +305,7 @@ class Engine:
         """Wait for the checkpoint that is being written, and tell of it."""
         self._mark_writing()
         self._checkpointer.finish()
-        saved, self._progress.untold = self._progress.untold, None
+        saved, self._progress.unannounced = self._progress.unannounced, None
         if saved is not None:
             self._observers.saved(saved)
 

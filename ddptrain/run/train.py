@@ -42,7 +42,7 @@ from ddptrain.observe.console import open_log
 from ddptrain.observe.dispatch import Observers
 from ddptrain.observe.gauges import own_gauges
 from ddptrain.observe.lock import lock_folder, unlock_folder
-from ddptrain.observe.mirror.restore import restore, settle, undo
+from ddptrain.observe.mirror.restore import discard_restored, keep_restored, restore
 from ddptrain.observe.monitor import Monitor, extremes
 from ddptrain.observe.profile import profiled
 from ddptrain.observe.rundir import (
@@ -98,7 +98,7 @@ def run(config: Config, arguments: Sequence[str]) -> Path:
             if saved is not None:
                 _resume(saved, step, data, checkpointer)
             if world.is_first:
-                settle(folder)
+                keep_restored(folder)
             timing = step.phase.stopwatch.total
             monitor = Monitor(world, gauges, timing=timing, names_slow=_are_comparable(step))
             del saved  # as large as the model with its optimizer's state
@@ -112,7 +112,7 @@ def run(config: Config, arguments: Sequence[str]) -> Path:
             on_first_rank(world, lambda: describe_run(folder, asdict(config), world, arguments, done))
         except UserError:
             if world.is_first:
-                undo(folder)
+                discard_restored(folder)
                 discard_unused(folder)
             raise
         for problem in problems:

@@ -118,7 +118,7 @@ class _Agent(LocalElasticAgent):
         agents.append(self)
         self.cause: Cause | None = None
         self.restarts = 0
-        self._meeting = Rendezvous(arguments["spec"].rdzv_handler)
+        self._host_rendezvous = Rendezvous(arguments["spec"].rdzv_handler)
         if patience is not None:
             end_if_cut_off(endpoint, patience, self._kill_ranks)
 
@@ -143,7 +143,7 @@ class _Agent(LocalElasticAgent):
             self._drop_half_written()
             result = _monitor_workers(self, worker_group)
         if not result.is_failed():
-            self._meeting.look()
+            self._host_rendezvous.look()
             return result
         first = first or {rank: failure.exitcode for rank, failure in result.failures.items()}
         self.cause = cause_of(first, result.failures)
@@ -160,8 +160,8 @@ class _Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         super()._rendezvous(worker_group)
-        hosts = self._meeting.met()
-        if self._meeting.elastic:
+        hosts = self._host_rendezvous.met()
+        if self._host_rendezvous.elastic:
             ranks = counted(worker_group.workers[0].world_size, "rank")
             say(f"{counted(len(hosts), 'host')} ({', '.join(hosts)}) with {ranks} in all")
 
@@ -170,11 +170,11 @@ class _Agent(LocalElasticAgent):
 
         To take in a host, another agent stops its ranks, and by their flags these here too.
         """
-        if not self._meeting.elastic or cause.code in (ExitCode.USER_ERROR, ExitCode.DIVERGED):
+        if not self._host_rendezvous.elastic or cause.code in (ExitCode.USER_ERROR, ExitCode.DIVERGED):
             return ""
-        if cause.code != ExitCode.STOPPED and (lost := self._meeting.lost()):
+        if cause.code != ExitCode.STOPPED and (lost := self._host_rendezvous.lost()):
             return f"lost {' and '.join(lost)}"
-        return "the hosts meet again" if self._meeting.others_wait() else ""
+        return "the hosts meet again" if self._host_rendezvous.others_wait() else ""
 
     def _kill_ranks(self) -> None:
         for handler in getattr(self._pcontext, "subprocess_handlers", {}).values():

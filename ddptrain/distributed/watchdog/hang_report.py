@@ -107,8 +107,8 @@ def guilty(beats: Sequence[Beat], silent: Sequence[Beat]) -> list[Beat]:
         return [beat for beat in beats if kinds[beat.waits] == fewest]
     places = Counter(beat.order for beat in beats)
     fewest = min(places.values())
-    ahead = max(order for order, count in places.items() if count == fewest)
-    return [beat for beat in beats if beat.order == ahead]
+    furthest = max(order for order, count in places.items() if count == fewest)
+    return [beat for beat in beats if beat.order == furthest]
 
 
 def describe(blamed: Sequence[Beat], beats: Sequence[Beat], silent: Sequence[Beat], timeout: float) -> str:

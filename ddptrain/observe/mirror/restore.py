@@ -55,12 +55,12 @@ def restore(url: str, folder: Path) -> bool:
     return bool(index.checkpoints())
 
 
-def settle(folder: Path) -> None:
+def keep_restored(folder: Path) -> None:
     """The run has begun with what was restored."""
     (folder / _MARK).unlink(missing_ok=True)
 
 
-def undo(folder: Path) -> None:
+def discard_restored(folder: Path) -> None:
     """Take away what was restored, where the run is refused: it is another one's."""
     if (folder / _MARK).exists():
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
