@@ -73,12 +73,12 @@ class LibraryDetection(Task):
         score: float = 0.25,
         track: Track = "none",
     ) -> Iterator[str]:
-        _check_score(model, score)
+        _check_listed(model, score)
         return self._reports.predict(model, source, out, score, track)
 
     def predict_sample(self, model: nn.Module, sample: "Named", score: float = 0.25) -> Predicted:
         """What is on a picture, the surest first; ``score``: the least."""
-        _check_score(model, score)
+        _check_listed(model, score)
         return self._reports.predict_sample(model, sample, score)
 
     def deploy(
@@ -119,7 +119,7 @@ class _Dense(nn.Module):
         return self.detector.dense(images)
 
 
-def _check_score(model: nn.Module, score: float) -> None:
+def _check_listed(model: nn.Module, score: float) -> None:
     assert isinstance(model, Detector)
     if score < model.least_score:
         raise UserError(
