@@ -72,11 +72,15 @@ def _matched(picture: int, on_it: Objects, rows: Tensor, size: Tensor) -> Matche
 
 def _in_crowds(seen: Tensor, crowds: Tensor) -> set[int]:
     """Which boxes lie in a crowd for the larger part: they count neither for nor against."""
-    if not len(seen) or not len(crowds):
-        return set()
-    corners = torch.maximum(seen[:, None, :2], crowds[:, :2]), torch.minimum(seen[:, None, 2:], crowds[:, 2:])
-    shared = (corners[1] - corners[0]).clamp(min=0).prod(2).amax(1)
-    return set((shared > box_area(seen) / 2).nonzero()[:, 0].tolist())
+    return set((_share_inside(seen, crowds) > OVERLAP).any(1).nonzero()[:, 0].tolist())
+
+
+def _share_inside(seen: Tensor, boxes: Tensor) -> Tensor:
+    """(seen, boxes): the share of each box's area that lies in each of the others."""
+    corners = torch.maximum(seen[:, None, :2], boxes[:, :2]), torch.minimum(seen[:, None, 2:], boxes[:, 2:])
+    shared = (corners[1] - corners[0]).clamp(min=0).prod(2)
+    share: Tensor = shared / box_area(seen).clamp(min=1e-9)[:, None]
+    return share
 
 
 def confusion(pictures: Sequence[Matched], classes: Sequence[str]) -> ConfusionMatrix:
@@ -105,26 +109,55 @@ def worst(pictures: Sequence[Matched], most: int) -> list[int]:
     return [one.picture for one in wrong[:most]]
 
 
-def against_score(precision: Tensor, recall: Tensor, scores: Tensor) -> Curves:
-    """Precision, recall and F1 of detections that reach a score, the mean over classes.
+def against_score(scenes: Scenes, rows: Tensor) -> Curves:
+    """Precision, recall and F1 of the detections that reach a score, the mean over the classes that pictures
+    hold; matched as COCO does at an IoU of 0.5. Precision is what a user of that score gets, and not COCO's,
+    which is the highest at this recall or a larger one.
 
-    precision, scores: (recall's levels, classes) of an evaluator, at one IoU: the precision at each level,
-    and the score that reaches it, 0 where none does. recall: (levels,).
+    rows: as `matched` has them.
     """
-    steps = [step / 100 for step in range(1, 100)]
-    lines: dict[str, list[tuple[float, float]]] = {"precision": [], "recall": [], "F1": []}
-    for step in steps:
-        reached = scores >= step
-        at = reached.sum(0) - 1  # the last level that this score still reaches, of each class; -1: none
-        there = at >= 0
-        level = at.clamp(min=0)
-        of_recall = there * recall[level]
-        of_precision = there * precision.gather(0, level[None])[0]
-        harmonic = 2 * of_precision * of_recall / (of_precision + of_recall).clamp(min=1e-9)
-        lines["recall"].append((step, float(of_recall.mean())))
-        lines["F1"].append((step, float(harmonic.mean())))
-        if there.any():  # the precision of no detection is no number
-            lines["precision"].append((step, float(of_precision[there].mean())))
-    best = max(lines["F1"], key=lambda point: point[1])
-    lines[f"F1 (best {best[1]:.2f} at {best[0]:.2f})"] = lines.pop("F1")
+    steps = torch.arange(1, 100) / 100
+    objects = torch.cat([on_it.labels[~on_it.crowd] for on_it in scenes.objects])
+    classes, totals = objects.unique(return_counts=True)
+    scores, labels, right = _judged(scenes, rows[rows[:, 5] >= steps[0]])
+    hits, counts = torch.zeros(2, len(classes), len(steps))
+    for place, label in enumerate(classes):
+        reached = scores[labels == label][:, None] >= steps
+        hits[place], counts[place] = (reached & right[labels == label][:, None]).sum(0), reached.sum(0)
+    means = {
+        "precision": (hits / counts).nanmean(0),  # the precision of no detection is no number
+        "recall": (hits / totals[:, None]).mean(0),
+    }
+    f1 = (2 * hits / (counts + totals[:, None])).mean(0)
+    best = int(f1.argmax())
+    means[f"F1 (best {float(f1[best]):.2f} at {float(steps[best]):.2f})"] = f1
+    lines = {
+        name: [(step / 100, float(value)) for step, value in enumerate(mean, 1) if not value.isnan()]
+        for name, mean in means.items()
+    }
     return Curves(lines, "least score", "mean over classes, IoU 0.50")
+
+
+def _judged(scenes: Scenes, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, labels and whether they are right of all detections but those in crowds, by COCO's rule: each
+    takes, the surest first, the object of its class with the largest IoU that none has taken before."""
+    rows = rows[rows[:, 5].argsort(descending=True, stable=True)]
+    rows = rows[rows[:, 0].argsort(stable=True)]
+    judged = [(torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))]
+    counts = torch.bincount(rows[:, 0].long(), minlength=len(scenes)).tolist()
+    for on_it, own in zip(scenes.objects, rows.split(counts), strict=True):
+        seen, boxes, labels = own[:, 1:5].double(), on_it.boxes.double(), own[:, 6].long()
+        alike = labels[:, None] == on_it.labels
+        overlaps = torch.where(alike & ~on_it.crowd, box_iou(seen, boxes), 0).tolist()
+        right, taken = torch.zeros(len(own), dtype=torch.bool), set[int]()
+        for detection, of_objects in enumerate(overlaps):
+            free = [(overlap, i) for i, overlap in enumerate(of_objects) if i not in taken]
+            overlap, nearest = max(free, default=(0.0, 0))
+            if overlap >= OVERLAP:
+                right[detection] = True
+                taken.add(nearest)
+        in_crowd = (alike & on_it.crowd & (_share_inside(seen, boxes) >= OVERLAP)).any(1)
+        counted = right | ~in_crowd
+        judged.append((own[counted, 5], labels[counted], right[counted]))
+    scores, labels, right = (torch.cat(column) for column in zip(*judged, strict=True))
+    return scores, labels, right

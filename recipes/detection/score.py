@@ -50,7 +50,7 @@ def coco_scores(
     metrics = _metrics(of_boxes)
     for tables in of_masks:
         metrics |= {f"mask_{name}": value for name, value in _metrics(tables).items()}
-    names, precision, _, scores = of_boxes
+    names, precision, _ = of_boxes
     curves = {
         "precision_recall": _by_recall(
             {
@@ -60,7 +60,7 @@ def coco_scores(
             }
         ),
         "precision_recall_of_classes": _by_recall(_worst(names, precision[0])),
-        "against_score": against_score(precision[0], torch.linspace(0, 1, len(scores)), scores),
+        "against_score": against_score(scenes, rows),
     }
     return Scores(metrics, curves)
 
@@ -73,19 +73,16 @@ class _Tables(NamedTuple):
     """(IoU, recall, class)"""
     recall: Tensor
     """(IoU, class)"""
-    scores: Tensor
-    """(recall, class), at the least IoU."""
 
 
 def _tables(evaluator: Any, classes: Sequence[str]) -> _Tables:
     evaluator.evaluate()
     evaluator.accumulate()
     precision = torch.from_numpy(evaluator.eval["precision"])[..., _ANY_AREA, _MOST]
-    scores = torch.from_numpy(evaluator.eval["scores"])[0, ..., _ANY_AREA, _MOST]
     recall = torch.from_numpy(evaluator.eval["recall"])[..., _ANY_AREA, _MOST]
     present = [i for i in range(len(classes)) if recall[0, i] >= 0]
     names = [classes[label] for label in present]
-    return _Tables(names, precision[..., present], recall[..., present], scores[:, present])
+    return _Tables(names, precision[..., present], recall[..., present])
 
 
 def _metrics(tables: _Tables) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """What a detector does wrong: in pairs, counts and curves, against cases that can be counted by hand."""
 
 import pytest
-import torch
 from boxed import CLASSES, found_of, scenes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,19 +75,29 @@ def test_curves_against_the_score_are_counted_by_hand(scored: list[tuple[int, bo
         for i, (percent, right) in enumerate(scored)
     ]
     curves = coco_scores(scenes_of(pictures), CLASSES, found_of(found)).curves["against_score"].lines
-    for step, recall in curves["recall"]:
-        expected = sum(right and (percent + 0.5) / 100 >= step for percent, right in scored) / len(scored)
-        assert expected - 0.01 - 1e-6 <= recall <= expected + 1e-6  # the tables know recalls by hundredths
+    [f1] = [dict(line) for name, line in curves.items() if name.startswith("F1")]
+    for step in range(1, 100):
+        reached = [right for percent, right in scored if percent >= step]
+        assert dict(curves["recall"])[step / 100] == pytest.approx(sum(reached) / len(scored))
+        assert f1[step / 100] == pytest.approx(2 * sum(reached) / (len(reached) + len(scored)))
+        precision = dict(curves["precision"]).get(step / 100)
+        assert precision == (pytest.approx(sum(reached) / len(reached)) if reached else None)
 
 
-def test_the_best_score_is_told() -> None:
-    """From 0.5 on all are right; below half of them."""
-    scores = torch.tensor([[0.9], [0.5], [0.3], [0.0]])
-    curves = against_score(
-        torch.tensor([[1.0], [1.0], [0.5], [0.0]]), torch.tensor([0.0, 0.5, 0.6, 1.0]), scores
-    )
-    [f1] = [name for name in curves.lines if name.startswith("F1")]
-    assert f1 == "F1 (best 0.67 at 0.31)"
-    assert dict(curves.lines["precision"])[0.2] == 0.5
-    assert dict(curves.lines["recall"])[0.95] == 0
-    assert 0.95 not in dict(curves.lines["precision"])
+def test_wrong_detections_below_the_right_ones_count_against_a_low_score() -> None:
+    """COCO's precision is 1 there. A second one on an object is wrong, one in a crowd is not."""
+    pictures = [[(LEFT, CAT, False), (RIGHT, CAT, True)], [(LEFT, DOG, False)]]
+    found = [
+        (0, LEFT, 0.9, CAT),
+        (0, shifted(LEFT, 2), 0.4, CAT),
+        (0, RIGHT, 0.8, CAT),
+        (0, RIGHT, 0.3, DOG),  # another class's crowd
+        (1, LEFT, 0.6, DOG),
+    ]
+    curves = against_score(scenes_of(pictures), found_of(found)).lines
+    assert set(curves) == {"precision", "recall", "F1 (best 1.00 at 0.41)"}
+    precision, recall = dict(curves["precision"]), dict(curves["recall"])
+    assert [precision[score] for score in (0.2, 0.35, 0.5, 0.7)] == [0.5, 0.75, 1, 1]
+    assert [recall[score] for score in (0.2, 0.5, 0.7)] == [1, 1, 0.5]
+    assert 0.95 not in precision
+    assert recall[0.95] == 0

@@ -26,8 +26,11 @@ from ddptrain.recipes.yolo.detection import Detection
 from ddptrain.recipes.yolo.model import Raw, Yolo, anchors
 
 
-def by_pycocotools(pictures: Sequence[Sequence[Row]], found: Sequence[Found]) -> tuple[dict[str, float], Any]:
-    """Its summary, and by class the means of its tables; the classes' mean precision by IoU and recall."""
+def by_pycocotools(
+    pictures: Sequence[Sequence[Row]], found: Sequence[Found]
+) -> tuple[dict[str, float], Any, dict[int, list[tuple[float, bool]]]]:
+    """Its summary, and by class the means of its tables; the classes' mean precision by IoU and recall; and
+    each class's detections that count at an IoU of 0.5, with their scores and whether they are right."""
 
     def annotation(number: int, picture: int, box: list[float], label: int, **more: Any) -> dict[str, Any]:
         x1, y1, x2, y2 = torch.tensor(box).tolist()  # rounded to float32, as in the tensors
@@ -63,7 +66,12 @@ def by_pycocotools(pictures: Sequence[Sequence[Row]], found: Sequence[Found]) ->
     for label in seen:
         expected[f"AP/{CLASSES[label]}"] = float(precision[:, :, label].mean())
         expected[f"AR/{CLASSES[label]}"] = float(recall[:, label].mean())
-    return expected, precision[..., seen].mean(2)
+    judged: dict[int, list[tuple[float, bool]]] = {label: [] for label in seen}
+    for one in evaluator.evalImgs:
+        if one is not None and one["aRng"] == evaluator.params.areaRng[0] and one["category_id"] in judged:
+            rows = zip(one["dtScores"], one["dtMatches"][0] > 0, one["dtIgnore"][0], strict=True)
+            judged[one["category_id"]] += [(score, right) for score, right, ignored in rows if not ignored]
+    return expected, precision[..., seen].mean(2), judged
 
 
 widths, heights = (st.floats(1, most, width=16) for most in (60, 40))
@@ -103,7 +111,7 @@ def test_scores_are_pycocotools(case: tuple[list[list[Row]], list[Found]]) -> No
     pictures, found = case
     assume(any(not crowd for rows in pictures for _, _, crowd in rows))
     with contextlib.redirect_stdout(io.StringIO()):
-        expected, precision = by_pycocotools(pictures, found)
+        expected, precision, judged = by_pycocotools(pictures, found)
     got = coco_scores(scenes_of(pictures), CLASSES, found_of(found))
     assert got.metrics.keys() == expected.keys()
     for name, value in expected.items():
@@ -113,6 +121,15 @@ def test_scores_are_pycocotools(case: tuple[list[list[Row]], list[Found]]) -> No
         assert (line[0][0], line[-1][0]) == (0.0, 1.0)
         for at, value in line:
             assert value == pytest.approx(precision[threshold, round(100 * at)], abs=1e-9)
+    lines = got.curves["against_score"].lines
+    objects = [label for rows in pictures for _, label, crowd in rows if not crowd]
+    for least in (0.2, 0.4, 0.6, 0.9):
+        reached = {label: [right for score, right in of if score >= least] for label, of in judged.items()}
+        recalls = [sum(rights) / objects.count(label) for label, rights in reached.items()]
+        assert dict(lines["recall"])[least] == pytest.approx(sum(recalls) / len(recalls))
+        precisions = [sum(rights) / len(rights) for rights in reached.values() if rights]
+        there = dict(lines["precision"]).get(least)
+        assert there == (pytest.approx(sum(precisions) / len(precisions)) if precisions else None)
 
 
 @settings(deadline=None, max_examples=20)
