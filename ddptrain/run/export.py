@@ -97,7 +97,9 @@ def run(config: Config, folder: Path, checkpoint: str, settings: Mapping[str, st
     if deployed.metadata:
         about = json.dumps(deployed.metadata, indent=2, ensure_ascii=False) + "\n"
         target.with_suffix(_METADATA).write_text(about, encoding="utf-8")
-    log.info("exported   %s to %s (%.1f MiB)", saved.path, target, target.stat().st_size / 2**20)
+    written = [target.with_suffix(suffix) for suffix in FORMATS[chosen.format].suffixes]
+    mib = sum(file.stat().st_size for file in written) / 2**20
+    log.info("exported   %s to %s (%.1f MiB)", saved.path, target, mib)
     for name, value in zip(deployed.input_names, deployed.inputs, strict=True):
         sizes = ["any" if deployed.any_batch else str(len(value)), *map(str, value.shape[1:])]
         log.info("input      %s, float32 (%s)", name, ", ".join(sizes))

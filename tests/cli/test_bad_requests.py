@@ -64,7 +64,7 @@ REFUSED = {
     "recipe=lstm_text device=cpu data=text data.source.path=nowhere": "nowhere",
     "recipe=lstm_text device=cpu data=text data.source.path=empty": "empty",
     "recipe=yolo_custom device=cpu": "data.source.path",
-    "recipe=yolo_custom device=cpu data.source.path=nowhere.yaml": "nowhere.yaml",
+    "recipe=yolo_custom device=cpu data.source.path=fil": "no such file or folder. Did you mean file?",
     "recipe=yolo_custom device=cpu data.source.path=file": "file",
     PICTURES.replace("pictures", "nowhere"): "data.root=nowhere: there is no such folder",
     PICTURES.replace("pictures", "empty"): "data.root=empty: no image found",

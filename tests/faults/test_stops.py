@@ -128,6 +128,30 @@ def test_where_no_step_ends_within_the_grace_time(tmp_path: Path) -> None:
     assert "no step ended within checkpoint.grace=2 s after SIGTERM" in job.text
 
 
+SLOW_END = """
+import time
+
+from ddptrain.api import Observer
+
+
+class SlowEnd(Observer):
+    def end(self, event):
+        time.sleep(30)
+"""
+
+
+@pytest.mark.faults
+def test_what_is_saved_within_the_grace_time_is_said_where_figures_are_not_done(tmp_path: Path) -> None:
+    (tmp_path / "slow_end.py").write_text(SLOW_END)
+    slow = ["observers=[console]", "+observers.slow._target_=slow_end.SlowEnd"]
+    job = Job(faulty_words("data.pace=0.05", "checkpoint.grace=3", *slow), tmp_path, 1, launcher="python")
+    job.wait_for("step 5/40")
+    job.kill(job.process.pid, signal.SIGTERM)
+    assert job.wait(20) == 75
+    assert "stopped and saved; figures or trackers were not done within checkpoint.grace=3 s" in job.text
+    assert list((tmp_path / "run/checkpoints").glob("step-*"))
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.faults)])
 def test_the_time_limit_is_a_stop_too(tmp_path: Path, ranks: int) -> None:

@@ -11,6 +11,7 @@ from ddptrain.data.detection.voc_folder import VocFolder
 from ddptrain.data.detection.yolo import YoloFiles
 from ddptrain.data.left_out import OnError
 from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean
 
 _EXPECTED = (
     "a data.yaml (YOLO's layout), a JSON of instances (COCO's) or a folder of pictures with XML files"
@@ -31,23 +32,20 @@ class LabelledFiles(DetectionSource):
     name = "files"
 
     def __init__(self, path: str | None = None, on_error: OnError = "stop", masks: bool = False) -> None:
-        place = checked_path(path, _EXPECTED)
-        ending = place.suffix.lower()
+        self._path = checked_path(path, _EXPECTED)
+        ending = self._path.suffix.lower()
         self._source: DetectionSource
-        if place.is_dir():
-            if masks:
-                raise UserError(
-                    f"data.source.masks=true: {path} is a folder, and Pascal VOC's XML has boxes alone. Name"
-                    " a data.yaml or a JSON of instances."
-                )
-            self._source = VocFolder(str(place), on_error)
-        elif ending in (".yaml", ".yml"):
+        if ending in (".yaml", ".yml"):
             self._source = YoloFiles(path, on_error, masks)
         elif ending == ".json":
             self._source = CocoFiles(path, None, on_error, masks)
+        elif masks:
+            raise UserError(
+                f"data.source.masks=true: {path} is a folder, and Pascal VOC's XML has boxes alone. Name"
+                " a data.yaml or a JSON of instances."
+            )
         else:
-            missing = "" if place.exists() else "there is no such file or folder; it "
-            raise UserError(f"data.source.path={path}: {missing}must name {_EXPECTED}.")
+            self._source = VocFolder(str(self._path), on_error)
 
     def adopt_classes(self, classes: Sequence[str]) -> None:
         self._source.adopt_classes(classes)
@@ -56,4 +54,13 @@ class LabelledFiles(DetectionSource):
         return self._source.forgiving()
 
     def open(self, root: Path) -> DetectionSet:
+        path = self._path
+        if not path.exists():
+            others = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+            hint = did_you_mean(path.name, others)
+            raise UserError(
+                f"data.source.path={path}: there is no such file or folder.{hint} It must name {_EXPECTED}."
+            )
+        if isinstance(self._source, VocFolder) and not path.is_dir():
+            raise UserError(f"data.source.path={path}: must name {_EXPECTED}.")
         return self._source.open(root)

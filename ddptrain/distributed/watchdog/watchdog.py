@@ -199,7 +199,9 @@ class Watchdog:
             self._stop = heartbeat.stop
         if self._signalled_at is not None and now > self._signalled_at + self._grace:
             if self._saved:
-                self._exit(ExitCode.STOPPED, "")
+                late = f"within checkpoint.grace={self._grace:g} s after {self._stop}"
+                said = f"stopped and saved; figures or trackers were not done {late}. Start it again."
+                self._exit(ExitCode.STOPPED, said if self._world.is_first else "")
             missed = "the checkpoint was not written" if self._writes else "no step ended"
             self._exit(
                 128 + signal.SIGTERM,
