@@ -271,7 +271,10 @@ def test_a_set_that_contradicts_itself_is_refused(
     ("words", "said"),
     [
         ("recipe=yolo_custom device=cpu", "data.source.path: say which set: data.source.path=<file>, a data"),
-        (custom("gone/data.yaml", "device=cpu"), "gone/data.yaml: can't be read (No such file or directory)"),
+        (
+            custom("gone/data.yaml", "device=cpu"),
+            "data.source.path=gone/data.yaml: there is no such file or folder.",
+        ),
         (f"{SHAPES} data.size=100", "data.size=100: must be a multiple of 32 pixels"),
         (f"{SHAPES} data.augment.zoom=0.9", "data.augment.zoom=0.9: must be in [0, 0.5]"),
         (f"{SHAPES} task.multi_scale=2", "task.multi_scale=2: must be in [0, 1)"),
