@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -15,6 +16,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if not near:
         near = [key for key in keys if key.rpartition(".")[2] == name.rpartition(".")[2]]
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def did_you_mean_path(path: Path) -> str:
+    """The same for a path of which there is none, among what lies in its folder."""
+    others = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    return did_you_mean(path.name, others)
 
 
 def flat_values(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -88,11 +88,11 @@ def build(facts: Facts) -> Iterator[Finding]:
 
 def visible(facts: Facts) -> Iterator[Finding]:
     """CUDA_VISIBLE_DEVICES: CUDA reads it up to the first entry that it can't follow, and does not say so."""
-    visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
+    value = facts.environment.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
         return
-    evidence = f"CUDA_VISIBLE_DEVICES={visible!r}"
-    entries = [entry.strip() for entry in visible.strip().rstrip(",").split(",")]
+    evidence = f"CUDA_VISIBLE_DEVICES={value!r}"
+    entries = [entry.strip() for entry in value.strip().rstrip(",").split(",")]
     gpus = facts.driver_gpus
     # '' for what the driver does not tell: then no name can be said to be wrong
     known = [name for gpu in gpus for name in (gpu.uuid, *(gpu.slices or ("",) * gpu.mig))]

@@ -6,7 +6,7 @@ from pathlib import Path
 from ddptrain.config.arguments import Arguments
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
-from ddptrain.keys import did_you_mean
+from ddptrain.keys import did_you_mean_path
 from ddptrain.observe.mirror.layout import is_mirror
 from ddptrain.verbs.argv import parse, split_words
 from ddptrain.verbs.composing import OF_A_RUN, is_no_key
@@ -94,8 +94,7 @@ def run_folder(verb: str, own: Mapping[str, str]) -> Path:
         raise UserError(f"{verb}: name the run's folder: {verb} run=runs/<recipe>/<time>-<id>")
     folder = place_of(own["run"])
     if not folder.exists():
-        others = [other.name for other in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        raise UserError(f"run={folder}: there is no such folder.{did_you_mean(folder.name, others)}")
+        raise UserError(f"run={folder}: there is no such folder.{did_you_mean_path(folder)}")
     if not (folder / "config.yaml").is_file():
         inside = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
         hint = f" Did you mean run={folder / inside[-1]}?" if inside else ""

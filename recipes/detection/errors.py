@@ -42,11 +42,15 @@ def matched(scenes: Scenes, rows: Tensor) -> Iterator[Matched]:
 
     rows: float32 (d, 7), rows of picture, x1, y1, x2, y2 (in pixels of the picture), score, label.
     """
-    sure = rows[rows[:, 5] >= SCORE]
-    sure = sure[sure[:, 0].argsort(stable=True)]
-    counts = torch.bincount(sure[:, 0].long(), minlength=len(scenes)).tolist()
-    for i, own in enumerate(sure.split(counts)):
+    for i, own in enumerate(_by_picture(rows[rows[:, 5] >= SCORE], len(scenes))):
         yield _matched(i, scenes.objects[i], own, scenes.sizes[i])
+
+
+def _by_picture(rows: Tensor, count: int) -> Sequence[Tensor]:
+    """Each picture's rows, in their order. count: of pictures."""
+    counts = torch.bincount(rows[:, 0].long(), minlength=count).tolist()
+    by_picture: Sequence[Tensor] = rows[rows[:, 0].argsort(stable=True)].split(counts)
+    return by_picture
 
 
 def _matched(picture: int, on_it: Objects, rows: Tensor, size: Tensor) -> Matched:
@@ -141,11 +145,9 @@ def against_score(scenes: Scenes, rows: Tensor) -> Curves:
 def _judged(scenes: Scenes, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, labels and whether they are right of all detections but those in crowds, by COCO's rule: each
     takes, the surest first, the object of its class with the largest IoU that none has taken before."""
-    rows = rows[rows[:, 5].argsort(descending=True, stable=True)]
-    rows = rows[rows[:, 0].argsort(stable=True)]
+    surest_first = rows[rows[:, 5].argsort(descending=True, stable=True)]
     judged = [(torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))]
-    counts = torch.bincount(rows[:, 0].long(), minlength=len(scenes)).tolist()
-    for on_it, own in zip(scenes.objects, rows.split(counts), strict=True):
+    for on_it, own in zip(scenes.objects, _by_picture(surest_first, len(scenes)), strict=True):
         seen, boxes, labels = own[:, 1:5].double(), on_it.boxes.double(), own[:, 6].long()
         alike = labels[:, None] == on_it.labels
         overlaps = torch.where(alike & ~on_it.crowd, box_iou(seen, boxes), 0).tolist()

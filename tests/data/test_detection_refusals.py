@@ -186,5 +186,8 @@ def test_a_path_must_be_given_and_be_there(kind: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["images", "data.txt"])
 def test_another_kind_of_file_is_refused(path: str) -> None:
-    with pytest.raises(UserError, match=rf"data\.source\.path={path}: there is no .* must name a data\.yaml"):
-        LabelledFiles(path).open(NOWHERE)
+    for source in (LabelledFiles(path), LabelledFiles(path).forgiving()):
+        with pytest.raises(
+            UserError, match=rf"data\.source\.path={path}: there is no .* must name a data\.yaml"
+        ):
+            source.open(NOWHERE)

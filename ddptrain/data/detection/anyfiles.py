@@ -11,7 +11,7 @@ from ddptrain.data.detection.voc_folder import VocFolder
 from ddptrain.data.detection.yolo import YoloFiles
 from ddptrain.data.left_out import OnError
 from ddptrain.errors import UserError
-from ddptrain.keys import did_you_mean
+from ddptrain.keys import did_you_mean_path
 
 _EXPECTED = (
     "a data.yaml (YOLO's layout), a JSON of instances (COCO's) or a folder of pictures with XML files"
@@ -33,13 +33,14 @@ class LabelledFiles(DetectionSource):
 
     def __init__(self, path: str | None = None, on_error: OnError = "stop", masks: bool = False) -> None:
         self._path = checked_path(path, _EXPECTED)
-        ending = self._path.suffix.lower()
+        self._masks = masks
+        ending = "" if self._path.is_dir() else self._path.suffix.lower()
         self._source: DetectionSource
         if ending in (".yaml", ".yml"):
             self._source = YoloFiles(path, on_error, masks)
         elif ending == ".json":
             self._source = CocoFiles(path, None, on_error, masks)
-        elif masks:
+        elif masks and self._path.is_dir():
             raise UserError(
                 f"data.source.masks=true: {path} is a folder, and Pascal VOC's XML has boxes alone. Name"
                 " a data.yaml or a JSON of instances."
@@ -51,15 +52,14 @@ class LabelledFiles(DetectionSource):
         self._source.adopt_classes(classes)
 
     def forgiving(self) -> DetectionSource:
-        return self._source.forgiving()
+        return LabelledFiles(str(self._path), "skip", self._masks)
 
     def open(self, root: Path) -> DetectionSet:
         path = self._path
         if not path.exists():
-            others = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-            hint = did_you_mean(path.name, others)
             raise UserError(
-                f"data.source.path={path}: there is no such file or folder.{hint} It must name {_EXPECTED}."
+                f"data.source.path={path}: there is no such file or folder.{did_you_mean_path(path)} It must"
+                f" name {_EXPECTED}."
             )
         if isinstance(self._source, VocFolder) and not path.is_dir():
             raise UserError(f"data.source.path={path}: must name {_EXPECTED}.")

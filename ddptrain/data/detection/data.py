@@ -92,7 +92,7 @@ class DetectionData(Data):
         self._source = source
         self._augment = augment
         self._root = Path(root)
-        self._asked_size = size
+        self._configured_size = size
         self._resident = resident
         self._configured_workers = workers
         self._channels_last = channels_last
@@ -120,8 +120,8 @@ class DetectionData(Data):
         self._prepared = _Prepared(opened, pipeline, decoded, seed)
 
     def _size_for(self, opened: DetectionSet) -> int:
-        if self._asked_size != "auto":
-            return self._asked_size
+        if self._configured_size != "auto":
+            return self._configured_size
         # the smallest multiple of 32 that holds the median of the longer sides
         usual = -(-int(opened.train.sizes.amax(1).median()) // COARSEST) * COARSEST
         return min(usual, _LARGEST_AUTO)
@@ -214,9 +214,9 @@ class DetectionData(Data):
         }
 
     def adopt_metadata(self, metadata: Mapping[str, Any]) -> None:
-        if self._asked_size not in ("auto", metadata["size"]):
-            note_checkpoints_own("data.size", self._asked_size, metadata["size"])
-        self._asked_size = int(metadata["size"])
+        if self._configured_size not in ("auto", metadata["size"]):
+            note_checkpoints_own("data.size", self._configured_size, metadata["size"])
+        self._configured_size = int(metadata["size"])
         self._source.adopt_classes(metadata["classes"])
 
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
