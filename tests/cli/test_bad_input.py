@@ -224,7 +224,7 @@ def test_without_arguments_the_recipes_are_listed(tmp_path: Path) -> None:
         ("trian recipe=cnn_digits", ["trian: ", "Did you mean train?", "evaluate"]),
         ("recipe mobilenet_cifar10", ["recipe=<choice>", "no spaces"]),
         ("evaluate", ["evaluate run="]),
-        ("evaluate run=nowhere", ["run=nowhere: ", "config.yaml"]),
+        ("evaluate run=nowhere", ["run=nowhere: ", "there is no such folder"]),
         (f"{TYPED} train.epochs", ["train.epochs"]),
         (f"{TYPED} train.epochs=[1", ["[1"]),
         (f"{TYPED} --bogus", ["--bogus"]),
