@@ -1,4 +1,4 @@
-"""A file that computes something else than the model is not kept."""
+"""A file that computes something else than the model is not kept, unless rounding alone explains it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from stateful import Guess
+from torch import Tensor, nn
 from toy import auto, lr_schedule
 from verbs import train_on
 
@@ -15,8 +16,28 @@ from ddptrain.errors import UserError
 from ddptrain.run import export
 
 
-def test_it_is_said_with_how_far_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tmp_path / "run"
+class Traced(nn.Module):
+    """Says something else in a file than in Python. sharp: its outputs jump where what its
+    layers give changes by 1e-6, and the file changes the inputs by so much."""
+
+    def __init__(self, model: nn.Module, sharp: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._sharp = sharp
+
+    def forward(self, features: Tensor) -> Tensor:
+        in_file = torch.compiler.is_compiling()
+        if not self._sharp:
+            return self.model(features) * (1.02 if in_file else 1.0)
+        if in_file:
+            features = features + 1e-6
+        logits = self.model(features)
+        return logits + (logits.sum(1, keepdim=True) * 1e7).sin().sign()
+
+
+def exported(folder: Path, monkeypatch: pytest.MonkeyPatch, sharp: bool) -> Path:
+    """The folder of a run that was exported as such a file."""
+    run = folder / "run"
     config = checked(
         {
             "recipe": "stateful", "run": {"dir": str(run)}, "device": "cpu", "strategy": auto(),
@@ -28,10 +49,28 @@ def test_it_is_said_with_how_far_and_leaves_no_file(tmp_path: Path, monkeypatch:
     train_on(1, config)
     deploy = Guess.deploy
 
-    def apart(task: Guess, model: torch.nn.Module) -> Deployed:
-        return replace(deploy(task, model), difference=lambda ours, theirs: 0.02)
+    def traced(task: Guess, model: nn.Module) -> Deployed:
+        whole = deploy(task, model)
+        return replace(whole, module=Traced(whole.module, sharp).eval())
 
-    monkeypatch.setattr(Guess, "deploy", apart)
+    monkeypatch.setattr(Guess, "deploy", traced)
+    export.run(config, run, "last", {"format": "pt2"})
+    return run
+
+
+def test_a_file_that_differs_is_refused_with_how_far_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match=r"file's logits are 2\.0e-02 from the model's, where 0\.001 is"):
-        export.run(config, run, "last", {"format": "pt2"})
-    assert not list(run.glob("*.pt2"))
+        exported(tmp_path, monkeypatch, sharp=False)
+    assert not list(tmp_path.rglob("*.pt2"))
+
+
+def test_where_rounding_decides_in_the_model_itself_the_file_is_kept_and_unchecked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = exported(tmp_path, monkeypatch, sharp=True)
+    said = "".join(capfd.readouterr())
+    assert "changing what each layer gives by 1e-06 of it moves the model's own by" in said
+    assert "checked    against eager" not in said
+    assert (run / "model.pt2").exists()
