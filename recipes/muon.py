@@ -113,15 +113,11 @@ class MuonWithSgd(Optimizer):
             "biases": {"scale": bias_lr / lr, "beta": sgd_momentum},
         }
         groups = []
-        for given in _as_groups(params):
+        for given in as_groups(params):
             decay = given.get("weight_decay", weight_decay)
             if any(hasattr(p, "full_tensor") for p in given["params"]):
                 raise UserError("optim: MuonWithSgd needs whole matrices, which strategy=fsdp cuts. Use ddp.")
-            if fused_sgd_is_wrong(given["params"]):
-                raise UserError(
-                    "optim: MuonWithSgd moves bf16 and fp16 parameters on a CPU by a kernel of torch that is"
-                    " wrong before 2.14. Use a newer torch, or float32."
-                )
+            check_dtypes("MuonWithSgd", given["params"])
             for kind, settings in kinds.items():
                 chosen = [p for p in given["params"] if _kind(p) == kind]
                 # SGD multiplies its decay by the rate, so it is divided by it here
@@ -143,14 +139,13 @@ class MuonWithSgd(Optimizer):
             if moved and group["kind"] == "filters":
                 self._turn(moved, group)
             elif moved:
-                self._slide(moved, moved, _rate(group), group)
+                self._slide(moved, group)
 
     def _turn(self, filters: list[Tensor], group: dict[str, Any]) -> None:
         """Muon: the state's momentum, and the filters by it."""
         buffers = [self.state[p]["momentum_buffer"] for p in filters]
-        # zeros, which SGD's kernel moves by the Nesterov momentum, in one launch, unless found_inf
-        directions = list(torch._foreach_mul(buffers, 0.0))
-        self._slide(directions, filters, -1.0, group)
+        gradients = [cast(Tensor, p.grad) for p in filters]
+        directions = nesterov(gradients, buffers, group["beta"], self.found_inf)
         state = self.state[filters[0]]
         if "steps" not in state:  # also those that moved nothing: the host can't know
             state["steps"] = torch.zeros((), dtype=torch.int64, device=filters[0].device)
@@ -170,22 +165,51 @@ class MuonWithSgd(Optimizer):
         scales.masked_fill_(~where, 1.0)
         torch._foreach_mul_(filters, scales.unbind())
 
-    def _slide(
-        self, moved: list[Tensor], owners: list[Tensor], lr: float | Tensor, group: dict[str, Any]
-    ) -> None:
-        """SGD for some tensors, with the gradients and the momentum of their owners."""
+    def _slide(self, moved: list[Tensor], group: dict[str, Any]) -> None:
+        """SGD for matrices or biases."""
         sgd(
             moved,
-            [cast(Tensor, p.grad) for p in owners],
-            [self.state[p]["momentum_buffer"] for p in owners],
+            [cast(Tensor, p.grad) for p in moved],
+            [self.state[p]["momentum_buffer"] for p in moved],
             fused=True,
             found_inf=self.found_inf,
             weight_decay=group["weight_decay"],
             momentum=group["beta"],
-            lr=lr,
+            lr=_rate(group),
             dampening=0.0,
             nesterov=True,
             maximize=False,
+        )
+
+
+def nesterov(
+    gradients: list[Tensor], buffers: list[Tensor], momentum: float, found_inf: Tensor | None
+) -> list[Tensor]:
+    """gradient + momentum * buffer of each, after the buffers have moved on; zeros, and buffers as they were,
+    where found_inf is not 0. By SGD's kernel, which moves zeros by it in one launch."""
+    directions = list(torch._foreach_mul(buffers, 0.0))
+    sgd(
+        directions,
+        gradients,
+        [*buffers],
+        fused=True,
+        found_inf=found_inf,
+        weight_decay=0.0,
+        momentum=momentum,
+        lr=-1.0,
+        dampening=0.0,
+        nesterov=True,
+        maximize=False,
+    )
+    return directions
+
+
+def check_dtypes(optimizer: str, parameters: Sequence[Tensor]) -> None:
+    """Raise UserError for those that SGD's kernel can't move."""
+    if fused_sgd_is_wrong(parameters):
+        raise UserError(
+            f"optim: {optimizer} moves bf16 and fp16 parameters on a CPU by a kernel of torch that is wrong"
+            " before 2.14. Use a newer torch, or float32."
         )
 
 
@@ -198,7 +222,7 @@ def _rate(group: Mapping[str, Any]) -> float | Tensor:
     return c_float(c_float(lr).value * c_float(scale).value).value
 
 
-def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
+def as_groups(params: ParamsT) -> list[dict[str, Any]]:
     """What torch's optimizers take, as groups, each with a list of parameters."""
     given = list(params)
     if given and isinstance(given[0], Mapping):

@@ -60,6 +60,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "_target_": "ddptrain.recipes.muon.MuonWithSgd", "lr": 0.05, "head_lr": 0.05, "bias_lr": 0.05,
         "normalise_every": 2,
     },
+    "muon_with_adamw": {"_target_": "ddptrain.recipes.muon_with_adamw.MuonWithAdamW", "lr": 0.02},
 }  # fmt: skip
 ONLY = {"sparse_adam": ("first.*", "last.*"), "muon": ("*bias",)}
 """What these do not take, and so is frozen."""
@@ -178,7 +179,9 @@ RANKS: dict[str, Sequence[Any]] = {
 FEW_RANKS = {**FEWER, "strategy": ["ddp2", "strict2", "fsdp2"], "optimizer": ["momentum", "adamw"]}
 LEFT_OUT: dict[str, tuple[int, ...]] = {"": (), "before": (2,), "after": (6, 11), "both": (2, 6, 7)}
 SPARSE = ("sgd", "adagrad", "sparse_adam")
-NOT_COMPLEX = ("adafactor", "muon", "muon_with_sgd", "sparse_adam")
+WHOLE = ("adafactor", "muon", "muon_with_sgd")
+"""These take no parameters in parts."""
+NOT_COMPLEX = ("adafactor", "muon", "muon_with_adamw", "muon_with_sgd", "sparse_adam")
 
 
 def possible(case: Case) -> bool:
@@ -197,7 +200,7 @@ def possible(case: Case) -> bool:
         return False
     if case["complex"] and (optimizer in NOT_COMPLEX or sharded):
         return False
-    if sharded and (case["types"] or case["scalars"] or optimizer in ("adafactor", "muon_with_sgd", "muon")):
+    if sharded and (case["types"] or case["scalars"] or optimizer in WHOLE):
         return False
     if case["scalars"] and optimizer == "adafactor":  # torch's divides by the number of elements
         return False

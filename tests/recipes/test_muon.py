@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from steps import HostReads, gradients, network, take
+from torch import Tensor
 from toy import lr_schedule
 
 from ddptrain.errors import UserError
@@ -16,28 +16,6 @@ from ddptrain.run.schedule import build_schedule
 
 RATES = {"lr": 0.2, "head_lr": 3.0, "bias_lr": 0.5}
 SETTINGS = {**RATES, "momentum": 0.6, "sgd_momentum": 0.85, "weight_decay": 0.01, "iterations": 5}
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 8, 3), nn.GELU(),
-        nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 4, 5, bias=False),
-    ).to(torch.float64)  # fmt: skip
-
-
-def gradients(model: nn.Module, steps: int) -> list[list[Tensor]]:
-    draw = torch.Generator().manual_seed(1)
-    return [
-        [torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in model.parameters()]
-        for _ in range(steps)
-    ]
-
-
-def take(optimizer: MuonWithSgd, model: nn.Module, step: list[Tensor]) -> None:
-    for parameter, gradient in zip(model.parameters(), step, strict=True):
-        parameter.grad = torch.empty_like(parameter).copy_(gradient)  # in its layout, as autograd does
-    optimizer.step()
 
 
 @pytest.mark.parametrize("shape", [(64, 24 * 9), (256, 16 * 9), (40, 40)])
@@ -110,18 +88,6 @@ def test_a_few_steps_are_what_the_slow_formulas_say(layout: torch.memory_format,
         schedule.at(at + 1)
     for found, wanted in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(found.detach(), wanted, rtol=1e-9, atol=1e-9)
-
-
-class HostReads(TorchDispatchMode):
-    """Counts what on a GPU makes the host wait: a number read off a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += op in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-        return op(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("bad", [0, 2])
