@@ -96,22 +96,24 @@ class MuonWithAdamW(Optimizer):
         directions = nesterov(gradients, buffers, self._momentum, self.found_inf)
         lr = group["lr"]
         if not isinstance(lr, Tensor):  # as in a captured step, for the same bits
-            lr = torch.full((), lr, device=filters[0].device)
+            lr = torch.full((), lr, dtype=torch.float32, device=filters[0].device)
         decay = lr * group["weight_decay"]
         kept = 1 - (decay if self.found_inf is None else decay * (self.found_inf == 0))
-        alike = defaultdict(list)  # those of one shape are one product of matrices, without padding
+        together = defaultdict(list)
         for parameter, direction in zip(filters, directions, strict=True):
-            alike[parameter.shape, parameter.dtype].append((parameter, _whole(direction, parameter)))
-        for (shape, dtype), pairs in alike.items():
-            moved, whole = map(list, zip(*pairs, strict=True))
-            steps = orthogonalised(whole, self._iterations)
-            steps = [_part(step, parameter) for step, parameter in zip(steps, moved, strict=True)]
-            larger_side = max(shape[0], shape[1:].numel())
-            parts = [_local(parameter) for parameter in moved]
+            # at once: on a GPU all, padded, where launches cost more; else those of a shape
+            key = (parameter.dtype, None if parameter.is_cuda else parameter.shape)
+            together[key].append((parameter, direction))
+        for (dtype, _), pairs in together.items():
+            whole = [_whole(direction, parameter) for parameter, direction in pairs]
+            turned = zip(pairs, orthogonalised(whole, self._iterations), strict=True)
+            steps = [torch.empty_like(direction) for _, direction in pairs]
+            torch._foreach_copy_(steps, [_part(step, parameter) for (parameter, _), step in turned])
+            torch._foreach_mul_(steps, [_GAIN * max(len(d), d[0].numel()) ** 0.5 for d in whole])
+            torch._foreach_mul_(steps, (-lr).to(dtype))
+            parts = [_local(parameter) for parameter, _ in pairs]
             torch._foreach_mul_(parts, kept.to(dtype))
-            torch._foreach_add_(
-                parts, torch._foreach_mul(steps, (-lr * (_GAIN * larger_side**0.5)).to(dtype))
-            )
+            torch._foreach_add_(parts, steps)
 
     def _adamw(self, moved: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in moved:

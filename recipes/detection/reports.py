@@ -16,7 +16,7 @@ from ddptrain.data.detection.run_lengths import PackedMasks, decode_masks
 from ddptrain.data.pictures import decoded
 from ddptrain.recipes.detection.detections import Detections
 from ddptrain.recipes.detection.draw import compared, make_sheet
-from ddptrain.recipes.detection.errors import SCORE, by_size, confusion, matched, worst
+from ddptrain.recipes.detection.errors import SCORE, against_score, by_size, confusion, matched, worst
 from ddptrain.recipes.detection.masks import whole_masks
 from ddptrain.recipes.detection.predict import Predicted, on_picture, predicted
 from ddptrain.recipes.detection.score import coco_scores
@@ -70,6 +70,7 @@ class Reports:
             pictures = list(matched(self._data.valid, self._reported))
             figures["confusion"] = confusion(pictures, self._data.classes)
             figures["by_size"] = by_size(pictures)
+            figures["against_score"] = against_score(self._data.valid, self._reported)
             if most_wrong := worst(pictures, _SHOWN):
                 figures["worst"] = self._sheet(model, [range(i, i + 1) for i in most_wrong])
         return figures

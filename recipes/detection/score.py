@@ -12,7 +12,6 @@ from ddptrain.api import Curves
 from ddptrain.data.detection.run_lengths import as_json
 from ddptrain.data.detection.source import Scenes
 from ddptrain.data.detection.write import as_coco
-from ddptrain.recipes.detection.errors import against_score
 
 _ANY_AREA, _MOST = 0, -1
 """Positions in the evaluator's tables: objects of all sizes, 100 detections a picture."""
@@ -60,7 +59,6 @@ def coco_scores(
             }
         ),
         "precision_recall_of_classes": _by_recall(_worst(names, precision[0])),
-        "against_score": against_score(scenes, rows),
     }
     return Scores(metrics, curves)
 

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddptrain.recipes.detection.errors import against_score, by_size, confusion, matched, worst
-from ddptrain.recipes.detection.score import coco_scores
 
 CAT, DOG, OWL = range(3)
 LEFT, RIGHT, SMALL = [0.0, 0.0, 40.0, 40.0], [50.0, 0.0, 90.0, 40.0], [42.0, 42.0, 48.0, 48.0]
@@ -74,7 +73,7 @@ def test_curves_against_the_score_are_counted_by_hand(scored: list[tuple[int, bo
         (i, LEFT if right else [60.0, 10.0, 80.0, 30.0], (percent + 0.5) / 100, CAT)
         for i, (percent, right) in enumerate(scored)
     ]
-    curves = coco_scores(scenes_of(pictures), CLASSES, found_of(found)).curves["against_score"].lines
+    curves = against_score(scenes_of(pictures), found_of(found)).lines
     [f1] = [dict(line) for name, line in curves.items() if name.startswith("F1")]
     for step in range(1, 100):
         reached = [right for percent, right in scored if percent >= step]

@@ -20,6 +20,7 @@ from ddptrain.api.world import World
 from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
+from ddptrain.recipes.detection.errors import against_score
 from ddptrain.recipes.detection.score import coco_scores
 from ddptrain.recipes.yolo.assign import TaskAligned
 from ddptrain.recipes.yolo.detection import Detection
@@ -121,7 +122,7 @@ def test_scores_are_pycocotools(case: tuple[list[list[Row]], list[Found]]) -> No
         assert (line[0][0], line[-1][0]) == (0.0, 1.0)
         for at, value in line:
             assert value == pytest.approx(precision[threshold, round(100 * at)], abs=1e-9)
-    lines = got.curves["against_score"].lines
+    lines = against_score(scenes_of(pictures), found_of(found)).lines
     objects = [label for rows in pictures for _, label, crowd in rows if not crowd]
     for least in (0.2, 0.4, 0.6, 0.9):
         reached = {label: [right for score, right in of if score >= least] for label, of in judged.items()}
