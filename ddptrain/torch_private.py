@@ -225,6 +225,17 @@ def fused_sgd_is_wrong(parameters: Iterable[Tensor]) -> bool:
     )
 
 
+def is_dense(parameter: Tensor) -> bool:
+    """Whether its numbers fill its memory without gaps. Of others torch's fused optimizers (2.11 to 2.15, on
+    CPUs) update the wrong numbers, without an error."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def nccl_trace() -> bytes:
     """NCCL's flight recorder as JSON: ``entries``, the collectives of this process. Empty where it lacks."""
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from ddptrain.api import UserError
-from ddptrain.torch_private import fused_sgd_is_wrong
+from ddptrain.torch_private import fused_sgd_is_wrong, is_dense
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """a, b, c of the polynomial a*s + b*s^3 + c*s^5, steep at 0 (kellerjordan.github.io/posts/muon)."""
@@ -35,7 +35,7 @@ def orthogonalised(matrices: Sequence[Tensor], iterations: int) -> list[Tensor]:
     padded = first.new_zeros(len(matrices), rows, columns, dtype=dtype)
     torch._foreach_copy_(_unpadded(padded, matrices), list(matrices))
     x = padded.mT if rows > columns else padded  # the smaller of the two possible products with itself
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=1e-30)
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
     for _ in range(iterations):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -70,7 +70,7 @@ class MuonWithSgd(Optimizer):
     mean loss. sgd_momentum: of both. weight_decay: of both; their share that a step takes away at the full
     rate, before momentum makes ``1 / (1 - sgd_momentum)`` times as much of it.
 
-    A step reads nothing on the host: where ``found_inf`` (0-d, on the device) is not 0, nothing moves.
+    A step reads nothing on the host: where ``found_inf`` (0-d, on the device) is 1, nothing moves.
     Gradients have the memory layout of their parameters, as autograd gives them.
     """
 
@@ -117,7 +117,7 @@ class MuonWithSgd(Optimizer):
             decay = given.get("weight_decay", weight_decay)
             if any(hasattr(p, "full_tensor") for p in given["params"]):
                 raise UserError("optim: MuonWithSgd needs whole matrices, which strategy=fsdp cuts. Use ddp.")
-            check_dtypes("MuonWithSgd", given["params"])
+            check_parameters("MuonWithSgd", given["params"])
             for kind, settings in kinds.items():
                 chosen = [p for p in given["params"] if _kind(p) == kind]
                 # SGD multiplies its decay by the rate, so it is divided by it here
@@ -186,7 +186,7 @@ def nesterov(
     gradients: list[Tensor], buffers: list[Tensor], momentum: float, found_inf: Tensor | None
 ) -> list[Tensor]:
     """gradient + momentum * buffer of each, after the buffers have moved on; zeros, and buffers as they were,
-    where found_inf is not 0. By SGD's kernel, which moves zeros by it in one launch."""
+    where found_inf is 1. By SGD's kernel, which moves zeros by it in one launch."""
     directions = list(torch._foreach_mul(buffers, 0.0))
     sgd(
         directions,
@@ -204,8 +204,10 @@ def nesterov(
     return directions
 
 
-def check_dtypes(optimizer: str, parameters: Sequence[Tensor]) -> None:
-    """Raise UserError for those that SGD's kernel can't move."""
+def check_parameters(optimizer: str, parameters: Sequence[Tensor]) -> None:
+    """Raise UserError for those that torch's fused kernels can't move."""
+    if not all(is_dense(p) for p in parameters):
+        raise UserError(f"optim: {optimizer} moves no parameters with gaps in memory. Use optim=adamw.")
     if fused_sgd_is_wrong(parameters):
         raise UserError(
             f"optim: {optimizer} moves bf16 and fp16 parameters on a CPU by a kernel of torch that is wrong"

@@ -11,10 +11,13 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from ddptrain.api import UserError
-from ddptrain.recipes.muon import as_groups, check_dtypes, nesterov, orthogonalised
+from ddptrain.recipes.muon import as_groups, check_parameters, nesterov, orthogonalised
 
 _GAIN = 0.2
 """Root mean square of a step of AdamW's, about, in shares of the rate (Liu et al., arXiv 2502.16982)."""
+
+_MOST_PADDING = 8
+"""Times the filters' own size."""
 
 
 @final
@@ -30,7 +33,7 @@ class MuonWithAdamW(Optimizer):
     lr: of all. momentum: of the filters. iterations: of Newton-Schulz. betas, eps: of AdamW. weight_decay:
     decoupled, of all.
 
-    A step reads nothing on the host: where ``found_inf`` (0-d, on the device) is not 0, nothing moves.
+    A step reads nothing on the host: where ``found_inf`` (0-d, on the device) is 1, nothing moves.
     Gradients have the memory layout of their parameters, as autograd gives them.
     """
 
@@ -68,7 +71,7 @@ class MuonWithAdamW(Optimizer):
         self._iterations = iterations
         groups = []
         for given in as_groups(params):
-            check_dtypes("MuonWithAdamW", given["params"])
+            check_parameters("MuonWithAdamW", given["params"])
             for by_muon in (True, False):
                 chosen = [p for p in given["params"] if _is_filter(p) == by_muon]
                 groups += [{**given, "by_muon": by_muon, "params": chosen}] if chosen else []
@@ -100,10 +103,9 @@ class MuonWithAdamW(Optimizer):
         decay = lr * group["weight_decay"]
         kept = 1 - (decay if self.found_inf is None else decay * (self.found_inf == 0))
         together = defaultdict(list)
+        padded = _best_padded(filters)
         for parameter, direction in zip(filters, directions, strict=True):
-            # at once: on a GPU all, padded, where launches cost more; else those of a shape
-            key = (parameter.dtype, None if parameter.is_cuda else parameter.shape)
-            together[key].append((parameter, direction))
+            together[parameter.dtype, None if padded else parameter.shape].append((parameter, direction))
         for (dtype, _), pairs in together.items():
             whole = [_whole(direction, parameter) for parameter, direction in pairs]
             turned = zip(pairs, orthogonalised(whole, self._iterations), strict=True)
@@ -144,9 +146,16 @@ class MuonWithAdamW(Optimizer):
         )
 
 
+def _best_padded(filters: list[Tensor]) -> bool:
+    """Whether filters of all shapes are best padded and orthogonalised at once, and not those of each shape:
+    on a GPU, where launches cost more than arithmetic, unless they would grow too much."""
+    largest = max(len(p) for p in filters) * max(p[0].numel() for p in filters)
+    return filters[0].is_cuda and len(filters) * largest <= _MOST_PADDING * sum(p.numel() for p in filters)
+
+
 def _is_filter(parameter: Tensor) -> bool:
-    """Of a convolution that sees several channels."""
-    return parameter.ndim > 2 and parameter.shape[1] > 1
+    """Of a convolution that sees several channels. (A transformer's table of positions has one row.)"""
+    return parameter.ndim > 2 and min(parameter.shape[:2]) > 1
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -56,7 +56,10 @@ def _check_parts(step: TrainStep) -> None:
     if not is_fused(optimizer) or not (
         isinstance(optimizer, _CAPTURABLE) or getattr(optimizer, "takes_rates_on_device", False)
     ):
-        why = f"{type(optimizer).__name__} reads its rate on the host; fused Adam, AdamW and SGD do not"
+        why = (
+            f"{type(optimizer).__name__} reads its rate on the host; fused Adam, AdamW and SGD,"
+            " muon_with_adamw and muon_with_sgd do not"
+        )
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         why = "the host waits for each kernel (debug.sync, CUDA_LAUNCH_BLOCKING)"
     if step.state.schedule.turns_momentum:

@@ -26,9 +26,15 @@ def load_model(model: nn.Module, weights: Mapping[str, Any], strategy: Strategy)
 
 
 def part_of(value: Any, like: Any, strategy: Strategy) -> Any:
-    """An optimizer's state has tensors of its parameter's shape and others, which all ranks keep."""
-    is_spread = isinstance(value, Tensor) and value.shape == like.shape
-    return strategy.part(value, like) if is_spread else value
+    """An optimizer's state has tensors of its parameter's shape and others, which all ranks keep. The first
+    get the parameter's layout, too: fused kernels read both number by number, as they lie in memory, and a
+    run in channels_last may be resumed without."""
+    if not isinstance(value, Tensor) or value.shape != like.shape:
+        return value
+    part = strategy.part(value, like)
+    if part.stride() == like.stride():
+        return part
+    return torch.empty_like(like, dtype=part.dtype, device=part.device).copy_(part)
 
 
 def check_fits(model: nn.Module, weights: Mapping[str, Any], where: str) -> None:

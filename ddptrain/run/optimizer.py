@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 from ddptrain.config.instantiate import build
 from ddptrain.engine.parameter_groups import KEYS, ParameterGroup, check_groups, parameter_groups
 from ddptrain.errors import UserError
-from ddptrain.torch_private import fused_sgd_is_wrong
+from ddptrain.torch_private import fused_sgd_is_wrong, is_dense
 
 _FUSED_IN_PARTS = ("torch.optim.Adam", "torch.optim.AdamW")
 """Whose fused kernels take DTensors (torch 2.11 to 2.15)."""
@@ -52,7 +52,7 @@ def build_optimizer(
     # with dampening the first step differs from the others and must not find a buffer
     fused = chosen and not node.get("dampening") and not sparse
     fused = fused and (not sharded or node["_target_"] in _FUSED_IN_PARTS)
-    fused = fused and all(p.is_floating_point() and _is_dense(p) for p in trained)
+    fused = fused and all(p.is_floating_point() and is_dense(p) for p in trained)
     fused = fused and not (node["_target_"] == "torch.optim.SGD" and fused_sgd_is_wrong(trained))
     built = build(arguments_of(node), "optim", params=groups, **({"fused": True} if fused else {}))
     if not isinstance(built, Optimizer):
@@ -81,17 +81,6 @@ def _as_torch(group: ParameterGroup, node: Mapping[str, Any]) -> dict[str, Any]:
     if group.weight_decay is not None:
         settings["weight_decay"] = group.weight_decay
     return settings
-
-
-def _is_dense(parameter: nn.Parameter) -> bool:
-    """Whether its numbers fill its memory without gaps. Of others torch's fused optimizers (2.11 to 2.15, on
-    CPUs) update the wrong numbers, without an error."""
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _zero_momentum(optimizer: SGD) -> None:

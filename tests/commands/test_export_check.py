@@ -16,26 +16,41 @@ from ddptrain.errors import UserError
 from ddptrain.run import export
 
 
-class Traced(nn.Module):
-    """Says something else in a file than in Python. sharp: its outputs jump where what its
-    layers give changes by 1e-6, and the file changes the inputs by so much."""
+def changed(logits: Tensor, how: str) -> Tensor:
+    """What a wrong file says."""
+    match how:
+        case "scaled":
+            return logits * 1.02
+        case "far":
+            return logits * 100
+        case "shape":
+            return logits[:, :2]
+        case "nan":
+            return logits * torch.nan
+        case "infinite":
+            return logits / 0.0
+    return logits
 
-    def __init__(self, model: nn.Module, sharp: bool) -> None:
+
+class Traced(nn.Module):
+    """Says something else in a file than in Python. sharp: its outputs jump where what its layers give
+    changes by 1e-6; in the file the inputs do."""
+
+    def __init__(self, model: nn.Module, how: str, sharp: bool) -> None:
         super().__init__()
         self.model = model
+        self._how = how
         self._sharp = sharp
 
     def forward(self, features: Tensor) -> Tensor:
         in_file = torch.compiler.is_compiling()
-        if not self._sharp:
-            return self.model(features) * (1.02 if in_file else 1.0)
-        if in_file:
-            features = features + 1e-6
-        logits = self.model(features)
-        return logits + (logits.sum(1, keepdim=True) * 1e7).sin().sign()
+        logits: Tensor = self.model(features + 1e-6 * (in_file and self._sharp))
+        if self._sharp:
+            logits = logits + 0.1 * (logits.sum(1, keepdim=True) * 1e7).sin().sign()
+        return changed(logits, self._how) if in_file else logits
 
 
-def exported(folder: Path, monkeypatch: pytest.MonkeyPatch, sharp: bool) -> Path:
+def exported(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str, sharp: bool) -> Path:
     """The folder of a run that was exported as such a file."""
     run = folder / "run"
     config = checked(
@@ -51,7 +66,7 @@ def exported(folder: Path, monkeypatch: pytest.MonkeyPatch, sharp: bool) -> Path
 
     def traced(task: Guess, model: nn.Module) -> Deployed:
         whole = deploy(task, model)
-        return replace(whole, module=Traced(whole.module, sharp).eval())
+        return replace(whole, module=Traced(whole.module, how, sharp).eval())
 
     monkeypatch.setattr(Guess, "deploy", traced)
     export.run(config, run, "last", {"format": "pt2"})
@@ -62,15 +77,24 @@ def test_a_file_that_differs_is_refused_with_how_far_and_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match=r"file's logits are 2\.0e-02 from the model's, where 0\.001 is"):
-        exported(tmp_path, monkeypatch, sharp=False)
+        exported(tmp_path, monkeypatch, "scaled", sharp=False)
     assert not list(tmp_path.rglob("*.pt2"))
 
 
 def test_where_rounding_decides_in_the_model_itself_the_file_is_kept_and_unchecked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = exported(tmp_path, monkeypatch, sharp=True)
+    run = exported(tmp_path, monkeypatch, "", sharp=True)
     said = "".join(capfd.readouterr())
-    assert "changing what each layer gives by 1e-06 of it moves the model's own by" in said
+    assert "UNCHECKED  the file's logits are" in said
     assert "checked    against eager" not in said
     assert (run / "model.pt2").exists()
+
+
+@pytest.mark.parametrize("how", ["far", "shape", "nan", "infinite"])
+def test_what_rounding_does_not_explain_is_refused_there_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with pytest.raises(UserError, match=r"file's logits are (nan|\d\.\de\+\d\d) from the model's"):
+        exported(tmp_path, monkeypatch, how, sharp=True)
+    assert not list(tmp_path.rglob("*.pt2"))

@@ -4,13 +4,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rates import Rates
-from toy import SGD, Fit, lr_schedule
+from torch import Tensor, nn
+from toy import CLASSES, FEATURES, SGD, Fit, auto, lr_schedule
 
 from ddptrain.api.world import World
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
 from ddptrain.observe.rundir import name_run
+from ddptrain.testing import run_ranks
+
+
+class Filters(nn.Module):
+    """A convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(FEATURES, 8, 3)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pictures = x[:, :, None, None] * torch.linspace(-1, 1, 9).view(3, 3)
+        logits: Tensor = self.last(torch.tanh(self.first(pictures)).flatten(1))
+        return logits
+
+
+def turned() -> nn.Module:
+    return Filters().to(memory_format=torch.channels_last)
 
 
 def plan(steps: int, **changes: Any) -> Plan:
@@ -28,6 +49,34 @@ def test_more_steps_follow_the_longer_schedule_from_where_it_stands(tmp_path: Pa
     whole = rates(tmp_path / "whole", 40, sched)
     rates(tmp_path / "grown", 10, sched)
     assert rates(tmp_path / "grown", 40, sched) == whole[10:]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {**SGD, "momentum": 0.9},
+        {"_target_": "torch.optim.AdamW", "lr": 0.05},
+        {"_target_": "ddptrain.recipes.muon_with_adamw.MuonWithAdamW", "lr": 0.05},
+    ],
+    ids=lambda optim: optim["_target_"].rpartition(".")[2],
+)
+def test_momentum_is_the_same_in_another_layout(tmp_path: Path, optim: dict[str, Any], strategy: str) -> None:
+    after = {"_target_": "ddptrain.strategies.fsdp.Fsdp"} if strategy == "fsdp" else auto()
+
+    def rank(world: World) -> Tensor:
+        weights = []
+        for first in (Filters, turned):
+            folder = tmp_path / first.__name__
+            changes = {"optim": optim, "sched": lr_schedule("constant")}
+            Fit(plan(4), make_model=first, strategy=auto(), **changes).run(world, folder)
+            state, _, _ = Fit(plan(8), make_model=Filters, strategy=after, **changes).run(world, folder)
+            weight = state.model.get_parameter("first.weight").detach()
+            weights.append(weight.full_tensor() if strategy == "fsdp" else weight.clone())
+        return torch.stack(weights)
+
+    for same, turned_before in run_ranks(rank, 2 if strategy == "fsdp" else 1):
+        torch.testing.assert_close(turned_before, same, rtol=0, atol=1e-5)
 
 
 def test_a_new_rate_is_used(tmp_path: Path) -> None:
