@@ -193,7 +193,7 @@ def _check(deployed: Deployed, runner: Runner, described: str) -> None:
         if difference > _TOLERANCE:
             log.warning(
                 "UNCHECKED  the file's %s are %.1e from the model's. Changes of %g inside the model move its"
-                " own by %.1e, so rounding may explain it. validate=true compares the metrics",
+                " own by %.1e, so rounding may explain it; with validate=true the metrics are compared",
                 name, difference, _ROUNDING, by_rounding[name],
             )  # fmt: skip
 
