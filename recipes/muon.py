@@ -17,13 +17,15 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 """a, b, c of the polynomial a*s + b*s^3 + c*s^5, steep at 0 (kellerjordan.github.io/posts/muon)."""
 
 
-def orthogonalised(matrices: Sequence[Tensor], iterations: int) -> list[Tensor]:
+def orthogonalised(matrices: Sequence[Tensor], iterations: int, moving: Tensor | None = None) -> list[Tensor]:
     """Each (m, ...), read as a matrix (m, n) = U S V^T, becomes about U V^T, with singular values near 1.
 
     The Newton-Schulz iteration of Muon (kellerjordan.github.io/posts/muon): matrix products alone, no
     decomposition. It does not settle at 1: from singular values above 0.005 of the matrix's Frobenius norm
     five iterations lead into [0.68, 1.16], and three lead into [0.68, 1.21] from above 0.02; smaller ones
     come less far. In bfloat16 on a GPU, as published, else in the dtype it is given.
+
+    moving: (k,), 1, or 0 for a matrix that becomes zeros instead.
 
     All at once, padded with zeros to the largest (as in github.com/hiverge/cifar10-speedrun): rows and
     columns of zeros stay so and change no singular value. The answers are views of the padded ones.
@@ -35,6 +37,8 @@ def orthogonalised(matrices: Sequence[Tensor], iterations: int) -> list[Tensor]:
     padded = first.new_zeros(len(matrices), rows, columns, dtype=dtype)
     torch._foreach_copy_(_unpadded(padded, matrices), list(matrices))
     x = padded.mT if rows > columns else padded  # the smaller of the two possible products with itself
+    if moving is not None:
+        x = x * moving[:, None, None].to(dtype)
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
     for _ in range(iterations):
         gram = x @ x.mT

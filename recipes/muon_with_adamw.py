@@ -16,7 +16,7 @@ from ddptrain.recipes.muon import as_groups, check_parameters, nesterov, orthogo
 _GAIN = 0.2
 """Root mean square of a step of AdamW's, about, in shares of the rate (Liu et al., arXiv 2502.16982)."""
 
-_MOST_PADDING = 8
+_MOST_PADDING = 16
 """Times the filters' own size."""
 
 
@@ -97,6 +97,7 @@ class MuonWithAdamW(Optimizer):
         gradients = [_local(cast(Tensor, p.grad)) for p in filters]
         buffers = [_local(self.state[p]["momentum_buffer"]) for p in filters]
         directions = nesterov(gradients, buffers, self._momentum, self.found_inf)
+        moving = _have_gradients(gradients, filters)
         lr = group["lr"]
         if not isinstance(lr, Tensor):  # as in a captured step, for the same bits
             lr = torch.full((), lr, dtype=torch.float32, device=filters[0].device)
@@ -104,16 +105,17 @@ class MuonWithAdamW(Optimizer):
         kept = 1 - (decay if self.found_inf is None else decay * (self.found_inf == 0))
         together = defaultdict(list)
         padded = _best_padded(filters)
-        for parameter, direction in zip(filters, directions, strict=True):
-            together[parameter.dtype, None if padded else parameter.shape].append((parameter, direction))
-        for (dtype, _), pairs in together.items():
-            whole = [_whole(direction, parameter) for parameter, direction in pairs]
-            turned = zip(pairs, orthogonalised(whole, self._iterations), strict=True)
-            steps = [torch.empty_like(direction) for _, direction in pairs]
-            torch._foreach_copy_(steps, [_part(step, parameter) for (parameter, _), step in turned])
+        for one in zip(filters, directions, moving.unbind(), strict=True):
+            together[one[0].dtype, None if padded else one[0].shape].append(one)
+        for (dtype, _), ones in together.items():
+            whole = [_whole(direction, parameter) for parameter, direction, _ in ones]
+            moves = torch.stack([moves for _, _, moves in ones])
+            turned = zip(ones, orthogonalised(whole, self._iterations, moves), strict=True)
+            steps = [torch.empty_like(direction) for _, direction, _ in ones]
+            torch._foreach_copy_(steps, [_part(step, parameter) for (parameter, _, _), step in turned])
             torch._foreach_mul_(steps, [_GAIN * max(len(d), d[0].numel()) ** 0.5 for d in whole])
             torch._foreach_mul_(steps, (-lr).to(dtype))
-            parts = [_local(parameter) for parameter, _ in pairs]
+            parts = [_local(parameter) for parameter, _, _ in ones]
             torch._foreach_mul_(parts, kept.to(dtype))
             torch._foreach_add_(parts, steps)
 
@@ -156,6 +158,15 @@ def _best_padded(filters: list[Tensor]) -> bool:
 def _is_filter(parameter: Tensor) -> bool:
     """Of a convolution that sees several channels. (A transformer's table of positions has one row.)"""
     return parameter.ndim > 2 and min(parameter.shape[:2]) > 1
+
+
+def _have_gradients(gradients: list[Tensor], filters: list[Tensor]) -> Tensor:
+    """Float32 (filters,): 1, or 0 where the whole gradient is zeros, as of a detector's branch that no object
+    of the batch is assigned to: what is left of the momentum, however small, would be a step of full size."""
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
+    if hasattr(filters[0], "full_tensor"):
+        torch.distributed.all_reduce(norms)
+    return (norms > 0).float()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -85,6 +85,25 @@ def test_a_step_that_is_not_finite_moves_nothing_and_reads_nothing_on_the_host(b
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
+def test_a_filter_without_gradient_only_decays_however_long() -> None:
+    """Its momentum becomes so small that its squares are 0, and then 0 itself."""
+    model = network().float()
+    optimizer = MuonWithAdamW(model.parameters(), **{**SETTINGS, "lr": 2**-10})
+    [first, *others] = gradients(model, 2)
+    take(optimizer, model, first)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(600):
+        take(optimizer, model, [gradient * 0 for gradient in first])
+    filters = [(now, then) for now, then in zip(model.parameters(), before, strict=True) if now.ndim > 2]
+    for now, then in filters:
+        torch.testing.assert_close(now.detach(), then * (1 - 2**-12) ** 600, rtol=1e-4, atol=1e-6)
+    before = [now.detach().clone() for now, _ in filters]
+    take(optimizer, model, [gradient * 1e-15 for gradient in others[0]])
+    for (now, _), then in zip(filters, before, strict=True):
+        size = float((now - then).square().mean().sqrt()) / 2**-10
+        assert 0.1 < size < 0.3  # 0.2 of the rate
+
+
 def test_a_rate_on_the_device_gives_the_same_bits() -> None:
     model, other = network().float(), network().float()
     optimizer, captured = (MuonWithAdamW(m.parameters(), **{**SETTINGS, "lr": 0.1}) for m in (model, other))
