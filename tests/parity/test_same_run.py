@@ -202,6 +202,8 @@ def possible(case: Case) -> bool:
         return False
     if sharded and (case["types"] or case["scalars"] or optimizer in WHOLE):
         return False
+    if case["turned"] and optimizer in ("muon_with_adamw", "muon_with_sgd"):  # gaps in memory are refused
+        return False
     if case["scalars"] and optimizer == "adafactor":  # torch's divides by the number of elements
         return False
     if case["norm"] and case["dtype"] != "float32" and case["precision"] != "fp32":

@@ -154,3 +154,9 @@ def test_what_makes_no_sense_is_refused(change: dict[str, Any], said: str) -> No
     with pytest.raises(UserError) as caught:
         MuonWithAdamW(network().parameters(), **{**SETTINGS, **change})
     assert str(caught.value) == said
+
+
+def test_parameters_with_gaps_are_refused() -> None:
+    """torch's fused kernels would move other numbers."""
+    with pytest.raises(UserError, match="MuonWithAdamW moves no parameters with gaps in memory"):
+        MuonWithAdamW([nn.Parameter(torch.zeros(8, 8)[:, :4])])

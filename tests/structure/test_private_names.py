@@ -65,6 +65,7 @@ ELSEWHERE = {
     "hydra_plugins/ddptrain_sweep/pool.py": {"_internal"},
     "recipes/classifiers.py": {"_BatchNorm"},
     "recipes/muon.py": {"_step_supports_amp_scaling"},  # how an optimizer says that it reads found_inf
+    "recipes/muon_with_adamw.py": {"_step_supports_amp_scaling"},
     "ddptrain/python/objects.py": {"_orig_mod"},  # of a compiled model, which is refused
     "recipes/outputs.py": {"_orig_mod"},
     "recipes/batch_metrics.py": {"_reductions"},  # torchmetrics': how each state of a metric is merged
