@@ -151,8 +151,10 @@ class MuonWithAdamW(Optimizer):
 def _best_padded(filters: list[Tensor]) -> bool:
     """Whether filters of all shapes are best padded and orthogonalised at once, and not those of each shape:
     on a GPU, where launches cost more than arithmetic, unless they would grow too much."""
+    if not filters[0].is_cuda:
+        return False
     largest = max(len(p) for p in filters) * max(p[0].numel() for p in filters)
-    return filters[0].is_cuda and len(filters) * largest <= _MOST_PADDING * sum(p.numel() for p in filters)
+    return len(filters) * largest <= _MOST_PADDING * sum(p.numel() for p in filters)
 
 
 def _is_filter(parameter: Tensor) -> bool:
@@ -165,7 +167,7 @@ def _have_gradients(gradients: list[Tensor], filters: list[Tensor]) -> Tensor:
     of the batch is assigned to: what is left of the momentum, however small, would be a step of full size."""
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
     if hasattr(filters[0], "full_tensor"):
-        torch.distributed.all_reduce(norms)
+        torch.distributed.all_reduce(norms)  # a collective: a rank sees its part of each
     return (norms > 0).float()
 
 
