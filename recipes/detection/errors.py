@@ -8,7 +8,7 @@ from torch import Tensor
 from torchvision.ops import box_area, box_iou
 
 from ddptrain.api import ConfusionMatrix, Curves
-from ddptrain.data.detection.source import Objects, Scenes
+from ddptrain.data.detection.source import Scenes
 
 SCORE, OVERLAP = 0.25, 0.5
 """The least score of a detection, and the least IoU with an object that it is taken for."""
@@ -31,6 +31,8 @@ class Matched(NamedTuple):
     """float32 (objects,): the root of each box's share of the picture."""
     found: Tensor
     """bool (objects,): whether a detection of its class lies on it."""
+    wrong: Tensor
+    """bool (detections,): whether it lies on no object, or on one of another class."""
 
     @property
     def mistakes(self) -> int:
@@ -43,7 +45,7 @@ def matched(scenes: Scenes, rows: Tensor) -> Iterator[Matched]:
     rows: float32 (d, 7), rows of picture, x1, y1, x2, y2 (in pixels of the picture), score, label.
     """
     for i, own in enumerate(_by_picture(rows[rows[:, 5] >= SCORE], len(scenes))):
-        yield _matched(i, scenes.objects[i], own, scenes.sizes[i])
+        yield matched_on(scenes, i, own)
 
 
 def _by_picture(rows: Tensor, count: int) -> Sequence[Tensor]:
@@ -53,7 +55,9 @@ def _by_picture(rows: Tensor, count: int) -> Sequence[Tensor]:
     return by_picture
 
 
-def _matched(picture: int, on_it: Objects, rows: Tensor, size: Tensor) -> Matched:
+def matched_on(scenes: Scenes, picture: int, rows: Tensor) -> Matched:
+    """All of these detections, which are of one picture, and its objects."""
+    on_it = scenes.objects[picture]
     boxes, labels = on_it.boxes[~on_it.crowd], on_it.labels[~on_it.crowd].tolist()
     seen, seen_labels = rows[:, 1:5], rows[:, 6].long().tolist()
     overlaps = box_iou(boxes, seen)
@@ -64,13 +68,15 @@ def _matched(picture: int, on_it: Objects, rows: Tensor, size: Tensor) -> Matche
             partner[a] = b
     spurious = set(range(len(seen))) - set(partner.values()) - _in_crowds(seen, on_it.boxes[on_it.crowd])
     right = [a in partner and labels[a] == seen_labels[partner[a]] for a in range(len(labels))]
+    confused = {b for a, b in partner.items() if not right[a]}
     return Matched(
         picture,
         [(labels[a], seen_labels[b]) for a, b in partner.items()],
         [label for a, label in enumerate(labels) if a not in partner],
         [seen_labels[b] for b in sorted(spurious)],
-        (box_area(boxes) / size.prod()).sqrt(),
+        (box_area(boxes) / scenes.sizes[picture].prod()).sqrt(),
         torch.tensor(right, dtype=torch.bool),
+        torch.tensor([b in spurious | confused for b in range(len(seen))], dtype=torch.bool),
     )
 
 

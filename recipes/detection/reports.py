@@ -16,7 +16,15 @@ from ddptrain.data.detection.run_lengths import PackedMasks, decode_masks
 from ddptrain.data.pictures import decoded
 from ddptrain.recipes.detection.detections import Detections
 from ddptrain.recipes.detection.draw import compared, make_sheet
-from ddptrain.recipes.detection.errors import SCORE, against_score, by_size, confusion, matched, worst
+from ddptrain.recipes.detection.errors import (
+    SCORE,
+    against_score,
+    by_size,
+    confusion,
+    matched,
+    matched_on,
+    worst,
+)
 from ddptrain.recipes.detection.masks import whole_masks
 from ddptrain.recipes.detection.predict import Predicted, on_picture, predicted
 from ddptrain.recipes.detection.score import coco_scores
@@ -106,7 +114,12 @@ class Reports:
         """Validation pictures with what is on them and what the model sees there."""
         drawn: list[Tensor] = []
         for batch in self._data.valid_batches(chunks):
-            drawn += compared(batch, self._detect(model, batch.images, SCORE), self._data.classes)
+            answers = self._detect(model, batch.images, SCORE)
+            judged = []
+            for i, detected in enumerate(answers):
+                rows = self._clipped(_rows(batch, i, detected).cpu())
+                judged.append(matched_on(self._data.valid, int(batch.ids[i]), rows))
+            drawn += compared(batch, answers, judged, self._data.classes)
         return make_sheet(drawn)
 
     def _clipped(self, rows: Tensor) -> Tensor:
@@ -134,10 +147,13 @@ def mask_rows(batch: Batch, pictures: Sequence[Detections], sizes: Tensor) -> Ma
 
 def rows_of(batch: Batch, pictures: Sequence[Detections]) -> Mapping[str, Tensor | Rows]:
     """The detections in a batch's pictures, as `Task.evaluate` gives them."""
-    rows = []
-    for i, detected in enumerate(pictures):
-        picture = batch.ids[i].expand(len(detected.labels))
-        boxes = batch.placed.of(i).back(detected.boxes)
-        columns = [picture[:, None], boxes, detected.scores[:, None], detected.labels[:, None]]
-        rows.append(torch.cat(columns, dim=1))
+    rows = [_rows(batch, i, detected) for i, detected in enumerate(pictures)]
     return {"detections": Rows(torch.cat(rows))}
+
+
+def _rows(batch: Batch, i: int, detected: Detections) -> Tensor:
+    """float32 (d, 7), of a batch's picture i, as `ddptrain.recipes.detection.score` has them."""
+    picture = batch.ids[i].expand(len(detected.labels))
+    boxes = batch.placed.of(i).back(detected.boxes)
+    columns = [picture[:, None], boxes, detected.scores[:, None], detected.labels[:, None]]
+    return torch.cat(columns, dim=1)

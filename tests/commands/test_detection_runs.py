@@ -26,7 +26,8 @@ from ddptrain.engine.saved_checkpoint import read, unpack
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 POSITION = {"step", "epoch", "samples", "split"}
-TRUE_BOXES = torch.tensor([0x2B, 0x93, 0x48], dtype=torch.uint8)
+FOUND, MISSED = torch.tensor([[0x2B, 0x93, 0x48], [0x4D, 0xAB, 0xF7]], dtype=torch.uint8)
+"""Colours of true boxes."""
 """Their colour."""
 
 
@@ -86,11 +87,11 @@ def test_each_class_is_judged_and_the_terminal_shows_the_whole(folder: Path) -> 
 
 
 def test_pictures_and_curves_are_left_behind(folder: Path) -> None:
-    """Eight validation pictures, four a row, 64 pixels enlarged to 320, with the true boxes in green."""
+    """Eight validation pictures, four a row, 64 pixels enlarged to 320, with the true boxes."""
     plots = folder / "run/plots"
     shown = decode_image(str(plots / "predictions.png"))
     assert shown.shape == (3, 2 * 324 + 4, 4 * 324 + 4)
-    assert (shown == TRUE_BOXES[:, None, None]).all(0).sum() > 1000
+    assert sum((shown == colour[:, None, None]).all(0).sum() for colour in (FOUND, MISSED)) > 1000
     mistakes = ("confusion.png", "by_size.png", "against_score.png", "worst.png")
     for name in ("precision_recall.png", "precision_recall_of_classes.png", "curves.png", *mistakes):
         drawn = decode_image(str(plots / name), ImageReadMode.RGB)

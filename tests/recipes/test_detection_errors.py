@@ -41,6 +41,8 @@ def test_objects_and_what_they_were_taken_for() -> None:
         [1, 1, 1, 0],
     ]
     assert [one.mistakes for one in of_pictures] == [2, 3, 0, 1]
+    assert [one.wrong.tolist() for one in of_pictures] == [[False, True, True], [True], [False], [True]]
+    assert [one.found.tolist() for one in of_pictures] == [[True, False], [False, False], [], []]
     assert worst(of_pictures, 2) == [1, 0]
     assert worst(of_pictures, 9) == [1, 0, 3]
 
