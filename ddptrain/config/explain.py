@@ -156,7 +156,7 @@ def _choices_with(key: str) -> str:
         if inner in flat_keys(plain_tree(tree, resolve=False)):
             choices.append(f"{group}={path.stem}")
     has = "has" if len(choices) == 1 else "have"
-    return f" {' and '.join(choices)} {has} it; choose that too." if choices else ""
+    return f" {', '.join(choices)} {has} it; choose that too." if choices else ""
 
 
 class _History(NamedTuple):

@@ -181,7 +181,9 @@ def test_a_path_must_be_given_and_be_there(kind: Any, tmp_path: Path) -> None:
         kind()
     for ending in (".yaml", ".json"):
         said = refusal(kind(str(tmp_path / f"gone{ending}")))
-        assert re.search(rf"gone{ending}: (can't be read \(No such file|there is no such file)", said)
+        assert f"data.source.path={tmp_path}/gone{ending}: there is no such file or folder." in said
+    with pytest.raises(UserError, match=r"data\.source\.valid_path=.*gone: there is no such file"):
+        CocoFiles(str(tmp_path), str(tmp_path / "gone")).open(NOWHERE)
 
 
 @pytest.mark.parametrize("path", ["images", "data.txt"])

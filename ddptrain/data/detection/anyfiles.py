@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import final
 
 from ddptrain.data.detection.coco import CocoFiles
-from ddptrain.data.detection.files import checked_path
+from ddptrain.data.detection.files import check_exists, checked_path
 from ddptrain.data.detection.source import DetectionSet, DetectionSource
 from ddptrain.data.detection.voc_folder import VocFolder
 from ddptrain.data.detection.yolo import YoloFiles
 from ddptrain.data.left_out import OnError
 from ddptrain.errors import UserError
-from ddptrain.keys import did_you_mean_path
 
 _EXPECTED = (
     "a data.yaml (YOLO's layout), a JSON of instances (COCO's) or a folder of pictures with XML files"
@@ -56,11 +55,7 @@ class LabelledFiles(DetectionSource):
 
     def open(self, root: Path) -> DetectionSet:
         path = self._path
-        if not path.exists():
-            raise UserError(
-                f"data.source.path={path}: there is no such file or folder.{did_you_mean_path(path)} It must"
-                f" name {_EXPECTED}."
-            )
+        check_exists(path, _EXPECTED)
         if isinstance(self._source, VocFolder) and not path.is_dir():
             raise UserError(f"data.source.path={path}: must name {_EXPECTED}.")
         return self._source.open(root)

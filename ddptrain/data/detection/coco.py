@@ -20,6 +20,7 @@ _RULE = "its edges must lie within it (1 pixel beyond counts as rounding and is 
 _ROUNDING = (1.0, 1.0)
 _LEAST_FILLED = 2  # Pixels of a box's side; a polygon within less may enclose the middle of none
 _TRIED = 20  # Images looked for to find their folder: some may be missing
+_EXPECTED = "the JSON of a set's instances, in COCO's format"
 
 
 @final
@@ -46,7 +47,7 @@ class CocoFiles(DetectionSource):
         on_error: OnError = "stop",
         masks: bool = False,
     ) -> None:
-        self._file = files.checked_path(path, "the JSON of a set's instances, in COCO's format")
+        self._file = files.checked_path(path, _EXPECTED)
         self._valid_file = Path(valid_path) if valid_path else None
         self._on_error = on_error
         self._masks = masks
@@ -56,6 +57,9 @@ class CocoFiles(DetectionSource):
         return CocoFiles(str(self._file), valid_path, "skip", self._masks)
 
     def open(self, root: Path) -> DetectionSet:
+        files.check_exists(self._file, _EXPECTED)
+        if self._valid_file is not None:
+            files.check_exists(self._valid_file, _EXPECTED, "data.source.valid_path")
         problems, masks = Problems(self._file, self._on_error), self._masks
         train = _read(self._file, problems, masks)
         valid_file = self._valid_file or _sibling(self._file)
@@ -107,8 +111,9 @@ def _sibling(file: Path) -> Path | None:
 
 
 def _read(file: Path, problems: Problems, masks: bool) -> _Instances:
+    text = files.read_text(file)
     try:
-        content = parse_json(files.read_text(file), object_hook=None if masks else _without_masks)
+        content = parse_json(text, object_hook=None if masks else _without_masks)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{file}, line {error.lineno}, column {error.colno}: is not JSON ({error.msg})."

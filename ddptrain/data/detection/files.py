@@ -20,6 +20,7 @@ from ddptrain.data.identity import of_file
 from ddptrain.data.left_out import OnError
 from ddptrain.data.pictures import content_of, decoded, opened
 from ddptrain.errors import UserError
+from ddptrain.keys import did_you_mean_path
 from ddptrain.text import first_few
 
 log = logging.getLogger("ddptrain")
@@ -157,6 +158,13 @@ def checked_path(path: str | None, expected: str) -> Path:
     if not path:
         raise UserError(f"data.source.path: say which set: data.source.path=<file>, {expected}")
     return Path(path)
+
+
+def check_exists(path: Path, expected: str, key: str = "data.source.path") -> None:
+    """Raise UserError where there is no such file or folder."""
+    if not path.exists():
+        hint = did_you_mean_path(path)
+        raise UserError(f"{key}={path}: there is no such file or folder.{hint} It must name {expected}.")
 
 
 def read_text(file: Path) -> str:

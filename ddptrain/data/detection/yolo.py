@@ -21,6 +21,7 @@ from ddptrain.text import parse_yaml
 _ROUNDING = 1e-3
 _RULE = f"its edges must lie within 0..1 ({_ROUNDING:g} beyond counts as rounding and is cut off)"
 _NO_LABELS = ("classes.txt",)  # What labelImg and Label Studio put beside the labels
+_EXPECTED = "the data.yaml of a set in YOLO's layout"
 
 
 @final
@@ -44,7 +45,7 @@ class YoloFiles(DetectionSource):
     name = "yolo"
 
     def __init__(self, path: str | None = None, on_error: OnError = "stop", masks: bool = False) -> None:
-        self._file = files.checked_path(path, "the data.yaml of a set in YOLO's layout")
+        self._file = files.checked_path(path, _EXPECTED)
         self._on_error = on_error
         self._masks = masks
 
@@ -52,6 +53,7 @@ class YoloFiles(DetectionSource):
         return YoloFiles(str(self._file), "skip", self._masks)
 
     def open(self, root: Path) -> DetectionSet:
+        files.check_exists(self._file, _EXPECTED)
         layout = _read_layout(self._file)
         problems = Problems(self._file, self._on_error)
         train = _images_of_part(layout, "train", layout.train, problems)
