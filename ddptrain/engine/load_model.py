@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ddptrain.api.strategy import Strategy
 from ddptrain.distributed.foreach import mapped
 from ddptrain.errors import UserError
+from ddptrain.torch_private import is_dense
 
 
 def fit_model(model: nn.Module, weights: Mapping[str, Any], where: str) -> None:
@@ -28,11 +29,12 @@ def load_model(model: nn.Module, weights: Mapping[str, Any], strategy: Strategy)
 def part_of(value: Any, like: Any, strategy: Strategy) -> Any:
     """An optimizer's state has tensors of its parameter's shape and others, which all ranks keep. The first
     get the parameter's layout, too: fused kernels read both number by number, as they lie in memory, and a
-    run in channels_last may be resumed without."""
+    run in channels_last may be resumed without. Not for a parameter with gaps, which no fused kernel moves:
+    a kernel may round otherwise in another layout."""
     if not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     part = strategy.part(value, like)
-    if part.stride() == like.stride():
+    if part.stride() == like.stride() or not is_dense(like):
         return part
     return torch.empty_like(like, dtype=part.dtype, device=part.device).copy_(part)
 
