@@ -1,4 +1,4 @@
-"""'Did you mean': the nearest known names to a misspelt one."""
+"""Keys: of overrides and of nested mappings, and the nearest known ones to a misspelt one."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -22,6 +22,11 @@ def did_you_mean_path(path: Path) -> str:
     """The same for a path of which there is none, among what lies in its folder."""
     others = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
     return did_you_mean(path.name, others)
+
+
+def key_of(word: str) -> str:
+    """The key that an override is of: ``+optim.lr=1`` is of ``optim.lr``."""
+    return word.lstrip("+~").partition("=")[0]
 
 
 def flat_values(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -46,6 +46,11 @@ def quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
+def quoted_if_needed(text: Path | str) -> str:
+    """The same, plain where it can be: letters beyond ASCII are none to Hydra's grammar."""
+    return str(text) if re.fullmatch(r"[\w./-]+", str(text), re.ASCII) else quoted(str(text))
+
+
 def first_few(names: Sequence[str], most: int) -> str:
     """``a, b and 3 more``; '' without any."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

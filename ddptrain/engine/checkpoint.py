@@ -187,7 +187,8 @@ class Checkpointer:
         if damaged:
             raise UserError(
                 f"{self._folder}: none of its {len(damaged)} checkpoints can be used. {damaged[0]}"
-                " Name another one (run.resume=<folder>), or start anew (run.resume=never)."
+                " Name another one and a new folder (run.resume=<checkpoint> run.dir=<new>), or start anew"
+                " (run.resume=never)."
             )
         return None
 

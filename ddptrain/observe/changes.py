@@ -15,16 +15,20 @@ _OF_ONE_START = ("run.", "sweep.")
 log = logging.getLogger("ddptrain")
 
 
-def note_changes(folder: Path, tree: Mapping[str, Any], step: int) -> None:
-    """A line in ``changes.jsonl`` where the run has had another config up to this step."""
+def note_changes(folder: Path, tree: Mapping[str, Any], step: int) -> Mapping[str, Any]:
+    """A line in ``changes.jsonl`` where the run has had another config up to this step. Returns the config to
+    keep: what a run starts from stays as it was."""
     path = folder / "config.yaml"
     if not step or not path.is_file():
-        return
+        return tree
     try:
-        before = flat_values(parse_yaml(path.read_text()))
+        saved = parse_yaml(path.read_text())
     except ValueError:  # damaged; it is written anew
-        return
-    now = flat_values(tree)
+        return tree
+    if saved["init"] != tree["init"]:
+        log.warning("note       init.*: has no effect, for the run goes on from step %d", step)
+        tree = {**tree, "init": saved["init"]}
+    before, now = flat_values(saved), flat_values(tree)
     keys = [key for key in {**before, **now} if not key.startswith(_OF_ONE_START)]
     changed = {key: [before.get(key), now.get(key)] for key in keys if before.get(key) != now.get(key)}
     if changed:
@@ -32,3 +36,4 @@ def note_changes(folder: Path, tree: Mapping[str, Any], step: int) -> None:
             log.info("changed    %s=%s (up to step %d: %s)", key, new, step, old)
         with (folder / CHANGES).open("a") as file:
             file.write(json.dumps({"step": step, "changed": changed}) + "\n")
+    return tree

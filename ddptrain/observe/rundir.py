@@ -22,6 +22,7 @@ from ddptrain.api.world import World
 from ddptrain.errors import UserError
 from ddptrain.observe.changes import note_changes
 from ddptrain.observe.lock import LOCK, lost, unwritable
+from ddptrain.text import parse_json
 from ddptrain.version import __version__
 
 _LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy", "pillow")
@@ -29,6 +30,7 @@ _LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", 
 
 _JOB = ".job"
 """The file that keeps which job has begun a run under ``run.resume=never``."""
+_JOB_IDS = {"TORCHELASTIC": "TORCHELASTIC_RUN_ID", "SLURM": "SLURM_JOB_ID"}
 
 
 def name_run(folder: str | None, recipe: str) -> Path:
@@ -59,20 +61,24 @@ def open_run(folder: Path) -> None:
 def note_job(folder: Path) -> None:
     """This job begins the run. Raises UserError if the folder can't be written."""
     try:
-        (folder / _JOB).write_text(_own_job())
+        (folder / _JOB).write_text(json.dumps(_own_jobs()))
     except OSError as error:
         raise unwritable(folder, error) from error
 
 
 def begun_by_this_job(folder: Path) -> bool:
     """Whether an earlier attempt of this job, by torchrun or SLURM, has begun the run."""
-    counts = (os.environ.get(f"{name}_RESTART_COUNT", "0") for name in ("TORCHELASTIC", "SLURM"))
-    job = folder / _JOB
-    return any(count != "0" for count in counts) and job.is_file() and job.read_text() == _own_job()
+    try:
+        begun = parse_json((folder / _JOB).read_text())
+    except (OSError, ValueError):
+        return False
+    restarted = (name for name in _JOB_IDS if os.environ.get(f"{name}_RESTART_COUNT", "0") != "0")
+    # each by itself: torchrun --standalone has another id after SLURM has requeued it
+    return any(begun.get(name) == _own_jobs()[name] for name in restarted)
 
 
-def _own_job() -> str:
-    return " ".join(os.environ.get(name, "none") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
+def _own_jobs() -> dict[str, str]:
+    return {name: os.environ.get(variable, "none") for name, variable in _JOB_IDS.items()}
 
 
 def discard_unused(folder: Path) -> None:
@@ -106,8 +112,8 @@ def describe_run(
     own = [word for word in arguments if not word.startswith(ours)]  # not of sweep or bench
     try:
         tree = {**config, "controllers": theirs}
-        note_changes(folder, tree, step)
-        (folder / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+        kept = note_changes(folder, tree, step)
+        (folder / "config.yaml").write_text(yaml.safe_dump(dict(kept), sort_keys=False))
         (folder / "command.txt").write_text(command_line(world, own) + "\n", encoding="utf-8")
         (folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n")
     except OSError as error:

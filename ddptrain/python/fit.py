@@ -18,6 +18,7 @@ from ddptrain.config.arguments import SCRIPT, TRUST, Arguments
 from ddptrain.data.generators import restored
 from ddptrain.distributed.launcher.process import OBJECTS, leave
 from ddptrain.errors import ExitCode, UserError
+from ddptrain.keys import key_of
 from ddptrain.python.objects import objects_of, write_objects
 from ddptrain.python.run import Run
 from ddptrain.python.train import check_options, train_in_processes
@@ -27,7 +28,7 @@ from ddptrain.text import quoted
 from ddptrain.verbs.argv import parse
 from ddptrain.verbs.composing import composed, own_options, recorded
 from ddptrain.verbs.main import main
-from ddptrain.verbs.script import FIT_INTO, key_of
+from ddptrain.verbs.script import FIT_INTO
 
 _calls = itertools.count(1)
 """Of `fit`, in one of torchrun's processes."""
@@ -113,7 +114,7 @@ def fit(
     with tempfile.TemporaryDirectory(prefix="ddptrain-") as folder:
         environment = {OBJECTS: write_objects(objects, overrides, Path(folder))}
         ran = train_in_processes([*_script(), *overrides], 1 if ranks is None else ranks, environment)
-    return Run(ran, _own(objects))
+    return Run(ran, _own(objects), own_options(parse(["train", *overrides])))
 
 
 def _as_a_rank(given: Callable[[], tuple[Objects, list[str]]], ranks: int | None) -> Run:
@@ -134,7 +135,7 @@ def _as_a_rank(given: Callable[[], tuple[Objects, list[str]]], ranks: int | None
         assert known is not None, "there is no option that asks for something else"
         with recorded():
             folder = run(known[0], [*script, *own_options(arguments), *known[1]])
-        runs.append(Run(folder, _own(objects)))
+        runs.append(Run(folder, _own(objects), own_options(arguments)))
         return ExitCode.DONE
 
     with restored(), _main_not_imported(), _job(next(_calls)):

@@ -45,6 +45,9 @@ def load(
     one, else the last. device: as the key ``device``. Needs the data set only where the checkpoint does not
     say enough about it. Raises UserError.
     """
-    folder, objects = (run.folder, run.objects) if isinstance(run, Run) else (os.fspath(run), None)
-    module, task, data, path = loaded(folder, words, checkpoint or "", device, objects)
+    if not isinstance(run, Run):
+        module, task, data, path = loaded(os.fspath(run), words, checkpoint or "", device, None)
+    else:
+        own = (*run.options, *words)
+        module, task, data, path = loaded(run.folder, own, checkpoint or "", device, run.objects)
     return Trained(module, tuple(data.outputs), data.preprocess, partial(task.predict_sample, module), path)

@@ -11,8 +11,9 @@ from ddptrain.config.arguments import SCRIPT
 from ddptrain.recipes.given import Objects, giving, read
 from ddptrain.run.setup import loaded_model
 from ddptrain.verbs.argv import parse
+from ddptrain.verbs.composing import own_options
 from ddptrain.verbs.saved_run import read_run_to_load
-from ddptrain.verbs.script import objects_file
+from ddptrain.verbs.script import fit_arguments, objects_file
 
 
 def loaded(
@@ -21,7 +22,8 @@ def loaded(
     """The model in evaluation mode, its task and data, and the checkpoint's folder. objects: of a run of
     `fit`; their model gets the weights; without them, ``--script=<file>.py`` among the words tells."""
     if objects is None and (named := parse(["evaluate", *words]).values_of(SCRIPT)):
-        objects = read(objects_file(Path(named[-1])))
+        file = objects_file(Path(named[-1]))
+        objects, words = read(file), [*words, *own_options(fit_arguments(file))]
     run = read_run_to_load([f"run={folder}", f"checkpoint={checkpoint}", *words])
     with nullcontext() if objects is None else giving(objects):
         return loaded_model(*run, device)

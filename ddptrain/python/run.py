@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -24,12 +24,18 @@ if TYPE_CHECKING:
 class Run:
     """A run as its folder tells of it now; made again, it tells of a run that has gone on.
 
-    objects: what `ddptrain.fit` has trained here. Raises UserError where the folder is no run's, or a file in
-    it is damaged.
+    objects, options: what `ddptrain.fit` has trained here, and its ``--trust``, ``--config-dir``, ``--env``.
+    Raises UserError where the folder is no run's, or a file in it is damaged.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], objects: "Objects | None" = None) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        objects: "Objects | None" = None,
+        options: Sequence[str] = (),
+    ) -> None:
         self.objects = objects
+        self.options = options
         self.folder = Path(folder).absolute()
         """Absolute, so that it is found from any current folder."""
         if not (self.folder / "config.yaml").is_file():
@@ -64,7 +70,7 @@ class Run:
         """The trained model: ``ddptrain.load(run).module``, made at the first use."""
         from ddptrain.python.loaded import loaded
 
-        return loaded(self.folder, (), "", "cpu", self.objects)[0]
+        return loaded(self.folder, self.options, "", "cpu", self.objects)[0]
 
     def __repr__(self) -> str:
         values = "".join(f"  {name} {v:.4f}" for name, v in self.metrics.items() if "/" not in name)

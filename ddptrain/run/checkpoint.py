@@ -59,6 +59,8 @@ def verify(of: RunFolder, checkpoint: str = "") -> None:
     if not every:
         raise UserError(f"run={of.folder}: holds no checkpoint yet.")
     if checkpoint == "last":
+        if not steps:
+            raise UserError(f"run={of.folder}: holds no checkpoint of a step; it has best.")
         every = steps[-1:]
     elif checkpoint:
         every = [folder / checkpoint if (folder / checkpoint).is_dir() else Path(checkpoint)]

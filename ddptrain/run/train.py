@@ -107,6 +107,8 @@ def run(config: Config, arguments: Sequence[str]) -> Path:
             finished = on_first_rank(world, lambda: _is_summarised(folder, steps))  # others may not have it
             if done > steps or (done == steps and finished):
                 log.info("this run is finished; raise train.epochs or train.steps to go on")
+                if config.run.mirror is not None:
+                    log.info("mirror     nothing is sent to run.mirror=%s", config.run.mirror)
                 on_first_rank(world, lambda: unlock_folder(folder))
                 return folder
             on_first_rank(world, lambda: describe_run(folder, asdict(config), world, arguments, done))
@@ -252,6 +254,7 @@ def _opened_folder(config: Config) -> Path:
         lock_folder(folder)  # no running job's folder is renamed away under it
         try:
             old.rename(old.with_name(f"{old.name}.{time.strftime('%Y-%m-%d_%H-%M-%S')}"))
+            old.mkdir()  # run.dir may be a link to it
         except OSError as error:
             raise UserError(
                 f"run.resume=never: {folder} holds a run and can't be renamed to make place"

@@ -2,7 +2,8 @@
 
 from ddptrain.config.arguments import Arguments
 from ddptrain.distributed.launcher.spinning import choose_spinning
-from ddptrain.errors import ExitCode
+from ddptrain.errors import ExitCode, UserError
+from ddptrain.observe.mirror.layout import is_mirror
 from ddptrain.verbs.composing import recorded
 from ddptrain.verbs.saved_run import CHECKPOINT_WORDS, read_run_with_settings
 from ddptrain.verbs.verb import Verb
@@ -25,6 +26,9 @@ A file that runs without ddptrain, checked against the model on the same batch b
 def export(arguments: Arguments) -> int:
     """Words that are no keys of the config are for the task."""
     config, folder, checkpoint, settings = read_run_with_settings(arguments, own=["precision"])
+    mirrored = any(is_mirror(word.removeprefix("run=")) for word in arguments.overrides)
+    if mirrored and "out" not in settings:
+        raise UserError("export: name the file, out=<file>; the run lies in a store.")
     choose_spinning()
     from ddptrain.run import export
 

@@ -25,17 +25,18 @@ def verb_names() -> tuple[str, ...]:
 
 
 def verb_named(name: str) -> Verb:
-    """Imports its module. Of another package's that can't be imported a verb that says so: help and the other
-    verbs go on."""
+    """Imports its module. Of another package's that can't be imported, or is none, a verb that says so: help
+    and the other verbs go on."""
     (entry, *_) = metadata.entry_points(group=ENTRY_POINTS, name=name)
     try:
         verb = entry.load()
-    except ImportError as error:
+    except Exception as error:  # of any kind: another package's code
         if entry.value.startswith("ddptrain."):
             raise
-        return _broken(f"{name}: {entry.value} can't be imported ({error}). Mend or uninstall its package.")
+        why = f"{type(error).__name__}: {error}"
+        return _broken(f"{name}: {entry.value} can't be imported ({why}). Mend or uninstall its package.")
     if not isinstance(verb, Verb):
-        raise UserError(f"{name}: the entry point {entry.value} must name a ddptrain.verbs.verb.Verb.")
+        return _broken(f"{name}: the entry point {entry.value} must name a ddptrain.verbs.verb.Verb.")
     return verb
 
 

@@ -7,10 +7,15 @@ from ddptrain.config.augment_group import Tree
 from ddptrain.config.compose import run_jobs
 from ddptrain.config.search_path import open_user_code
 from ddptrain.errors import UserError
+from ddptrain.keys import key_of
 from ddptrain.tools.sweep.hydra_sweep import launching
 from ddptrain.tools.sweep.run import SweepPoint, SweepRunner
 from ddptrain.verbs.argv import INFO
 from ddptrain.verbs.composing import complete, expect_no_sweep, own_options
+
+_HAVE_FOLDERS = (
+    "the jobs of a sweep have folders of their own, below sweep.dir, and go on there; leave it out."
+)
 
 
 def multirun(arguments: Arguments) -> int:
@@ -20,8 +25,11 @@ def multirun(arguments: Arguments) -> int:
     sweep = SweepRunner()
 
     def point(tree: Tree, words: Sequence[str]) -> SweepPoint:
+        config = complete(tree, arguments)
+        if config.run.resume != "auto":
+            raise UserError(f"run.resume={config.run.resume}: {_HAVE_FOLDERS}")
         own = [word for word in words if not word.lstrip("+").startswith("sweep.")]
-        return SweepPoint(complete(tree, arguments), (*own_options(arguments), *places, *own))
+        return SweepPoint(config, (*own_options(arguments), *places, *own))
 
     def job(tree: Tree, overrides: list[str]) -> None:  # under a launcher that is not ours
         open_user_code(arguments.config_dirs, arguments.trusted)  # in a process of its making
@@ -44,11 +52,11 @@ def _check(arguments: Arguments) -> None:
         if option.partition("=")[0] in ("--cfg", "-c", EXPLAIN, *INFO):
             raise UserError(f"{option}: shows one config; leave --multirun out.")
     launchers = [word for word in arguments.overrides if word.startswith("hydra/launcher=")]
-    if launchers and launchers[-1] != "hydra/launcher=gpu_pool":
+    foreign = bool(launchers) and launchers[-1] != "hydra/launcher=gpu_pool"
+    if foreign:
         expect_no_sweep(arguments)
     for word in arguments.overrides:
-        if word.startswith(("run.dir=", "run.resume=")):
-            raise UserError(
-                f"{word}: the jobs of a sweep have folders of their own, below sweep.dir, and go on there;"
-                " leave it out."
-            )
+        if foreign and key_of(word) == "run.mirror":
+            raise UserError(f"{word}: the jobs of {launchers[-1]} would all be sent there; leave it out.")
+        if key_of(word) in ("run.dir", "run.resume"):
+            raise UserError(f"{word}: {_HAVE_FOLDERS}")

@@ -41,6 +41,8 @@ def report(arguments: Arguments) -> int:
 
     if "to" not in settings and any(map(is_mirror, folders)):
         settings.setdefault("out", "report.html")  # not into the cache
+    if "run" in settings:
+        settings["run"] = str(place_of(settings["run"], checkpoints=False))
     run.run([place_of(folder, checkpoints=False) for folder in folders], settings)
     return ExitCode.DONE
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from ddptrain.config.arguments import SCRIPT, Arguments
 from ddptrain.distributed.launcher.process import OBJECTS, environment_of_no_rank
 from ddptrain.errors import UserError
+from ddptrain.keys import key_of
 from ddptrain.verbs.argv import parse
 
 FIT_INTO = "DDPTRAIN_FIT_INTO"
@@ -27,9 +28,10 @@ def with_script(arguments: Arguments, composes: bool) -> Arguments:
     no others; its objects are known to this process and those that it starts."""
     if not (named := arguments.values_of(SCRIPT)):
         return arguments
-    if OBJECTS not in os.environ:  # else a rank of a launch that has run it
+    # in a rank of a launch it is there; on another node (sweep.on=slurm) its name alone is
+    if not Path(os.environ.get(OBJECTS, "")).is_file():
         os.environ[OBJECTS] = str(objects_file(Path(named[-1])))
-    given = parse(["train", *json.loads(Path(os.environ[OBJECTS]).with_name(WORDS).read_text())])
+    given = fit_arguments(Path(os.environ[OBJECTS]))
     own = set(map(key_of, arguments.overrides))
     if arguments.verb not in ("train", "launch") or arguments.sweeps:  # these name folders of their own
         own.add("run.dir")
@@ -42,9 +44,9 @@ def with_script(arguments: Arguments, composes: bool) -> Arguments:
     )
 
 
-def key_of(word: str) -> str:
-    """The key that an override is of."""
-    return word.lstrip("+~").partition("=")[0]
+def fit_arguments(objects: Path) -> Arguments:
+    """The command line that a program gives to `fit` with these objects."""
+    return parse(["train", *json.loads(objects.with_name(WORDS).read_text())])
 
 
 def objects_file(script: Path) -> Path:
@@ -53,7 +55,7 @@ def objects_file(script: Path) -> Path:
     if not script.is_file():
         raise UserError(f"{SCRIPT}={script}: there is no such file.")
     folder = Path(tempfile.mkdtemp(prefix="ddptrain-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_remove, folder, os.getpid())
     ended = subprocess.run(
         [sys.executable, str(script)],
         env={**environment_of_no_rank(), FIT_INTO: str(folder)},
@@ -68,3 +70,9 @@ def objects_file(script: Path) -> Path:
         said = f"it ended with exit code {ended.returncode}:\n{end}" if ended.returncode else "it never does."
         raise UserError(f"{SCRIPT}={script}: must call ddptrain.fit, and {said}")
     return folder / "objects.pkl"
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """Only by the process that has made it: ranks are forked, and a restart needs it."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)

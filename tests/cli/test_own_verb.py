@@ -53,18 +53,32 @@ def test_a_verb_on_a_runs_model(installed: str, tmp_path: Path) -> None:
     assert told.out == counted[1].replace(",", "") + "\n", told.err
 
 
-def test_a_broken_package_is_named_and_the_others_go_on(installed: str, tmp_path: Path) -> None:
-    (Path(installed) / "sizes.py").write_text("import nowhere_at_all\n")
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (
+            "import nowhere_at_all",
+            "sizes:VERB can't be imported (ModuleNotFoundError: No module named 'nowhere_at_all')",
+        ),
+        (
+            "from ddptrain.verbs.verb import Verb\nVERB = Verb(of_another_version=True)",
+            "sizes:VERB can't be imported (TypeError: ",
+        ),
+        ("VERB = (", "sizes:VERB can't be imported (SyntaxError: "),
+        ("VERB = 1", "the entry point sizes:VERB must name a ddptrain.verbs.verb.Verb."),
+    ],
+)
+def test_a_broken_package_is_named_and_the_others_go_on(
+    installed: str, tmp_path: Path, module: str, said: str
+) -> None:
+    (Path(installed) / "sizes.py").write_text(f"{module}\n")
     listed = ddptrain(tmp_path, "--help", PYTHONPATH=installed)
     assert listed.code == 0, listed.err
-    assert re.search(
-        r"^  sizes +sizes:VERB can't be imported \(No module named 'nowhere_at_all'\)", listed.out, re.M
-    )
+    assert re.search(rf"^  sizes +{re.escape(said)}", listed.out, re.M), listed.out
     assert re.search(r"^  evaluate ", listed.out, re.M)
     used = ddptrain(tmp_path, "sizes run=run", PYTHONPATH=installed)
     assert used.code == 2
-    assert used.err.startswith("ddptrain: sizes: sizes:VERB can't be imported")
-    assert "Mend or uninstall its package." in used.err
+    assert used.err.startswith(f"ddptrain: sizes: {said}")
 
 
 def test_it_is_completed(installed: str) -> None:

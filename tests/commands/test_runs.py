@@ -6,12 +6,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from compare import assert_same
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddptrain.engine.saved_checkpoint import read, unpack
+from ddptrain.observe.changes import note_changes
+from ddptrain.observe.rundir import begun_by_this_job, note_job
 
 SMALL = ["recipe=cnn_cifar10", "data=shapes", "data.source.train=300", "data.source.valid=90", "device=cpu",
          "train.batch_size=64", "train.epochs=3", "log.every=5"]  # fmt: skip
@@ -110,9 +114,48 @@ def test_the_same_command_goes_on_where_a_run_was_stopped(tmp_path: Path) -> Non
 @pytest.mark.long
 def test_never_resuming_keeps_the_old_run_beside_the_new(tmp_path: Path) -> None:
     command = [*SMALL, "train.steps=2", "run.dir=mine"]
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "mine").symlink_to("disk")
     assert start(tmp_path, *command).returncode == 0
     assert start(tmp_path, *command, "run.resume=never").returncode == 0
-    assert len(list(tmp_path.glob("mine*/checkpoints/step-2"))) == 2
+    assert len(list(tmp_path.glob("disk*/checkpoints/step-2"))) == 2
+    assert (tmp_path / "mine").is_symlink()
+
+
+def test_a_job_that_is_requeued_is_the_same_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun --standalone and launch make an id of their own at each start."""
+    for variable in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(variable, raising=False)
+    assert not begun_by_this_job(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    note_job(tmp_path)
+    assert not begun_by_this_job(tmp_path), "typed again"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
+    assert begun_by_this_job(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert not begun_by_this_job(tmp_path)
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert begun_by_this_job(tmp_path)
+
+
+def test_a_run_that_goes_on_keeps_what_it_has_started_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def tree(weights: str | None, lr: float) -> dict[str, Any]:
+        return {"init": {"weights": weights, "skip": []}, "optim": {"lr": lr}}
+
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree("a.pt", 1.0)))
+    assert note_changes(tmp_path, tree("a.pt", 2.0), 3) == tree("a.pt", 2.0)
+    assert "init" not in caplog.text
+    assert note_changes(tmp_path, tree("b.pt", 2.0), 3) == tree("a.pt", 2.0)
+    assert "init.*: has no effect, for the run goes on from step 3" in caplog.text
+    assert note_changes(tmp_path, tree("b.pt", 2.0), 0) == tree("b.pt", 2.0), "before the first step"
+    lines = (tmp_path / "changes.jsonl").read_text().splitlines()
+    assert [json.loads(line)["changed"] for line in lines] == [{"optim.lr": [1.0, 2.0]}] * 2
 
 
 @pytest.mark.long

@@ -98,6 +98,8 @@ def test_a_folder_as_mirror(tmp_path: Path) -> None:
     run, store = tmp_path / "run", opened(str(tmp_path / "mirror"), "run.mirror", 1)
     for step in (1, 2):
         run_of(run, step)
+    (run / "trackers").mkdir()
+    (run / "trackers/run.json").write_text('{"id": "7"}')
     sender = sender_of(run, store)
     assert sender.send() == "step-2"
     first = the_index(store)
@@ -113,6 +115,7 @@ def test_a_folder_as_mirror(tmp_path: Path) -> None:
     new = tmp_path / "new"
     new.mkdir()
     assert restore(str(tmp_path / "mirror"), new)
+    assert "trackers/run.json" in the_index(store).files
     for path in the_index(store).files:
         assert (new / path).read_bytes() == (run / path).read_bytes()
     assert not list(new.rglob("*.part"))

@@ -344,6 +344,8 @@ def test_words_name_classes_of_packages_that_are_trusted(
     run = ddptrain.fit(net(), (X, Y), None, *words, **asked, trust=["theirs"])
     assert run.outcome == "done"
     assert "--trust=theirs" in (run.folder / "command.txt").read_text()
+    assert not run.model.training
+    assert not ddptrain.load(run).module.training
     assert "Plain" in capfd.readouterr().out
     with pytest.raises(UserError, match="nowhere: is not installed"):
         ddptrain.fit(net(), (X, Y), None, **asked, trust=["nowhere"])

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from running import FAULTY
 from shell import ddptrain, early_refusal, in_new_process, refusal, with_imports
 from sweeps import SWEPT, events, points, start, statuses, swept_words
 
+from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
-from ddptrain.tools.sweep.ledger import Ledger, read_ledger
+from ddptrain.text import quoted_if_needed
+from ddptrain.tools.sweep.ledger import Ledger, job_key, read_ledger
 
 TYPED = f"--multirun --config-dir={SWEPT} recipe=swept device=cpu sweep.dir=sweep"
 
@@ -176,6 +179,7 @@ def test_a_sweep_folder_has_one_sweep(tmp_path: Path) -> None:
         ("task.point=1,2 device=cpu,cuda", "device: all jobs"),
         ("task.point=1,2 device=cuda:1", "sweep.gpus=[1]"),
         ("task.point=1,2 run.resume=never", "run.resume=never"),
+        ("task.point=1,2 ++run.resume=never", "run.resume=never"),
         ("task.point=1,2 optim=sgd,sdg", "Did you mean sgd?"),
         ("task.point=range(0)", "make no job"),
         ("task.point=1,2 sweep.dir=a,b", "sweep.dir: says how"),
@@ -197,6 +201,29 @@ def test_words_of_a_sweep_are_refused_where_there_is_none(tmp_path: Path) -> Non
     words = "--multirun recipe=cnn_digits seed=1,2"
     assert "Did you mean gpu_pool?" in refusal(tmp_path, f"{words} hydra/launcher=gpu_pol")
     assert "hydra/launcher=../x" in refusal(tmp_path, f"{words} hydra/launcher=../x")
+
+
+def test_jobs_of_another_launcher_share_no_mirror(tmp_path: Path) -> None:
+    words = "--multirun recipe=cnn_digits seed=1,2 hydra/launcher=basic run.mirror=s3://bucket/x"
+    assert "run.mirror=s3://bucket/x: the jobs of hydra/launcher=basic" in refusal(tmp_path, words)
+
+
+def test_a_recipe_starts_no_job_anew(tmp_path: Path) -> None:
+    (tmp_path / "own/recipe").mkdir(parents=True)
+    recipe = (SWEPT / "recipe/swept.yaml").read_text()
+    (tmp_path / "own/recipe/theirs.yaml").write_text(f"{recipe}\nrun:\n  resume: never\n")
+    words = f"--multirun --config-dir={SWEPT} --config-dir=own recipe=theirs device=cpu task.point=1,2"
+    assert refusal(tmp_path, words).startswith("run.resume=never: the jobs of a sweep have folders")
+
+
+def test_points_of_two_programs_are_two_jobs(tmp_path: Path) -> None:
+    """The config of ``--script`` says nothing of what is in it."""
+    keys = set()
+    for content in ("a = 1", "a = 2"):
+        (tmp_path / "mine.py").write_text(content)
+        keys.add(job_key(Config(recipe="fit"), [f"--script={tmp_path / 'mine.py'}", "optim.lr=1"]))
+    keys.add(job_key(Config(recipe="fit"), ["optim.lr=1"]))
+    assert len(keys) == 3
 
 
 def test_a_folder_that_the_ledger_does_not_know_is_not_gone_on_in(tmp_path: Path) -> None:
@@ -237,6 +264,12 @@ def test_a_folder_of_any_name(tmp_path: Path) -> None:
     job = start(tmp_path, words)
     assert job.wait() == 0, job.text
     assert [path.name for path in tmp_path.glob("*/000/summary.json")] == ["summary.json"]
+
+
+@pytest.mark.parametrize("folder", ["a/b-1.c_d", "größe", "a b", "x=1", r"it's\a", "a,b"])
+def test_a_path_is_a_value_as_it_is(folder: str) -> None:
+    parsed = OverridesParser.create().parse_override(f"run.dir={quoted_if_needed(Path(folder))}")
+    assert parsed.value() == folder
 
 
 def test_how_a_sweep_is_run_is_not_for_a_recipe_to_say(tmp_path: Path) -> None:

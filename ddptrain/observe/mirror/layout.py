@@ -21,8 +21,11 @@ from there, or before it was restored there. A process that sends the run locks 
 DOCUMENTS = (
     "config.yaml", "command.txt", "environment.json", "changes.jsonl", "metrics.jsonl", "log.txt",
     "times.json", "summary.json",
+    "trackers/run.json",
+    *(f"trackers/{name}.sent.json" for name in ("mlflow", "wandb", "trackio")),
 )  # fmt: skip
-"""Files of a run's folder that are mirrored beside its checkpoints."""
+"""Files of a run's folder that are mirrored beside its checkpoints. With those of trackers a run that is
+restored is the same run there."""
 CHECKPOINT = re.compile(r"best|best-before|step-\d+")
 _FORMAT = 1
 _IN_CHECKPOINT = re.compile(r"state\.pt|manifest\.json|shards/(\.metadata|__\d+_\d+\.distcp)")

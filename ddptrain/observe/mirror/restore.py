@@ -140,6 +140,7 @@ def _move(store: Store, index: Index, problems: dict[str, Unusable], part: Path,
     (folder / _MARK).touch()
     for name in DOCUMENTS:
         if (part / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True)
             (part / name).replace(folder / name)
     (part / "checkpoints").rename(folder / "checkpoints")
 

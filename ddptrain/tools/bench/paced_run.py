@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.errors import UserError
+from ddptrain.text import quoted
 
 _STARTS_WITHIN_S = 300.0  # Compiling takes a minute or two
 _READ_AHEAD = 3  # Batches that a loader process has ready while nobody asks: two, and one in its hands
@@ -92,10 +93,11 @@ class PacedRun:
         """To each of its ranks."""
         self._stale = 0
         launch = ["launch", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        pacing = f"{{_target_:ddptrain.tools.bench.pacing.Pacing,address:'{folder / 'turns'}'}}"
+        address = quoted(str(folder / "turns"))
+        pacing = f"{{_target_:ddptrain.tools.bench.pacing.Pacing,address:{address}}}"
         own = [
             f"log.every={steps}",
-            f"run.dir={folder / 'run'}",
+            f"run.dir={quoted(str(folder / 'run'))}",
             "run.mirror=null",
             f"+controllers.pacing={pacing}",
         ]

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
+from ddptrain.text import quoted_if_needed
 
 log = logging.getLogger("ddptrain")
 
@@ -136,7 +137,12 @@ class Trials:
     def training(self, name: str, ranks: int, *more: str) -> Iterator[RunningCommand]:
         """``more``: overrides that beat the words of all."""
         began = time.monotonic()
-        words = [*self.words, *more, f"run.dir={self.folder / name}", "run.mirror=null"]
+        words = [
+            *self.words,
+            *more,
+            f"run.dir={quoted_if_needed(str(self.folder / name))}",
+            "run.mirror=null",
+        ]
         running = RunningCommand(words, ranks, self.threads, self.folder / f"{name}.txt")
         try:
             yield running

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddptrain.config.arguments import SCRIPT
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
 from ddptrain.observe.lock import lock_folder, unwritable
@@ -210,7 +211,12 @@ def read_ledger(folder: Path, live: bool) -> list[Job]:
     return jobs
 
 
-def key_of(config: Config) -> str:
-    """A hash of all that a job follows from."""
+def job_key(config: Config, words: Sequence[str]) -> str:
+    """A hash of all that a job follows from: its config, and the program of ``--script`` among its words."""
     tree = {name: value for name, value in asdict(config).items() if name not in _NOT_HASHED}
-    return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    content = json.dumps(tree, sort_keys=True, default=str).encode()
+    for word in words:
+        option, _, path = word.partition("=")
+        if option == SCRIPT:
+            content += Path(path).read_bytes()
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import signal
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Any, BinaryIO
 from ddptrain.config.schema import Config
 from ddptrain.config.strategy import is_ddp
 from ddptrain.errors import ExitCode
-from ddptrain.text import json_object, quoted
+from ddptrain.text import json_object, quoted_if_needed
 from ddptrain.tools.sweep.ledger import Job
 
 OUTPUT = "output.txt"
@@ -177,10 +176,13 @@ class Machines(ABC):
         """
         launches = self.ranks > 1 or is_ddp(config.strategy)  # there one rank has a process group too
         launch = ["launch", f"--nproc-per-node={self.ranks}"] if launches else []
-        own = [*([] if self.on_cpu else ["device=cuda"]), f"run.dir={_plain_or_quoted(folder / job.folder)}"]
+        own = [
+            *([] if self.on_cpu else ["device=cuda"]),
+            f"run.dir={quoted_if_needed(folder / job.folder)}",
+        ]
         if config.run.mirror is not None:  # a place of its own for each point, whatever sweep asks for it
             place = f"{config.run.mirror}/{job.folder}-{job.key[:8]}"
-            own.append(f"run.mirror={_plain_or_quoted(place)}")
+            own.append(f"run.mirror={quoted_if_needed(place)}")
         return [sys.executable, "-m", "ddptrain", *launch, *job.words, *own]
 
 
@@ -198,7 +200,3 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _plain_or_quoted(path: Path | str) -> str:
-    return str(path) if re.fullmatch(r"[\w./-]+", str(path)) else quoted(str(path))

@@ -41,7 +41,7 @@ class Pool:
         self._requests: dict[int, PruningRequests] = {}
         self._waiting: deque[Job] = deque()
         self._configs: MutableMapping[int, Config] = {}
-        self._attempts: Counter[int] = Counter()
+        self._crashes: Counter[int] = Counter()
         self._stalls: Counter[int] = Counter()
         """Attempts in a row that were interrupted before they got further."""
         self._stop: signal.Signals | None = None
@@ -97,7 +97,6 @@ class Pool:
                 " folder: sweep.dir=..."
             )
         folder = self._ledger.folder / job.folder
-        self._attempts[job.number] = 1
         self._running[job.number] = self._machines.adopt(job, folder)
         self._requests[job.number] = PruningRequests(folder)
 
@@ -115,7 +114,6 @@ class Pool:
             words = self._machines.command(job, self._ledger.folder, config)
             metrics = [name for name in config.sweep.objectives or () if name not in COSTS]
             words.append(requests.controller(self._rule.prunes, metrics))
-            self._attempts[job.number] += 1
             where = self._machines.take()
             facts = {"on": self._machines.name, "on_cpu": self._machines.on_cpu, "gpus": where}
             self._ledger.write(job, "started", **facts)
@@ -187,9 +185,8 @@ class Pool:
         del self._running[number]
         self._machines.release(job.gpus)
         crashed = status == "failed" and (code in _MENDABLE or code > 128)
-        if again:
-            self._attempts[number] -= 1
-        if again or (crashed and self._attempts[number] <= config.sweep.retries):
+        self._crashes[number] += crashed
+        if again or (crashed and self._crashes[number] <= config.sweep.retries):
             self._waiting.append(job)
         self._board.changed(job)
 

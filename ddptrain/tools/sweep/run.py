@@ -11,7 +11,7 @@ from ddptrain.errors import ExitCode, UserError
 from ddptrain.observe.lock import is_locked
 from ddptrain.text import counted
 from ddptrain.tools.sweep.board import Board, common_words, print_table
-from ddptrain.tools.sweep.ledger import Job, Ledger, key_of, read_ledger
+from ddptrain.tools.sweep.ledger import Job, Ledger, job_key, read_ledger
 from ddptrain.tools.sweep.local import LocalMachine
 from ddptrain.tools.sweep.machines import Machines
 from ddptrain.tools.sweep.pool import Pool, unfinished
@@ -76,7 +76,7 @@ class SweepRunner:
             _print_plan(list(plan.values()), folder, machines, rule)
             return jobs
         self._ledger = ledger = self._ledger or Ledger(folder)
-        jobs = [ledger.job(key_of(point.config), point.words) for point in points]
+        jobs = [ledger.job(job_key(point.config, point.words), point.words) for point in points]
         batch = {job.number: point.config for job, point in zip(jobs, points, strict=True)}
         self._numbers |= batch.keys()
         distinct = [job for job in ledger.jobs if job.number in batch]
@@ -121,7 +121,7 @@ class SweepRunner:
                     board.changed(refused)
             else:
                 return None
-            job = ledger.job(key_of(sweep_point.config), sweep_point.words)
+            job = ledger.job(job_key(sweep_point.config, sweep_point.words), sweep_point.words)
             if sweep_point.words not in (job.words, *job.also):
                 ledger.write(job, "asked", words=list(sweep_point.words))
             self._numbers.add(job.number)
@@ -183,7 +183,7 @@ def _note_late(jobs: Sequence[Job], rule: PruningRule, board: Board) -> None:
 def _planned(points: Sequence[SweepPoint], folder: Path) -> list[Job]:
     """The jobs as the ledger would have them; nothing is written."""
     known = {job.key: job for job in read_ledger(folder, is_locked(folder))}
-    keys = [key_of(point.config) for point in points]
+    keys = [job_key(point.config, point.words) for point in points]
     return [known.setdefault(key, Job(len(known), key, p.words)) for key, p in zip(keys, points, strict=True)]
 
 

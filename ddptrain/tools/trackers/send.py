@@ -102,11 +102,13 @@ def send_once(folder: Path, to: str, project: str | None) -> str:
         raise UserError(f"{words}: there is no such tracker.{hint}")
     if not is_installed(to):
         raise UserError(f"{words}: needs {to}: pip install 'ddptrain[{to}]'")
-    (folder / "trackers").mkdir(exist_ok=True)
     try:
+        (folder / "trackers").mkdir(exist_ok=True)
         _lock = locked(folder, to, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"{words}: the run's own process is sending it. Wait until the run ends.") from None
+    except OSError as error:
+        raise UserError(f"{words}: can't write into {folder}/trackers ({error.strerror}).") from error
     try:
         sender = Sender(folder, to, project)
         with contextlib.redirect_stdout(io.StringIO()):  # MLflow prints its address, with what is in it
