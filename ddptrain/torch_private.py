@@ -151,6 +151,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
         _queue_callback(callback)
 
 
+def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
+    """As after ``update``: a step that was given up may have unscaled its gradients."""
+    scaler._per_optimizer_states.clear()
+
+
 def check_finite(tensors: list[Tensor], nonfinite: Tensor, one: Tensor) -> None:
     """Set ``nonfinite`` (0-d) to 1 if any number is not finite, in one pass over tensors of one dtype. The
     operator also multiplies by ``one``, which changes nothing."""

@@ -212,6 +212,8 @@ def check_parameters(optimizer: str, parameters: Sequence[Tensor]) -> None:
     """Raise UserError for those that torch's fused kernels can't move."""
     if not all(is_dense(p) for p in parameters):
         raise UserError(f"optim: {optimizer} moves no parameters with gaps in memory. Use optim=adamw.")
+    if any(p.is_complex() for p in parameters):
+        raise UserError(f"optim: {optimizer} moves no complex parameters. Use optim=adamw.")
     if fused_sgd_is_wrong(parameters):
         raise UserError(
             f"optim: {optimizer} moves bf16 and fp16 parameters on a CPU by a kernel of torch that is wrong"

@@ -153,7 +153,7 @@ def _best_padded(filters: list[Tensor]) -> bool:
     on a GPU, where launches cost more than arithmetic, unless they would grow too much."""
     if not filters[0].is_cuda:
         return False
-    largest = max(len(p) for p in filters) * max(p[0].numel() for p in filters)
+    largest = max(len(p) for p in filters) * max(p.shape[1:].numel() for p in filters)
     return len(filters) * largest <= _MOST_PADDING * sum(p.numel() for p in filters)
 
 

@@ -14,8 +14,17 @@ from ddptrain.distributed.snapshot import saved_buffers
 from ddptrain.errors import UserError
 
 
-def check_model(model: nn.Module) -> None:
-    """Raises UserError for lazy parameters, and for state that no checkpoint can hold."""
+def check_model(model: nn.Module, world_size: int = 1) -> None:
+    """Raises UserError for lazy parameters, for state that no checkpoint can hold, where nothing is trained,
+    and for buffers that several ranks can't exchange."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("model: no parameter requires a gradient, so there is nothing to train.")
+    for name, buffer in model.named_buffers() if world_size > 1 else ():
+        if buffer.layout != torch.strided:
+            raise UserError(
+                f"model: buffer {name} is sparse, and several ranks exchange dense ones alone. Use"
+                " to_dense(), or one rank."
+            )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise UserError(

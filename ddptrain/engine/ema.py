@@ -12,6 +12,7 @@ from ddptrain.api.strategy import Strategy
 from ddptrain.distributed.foreach import by_dtype, mapped
 from ddptrain.distributed.snapshot import saved_buffers
 from ddptrain.engine.load_model import load_model
+from ddptrain.errors import UserError
 
 
 class Average(ABC):
@@ -80,6 +81,14 @@ class ExponentialAverage(Average):
         self._model = model
         self._strategy = strategy
         self._layers = list(model.modules())
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and torch.finfo(parameter.dtype).eps > 1 - decay:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"ema.decay={decay}: {name} of the model is {dtype}, in which an average's steps are"
+                    " rounded away. Keep it in float32 (precision=bf16 computes in bf16), or use a smaller"
+                    " decay."
+                )
         own = [strategy.local(parameter.detach()) for parameter in model.parameters()]
         self._parameters = [(parameter.clone(), parameter) for parameter in own]
         self._buffers: dict[tuple[nn.Module, str], Tensor] = {}

@@ -55,7 +55,9 @@ def freeze(
     BatchNorms all of whose parameters match go into evaluation mode, in which their statistics stay as they
     are. Raises UserError where a pattern matches nothing, or all.
     """
-    named, every = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
+    every = dict(model.named_parameters(remove_duplicate=False))
+    # what the model itself holds fixed is not thawed
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     frozen_names: set[str] = set()
     for pattern in patterns:
         frozen_names |= matching_parameters(pattern, every, f"freeze={pattern}")
@@ -64,10 +66,11 @@ def freeze(
             names = matching_parameters(group["params"], every, f"optim.groups, params: {group['params']}")
             # the last one decides
             frozen_names = frozen_names | names if group["freeze"] else frozen_names - names
-    if not frozen_names and until is not None:
+    parameters = tuple(name for name in trained if name in frozen_names)
+    if not parameters and until is not None:
         raise UserError("thaw: nothing is frozen that could be thawed. Name it, as freeze=[backbone.*] does.")
-    if frozen_names and frozen_names == named.keys():
-        raise UserError("freeze: matches every parameter, so there is nothing to train.")
+    if parameters and len(parameters) == len(trained):
+        raise UserError("freeze: matches every parameter that is trained, so there is nothing to train.")
     norms = []
     for name, module in model.named_modules():
         own = [f"{name}.{part}" if name else part for part, _ in module.named_parameters(recurse=False)]
@@ -75,6 +78,6 @@ def freeze(
             norms.append(name)
     if not frozen_names or (until is not None and done >= until):
         return None
-    frozen = Frozen(tuple(name for name in named if name in frozen_names), tuple(norms), until)
+    frozen = Frozen(parameters, tuple(norms), until)
     frozen.freeze(model)
     return frozen

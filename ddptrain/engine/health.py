@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ddptrain.api.recipe import Loss
 from ddptrain.api.strategy import Strategy
 from ddptrain.distributed.foreach import by_dtype
+from ddptrain.engine.check_model import sparse_layers
 from ddptrain.errors import OutOfStep, UserError
 from ddptrain.text import first_few
 from ddptrain.torch_private import check_finite
@@ -80,8 +81,9 @@ class Health:
         self._loss: Tensor | None = None
         self._has_sent = False
         self._pending: list[_Pending] = []
-        self._plain: bool | None = None
-        """No gradient is sparse or complex; None until the first step shows it."""
+        odd = any(p.is_complex() for p in model.parameters()) or bool(sparse_layers(model))
+        self._plain: bool | None = False if odd else None
+        """No gradient is sparse or complex; None until the first step shows it: of a functional embedding."""
 
     def send(self, step: int, stop: bool, loss: Loss, ends_shard: bool) -> tuple[Tensor, Tensor] | None:
         """After a micro-batch's forward pass: a further root of its backward pass, as `Strategy.send_flags`

@@ -366,7 +366,7 @@ class Engine:
             "micro_batch": self._plan.micro_batch,
             "eval_batch_size": self._plan.eval_batch_size,
             "groups": list(self._state.groups),
-            "frozen": self._state.frozen is not None,
+            "thawed": self._state.thawed,
             "outputs": list(self._data.outputs),
             "recall": dict(self._data.metadata()),
             "metrics": dict(self._state.metrics),

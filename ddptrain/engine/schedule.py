@@ -15,10 +15,11 @@ class Schedule:
     rate; with the same config the rates are the same, bit for bit.
     """
 
-    def __init__(self, schedule: LRScheduler, on_gpu: bool = False) -> None:
-        """on_gpu: rates are float32, as a captured step has them in the device's memory: else a captured
-        step would have other bits than an eager one."""
+    def __init__(self, schedule: LRScheduler, steps: int, on_gpu: bool = False) -> None:
+        """steps: of the run. on_gpu: rates are float32, as a captured step has them in the device's memory:
+        else a captured step would have other bits than an eager one."""
         self._schedule = schedule
+        self._last = steps - 1
         self._step = 0
         self._exact = [group["lr"] for group in self._groups()] if on_gpu else None
         """The rates that torch's schedule goes on from."""
@@ -30,7 +31,8 @@ class Schedule:
 
     def at(self, step: int) -> None:
         """Give the optimizer's groups the rates of this step, counted from 0; an earlier one changes
-        nothing."""
+        nothing, and one past the end (of a run that was longer) has the last rates."""
+        step = min(step, self._last)
         if self._exact is None:
             self._move(step)
             return

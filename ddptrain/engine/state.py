@@ -66,6 +66,8 @@ class TrainState:
     """The optimizer's groups in words: what is trained, at which share of the rate."""
     frozen: Frozen | None = None
     """Now."""
+    thawed: bool = False
+    """What was frozen is trained since a step of this run."""
 
     def gathered(self, task: Task, world: World) -> dict[str, Any]:
         """`state_dict`, complete on rank 0, which writes it: includes the state that each rank has.
@@ -103,6 +105,7 @@ class TrainState:
             "optimizer": self.strategy.whole(self.optimizer.state_dict()),
             "optimizer_on_host": self._kept_on_host(),
             "groups": list(self.groups),
+            "optimizer_parameters": self._optimizer_parameters(),
             "optimizer_class": type(self.optimizer).__name__,
             "scaler": self.scaler.state_dict(),
             "average": self.strategy.whole(self.average.state_dict()),
@@ -122,9 +125,14 @@ class TrainState:
         """Train what was frozen: the strategy wraps the model again. Collectives."""
         assert self.frozen is not None
         self.frozen.thaw(self.model)
-        self.frozen = None
+        self.frozen, self.thawed = None, True
         self.wrapped.zero_grad(set_to_none=True)
         self.wrapped = self.strategy.wrap(self.model)
+
+    def _optimizer_parameters(self) -> list[str]:
+        """By name, in the order in which the optimizer keeps their state."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _kept_on_host(self) -> list[str]:
         """The optimizer's numbers that are not on their parameter's device, by name."""
@@ -151,15 +159,18 @@ class TrainState:
                     if (loaded[name].dtype, loaded[name].device) != (value.dtype, device):
                         loaded[name] = value.to(device)
 
-    def _check_groups(self, saved: Sequence[str], where: str) -> None:
-        """Raise UserError if a checkpoint's optimizer has other groups than this one."""
-        if len(saved) != len(self.groups) or set(saved) != set(self.groups):
-            there = first_few([name for name in saved if name not in self.groups], 3)
-            here = first_few([name for name in self.groups if name not in saved], 3)
+    def _check_groups(self, state: Mapping[str, Any], where: str) -> None:
+        """Raise UserError if a checkpoint's optimizer has other groups, or other parameters in them."""
+        of_saved = (state["groups"], state["optimizer_parameters"])
+        for saved, own in zip(of_saved, (self.groups, self._optimizer_parameters()), strict=True):
+            if list(saved) == list(own):
+                continue
+            there = first_few([name for name in saved if name not in own], 3) or "none"
+            here = first_few([name for name in own if name not in saved], 3) or "none"
             raise UserError(
                 f"freeze, thaw, optim.groups, optim.layer_decay or train.weight_decay_on: {where} was saved"
-                f" with another one, so that its optimizer has other groups of parameters ({there or 'none'}"
-                f" only there, {here or 'none'} only here). Use the same, or start a new run."
+                f" with another one, so that its optimizer has other groups of parameters ({there} only"
+                f" there, {here} only here). Use the same, or start a new run."
             )
 
     def load_state_dict(self, state: Mapping[str, Any], where: str, ours: bool = True) -> None:
@@ -186,7 +197,7 @@ class TrainState:
                 f"precision: {where} was saved {kept} fp16's gradient scaler; use the same precision, or"
                 " start a new run."
             )
-        self._check_groups(state["groups"], where)
+        self._check_groups(state, where)
         for own, saved in zip(self.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
             for name in _NEED_STATE:
                 if own.get(name) and name in saved and not saved[name]:

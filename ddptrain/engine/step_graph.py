@@ -32,7 +32,7 @@ from ddptrain.engine.out_of_memory import in_one_line
 from ddptrain.engine.rank_state import copied_rank_state, same_rank_state
 from ddptrain.engine.step import Applied, TrainStep
 from ddptrain.errors import UserError
-from ddptrain.torch_private import register_generator
+from ddptrain.torch_private import forget_unscaled, register_generator
 
 log = logging.getLogger("ddptrain")
 
@@ -199,6 +199,7 @@ class StepGraph:
             self._stays_eager = True
         if self._stays_eager:
             self._step.discard()  # a capture computes nothing: what its passes left is no number
+            forget_unscaled(self._step.state.scaler)
             _release()
             return None
         if capture is not None:

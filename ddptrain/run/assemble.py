@@ -80,7 +80,7 @@ def make_state(
 
     Compiles and wraps the model. The optimizer has what is frozen, if it is trained later.
     """
-    check_model(model)
+    check_model(model, strategy.world.size)
     if config.compile in COMPILED:
         if not config.compile.startswith("step"):
             compile_model(strategy.compiled_parts(model), config.compile)

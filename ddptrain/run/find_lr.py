@@ -11,7 +11,8 @@ from ddptrain.distributed.comm import on_first_rank
 from ddptrain.engine.lr_range import Range, losses_at, range_of, rising_rates, smoothed
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean
-from ddptrain.run.setup import joined_world, make_task
+from ddptrain.run.optimizer import check_optimizer
+from ddptrain.run.setup import check_doors, joined_world, make_task
 from ddptrain.run.train import make_train_step
 
 log = logging.getLogger("ddptrain")
@@ -35,6 +36,8 @@ def run(config: Config, settings: Mapping[str, str]) -> None:
     bounds = {"lowest": parsed["lowest"], "highest": parsed["highest"]}
     config.train.steps, config.sched, config.ema.decay, config.thaw = steps, {**_RISING, **bounds}, None, None
     task, data = make_task(config)
+    check_doors(config)
+    check_optimizer(config.optim)
     with joined_world(config) as (world, reason, watchdog):
         log.info("device     %s (%s)", world.device, reason)
         step = make_train_step(config, task, data, world, watchdog, None)

@@ -19,7 +19,10 @@ _FUSED_IN_PARTS = ("torch.optim.Adam", "torch.optim.AdamW")
 
 def check_optimizer(node: Mapping[str, Any]) -> None:
     """Raise UserError where the optim node's own values are wrong, whatever the model is."""
-    if problems := check_groups(node):
+    problems = check_groups(node)
+    if "lr" not in node and (node.get("layer_decay") or any("lr" in one for one in node.get("groups") or [])):
+        problems.append("optim.lr: is missing; optim.layer_decay and lr of optim.groups are shares of it.")
+    if problems:
         raise UserError("\n".join(problems))
     build_optimizer(arguments_of(node), nn.Linear(1, 1))
 

@@ -27,4 +27,4 @@ def build_schedule(node: Mapping[str, Any], optimizer: Optimizer, steps: int) ->
             " follows from the step, or a function of optimizer and steps that returns one."
         )
     on_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
-    return Schedule(schedule, on_gpu)
+    return Schedule(schedule, steps, on_gpu)

@@ -202,6 +202,7 @@ def make_train_step(
     if config.compile in ("step", "step-graph"):
         compile_loss(task)
     step = make_step(config, task, model, strategy, precision, plan, watchdog, frozen)
+    step.state.thawed = bool(known.get("thawed")) or (config.thaw is not None and frozen is None)
     if not strategy.sharded:  # which takes the first rank's weights
         check_same_weights(world, model)
     settings = flat_values(arguments_of(config.optim)).items()
@@ -229,8 +230,13 @@ def _graph(mode: str, world: World) -> Callable[[TrainStep], StepGraph] | None:
 def _frozen(config: Config, model: nn.Module, plan: Plan, saved: Mapping[str, Any]) -> Frozen | None:
     """What is frozen at the step of a checkpoint's manifest, or at the start, and is now. What a run has
     thawed is not frozen again, should a resume make it longer."""
-    until = None if config.thaw is None else math.ceil(config.thaw * plan.steps)
-    done = saved.get("step", 0) if saved.get("frozen", True) else plan.steps
+    until = None if config.thaw is None else math.ceil(config.thaw * plan.steps - 1e-9)
+    if until is not None and until >= plan.steps:
+        raise UserError(
+            f"thaw={config.thaw:g}: comes after the last of {counted(plan.steps, 'step')}, so nothing would"
+            " be thawed. Give a smaller one, or leave it out."
+        )
+    done = plan.steps if saved.get("thawed") else saved.get("step", 0)
     frozen = freeze(model, config.optim, config.freeze, until, done)
     if frozen is not None:
         count = counted(len(frozen.parameters), "tensor")

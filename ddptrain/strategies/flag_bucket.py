@@ -6,6 +6,7 @@ bucket.
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -80,7 +81,8 @@ class FlagBucket(nn.Module):
         return summed / self._divisor if self._divisor > 1 else summed
 
     def _attach(self, outputs: Any) -> Any:
-        """The same outputs (tuples, lists, dicts of tensors); the first with a graph reaches the flags."""
+        """The same outputs (tuples, lists, dicts, dataclasses of tensors); the first with a graph reaches the
+        flags."""
         if isinstance(outputs, Tensor):
             return _Attach.apply(outputs, self.rank_flags, self) if outputs.requires_grad else outputs
         if isinstance(outputs, dict):
@@ -89,6 +91,13 @@ class FlagBucket(nn.Module):
                     changed = copy.copy(outputs)
                     changed[name] = attached
                     return changed
+        elif dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+            for one in dataclasses.fields(outputs):
+                value = getattr(outputs, one.name)
+                if (attached := self._attach(value)) is not value:
+                    same = copy.copy(outputs)
+                    object.__setattr__(same, one.name, attached)  # it may be frozen
+                    return same
         elif isinstance(outputs, tuple | list):
             for i, value in enumerate(outputs):
                 if (attached := self._attach(value)) is not value:

@@ -47,7 +47,7 @@ def test_the_rate_rises_on_any_device(on_gpu: bool) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.02, "lr_scale": 0.2}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    schedule = Schedule(rising(optimizer, 50, 1e-6, 10.0), on_gpu)
+    schedule = Schedule(rising(optimizer, 50, 1e-6, 10.0), 50, on_gpu)
     seen = []
     for step in range(50):
         schedule.at(step)
@@ -113,6 +113,7 @@ def test_the_suggestion_trains_better_than_rates_far_from_it(tmp_path: Path, ran
         (f"find lr {DIGITS} steps=5", "steps=5: must be a whole number, at least 20."),
         (f"find lr {DIGITS} lowest=1 highest=0.1", "lowest=1, highest=0.1: must be above 0"),
         (f"find lr {DIGITS} --multirun", "find: takes one config"),
+        (f"find lr {DIGITS} optim.layer_decay=2", "optim.layer_decay=2: must be"),
         pytest.param(
             f"find lr {DIGITS} highest=1e-5",
             "find lr: from 1e-06 to 1e-05 the loss does not fall",

@@ -79,3 +79,11 @@ def test_frozen_parts_are_trained_from_a_step_on(tmp_path: Path) -> None:
     assert message.startswith("freeze, thaw, optim.groups")
     message = refusal(tmp_path, f"{words} run.dir=other thaw=0.5")
     assert message.startswith("thaw: nothing is frozen")
+    message = refusal(tmp_path, f"{words} run.dir=other freeze=[features.*] thaw=0.99")
+    assert message.startswith("thaw=0.99: comes after the last of 5 steps")
+    assert ddptrain(tmp_path, f"{words} run.dir=free train.steps=2").code == 0
+    ended = ddptrain(tmp_path, f"{words} run.dir=free train.steps=10 freeze=[features.*] thaw=0.55")
+    assert ended.code == 0, ended.err
+    said = ended.out + ended.err
+    assert ", until step 6: features.0.0.weight, " in said, "frozen from where it goes on"
+    assert "thawed     at step 6: " in said

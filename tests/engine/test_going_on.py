@@ -153,6 +153,25 @@ def test_weight_decay_on_other_parameters_is_refused(tmp_path: Path) -> None:
         Fit(plan(6), weight_decay_on="matrices").run(World(), tmp_path)
 
 
+def test_other_frozen_layers_of_the_same_size_are_refused(tmp_path: Path) -> None:
+    """Their optimizer would go on with the state of other parameters."""
+
+    def blocks() -> nn.Module:
+        layers = [layer for _ in range(3) for layer in (nn.Linear(FEATURES, FEATURES), nn.Tanh())]
+        return nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
+
+    Fit(plan(3), make_model=blocks, freeze=["2.*"]).run(World(), tmp_path)
+    with pytest.raises(UserError, match=r"\(4\.weight, 4\.bias only there, 2\.weight, 2\.bias only here\)"):
+        Fit(plan(6), make_model=blocks, freeze=["4.*"]).run(World(), tmp_path)
+    Fit(plan(6), make_model=blocks, freeze=["2.*"]).run(World(), tmp_path)
+
+
+def test_fewer_steps_find_the_run_at_its_end(tmp_path: Path) -> None:
+    for steps in (12, 5):
+        state, _, _ = Fit(plan(steps), sched=lr_schedule("onecycle", warmup=0.2)).run(World(), tmp_path)
+        assert state.step == 12
+
+
 def test_the_best_of_a_finished_run_is_known_to_the_longer_one(tmp_path: Path) -> None:
     """The last checkpoint is written before the last evaluation, which comes again."""
     short = Fit(plan(10, eval_every=4), sched=lr_schedule("constant"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from compare import assert_same
 from rates import Rates
-from toy import Classify, Fit, Vectors, lr_schedule, plain, weights, with_noise
+from toy import CLASSES, FEATURES, Classify, Fit, Vectors, lr_schedule, plain, weights, with_noise
 
 from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
@@ -264,6 +264,30 @@ def test_the_average_stands_still_with_the_weights(tmp_path: Path) -> None:
     earlier, _, _ = until.run(World(), tmp_path / "to the sixth step")
     assert (state.left_out, earlier.left_out) == (3, 0)
     assert_same(state.average.state_dict(), earlier.average.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["complex", "sparse"])
+def test_a_gradient_may_be_sparse_or_complex_from_a_later_step_on(kind: str, tmp_path: Path) -> None:
+    class Late(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(FEATURES, CLASSES)
+            self.rows = torch.nn.Embedding(7, CLASSES, sparse=kind == "sparse")
+            self.turn = torch.nn.Parameter(torch.ones(CLASSES, dtype=torch.complex64))
+            self.passes = 0
+
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.first(features)
+            self.passes += self.training
+            if self.passes < 6:  # a warm-up pass and some steps
+                return logits
+            ids = features[:, 0].abs().long().clamp(max=6)
+            return (logits * self.turn).real if kind == "complex" else logits + self.rows(ids)
+
+    sgd = {"_target_": "torch.optim.SGD", "lr": 0.1, "foreach": False, "fused": False}
+    state, _, _ = Fit(plan(steps=9), make_model=Late, optim=sgd).run(World(), tmp_path)
+    assert state.left_out == 0
+    assert state.model.get_parameter("turn" if kind == "complex" else "rows.weight").grad is not None
 
 
 def test_sparse_and_complex_gradients_are_looked_at_too(tmp_path: Path) -> None:

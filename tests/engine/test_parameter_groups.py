@@ -141,6 +141,13 @@ def test_wrong_groups_are_refused_before_there_is_a_model(wrong: dict[str, Any],
         check_optimizer({**SGD, **wrong})
 
 
+@pytest.mark.parametrize("shares", [{"layer_decay": 0.5}, {"groups": [{"params": "*", "lr": 2}]}])
+def test_shares_of_a_rate_need_one(shares: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"^optim\.lr: is missing"):
+        check_optimizer({"_target_": "torch.optim.AdamW", **shares})
+    check_optimizer({"_target_": "torch.optim.AdamW", "lr": 0.1, **shares})
+
+
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(UserError, match=r"^freeze=layer9\.\*: matches the name of no parameter"):
         freeze(small(), SGD, ["layer9.*"])

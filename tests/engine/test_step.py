@@ -20,7 +20,7 @@ from ddptrain.engine import ema, meter
 from ddptrain.engine.health import Health
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.step import TrainStep
-from ddptrain.errors import Diverged
+from ddptrain.errors import Diverged, UserError
 from ddptrain.testing import run_ranks
 
 READS = ("item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__")
@@ -188,6 +188,14 @@ def test_half_precision_trains_on_the_cpu_and_keeps_float32_weights(tmp_path: Pa
     assert all(p.dtype == torch.float32 for p in state.model.parameters())
     assert report.metrics["accuracy"] > 0.6
     assert state.scaler.is_enabled() == (precision == "fp16")
+
+
+def test_an_average_whose_steps_bf16_would_round_away_is_refused(tmp_path: Path) -> None:
+    plan = Plan(steps=4, train_size=100, batch_size=20)
+    half = {"dtype": torch.bfloat16, "make_model": lambda: plain().to(torch.bfloat16)}
+    with pytest.raises(UserError, match=r"^ema\.decay=0\.999: 0\.weight of the model is bfloat16"):
+        Fit(plan, ema=0.999, **half).run(World(), tmp_path)
+    Fit(plan, ema=0.9, **half).run(World(), tmp_path)
 
 
 def test_an_overflown_fp16_gradient_skips_the_step_and_lowers_the_scale(tmp_path: Path) -> None:

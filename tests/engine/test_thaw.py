@@ -80,6 +80,20 @@ def test_the_weights_are_those_of_a_loop_that_thaws(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_what_the_model_holds_fixed_is_not_thawed(tmp_path: Path) -> None:
+    def fixed() -> nn.Module:
+        model = _with_norm()
+        model[1].weight.requires_grad_(False)
+        return model
+
+    plan = Plan(steps=8, train_size=60, batch_size=20, seed=3)
+    fit = Fit(plan, make_model=fixed, optim=ADAMW, sched=lr_schedule("constant"), freeze=FROZEN, thaw_at=3)
+    state, _, _ = fit.run(World(), tmp_path)
+    assert torch.equal(state.model.get_parameter("1.weight"), torch.ones(16))
+    assert not torch.equal(state.model.get_parameter("1.bias"), torch.zeros(16))
+    assert len([p for group in state.optimizer.param_groups for p in group["params"]]) == 4
+
+
 def _with_norm() -> nn.Sequential:
     # a bias before BatchNorm has a gradient of rounding errors, which AdamW makes large
     return nn.Sequential(nn.Linear(12, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))

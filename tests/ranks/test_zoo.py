@@ -52,7 +52,8 @@ def trained(
             return str(error)
         saved = {name: value for name, value in state.model.state_dict().items() if isinstance(value, Tensor)}
         kept = dict(state.model.named_parameters()) if animal.parameters_only else saved
-        return Trained({name: value.detach().clone() for name, value in kept.items()}, dict(report.metrics))
+        tensors = {name: value.detach().to_dense().clone() for name, value in kept.items()}
+        return Trained(tensors, dict(report.metrics))
 
     return run_ranks(rank, size)
 
@@ -91,7 +92,8 @@ def check(name: str, size: int, folder: Path) -> dict[str, str]:
         ("in_shards", {"in_shards": True}), ("evaluate", {"lr": 0.0}),
     ):  # fmt: skip
         ranks, [alone] = run("many", **changes), run("one", 1, **changes)
-        refusal = animal.refused or (animal.refused_by_ddp if size > 1 and column != "in_shards" else "")
+        refusal = animal.refused or (animal.refused_by_ranks if size > 1 else "")
+        refusal = refusal or (animal.refused_by_ddp if size > 1 and column != "in_shards" else "")
         if refusal:
             for one in ranks:
                 assert isinstance(one, str), f"{name}, {size} ranks, {column}: is not refused"

@@ -156,6 +156,11 @@ def test_what_makes_no_sense_is_refused(change: dict[str, Any], said: str) -> No
     assert str(caught.value) == said
 
 
+def test_complex_parameters_are_refused() -> None:
+    with pytest.raises(UserError, match="MuonWithAdamW moves no complex parameters"):
+        MuonWithAdamW([nn.Parameter(torch.zeros(8, 8, dtype=torch.complex64))])
+
+
 def test_parameters_with_gaps_are_refused() -> None:
     """torch's fused kernels would move other numbers."""
     with pytest.raises(UserError, match="MuonWithAdamW moves no parameters with gaps in memory"):

@@ -1,5 +1,7 @@
 """The flags that travel with the gradients."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -45,6 +47,37 @@ def told(
     loss = wrapped(torch.ones(2, 3)).sum() * (float("nan") if bad else 1.0)
     mean = exchanged(strategy, wrapped, step, stop, loss)
     return mean, strategy.same_step(mean[1], step)
+
+
+@dataclass(frozen=True)
+class Answer:
+    notes: str
+    logits: Tensor
+
+
+class Answering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Answer:
+        return Answer("seen", self.used(x))
+
+
+def test_unused_parameters_are_looked_for_behind_a_dataclass() -> None:
+    def received(world: World) -> tuple[float, bool]:
+        strategy = make_strategy(auto(find_unused_parameters=True), world)
+        wrapped = strategy.wrap(Answering())
+        answer = wrapped(torch.ones(2, 3))
+        loss = answer.logits.sum()
+        assert strategy.send_flags(wrapped, 7, world.rank == 1, loss) is None
+        loss.backward()
+        mean = strategy.receive_flags(wrapped)
+        assert mean is not None
+        stop, at = mean.tolist()
+        return stop, strategy.same_step(at, 7)
+
+    assert run_ranks(received, 2) == [(0.5, True)] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -133,6 +133,33 @@ class Complex(Head):
         return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=WIDTH)
 
 
+class SometimesComplex(SometimesUnused):
+    """A complex parameter from the second forward pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+
+    def middle(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        x = x + self.extra(x)
+        return x if int(self.calls) % 3 == 1 else torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=WIDTH)
+
+
+class SparseBuffer(Head):
+    """A graph's adjacency matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("adjacency", torch.eye(WIDTH).to_sparse())
+        self.adjacency: Tensor
+
+    def middle(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.sparse.mm(self.adjacency, x.float().t()).t()
+
+
 class Sparse(Head):
     """An embedding with sparse gradients."""
 
@@ -402,6 +429,8 @@ class Animal:
     refused: str = ""
     """In the message, where it can't be trained at all."""
     refused_by_ddp: str = ""
+    refused_by_ranks: str = ""
+    """By several."""
     parameters_only: bool = False
     """Its buffers follow from who computed what."""
 
@@ -418,6 +447,11 @@ ZOO: dict[str, Animal] = {
     "frozen layer": Animal(Frozen),
     "lazy layer": Animal(Lazy, refused="layer.weight is lazy"),
     "complex parameter": Animal(Complex),
+    "complex parameter used in some steps": Animal(SometimesComplex, ANY),
+    "sparse buffer": Animal(SparseBuffer, refused_by_ranks="buffer adjacency is sparse"),
+    "nothing to train": Animal(
+        lambda: Head().requires_grad_(False), refused="no parameter requires a gradient"
+    ),
     "sparse gradients": Animal(Sparse, refused_by_ddp="table of the model has sparse=True"),
     "tensor cached in forward": Animal(CachedAttribute),
     "buffer cached in forward": Animal(CachedBuffer),
