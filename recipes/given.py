@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ddptrain.api import Data, UserError
-from ddptrain.data.dataset import DatasetData
+from ddptrain.data.dataset import DatasetData, class_names
 from ddptrain.data.tensors import TensorData
 from ddptrain.distributed.launcher.process import OBJECTS
 from ddptrain.recipes.supervised import Step, Supervised
@@ -79,7 +79,8 @@ def data(
     objects = _objects()
     if isinstance(objects.train, tuple):
         assert objects.valid is None or isinstance(objects.valid, tuple), "fit has made both alike"
-        return TensorData(objects.train, objects.valid, each_rank=OBJECTS not in os.environ)
+        names = class_names(None, classes, "data.classes")
+        return TensorData(objects.train, objects.valid, OBJECTS not in os.environ, names)
     return DatasetData(
         objects.train, objects.valid, objects.collate, classes, workers, on_error,  # type: ignore[arg-type]
         objects.valid_collate,

@@ -100,22 +100,23 @@ class Supervised(Task):
             for metric in self._metrics:
                 sums |= metric.sums(output, target, size)
         for name, total in {"loss": loss.sum, **loss.logs}.items():
-            sums[f"{name}/sum"] = total
-        return sums | {"/count": count_of(loss)}
+            # each with its own count: a batch may log what others don't
+            sums |= {f"/{name}/sum": total, f"/{name}/count": count_of(loss)}
+        return sums
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        count = float(sums["/count"])
-        means = {
-            name.removesuffix("/sum"): float(total) / count if count else float("nan")
-            for name, total in sums.items()
-            if name.endswith("/sum")
-        }
+        logged = [key.removesuffix("/sum")[1:] for key in sums if key[0] == "/" and key.endswith("/sum")]
+        means = {name: _mean(sums[f"/{name}/sum"], sums[f"/{name}/count"]) for name in logged}
         figures: dict[str, Figure] = {}
         for metric in self._metrics:
             values, drawn = metric.report(sums, self._data.outputs)
             means |= values
             figures |= drawn
         return Report(means, figures)
+
+
+def _mean(total: Tensor, count: Tensor) -> float:
+    return float(total) / float(count) if count else float("nan")
 
 
 def _output(model: nn.Module, batch: Batch) -> tuple[Any, Any]:

@@ -144,11 +144,11 @@ class DatasetData(Data):
     def prepare(self, world: World, seed: int) -> None:
         workers, parts = worker_count(self._workers, world), self._parts()
         samples = self._samples(parts)
-        by_value = bool(workers) and any(list(map(_only_by_value, samples)))  # both are checked
+        by_value = bool(workers) and any(list(map(sent_by_value, samples)))  # both are checked
         skipped: list[str] = []
         if self._on_error == "skip":
             (readable_train, broken), (readable_valid, broken_valid) = (
-                _readable(world, name, part, seed, workers)
+                _readable(world, name, part, seed, workers, by_value)
                 for name, part in zip(("training", "validation"), parts, strict=True)
             )
             parts, skipped = (readable_train, readable_valid), [*broken, *broken_valid]
@@ -204,7 +204,9 @@ class DatasetData(Data):
         return {"classes": list(self._classes)}
 
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
-        """The classes are those that the dataset names; the shape of its samples is that of the first."""
+        """The shape of the samples is that of the first. Raises UserError where the dataset names other
+        classes."""
+        check_alike(metadata["classes"], self._classes, "data.dataset", "the training")
         train, valid = self._samples(self._parts())
         self._prepared = _Prepared(Pipeline(train, valid, 0, world.device), [], "")
 
@@ -229,9 +231,11 @@ class DatasetData(Data):
         )
 
 
-def _readable(world: World, name: str, part: _Part, seed: int, workers: int) -> tuple[_Part, Sequence[str]]:
+def _readable(
+    world: World, name: str, part: _Part, seed: int, workers: int, by_value: bool
+) -> tuple[_Part, Sequence[str]]:
     """The samples that can be read, and a line for each other one."""
-    ids, lines = readable(world, name, len(part), Samples(part, seed=seed).check, workers)
+    ids, lines = readable(world, name, len(part), Samples(part, seed=seed, by_value=by_value).check, workers)
     return part.only(ids.tolist()), lines
 
 
@@ -312,9 +316,10 @@ def _check_classes(dataset: MapStyle, valid: MapStyle | None, classes: list[str]
         check_alike(trained, own, "data.valid", "data.dataset")
 
 
-def _only_by_value(part: Samples) -> bool:
+def sent_by_value(part: Samples, key: str = "data.dataset") -> bool:
     """Whether loader processes can be given the dataset only together with the code of its classes, because a
-    script or a notebook defines them. Raises UserError where they can't be given it at all."""
+    script or a notebook defines them. Raises UserError, which names the key, where they can't be given it at
+    all."""
     try:
         return b"__main__" in bytes(ForkingPickler.dumps(part))
     except Exception:  # whatever the dataset's own __reduce__ or a C type raises
@@ -322,7 +327,7 @@ def _only_by_value(part: Samples) -> bool:
             cloudpickle.dumps(part.__reduce__()[1])
         except Exception as error:
             raise UserError(
-                f"data.dataset: can't be sent to loader processes ({error}). Leave open files and"
+                f"{key}: can't be sent to loader processes ({error}). Leave open files and"
                 " locks out of it, or set data.workers=0."
             ) from error
     return True

@@ -102,7 +102,7 @@ def check_skip(on_error: OnError, no_skip: str) -> None:
 
 def opened_set(source: ImageSource, root: Path, on_error: OnError, world: World, workers: int) -> ImageSet:
     """The set, under ``skip`` without what can't be read. As `readable`."""
-    opened = source.open(root)
+    opened = on_all_ranks(world, lambda: source.open(root))  # a node may have a bad copy
     if on_error == "stop":
         return opened
     parts: list[Split] = []

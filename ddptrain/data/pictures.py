@@ -175,8 +175,13 @@ def as_png(picture: Tensor) -> bytes:
     """The file of a picture, uint8 (C, H, W)."""
     from torchvision.transforms.v2.functional import to_pil_image
 
+    return png_of(to_pil_image(picture))
+
+
+def png_of(picture: "Image.Image") -> bytes:
+    """Its file."""
     buffer = BytesIO()
-    to_pil_image(picture).save(buffer, "PNG")
+    picture.save(buffer, "PNG")
     return buffer.getvalue()
 
 

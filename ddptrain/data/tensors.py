@@ -33,10 +33,16 @@ class TensorData(Data):
 
     train: any dtypes, with as many rows each. valid: as many tensors; without it every tenth row of ``train``
     is held out. each_rank: whether each rank has made its own, as a script does under torchrun: then they are
-    compared; else one of a node is hashed.
+    compared; else one of a node is hashed. classes: names of what the targets count, where they have some.
     """
 
-    def __init__(self, train: Tensors, valid: Tensors | None = None, each_rank: bool = False) -> None:
+    def __init__(
+        self,
+        train: Tensors,
+        valid: Tensors | None = None,
+        each_rank: bool = False,
+        classes: Sequence[str] = (),
+    ) -> None:
         for key, tensors in (("train", train), ("valid", valid)):
             if tensors is None:
                 continue
@@ -50,6 +56,7 @@ class TensorData(Data):
         self._train = train
         self._valid = valid
         self._each_rank = each_rank
+        self._classes = tuple(classes)
         self._prepared: _Prepared | None = None
 
     def prepare(self, world: World, seed: int) -> None:
@@ -82,6 +89,10 @@ class TensorData(Data):
     @property
     def identity(self) -> str:
         return self._ready.identity
+
+    @property
+    def outputs(self) -> Sequence[str]:
+        return self._classes
 
     def metadata(self) -> Mapping[str, Any]:
         return {"tensors": len(self._train)}

@@ -127,7 +127,7 @@ class Totals:
                 self._floats[name] = self._zeros(torch.Size([self._slots]), value.device)
             self._floats[name][slot] = value
         else:
-            added = value.to(torch.int64)
+            added = value.to(torch.int64, copy=True)  # a task may return one tensor under two names
             self._counts[name] = self._counts[name] + added if name in self._counts else added
 
     def totals(self, interrupted: bool) -> dict[str, Tensor]:

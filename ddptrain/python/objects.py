@@ -139,7 +139,7 @@ def _samples(given: Any, key: str) -> Any:
     """A tuple of tensors, or a map-style dataset."""
     if isinstance(given, DataLoader):
         given = given.dataset
-    if isinstance(given, TensorDataset):
+    if type(given) is TensorDataset:  # a subclass may change its samples
         given = given.tensors
     if isinstance(given, Tensor | np.ndarray):
         raise UserError(

@@ -116,12 +116,16 @@ def note_other_data(weights: str | None, data: Data) -> None:
     manifest = _manifest_of(Path(weights)) if weights is not None else None
     if manifest is None:
         return
-    differ = _outputs_differ(manifest.get("outputs") or [], list(data.outputs))
+    theirs, own = manifest.get("outputs") or [], data.outputs
+    differ = _outputs_differ(theirs, list(own))
     if differ:
+        last = "starts at random: it has another size there"
+        if len(theirs) == len(own):
+            last = "starts from what it was there; init.skip=[pattern] makes it random"
         log.warning(
             "note       init.weights=%s: its outputs stand for other classes or characters: %s. The last"
-            " layer starts from what it was there; init.skip=[pattern] makes it random",
-            *(weights, differ),
+            " layer %s",
+            *(weights, differ, last),
         )
     differ = _inputs_differ(manifest.get("recall") or {}, data.metadata())
     if differ:

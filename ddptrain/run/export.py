@@ -155,7 +155,7 @@ def _log_judged(described: str, task: Task, model: Answers, file: Answers) -> No
         log.warning(
             "UNCHECKED  the model's %s is 0 with %s: nothing was compared", task.best_metric, described
         )
-    if (of_model - of_file) * (1 if task.higher_is_better else -1) > _POINT:
+    if not (of_model - of_file) * (1 if task.higher_is_better else -1) <= _POINT:  # also where it is NaN
         log.warning("WORSE      by %.4f in %s than the model", abs(of_model - of_file), task.best_metric)
 
 
@@ -212,8 +212,9 @@ def _differences(deployed: Deployed, runner: Runner) -> dict[str, float]:
         for name, eager, output in zip(deployed.output_names, expected, outputs, strict=True):
             comparable = eager.shape == output.shape and bool(output.isfinite().all())
             difference = deployed.difference(eager, output) if comparable else math.nan
-            if difference is not None and not difference <= largest.get(name, -1.0):
-                largest[name] = difference  # also where it is NaN, and after one
+            before = largest.get(name, -1.0)
+            if difference is not None and not math.isnan(before) and not difference <= before:
+                largest[name] = difference  # also where it is NaN, which stays
     return largest
 
 

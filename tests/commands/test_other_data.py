@@ -72,6 +72,7 @@ def test_weights_for_other_classes_are_noted(folder: Path, tmp_path: Path) -> No
     )
     assert done.code == 0, done.err
     assert "its outputs stand for other classes or characters: the same 3 in another order" in done.err
+    assert "The last layer starts from what it was there" in done.err
 
 
 def test_another_kind_of_data_is_refused(folder: Path, tmp_path: Path) -> None:

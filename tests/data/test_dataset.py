@@ -163,6 +163,14 @@ def test_the_generators_of_the_trainer_go_on_as_if_nothing_was_read(
     assert draws[0] == draws[1]
 
 
+def test_a_model_of_other_classes_is_not_loaded() -> None:
+    data = DatasetData(Noisy())
+    data.load_metadata({"classes": ["one", "two", "three"]}, World())
+    assert data.outputs == ("one", "two", "three")
+    with pytest.raises(UserError, match=r"^data\.dataset: its classes are one, two, three, and those of the"):
+        data.load_metadata({"classes": ["two", "one", "three"]}, World())
+
+
 def test_dicts_collating_and_a_validation_set_of_its_own() -> None:
     data = prepared(Named(), valid=Noisy(7))
     assert (data.train_size, data.valid_size, data.outputs) == (20, 7, ())

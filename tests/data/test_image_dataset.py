@@ -1,7 +1,9 @@
 """Pictures out of any map-style dataset are those of files with the same pixels."""
 
 import sys
+import threading
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,23 @@ def test_they_are_those_of_files(folder: Path, kind: str, resize: int | None, te
     for found in (batches(source, folder), batches(source, folder, workers=2)):
         for one, other in zip(wanted, found, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_blocks_hold_whole_pictures(folder: Path, tmp_path: Path) -> None:
+    source = DatasetImages(Pictures(folder, "tensor"), size=8, resize=9)
+    written = source.open(folder).train
+    for i in range(3):
+        with Image.open(BytesIO(written.encoded(i))) as stored, Image.open(folder / f"cat/{i:02}.png") as own:
+            assert np.array_equal(np.asarray(stored), np.asarray(own))
+
+
+def test_one_that_processes_can_not_be_given_is_named(folder: Path) -> None:
+    own = Pictures(folder, "Pillow")
+    own.lock = threading.Lock()  # type: ignore[attr-defined]
+    source = DatasetImages(own, size=24)
+    with pytest.raises(UserError, match=r"^data\.source\.dataset: can't be sent to loader processes"):
+        batches(source, folder, workers=1)
+    assert len(batches(source, folder)) == 5
 
 
 def test_a_validation_set_of_its_own_and_classes_by_number(folder: Path) -> None:

@@ -30,11 +30,14 @@ from ddptrain.data.images.csv_labels import CsvLabels
 from ddptrain.data.images.data import ImageData
 from ddptrain.data.images.dataset import DatasetImages
 from ddptrain.data.images.folder import ImageFolder
+from ddptrain.data.images.source import ImageSet
 from ddptrain.data.left_out import OnError
 from ddptrain.data.masks.data import MaskData
 from ddptrain.data.stream.images import StreamImages
 from ddptrain.data.stream.masks import StreamMasks
+from ddptrain.distributed.comm import on_all_ranks
 from ddptrain.errors import UserError
+from ddptrain.testing import run_ranks
 from ddptrain.verbs.argv import parse
 
 SIDE = 24
@@ -214,6 +217,49 @@ def test_what_is_not_read_beforehand_is_refused(tmp_path: Path) -> None:
         ImageData(StreamImages("file:///nowhere"), Augment(), on_error="skip")
     with pytest.raises(UserError, match=r"data.on_error=skip: .*stream"):
         MaskData(source=StreamMasks("file:///nowhere"), on_error="skip")
+
+
+class Elsewhere(ImageFolder):
+    """One node has a bad copy."""
+
+    def __init__(self, is_bad: bool) -> None:
+        super().__init__(SIDE)
+        self._is_bad = is_bad
+
+    def open(self, root: Path) -> ImageSet:
+        if self._is_bad:
+            raise UserError("cat/00.png: is missing", everywhere=False)
+        return super().open(root)
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_a_bad_copy_on_one_node_ends_all(tmp_path: Path, on_error: OnError) -> None:
+    root = folder_of(tmp_path / "set")
+
+    def rank(world: World) -> str:
+        data = ImageData(Elsewhere(world.rank == 1), Augment(), str(root), 0, on_error=on_error)
+        try:
+            on_all_ranks(world, lambda: data.prepare(world, 3))
+        except UserError as error:
+            return str(error)
+        return ""
+
+    assert all("cat/00.png: is missing" in said for said in run_ranks(rank, 2))
+
+
+def test_a_dataset_that_only_this_program_knows_is_read_by_processes() -> None:
+    class Birds:
+        def __len__(self) -> int:
+            return 30
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            if index == 4:
+                raise OSError("4 is broken")
+            return torch.zeros(2), index % 2
+
+    data = DatasetData(Birds(), on_error="skip", workers=1)
+    data.prepare(World(), 1)
+    assert (data.train_size, data.valid_size) == (26, 3)
 
 
 def test_a_mistake_in_a_dataset_is_not_left_out(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 from bucket import BUCKET, bucket
+from compare import assert_same
 from named_sets import (
+    COLOURS,
     SIDE,
     TRAINED,
     Drawn,
@@ -29,7 +31,10 @@ from named_sets import (
     told,
 )
 
+from ddptrain.api.sampler import Sampler
 from ddptrain.data.images.data import ImageData
+from ddptrain.data.images.mixing import Mix
+from ddptrain.data.images.transforms import Transforms
 from ddptrain.data.masks.data import MaskData
 from ddptrain.data.stream.boxes import StreamBoxes
 from ddptrain.data.stream.images import StreamImages
@@ -104,6 +109,19 @@ def _from_elsewhere(kind: str, root: Path) -> str:
 HAPPENS: dict[str, Callable[[str, Path], str]] = {
     "replaced": _replaced, "linked": _linked, "from elsewhere": _from_elsewhere,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("mix", [Mix(1.0, 0), Mix(0, 1.0)], ids=["mixup", "cutmix"])
+def test_partners_are_of_the_block_also_where_the_set_is_in_memory(mix: Mix, tmp_path: Path) -> None:
+    names = list(COLOURS)
+    list(image_data(Drawn(names, names[:2])).write(tmp_path / "set", block_mb=0.002))
+    assert len(list((tmp_path / "set/train").glob("*.bin"))) > 1
+    batches = []
+    for resident in (False, True):
+        source = StreamImages(str(tmp_path / "set"), size=SIDE, cache=None)
+        data = prepared(ImageData(source, Transforms(mix=mix), workers=0, resident=resident))
+        batches.append(list(data.train_batches(Sampler(data.train_size, 8, 3), range(3))))
+    assert_same(*batches)
 
 
 @pytest.mark.parametrize(

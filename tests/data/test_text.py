@@ -90,6 +90,20 @@ def test_what_ddptrain_wrote_itself_is_no_text(tmp_path: Path, monkeypatch: pyte
     assert opened(Path(), Path("data"), window=4).identity != before
 
 
+def test_texts_of_ones_own_beside_the_tokens_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("notes", "data/books"):
+        Path(folder).mkdir(parents=True)
+        for i in range(3):
+            Path(folder, f"{i}.txt").write_text(f"text {i}\n" * 20)
+    for path in (".", "data"):
+        before = opened(Path(path), Path("data"), window=4)
+        assert sum(before._tokens.documents) == (6 if path == "." else 3)
+        assert opened(Path(path), Path("data"), window=4).identity == before.identity
+
+
 @pytest.mark.parametrize("way", ["a link", "from elsewhere", "replaced"])
 def test_another_text_of_equal_name_size_and_time_is_read_anew(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -329,6 +329,36 @@ def test_no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not run.model.training
 
 
+class Shifted(TensorDataset):
+    """Gives other samples than the tensors that it holds."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        x, y = super().__getitem__(index)
+        return x, y + 100
+
+
+def test_a_dataset_that_holds_tensors_may_change_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: dict[str, Any] = {"loss": nn.MSELoss(), "metrics": {"target": lambda _, target: target[:, 0]}}
+    for name, kind in (("plain", TensorDataset), ("shifted", Shifted)):
+        given = kind(X, X[:, :1])
+        run = ddptrain.fit(nn.Linear(3, 1), given, given, "device=cpu", **asked, epochs=1, run_dir=name)
+        assert (run.metrics["target"] > 50) == (name == "shifted")
+
+
+def test_tensors_have_names_of_classes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    labels = (X[:, 0] > 0).long()
+    model = nn.Linear(X.shape[1], 2)
+    words = ("device=cpu", "data.classes=[cat,dog]")
+    f1 = MulticlassF1Score(num_classes=2, average=None)
+    run = ddptrain.fit(model, (X, labels), None, *words, loss=nn.CrossEntropyLoss(), epochs=1, metrics=f1)
+    assert {"multiclassf1score/cat", "multiclassf1score/dog"} <= run.metrics.keys()
+    assert ddptrain.load(run).classes == ("cat", "dog")
+
+
 def test_words_name_classes_of_packages_that_are_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -237,6 +237,23 @@ def test_several_inputs_and_function_metrics(tmp_path: Path) -> None:
         assert report["margin"] == pytest.approx(float(output.max(1).values.mean()))
 
 
+def test_what_some_batches_log_is_the_mean_over_those(tmp_path: Path) -> None:
+    def step(model: nn.Module, batch: Any) -> Loss:
+        x, labels = batch
+        loss = nn.functional.cross_entropy(model(x), labels, reduction="sum")
+        seen = labels == 1
+        logs = {"ones": 6.0 * len(x)} if seen.any() else {}
+        return Loss(loss, len(x), {name: torch.tensor(value) for name, value in logs.items()})
+
+    labels = torch.zeros(N, dtype=torch.int64)
+    labels[2] = 1
+    data = TensorData((X, labels), (X, labels))
+    task = Supervised(flat(), data, None, step=step)
+    plan = Plan(steps=1, train_size=N, batch_size=N, eval_batch_size=5)
+    for report in run_ranks(lambda world: Fit(plan).train(task, data, world, tmp_path)[1].metrics, 2):
+        assert report["ones"] == pytest.approx(6.0)
+
+
 def of_pairs(output: Tensor, target: Tensor) -> Tensor:
     """0 for one sample."""
     return (output[:, None] - output[None]).abs().mean()

@@ -243,6 +243,7 @@ class DetectionData(Data):
             yield from write_check(opened, folder, self._size_for(opened))
             return
         opened = self._source.open(self._root)
+        tell(opened.skipped)
         if layout != "coco" and opened.has_masks:
             raise UserError(
                 f"data.source.masks=true: layout={layout} holds boxes alone. Use layout=coco, or leave"

@@ -14,7 +14,9 @@ from ddptrain.api.order import EpochOrder, Weighted
 from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
+from ddptrain.data.dataset import sent_by_value
 from ddptrain.data.images.augment import Augment, Normalise
+from ddptrain.data.images.dataset import DatasetSplit
 from ddptrain.data.images.loaders import AugmentedBatch, Labelled, ResidentLoader, in_memory, keyed
 from ddptrain.data.images.packed import PackedSplit
 from ddptrain.data.images.source import ImageSet, ImageSource, LabelledImage, Split
@@ -22,6 +24,7 @@ from ddptrain.data.images.transforms import ImageTransform, MixTransform, Transf
 from ddptrain.data.left_out import OnError, check_skip, in_words, opened_set
 from ddptrain.data.pictures import fitted
 from ddptrain.data.pipeline import Pipeline, Samples
+from ddptrain.data.stream.samples import StreamSamples
 from ddptrain.data.stream.write import PartToWrite, Writer
 from ddptrain.data.workers import check_workers, worker_count
 from ddptrain.distributed.comm import once_a_node
@@ -129,13 +132,15 @@ class ImageData(Data):
             samples = Samples(train, keyed, AugmentedBatch(augment, fill.cpu(), seed), stream=train.stream)
         else:
             train, valid = self._stored(opened, augment, world)
-            samples = _one_by_one(train, augment, len(classes), seed)
+            samples = _one_by_one(train, augment, len(classes), seed, opened.train.stream)
         batches: Pipeline | ResidentLoader
         if isinstance(augment, Augment) and self._is_resident(opened, augment, world):
             batches = ResidentLoader(train, valid, augment, normalise, fill, seed)
         else:
             as_it_is = Samples(valid, stream=valid.stream)
             batches = Pipeline(samples, as_it_is, workers, world.device, self._on_device)
+        if workers and isinstance(opened.train, DatasetSplit):
+            sent_by_value(samples, "data.source.dataset")
         identity = opened.identity or once_a_node(world, opened.digest)
         self._prepared = _Prepared(opened, samples, batches, identity)
 
@@ -318,6 +323,8 @@ class ImageData(Data):
         world = World()
         workers = worker_count(self._workers, world)
         opened = opened_set(self._source, self._root, self._on_error, world, workers)
+        if isinstance(opened.train, PackedSplit):
+            raise UserError("data.source.cache: holds pictures that are cut already; write without it: null.")
         about = {
             "classes": list(opened.classes), "channels": opened.train.shape[2],
             "mean": [float(value) for value in opened.mean], "std": [float(value) for value in opened.std],
@@ -371,13 +378,16 @@ class ImageData(Data):
         return size <= _RESIDENT_ON_CPU
 
 
-def _one_by_one(train: Split, transforms: Transforms, classes: int, seed: int) -> Samples:
-    """Training samples that are varied, and mixed, one at a time."""
+def _one_by_one(
+    train: Split, transforms: Transforms, classes: int, seed: int, stream: StreamSamples | None
+) -> Samples:
+    """Training samples that are varied, and mixed, one at a time. stream: of the set, also where it has been
+    read into memory."""
     varied = Samples(train, ImageTransform(transforms), seed=seed, stream=train.stream)
     if transforms.mix is None:
         return varied
     height, width, _ = train.shape
-    mixing = MixTransform(transforms.mix, seed, (height, width), train.labels, classes)
+    mixing = MixTransform(transforms.mix, seed, (height, width), train.labels, classes, stream)
     return Samples(varied, mixing, seed=seed, stream=train.stream)
 
 

@@ -15,7 +15,7 @@ from ddptrain.data.identity import of_samples
 from ddptrain.data.images.folder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
 from ddptrain.data.images.source import ImageSet, ImageSource, Split
 from ddptrain.data.left_out import BROKEN, HINT, Unusable
-from ddptrain.data.pictures import Box, check_pixels, cut, fit, upright
+from ddptrain.data.pictures import Box, check_pixels, cut, fit, png_of, upright
 from ddptrain.data.pipeline import MapStyle
 from ddptrain.errors import UserError
 
@@ -53,6 +53,9 @@ class DatasetSplit(Split):
     def cropped(self, i: int, box_of: Callable[[int, int], Box]) -> Tensor:
         whole = self._picture(i)
         return cut(whole, box_of(whole.height, whole.width), self.shape[:2])
+
+    def encoded(self, i: int) -> bytes:
+        return png_of(self._picture(i))
 
     def fingerprints(self, ids: Sequence[int]) -> Iterator[bytes]:
         return of_samples(self._dataset, [int(self._ids[i]) for i in ids])

@@ -15,7 +15,7 @@ from ddptrain.data.images.mixing import Mix, mixed_pixels, soft_target
 from ddptrain.data.images.source import LabelledImage, Split
 from ddptrain.data.pictures import Box
 from ddptrain.data.pipeline import Samples
-from ddptrain.data.stream.samples import neighbours
+from ddptrain.data.stream.samples import StreamSamples, neighbours
 from ddptrain.data.workers import Key
 from ddptrain.errors import UserError
 
@@ -101,18 +101,27 @@ class MixTransform:
     A partner costs as much as a sample. A picture of which nothing would be seen is not read.
 
     seed: of the mixtures. size: (height, width) of the images. labels: of all samples, as `Split.labels`.
-    classes: how many.
+    classes: how many. stream: what the images are streamed from, where they are.
     """
 
-    def __init__(self, mix: Mix, seed: int, size: tuple[int, int], labels: Tensor, classes: int) -> None:
+    def __init__(
+        self,
+        mix: Mix,
+        seed: int,
+        size: tuple[int, int],
+        labels: Tensor,
+        classes: int,
+        stream: StreamSamples | None,
+    ) -> None:
         self._mix = mix
         self._seed = seed
         self._size = size
         self._labels = labels
         self._classes = classes
+        self._stream = stream
 
     def __call__(self, samples: Samples, key: Key) -> LabelledImage:
-        near = neighbours(samples.stream, key.sample, len(samples))
+        near = neighbours(self._stream, key.sample, len(samples))
         mixture = self._mix.drawn(self._seed, key.epoch, key.sample, near, *self._size)
         partner = key._replace(sample=mixture.partner)
         if not mixture.shows_partner:

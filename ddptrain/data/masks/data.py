@@ -38,7 +38,7 @@ from ddptrain.data.pipeline import Pipeline, Samples
 from ddptrain.data.stream.masks import StreamMasks, StreamPairs, write_masks
 from ddptrain.data.stream.samples import StreamSamples
 from ddptrain.data.workers import AS_IT_IS, Key, check_workers, worker_count
-from ddptrain.distributed.comm import once_a_node
+from ddptrain.distributed.comm import on_all_ranks, once_a_node
 from ddptrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -210,14 +210,18 @@ class MaskData(Data):
             classes = class_names(streamed.classes if configured is None else configured, self._root)
             parts, streams = (streamed.train, streamed.valid), (streamed.train.stream, streamed.valid.stream)
             return _MaskSet(parts, classes, streams, streamed.identity)
-        pairs = find_pairs(self._root)
-        classes = class_names(configured, self._root)
-        if isinstance(configured, list):
-            check_renamed(classes, listed_names(self._root), "data.classes")
+        pairs, classes = on_all_ranks(world, self._in_files)  # a node may have a bad copy
         if self._on_error == "skip":
             kept, skipped = readable_pairs(pairs, len(classes), world, workers)
             return _MaskSet(kept, classes, skipped=skipped)
         return _MaskSet(pairs, classes)
+
+    def _in_files(self) -> tuple[tuple[list[Pair], list[Pair]], tuple[str, ...]]:
+        pairs, configured = find_pairs(self._root), self._configured_classes
+        classes = class_names(configured, self._root)
+        if isinstance(configured, list):
+            check_renamed(classes, listed_names(self._root), "data.classes")
+        return pairs, classes
 
     def write(
         self, folder: Path, layout: Literal["stream"] = "stream", block_mb: float = 32.0

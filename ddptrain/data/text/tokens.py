@@ -21,6 +21,8 @@ from ddptrain.errors import UserError
 from ddptrain.text import parse_json
 
 Level = Literal["bytes", "characters"]
+TOKENS = "tokens"
+"""The folder of all token files, in ``data.root``."""
 _FORMAT = 2
 _ABOUT = "about.json"
 _PARTS = ("train", "valid")
@@ -105,7 +107,7 @@ def tokens_folder(root: Path, name: str, corpus: Corpus, level: Level) -> Path:
         [os.path.realpath(document.path), document.start, document.stop, *size_and_time(document.path)]
         for document in (*corpus.train, *corpus.valid)
     ]
-    return folder_by_content(root / "tokens", f"{name}-{level}", [_FORMAT, level, *documents])
+    return folder_by_content(root / TOKENS, f"{name}-{level}", [_FORMAT, level, *documents])
 
 
 def write_tokens(folder: Path, corpus: Corpus, level: Level) -> None:
