@@ -33,7 +33,7 @@ Exit codes:
     0  done
     1  a crash, after all restarts
     2  the input is wrong (config, data, checkpoint, device): not restarted
-    4  the loss left the finite numbers: not restarted
+    4  the loss or a gradient is not finite: not restarted
    75  stopped on request, with a checkpoint: not restarted; start the same command again
    76  a rank hung and was named, after all restarts
   128 + n  a rank was killed by signal n (137: SIGKILL, 143: SIGTERM), after all restarts"""

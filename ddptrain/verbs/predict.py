@@ -16,7 +16,7 @@ detection).
 {CHECKPOINT_WORDS}
 
   images      source=<file|folder|'pattern'> [out=predictions] [top=3]: lines, predictions.csv, contact sheets
-              of several labels [threshold=0.5] in place of top
+              with several labels a picture: threshold=0.5 instead of top
   masks       source=<file|folder|'pattern'> [out=predictions]: masks, and pictures with them
   detection   source=<file|folder|'pattern'> [out=predictions] [score=0.25]: pictures with boxes, labels
               source=<clip.mp4|rtsp://...|camera> [track=bytetrack]: a video with boxes, JSON lines
