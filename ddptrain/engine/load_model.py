@@ -31,7 +31,7 @@ def part_of(value: Any, like: Any, strategy: Strategy) -> Any:
     get the parameter's layout, too: fused kernels read both number by number, as they lie in memory, and a
     run in channels_last may be resumed without. Not for a parameter with gaps, which no fused kernel moves:
     a kernel may round otherwise in another layout."""
-    if not isinstance(value, Tensor) or value.shape != like.shape:
+    if not isinstance(value, Tensor) or value.shape != like.shape or value.layout != torch.strided:
         return value
     part = strategy.part(value, like)
     if part.stride() == like.stride() or not is_dense(like):

@@ -28,7 +28,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 POSITION = {"step", "epoch", "samples", "split"}
 FOUND, MISSED = torch.tensor([[0x2B, 0x93, 0x48], [0x4D, 0xAB, 0xF7]], dtype=torch.uint8)
 """Colours of true boxes."""
-"""Their colour."""
 
 
 @pytest.fixture(scope="module")

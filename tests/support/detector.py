@@ -9,7 +9,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 SET = "data.source.train=32 data.source.valid=8 data.source.size=64"
 LEARNS = (
     "device=cpu train.batch_size=8 train.steps=40 train.eval_every=20 train.eval_batch_size=3 log.every=10"
-    " checkpoint.every=10 ema.decay=0.9 optim.lr=0.01 data.augment.mosaic=0.2 data.augment.zoom=0.2"
+    " checkpoint.every=10 ema.decay=0.9 optim.lr=0.02 data.augment.mosaic=0.2 data.augment.zoom=0.2"
 )
 SHAPES = f"recipe=yolo_shapes {SET} {LEARNS}"
 LAST = "checkpoints/step-40"
