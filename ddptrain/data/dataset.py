@@ -18,7 +18,7 @@ from ddptrain.api.world import World
 from ddptrain.data import held_out
 from ddptrain.data.agreement import check_alike, check_renamed
 from ddptrain.data.identity import digest, of_samples
-from ddptrain.data.left_out import BROKEN, HINT, OnError, Unusable, in_words, readable, tell
+from ddptrain.data.left_out import BROKEN, HINT, OnError, UnusableSample, in_words, readable, tell
 from ddptrain.data.pipeline import MapStyle, Pipeline, Samples
 from ddptrain.data.workers import check_workers, worker_count
 from ddptrain.distributed.comm import once_a_node
@@ -46,7 +46,7 @@ class _Part:
         try:
             return self._dataset[sample]
         except BROKEN as error:
-            raise Unusable(
+            raise UnusableSample(
                 f"{self._key}: sample {sample} can't be read ({error}).{HINT}", everywhere=False
             ) from error
         except Exception as error:

@@ -38,7 +38,7 @@ _LISTED = 1000
 _SHOWN = 3
 
 
-class Unusable(UserError):
+class UnusableSample(UserError):
     """One sample can't be used, and a run may go on without it. Its message ends with `HINT`."""
 
 
@@ -54,7 +54,7 @@ class _Reader(Dataset[Any]):
         for i in ids:
             try:
                 self._read(i)
-            except Unusable as error:
+            except UnusableSample as error:
                 unreadable.append((i, str(error).removesuffix(HINT)))
             except UserError as error:
                 return error
@@ -62,8 +62,8 @@ class _Reader(Dataset[Any]):
 
 
 def unreadable(world: World, size: int, read: Callable[[int], object], workers: int) -> dict[int, str]:
-    """What is wrong with those of ``size`` samples that ``read`` refuses as `Unusable`, by their indices in
-    order; the same on every rank.
+    """What is wrong with those of ``size`` samples that ``read`` refuses as `UnusableSample`, by their indices
+    in order; the same on every rank.
 
     Collectives. Each rank reads its share of the samples, by its loader processes.
     """
@@ -147,7 +147,7 @@ def skippable(hint: str = HINT) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise Unusable(f"{error}{hint}", everywhere=False) from error
+        raise UnusableSample(f"{error}{hint}", everywhere=False) from error
 
 
 @final

@@ -14,7 +14,7 @@ from ddptrain.data.held_out import is_held_out
 from ddptrain.data.identity import of_samples
 from ddptrain.data.images.folder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
 from ddptrain.data.images.source import ImageSet, ImageSource, Split
-from ddptrain.data.left_out import BROKEN, HINT, Unusable
+from ddptrain.data.left_out import BROKEN, HINT, UnusableSample
 from ddptrain.data.pictures import Box, check_pixels, cut, fit, png_of, upright
 from ddptrain.data.pipeline import MapStyle
 from ddptrain.errors import UserError
@@ -66,7 +66,7 @@ class DatasetSplit(Split):
             picture, label = _parts(self._dataset[sample])
             picture = _as_picture(picture)
         except (*BROKEN, UserError) as error:
-            raise Unusable(
+            raise UnusableSample(
                 f"{self._key}: sample {sample} can't be used ({error}).{HINT}",
                 everywhere=False,
             ) from error

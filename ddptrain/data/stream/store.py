@@ -48,7 +48,7 @@ class Damaged(Exception):
     """What was fetched is not what was asked for; it can be fetched again."""
 
 
-class Unusable(UserError):
+class UnusableObject(UserError):
     """An object is not there, or is not what was written, also when it is fetched again."""
 
 
@@ -203,8 +203,8 @@ class Store:
                 f"{self._key}={self.shown}: there is no such bucket (404).", everywhere=False
             ) from None
 
-    def _missing(self, key: str) -> Unusable:
-        return Unusable(
+    def _missing(self, key: str) -> UnusableObject:
+        return UnusableObject(
             f"{self.shown}/{key}: is not there (404), and belongs to {self._what}. Was it removed, or"
             f" {self._what} written anew? Bring it back, or start a new run.",
             everywhere=False,
@@ -224,7 +224,7 @@ class Store:
             except Damaged as error:
                 damaged += 1
                 if damaged == _ATTEMPTS:
-                    raise Unusable(
+                    raise UnusableObject(
                         f"{self.shown}/{key}: {error}, also when fetched again. It has changed since"
                         f" {self._what} was written, or is damaged there. Write {self._what} anew.",
                         everywhere=False,

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddptrain.data.disk import exclusive_lock
-from ddptrain.data.stream.store import Store, Unusable
+from ddptrain.data.stream.store import Store, UnusableObject
 from ddptrain.errors import UserError
 from ddptrain.observe.mirror.layout import (
     DOCUMENTS,
@@ -103,7 +103,7 @@ def _check_apart(store: Store, folder: Path) -> None:
             raise UserError(f"run.mirror={store.shown}: must be a folder apart from run.dir={folder}.")
 
 
-def _bring_run(store: Store, index: Index, part: Path) -> dict[str, Unusable]:
+def _bring_run(store: Store, index: Index, part: Path) -> dict[str, UnusableObject]:
     """All that the index names, into a new folder. Returns what can't be used, by document or checkpoint."""
     problems = {}
     shutil.rmtree(part, ignore_errors=True)
@@ -111,7 +111,7 @@ def _bring_run(store: Store, index: Index, part: Path) -> dict[str, Unusable]:
     for name, paths in _pieces(index).items():
         try:
             _bring(store, index, paths, part)
-        except Unusable as error:
+        except UnusableObject as error:
             problems[name] = error
             shutil.rmtree(part / name, ignore_errors=True)
     return problems
@@ -126,7 +126,7 @@ def _pieces(index: Index) -> dict[str, list[str]]:
     return pieces
 
 
-def _move(store: Store, index: Index, problems: dict[str, Unusable], part: Path, folder: Path) -> None:
+def _move(store: Store, index: Index, problems: dict[str, UnusableObject], part: Path, folder: Path) -> None:
     """To where the run looks for it, the checkpoints last."""
     names = [f"checkpoints/{name}" for name in index.checkpoints()]
     for name, problem in problems.items():
