@@ -62,8 +62,8 @@ class _Reader(Dataset[Any]):
 
 
 def unreadable(world: World, size: int, read: Callable[[int], object], workers: int) -> dict[int, str]:
-    """What is wrong with those of ``size`` samples that ``read`` refuses as `UnusableSample`, by their indices
-    in order; the same on every rank.
+    """What is wrong with those of ``size`` samples that ``read`` refuses as `UnusableSample`, by their
+    indices in order; the same on every rank.
 
     Collectives. Each rank reads its share of the samples, by its loader processes.
     """

@@ -41,10 +41,12 @@ if TYPE_CHECKING:
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 _MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 _DRAFTABLE = ("JPEG", "MPO")  # formats that libjpeg decodes, at a fraction of the size where asked
-_ORIENTATION = 0x0112
+ORIENTATION = 0x0112
+"""EXIF's tag."""
 _BITS, _PHOTOMETRIC, _PLANAR, _SAMPLE_FORMAT = 258, 262, 284, 339  # tags of a TIFF
 _UNSIGNED, _WHITE_IS_0 = 1, 0
-_ON_ITS_SIDE = (5, 6, 7, 8)
+ON_ITS_SIDE = (5, 6, 7, 8)
+"""Orientations in which height and width are exchanged."""
 
 
 class Box(NamedTuple):
@@ -232,9 +234,9 @@ def cropped(file: Path | Encoded, shape: tuple[int, int, int], box_of: Callable[
         if picture.format not in _DRAFTABLE:
             whole = upright(picture, mode)
             return cut(whole, box_of(whole.height, whole.width), size)
-        turned = picture.getexif().get(_ORIENTATION, 1)
+        turned = picture.getexif().get(ORIENTATION, 1)
         width, height = picture.size
-        box = box_of(width, height) if turned in _ON_ITS_SIDE else box_of(height, width)
+        box = box_of(width, height) if turned in ON_ITS_SIDE else box_of(height, width)
         enough = min(box.height // size[0], box.width // size[1])
         scale = max((scale for scale in (2, 4, 8) if scale <= enough), default=1)
         picture.draft(mode, (width // scale, height // scale))

@@ -18,7 +18,7 @@ from ddptrain.data.detection.run_lengths import PackedMasks
 from ddptrain.data.detection.source import DetectionSet, Objects, PackedObjects, Scenes
 from ddptrain.data.identity import of_file
 from ddptrain.data.left_out import OnError
-from ddptrain.data.pictures import content_of, decoded, opened
+from ddptrain.data.pictures import ON_ITS_SIDE, ORIENTATION, content_of, decoded, opened
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean_path
 from ddptrain.text import first_few
@@ -32,7 +32,6 @@ VALID_NAMES = ("val", "valid", "validation", "test")
 """Of the part for validation, the likeliest first."""
 _SHOWN = 20
 _LEAST_SIDE = 0.01  # Pixels. What is thinner may have no area left once it is float32.
-_ORIENTATION = 0x0112
 _TURNING = (b"Raw profile type exif", b"XML:com.adobe.xmp")
 
 
@@ -188,7 +187,7 @@ def probe(file: Path) -> ImageFile:
         if not _surely_whole(file, picture.format):
             picture.load()
         # PNG's own getexif() would decode the picture, for a tag may follow the pixels: see _png_is_plain
-        turned = Image.Image.getexif(picture).get(_ORIENTATION, 1) in (5, 6, 7, 8)
+        turned = Image.Image.getexif(picture).get(ORIENTATION, 1) in ON_ITS_SIDE
         width, height = picture.size[::-1] if turned else picture.size
     return ImageFile(file, height, width, turned)
 
