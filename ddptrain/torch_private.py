@@ -153,7 +153,8 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
     """As after ``update``: a step that was given up may have unscaled its gradients."""
-    scaler._per_optimizer_states.clear()
+    if scaler.is_enabled():
+        scaler._per_optimizer_states.clear()
 
 
 def check_finite(tensors: list[Tensor], nonfinite: Tensor, one: Tensor) -> None:

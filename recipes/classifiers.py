@@ -13,6 +13,8 @@ from torchvision import models
 
 from ddptrain.api import UserError
 
+_OF_FILES = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
+"""Arguments of ``timm.create_model`` that name files."""
 _MOST_COUNTED = 40
 """Models of a pattern whose parameters are counted; each has to be built, without memory."""
 
@@ -87,6 +89,8 @@ def timm_classifier(
     """
     import timm
 
+    for argument in _OF_FILES & arguments.keys():  # some versions of timm unpickle what they name
+        raise UserError(f"model.{argument}: is not taken. Start from weights by init.weights=<file>.")
     known = timm.get_pretrained_cfg(name)
     if known is not None and known.fixed_input_size:
         arguments = {"img_size": image_size, **arguments}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from ddptrain.config.augment_group import Tree
+from ddptrain.keys import key_of
 
 _SECTIONS = ("optim", "sched", "strategy")
 _OF_ANY_OPTIMIZER = ("groups", "layer_decay")
@@ -22,13 +23,20 @@ def place_nodes(tree: Tree, words: Sequence[str], composed: Callable[[Sequence[s
     chosen = composed(list(choices.values()))
     recipes = cache(lambda: composed([word for word in words if word.startswith("recipe=")]))
     for section in choices:
-        own = chosen[section]
+        own = _without(chosen[section], [word for word in words if word.startswith(f"~{section}.")])
         if section != "optim" and tree[section].keys() <= own.keys():
             continue  # nothing of another one is there
         if own.get("_target_") == recipes()[section].get("_target_"):
             continue
-        typed = {word.lstrip("+").partition("=")[0].removeprefix(f"{section}.") for word in words}
+        typed = {key_of(word).removeprefix(f"{section}.").partition(".")[0] for word in words}
+        own |= {name: tree[section][name] for name, value in own.items() if "${" in str(value)}  # resolved
         of_any = _OF_ANY_OPTIMIZER if section == "optim" else own.keys() - {"_target_"}
         kept = {name: value for name, value in tree[section].items() if name in {*of_any, *typed}}
         tree = {**tree, section: {**own, **kept}}
     return tree
+
+
+def _without(node: Tree, words: Sequence[str]) -> Tree:
+    """Without what ``~section.name`` has taken out of it."""
+    removed = {word.rpartition(".")[2] for word in words}
+    return {name: value for name, value in node.items() if name not in removed}

@@ -95,6 +95,8 @@ def build(node: Node, key: str, **offered: Any) -> Any:
     for name, value in offered.items():
         if name in parameters or open_ended:
             arguments.setdefault(name, value)
+    if node["_target_"].startswith("torchvision."):  # some download a backbone unless they are told not to
+        arguments = {**{name: None for name in _DOWNLOADS if name in parameters}, **arguments}
     _check_match(target, node, key, arguments, offered)
     try:
         result = target(**arguments)

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from ddptrain.config.arguments import TRUST
+from ddptrain.config.arguments import GROUPS, TRUST
 from ddptrain.config.choices import ENTRY_POINTS
 from ddptrain.config.instantiate import open_package
 from ddptrain.config.limits import guard_resolvers, named_defaults, read_config
@@ -68,6 +69,8 @@ def look_in(folders: Sequence[Path], places: Sequence[str], variables: Sequence[
 
     for plugin in (_Sources, _Folder, GpuPool, Grid):
         plugins.register(plugin)
+    for folder in folders:
+        _check_names(folder)
     _named[:] = [("--config-dir", f"folder://{folder.resolve()}") for folder in folders]
     for place in places:
         folder = Path(place.removeprefix("file://"))
@@ -77,6 +80,19 @@ def look_in(folders: Sequence[Path], places: Sequence[str], variables: Sequence[
             _named.append(("hydra.searchpath", f"folder://{folder.resolve()}"))
         else:
             raise UserError(f"hydra.searchpath: {place} is not available. Name a folder or package of YAMLs.")
+
+
+def _check_names(folder: Path) -> None:
+    """Raise UserError where a YAML would never be read: ours of that name is found first."""
+    own = Path(str(files(CONF)))
+    for group in GROUPS:
+        for path in (folder / group).glob("*.yaml"):
+            ours = own / group / path.name
+            if ours.is_file() and ours.read_bytes() != path.read_bytes():
+                raise UserError(
+                    f"{path}: has the name of ddptrain's own {group}={path.stem}, which would be taken in its"
+                    " place. Give it another name."
+                )
 
 
 class _Folder(FileConfigSource):

@@ -11,22 +11,22 @@ _STRICT = "ddptrain.strategies.strict.Strict"
 
 def is_ddp(node: Node) -> bool:
     """``strategy=ddp``: with ranks also where there is one."""
-    return bool(node["_target_"] == _DDP)
+    return bool(node.get("_target_") == _DDP)
 
 
 def uses_ddp(node: Node) -> bool:
     """``strategy=auto`` or ``ddp``."""
-    return node["_target_"] in (_DDP, _AUTO)
+    return node.get("_target_") in (_DDP, _AUTO)
 
 
 def is_dp(node: Node) -> bool:
-    return bool(node["_target_"] == _DP)
+    return bool(node.get("_target_") == _DP)
 
 
 def is_fsdp(node: Node) -> bool:
-    return node["_target_"] in _FSDP
+    return node.get("_target_") in _FSDP
 
 
 def is_strict(node: Node) -> bool:
     """``strategy=strict``: the same bits on any number of ranks, so of threads too."""
-    return bool(node["_target_"] == _STRICT)
+    return bool(node.get("_target_") == _STRICT)

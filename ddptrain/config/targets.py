@@ -64,6 +64,10 @@ def opened_packages() -> list[str]:
 
 def resolve(node: Node, key: str) -> Callable[..., Any]:
     """What a node's ``_target_`` names, checked as written and as found. Raises UserError."""
+    if not isinstance(node, Mapping):
+        raise UserError(
+            f"{key}={node}: must be a node with a _target_, as conf/{key.partition('.')[0]}/ has."
+        )
     name = node.get("_target_")
     if not isinstance(name, str):
         raise UserError(f"{key}._target_: needs the dotted name of a class, not {name!r}.")

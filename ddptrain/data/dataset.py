@@ -144,7 +144,7 @@ class DatasetData(Data):
     def prepare(self, world: World, seed: int) -> None:
         workers, parts = worker_count(self._workers, world), self._parts()
         samples = self._samples(parts)
-        by_value = bool(workers) and any(list(map(sent_by_value, samples)))  # both are checked
+        by_value = bool(workers) and any(list(map(_only_by_value, samples)))  # both are checked
         skipped: list[str] = []
         if self._on_error == "skip":
             (readable_train, broken), (readable_valid, broken_valid) = (
@@ -206,7 +206,13 @@ class DatasetData(Data):
     def load_metadata(self, metadata: Mapping[str, Any], world: World) -> None:
         """The shape of the samples is that of the first. Raises UserError where the dataset names other
         classes."""
-        check_alike(metadata["classes"], self._classes, "data.dataset", "the training")
+        trained = tuple(metadata["classes"])
+        if self._classes not in ((), trained):
+            raise UserError(
+                f"data.dataset: its classes are {first_few(self._classes, 5)}, and the model was trained on"
+                f" {first_few(trained, 5)}. Use the data it was trained with."
+            )
+        self._classes = trained
         train, valid = self._samples(self._parts())
         self._prepared = _Prepared(Pipeline(train, valid, 0, world.device), [], "")
 
@@ -316,10 +322,9 @@ def _check_classes(dataset: MapStyle, valid: MapStyle | None, classes: list[str]
         check_alike(trained, own, "data.valid", "data.dataset")
 
 
-def sent_by_value(part: Samples, key: str = "data.dataset") -> bool:
+def _only_by_value(part: Samples) -> bool:
     """Whether loader processes can be given the dataset only together with the code of its classes, because a
-    script or a notebook defines them. Raises UserError, which names the key, where they can't be given it at
-    all."""
+    script or a notebook defines them. Raises UserError where they can't be given it at all."""
     try:
         return b"__main__" in bytes(ForkingPickler.dumps(part))
     except Exception:  # whatever the dataset's own __reduce__ or a C type raises
@@ -327,7 +332,7 @@ def sent_by_value(part: Samples, key: str = "data.dataset") -> bool:
             cloudpickle.dumps(part.__reduce__()[1])
         except Exception as error:
             raise UserError(
-                f"{key}: can't be sent to loader processes ({error}). Leave open files and"
+                f"data.dataset: can't be sent to loader processes ({error}). Leave open files and"
                 " locks out of it, or set data.workers=0."
             ) from error
     return True

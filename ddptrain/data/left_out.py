@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -105,6 +106,8 @@ def opened_set(source: ImageSource, root: Path, on_error: OnError, world: World,
     opened = on_all_ranks(world, lambda: source.open(root))  # a node may have a bad copy
     if on_error == "stop":
         return opened
+    if workers:
+        check_sendable(opened.train, opened.valid)
     parts: list[Split] = []
     lines: list[str] = []
     for name, split in (("training", opened.train), ("validation", opened.valid)):
@@ -125,6 +128,20 @@ def opened_set(source: ImageSource, root: Path, on_error: OnError, world: World,
             " files, or take it out of the set."
         )
     return replace(opened, train=train, valid=valid, skipped=lines)
+
+
+def check_sendable(*parts: Split) -> None:
+    """Raise UserError where loader processes can't be given one of these."""
+    for part in parts:
+        if isinstance(part, ArraySplit):  # tensors can be
+            continue
+        try:
+            ForkingPickler.dumps(part)
+        except Exception as error:  # whatever a dataset's own __reduce__ or a C type raises
+            raise UserError(
+                f"data.source: can't be sent to loader processes ({error}). Leave open files and locks out of"
+                " the dataset, or set data.workers=0."
+            ) from error
 
 
 def tell(lines: Sequence[str]) -> None:

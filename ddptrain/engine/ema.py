@@ -41,6 +41,18 @@ class Average(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+def check_averaged(model: nn.Module) -> None:
+    """Raises UserError for trained parameters in which an average would stand still: its steps are a small
+    share of the difference."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise UserError(
+                f"ema.decay: {name} of the model is {dtype}, in which the steps of an average are rounded"
+                " away. Keep it in float32 (precision=bf16 computes in bf16), or set ema.decay=null."
+            )
+
+
 @final
 class NoAverage(Average):
     """The last weights themselves."""
@@ -81,14 +93,6 @@ class ExponentialAverage(Average):
         self._model = model
         self._strategy = strategy
         self._layers = list(model.modules())
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and torch.finfo(parameter.dtype).eps > 1 - decay:
-                dtype = str(parameter.dtype).removeprefix("torch.")
-                raise UserError(
-                    f"ema.decay={decay}: {name} of the model is {dtype}, in which an average's steps are"
-                    " rounded away. Keep it in float32 (precision=bf16 computes in bf16), or use a smaller"
-                    " decay."
-                )
         own = [strategy.local(parameter.detach()) for parameter in model.parameters()]
         self._parameters = [(parameter.clone(), parameter) for parameter in own]
         self._buffers: dict[tuple[nn.Module, str], Tensor] = {}

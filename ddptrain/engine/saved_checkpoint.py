@@ -18,7 +18,7 @@ from ddptrain.errors import UserError
 from ddptrain.text import parse_json
 
 STATE, MANIFEST = "state.pt", "manifest.json"
-FORMAT = 6
+FORMAT = 7
 STEP = re.compile(r"step-(\d+)")
 _SEAL = "sha256"
 _SHARD = re.compile(rf"{FOLDER}/(\.metadata|__\d+_\d+\.distcp)")

@@ -5,6 +5,7 @@ The tensors stand in ``shards/`` beside ``state.pt``, where their names take the
 
 import hashlib
 import pickle
+import re
 import shutil
 import uuid
 import warnings
@@ -34,12 +35,13 @@ class Shards(NamedTuple):
     """SHA-256 and bytes, by name; empty where no tensor is in parts."""
 
 
+_OF_A_RANK = re.compile(r"__\d+_\d+\.distcp")
 _PLACE = "\0shard "
 """What begins the name that stands for a tensor: no value of a state does."""
 _MAY_LOAD = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
         "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     },
     "torch.serialization": {"_get_layout"},
@@ -181,8 +183,20 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _metadata(folder: Path) -> Any:
+    """Raises UnpicklingError for anything but tensors in files that ranks have written: of another kind of
+    entry torch would unpickle the bytes with whatever they ask for."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     with (folder / ".metadata").open("rb") as file:
-        return _Unpickler(file).load()
+        metadata = _Unpickler(file).load()
+    for name, about in metadata.state_dict_metadata.items():
+        if type(about) is not TensorStorageMetadata:
+            raise pickle.UnpicklingError(f"{name} is no tensor")
+    for place in metadata.storage_data.values():
+        if type(place) is not _StorageInfo or not _OF_A_RANK.fullmatch(str(place.relative_path)):
+            raise pickle.UnpicklingError("a tensor lies elsewhere")
+    return metadata
 
 
 def _refused(path: Path, error: BaseException, needed: int = 0) -> UserError:

@@ -72,9 +72,10 @@ def begun_by_this_job(folder: Path) -> bool:
         begun = parse_json((folder / _JOB).read_text())
     except (OSError, ValueError):
         return False
-    restarted = (name for name in _JOB_IDS if os.environ.get(f"{name}_RESTART_COUNT", "0") != "0")
-    # each by itself: torchrun --standalone has another id after SLURM has requeued it
-    return any(begun.get(name) == _own_jobs()[name] for name in restarted)
+    restarted = [name for name in _JOB_IDS if os.environ.get(f"{name}_RESTART_COUNT", "0") != "0"]
+    # torchrun --standalone has another id after SLURM has requeued it
+    told_by = ["SLURM"] if "SLURM" in restarted else list(_JOB_IDS)
+    return bool(restarted) and all(begun.get(name) == _own_jobs()[name] for name in told_by)
 
 
 def _own_jobs() -> dict[str, str]:

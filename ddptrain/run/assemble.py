@@ -11,7 +11,7 @@ from ddptrain.config.schema import COMPILED, Config, Train
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.check_model import check_model, check_sparse, sparse_layers
 from ddptrain.engine.compiled import compile_model, leave_recurrent_layers_eager
-from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage
+from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage, check_averaged
 from ddptrain.engine.freeze import Frozen
 from ddptrain.engine.meter import Meter
 from ddptrain.engine.parameter_groups import parameter_groups
@@ -92,6 +92,8 @@ def make_state(
         optimizer = build_optimizer(config.optim, model, decays_on, bool(sparse), strategy.sharded)
         groups = tuple(map(str, parameter_groups(model, config.optim, decays_on)))
         precision.check_gradients(model)
+        if config.ema.decay is not None:
+            check_averaged(model)
     check_sparse(sparse, optimizer, strategy)
     average: Average = NoAverage()
     if config.ema.decay is not None:

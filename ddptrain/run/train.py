@@ -231,7 +231,7 @@ def _frozen(config: Config, model: nn.Module, plan: Plan, saved: Mapping[str, An
     """What is frozen at the step of a checkpoint's manifest, or at the start, and is now. What a run has
     thawed is not frozen again, should a resume make it longer."""
     until = None if config.thaw is None else math.ceil(config.thaw * plan.steps - 1e-9)
-    if until is not None and until >= plan.steps:
+    if until is not None and until >= plan.steps > 1:  # a single step says what the first ones do
         raise UserError(
             f"thaw={config.thaw:g}: comes after the last of {counted(plan.steps, 'step')}, so nothing would"
             " be thawed. Give a smaller one, or leave it out."

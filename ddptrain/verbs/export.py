@@ -26,8 +26,8 @@ A file that runs without ddptrain, checked against the model on the same batch b
 def export(arguments: Arguments) -> int:
     """Words that are no keys of the config are for the task."""
     config, folder, checkpoint, settings = read_run_with_settings(arguments, own=["precision"])
-    mirrored = any(is_mirror(word.removeprefix("run=")) for word in arguments.overrides)
-    if mirrored and "out" not in settings:
+    named = [word.removeprefix("run=") for word in arguments.overrides if word.startswith("run=")]
+    if any(map(is_mirror, named)) and "out" not in settings:
         raise UserError("export: name the file, out=<file>; the run lies in a store.")
     choose_spinning()
     from ddptrain.run import export

@@ -1,8 +1,10 @@
 """``--multirun``: a sweep of trainings."""
 
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
-from ddptrain.config.arguments import EXPLAIN, Arguments
+from ddptrain.config.arguments import EXPLAIN, SCRIPT, Arguments
 from ddptrain.config.augment_group import Tree
 from ddptrain.config.compose import run_jobs
 from ddptrain.config.search_path import open_user_code
@@ -22,14 +24,15 @@ def multirun(arguments: Arguments) -> int:
     _check(arguments)
     open_user_code(arguments.config_dirs, arguments.trusted)
     places = [word for word in arguments.overrides if word.startswith("hydra.searchpath=")]
-    sweep = SweepRunner()
+    sweep, programs = SweepRunner(), [Path(path).read_bytes() for path in arguments.values_of(SCRIPT)]
+    program = hashlib.sha256(b"".join(programs)).hexdigest() if programs else ""
 
     def point(tree: Tree, words: Sequence[str]) -> SweepPoint:
         config = complete(tree, arguments)
         if config.run.resume != "auto":
             raise UserError(f"run.resume={config.run.resume}: {_HAVE_FOLDERS}")
         own = [word for word in words if not word.lstrip("+").startswith("sweep.")]
-        return SweepPoint(config, (*own_options(arguments), *places, *own))
+        return SweepPoint(config, (*own_options(arguments), *places, *own), program)
 
     def job(tree: Tree, overrides: list[str]) -> None:  # under a launcher that is not ours
         open_user_code(arguments.config_dirs, arguments.trusted)  # in a process of its making

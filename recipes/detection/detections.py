@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import nms
 
-_CANDIDATES = 1000
+CANDIDATES = 1000
 """Best answers of a picture that go into the suppression of doubles."""
 MOST = 100
 """Detections of a picture that COCO's metrics count."""
@@ -38,7 +38,7 @@ def candidates(boxes: Tensor, scores: Tensor) -> Detections:
     (n, c, ...) tensors.
     """
     classes = scores.shape[-1]
-    best, index = scores.flatten(1).topk(min(_CANDIDATES, scores[0].numel()))
+    best, index = scores.flatten(1).topk(min(CANDIDATES, scores[0].numel()))
     anchor = torch.div(index, classes, rounding_mode="floor")
     place = anchor if boxes.ndim == 3 else index
     chosen = boxes.flatten(1, -2).gather(1, place[..., None].expand(-1, -1, 4))

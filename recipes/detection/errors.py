@@ -8,7 +8,7 @@ from torch import Tensor
 from torchvision.ops import box_area, box_iou
 
 from ddptrain.api import ConfusionMatrix, Curves
-from ddptrain.data.detection.source import Scenes
+from ddptrain.data.detection.source import Objects, Scenes
 
 SCORE, OVERLAP = 0.25, 0.5
 """The least score of a detection, and the least IoU with an object that it is taken for."""
@@ -66,7 +66,7 @@ def matched_on(scenes: Scenes, picture: int, rows: Tensor) -> Matched:
     for a, b in sorted(close, key=lambda pair: -float(overlaps[pair[0], pair[1]])):
         if a not in partner and b not in partner.values():
             partner[a] = b
-    spurious = set(range(len(seen))) - set(partner.values()) - _in_crowds(seen, on_it.boxes[on_it.crowd])
+    spurious = set(range(len(seen))) - set(partner.values()) - _in_crowds(rows, on_it)
     right = [a in partner and labels[a] == seen_labels[partner[a]] for a in range(len(labels))]
     confused = {b for a, b in partner.items() if not right[a]}
     return Matched(
@@ -80,9 +80,11 @@ def matched_on(scenes: Scenes, picture: int, rows: Tensor) -> Matched:
     )
 
 
-def _in_crowds(seen: Tensor, crowds: Tensor) -> set[int]:
-    """Which boxes lie in a crowd for the larger part: they count neither for nor against."""
-    return set((_share_inside(seen, crowds) > OVERLAP).any(1).nonzero()[:, 0].tolist())
+def _in_crowds(rows: Tensor, on_it: Objects) -> set[int]:
+    """Which detections lie in a crowd of their class for half or more: they count neither for nor against."""
+    alike = rows[:, 6].long()[:, None] == on_it.labels
+    inside = _share_inside(rows[:, 1:5], on_it.boxes) >= OVERLAP
+    return set((alike & on_it.crowd & inside).any(1).nonzero()[:, 0].tolist())
 
 
 def _share_inside(seen: Tensor, boxes: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.run_lengths import PackedMasks, decode_masks
 from ddptrain.data.pictures import decoded
-from ddptrain.recipes.detection.detections import Detections
+from ddptrain.recipes.detection.detections import MOST, Detections
 from ddptrain.recipes.detection.draw import compared, make_sheet
 from ddptrain.recipes.detection.errors import (
     SCORE,
@@ -57,7 +57,7 @@ class Reports:
         """The last report's detections, of which `figures` shows the mistakes."""
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
-        pictures = self._detect(model, batch.images, LEAST_SCORE)
+        pictures = [seen.where(slice(MOST)) for seen in self._detect(model, batch.images, LEAST_SCORE)]
         rows = rows_of(batch, pictures)
         return {**rows, **mask_rows(batch, pictures, self._data.valid.sizes)} if self._data.masks else rows
 

@@ -13,9 +13,16 @@ from torchvision.ops import box_convert
 from ddptrain.api import UserError
 from ddptrain.errors import reason
 from ddptrain.keys import did_you_mean
-from ddptrain.recipes.detection.detections import MOST, Detections, candidates
+from ddptrain.recipes.detection.detections import Detections, candidates
 from ddptrain.recipes.detection.detector import Detector, Losses, Truth
 from ddptrain.recipes.detection.norms import freeze_norms
+
+_OF_LOADING = {
+    *("trust_remote_code", "cache_dir", "force_download", "local_files_only", "token", "use_auth_token"),
+    *("revision", "code_revision", "proxies", "resume_download", "subfolder", "return_unused_kwargs"),
+    *("_configuration_file", "_from_auto", "_from_pipeline", "_commit_hash", "user_agent", "auto_map"),
+}
+"""Of ``AutoConfig.from_pretrained``, beside those of the config."""
 
 
 def transformers_detector(
@@ -34,12 +41,14 @@ def transformers_detector(
         raise UserError("model: needs transformers: pip install 'ddptrain[transformers]'") from error
     if not name:
         raise UserError("model.name: name a detector of the Hugging Face hub, or a folder.")
+    for argument in _OF_LOADING & arguments.keys():  # they would run code, or read and write elsewhere
+        raise UserError(f"model.{argument}: is no argument of a model's config. Leave it out.")
     try:
         config, unknown = AutoConfig.from_pretrained(
-            name, num_labels=num_classes, return_unused_kwargs=True, **arguments
+            name, num_labels=num_classes, return_unused_kwargs=True, trust_remote_code=False, **arguments
         )
-        processor = AutoImageProcessor.from_pretrained(name)
-        model = AutoModelForObjectDetection.from_config(config)
+        processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
+        model = AutoModelForObjectDetection.from_config(config, trust_remote_code=False)
     # not there, another kind of model, a package that it needs, or wrong values
     except (ImportError, OSError, ValueError, TypeError) as error:
         raise UserError(f"model.name={name}: can't be built ({reason(error)}).") from error
@@ -85,7 +94,7 @@ class TransformersDetector(Detector):
     def detections(self, images: Tensor) -> list[Detections]:
         best = candidates(*self.dense(images))
         pictures = zip(best.boxes, best.scores, best.labels, strict=True)
-        return [Detections(*picture).where(slice(MOST)) for picture in pictures]
+        return [Detections(*picture) for picture in pictures]
 
     def dense(self, images: Tensor) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_exporting():  # its checks of shapes are operators that ONNX lacks

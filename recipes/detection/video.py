@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -23,7 +24,10 @@ from ddptrain.recipes.detection.predict import within
 
 log = logging.getLogger("ddptrain")
 
-ENDINGS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".ts")
+ENDINGS = (
+    *(".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".ts"),
+    *(".mts", ".m2ts", ".wmv", ".flv", ".3gp", ".ogv", ".vob"),
+)
 _CAMERA = "/dev/video0"
 _USUAL_RATE = Fraction(30)
 """Frames a second, where a stream does not say."""
@@ -34,6 +38,9 @@ _LEAST_TRACKED = 0.1
 _ONE_OBJECT = 0.7
 """IoU above which boxes of two classes are those of one object."""
 _NO_TRACK = -1
+_KEPT_FRAMES = 30
+"""At 30 frames a second, for which a track that is not seen is kept, in the library's count; but for two
+frames at least."""
 
 Track = Literal["none", "bytetrack"]
 
@@ -77,7 +84,7 @@ def filmed(
         with (
             av.open(str(out / f"{name}.mp4"), "w") as container,
             (out / "detections.jsonl").open("w", encoding="utf-8") as lines,
-            closing(_Film(container, first.rate)) as film,
+            closing(_Film(container, first.rate, first.aspect)) as film,
         ):
             for frame in chain([first], frames):
                 image, placed = data.model_input(frame.pixels)
@@ -100,12 +107,13 @@ def filmed(
 
 
 class _Frame(NamedTuple):
-    """pixels: uint8 (3, H, W), as they are to be seen. time: in seconds from the first frame on. rate: frames
-    a second."""
+    """pixels: uint8 (3, H, W), turned as they are to be seen. time: in seconds from the first frame on. rate:
+    frames a second. aspect: width of a pixel to its height."""
 
     pixels: Tensor
     time: float
     rate: Fraction
+    aspect: Fraction
 
 
 def _frames(source: str) -> Iterator[_Frame]:
@@ -128,13 +136,18 @@ def _frames(source: str) -> Iterator[_Frame]:
             for frame in container.decode(stream):
                 pixels = torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
                 pixels = torch.rot90(pixels, frame.rotation // 90, (1, 2))  # as phones note it
+                aspect = stream.sample_aspect_ratio or Fraction(1)
                 if count == 0:
                     begin = frame.time or 0.0
                 else:  # what follows has a later time, whatever the file says
                     known = elapsed if frame.time is None else frame.time - begin
                     elapsed = known if known > elapsed else elapsed + float(1 / rate)
                 count += 1
-                yield _Frame(pixels, elapsed, rate)
+                yield _Frame(pixels, elapsed, rate, 1 / aspect if frame.rotation % 180 else aspect)
+            length = (container.duration or 0) / 1e6  # in seconds; a stream and some files don't say
+            if elapsed + max(1.0, 2 / float(rate)) < length:
+                told = "note       source=%s: ends after %.1f of %.1f s; is it cut?"
+                log.warning(told, source, elapsed, length)
     except (av.error.FFmpegError, OSError) as error:
         if count == 0:
             raise UserError(f"source={source}: can't be read as a video ({error.strerror}).") from error
@@ -148,7 +161,7 @@ class _Film:
     """A video that is written frame by frame, all of the first one's size. Closed also at Ctrl-C: what there
     is can be looked at."""
 
-    def __init__(self, container: Any, rate: Fraction) -> None:
+    def __init__(self, container: Any, rate: Fraction, aspect: Fraction) -> None:
         from av import codecs_available
 
         self._container = container
@@ -156,7 +169,10 @@ class _Film:
         self._stream = container.add_stream(codec, rate=rate)
         self._stream.pix_fmt = "yuv420p"
         self._stream.codec_context.time_base = _TICK
+        self._stream.codec_context.sample_aspect_ratio = aspect
         self._size: list[int] | None = None
+        self._last = -1
+        """Time of the last frame, in ticks."""
 
     def add(self, pixels: Tensor, at: float) -> None:
         """pixels: uint8 (3, H, W). at: seconds, more than before."""
@@ -168,7 +184,8 @@ class _Film:
         if list(pixels.shape[1:]) != self._size:
             pixels = functional.resize(pixels, self._size)
         frame = VideoFrame.from_ndarray(pixels.permute(1, 2, 0).contiguous().numpy(), format="rgb24")
-        frame.pts, frame.time_base = round(at / _TICK), _TICK
+        self._last = max(round(at / _TICK), self._last + 1)  # two times may round to one tick
+        frame.pts, frame.time_base = self._last, _TICK
         self._container.mux(self._stream.encode(frame))
 
     def close(self) -> None:
@@ -190,6 +207,7 @@ class _Tracks:
             frame_rate=float(rate),
             track_activation_threshold=least_score,
             high_conf_det_threshold=least_score,
+            lost_track_buffer=max(_KEPT_FRAMES, math.ceil(2 * _KEPT_FRAMES / rate)),
         )
         self._least_score = least_score
 

@@ -108,11 +108,11 @@ class TaskAligned:
         return best, overlap.gather(2, anchor), anchor
 
     def _inside(self, points: Tensor, strides: Tensor, boxes: Tensor) -> Tensor:
-        """bool (n, k, a): points in boxes. A box thinner than the finest stride is taken as thick as that, or
-        small objects would fall between the points."""
+        """bool (n, k, a): points in boxes or on their edges. A box thinner than the finest stride is taken as
+        thick as that, or small objects would fall between the points."""
         middle = (boxes[..., :2] + boxes[..., 2:]) / 2
         half = ((boxes[..., 2:] - boxes[..., :2]) / 2).clamp(min=strides.min() / 2)
         across, down = (  # one coordinate at a time: half the memory of this, the largest tensors of a step
-            (points[:, i] - middle[..., i, None]).abs() < half[..., i, None] for i in (0, 1)
+            (points[:, i] - middle[..., i, None]).abs() <= half[..., i, None] for i in (0, 1)
         )
         return across & down

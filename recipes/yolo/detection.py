@@ -11,7 +11,7 @@ from ddptrain.api import Deployed, Figure, Loss, Progress, Report, Rows, Task, U
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.recipes.detection.deploy import deployed, suppression
-from ddptrain.recipes.detection.detections import MOST, Detections
+from ddptrain.recipes.detection.detections import CANDIDATES, Detections
 from ddptrain.recipes.detection.predict import Predicted
 from ddptrain.recipes.detection.reports import Reports
 from ddptrain.recipes.detection.video import Track
@@ -185,7 +185,7 @@ class Detection(Task):
         outputs: Raw | Dual = model(images)
         raw = evaluated(outputs)
         self._check(raw, model)
-        return detections(raw, least_score, self._overlap_of(outputs), MOST)
+        return detections(raw, least_score, self._overlap_of(outputs), CANDIDATES)
 
     def _overlap_of(self, outputs: Raw | Dual) -> float:
         """The IoU above which there are doubles in them; 1 where there are none."""
@@ -197,7 +197,8 @@ class Detection(Task):
             return images, boxes
         side = images.shape[-1]
         shift = derive_seed(self._data.seed, progress.step) / 2**63 * 2 - 1
-        new = max(round(side * (1 + self._multi_scale * shift) / _COARSEST), 1) * _COARSEST
+        least = 2 if len(images) == 1 else 1  # cells a side: BatchNorm needs more than one value
+        new = max(round(side * (1 + self._multi_scale * shift) / _COARSEST), least) * _COARSEST
         if new == side:
             return images, boxes
         resized = functional.interpolate(images, size=(new, new), mode="bilinear", antialias=True)

@@ -21,9 +21,19 @@ import yaml
 from hostile import Payload, Place
 from PIL import Image
 from served import add
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from ddptrain.engine.saved_checkpoint import FORMAT, LoadedCheckpoint, sealed, unpack
+from ddptrain.engine.shards import with_shards
 from ddptrain.errors import UserError
+from ddptrain.recipes.detection.transformers_detector import transformers_detector
 from ddptrain.verbs.main import main
 
 
@@ -160,6 +170,33 @@ def test_a_hostile_run_folder_is_refused_by_every_verb(place: Place) -> None:
     for verb in ("evaluate", "export"):
         words = [verb, f"run={run}", *(["format=pt2", f"out={run}/x.pt2"] if verb == "export" else [])]
         assert "state.pt is not a state of ddptrain" in place.refused(words)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "elsewhere", "link"])
+def test_a_hostile_list_of_shards_is_refused(place: Place, kind: str) -> None:
+    """torch would unpickle an entry of bytes with whatever it asks for, and follow any path."""
+    folder = place.work / "shards"
+    folder.mkdir()
+    payload = io.BytesIO()
+    torch.save(Payload(str(place.canary)), payload)
+    (folder / "__0_0.distcp").write_bytes(payload.getvalue())
+    about: Any = BytesStorageMetadata()
+    if kind != "bytes":
+        properties = TensorProperties(dtype=torch.float32)
+        about = TensorStorageMetadata(properties, torch.Size([1]), [])
+    where = {"bytes": "__0_0.distcp", "elsewhere": "../x.distcp", "link": "/etc/passwd"}[kind]
+    stored = {MetadataIndex("0"): _StorageInfo(where, 0, len(payload.getvalue()))}
+    metadata = Metadata(state_dict_metadata={"0": about}, storage_data=stored)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with place.untouched(), pytest.raises(pickle.UnpicklingError):
+        with_shards({"weight": "\0shard 0"}, folder, lambda size, dtype: torch.empty(size, dtype=dtype))
+
+
+@pytest.mark.parametrize("argument", ["trust_remote_code", "cache_dir", "revision"])
+def test_a_model_of_transformers_runs_no_code_of_its_folder(argument: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(UserError, match=f"^model.{argument}: is no argument of a model's config"):
+        transformers_detector("theirs", 2, 64, **{argument: True})
 
 
 # -- labelled pictures -----------------------------------------------------------------------------

@@ -139,6 +139,8 @@ def test_a_job_that_is_requeued_is_the_same_one(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert not begun_by_this_job(tmp_path), "torchrun without an id, in another job"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert begun_by_this_job(tmp_path)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from shell import ddptrain, refusal
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from ddptrain.api.recipe import Data
 from ddptrain.api.sampler import Sampler
@@ -167,8 +167,13 @@ def test_a_model_of_other_classes_is_not_loaded() -> None:
     data = DatasetData(Noisy())
     data.load_metadata({"classes": ["one", "two", "three"]}, World())
     assert data.outputs == ("one", "two", "three")
-    with pytest.raises(UserError, match=r"^data\.dataset: its classes are one, two, three, and those of the"):
-        data.load_metadata({"classes": ["two", "one", "three"]}, World())
+    for theirs in (["two", "one", "three"], ["one", "two"], ["one", "two", "three", "four"]):
+        with pytest.raises(UserError, match=r"^data\.dataset: its classes are one, two, three, and "):
+            data.load_metadata({"classes": theirs}, World())
+    unnamed = DatasetData(Subset(Noisy(), range(20)))
+    assert unnamed.outputs == ()
+    unnamed.load_metadata({"classes": ["two", "one"]}, World())
+    assert unnamed.outputs == ("two", "one")
 
 
 def test_dicts_collating_and_a_validation_set_of_its_own() -> None:

@@ -25,6 +25,7 @@ from ddptrain.data.images.dataset import DatasetImages
 from ddptrain.data.images.folder import ImageFolder
 from ddptrain.data.images.source import ImageSource
 from ddptrain.data.images.transforms import RandomResizedCrop, Transforms
+from ddptrain.data.left_out import opened_set
 from ddptrain.errors import UserError
 
 KINDS: dict[str, Callable[[Image.Image, int], Any]] = {
@@ -115,8 +116,10 @@ def test_one_that_processes_can_not_be_given_is_named(folder: Path) -> None:
     own = Pictures(folder, "Pillow")
     own.lock = threading.Lock()  # type: ignore[attr-defined]
     source = DatasetImages(own, size=24)
-    with pytest.raises(UserError, match=r"^data\.source\.dataset: can't be sent to loader processes"):
+    with pytest.raises(UserError, match=r"^data\.source: can't be sent to loader processes"):
         batches(source, folder, workers=1)
+    with pytest.raises(UserError, match=r"^data\.source: can't be sent to loader processes"):
+        opened_set(source, folder, "skip", World(), 1)
     assert len(batches(source, folder)) == 5
 
 

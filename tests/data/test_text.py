@@ -90,18 +90,23 @@ def test_what_ddptrain_wrote_itself_is_no_text(tmp_path: Path, monkeypatch: pyte
     assert opened(Path(), Path("data"), window=4).identity != before
 
 
-def test_texts_of_ones_own_beside_the_tokens_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_folder_of_sets_and_tokens_is_left_out_unless_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("notes", "data/books"):
+    caplog.set_level("INFO", "ddptrain")
+    for folder, count in (("notes", 3), ("data/books", 2), ("data/stream/set", 4)):
         Path(folder).mkdir(parents=True)
-        for i in range(3):
+        for i in range(count):
             Path(folder, f"{i}.txt").write_text(f"text {i}\n" * 20)
-    for path in (".", "data"):
+    for path, count, left_out in ((".", 3, ["data"]), ("data", 2, ["data/stream", "data/tokens"])):
         before = opened(Path(path), Path("data"), window=4)
-        assert sum(before._tokens.documents) == (6 if path == "." else 3)
-        assert opened(Path(path), Path("data"), window=4).identity == before.identity
+        caplog.clear()
+        again = opened(Path(path), Path("data"), window=4)
+        assert f"of {count - 1:,} files to train" in again.describe()
+        assert again.identity == before.identity
+        told = [str(record.args[0]) for record in caplog.records if "left out" in record.msg]
+        assert sorted(told) == left_out
 
 
 @pytest.mark.parametrize("way", ["a link", "from elsewhere", "replaced"])

@@ -28,7 +28,8 @@ def test_objects_and_what_they_were_taken_for() -> None:
         (0, shifted(RIGHT, -5), 0.7, DOG),  # less near to the same object
         (1, LEFT, 0.2, CAT),  # not sure enough, so it is missed
         (1, shifted(SMALL, 4), 0.9, OWL),  # too far off
-        (2, LEFT, 0.9, CAT),  # in a crowd: neither for nor against
+        (2, LEFT, 0.9, DOG),  # in a crowd of its class: neither for nor against
+        (2, LEFT, 0.8, CAT),
         (3, LEFT, 0.9, CAT),
     ]
     of_pictures = list(matched(scenes_of(pictures), found_of(found)))
@@ -38,13 +39,13 @@ def test_objects_and_what_they_were_taken_for() -> None:
         [1, 0, 0, 1],  # cats: one found, one missed
         [0, 0, 1, 0],
         [0, 0, 0, 1],
-        [1, 1, 1, 0],
+        [2, 1, 1, 0],
     ]
-    assert [one.mistakes for one in of_pictures] == [2, 3, 0, 1]
-    assert [one.wrong.tolist() for one in of_pictures] == [[False, True, True], [True], [False], [True]]
+    assert [one.mistakes for one in of_pictures] == [2, 3, 1, 1]
+    assert [one.wrong.tolist() for one in of_pictures] == [[False, True, True], [True], [False, True], [True]]
     assert [one.found.tolist() for one in of_pictures] == [[True, False], [False, False], [], []]
     assert worst(of_pictures, 2) == [1, 0]
-    assert worst(of_pictures, 9) == [1, 0, 3]
+    assert worst(of_pictures, 9) == [1, 0, 2, 3]
 
 
 def test_small_objects_come_first() -> None:

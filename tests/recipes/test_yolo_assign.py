@@ -45,12 +45,12 @@ def overlap(a: Box, b: Box) -> float:
 
 
 def lies_in(point: Box, box: Box, finest: float) -> bool:
-    """Strictly; a side thinner than the finest stride counts as long as that, about its middle."""
+    """Or on its edge; a side thinner than the finest stride counts as long as that, about its middle."""
     for axis in (0, 1):
         low, high = box[axis], box[axis + 2]
         if high - low < finest:
             low, high = (low + high) / 2 - finest / 2, (low + high) / 2 + finest / 2
-        if not low < point[axis] < high:
+        if not low <= point[axis] <= high:
             return False
     return True
 

@@ -206,6 +206,7 @@ class Fit:
         done = 0 if saved is None else saved.manifest["step"]
         frozen = freeze(model, self.optim, self.freeze, self.thaw_at, done)
         step = make_step(config, task, model, strategy, precision, self.plan, Watchdog(world), frozen)
+        step.state.thawed = self.thaw_at is not None and frozen is None
         step.state.controllers.update(self.controllers)
         if saved is not None:
             step.state.load_state_dict(unpack(saved), "test")

@@ -19,10 +19,9 @@ from running import FAULTY
 from shell import ddptrain, early_refusal, in_new_process, refusal, with_imports
 from sweeps import SWEPT, events, points, start, statuses, swept_words
 
-from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
 from ddptrain.text import quoted_if_needed
-from ddptrain.tools.sweep.ledger import Ledger, job_key, read_ledger
+from ddptrain.tools.sweep.ledger import Ledger, read_ledger
 
 TYPED = f"--multirun --config-dir={SWEPT} recipe=swept device=cpu sweep.dir=sweep"
 
@@ -218,12 +217,18 @@ def test_a_recipe_starts_no_job_anew(tmp_path: Path) -> None:
 
 def test_points_of_two_programs_are_two_jobs(tmp_path: Path) -> None:
     """The config of ``--script`` says nothing of what is in it."""
-    keys = set()
-    for content in ("a = 1", "a = 2"):
-        (tmp_path / "mine.py").write_text(content)
-        keys.add(job_key(Config(recipe="fit"), [f"--script={tmp_path / 'mine.py'}", "optim.lr=1"]))
-    keys.add(job_key(Config(recipe="fit"), ["optim.lr=1"]))
-    assert len(keys) == 3
+    program = (
+        "import ddptrain, torch\nx = torch.randn(20, 3)\n"
+        "ddptrain.fit(torch.nn.Linear(3, 2), (x, x[:, :2]), loss=torch.nn.MSELoss(), epochs=1, lr={lr})\n"
+    )
+    words = (
+        "--multirun --script=mine.py optim=sgd optim.lr=0.1,0.2 device=cpu sweep.dry_run=true sweep.dir=sweep"
+    )
+    (tmp_path / "mine.py").write_text(program.format(lr=1))
+    assert start(tmp_path, words.replace("sweep.dry_run=true ", "").split()).wait() == 0
+    assert "2 jobs, 0 to run" in ddptrain(tmp_path, words).out
+    (tmp_path / "mine.py").write_text(program.format(lr=1) + "\n")
+    assert "2 jobs, 2 to run" in ddptrain(tmp_path, words).out
 
 
 def test_a_folder_that_the_ledger_does_not_know_is_not_gone_on_in(tmp_path: Path) -> None:

@@ -14,14 +14,12 @@ from ddptrain.api.order import EpochOrder, Weighted
 from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
-from ddptrain.data.dataset import sent_by_value
 from ddptrain.data.images.augment import Augment, Normalise
-from ddptrain.data.images.dataset import DatasetSplit
 from ddptrain.data.images.loaders import AugmentedBatch, Labelled, ResidentLoader, in_memory, keyed
 from ddptrain.data.images.packed import PackedSplit
 from ddptrain.data.images.source import ImageSet, ImageSource, LabelledImage, Split
 from ddptrain.data.images.transforms import ImageTransform, MixTransform, Transforms
-from ddptrain.data.left_out import OnError, check_skip, in_words, opened_set
+from ddptrain.data.left_out import OnError, check_sendable, check_skip, in_words, opened_set
 from ddptrain.data.pictures import fitted
 from ddptrain.data.pipeline import Pipeline, Samples
 from ddptrain.data.stream.samples import StreamSamples
@@ -137,10 +135,10 @@ class ImageData(Data):
         if isinstance(augment, Augment) and self._is_resident(opened, augment, world):
             batches = ResidentLoader(train, valid, augment, normalise, fill, seed)
         else:
+            if workers:
+                check_sendable(train, valid)
             as_it_is = Samples(valid, stream=valid.stream)
             batches = Pipeline(samples, as_it_is, workers, world.device, self._on_device)
-        if workers and isinstance(opened.train, DatasetSplit):
-            sent_by_value(samples, "data.source.dataset")
         identity = opened.identity or once_a_node(world, opened.digest)
         self._prepared = _Prepared(opened, samples, batches, identity)
 

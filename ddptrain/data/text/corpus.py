@@ -1,6 +1,7 @@
 """Where text comes from: which files, and which of them are held out for validation."""
 
 import fnmatch
+import logging
 import os
 import sysconfig
 from abc import ABC, abstractmethod
@@ -11,6 +12,10 @@ from typing import final
 
 from ddptrain.errors import UserError
 
+log = logging.getLogger("ddptrain")
+
+TOKENS = "tokens"
+"""The folder of all token files, in ``data.root``."""
 HELD_OUT = 20
 """Every 20th file, or the last 20th of a single one, is held out."""
 _BLOCK = 1 << 24
@@ -53,10 +58,10 @@ class TextSource(ABC):
     name: str
 
     @abstractmethod
-    def corpus(self, leave_out: Path | None = None) -> Corpus:
+    def corpus(self, root: Path | None = None) -> Corpus:
         """Which files there are, in the same order on every machine. Reads their names and sizes only.
 
-        leave_out: a folder that is not part of the text, wherever it lies.
+        root: ``data.root``, which is no part of the text, unless that lies in it.
         Raises UserError where there is no text.
         """
 
@@ -78,7 +83,7 @@ class TextFiles(TextSource):
         self._path = Path(path)
         self._pattern = pattern
 
-    def corpus(self, leave_out: Path | None = None) -> Corpus:
+    def corpus(self, root: Path | None = None) -> Corpus:
         try:
             if self._path.is_file():
                 return _split_file(self._path)
@@ -86,7 +91,7 @@ class TextFiles(TextSource):
                 problem = "is no file or folder" if self._path.exists() else "there is no such file or folder"
                 where = "" if self._path.is_absolute() else f" (it counts from {Path.cwd()})"
                 raise UserError(f"data.source.path={self._path}: {problem}{where}.")
-            matching = _files(self._path, self._pattern, leave_out)
+            matching = _files(self._path, self._pattern, root)
             files = [file for file in matching if file.stat().st_size > 0]
             if not files:
                 raise UserError(
@@ -108,35 +113,42 @@ class StandardLibrary(TextSource):
 
     name = "stdlib_text"
 
-    def corpus(self, leave_out: Path | None = None) -> Corpus:
-        root = Path(sysconfig.get_path("stdlib"))
+    def corpus(self, root: Path | None = None) -> Corpus:
+        library = Path(sysconfig.get_path("stdlib"))
         foreign = {"site-packages", "dist-packages", "test", "tests"}
         files = [
             file
-            for file in _files(root, "*.py", leave_out)
-            if not foreign & set(file.relative_to(root).parts)
+            for file in _files(library, "*.py", root)
+            if not foreign & set(file.relative_to(library).parts)
         ]
         if len(files) < HELD_OUT:
-            raise UserError(f"data=stdlib_text: {root} holds no Python source; use data=text.")
+            raise UserError(f"data=stdlib_text: {library} holds no Python source; use data=text.")
         return _split_files(files)
 
 
-def _files(root: Path, pattern: str, leave_out: Path | None) -> list[Path]:
-    """The files whose names match, sorted; without hidden ones, ``leave_out``, and the folders of ddptrain's
-    own runs. Raises OSError where a folder can't be read."""
+def _files(path: Path, pattern: str, root: Path | None) -> list[Path]:
+    """The files whose names match, sorted; without hidden ones, what ddptrain keeps in ``data.root``, and the
+    folders of its own runs. Raises OSError where a folder can't be read."""
     matching: list[Path] = []
-    for folder, inner, names in os.walk(root, onerror=_raised):
+    left_out = set() if root is None else _left_out(path.resolve(), root.resolve())
+    for folder, inner, names in os.walk(path, onerror=_raised):
         here = Path(folder)
+        for name in [name for name in inner if (here / name).resolve() in left_out]:
+            inner.remove(name)
+            log.info("note       data: %s is left out: ddptrain keeps sets and tokens there", here / name)
         inner[:] = [
             name
             for name in inner
-            if not name.startswith(".")
-            and not (leave_out is not None and (here / name).resolve() == leave_out.resolve())
-            and not all((here / name / file).is_file() for file in _OF_A_RUN)
+            if not name.startswith(".") and not all((here / name / file).is_file() for file in _OF_A_RUN)
         ]
         chosen = [here / name for name in fnmatch.filter(names, pattern) if not name.startswith(".")]
         matching += [path for path in chosen if path.is_file()]
     return sorted(matching)
+
+
+def _left_out(path: Path, root: Path) -> set[Path]:
+    """All of data.root, which may hold other sets; of a text in it what ddptrain makes of sets."""
+    return {root / TOKENS, root / "stream"} if path.is_relative_to(root) else {root}
 
 
 def _raised(error: OSError) -> None:

@@ -27,7 +27,6 @@ from ddptrain.data.stream.write_text import write_text
 from ddptrain.data.text.corpus import TextSource
 from ddptrain.data.text.tokenizer import BYTES, Tokenizer, read_tokenizer
 from ddptrain.data.text.tokens import (
-    TOKENS,
     Level,
     Tokens,
     Vocabulary,
@@ -209,7 +208,7 @@ class TextData(Data):
             raise UserError(
                 f"data.level={self.level}: a streamed text has bytes, or the tokens of tokenizer=<file>."
             )
-        corpus = self.source.corpus(leave_out=Path(self.root) / TOKENS)
+        corpus = self.source.corpus(Path(self.root))
         yield from write_text(folder, corpus, read_tokenizer(tokenizer), block_mb)
 
     def _moved(self, batches: Iterable[Windows]) -> Iterator[Windows]:
@@ -234,7 +233,7 @@ class TextData(Data):
 
     def _tokens_folder(self, source: TextSource) -> Path:
         """Where the tokens are, once they are. The files are looked at here alone: they may be changing."""
-        corpus = source.corpus(leave_out=Path(self.root) / TOKENS)
+        corpus = source.corpus(Path(self.root))
         folder = tokens_folder(Path(self.root), source.name, corpus, self.level)
         write_tokens(folder, corpus, self.level)
         return folder

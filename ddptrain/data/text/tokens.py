@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from ddptrain.data.disk import folder_by_content, map_file, size_and_time
-from ddptrain.data.text.corpus import Corpus, Document
+from ddptrain.data.text.corpus import TOKENS, Corpus, Document
 from ddptrain.errors import UserError
 from ddptrain.text import parse_json
 
 Level = Literal["bytes", "characters"]
-TOKENS = "tokens"
-"""The folder of all token files, in ``data.root``."""
 _FORMAT = 2
 _ABOUT = "about.json"
 _PARTS = ("train", "valid")

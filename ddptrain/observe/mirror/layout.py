@@ -18,14 +18,15 @@ INDEX = "mirror.json"
 ID = ".mirror"
 """The file of a run's folder that keeps the run's id, and after it the ids of the processes that have sent it
 from there, or before it was restored there. A process that sends the run locks it."""
+OF_TRACKERS = ("trackers/run.json", "trackers/trackio.sent.json")
+"""With which a run that is restored is the same run in a tracker. (W&B and MLflow know themselves what they
+have, or have it on the lost node alone.)"""
 DOCUMENTS = (
     "config.yaml", "command.txt", "environment.json", "changes.jsonl", "metrics.jsonl", "log.txt",
     "times.json", "summary.json",
-    "trackers/run.json",
-    *(f"trackers/{name}.sent.json" for name in ("mlflow", "wandb", "trackio")),
+    *OF_TRACKERS,
 )  # fmt: skip
-"""Files of a run's folder that are mirrored beside its checkpoints. With those of trackers a run that is
-restored is the same run there."""
+"""Files of a run's folder that are mirrored beside its checkpoints."""
 CHECKPOINT = re.compile(r"best|best-before|step-\d+")
 _FORMAT = 1
 _IN_CHECKPOINT = re.compile(r"state\.pt|manifest\.json|shards/(\.metadata|__\d+_\d+\.distcp)")

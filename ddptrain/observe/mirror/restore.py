@@ -14,6 +14,7 @@ from ddptrain.errors import UserError
 from ddptrain.observe.mirror.layout import (
     DOCUMENTS,
     ID,
+    OF_TRACKERS,
     Entry,
     Index,
     check_content,
@@ -67,6 +68,8 @@ def discard_restored(folder: Path) -> None:
         for name in (*DOCUMENTS, ID, _MARK):
             if name != "log.txt":
                 (folder / name).unlink(missing_ok=True)
+        with suppress(OSError):  # there is more in it, or no such folder
+            (folder / OF_TRACKERS[0]).parent.rmdir()
 
 
 def local_copy(url: str, key: str, checkpoints: bool = True) -> Path:
@@ -130,9 +133,9 @@ def _move(store: Store, index: Index, problems: dict[str, UnusableObject], part:
     """To where the run looks for it, the checkpoints last."""
     names = [f"checkpoints/{name}" for name in index.checkpoints()]
     for name, problem in problems.items():
-        if name in DOCUMENTS or set(names) <= problems.keys():
+        if (name in DOCUMENTS and name not in OF_TRACKERS) or set(names) <= problems.keys():
             raise UserError(f"{problem} Start anew at another address: run.mirror=...")
-        log.warning("skipping a damaged checkpoint: %s", problem)
+        log.warning("skipping what is damaged: %s", problem)
     (folder / ID).write_text(f"{index.run}\n{index.sender}")
     if not names:
         return
@@ -149,10 +152,11 @@ def _copy(store: Store, index: Index, folder: Path, checkpoints: bool) -> UserEr
     """Make a folder what the index names. Returns what went wrong."""
     known = folder / ID
     if not known.is_file() or known.read_text() != index.run:
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of another run
+        for of_another_run in ("checkpoints", "trackers"):
+            shutil.rmtree(folder / of_another_run, ignore_errors=True)
         known.write_text(index.run)
     for name in DOCUMENTS:
-        if name not in index.files:
+        if name not in index.files and name not in OF_TRACKERS:  # a report to a tracker has written those
             (folder / name).unlink(missing_ok=True)
     wanted = [path for path in index.files if checkpoints or path in DOCUMENTS]
     try:

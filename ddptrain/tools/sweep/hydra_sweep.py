@@ -16,7 +16,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddptrain.config.arguments import GROUPS
 from ddptrain.config.augment_group import Tree, place_augment
+from ddptrain.config.chosen_nodes import place_nodes
 from ddptrain.config.compose import check_places, tree_of
+from ddptrain.config.explain import plain_tree
 from ddptrain.config.overrides import parsed
 from ddptrain.errors import ExitCode, RankLost, UserError
 from ddptrain.tools.sweep.ledger import Job
@@ -107,6 +109,9 @@ def _composer(loader: ConfigLoader, master: DictConfig) -> Callable[[Sequence[st
         OmegaConf.set_struct(composed, True)
         return pickle.dumps(composed), chosen  # to copy it is six times slower
 
+    def alone(choices: Sequence[str]) -> Tree:
+        return plain_tree(pickle.loads(compose(tuple(choices))[0]), resolve=False)
+
     @cache
     def read(word: str) -> Override:
         (override,) = parsed([word])
@@ -119,7 +124,7 @@ def _composer(loader: ConfigLoader, master: DictConfig) -> Callable[[Sequence[st
         composed = pickle.loads(base)
         values = [override for override in overrides if override.key_or_group not in GROUPS]
         ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-        tree = place_augment(tree_of(composed, chosen), words)
+        tree = place_augment(place_nodes(tree_of(composed, chosen), words, alone), words)
         check_places(tree, words)
         _check_sweep_places(tree, words)
         return tree, list(words)

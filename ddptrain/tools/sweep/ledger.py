@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddptrain.config.arguments import SCRIPT
 from ddptrain.config.schema import Config
 from ddptrain.errors import UserError
 from ddptrain.observe.lock import lock_folder, unwritable
@@ -211,12 +210,8 @@ def read_ledger(folder: Path, live: bool) -> list[Job]:
     return jobs
 
 
-def job_key(config: Config, words: Sequence[str]) -> str:
-    """A hash of all that a job follows from: its config, and the program of ``--script`` among its words."""
+def job_key(config: Config, program: str = "") -> str:
+    """A hash of all that a job follows from: its config, and what ``--script`` names, as a digest."""
     tree = {name: value for name, value in asdict(config).items() if name not in _NOT_HASHED}
-    content = json.dumps(tree, sort_keys=True, default=str).encode()
-    for word in words:
-        option, _, path = word.partition("=")
-        if option == SCRIPT:
-            content += Path(path).read_bytes()
-    return hashlib.sha256(content).hexdigest()[:16]
+    content = json.dumps(tree, sort_keys=True, default=str) + program
+    return hashlib.sha256(content.encode()).hexdigest()[:16]

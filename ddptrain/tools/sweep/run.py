@@ -34,6 +34,8 @@ class SweepPoint:
     config: Config
     words: tuple[str, ...]
     """The command line that makes this config."""
+    program: str = ""
+    """A digest of what ``--script`` names, as the sweep began with it."""
 
 
 class _Configs(dict[int, Config]):
@@ -76,7 +78,7 @@ class SweepRunner:
             _print_plan(list(plan.values()), folder, machines, rule)
             return jobs
         self._ledger = ledger = self._ledger or Ledger(folder)
-        jobs = [ledger.job(job_key(point.config, point.words), point.words) for point in points]
+        jobs = [ledger.job(job_key(point.config, point.program), point.words) for point in points]
         batch = {job.number: point.config for job, point in zip(jobs, points, strict=True)}
         self._numbers |= batch.keys()
         distinct = [job for job in ledger.jobs if job.number in batch]
@@ -121,7 +123,7 @@ class SweepRunner:
                     board.changed(refused)
             else:
                 return None
-            job = ledger.job(job_key(sweep_point.config, sweep_point.words), sweep_point.words)
+            job = ledger.job(job_key(sweep_point.config, sweep_point.program), sweep_point.words)
             if sweep_point.words not in (job.words, *job.also):
                 ledger.write(job, "asked", words=list(sweep_point.words))
             self._numbers.add(job.number)
@@ -183,7 +185,7 @@ def _note_late(jobs: Sequence[Job], rule: PruningRule, board: Board) -> None:
 def _planned(points: Sequence[SweepPoint], folder: Path) -> list[Job]:
     """The jobs as the ledger would have them; nothing is written."""
     known = {job.key: job for job in read_ledger(folder, is_locked(folder))}
-    keys = [job_key(point.config, point.words) for point in points]
+    keys = [job_key(point.config, point.program) for point in points]
     return [known.setdefault(key, Job(len(known), key, p.words)) for key, p in zip(keys, points, strict=True)]
 
 
