@@ -137,7 +137,8 @@ class LanguageModelling(Task):
             torch.Generator(device).manual_seed(seed),
         )
         yield prompt
-        yield from vocabulary.decode(token for _, token in zip(range(tokens), generated, strict=False))
+        continued = (token for _, token in zip(range(tokens), generated, strict=False))
+        yield from vocabulary.decode(continued, after=begun if prompt else ())
 
 
 def continuation(
@@ -156,11 +157,12 @@ def continuation(
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
     logits = logits.nan_to_num()  # a model that has diverged writes rubbish; it is the loss that says so
-    if temperature == 0:
+    if temperature < torch.finfo(logits.dtype).tiny:
         return logits.argmax()
     if top_k is not None and top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -math.inf)
-    logits = (logits - logits.max()) / temperature  # at most 0: no temperature is too small
+        best = logits.topk(top_k)  # of equal ones some
+        logits = torch.full_like(logits, -math.inf).scatter(0, best.indices, best.values)
+    logits = (logits - logits.max()) / temperature  # at most 0
     return torch.multinomial(logits.softmax(dim=0), 1, generator=generator)
 
 

@@ -39,6 +39,11 @@ def open_group(world: World, even_single: bool = False) -> World:
 
     A world of one needs none, unless DDP itself was asked for.
     """
+    if dist.is_initialized():
+        raise UserError(
+            "torch.distributed: this program has a process group already. Leave out init_process_group: the"
+            " training makes one, and closes it."
+        )
     if world.size == 1 and not (even_single and dist.is_torchelastic_launched()):
         return world
     store = _store_of_this_attempt()

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -101,4 +102,5 @@ def peak_memory(device: torch.device) -> int:
     """Most bytes that this process has had: on a GPU by torch's allocator, else of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -39,6 +39,15 @@ def check_model(model: nn.Module, world_size: int = 1) -> None:
             )
 
 
+def own_memory(model: nn.Module) -> None:
+    """Give buffers of which several numbers lie in one place (``expand``) memory of their own: they are put
+    back after passes that must leave no trace."""
+    for layer in model.modules():
+        for name, buffer in layer._buffers.items():
+            if buffer is not None and buffer.layout == torch.strided and 0 in buffer.stride():
+                layer._buffers[name] = buffer.contiguous()
+
+
 Sizes = dict[tuple[nn.Module, str], tuple[torch.Size, torch.dtype] | None]
 
 

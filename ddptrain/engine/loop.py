@@ -238,6 +238,7 @@ class Engine:
             state.step, *self._position(), metrics, figures, seconds, is_best, lap,
             task.best_metric, task.higher_is_better, self._plan.steps,
         )  # fmt: skip
+        self._watchdog.mark("telling observers", patience=LONG_S)
         self._observers.evaluated(event)
         goes_on = self._go_on(event)
         self._stopwatch.mark("drawing")
@@ -307,6 +308,7 @@ class Engine:
         self._checkpointer.finish()
         saved, self._progress.unannounced = self._progress.unannounced, None
         if saved is not None:
+            self._watchdog.mark("telling observers", patience=LONG_S)
             self._observers.saved(saved)
 
     def _mark_writing(self) -> None:

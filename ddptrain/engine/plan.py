@@ -60,14 +60,15 @@ class Plan:
         )
 
     def check_equal_passes(self, world: World) -> None:
-        """For a strategy that is sharded: raise UserError if ranks have different numbers of
+        """Where ranks meet in each pass: raise UserError if ranks have different numbers of
         micro-batches."""
         ranks = [self.sampler(replace(world, rank=rank)).micro_batches for rank in range(world.size)]
         if len(set(map(len, ranks))) > 1:
             raise UserError(
                 f"train.micro_batch={self.micro_batch}: the global batch of {self.batch_size} gives the"
-                f" {world.size} ranks different numbers of micro-batches, and under this strategy all take"
-                " part in each. Use a larger train.micro_batch, or a train.batch_size that the ranks divide."
+                f" {world.size} ranks different numbers of micro-batches, and all have to take part in"
+                " each (strategy=fsdp, SyncBatchNorm). Use a larger train.micro_batch, or a train.batch_size"
+                " that the ranks divide."
             )
 
     @property

@@ -185,7 +185,6 @@ class _Unpickler(pickle.Unpickler):
 def _metadata(folder: Path) -> Any:
     """Raises UnpicklingError for anything but tensors in files that ranks have written: of another kind of
     entry torch would unpickle the bytes with whatever they ask for."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     with (folder / ".metadata").open("rb") as file:
@@ -194,7 +193,7 @@ def _metadata(folder: Path) -> Any:
         if type(about) is not TensorStorageMetadata:
             raise pickle.UnpicklingError(f"{name} is no tensor")
     for place in metadata.storage_data.values():
-        if type(place) is not _StorageInfo or not _OF_A_RANK.fullmatch(str(place.relative_path)):
+        if not _OF_A_RANK.fullmatch(str(getattr(place, "relative_path", None))):
             raise pickle.UnpicklingError("a tensor lies elsewhere")
     return metadata
 

@@ -9,7 +9,7 @@ from ddptrain.api.recipe import Task
 from ddptrain.api.strategy import Strategy
 from ddptrain.config.schema import COMPILED, Config, Train
 from ddptrain.distributed.watchdog.watchdog import Watchdog
-from ddptrain.engine.check_model import check_model, check_sparse, sparse_layers
+from ddptrain.engine.check_model import check_model, check_sparse, own_memory, sparse_layers
 from ddptrain.engine.compiled import compile_model, leave_recurrent_layers_eager
 from ddptrain.engine.ema import Average, ExponentialAverage, NoAverage, check_averaged
 from ddptrain.engine.freeze import Frozen
@@ -81,6 +81,7 @@ def make_state(
     Compiles and wraps the model. The optimizer has what is frozen, if it is trained later.
     """
     check_model(model, strategy.world.size)
+    own_memory(model)
     if config.compile in COMPILED:
         if not config.compile.startswith("step"):
             compile_model(strategy.compiled_parts(model), config.compile)

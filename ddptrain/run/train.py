@@ -190,6 +190,8 @@ def make_train_step(
         # as found, from here on: the config of the run is written with these
         train.micro_batch, train.eval_batch_size = plan.micro_batch, plan.eval_batch_size
     model = strategy.prepare(model)
+    if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):  # ranks meet in each pass
+        plan.check_equal_passes(world)
     log.info("model      %s", _model_in_words(model, config))
     check_same_model(world, model)
     sizes = plan.sampler(world).micro_sizes

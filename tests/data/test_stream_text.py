@@ -328,3 +328,33 @@ def test_a_cache_on_a_system_that_reserves_no_room(
     monkeypatch.delattr(os, "posix_fallocate")
     with_cache, without = (trained(streamed(blocks, cache), range(3)) for cache in (tmp_path, None))
     assert torch.equal(tokens_of(with_cache), tokens_of(without))
+
+
+def of_library(model: Any, decoder: Any) -> Tokenizer:
+    tokenizers = pytest.importorskip("tokenizers")
+    whole = tokenizers.Tokenizer(model)
+    whole.decoder = decoder
+    whole.add_special_tokens(["</s>"])
+    return Tokenizer(whole.to_str(), "mine")
+
+
+def test_a_blank_before_the_first_new_word_is_shown() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"\u2581Hello": 0, "\u2581world": 1, "s": 2, "<unk>": 3}
+    for model, decoder in (
+        (tokenizers.models.WordLevel(words, unk_token="<unk>"), tokenizers.decoders.Metaspace()),
+        (
+            tokenizers.models.WordPiece({"Hello": 0, "world": 1, "##s": 2, "[UNK]": 3}, unk_token="[UNK]"),
+            tokenizers.decoders.WordPiece(),
+        ),
+    ):
+        vocabulary = of_library(model, decoder)
+        assert "".join(vocabulary.decode([1, 2], after=[0])) == " worlds"
+        assert "".join(vocabulary.decode([0, 1, 2])) == "Hello worlds"
+
+
+def test_a_suffix_that_ends_words_stands_for_a_blank() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.BPE({"a</w>": 0, "b": 1, "c</w>": 2}, [], end_of_word_suffix="</w>")
+    vocabulary = of_library(model, tokenizers.decoders.BPEDecoder(suffix="</w>"))
+    assert vocabulary.bytes_per_token().tolist() == [2, 1, 2, 0]

@@ -160,6 +160,18 @@ class SparseBuffer(Head):
             return torch.sparse.mm(self.adjacency, x.float().t()).t()
 
 
+class ExpandedBuffer(Head):
+    """A buffer whose rows lie in one place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.linspace(0, 1, WIDTH).expand(3, WIDTH))
+        self.mask: Tensor
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x * self.mask.sum(0)
+
+
 class Sparse(Head):
     """An embedding with sparse gradients."""
 
@@ -448,6 +460,7 @@ ZOO: dict[str, Animal] = {
     "lazy layer": Animal(Lazy, refused="layer.weight is lazy"),
     "complex parameter": Animal(Complex),
     "complex parameter used in some steps": Animal(SometimesComplex, ANY),
+    "expanded buffer": Animal(ExpandedBuffer),
     "sparse buffer": Animal(SparseBuffer, refused_by_ranks="buffer adjacency is sparse"),
     "nothing to train": Animal(
         lambda: Head().requires_grad_(False), refused="no parameter requires a gradient"

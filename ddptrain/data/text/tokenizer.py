@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -68,6 +68,8 @@ class Tokenizer:
         added = self._of.get_added_tokens_decoder()
         letters_are_bytes = '"ByteLevel"' in json.dumps(about["decoder"])
         begins_words = '"WordPiece"' in json.dumps(about["decoder"])
+        decoder = about["decoder"] or {}
+        suffix = decoder["suffix"] if decoder.get("type") == "BPEDecoder" else ""  # stands for a blank
         for name, i in self._tokens.items():
             if i in added:
                 counts[i] = 0 if added[i].special else len(added[i].content.encode())
@@ -75,6 +77,8 @@ class Tokenizer:
                 counts[i] = len(name)
             elif begins_words:
                 counts[i] = len(name[2:].encode()) if name.startswith("##") else len(name.encode()) + 1
+            elif suffix and name.endswith(suffix):
+                counts[i] = len(name.removesuffix(suffix).encode()) + 1
             else:
                 counts[i] = 1 if _BYTE.fullmatch(name) else len(name.replace("\u2581", " ").encode())
         return counts
@@ -90,13 +94,14 @@ class Tokenizer:
         assert self._of is not None
         return [encoding.ids for encoding in self._of.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def decode(self, tokens: Iterable[int]) -> Iterator[str]:
-        """The text of tokens as they come, piece by piece, until a document ends."""
+    def decode(self, tokens: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
+        """The text of tokens as they come, piece by piece, until a document ends. after: those before them,
+        which are shown already: a word's blank may be part of its first token."""
         if self._of is None:
             yield from Vocabulary().decode(_until(self.end, tokens))
             return
-        ids: list[int] = []
-        shown = before = 0  # a token's text may depend on those before it: these are decoded again
+        ids = list(after)
+        before, shown = 0, len(ids)  # a token's text may depend on those before it: these are decoded again
         for token in _until(self.end, tokens):
             ids.append(token)
             if not (piece := self._piece(ids, before, shown)).endswith("\ufffd"):  # else a character's part

@@ -67,8 +67,9 @@ class Vocabulary:
             )
         return [self._index[character] for character in text]
 
-    def decode(self, tokens: Iterable[int]) -> Iterator[str]:
-        """The text of tokens as they come, piece by piece; bytes that are no UTF-8 become U+FFFD."""
+    def decode(self, tokens: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
+        """The text of tokens as they come, piece by piece; bytes that are no UTF-8 become U+FFFD. after:
+        those before them, on which it does not depend."""
         if self.characters is not None:
             for token in tokens:
                 yield self.characters[token]

@@ -118,9 +118,17 @@ class _Agent(LocalElasticAgent):
         agents.append(self)
         self.cause: Cause | None = None
         self.restarts = 0
+        self.is_meeting = False
+        """Waits for other hosts; the ranks that it knows of are those of the attempt before."""
         self._host_rendezvous = Rendezvous(arguments["spec"].rdzv_handler)
         if patience is not None:
             end_if_cut_off(endpoint, patience, self._kill_ranks)
+
+    def run(self, role: str = "default") -> RunResult:
+        result: RunResult | None = super().run(role)
+        if result is None:  # so torchrun ends where it has not been needed
+            raise RendezvousClosedError
+        return result
 
     def codes(self) -> dict[int, int]:
         """The exit codes of this node's ranks that have ended, by rank."""
@@ -159,7 +167,9 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self.is_meeting = True
         super()._rendezvous(worker_group)
+        self.is_meeting = False
         hosts = self._host_rendezvous.met()
         if self._host_rendezvous.elastic:
             ranks = counted(worker_group.workers[0].world_size, "rank")
@@ -233,7 +243,7 @@ def _result_after_signal(agent: _Agent, by: signal.Signals) -> NodeResult:
     saved = [rank for rank, code in codes.items() if code == ExitCode.STOPPED]
     if saved:
         return _node_result(agent, Cause(saved[0], ExitCode.STOPPED))
-    if not codes:
+    if not codes or agent.is_meeting:
         return NodeResult(128 + by, f"stopped by {by.name} while no rank ran", agent.restarts)
     return _node_result(agent)
 

@@ -227,4 +227,5 @@ def _unbuffered(stream: Any) -> Any:
 
 def _name_process(name: str) -> None:
     """What ps and top call it: the command line is the launcher's for all. 15 characters are kept."""
-    Path("/proc/self/comm").write_text(name)
+    with suppress(OSError):  # /proc may be read-only, or not there
+        Path("/proc/self/comm").write_text(name)

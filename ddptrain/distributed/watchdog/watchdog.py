@@ -211,8 +211,10 @@ class Watchdog:
         self._check_lost_ranks()
 
     def _check_lost_ranks(self) -> None:
-        """End this process if another rank has failed or its process is gone."""
-        gone = "" if self._writes else self.gone()
+        """End this process if another rank has failed or its process is gone; not while it writes."""
+        if self._writes:
+            return
+        gone = self.gone()
         if not gone and self._heartbeat.failure is None:
             return
         # the main thread gets an error from its next gloo collective; one of NCCL's would wait for ever
@@ -220,7 +222,7 @@ class Watchdog:
         failure = self._heartbeat.failure
         if failure is not None and failure.rank != self._world.rank:
             self._exit(failure.code, failure.said, failure.shown)
-        if failure is None and not self._writes:
+        if failure is None and not self._writes:  # it may have begun meanwhile
             if self._world.size > self._world.local_size:  # ranks on this host notice it themselves
                 self._heartbeat.tell_failure(ExitCode.CRASH, gone, shown=True)
             self._exit(ExitCode.CRASH, gone)

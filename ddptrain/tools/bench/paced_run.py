@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddptrain.distributed.launcher.process import environment_of_no_rank
 from ddptrain.errors import UserError
 from ddptrain.text import quoted
 
@@ -52,6 +53,7 @@ def start_group(module: Sequence[str], output: Path) -> "subprocess.Popen[bytes]
     with output.open("wb") as file:
         return subprocess.Popen(
             [sys.executable, "-m", *module],
+            env=environment_of_no_rank(),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

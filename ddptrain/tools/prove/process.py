@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from ddptrain.config.schema import Config
+from ddptrain.distributed.launcher.process import environment_of_no_rank
 from ddptrain.errors import UserError
 from ddptrain.text import quoted_if_needed
 
@@ -77,7 +78,7 @@ class RunningCommand:
         with output.open("wb") as errors, self._printed.open("wb") as printed, _cores_for(ranks * threads):
             self._process = subprocess.Popen(
                 [*launcher, "ddptrain", *words],
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                env={**environment_of_no_rank(), "OMP_NUM_THREADS": str(threads)},
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=errors,
