@@ -3,7 +3,12 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from ddptrain.config.augment_group import Tree
+from ddptrain.config.limits import few_interpolations
+from ddptrain.errors import UserError
 from ddptrain.keys import key_of
 
 _SECTIONS = ("optim", "sched", "strategy")
@@ -29,7 +34,7 @@ def place_nodes(tree: Tree, words: Sequence[str], composed: Callable[[Sequence[s
         if own.get("_target_") == recipes()[section].get("_target_"):
             continue
         typed = {key_of(word).removeprefix(f"{section}.").partition(".")[0] for word in words}
-        own |= {name: tree[section][name] for name, value in own.items() if "${" in str(value)}  # resolved
+        own = _looked_up(own, tree, section)
         of_any = _OF_ANY_OPTIMIZER if section == "optim" else own.keys() - {"_target_"}
         kept = {name: value for name, value in tree[section].items() if name in {*of_any, *typed}}
         tree = {**tree, section: {**own, **kept}}
@@ -40,3 +45,17 @@ def _without(node: Tree, words: Sequence[str]) -> Tree:
     """Without what ``~section.name`` has taken out of it."""
     removed = {word.rpartition(".")[2] for word in words}
     return {name: value for name, value in node.items() if name not in removed}
+
+
+def _looked_up(node: Tree, tree: Tree, section: str) -> Tree:
+    """With the values that its interpolations name, as it stands in the tree."""
+    if not any("${" in str(value) for value in node.values()):
+        return node
+    try:
+        with few_interpolations():
+            whole = OmegaConf.to_container(OmegaConf.create({**tree, section: node}), resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{section}: {error.msg or error}") from error
+    assert isinstance(whole, dict)
+    looked_up: Tree = whole[section]
+    return looked_up

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,9 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
 
     argv = sys.argv
     sys.argv = [argv[0], *of_hydra, *overrides]  # Hydra reads them there
+    shows = any(name in ("--cfg", "-c") for name, _, _ in options)  # then Hydra looks values up itself
     try:
-        with _hydra_errors_as_user_errors(overrides):
+        with _hydra_errors_as_user_errors(overrides), few_interpolations() if shows else nullcontext():
             hydra.main(config_path=f"pkg://{CONF}", config_name="config", version_base="1.3")(task)()
     finally:
         sys.argv = argv

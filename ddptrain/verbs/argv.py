@@ -76,9 +76,10 @@ def parse(words: Sequence[str]) -> Arguments:
                 continue
             options.append(f"{name}={value}")
             config_dirs += [Path(value)] if name in CONFIG_DIR else []
-        elif name in INFO and not equals and rest and rest[0] in _INFO_OF:
-            options.append(f"{name}={rest.pop(0)}")
-        elif name in (*_SWITCHES, *INFO, *verb_options):
+        elif name in INFO and not equals:
+            what = rest.pop(0) if rest and rest[0] in _INFO_OF else "all"
+            options.append(f"{name}={what}")
+        elif name in (*_SWITCHES, *verb_options):
             if equals:
                 raise UserError(f"{word}: {name} takes no value here; write {name}.")
             options.append(word)

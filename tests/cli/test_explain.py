@@ -145,7 +145,7 @@ def test_a_recipe_of_an_installed_package_is_named_by_its_path(
     [
         ("recipe=cnn_digits --explain lr", "lr: there is no such key. Did you mean optim.lr?"),
         ("recipe=cnn_digits --explain optim.rl", "optim.rl: there is no such key. Did you mean optim.lr?"),
-        ("recipe=cnn_digits --explain optim.momentum", "optim=rmsprop and optim=sgd have it"),
+        ("recipe=cnn_digits --explain optim.momentum", "optim=rmsprop, optim=sgd have it"),
         ("recipe=cnn_digits --explain hydra.run.dir", "hydra.run.dir: there is no such key."),
         ("recipe=cnn_digits optim.fused=false --explain optim.lr", "add it: +optim.fused=..."),
         ("recipe=cnn_digits --explain optim.lr.x", "optim.lr.x: there is no such key."),

@@ -8,6 +8,7 @@ import yaml
 from shell import ddptrain
 
 from ddptrain.config.compose import composed_tree
+from ddptrain.errors import UserError
 from ddptrain.verbs.argv import parse
 
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.001, "betas": [0.9, 0.999], "weight_decay": 0.01}
@@ -42,6 +43,32 @@ def optim(*words: str) -> Any:
 )
 def test_its_arguments_are_its_own_but_for_those_that_are_typed(words: str, wanted: dict[str, Any]) -> None:
     assert optim(*words.split()) == wanted
+
+
+def test_what_is_taken_out_stays_out() -> None:
+    assert "nesterov" not in optim("recipe=cnn_digits", "optim=sgd", "~optim.nesterov")
+
+
+def test_interpolations_of_a_choice_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "optim").mkdir()
+    node = {
+        "_target_": "torch.optim.RMSprop",
+        "lr": "${oc.env:MYLR,0.5}",
+        "momentum": "${task.label_smoothing}",
+    }
+    (tmp_path / "optim/ours.yaml").write_text(yaml.safe_dump(node))
+    words = (f"--config-dir={tmp_path}", "--env=MYLR", "recipe=resnet18_cifar10", "optim=ours")
+    given = optim(*words, "task.label_smoothing=0.25")
+    assert (given["lr"], given["momentum"]) == (0.5, 0.25)
+
+
+@pytest.mark.parametrize("group", ["recipe/cnn_digits", "optim/adam"])
+def test_a_file_with_the_name_of_ours_is_refused(tmp_path: Path, group: str) -> None:
+    file = tmp_path / f"{group}.yaml"
+    file.parent.mkdir()
+    file.write_text("lr: 7\n")
+    with pytest.raises(UserError, match=f"{group}.yaml: has the name of ddptrain's own"):
+        optim(f"--config-dir={tmp_path}", "recipe=cnn_digits")
 
 
 def test_an_optimizer_of_ones_own_too(tmp_path: Path) -> None:

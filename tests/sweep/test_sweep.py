@@ -215,6 +215,15 @@ def test_a_recipe_starts_no_job_anew(tmp_path: Path) -> None:
     assert refusal(tmp_path, words).startswith("run.resume=never: the jobs of a sweep have folders")
 
 
+def test_a_point_is_known_by_what_its_job_trains_with(tmp_path: Path) -> None:
+    """With another optimizer than the recipe's its own rate."""
+    words = "--multirun recipe=cnn_digits device=cpu model.width=8 train.steps=1 observers=[] sweep.dir=sweep"
+    assert start(tmp_path, f"{words} optim=sgd".split()).wait() == 0
+    for rate, left in (("0.1", 0), ("0.003", 1)):
+        planned = ddptrain(tmp_path, f"{words} optim=sgd optim.lr={rate} sweep.dry_run=true").out
+        assert f"1 job, {left} to run" in planned
+
+
 def test_points_of_two_programs_are_two_jobs(tmp_path: Path) -> None:
     """The config of ``--script`` says nothing of what is in it."""
     program = (
