@@ -49,16 +49,13 @@ def test_what_is_taken_out_stays_out() -> None:
     assert "nesterov" not in optim("recipe=cnn_digits", "optim=sgd", "~optim.nesterov")
 
 
-def test_interpolations_of_a_choice_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpolations_of_a_choice_are_looked_up(tmp_path: Path) -> None:
     (tmp_path / "optim").mkdir()
-    node = {
-        "_target_": "torch.optim.RMSprop",
-        "lr": "${oc.env:MYLR,0.5}",
-        "momentum": "${task.label_smoothing}",
-    }
+    node = {"_target_": "torch.optim.RMSprop", "lr": 0.5, "momentum": "${task.label_smoothing}"}
     (tmp_path / "optim/ours.yaml").write_text(yaml.safe_dump(node))
-    words = (f"--config-dir={tmp_path}", "--env=MYLR", "recipe=resnet18_cifar10", "optim=ours")
-    given = optim(*words, "task.label_smoothing=0.25")
+    given = optim(
+        f"--config-dir={tmp_path}", "recipe=resnet18_cifar10", "optim=ours", "task.label_smoothing=0.25"
+    )
     assert (given["lr"], given["momentum"]) == (0.5, 0.25)
 
 
