@@ -113,7 +113,7 @@ def _broken_rules(section: Any, prefix: str) -> list[str]:
             problems.append(f"{key}={value}: must be a finite number.")
             continue
         rule = field.metadata.get("rule")
-        if rule is not None and value is None and field.default is not None:
+        if rule is not None and rule.words and value is None and field.default is not None:
             problems.append(f"{key}=null: must have a value; by default it is {field.default}.")
         if rule is not None and value is not None:
             problems += [f"{key}={value}: {text}" for text in _broken(rule, value)]
