@@ -14,7 +14,7 @@ from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.run_lengths import PackedMasks, decode_masks
 from ddptrain.data.pictures import decoded
-from ddptrain.recipes.detection.detections import MOST, Detections
+from ddptrain.recipes.detection.detections import Detections
 from ddptrain.recipes.detection.draw import compared, make_sheet
 from ddptrain.recipes.detection.errors import (
     SCORE,
@@ -45,19 +45,23 @@ class Reports:
     """A detector's metrics, figures and predictions.
 
     detect: called with a model in evaluation mode, a batch's images and the least score; gives each picture's
-    detections, in pixels of its canvas.
+    detections, in pixels of its canvas. most: of a picture, that an evaluation takes.
     """
 
     def __init__(
-        self, data: DetectionData, detect: Callable[[nn.Module, Tensor, float], Sequence[Detections]]
+        self,
+        data: DetectionData,
+        detect: Callable[[nn.Module, Tensor, float], Sequence[Detections]],
+        most: int | None = None,
     ) -> None:
         self._data = data
         self._detect = detect
+        self._judged = slice(most)
         self._reported: Tensor | None = None
         """The last report's detections, of which `figures` shows the mistakes."""
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
-        pictures = [seen.where(slice(MOST)) for seen in self._detect(model, batch.images, LEAST_SCORE)]
+        pictures = [seen.where(self._judged) for seen in self._detect(model, batch.images, LEAST_SCORE)]
         rows = rows_of(batch, pictures)
         return {**rows, **mask_rows(batch, pictures, self._data.valid.sizes)} if self._data.masks else rows
 

@@ -11,7 +11,7 @@ from ddptrain.api import Deployed, Figure, Loss, Progress, Report, Rows, Task, U
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.recipes.detection.deploy import deployed, suppression
-from ddptrain.recipes.detection.detections import CANDIDATES, Detections
+from ddptrain.recipes.detection.detections import CANDIDATES, MOST, Detections
 from ddptrain.recipes.detection.predict import Predicted
 from ddptrain.recipes.detection.reports import Reports
 from ddptrain.recipes.detection.video import Track
@@ -75,7 +75,7 @@ class Detection(Task):
         self._gains = {"box": box, "distance": distance, "classes": classes}
         self._multi_scale = multi_scale
         self._overlap = overlap
-        self._reports = Reports(data, self._detect)
+        self._reports = Reports(data, self._detect, MOST)
 
     def build(self) -> nn.Module:
         if self._data.masks:

@@ -80,6 +80,8 @@ def possible(case: Case) -> bool:
         return False  # refused
     if case["norm"] and case["dtype"] != "float32" and case["precision"] != "fp32":
         return False  # torch's has no such kernel
+    if case["average"] and (case["dtype"] == "bfloat16" or case["types"]):  # refused: it would stand still
+        return False
     # nor has its gradient scaler; and autocast to fp16 takes no bf16
     return not (
         case["precision"] == "fp16" and (case["complex"] or case["dtype"] == "bfloat16" or case["types"])

@@ -114,7 +114,7 @@ def assigned(raw: Raw, batch: Batch, i: int) -> list[Learnt | None] | None:
         for anchor, point in enumerate(raw.points.tolist()):
             middle = [(box[axis] + box[axis + 2]) / 2 for axis in (0, 1)]
             half = [max(box[axis + 2] - box[axis], 8) / 2 for axis in (0, 1)]
-            if label >= 0 and all(abs(point[axis] - middle[axis]) < half[axis] for axis in (0, 1)):
+            if label >= 0 and all(abs(point[axis] - middle[axis]) <= half[axis] for axis in (0, 1)):
                 fit = overlap(box, boxes[anchor])
                 score = 1 / (1 + math.exp(-float(raw.classes[i, anchor, label])))
                 ranked.append((score**0.5 * fit**6, anchor, fit))
