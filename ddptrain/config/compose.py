@@ -73,9 +73,7 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
         try:
             tree = tree_of(composed, HydraConfig.get().runtime.choices)
             words = list(HydraConfig.get().overrides.task)
-            tree = place_augment(place_nodes(tree, words, _composed_meanwhile), words)
-            check_places(tree, words)
-            job(tree, words)
+            job(placed(tree, words, _composed_meanwhile), words)
         except Exception as error:
             if arguments.sweeps:  # perhaps in another process: the launcher reports it
                 raise
@@ -98,6 +96,14 @@ def tree_of(composed: DictConfig, choices: Mapping[str, Any]) -> Tree:
     tree = _plain(composed)
     if choices.get("recipe") is not None:
         tree["recipe"] = choices["recipe"]
+    return tree
+
+
+def placed(tree: Tree, words: Sequence[str], composed: Callable[[Sequence[str]], Tree]) -> Tree:
+    """What Hydra has composed, with the choices in the places of the recipe's. composed: as `place_nodes` has
+    it. Raises UserError for names that lead out of where a run belongs."""
+    tree = place_augment(place_nodes(tree, words, composed), words)
+    check_places(tree, words)
     return tree
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddptrain.engine.shards import FOLDER, Empty, entry_of, with_shards
+from ddptrain.engine.shards import FOLDER, OF_A_RANK, Empty, entry_of, with_shards
 from ddptrain.errors import UserError
 from ddptrain.text import parse_json
 
@@ -21,7 +21,7 @@ STATE, MANIFEST = "state.pt", "manifest.json"
 FORMAT = 7
 STEP = re.compile(r"step-(\d+)")
 _SEAL = "sha256"
-_SHARD = re.compile(rf"{FOLDER}/(\.metadata|__\d+_\d+\.distcp)")
+_SHARD = re.compile(rf"{FOLDER}/(\.metadata|{OF_A_RANK})")
 
 
 @dataclass(frozen=True, slots=True)

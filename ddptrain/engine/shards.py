@@ -35,7 +35,8 @@ class Shards(NamedTuple):
     """SHA-256 and bytes, by name; empty where no tensor is in parts."""
 
 
-_OF_A_RANK = re.compile(r"__\d+_\d+\.distcp")
+OF_A_RANK = r"__\d+_\d+\.distcp"
+"""The file of a rank's part, as torch names it."""
 _PLACE = "\0shard "
 """What begins the name that stands for a tensor: no value of a state does."""
 _MAY_LOAD = {
@@ -193,7 +194,7 @@ def _metadata(folder: Path) -> Any:
         if type(about) is not TensorStorageMetadata:
             raise pickle.UnpicklingError(f"{name} is no tensor")
     for place in metadata.storage_data.values():
-        if not _OF_A_RANK.fullmatch(str(getattr(place, "relative_path", None))):
+        if not re.fullmatch(OF_A_RANK, str(getattr(place, "relative_path", None))):
             raise pickle.UnpicklingError("a tensor lies elsewhere")
     return metadata
 

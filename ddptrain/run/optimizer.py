@@ -46,8 +46,6 @@ def build_optimizer(
     Fused where torch supports it: one kernel per step instead of one for each parameter, on CPUs too.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise UserError("model: no parameter requires a gradient, so there is nothing to train.")
     if sharded and node["_target_"] == "torch.optim.Adafactor":
         raise UserError("optim: torch's Adafactor takes no parameters in parts. Use AdamW, or strategy=ddp.")
     chosen = node.get("fused") is None and node.get("foreach") is None

@@ -66,7 +66,8 @@ def matched_on(scenes: Scenes, picture: int, rows: Tensor) -> Matched:
     for a, b in sorted(close, key=lambda pair: -float(overlaps[pair[0], pair[1]])):
         if a not in partner and b not in partner.values():
             partner[a] = b
-    spurious = set(range(len(seen))) - set(partner.values()) - _in_crowds(rows, on_it)
+    on_none = set(range(len(seen))) - set(partner.values())
+    spurious = on_none - set(_in_crowds(rows, on_it).nonzero()[:, 0].tolist())
     right = [a in partner and labels[a] == seen_labels[partner[a]] for a in range(len(labels))]
     confused = {b for a, b in partner.items() if not right[a]}
     return Matched(
@@ -80,11 +81,12 @@ def matched_on(scenes: Scenes, picture: int, rows: Tensor) -> Matched:
     )
 
 
-def _in_crowds(rows: Tensor, on_it: Objects) -> set[int]:
-    """Which detections lie in a crowd of their class for half or more: they count neither for nor against."""
+def _in_crowds(rows: Tensor, on_it: Objects) -> Tensor:
+    """bool (d,): which detections lie in a crowd of their class for half or more: they count neither for nor
+    against."""
     alike = rows[:, 6].long()[:, None] == on_it.labels
-    inside = _share_inside(rows[:, 1:5], on_it.boxes) >= OVERLAP
-    return set((alike & on_it.crowd & inside).any(1).nonzero()[:, 0].tolist())
+    inside = _share_inside(rows[:, 1:5].double(), on_it.boxes.double()) >= OVERLAP
+    return (alike & on_it.crowd & inside).any(1)
 
 
 def _share_inside(seen: Tensor, boxes: Tensor) -> Tensor:
@@ -166,8 +168,7 @@ def _judged(scenes: Scenes, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             if overlap >= OVERLAP:
                 right[detection] = True
                 taken.add(nearest)
-        in_crowd = (alike & on_it.crowd & (_share_inside(seen, boxes) >= OVERLAP)).any(1)
-        counted = right | ~in_crowd
+        counted = right | ~_in_crowds(own, on_it)
         judged.append((own[counted, 5], labels[counted], right[counted]))
     scores, labels, right = (torch.cat(column) for column in zip(*judged, strict=True))
     return scores, labels, right

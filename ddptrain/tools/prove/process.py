@@ -138,12 +138,7 @@ class Trials:
     def training(self, name: str, ranks: int, *more: str) -> Iterator[RunningCommand]:
         """``more``: overrides that beat the words of all."""
         began = time.monotonic()
-        words = [
-            *self.words,
-            *more,
-            f"run.dir={quoted_if_needed(str(self.folder / name))}",
-            "run.mirror=null",
-        ]
+        words = [*self.words, *more, f"run.dir={quoted_if_needed(self.folder / name)}", "run.mirror=null"]
         running = RunningCommand(words, ranks, self.threads, self.folder / f"{name}.txt")
         try:
             yield running

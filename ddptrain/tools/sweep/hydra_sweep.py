@@ -15,9 +15,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddptrain.config.arguments import GROUPS
-from ddptrain.config.augment_group import Tree, place_augment
-from ddptrain.config.chosen_nodes import place_nodes
-from ddptrain.config.compose import check_places, tree_of
+from ddptrain.config.augment_group import Tree
+from ddptrain.config.compose import placed, tree_of
 from ddptrain.config.explain import plain_tree
 from ddptrain.config.overrides import parsed
 from ddptrain.errors import ExitCode, RankLost, UserError
@@ -124,8 +123,7 @@ def _composer(loader: ConfigLoader, master: DictConfig) -> Callable[[Sequence[st
         composed = pickle.loads(base)
         values = [override for override in overrides if override.key_or_group not in GROUPS]
         ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-        tree = place_augment(place_nodes(tree_of(composed, chosen), words, alone), words)
-        check_places(tree, words)
+        tree = placed(tree_of(composed, chosen), words, alone)
         _check_sweep_places(tree, words)
         return tree, list(words)
 
