@@ -24,6 +24,7 @@ from ddptrain.observe.prometheus import Prometheus
 
 ROOT = Path(__file__).parents[2]
 WORDS = "recipe=cnn_digits device=cpu model.width=8 observers=[console,jsonl,prometheus] run.dir=run"
+PORT = re.compile(r"prometheus http://127\.0\.0\.1:(\d+)/metrics\n")
 NO_TIME = dict.fromkeys(PHASES, 0.0)
 GPU = {
     "utilisation": 91.0, "memory_gib": 2.0, "power_w": 300.0, "temperature_c": 61.0, "clock_mhz": 1980.0,
@@ -147,34 +148,33 @@ def test_without_the_library(tmp_path: Path) -> None:
 
 
 def test_a_run_is_seen_while_it_runs(tmp_path: Path) -> None:
-    """On two ranks: each one's time by phase is there."""
-    port = free_port()
-    words = (
-        f"launch --nproc-per-node=2 {WORDS} observers.prometheus.port={port} log.every=5 train.epochs=1000"
-    )
+    """On two ranks: each one's time by phase is there, at the address that the run tells."""
+    words = f"launch --nproc-per-node=2 {WORDS} observers.prometheus.port=0 log.every=5 train.epochs=1000"
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    with subprocess.Popen(
+    said = tmp_path / "said"
+    seen: dict[str, Metric] = {}
+    until, ranks, steps = time.monotonic() + 60, set[str](), set[float]()
+    with said.open("w") as file, subprocess.Popen(
         [sys.executable, "-m", "ddptrain", *words.split()],
-        cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+        cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, stderr=file,
     ) as job:  # fmt: skip
-        until, ranks, steps = time.monotonic() + 60, set[str](), set[float]()
         try:
             while (len(ranks) < 2 or len(steps) < 2) and time.monotonic() < until:
                 time.sleep(0.3)
-                try:
-                    seen = scraped(port)
-                except OSError:  # not yet
+                if (
+                    address := re.search(r"prometheus http://127.0.0.1:(\d+)/metrics\n", said.read_text())
+                ) is None:
                     continue
+                seen = scraped(int(address[1]))
                 if "ddptrain_phase_seconds" in seen:
                     ranks = {sample.labels["rank"] for sample in seen["ddptrain_phase_seconds"].samples}
                 if "ddptrain_step" in seen:
                     steps.add(value(seen, "ddptrain_step", run="run"))
         finally:
             job.terminate()
-            _, said = job.communicate(timeout=60)
-    assert ranks == {"0", "1"}, said
+            job.wait(timeout=60)
+    assert ranks == {"0", "1"}, (seen, said.read_text())
     assert len(steps) >= 2
-    assert f"prometheus http://127.0.0.1:{port}/metrics" in said
 
 
 def test_the_dashboard_loads_and_asks_for_what_there_is(observer: Prometheus) -> None:
