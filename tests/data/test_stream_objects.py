@@ -43,7 +43,7 @@ def test_boxes_are_those_of_the_set_in_the_order_of_the_blocks(drawn: DrawnScene
             assert torch.equal(found.crowd, expected.crowd)
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_mosaics_are_made_of_what_is_at_hand(drawn: DrawnScenes, tmp_path: Path, workers: int) -> None:
     """Of a block's pictures; the batches don't depend on ranks and workers."""
     list(DetectionData(drawn, DetectionAugment(), size=64).write(tmp_path / "set", "stream", 0.02))
