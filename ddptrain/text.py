@@ -100,6 +100,14 @@ def json_object(path: Path) -> dict[str, Any]:
     return {}
 
 
+def as_yaml(tree: Any) -> str:
+    """Plain values as YAML, in their order."""
+    import yaml
+
+    written: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return written
+
+
 def parse_yaml(text: str) -> Any:
     """Plain values only. Raises ValueError, with the place where there is one."""
     import yaml

@@ -11,6 +11,9 @@ SCRIPT = "--script"
 TRUST = "--trust"
 OURS = (*CONFIG_DIR, ENV, SCRIPT, TRUST)
 """Options that are not Hydra's, and go into a run's record."""
+HELP = ("--help", "-h")
+SHOW_JOB = ("--cfg=job", "-c=job")
+PACKAGE = ("--package", "-p")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,4 +50,9 @@ class Arguments:
 
     @property
     def asks_help(self) -> bool:
-        return bool({"-h", "--help"} & set(self.options))
+        return bool({*HELP} & set(self.options))
+
+    @property
+    def shows_config(self) -> bool:
+        """Whether the config is printed, and nothing is done."""
+        return bool({*HELP, *SHOW_JOB} & set(self.options))

@@ -36,8 +36,8 @@ _NOT_TAKEN = ("--config-name", "-cn", "--config-path", "-cp", "--experimental-re
 
 
 def composed_tree(arguments: Arguments) -> tuple[Tree, list[str]] | None:
-    """The config tree of a command line, and its overrides; None where an option like ``--cfg`` or ``--help``
-    has been answered instead."""
+    """The config tree of a command line, and its overrides; None where an option like ``--cfg=hydra`` or
+    ``--explain`` has been answered instead."""
     jobs: list[tuple[Tree, list[str]]] = []
     run_jobs(arguments, lambda tree, overrides: jobs.append((tree, overrides)))
     return jobs[0] if jobs else None
@@ -45,7 +45,7 @@ def composed_tree(arguments: Arguments) -> tuple[Tree, list[str]] | None:
 
 def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> None:
     """Call ``job`` with the tree and the overrides of each job (``--multirun`` under a launcher that is not
-    ours: in processes of its choice); or do what an option like ``--cfg`` asks.
+    ours: in processes of its choice); or do what an option like ``--cfg=hydra`` asks.
 
     Raises the first of what the jobs raised.
     """
@@ -62,10 +62,10 @@ def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> No
     for name, _, key in options:
         if name == EXPLAIN:
             with _hydra_errors_as_user_errors(overrides):
-                print(explained(key, overrides))
+                print(explained(key, overrides, lambda tree: placed(tree, overrides, _composed_meanwhile)))
             return
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us whole instead of being printed
-    of_hydra = ["".join(parts) for parts in options if parts[0] not in OURS]
+    of_hydra = ["".join(parts) for parts in options if parts[0] not in OURS] * (not arguments.shows_config)
 
     failures: list[Exception] = []
 

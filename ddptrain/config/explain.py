@@ -7,7 +7,7 @@ import ast
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
@@ -26,6 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddptrain.config.arguments import GROUPS
+from ddptrain.config.augment_group import Tree
 from ddptrain.config.limits import few_interpolations
 from ddptrain.config.removed import what_to_use
 from ddptrain.config.schema import Config, Rule
@@ -55,9 +56,9 @@ class _Setting(NamedTuple):
     what: str
 
 
-def explained(key: str, overrides: Sequence[str]) -> str:
+def explained(key: str, overrides: Sequence[str], placed: Callable[[Tree], Tree]) -> str:
     """Lines that say the value of a key and what set it, the oldest first; for a section, each of its keys
-    and what set it last.
+    and what set it last. placed: as ``ddptrain.config.compose`` has it.
 
     Raises UserError where there is no such key, and Hydra's own exceptions for what can't be composed.
     """
@@ -69,12 +70,16 @@ def explained(key: str, overrides: Sequence[str]) -> str:
     with open_dict(composed):
         del composed["hydra"]
         composed["recipe"] = defaults.overrides.known_choices.get("recipe") or "???"
-    raw, final = plain_tree(composed, resolve=False), plain_tree(composed, resolve=True)
+    raw, merged = plain_tree(composed, resolve=False), plain_tree(composed, resolve=True)
+    with _loader():
+        final = placed(merged)
+    moved = bool(merged["augment"]) and final["data"].get("augment") == merged["augment"]
+    final = {**final, "augment": merged["augment"]} if moved else final
     value = _at(final, key)
     if value is _ABSENT:
         raise UserError(no_such_key(key, flat_keys(raw)))
     choices = {group: _choice(group, defaults.overrides, layers) for group in GROUPS}
-    history = _History(layers, defaults.config_overrides, choices)
+    history = _History(layers, defaults.config_overrides, choices, moved, final["optim"] != merged["optim"])
     rows: list[tuple[str, ...]]
     if _is_section(value):
         lines = [f"{key} = {choices[key].what} ({choices[key].where})"] if key in choices else []
@@ -82,8 +87,8 @@ def explained(key: str, overrides: Sequence[str]) -> str:
         rows = [(leaf, _as_word(_at(final, leaf)), history.nearest(leaf)[-1].where) for leaf in leaves]
     else:
         unresolved, about = _at(raw, key), _documentation(key)
-        is_plain = unresolved is _ABSENT or unresolved == value
-        shown = _as_word(value) if is_plain else f"{_as_word(value)}  ({unresolved})"
+        looked_up = isinstance(unresolved, str) and "${" in unresolved
+        shown = f"{_as_word(value)}  ({unresolved})" if looked_up else _as_word(value)
         lines = [f"{key} = {shown}", *([f"  {about}"] if about else [])]
         rows = [*history.nearest(key)]
     return "\n".join([*lines, *(f"  {row}" for row in in_columns(rows))])
@@ -165,6 +170,10 @@ class _History(NamedTuple):
     layers: Sequence[_Layer]
     words: Sequence[Override]
     choices: Mapping[str, _Setting]
+    moved: bool
+    """``augment`` takes the place of ``data.augment``."""
+    replaced: bool
+    """The command line chooses another optimizer than the recipe's, with its own arguments."""
 
     def nearest(self, key: str) -> list[_Setting]:
         """Of a key inside of what an interpolation has brought: what has set the interpolation."""
@@ -175,9 +184,14 @@ class _History(NamedTuple):
         return settings
 
     def of(self, key: str) -> list[_Setting]:
+        key = key.removeprefix("data.") if self.moved and f"{key}.".startswith("data.augment.") else key
+        layers = self.layers
+        if self.replaced and key.startswith("optim."):
+            own = [layer for layer in layers if layer.name.startswith("optim/")]
+            layers = own if any(_at(layer.tree, key) is not _ABSENT for layer in own) else layers
         settings = [
             _Setting(layer.where, _as_word(value))
-            for layer in self.layers
+            for layer in layers
             if (value := _at(layer.tree, key)) is not _ABSENT and not _is_section(value)
         ]
         if key == "recipe":

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 
 from ddptrain.api.world import World
 from ddptrain.errors import UserError
 from ddptrain.observe.changes import note_changes
 from ddptrain.observe.lock import LOCK, lost, unwritable
-from ddptrain.text import parse_json
+from ddptrain.text import as_yaml, parse_json
 from ddptrain.version import __version__
 
 _LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy", "pillow")
@@ -114,7 +113,7 @@ def describe_run(
     try:
         tree = {**config, "controllers": theirs}
         kept = note_changes(folder, tree, step)
-        (folder / "config.yaml").write_text(yaml.safe_dump(dict(kept), sort_keys=False))
+        (folder / "config.yaml").write_text(as_yaml(dict(kept)))
         (folder / "command.txt").write_text(command_line(world, own) + "\n", encoding="utf-8")
         (folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n")
     except OSError as error:

@@ -3,14 +3,17 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from ddptrain.config.arguments import GROUPS, OURS, Arguments
+from ddptrain.config.arguments import GROUPS, OURS, PACKAGE, Arguments
 from ddptrain.config.augment_group import Tree
 from ddptrain.config.choices import choices, yaml_folders
 from ddptrain.config.schema import Config
 from ddptrain.errors import KNOWN_ENDS, UserError
-from ddptrain.keys import did_you_mean
+from ddptrain.keys import did_you_mean, flat_keys
+from ddptrain.text import as_yaml
 from ddptrain.verbs.argv import split_words
+from ddptrain.verbs.help import of_recipe
 
 OF_A_RUN = ("run", "checkpoint")
 """Words that name a run and its checkpoint, though sections of the config have these names."""
@@ -21,14 +24,26 @@ def composed(arguments: Arguments) -> tuple[Config, list[str]] | None:
     answered instead."""
     if arguments.sweeps:
         raise UserError(f"{arguments.verb}: takes one config; a sweep is python -m ddptrain --multirun ...")
+    if (known := tree_to_train(arguments)) is None:
+        return None
+    tree, overrides = known
+    return complete(tree, arguments), overrides
+
+
+def tree_to_train(arguments: Arguments) -> tuple[Tree, list[str]] | None:
+    """The same, not checked."""
     from ddptrain.config.compose import composed_tree
     from ddptrain.config.search_path import open_user_code
 
     open_user_code(arguments.config_dirs, arguments.trusted)
-    if (known := composed_tree(arguments)) is None:
-        return None
-    tree, overrides = known
-    return complete(tree, arguments), overrides
+    known = composed_tree(arguments)
+    if known is None or not arguments.shows_config:
+        return known
+    if arguments.asks_help:
+        print(of_recipe(known[0], yaml_folders(arguments.config_dirs)))
+    else:
+        print(as_yaml(_part(known[0], arguments)), end="")
+    return None
 
 
 def split_arguments(arguments: Arguments, words: Sequence[str]) -> tuple[dict[str, str], Arguments]:
@@ -90,6 +105,19 @@ def is_no_key(name: str) -> bool:
     """Whether a word is the verb's own, not an override of the config."""
     of_config = {field.name for field in dataclasses.fields(Config)} - {"seed", *OF_A_RUN}
     return name.isidentifier() and name not in of_config
+
+
+def _part(tree: Tree, arguments: Arguments) -> Any:
+    """All of it, or what --package names."""
+    part: Any = tree
+    for option in PACKAGE:
+        for package in arguments.values_of(option):
+            for name in package.split("."):
+                part = part.get(name) if isinstance(part, dict) else None
+            if part is None:
+                hint = did_you_mean(package, flat_keys(tree))
+                raise UserError(f"{option} {package}: there is no such section.{hint}")
+    return part
 
 
 def _welcome(arguments: Arguments) -> str:

@@ -1,11 +1,12 @@
 """What is printed when help is asked for; apart from the verbs, whose import takes seconds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ddptrain.config.arguments import GROUPS
 from ddptrain.config.choices import choices, first_comment
-from ddptrain.text import in_columns
+from ddptrain.text import as_yaml, in_columns
 from ddptrain.verbs.installed import verb_named, verb_names
 
 OPTIONS = {
@@ -16,7 +17,7 @@ OPTIONS = {
     "--multirun, -m": "a sweep: a job for each combination of values: optim.lr=0.1,0.2",
     "--cfg, -c job|hydra|all": "print the config and train nothing",
     "--package, -p <section>": "with --cfg: this part alone",
-    "--resolve": "with --cfg: with what each ${...} stands for",
+    "--resolve": "with --cfg hydra|all: with what each ${...} stands for",
     "--explain <key>": "which files and words have set a key",
     "--info, -i [<what>]": "how the config is composed: all|config|defaults|defaults-tree|plugins|searchpath",
     "--run, -r": "one run: the default",
@@ -30,7 +31,6 @@ OPTIONS = {
 def overview(folders: Sequence[Path]) -> str:
     """Every verb, option, recipe and choice. folders: of YAMLs."""
     recipes = [(f"  {name}", first_comment(path)) for name, path in choices("recipe", folders).items()]
-    groups = [(f"  {group}=", ", ".join(choices(group, folders))) for group in GROUPS if group != "recipe"]
     return "\n".join(
         [
             "ddptrain [<verb>] recipe=<name> [<group>=<choice> ...] [<key>=<value> ...] [options]",
@@ -47,8 +47,29 @@ def overview(folders: Sequence[Path]) -> str:
             *in_columns(recipes),
             "",
             "Other groups and their choices:",
-            *in_columns([row for row in groups if row[1]]),
+            *_groups(folders),
             "",
             "All keys, their values and defaults: docs/config.md, or ddptrain recipe=<name> --help.",
         ]
     )
+
+
+def of_recipe(tree: Mapping[str, Any], folders: Sequence[Path]) -> str:
+    """All keys of a composed config, and what else there is to choose."""
+    return "\n".join(
+        [
+            "Verbs, options and what each recipe is: ddptrain --help",
+            "",
+            "Choices (group=choice):",
+            *_groups(folders),
+            "",
+            "Keys and their values with these choices (change one with key=value):",
+            "",
+            as_yaml(tree),
+        ]
+    )
+
+
+def _groups(folders: Sequence[Path]) -> list[str]:
+    rows = [(f"  {group}=", ", ".join(choices(group, folders))) for group in GROUPS if group != "recipe"]
+    return in_columns([row for row in rows if row[1]])

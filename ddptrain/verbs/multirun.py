@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddptrain.config.arguments import EXPLAIN, SCRIPT, Arguments
+from ddptrain.config.arguments import EXPLAIN, HELP, SCRIPT, Arguments
 from ddptrain.config.augment_group import Tree
 from ddptrain.config.compose import run_jobs
 from ddptrain.config.search_path import open_user_code
@@ -52,7 +52,7 @@ def multirun(arguments: Arguments) -> int:
 def _check(arguments: Arguments) -> None:
     """Raise UserError for words that ``--multirun`` can't go with."""
     for option in arguments.options:
-        if option.partition("=")[0] in ("--cfg", "-c", EXPLAIN, *INFO):
+        if option.partition("=")[0] in (*HELP, "--cfg", "-c", EXPLAIN, *INFO):
             raise UserError(f"{option}: shows one config; leave --multirun out.")
     launchers = [word for word in arguments.overrides if word.startswith("hydra/launcher=")]
     foreign = bool(launchers) and launchers[-1] != "hydra/launcher=gpu_pool"

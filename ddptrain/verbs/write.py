@@ -6,7 +6,7 @@ from pathlib import Path
 from ddptrain.config.arguments import Arguments
 from ddptrain.errors import ExitCode, UserError
 from ddptrain.verbs.argv import split_words
-from ddptrain.verbs.composing import complete, is_no_key, recorded
+from ddptrain.verbs.composing import complete, is_no_key, recorded, tree_to_train
 from ddptrain.verbs.verb import Verb
 
 HELP = """\
@@ -25,12 +25,7 @@ def write(arguments: Arguments) -> int:
     if not settings.get("out"):
         raise UserError("write: name a new folder: write recipe=<name> out=<folder>")
     out = Path(settings.pop("out"))
-
-    from ddptrain.config.compose import composed_tree
-    from ddptrain.config.search_path import open_user_code
-
-    open_user_code(arguments.config_dirs, arguments.trusted)
-    composed = composed_tree(dataclasses.replace(arguments, overrides=tuple(overrides)))
+    composed = tree_to_train(dataclasses.replace(arguments, overrides=tuple(overrides)))
     if composed is None:
         return ExitCode.DONE
     if composed[0].get("recipe") in (None, "???"):

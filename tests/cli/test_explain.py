@@ -1,13 +1,18 @@
 """``--explain KEY``: the value of a key, and what set it, from the schema to the command line."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from shell import early_refusal
 
+from ddptrain.config.compose import composed_tree
+from ddptrain.keys import flat_values
+from ddptrain.verbs.argv import parse
 from ddptrain.verbs.main import main
 
 MINE = """# @package _global_
@@ -137,6 +142,71 @@ def test_a_recipe_of_an_installed_package_is_named_by_its_path(
     monkeypatch.syspath_prepend(tmp_path / "site")
     assert said("recipe=theirs --explain train.batch_size")[-1] == (
         "site/thatpackage/conf/recipe/theirs.yaml 32"
+    )
+
+
+def test_another_optimizer_has_its_own_values(said: Said) -> None:
+    assert said("recipe=cnn_digits optim=sgd --explain optim.lr") == [
+        "optim.lr = 0.1",
+        "conf/optim/sgd.yaml 0.1",
+    ]
+    assert said("recipe=cnn_digits optim=sgd optim.lr=1 --explain optim")[1:3] == [
+        "optim._target_ torch.optim.SGD conf/optim/sgd.yaml",
+        "optim.lr 1 command line",
+    ]
+    assert said("recipe=cnn_digits optim=sgd --explain optim.groups")[-1] == "conf/config.yaml []"
+
+
+def test_augment_is_told_where_it_goes(said: Said) -> None:
+    words = "recipe=cnn_cifar10 augment=standard augment.transforms.horizontal_flip.p=0.25"
+    for key in ("augment", "data.augment"):
+        assert said(f"{words} --explain {key}.transforms.horizontal_flip.p") == [
+            f"{key}.transforms.horizontal_flip.p = 0.25",
+            "conf/augment/standard.yaml 0.5",
+            "command line augment.transforms.horizontal_flip.p=0.25",
+        ]
+        assert f"{key}.resized_crop.scale [0.08, 1.0] conf/augment/standard.yaml" in said(
+            f"{words} --explain {key}"
+        )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "recipe=cnn_digits optim=sgd",
+        "recipe=cnn_digits optim=sgd optim.weight_decay=0 sched=step strategy=single augment=standard",
+        "recipe=finetune optim=muon_with_sgd optim.layer_decay=0.5",
+        "recipe=transformer_text sched=wsd",
+    ],
+)
+def test_what_is_shown_is_what_is_trained(
+    said: Said, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By --cfg, --help and --explain."""
+    monkeypatch.setattr(sys, "argv", ["ddptrain"])
+    composed = composed_tree(parse(words.split(" ")))
+    assert composed is not None
+    tree, _ = composed
+    whole = {key: value for key, value in flat_values(tree).items() if value != {}}
+    parts = {"--cfg job": tree, "--help": tree, "-c job -p data.source": tree["data"]["source"]}
+    for options, part in parts.items():
+        assert main(f"{words} {options}".split(" ")) == 0
+        printed = capsys.readouterr().out
+        assert yaml.safe_load(printed.rpartition("key=value):\n")[2]) == part
+    for section in ("optim", "sched", "strategy", "data"):
+        lines = [line for line in said(f"{words} --explain {section}") if " = " not in line]
+        told = dict(line.split(" ", 2)[:2] for line in lines)
+        inside = {key: value for key, value in whole.items() if key.startswith(f"{section}.")}
+        assert told.keys() == inside.keys()
+        for key, value in inside.items():
+            if " " not in str(value):
+                assert told[key] == (value if isinstance(value, str) else json.dumps(value))
+
+
+def test_a_part_that_is_not_there_is_refused(said: Said) -> None:
+    assert (
+        "-p optm: there is no such section. Did you mean optim?"
+        in said("recipe=cnn_digits --cfg job -p optm", code=2)[-1]
     )
 
 

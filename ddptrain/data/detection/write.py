@@ -14,6 +14,7 @@ from ddptrain.data.detection.files import FileScenes
 from ddptrain.data.detection.run_lengths import area, as_json
 from ddptrain.data.detection.source import DetectionSet, Objects, Scenes
 from ddptrain.data.pictures import ENDINGS, claim
+from ddptrain.text import as_yaml
 
 _LONGEST_NAME = 100
 
@@ -24,8 +25,6 @@ def write_yolo(opened: DetectionSet, folder: Path) -> list[str]:
     Image files are copied as they are, other pictures become PNGs. Returns lines that say what was written.
     Raises UserError where the folder holds something already.
     """
-    import yaml
-
     claim(folder)
     lines, crowds = [], 0
     for part, scenes in (("train", opened.train), ("val", opened.valid)):
@@ -43,7 +42,7 @@ def write_yolo(opened: DetectionSet, folder: Path) -> list[str]:
         lines.append(f"{images}: {len(scenes)} pictures with {boxes} boxes")
     described = {"train": "images/train", "val": "images/val", "names": dict(enumerate(opened.classes))}
     file = folder / "data.yaml"
-    file.write_text(yaml.safe_dump(described, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    file.write_text(as_yaml(described), encoding="utf-8")
     if crowds:
         lines.append(f"left out: {crowds} crowd regions, which YOLO's labels can't express")
     return [*lines, f"{file}: {len(opened.classes)} classes"]
