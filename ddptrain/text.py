@@ -24,6 +24,11 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}{'s' * (number != 1)}"
 
 
+def named_ranks(ranks: Sequence[int]) -> str:
+    """``rank 1``, ``ranks 2, 3``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+
+
 def say(message: str) -> None:
     """A line on standard error, in one piece: `print` writes its end by itself where torchrun runs Python
     unbuffered, and lines of several ranks then run together."""

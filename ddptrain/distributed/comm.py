@@ -3,6 +3,7 @@
 import datetime
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,6 +16,7 @@ from ddptrain.api.world import World
 from ddptrain.distributed.device import name_of_gpu, with_shared_gpus
 from ddptrain.distributed.foreach import by_dtype, copy_all
 from ddptrain.errors import UserError
+from ddptrain.text import named_ranks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -23,6 +25,7 @@ Result = TypeVar("Result")
 log = logging.getLogger("ddptrain")
 
 START_TIMEOUT = datetime.timedelta(hours=1)
+_SAY_WHO_IS_MISSING = datetime.timedelta(seconds=30)
 _PIECE = 64 * 2**20
 """Bytes that are sent at a time."""
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -49,8 +52,7 @@ def open_group(world: World, even_single: bool = False) -> World:
     store = _store_of_this_attempt()
     store.set(f"gpu-{world.rank}", name_of_gpu(world.device))
     # no collective: which backend there can be follows from this
-    gpus = store.multi_get([f"gpu-{rank}" for rank in range(world.size)])
-    world = with_shared_gpus(world, [gpu.decode() for gpu in gpus])
+    world = with_shared_gpus(world, _gpus_of_all(store, world))
     backend = backend_for(world)
     dist.init_process_group(
         backend,
@@ -61,6 +63,27 @@ def open_group(world: World, even_single: bool = False) -> World:
         world_size=world.size,
     )
     return world
+
+
+def _gpus_of_all(store: "Store", world: World) -> list[str]:
+    """By rank. Waits for all of them, and says for whom: a rank that is refused a device never comes."""
+    keys = [f"gpu-{rank}" for rank in range(world.size)]
+    until = time.monotonic() + START_TIMEOUT.total_seconds()
+    said: list[int] = []
+    while True:
+        try:
+            store.wait(keys, _SAY_WHO_IS_MISSING)
+            return [gpu.decode() for gpu in store.multi_get(keys)]
+        except dist.DistStoreError:
+            if time.monotonic() > until:
+                raise
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if missing and missing != said:
+            log.warning(
+                "waiting    for %s to start; a rank that was refused says why where it runs",
+                named_ranks(missing),
+            )
+            said = missing
 
 
 def _store_of_this_attempt() -> "Store":

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ddptrain.text import named_ranks
+
 _COLLECTIVES = "torch/distributed/"
 _OURS = (
     *("ddptrain/distributed/", "ddptrain/engine/", "ddptrain/strategies/", "ddptrain/api/strategy.py"),
@@ -139,8 +141,8 @@ def _collective(beats: Sequence[Beat]) -> list[str]:
     # of another group it is not known who belongs to it
     members = [beat for beat in answering if group in beat.begun or _EVERYBODY in group]
     absent = [beat.rank for beat in members if beat.begun.get(group, 0) < number]
-    said = [f"{_ranks(absent)} did not begin it"] if absent else []
-    said += [f"{_ranks(silent)} can't be asked"] if silent else []
+    said = [f"{named_ranks(absent)} did not begin it"] if absent else []
+    said += [f"{named_ranks(silent)} can't be asked"] if silent else []
     who = ", ".join(said) or "all that are in it have begun it, so look at the network and the GPUs"
     return [f"NCCL waits in {what}, number {number:,} of group {group}: {who}."]
 
@@ -150,7 +152,7 @@ def describe_cut(host: str, beats: Sequence[Beat], timeout: float) -> str:
     ranks: dict[str, list[int]] = {}
     for beat in beats:
         ranks.setdefault(beat.host or "a host unheard of", []).append(beat.rank)
-    names = {name: f"{name} ({_ranks(on_host)})" for name, on_host in ranks.items()}
+    names = {name: f"{name} ({named_ranks(on_host)})" for name, on_host in ranks.items()}
     keeper = next(beat for beat in beats if beat.rank == 0)
     others = [names[name] for name in names if name not in (host, keeper.host)]
     unknown = f" By it ranks hear of each other: nothing is known of {', '.join(others)}." if others else ""
@@ -160,10 +162,6 @@ def describe_cut(host: str, beats: Sequence[Beat], timeout: float) -> str:
         f"{names[keeper.host]} is lost, or the link to it, or rank 0 is stopped.{unknown}\n"
         f"rank {own.rank} waits for it at {own.place}{_innermost(own.stack)}."
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _innermost(stack: str) -> str:
