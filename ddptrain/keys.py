@@ -9,10 +9,12 @@ from typing import Any
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence that names the nearest match, or '' where nothing is near.
 
-    A dotted key is also compared by its last part, so that ``lr`` finds ``optim.lr``.
+    A name that is cut short is taken for the shortest that begins so. A dotted key is also compared by its
+    last part, so that ``lr`` finds ``optim.lr``.
     """
     keys = sorted(set(known))
-    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.6)
+    near = sorted((key for key in keys if len(name) > 2 and key.startswith(name)), key=len)
+    near = near or difflib.get_close_matches(name, keys, n=1, cutoff=0.6)
     if not near:
         near = [key for key in keys if key.rpartition(".")[2] == name.rpartition(".")[2]]
     return f" Did you mean {near[0]}?" if near else ""

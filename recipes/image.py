@@ -159,7 +159,7 @@ class ImageClassification(Task):
         if len(answers) == 1 and len(names) > 1:
             log.warning(
                 "note       every picture is taken for %r: usual in the first steps; later a rate that is too"
-                " high or too low, or BatchNorm statistics that lag behind (model.norm_momentum=0.1)",
+                " high or too low, or in BatchNorm statistics that lag behind the weights (its momentum)",
                 names[answers[0]],
             )
         matrix = ConfusionMatrix(sums["confusion"].tolist(), names)

@@ -234,7 +234,8 @@ def _unknown_choice(error: MissingConfigException) -> str:
     options = [option for option in error.options or [] if not option.startswith("_")]
     if not options:
         return _one_line(error)
-    hint = did_you_mean(choice, options)
+    yours = " Folders with more are named by --config-dir=..." * (group == "recipe")
+    hint = did_you_mean(choice, options) or yours
     return f"{group}={choice}: there is no such choice.{hint} There are {', '.join(options)}."
 
 

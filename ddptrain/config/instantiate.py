@@ -190,7 +190,7 @@ def typed_arguments(
             problems.append(f"{name}={word}: must be {_spell(hint)}.")
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in words:
-            problems.append(f"{name}: {verb} needs it: {name}=...")
+            problems.append(f"{name}: {verb} needs it: {name}=..., {_spell(hints.get(name, str))}.")
     if problems:
         raise UserError("\n".join(problems))
     return arguments

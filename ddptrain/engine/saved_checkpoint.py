@@ -44,15 +44,15 @@ def sealed(content: Mapping[str, Any]) -> bytes:
     return json.dumps({**content, _SEAL: digest}, indent=2).encode()
 
 
-def read(path: Path) -> LoadedCheckpoint:
-    """Read and verify one checkpoint folder.
+def read(path: Path, key: str = "") -> LoadedCheckpoint:
+    """Read and verify one checkpoint folder. key: what names it, like ``run.resume=``.
 
     Raises UserError where it is missing or not one that this ddptrain reads, DamagedError where it is not
     what was written.
     """
     if not path.is_dir():
         kind = "is a file, but" if path.exists() else "does not exist;"
-        raise UserError(f"{path}: {kind} a checkpoint is a folder that holds {STATE} and {MANIFEST}.")
+        raise UserError(f"{key}{path}: {kind} a checkpoint is a folder that holds {STATE} and {MANIFEST}.")
     try:
         manifest = _unsealed(path, (path / MANIFEST).read_bytes())
         payload = (path / STATE).read_bytes()

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ddptrain")
 
+_BAR = 20
+"""Columns of the progress bar."""
+
 
 @final
 class Console(Observer):
@@ -42,10 +45,15 @@ class Console(Observer):
         if not sys.stderr.isatty():
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
+        whole = Column(no_wrap=True)
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # a narrow terminal cuts this one
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("{task.fields[status]}"), console=_terminal(), transient=True,
+            TextColumn("{task.description}", table_column=whole), BarColumn(_BAR),
+            MofNCompleteColumn(table_column=whole), TimeRemainingColumn(table_column=whole),
+            TextColumn("{task.fields[status]}", table_column=rest), console=_terminal(), transient=True,
+            expand=True,
         )  # fmt: skip
         self._progress.start()
         self._task = self._progress.add_task("training", total=event.steps, completed=event.step, status="")
@@ -63,8 +71,9 @@ class Console(Observer):
         if self._progress is not None and self._task is not None:
             loss = f"loss {_short(event.values['loss'])}" if "loss" in event.values else ""
             pace = f"{_short(speed)} samples/s"
+            evaluated = f"evaluated: {self._metrics}" if self._metrics else ""
             status = "  ".join(
-                part for part in (loss, pace, in_short(self._run.devices.latest()), self._metrics) if part
+                part for part in (loss, pace, in_short(self._run.devices.latest()), evaluated) if part
             )
             self._progress.update(self._task, completed=event.step, status=status)
 

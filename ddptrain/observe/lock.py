@@ -117,6 +117,8 @@ def lock_file(file: int | IO[Any], how: int) -> None:
 
 def unwritable(folder: Path, error: OSError, key: str = "run.dir") -> UserError:
     """The error for a folder that can't be written."""
+    if folder.is_file():
+        return UserError(f"{key}={folder}: is a file. Name a folder: {key}=...")
     return UserError(
         f"{key}={folder}: can't be written ({error.strerror}). Make it writable, or name another"
         f" folder: {key}=..."

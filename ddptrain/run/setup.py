@@ -241,7 +241,14 @@ def named_checkpoint(folder: Path, name: str) -> LoadedCheckpoint:
         log.info("checkpoint %s: step %d%s (the best; checkpoint=last is the newest)", own, step, value)
         return saved
     if name not in ("", "last"):
-        return read(own if own.is_dir() or name == "best" else Path(name))
+        if not own.is_dir() and not os.path.lexists(name):
+            steps = [path.name for path in Checkpointer(own.parent, keep=1).steps()]
+            best = ["best"] * (own.parent / "best").is_dir()
+            raise UserError(
+                f"checkpoint={name}: {folder} has no such checkpoint, and there is no such folder. It has"
+                f" {', '.join([*best, *steps]) or 'none yet'}."
+            )
+        return read(own if own.is_dir() else Path(name), "checkpoint=")
     newest = Checkpointer(folder / "checkpoints", keep=1).newest()
     if newest is None:
         raise UserError(f"run={folder}: holds no checkpoint yet.")

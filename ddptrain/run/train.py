@@ -306,7 +306,7 @@ def _saved(config: Config, checkpointer: Checkpointer, world: World) -> LoadedCh
         checkpointer.recover()
         saved = checkpointer.newest()
         if saved is None and config.run.resume not in ("auto", "never"):
-            saved = read(Path(config.run.resume))
+            saved = read(Path(config.run.resume), "run.resume=")
         if saved is None:
             return None
         payload = saved.payload

@@ -9,7 +9,7 @@ from ddptrain.verbs.verb import Verb
 
 HELP = """\
 python -m ddptrain report <run's folder> [<another> ...] [out=<file.html>]
-python -m ddptrain report <folder of runs> [out=<file.html>]
+python -m ddptrain report <folder with runs below> [out=<file.html>]
 python -m ddptrain report <sweep's folder> [out=<file.html>]
 python -m ddptrain report '<pattern>' [out=<file.html>]
 python -m ddptrain report run=<folder> to=mlflow|wandb|trackio [project=<name>]
@@ -20,7 +20,7 @@ loads nothing, to keep or to send. A run that still goes on, or was killed, is s
   out=<file.html>   where the page goes; by default report.html in the run's or the sweep's folder, and for
                     several runs in the nearest folder that holds them all; of a mirror, in this folder
   to=<tracker>      send what a tracker lacks of these runs, from metrics.jsonl; each point once
-  run=<folder>      the run, as a folder without run= is, too
+  run=<folder>      the same as the folder alone
   project=<name>    there; by default the run's own, or the recipe's name
 
 The table: what differs in config and environment, the last and the best value of each metric (* marks the
@@ -37,12 +37,11 @@ pictures, texts, devices and the whole config, and the command that repeats each
 
 def report(arguments: Arguments) -> int:
     settings, folders = split_words(arguments.overrides, str.isidentifier)
+    folders += [settings.pop("run")] if "run" in settings else []
     from ddptrain.tools.report import run
 
     if "to" not in settings and any(map(is_mirror, folders)):
         settings.setdefault("out", "report.html")  # not into the cache
-    if "run" in settings:
-        settings["run"] = str(place_of(settings["run"], checkpoints=False))
     run.run([place_of(folder, checkpoints=False) for folder in folders], settings)
     return ExitCode.DONE
 

@@ -55,6 +55,9 @@ def _read_run(
 
     open_user_code(arguments.config_dirs, arguments.trusted)
     own, overrides = split_words(arguments.overrides, is_setting)
+    given = [word for word in overrides if "=" not in word and Path(word).is_dir()]
+    if given and "run" not in own:
+        raise UserError(f"{given[0]}: a run is named by run=. Did you mean run={given[0]}?")
     folder = run_folder(arguments.verb, own)
     config = checked(saved_tree(folder / "config.yaml", arguments, overrides))
     if any(word.lstrip("+~").startswith(_OF_WEIGHTS) for word in overrides):

@@ -252,7 +252,7 @@ def test_a_wrong_command_line_is_refused_at_once(trained: Path, words: str, said
             "show run=run checkpoit=best",
             "checkpoit: checkpoint show takes no such word. Did you mean checkp",
         ),
-        ("show run=run checkpoint=step-3", "step-3: does not exist"),
+        ("show run=run checkpoint=step-3", "checkpoint=step-3: run has no such checkpoint"),
         ("verify run=empty", "run=empty: holds no checkpoint yet"),
         ("show run=empty", "run=empty: holds no checkpoint yet"),
         (

@@ -411,7 +411,7 @@ def test_an_export_that_nothing_was_compared_of_says_so(folder: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "format: export needs it: format=..."),
+        ("", "format: export needs it: format=..., one of onnx, pt2, openvino."),
         ("format=tflite", "format=tflite: must be one of onnx, pt2"),
         ("fromat=pt2", "fromat: export takes no such word. Did you mean format?"),
         ("format=pt2 nsm=true", "nsm: export takes no such word. Did you mean nms?"),

@@ -1,5 +1,7 @@
 """Log steps are told by a thread: in order, before all that comes after them, and not without bound."""
 
+import io
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console as Terminal
 
 from ddptrain.api.observer import End, Evaluated, Log, Observer, Result, RunInfo, Saved, Start, Times
 from ddptrain.api.timing import Lap, Timing
@@ -200,3 +203,26 @@ def test_the_progress_bar_goes_on_without_a_loss(monkeypatch: pytest.MonkeyPatch
     console.start(Start(0, 10, False, None))
     console.log(Log(5, 0.5, 50, {"lr": 0.1, "left_out": 5.0}, Lap(Timing(), Timing())))
     console.end(End(5, 10, Result("stopped", {}, {}, True), Times(Timing(), [], 1.0, 1.0)))
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_progress_bar_shows_steps_and_time_left_at_any_width(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal(file=io.StringIO(), force_terminal=True, width=width)
+    monkeypatch.setattr("ddptrain.observe.console._terminal", lambda: terminal)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    console = Console()
+    console.start(Start(0, 2250, False, None))
+    metrics = {"accuracy": 0.9861, "balanced_accuracy": 0.9882, "top5": 1.0, "loss": 0.0239}
+    console.evaluated(Evaluated(50, 0.5, 3200, metrics, {}, 0.1, True, Timing(), "accuracy", True, 2250))
+    for step in (50, 100):
+        console.log(Log(step, 0.5, 64 * step, {"loss": 0.25}, Lap(Timing(), Timing())))
+        time.sleep(0.01)
+    console.end(End(100, 2250, Result("stopped", {}, {}, True), Times(Timing(), [], 1.0, 1.0)))
+    assert isinstance(terminal.file, io.StringIO)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.file.getvalue())
+    last = [line for line in re.split(r"[\r\n]+", shown) if line.startswith("training")][-1]
+    assert re.search(r" 100/2250 \d+:\d\d:\d\d loss 0.25", last), last
+    assert ("evaluated: accuracy 0.9861  balanced_accuracy 0.9882" in last) == (width == 200)
+    assert len(last) <= width

@@ -97,10 +97,8 @@ def test_a_folder_that_is_none(make_run: MakeRun, tmp_path: Path) -> None:
     assert "there is no such folder. Did you mean report runs/toy?" in early_refusal(
         tmp_path, "report runs/tyo"
     )
-    for folder in ("runs", "."):
-        message = early_refusal(tmp_path, f"report {folder}")
-        assert message.startswith(f"report {folder}: holds no run")
-        assert message.strip().endswith("Did you mean report runs/toy/2026-01-02?")
+    (tmp_path / "empty").mkdir()
+    assert early_refusal(tmp_path, "report empty").startswith("report empty: holds no run")
     message = early_refusal(tmp_path, "report runs/toy/2026-01-01/metrics.jsonl")
     assert "Did you mean report runs/toy/2026-01-01?" in message
     assert "For example: report runs/toy/2026-01-02" in early_refusal(tmp_path, "report")
@@ -116,12 +114,14 @@ def test_a_folder_of_runs(make_run: MakeRun, tmp_path: Path) -> None:
     page = (tmp_path / "runs/toy/report.html").read_text()
     assert "2 runs" in page
     assert ddptrain(tmp_path, "report runs/toy").out == ended.out, "also beside an earlier page"
+    assert ddptrain(tmp_path, "report runs").out == ended.out, "further below"
+    assert ddptrain(tmp_path, "report run=runs").out == ended.out
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("report run=a", "Did you mean report a?"),
+        ("report run=b", "report b: there is no such folder"),
         ("report a oot=x.html", "Did you mean out?"),
         ("report a out=a/config.yaml", "name a file that ends in .html"),
         ("report a b", "report b: there is no such folder"),

@@ -3,7 +3,7 @@
 import glob
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -38,6 +38,8 @@ from ddptrain.tools.sweep.parallel import draw_parallel
 from ddptrain.tools.trackers.service import is_installed
 
 _Row = tuple[str, Sequence[str]]
+_DEEPEST = 6
+"""Folders below the one that is named."""
 _MOST_OF_A_SWEEP = 24
 _FEW = 12
 """Differences that the terminal shows."""
@@ -118,22 +120,21 @@ def _send(folders: Sequence[Path], settings: Mapping[str, str]) -> None:
     from ddptrain.tools.trackers.send import send_once
 
     for name in settings:
-        if name not in ("run", "to", "project"):
+        if name not in ("to", "project"):
             hint = did_you_mean(name, ["run", "to", "project"])
             raise UserError(f"{name}: report ... to={settings['to']} takes no such word.{hint}")
-    runs = [*folders, *([Path(settings["run"])] if "run" in settings else [])]
-    for folder in runs:
+    for folder in folders:
         if not is_run(folder):
             raise UserError(f"report {plain(folder)}: holds no run; its folder has metrics.jsonl.")
         print(send_once(folder, settings["to"], settings.get("project")))
-    if not runs:
+    if not folders:
         raise UserError(f"report to={settings['to']}: say which run: run=<folder>")
 
 
 def _check(folders: Sequence[Path], settings: Mapping[str, str]) -> None:
     for name, value in settings.items():
         if name != "out":
-            hint = f" Did you mean report {value}?" if name == "run" else did_you_mean(name, ["out"])
+            hint = did_you_mean(name, ["out"])
             raise UserError(f"{name}={value}: report takes folders, and out=<file.html>.{hint}")
     if not settings.get("out", ".html").endswith(".html"):
         raise UserError(f"out={settings['out']}: name a file that ends in .html.")
@@ -146,11 +147,11 @@ def _check(folders: Sequence[Path], settings: Mapping[str, str]) -> None:
 
 
 def _matching(given: Path) -> list[Path]:
-    """The folder itself, or the runs and sweeps in it where it is none; of a pattern that the shell has left
-    as it is, those that match it. Raises UserError where none does."""
+    """The folder itself, or the runs and sweeps below it where it is none; of a pattern that the shell has
+    left as it is, those that match it. Raises UserError where none does."""
     if not re.search(r"[*?[]", str(given)) or os.path.lexists(given):
-        inside = [] if is_run(given) or _is_sweep(given) else _entries(given)
-        return [path for path in inside if is_run(path) or _is_sweep(path)] or [given]
+        inside = [] if is_run(given) or _is_sweep(given) else sorted(runs_below(given))
+        return [path for path in inside if not _is_sweep(path.parent)] or [given]
     matches = [Path(name) for name in sorted(glob.glob(str(given)))]
     folders = [path for path in matches if is_run(path) or _is_sweep(path)]
     if not folders:
@@ -158,6 +159,17 @@ def _matching(given: Path) -> list[Path]:
         hint = f" Did you mean report '{given / '*'}'?" if below else ""
         raise UserError(f"report '{given}': no run's and no sweep's folder matches this pattern.{hint}")
     return folders
+
+
+def runs_below(folder: Path) -> Iterator[Path]:
+    """The runs and sweeps in a folder, or in folders of it; a sweep's jobs too."""
+    for place, inside, _ in os.walk(folder):
+        here = Path(place)
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        if _is_sweep(here) or is_run(here):
+            yield here
+        if is_run(here) or len(here.relative_to(folder).parts) == _DEEPEST:
+            inside.clear()
 
 
 def _is_sweep(folder: Path) -> bool:
@@ -176,8 +188,7 @@ def _runs_in(folder: Path) -> list[Path]:
         near = did_you_mean(folder.name, beside).removeprefix(" Did you mean ").removesuffix("?")
         hint = f" Did you mean report {folder.parent / near}?" if near else ""
         raise UserError(f"report {folder}: there is no such folder.{hint}")
-    near_by = folder.parent if folder.is_file() and is_run(folder.parent) else _newest(folder)
-    hint = f" Did you mean report {near_by}?" if near_by else ""
+    hint = f" Did you mean report {folder.parent}?" if folder.is_file() and is_run(folder.parent) else ""
     raise UserError(
         f"report {folder}: holds no run (config.yaml, metrics.jsonl), and no sweep ({LEDGER}).{hint}"
     )

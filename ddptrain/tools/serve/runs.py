@@ -1,6 +1,5 @@
 """The runs and sweeps below a folder, as they are now."""
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,12 +11,10 @@ from ddptrain.errors import UserError, reason
 from ddptrain.observe.lock import LOCK, is_locked
 from ddptrain.tools.report.comparison import NOTHING, facts_of, format_point, metrics
 from ddptrain.tools.report.page import page
-from ddptrain.tools.report.run import read_runs, title_of
+from ddptrain.tools.report.run import read_runs, runs_below, title_of
 from ddptrain.tools.report.run_files import RunFiles, is_run, plain, read_run
 from ddptrain.tools.sweep.ledger import LEDGER, read_ledger
 
-_DEEPEST = 6
-"""Folders below the one that is served."""
 _AT_A_TIME = 20
 """Rows that are read before they are shown."""
 _FILES = ("metrics.jsonl", "summary.json", "config.yaml", LEDGER)
@@ -56,7 +53,7 @@ class Runs:
 
     def look(self) -> None:
         """Read what has changed."""
-        found = sorted(_below(self._folder), key=_begun, reverse=True)
+        found = sorted(runs_below(self._folder), key=_begun, reverse=True)
         seen = dict(self._seen)
         for i, (path, row) in enumerate(self._looked_at(found)):
             seen[path] = row
@@ -97,16 +94,6 @@ class Runs:
 
 
 _NOTHING_YET = "<!DOCTYPE html><title>sweep</title><p>None of its jobs has begun.</p>"
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    for place, inside, _ in os.walk(folder):
-        here = Path(place)
-        inside[:] = [name for name in inside if not name.startswith(".")]
-        if (here / LEDGER).is_file() or is_run(here):
-            yield here
-        if is_run(here) or len(here.relative_to(folder).parts) == _DEEPEST:
-            inside.clear()
 
 
 def _begun(folder: Path) -> float:
