@@ -81,7 +81,7 @@ REFUSED = {
 }  # fmt: skip
 
 OF_A_RUN = {
-    "evaluate run=run checkpoint=step-9": "checkpoint=step-9: run has no such checkpoint, and there is no such folder.",
+    "evaluate run=run checkpoint=step-9": "checkpoint=step-9: run has no such checkpoint",
     "evaluate run=run checkpoint=best.pt": "checkpoint=best.pt: run has no such checkpoint",
     "evaluate run=run checkpoint=weights.pt": "weights.pt: is a file",
     "evaluate run=run prompt=hello": "prompt",

@@ -101,7 +101,7 @@ def _print_outcomes(folder: Path, jobs: Sequence[Job]) -> list[Path]:
     shares: dict[str, float] = {}
     if is_installed("optuna"):
         shares = importances(outcomes)
-    else:
+    elif outcomes.have_importances:
         print("importance  needs optuna: pip install 'ddptrain[optuna]'")
     if shares:
         text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())

@@ -35,6 +35,11 @@ class Outcomes:
     scores: tuple[tuple[float, ...], ...]
     """Of each job, the higher the better."""
 
+    @property
+    def have_importances(self) -> bool:
+        """Whether there are jobs enough, and more than one setting."""
+        return len(self.jobs) >= _LEAST and len(self.ranges) > 1
+
 
 def outcomes_of(jobs: Sequence[Job]) -> Outcomes | None:
     """None where less than two jobs have a result, or nothing differs. A job that was pruned counts with the
@@ -65,14 +70,14 @@ def outcomes_of(jobs: Sequence[Job]) -> Outcomes | None:
 
 def importances(outcomes: Outcomes) -> dict[str, float]:
     """The share of each setting in what makes jobs good, the largest first (PED-ANOVA, Watanabe et al. 2023,
-    arXiv:2304.10255); {} where there are too few jobs, or one setting alone.
+    arXiv:2304.10255); {} where they have none.
 
     Raises ModuleNotFoundError without Optuna.
     """
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
     from optuna.trial import TrialState
 
-    if len(outcomes.jobs) < _LEAST or len(outcomes.ranges) < 2:
+    if not outcomes.have_importances:
         return {}
     trials = [
         trial_of(outcomes.ranges, point, TrialState.COMPLETE, scores)
