@@ -21,6 +21,9 @@ PROMISES = [
 ]
 """What `sh setup.sh test` runs, in at most five minutes on two cores."""
 
+LONG_S = 1200
+"""Of a whole training on a busy machine: a limit for hangs."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -45,6 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if any(item.path.is_relative_to(path) for path in chosen):
             item.add_marker(pytest.mark.promises)
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_S))
     yield  # -m and -k take their part
     if asked := config.getoption("slice"):
         kept = items[asked]

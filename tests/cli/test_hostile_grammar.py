@@ -279,7 +279,6 @@ def test_drawn_files_are_read_or_refused(reader: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("reader", READERS)
 def test_many_drawn_files_are_read_or_refused(reader: Any, tmp_path: Path) -> None:
     run_examples(reader, tmp_path, 1200)

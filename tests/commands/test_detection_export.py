@@ -148,7 +148,7 @@ def test_a_file_and_a_pattern(folder: Path, seen: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_little_is_said_where_little_is_sure(folder: Path, tmp_path: Path) -> None:
-    done = predict(tmp_path, f"run={folder}/run source={folder}/pictures/000002.png score=1 checkpoint=best")
+    done = predict(tmp_path, f"run={folder}/run source={folder}/pictures/000002.png score=1 checkpoint=last")
     assert done.code == 0, done.err
     assert "000002.png: nothing\n" in done.out
     assert (tmp_path / "predictions/labels/000002.txt").read_text() == ""
