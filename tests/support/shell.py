@@ -10,7 +10,7 @@ from pathlib import Path
 
 from warm import run_warm
 
-_TIMEOUT_S = 120
+_TIMEOUT_S = 600
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
