@@ -148,7 +148,7 @@ def test_a_file_and_a_pattern(folder: Path, seen: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_little_is_said_where_little_is_sure(folder: Path, tmp_path: Path) -> None:
-    done = predict(tmp_path, f"run={folder}/run source={folder}/pictures/000002.png score=1 checkpoint=last")
+    done = predict(tmp_path, f"run={folder}/run source={folder}/pictures/000002.png score=1 checkpoint=best")
     assert done.code == 0, done.err
     assert "000002.png: nothing\n" in done.out
     assert (tmp_path / "predictions/labels/000002.txt").read_text() == ""
@@ -276,7 +276,9 @@ def test_an_exported_list_is_what_eager_finds(
 def test_a_program_that_knows_the_json_alone_finds_what_predict_finds(folder: Path, tmp_path: Path) -> None:
     """That of docs/detection.md, without torch, on pictures of any shape: to 0.1 pixel and 1e-3 of score."""
     done = ddptrain(
-        folder, f"export run=run format=onnx nms=true score=0.002 out={tmp_path}/model.onnx", **ONE_THREAD
+        folder,
+        f"export run=run format=onnx nms=true score=0.002 most=1000 out={tmp_path}/model.onnx",
+        **ONE_THREAD,
     )
     assert done.code == 0, done.err
     page = (Path(__file__).parents[2] / "docs/detection.md").read_text()
