@@ -61,7 +61,7 @@ class BoxedPictures:
         self.canvases = canvases(scenes.sizes, size, shape)
         self.placed = letterbox(scenes.sizes, size, self.canvases)
         self.stream = scenes.stream
-        self._sizes = scenes.sizes.clone()  # a stream's are mapped from a file: a worker can't be sent them
+        self._sizes = scenes.sizes
         self._pictures = ScaledPictures(scenes, size, resident)
         self._objects = _to_learn(scenes.objects, self.placed, masks)
 

@@ -36,7 +36,7 @@ class StreamScenes(Scenes):
     """Pictures as their files have them, decoded when asked for."""
 
     def __init__(self, part: OpenedPart, relabel: Relabelling | None = None) -> None:
-        columns = {name: column.mapped() for name, column in part.columns.items()}
+        columns = {name: column.read() for name, column in part.columns.items()}
         self.stream: StreamSamples = part.samples
         self.names = Numbered(part.samples)
         self.sizes = columns["sizes"]
@@ -47,7 +47,7 @@ class StreamScenes(Scenes):
         self._relabel = relabel
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A loader's worker maps the columns itself."""
+        """A loader's worker reads the columns itself."""
         return StreamScenes, (self._part, self._relabel)
 
     def image(self, i: int) -> Tensor:

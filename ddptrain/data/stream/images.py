@@ -34,7 +34,7 @@ class StreamSplit(Split):
     ) -> None:  # fmt: skip
         """labels: as `Split` has them, once ``relabel`` has changed them."""
         self.stream: StreamSamples = samples
-        self.labels = labels.mapped() if relabel is None else relabel(labels.mapped())
+        self.labels = labels.read() if relabel is None else relabel(labels.read())
         self._relabel = relabel
         self.shape = shape
         self._column = labels
@@ -42,7 +42,7 @@ class StreamSplit(Split):
         self._picture = next(name for name in samples.fields if name in PICTURE)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A loader's worker maps the labels itself."""
+        """A loader's worker reads the labels itself."""
         return StreamSplit, (self.stream, self._column, self.shape, self._resize, self._relabel)
 
     def images(self, ids: Tensor) -> Tensor:

@@ -45,11 +45,11 @@ class Column(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
-    def mapped(self) -> Tensor:
-        """The file, mapped into memory. A loader's worker does so itself: to be sent, it would be copied."""
+    def read(self) -> Tensor:
+        """The file's values, a copy: one that is mapped from the file can't be sent to a loader's worker."""
         size, dtype = math.prod(self.shape), getattr(torch, self.dtype)
         return (
-            map_file(self.file, size, dtype).view(self.shape)
+            map_file(self.file, size, dtype).view(self.shape).clone()
             if size
             else torch.empty(self.shape, dtype=dtype)
         )

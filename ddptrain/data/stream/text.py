@@ -73,4 +73,4 @@ class StreamText:
 def _saved(part: OpenedPart) -> str:
     """The tokenizer, which comes with a set's small facts."""
     column = part.columns.get(TOKENIZER)
-    return BYTES if column is None else column.mapped().numpy().tobytes().decode()
+    return BYTES if column is None else column.read().numpy().tobytes().decode()
