@@ -466,7 +466,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_run_stays_as_it_was(ru
         ("evaluate run=run optim.lrr=0.1", ["optim.lrr: ", "Did you mean optim.lr"]),
         ("evaluate run=run data=digts", ["data=digts: ", "Did you mean digits?"]),
         ("evaluate run=run checkpont=best", ["checkpont", "Did you mean checkpoint"]),
-        ("evaluate run=run checkpoint=nowhere", ["nowhere: does not exist"]),
+        ("evaluate run=run checkpoint=nowhere", ["checkpoint=nowhere: ", "It has best, step-1, step-2."]),
     ],
 )
 def test_evaluate_refuses_what_does_not_fit_its_run(trained: Path, arguments: str, said: list[str]) -> None:
