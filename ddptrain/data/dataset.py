@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, NamedTuple, final
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
@@ -143,25 +141,21 @@ class DatasetData(Data):
 
     def prepare(self, world: World, seed: int) -> None:
         workers, parts = worker_count(self._workers, world), self._parts()
-        samples = self._samples(parts)
-        by_value = bool(workers) and any(list(map(_only_by_value, samples)))  # both are checked
         skipped: list[str] = []
         if self._on_error == "skip":
             (readable_train, broken), (readable_valid, broken_valid) = (
-                _readable(world, name, part, seed, workers, by_value)
+                _readable(world, name, part, seed, workers)
                 for name, part in zip(("training", "validation"), parts, strict=True)
             )
             parts, skipped = (readable_train, readable_valid), [*broken, *broken_valid]
             tell(skipped)
         identity = once_a_node(world, lambda: self._digest(*parts))
-        train, valid = self._samples(parts, seed, by_value)
+        train, valid = self._samples(parts, seed)
         self._prepared = _Prepared(Pipeline(train, valid, workers, world.device), skipped, identity)
 
-    def _samples(
-        self, parts: tuple[_Part, _Part], seed: int | None = None, by_value: bool = False
-    ) -> tuple[Samples, Samples]:
+    def _samples(self, parts: tuple[_Part, _Part], seed: int | None = None) -> tuple[Samples, Samples]:
         train, valid = (
-            Samples(part, collate=collate, seed=seed, by_value=by_value)
+            Samples(part, collate=collate, seed=seed)
             for part, collate in zip(parts, self._collates, strict=True)
         )
         return train, valid
@@ -237,11 +231,9 @@ class DatasetData(Data):
         )
 
 
-def _readable(
-    world: World, name: str, part: _Part, seed: int, workers: int, by_value: bool
-) -> tuple[_Part, Sequence[str]]:
+def _readable(world: World, name: str, part: _Part, seed: int, workers: int) -> tuple[_Part, Sequence[str]]:
     """The samples that can be read, and a line for each other one."""
-    ids, lines = readable(world, name, len(part), Samples(part, seed=seed, by_value=by_value).check, workers)
+    ids, lines = readable(world, name, len(part), Samples(part, seed=seed).check, workers)
     return part.only(ids.tolist()), lines
 
 
@@ -320,19 +312,3 @@ def _check_classes(dataset: MapStyle, valid: MapStyle | None, classes: list[str]
     trained = class_names(dataset, None, "data.dataset") or configured
     if own and trained:
         check_alike(trained, own, "data.valid", "data.dataset")
-
-
-def _only_by_value(part: Samples) -> bool:
-    """Whether loader processes can be given the dataset only together with the code of its classes, because a
-    script or a notebook defines them. Raises UserError where they can't be given it at all."""
-    try:
-        return b"__main__" in bytes(ForkingPickler.dumps(part))
-    except Exception:  # whatever the dataset's own __reduce__ or a C type raises
-        try:
-            cloudpickle.dumps(part.__reduce__()[1])
-        except Exception as error:
-            raise UserError(
-                f"data.dataset: can't be sent to loader processes ({error}). Leave open files and"
-                " locks out of it, or set data.workers=0."
-            ) from error
-    return True

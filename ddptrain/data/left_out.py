@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -22,6 +21,7 @@ from torch.utils.data import Dataset
 from ddptrain.api.world import World
 from ddptrain.data.images.source import ArraySplit, ImageSet, ImageSource, Split
 from ddptrain.data.pictures import Box
+from ddptrain.data.pipeline import Samples
 from ddptrain.data.workers import read_by_workers
 from ddptrain.distributed.comm import from_all_ranks, on_all_ranks
 from ddptrain.errors import UserError
@@ -106,15 +106,13 @@ def opened_set(source: ImageSource, root: Path, on_error: OnError, world: World,
     opened = on_all_ranks(world, lambda: source.open(root))  # a node may have a bad copy
     if on_error == "stop":
         return opened
-    if workers:
-        check_sendable(opened.train, opened.valid)
     parts: list[Split] = []
     lines: list[str] = []
     for name, split in (("training", opened.train), ("validation", opened.valid)):
         if isinstance(split, ArraySplit):  # was read already
             parts.append(split)
             continue
-        ids, wrong = readable(world, name, len(split), split.__getitem__, workers)
+        ids, wrong = readable(world, name, len(split), Samples(split).check, workers)
         parts.append(KeptSplit(split, ids) if wrong else split)
         lines += wrong
     tell(lines)
@@ -128,20 +126,6 @@ def opened_set(source: ImageSource, root: Path, on_error: OnError, world: World,
             " files, or take it out of the set."
         )
     return replace(opened, train=train, valid=valid, skipped=lines)
-
-
-def check_sendable(*parts: Split) -> None:
-    """Raise UserError where loader processes can't be given one of these."""
-    for part in parts:
-        if isinstance(part, ArraySplit):  # tensors can be
-            continue
-        try:
-            ForkingPickler.dumps(part)
-        except Exception as error:  # whatever a dataset's own __reduce__ or a C type raises
-            raise UserError(
-                f"data.source: can't be sent to loader processes ({error}). Leave open files and locks out of"
-                " the dataset, or set data.workers=0."
-            ) from error
 
 
 def tell(lines: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from ddptrain.api.recipe import Batch, Loading
 from ddptrain.api.rng import derive_seed
 from ddptrain.api.sampler import Sampler
 from ddptrain.data.generators import restored, seed_all
+from ddptrain.data.sendable import only_by_value
 from ddptrain.data.stream.samples import StreamSamples, training_keys, valid_keys
 from ddptrain.data.workers import AS_IT_IS as AS_IT_IS
 from ddptrain.data.workers import KeptLoader, read_by, read_by_workers
@@ -55,8 +56,8 @@ class Samples(Dataset[Any]):
     samples; must not draw. seed: None where nothing is drawn: no generator is seeded, nor restored after the
     batch. stream: where the source is read from, if it is streamed.
 
-    All of them are sent to loader processes. by_value: with the code of what is not in a module (a notebook's
-    or a script's own classes, lambdas), and with a copy of their tensors, which are else shared.
+    All of them are sent to loader processes. Their tensors are shared, unless they can be sent
+    `only_by_value`.
     """
 
     def __init__(
@@ -66,18 +67,31 @@ class Samples(Dataset[Any]):
         collate: Callable[[list[Any]], Batch] = default_collate,
         seed: int | None = None,
         stream: StreamSamples | None = None,
-        by_value: bool = False,
     ) -> None:
         self.source = source
         self.stream = stream
         self._transform = transform
         self._collate = collate
         self._seed = seed
-        self._by_value = by_value
+        self._by_value: bool | None = None
+        """Whether it is sent as a copy. None until that is asked: to pickle a large set takes time."""
 
     def __reduce__(self) -> tuple[Callable[..., "Samples"], tuple[Any, ...]]:
-        arguments = self.source, self._transform, self._collate, self._seed, self.stream
-        return (_unpacked, (cloudpickle.dumps(arguments),)) if self._by_value else (Samples, arguments)
+        arguments = self._arguments
+        return (_unpacked, (cloudpickle.dumps(arguments),)) if self._sent_by_value() else (Samples, arguments)
+
+    @property
+    def _arguments(self) -> tuple[Any, ...]:
+        return self.source, self._transform, self._collate, self._seed, self.stream
+
+    def _sent_by_value(self) -> bool:
+        if self._by_value is None:
+            self._by_value = only_by_value(self._arguments)
+        return self._by_value
+
+    def check_sendable(self) -> None:
+        """Raises UserError where loader processes can't be given it."""
+        self._sent_by_value()
 
     def __len__(self) -> int:
         return len(self.source)
@@ -143,6 +157,9 @@ class Pipeline:
         self._batch_transform = batch_transform
         self.in_memory = in_memory
         self._valid_loader = KeptLoader(valid, workers, device)
+        if workers:
+            train.check_sendable()
+            valid.check_sendable()
 
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Batch]:
         """`Data.train_batches`."""

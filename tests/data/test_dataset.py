@@ -85,6 +85,17 @@ class Buggy(Noisy):
         raise ZeroDivisionError("by nought")
 
 
+class Preloaded(Noisy):
+    """Each sample is a tensor of its own: a process can't be sent so many file descriptors."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.pixels = [torch.full((1, 2, 2), float(i)) for i in range(size)]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.pixels[index], index % 3
+
+
 class Locked(Noisy):
     def __init__(self) -> None:
         super().__init__()
@@ -212,6 +223,17 @@ def test_attributes_of_these_names_may_be_anything(
     assert prepared(dataset).outputs == outputs
 
 
+@pytest.mark.parametrize("size", [100, 300, 3000])
+def test_workers_are_sent_any_number_of_tensors(size: int) -> None:
+    own = Preloaded(size)
+    sent, read_here = batches(prepared(own, workers=2)), batches(prepared(own))
+    assert all(
+        torch.equal(*pixels)
+        for pixels in zip(*([x for x, _ in part] for part in (sent, read_here)), strict=True)
+    )
+    assert any(pixels.is_shared() for pixels in own.pixels) == (size == 100)
+
+
 @pytest.mark.parametrize("draw", [lambda: torch.rand(()), lambda: random.random(), lambda: np.random.rand()])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_collate_that_draws_is_refused(draw: Callable[[], Any], workers: int) -> None:
@@ -245,7 +267,7 @@ def test_a_batch_may_be_any_mapping(tmp_path: Path) -> None:
         (lambda: DatasetData(Named(), classes=1), "data.classes=1: must be 2 or more."),
         (
             lambda: prepared(Locked(), workers=1),
-            "data.dataset: can't be sent to loader processes (cannot pickle",
+            "data.workers: the data can't be sent to loader processes (cannot pickle",
         ),
         (lambda: batches(prepared(Growing())), "data.dataset: its samples don't make a batch (stack expects"),
         (lambda: batches(prepared(Gone())), "data.dataset: sample 7 can't be read ([Errno 2] No such file"),

@@ -116,9 +116,9 @@ def test_one_that_processes_can_not_be_given_is_named(folder: Path) -> None:
     own = Pictures(folder, "Pillow")
     own.lock = threading.Lock()  # type: ignore[attr-defined]
     source = DatasetImages(own, size=24)
-    with pytest.raises(UserError, match=r"^data\.source: can't be sent to loader processes"):
+    with pytest.raises(UserError, match=r"^data\.workers: the data can't be sent to loader processes"):
         batches(source, folder, workers=1)
-    with pytest.raises(UserError, match=r"^data\.source: can't be sent to loader processes"):
+    with pytest.raises(UserError, match=r"^data\.workers: the data can't be sent to loader processes"):
         opened_set(source, folder, "skip", World(), 1)
     assert len(batches(source, folder)) == 5
 

@@ -19,7 +19,7 @@ from ddptrain.data.images.loaders import AugmentedBatch, Labelled, ResidentLoade
 from ddptrain.data.images.packed import PackedSplit
 from ddptrain.data.images.source import ImageSet, ImageSource, LabelledImage, Split
 from ddptrain.data.images.transforms import ImageTransform, MixTransform, Transforms
-from ddptrain.data.left_out import OnError, check_sendable, check_skip, in_words, opened_set
+from ddptrain.data.left_out import OnError, check_skip, in_words, opened_set
 from ddptrain.data.pictures import fitted
 from ddptrain.data.pipeline import Pipeline, Samples
 from ddptrain.data.stream.samples import StreamSamples
@@ -135,8 +135,6 @@ class ImageData(Data):
         if isinstance(augment, Augment) and self._is_resident(opened, augment, world):
             batches = ResidentLoader(train, valid, augment, normalise, fill, seed)
         else:
-            if workers:
-                check_sendable(train, valid)
             as_it_is = Samples(valid, stream=valid.stream)
             batches = Pipeline(samples, as_it_is, workers, world.device, self._on_device)
         identity = opened.identity or once_a_node(world, opened.digest)
