@@ -26,6 +26,8 @@ class World:
     """Somewhere in the job ranks share a GPU: NCCL refuses that, so all use gloo."""
     sharers: int = 1
     """Ranks on this rank's GPU."""
+    core_sharers: int | None = None
+    """Ranks of this node that may run on one of this rank's cores, with this one. None: all of them."""
 
     @property
     def is_first(self) -> bool:

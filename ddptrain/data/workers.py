@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.prefetch import on_device
-from ddptrain.distributed.cpu import cores, workers_of
+from ddptrain.distributed.cpu import cores_of_rank, workers_of
 from ddptrain.distributed.launcher.process import end_with_rank, start_forkserver
 from ddptrain.errors import UserError
 from ddptrain.text import counted
@@ -69,7 +69,7 @@ def read_by(workers: int) -> str:
 
 def spare_cores(world: World) -> int:
     """How many loader processes ``auto`` gives a rank."""
-    return workers_of(cores(), world.local_size, on_cpu=world.device.type == "cpu")
+    return workers_of(cores_of_rank(world), on_cpu=world.device.type == "cpu")
 
 
 def worker_count(workers: int | Literal["auto"], world: World) -> int:

@@ -1,6 +1,7 @@
 """Collectives. Each is a no-op in a world of one; each says so where it costs."""
 
 import datetime
+import json
 import logging
 import os
 import time
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddptrain.api.world import World
+from ddptrain.distributed.cpu import bound_to, with_shared_cores
 from ddptrain.distributed.device import name_of_gpu, with_shared_gpus
 from ddptrain.distributed.foreach import by_dtype, copy_all
 from ddptrain.errors import UserError
@@ -50,9 +52,10 @@ def open_group(world: World, even_single: bool = False) -> World:
     if world.size == 1 and not (even_single and dist.is_torchelastic_launched()):
         return world
     store = _store_of_this_attempt()
-    store.set(f"gpu-{world.rank}", name_of_gpu(world.device))
+    store.set(f"place-{world.rank}", json.dumps([name_of_gpu(world.device), bound_to()]))
     # no collective: which backend there can be follows from this
-    world = with_shared_gpus(world, _gpus_of_all(store, world))
+    gpus, bound = zip(*_places_of_all(store, world), strict=True)
+    world = with_shared_cores(with_shared_gpus(world, gpus), bound)
     backend = backend_for(world)
     dist.init_process_group(
         backend,
@@ -65,15 +68,16 @@ def open_group(world: World, even_single: bool = False) -> World:
     return world
 
 
-def _gpus_of_all(store: "Store", world: World) -> list[str]:
-    """By rank. Waits for all of them, and says for whom: a rank that is refused a device never comes."""
-    keys = [f"gpu-{rank}" for rank in range(world.size)]
+def _places_of_all(store: "Store", world: World) -> list[tuple[str, int]]:
+    """By rank, the GPU (`name_of_gpu`) and the cores (`bound_to`). Waits for all of them, and says for whom:
+    a rank that is refused a device never comes."""
+    keys = [f"place-{rank}" for rank in range(world.size)]
     until = time.monotonic() + START_TIMEOUT.total_seconds()
     said: list[int] = []
     while True:
         try:
             store.wait(keys, _SAY_WHO_IS_MISSING)
-            return [gpu.decode() for gpu in store.multi_get(keys)]
+            return [tuple(json.loads(place)) for place in store.multi_get(keys)]
         except dist.DistStoreError:
             if time.monotonic() > until:
                 raise

@@ -1,6 +1,8 @@
 """How many cores a job may use, and how many threads a rank computes with. Imports torch only to set them."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +16,35 @@ CORES = "DDPTRAIN_CORES"
 
 
 def cores() -> int:
-    """Cores this job may run on: those of its affinity, no more than its container's time is worth."""
+    """Cores this process may run on, if no other rank does."""
+    return _part(own_ranks=1, local_ranks=1)
+
+
+def cores_of_rank(world: "World") -> int:
+    """A rank's share of the cores that it may run on, at least 1. Its node's other ranks run on the same
+    ones, unless each is bound to some (``torchrun --numa-binding``, srun, taskset)."""
+    return _part(world.core_sharers or world.local_size, world.local_size)
+
+
+def _part(own_ranks: int, local_ranks: int) -> int:
+    """Of the cores of its affinity, which ``own_ranks`` share, no more than its part of what is for all of
+    the node's ranks: a sweep's cores for a job, or its container's time."""
     if CORES in os.environ:
-        return int(os.environ[CORES])
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, int(os.environ[CORES]) // local_ranks)
+    own = (bound_to().bit_count() or os.cpu_count() or 1) // own_ranks
     allowed = quota()
-    return own if allowed is None else max(1, min(own, int(allowed)))
+    return max(1, own if allowed is None else min(own, int(allowed) // local_ranks))
+
+
+def bound_to() -> int:
+    """The cores that this process may run on, a bit for each. 0 where the system does not say."""
+    return sum(1 << core for core in os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+
+
+def with_shared_cores(world: "World", bound: Sequence[int]) -> "World":
+    """The world, once it is known which cores each rank may run on (`bound_to`, by rank)."""
+    own = bound[world.rank]
+    return replace(world, core_sharers=sum(bool(own & bound[rank]) for rank in world.neighbours) or None)
 
 
 def share_cores(world: "World", strict: bool, workers: int = 0) -> None:
@@ -35,18 +60,17 @@ def share_cores(world: "World", strict: bool, workers: int = 0) -> None:
 
     chosen = os.environ.get("OMP_NUM_THREADS") or None  # empty is unset
     if chosen is None or (chosen == "1" and dist.is_torchelastic_launched()):
-        torch.set_num_threads(1 if strict else threads_of(cores(), world.local_size, workers))
+        torch.set_num_threads(1 if strict else threads_of(cores_of_rank(world), workers))
 
 
-def threads_of(cores: int, ranks: int, workers: int) -> int:
-    """The threads of each of a node's ranks: what its workers leave, but one."""
-    return max(1, (cores - ranks * workers) // ranks)
+def threads_of(share: int, workers: int) -> int:
+    """Of a rank with so many cores: what its workers leave, but one."""
+    return max(1, share - workers)
 
 
-def workers_of(cores: int, ranks: int, on_cpu: bool) -> int:
-    """Loader processes for each of a node's ranks: a core each, and one is left for the rank itself. Where
+def workers_of(share: int, on_cpu: bool) -> int:
+    """Loader processes of a rank with so many cores: one each, and one is left for the rank itself. Where
     that computes on cores, too, half of them, eight at most: it is slower than eight of them are."""
-    share = cores // ranks
     return max(0, min(8, share // 2) if on_cpu else share - 1)
 
 
@@ -57,7 +81,10 @@ def cores_in_words(world: "World", workers: int) -> str:
     used = counted(torch.get_num_threads(), "thread")
     used += f" and {counted(workers, 'worker')}" if workers else ""
     each = f"{world.local_size} ranks of {used}" if world.local_size > 1 else used
-    return f"{each}, on {counted(cores(), 'core')}"
+    if world.core_sharers in (None, world.local_size):
+        return f"{each}, on {counted(cores(), 'core')}"
+    others = f" that {world.core_sharers} ranks share" if world.core_sharers > 1 else ""
+    return f"{each}; rank {world.rank} is bound to {counted(cores(), 'core')}{others}"
 
 
 def quota(root: Path = Path("/")) -> float | None:

@@ -244,7 +244,7 @@ class Facts:
         if self.settings.workers is not None:
             return self.settings.workers
         cores = self.limits.cores if self.limits else 1
-        return workers_of(cores, self.ranks, on_cpu=self.settings.device == "cpu" or not self.gpu_count)
+        return workers_of(cores // self.ranks, on_cpu=self.settings.device == "cpu" or not self.gpu_count)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def cores(facts: Facts) -> Iterator[Finding]:
     set_by_torchrun = (
         omp == "1" and facts.settings.under_torchrun
     )  # torchrun sets it, and training goes by the cores
-    threads = threads_of(limits.cores, ranks, facts.workers)
+    threads = threads_of(limits.cores // ranks, facts.workers)
     if omp.isdigit() and not set_by_torchrun:
         threads = int(omp)
     need = ranks * max(threads, facts.workers + 1)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ddptrain.api.observer import RunInfo, Times
 from ddptrain.api.timing import PHASES, Timing
-from ddptrain.distributed.cpu import cores
+from ddptrain.distributed.cpu import cores_of_rank
 
 _THRESHOLDS = {
     "data": 0.15,
@@ -85,7 +85,7 @@ def _on_computing(run: RunInfo, timing: Timing, shares: dict[str, float], late: 
 
 
 def _on_data(run: RunInfo) -> str:
-    loading, share = run.loading, max(1, cores() // run.world.local_size)
+    loading, share = run.loading, cores_of_rank(run.world)
     if loading.reading is not None and loading.reading().network > loading.reading().decoding:
         return "the store is too slow, or too far: a larger data.source.cache_gb, or a copy nearby"
     if loading.workers is None:

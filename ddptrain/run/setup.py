@@ -65,12 +65,12 @@ def joined_world(config: Config, single: bool = False) -> Iterator[tuple[World, 
     world = world.on(device)
     open_log(None, world.is_first)
     strict = is_strict(config.strategy)
-    share_cores(world, strict=strict)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = not (config.deterministic or strict)
     repeat_bits(config.deterministic or strict)
     world = open_group(world, even_single=not single and is_ddp(config.strategy))
+    share_cores(world, strict=strict)
     if world.shares_device:
         reason = f"{reason}; RANKS SHARE A GPU, so their gradients go by way of the host, over gloo"
     watchdog = Watchdog(world, None if single else config.hang_timeout)

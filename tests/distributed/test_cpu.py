@@ -10,7 +10,13 @@ from torch import Tensor
 
 from ddptrain.api.world import World
 from ddptrain.distributed import cpu
-from ddptrain.distributed.cpu import share_cores, threads_of, workers_of
+from ddptrain.distributed.cpu import (
+    cores_of_rank,
+    share_cores,
+    threads_of,
+    with_shared_cores,
+    workers_of,
+)
 from ddptrain.testing import run_ranks
 
 
@@ -26,6 +32,36 @@ def test_no_more_than_the_container_has_time_for(
     assert cpu.cores() == 3
 
 
+def shares(
+    monkeypatch: pytest.MonkeyPatch, bound: list[set[int]], local_size: int, quota: float | None = None
+) -> list[int]:
+    """Of the ranks of a job in which the one with number i may run on the cores of ``bound[i]``."""
+    monkeypatch.setattr(cpu, "quota", lambda: quota)
+    masks = [sum(1 << core for core in cores) for cores in bound]
+    found = []
+    for rank, own in enumerate(bound):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, own=own: own)
+        world = World(rank, len(bound), rank % local_size, local_size)
+        found.append(cores_of_rank(with_shared_cores(world, masks)))
+    return found
+
+
+def test_ranks_share_the_cores_that_they_are_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cpu.CORES, raising=False)
+    first, second = set(range(8)), set(range(8, 16))
+    assert shares(monkeypatch, [first | second] * 4, 4) == [4] * 4
+    assert shares(monkeypatch, [first, first, second, second], 4) == [4] * 4  # a socket for two each
+    assert shares(monkeypatch, [{0, 1}, {2, 3}, {4, 5}, {6, 7, 8}], 4) == [2, 2, 2, 3]
+    assert shares(monkeypatch, [first, first, first, second], 4) == [2, 2, 2, 8]
+    assert shares(monkeypatch, [first, second] * 2, 2) == [8] * 4  # two nodes: the numbers are each one's own
+    assert shares(monkeypatch, [first, second], 2, quota=6.0) == [3, 3]  # a container's time is for all
+    assert (
+        shares(monkeypatch, [set(), set()], 2) == [max(1, (os.cpu_count() or 1) // 2)] * 2
+    )  # it is not told
+    monkeypatch.setenv(cpu.CORES, "6")
+    assert shares(monkeypatch, [first, second], 2) == [3, 3]
+
+
 @pytest.mark.parametrize(
     ("cores", "ranks", "workers", "threads"),
     [
@@ -36,7 +72,7 @@ def test_no_more_than_the_container_has_time_for(
 def test_a_rank_gets_the_threads_that_workers_leave(
     cores: int, ranks: int, workers: int, threads: int
 ) -> None:
-    assert threads_of(cores, ranks, workers) == threads
+    assert threads_of(cores // ranks, workers) == threads
 
 
 @pytest.mark.parametrize(
@@ -53,17 +89,17 @@ def test_a_rank_gets_the_threads_that_workers_leave(
     ],
 )
 def test_workers_take_cores_that_are_free(cores: int, ranks: int, on_gpu: int, on_cpu: int) -> None:
-    assert workers_of(cores, ranks, on_cpu=False) == on_gpu
-    assert workers_of(cores, ranks, on_cpu=True) == on_cpu
+    assert workers_of(cores // ranks, on_cpu=False) == on_gpu
+    assert workers_of(cores // ranks, on_cpu=True) == on_cpu
 
 
 @given(cores=st.integers(1, 512), ranks=st.integers(1, 128), workers=st.integers(0, 64), on_cpu=st.booleans())
 def test_no_combination_oversubscribes(cores: int, ranks: int, workers: int, on_cpu: bool) -> None:
     """Beyond what was asked for: a thread for each rank, and the workers."""
-    threads = threads_of(cores, ranks, workers)
+    threads = threads_of(cores // ranks, workers)
     assert ranks * (threads + workers) <= max(cores, ranks * (1 + workers))
-    chosen = workers_of(cores, ranks, on_cpu)
-    assert ranks * (threads_of(cores, ranks, chosen) + chosen) <= max(cores, ranks)
+    chosen = workers_of(cores // ranks, on_cpu)
+    assert ranks * (threads_of(cores // ranks, chosen) + chosen) <= max(cores, ranks)
 
 
 def test_forked_ranks_keep_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
