@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -151,6 +152,30 @@ def gloo_group(world: World) -> dist.ProcessGroup:
 def _destroy_group() -> None:
     _left.append(dist.group.WORLD)
     dist.destroy_process_group()
+    _await_gloo_threads()
+
+
+def _await_gloo_threads() -> None:
+    """Wait until they sleep, for five seconds at most. One that has done a collective lets go of its tensors,
+    and takes Python's lock for that. If the interpreter is ending by then, the process is aborted: a training
+    that has ended well counts as failed (pytorch#190489; torch 2.14, on a busy machine).
+
+    A thread that waits for the lock sleeps, too, but not while this one reads a file, which leaves it the
+    lock.
+    """
+    tasks, until = Path("/proc/self/task"), time.monotonic() + 5.0  # Linux has it
+    at_rest = 0
+    while at_rest < 3 and tasks.is_dir() and time.monotonic() < until:
+        time.sleep(0.001)
+        at_rest = 0 if any(map(_is_busy_gloo, tasks.iterdir())) else at_rest + 1
+
+
+def _is_busy_gloo(task: Path) -> bool:
+    try:
+        stat = (task / "stat").read_text()
+    except OSError:  # it has ended
+        return False
+    return "(pt_gloo_runloop)" in stat and "(pt_gloo_runloop) S" not in stat
 
 
 def add_up(world: World, tensor: Tensor) -> Tensor:
