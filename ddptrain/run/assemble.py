@@ -7,7 +7,9 @@ from torch import nn
 from ddptrain.api.order import EpochOrder, Shuffled
 from ddptrain.api.recipe import Task
 from ddptrain.api.strategy import Strategy
+from ddptrain.api.world import World
 from ddptrain.config.schema import COMPILED, Config, Train
+from ddptrain.config.strategy import is_strict
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.check_model import check_model, check_sparse, own_memory, sparse_layers
 from ddptrain.engine.compiled import compile_model, leave_recurrent_layers_eager
@@ -24,6 +26,12 @@ from ddptrain.engine.stopwatch import Stopwatch
 from ddptrain.errors import UserError
 from ddptrain.run.optimizer import build_optimizer
 from ddptrain.run.schedule import build_schedule
+
+
+def samples_of_passes(config: Config, world: World) -> tuple[int, ...]:
+    """How many samples each pass of a step has on this rank."""
+    shards = config.strategy["shards"] if is_strict(config.strategy) else None
+    return plan_run(config, train_size=1, shards=shards).sampler(world).micro_sizes
 
 
 def plan_run(

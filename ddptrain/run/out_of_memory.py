@@ -4,11 +4,11 @@ import traceback
 
 from ddptrain.api.world import World
 from ddptrain.config.schema import Config
-from ddptrain.config.strategy import is_dp, is_fsdp, is_strict
+from ddptrain.config.strategy import is_dp, is_fsdp
 from ddptrain.engine.compiled import WITH_GRAPHS
 from ddptrain.engine.out_of_memory import in_one_line, is_lack_of_memory
 from ddptrain.errors import UserError
-from ddptrain.run.assemble import plan_run
+from ddptrain.run.assemble import samples_of_passes
 
 
 def lack_of_memory(error: BaseException, config: Config, world: World, place: str) -> UserError | None:
@@ -39,8 +39,7 @@ def _remedy(error: BaseException, config: Config, world: World, place: str) -> s
             fewer = f"train.eval_batch_size={train.eval_batch_size // 2} (now {train.eval_batch_size})"
             return f"Evaluate fewer samples at once: {fewer}."
     elif within("engine/loop") and not place.endswith("optimizer"):
-        shards = config.strategy["shards"] if is_strict(config.strategy) else None
-        most = max(plan_run(config, train_size=1, shards=shards).sampler(world).micro_sizes)
+        most = max(samples_of_passes(config, world))
         if most > 1:
             fewer = f"train.micro_batch={most // 2} (now {most})"
             if world.device.type == "cuda" and config.compile in WITH_GRAPHS:  # which take one pass a step

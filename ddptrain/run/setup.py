@@ -41,6 +41,7 @@ from ddptrain.observe.summary import Summary
 from ddptrain.run.agreement import check_metadata, check_same_data, of_same_kind
 from ddptrain.run.optimizer import arguments_of
 from ddptrain.run.out_of_memory import lack_of_memory
+from ddptrain.run.single_sample import of_a_single_sample
 
 log = logging.getLogger("ddptrain")
 Made = TypeVar("Made", Task, Data, Observer, Controller)
@@ -85,10 +86,11 @@ def joined_world(config: Config, single: bool = False) -> Iterator[tuple[World, 
                 abandon_group()
             raise
         except BaseException as error:
-            lack = lack_of_memory(error, config, world, watchdog.place)
-            _leave_after_error(lack or error, world, watchdog)
-            if lack is not None:
-                raise lack from None
+            known = lack_of_memory(error, config, world, watchdog.place)
+            known = known or of_a_single_sample(error, config, world)
+            _leave_after_error(known or error, world, watchdog)
+            if known is not None:
+                raise known from None
             raise
         close_group()
 

@@ -482,6 +482,22 @@ def test_evaluate_refuses_a_damaged_config(tmp_path: Path, text: str) -> None:
     assert "config.yaml" in message or "train.epocs" in message
 
 
+@pytest.mark.parametrize(
+    "words", ["train.batch_size=5 train.micro_batch=2", "strategy=strict train.batch_size=8"]
+)
+def test_a_single_value_for_batchnorm_is_no_traceback(tmp_path: Path, words: str) -> None:
+    """Maps of 8 pixels are of one cell at the end of a ResNet."""
+    model = "recipe=cnn_digits device=cpu model=torchvision model.name=resnet18"
+    message = refusal(tmp_path, f"{model} train.steps=1 run.dir=run {words}")
+    assert message.startswith(
+        "train.micro_batch: BatchNorm can't normalise a single value a channel (Expected"
+    )
+    size = "5" if "5" in words else "8"
+    assert (
+        f"a pass of rank 0 has 1 of the batch's {size} samples. Let each pass have 2 or more: by" in message
+    )
+
+
 def test_a_run_folder_that_can_not_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     message = refusal(tmp_path, f"{SMALL} run.dir=file/run")
