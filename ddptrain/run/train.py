@@ -163,7 +163,8 @@ def make_train_step(
     )  # fmt: skip
     if strategy.sharded:
         plan.check_equal_passes(world)
-    data.train_batches(plan.sampler(world), range(0))  # refuses a batch that it can't give
+    # refuses a batch that it can't give, and a file that it can't read
+    on_all_ranks(world, lambda: data.train_batches(plan.sampler(world), range(0)))
     log.info("data       %s", data.describe())
     workers = data.loading.workers or 0
     share_cores(world, is_strict(config.strategy), workers)

@@ -186,7 +186,10 @@ def test_a_large_set_becomes_resident_block_by_block() -> None:
     fill = torch.tensor([9], dtype=torch.uint8)
     augment = Augment(crop=1)
     resident = ResidentLoader(train, valid, augment, normalise, fill, seed=9)
-    assert (train.most, valid.most) == (64, 3)
+    assert len(list(resident.valid_batches([range(3)]))) == 1
+    assert (train.most, valid.most) == (0, 3)  # an evaluation reads no training picture
+    resident.train_batches(Sampler(70, 35, seed=9), range(0))
+    assert train.most == 64  # before the first batch is asked for
     samples = Samples(train, keyed, AugmentedBatch(augment, fill, 9))
     files = Pipeline(
         samples, Samples(valid), 0, fill.device, lambda batch: (normalise(batch.image), batch.label)

@@ -2,6 +2,7 @@
 resident set, with the same pixels."""
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import NamedTuple, final
 
@@ -73,15 +74,20 @@ class ResidentLoader:
         self._normalise = normalise
         self._fill = fill
         self._seed = seed
-        self._shape = train.shape
-        self._train = _padded(train, augment, fill)
+        self._split = train
         self._train_labels = train.labels.to(fill.device)
         self._valid = _padded(valid, Augment(), fill)
         self._valid_labels = valid.labels.to(fill.device)
 
+    @cached_property
+    def _train(self) -> Tensor:
+        """uint8 (n, H + 2 * crop, W + 2 * crop, C). Read when batches are first asked for: an evaluation asks
+        for none."""
+        return _padded(self._split, self._augment, self._fill)
+
     def train_batches(self, sampler: Sampler, steps: range) -> Iterator[Labelled]:
-        """The sampler's micro-batches, augmented."""
-        return on_device(self._augmented(sampler, steps), self._fill.device)
+        """The sampler's micro-batches, augmented. Raises UserError where a picture can't be read."""
+        return on_device(self._augmented(self._train, sampler, steps), self._fill.device)
 
     def valid_batches(self, chunks: Sequence[range]) -> Iterator[Labelled]:
         """Runs of consecutive validation samples, as they are."""
@@ -89,17 +95,17 @@ class ResidentLoader:
         batches = ((self._normalise(self._valid[place]), self._valid_labels[place]) for place in places)
         return on_device(batches, self._fill.device)
 
-    def _augmented(self, sampler: Sampler, steps: range) -> Iterator[Labelled]:
+    def _augmented(self, train: Tensor, sampler: Sampler, steps: range) -> Iterator[Labelled]:
         samples = sampler.samples(steps, self._fill.device)
         at_once = max(1, _DRAWN_AT_ONCE // max(sampler.micro_sizes))
         while batches := list(islice(samples, at_once)):
             for (ids, _), moves in zip(batches, self._moves(batches), strict=True):
-                images = self._augment.gather(self._train, ids, moves, self._fill)
+                images = self._augment.gather(train, ids, moves, self._fill)
                 yield self._normalise(images), self._train_labels[ids]
 
     def _moves(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Moves]:
         """For each of some batches of (ids, epochs)."""
-        height, width, _ = self._shape
+        height, width, _ = self._split.shape
         ids, epochs = (torch.cat(of) for of in zip(*batches, strict=True))
         moves = self._augment.moves(self._seed, epochs, ids, height, width)
         parts = (move.split([len(ids) for ids, _ in batches]) for move in moves)
@@ -111,7 +117,9 @@ class ResidentLoader:
 
     def describe(self) -> str:
         """How the data is loaded, in words."""
-        size = self._train.numel() + self._valid.numel()
+        height, width, channels = self._split.shape
+        padded = (height + 2 * self._augment.crop) * (width + 2 * self._augment.crop) * channels
+        size = len(self._split) * padded + self._valid.numel()
         return f"resident on {self._fill.device} ({size / 2**20:.0f} MiB)"
 
 
