@@ -29,6 +29,8 @@ def only_by_value(part: object) -> bool:
     pickler.dispatch_table = {**pickler.dispatch_table, torch.UntypedStorage: count}
     try:
         pickler.dump(part)
+    except UserError:  # a part of it has asked the same
+        raise
     except Exception:  # whatever a dataset's own __reduce__ or a C type raises
         try:
             cloudpickle.dumps(part)
@@ -38,4 +40,4 @@ def only_by_value(part: object) -> bool:
                 " locks out of the dataset, or set data.workers=0."
             ) from error
         return True
-    return len(shared) > _MOST_SHARED or b"__main__" in written.getbuffer().tobytes()
+    return len(shared) > _MOST_SHARED or b"__main__" in written.getvalue()

@@ -23,6 +23,7 @@ from ddptrain.config.instantiate import build, check_node, open_package
 from ddptrain.data.images.data import ImageData
 from ddptrain.data.images.dataset import DatasetImages
 from ddptrain.data.images.folder import ImageFolder
+from ddptrain.data.images.mixing import Mix
 from ddptrain.data.images.source import ImageSource
 from ddptrain.data.images.transforms import RandomResizedCrop, Transforms
 from ddptrain.data.left_out import opened_set
@@ -116,10 +117,14 @@ def test_one_that_processes_can_not_be_given_is_named(folder: Path) -> None:
     own = Pictures(folder, "Pillow")
     own.lock = threading.Lock()  # type: ignore[attr-defined]
     source = DatasetImages(own, size=24)
-    with pytest.raises(UserError, match=r"^data\.workers: the data can't be sent to loader processes"):
+    said = r"^data\.workers: the data can't be sent to loader processes \(cannot pickle"
+    with pytest.raises(UserError, match=said):
         batches(source, folder, workers=1)
-    with pytest.raises(UserError, match=r"^data\.workers: the data can't be sent to loader processes"):
+    with pytest.raises(UserError, match=said):
         opened_set(source, folder, "skip", World(), 1)
+    mixed = ImageData(source, Transforms(mix=Mix()), root=str(folder), workers=1, resident=False)
+    with pytest.raises(UserError, match=said):
+        mixed.prepare(World(), 7)
     assert len(batches(source, folder)) == 5
 
 
