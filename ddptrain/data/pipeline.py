@@ -74,24 +74,21 @@ class Samples(Dataset[Any]):
         self._collate = collate
         self._seed = seed
         self._by_value: bool | None = None
-        """Whether it is sent as a copy. None until that is asked: to pickle a large set takes time."""
+        """Whether it is sent as a copy. None until `check_sendable`: to pickle a large set takes time."""
 
     def __reduce__(self) -> tuple[Callable[..., "Samples"], tuple[Any, ...]]:
+        self.check_sendable()
         arguments = self._arguments
-        return (_unpacked, (cloudpickle.dumps(arguments),)) if self._sent_by_value() else (Samples, arguments)
+        return (_unpacked, (cloudpickle.dumps(arguments),)) if self._by_value else (Samples, arguments)
 
     @property
     def _arguments(self) -> tuple[Any, ...]:
         return self.source, self._transform, self._collate, self._seed, self.stream
 
-    def _sent_by_value(self) -> bool:
-        if self._by_value is None:
-            self._by_value = only_by_value(self._arguments)
-        return self._by_value
-
     def check_sendable(self) -> None:
         """Raises UserError where loader processes can't be given it."""
-        self._sent_by_value()
+        if self._by_value is None:
+            self._by_value = only_by_value(self._arguments)
 
     def __len__(self) -> int:
         return len(self.source)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddptrain.api.world import World
-from ddptrain.distributed.cpu import bound_to, with_shared_cores
+from ddptrain.distributed.cpu import bound_to, text_of, with_shared_cores
 from ddptrain.distributed.device import name_of_gpu, with_shared_gpus
 from ddptrain.distributed.foreach import by_dtype, copy_all
 from ddptrain.errors import UserError
@@ -171,10 +171,7 @@ def _await_gloo_threads() -> None:
 
 
 def _is_busy_gloo(task: Path) -> bool:
-    try:
-        stat = (task / "stat").read_text()
-    except OSError:  # it has ended
-        return False
+    stat = text_of(task / "stat")  # '' of one that has ended
     return "(pt_gloo_runloop)" in stat and "(pt_gloo_runloop) S" not in stat
 
 

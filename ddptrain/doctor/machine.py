@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddptrain.distributed.cpu import quota, text_of
+from ddptrain.distributed.cpu import bound_to, quota, text_of
 from ddptrain.doctor.facts import Port, ProcessLimits, System
 from ddptrain.version import __version__
 
@@ -77,7 +77,7 @@ def limits(root: Path = Path("/")) -> ProcessLimits:
     cores = os.cpu_count() or 1
     return ProcessLimits(
         machine_cores=cores,
-        affinity=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
+        affinity=bound_to().bit_count() or cores,
         quota=quota(root),
         shm_total=shm.f_frsize * shm.f_blocks if shm else None,
         shm_free=shm.f_frsize * shm.f_bavail if shm else None,

@@ -86,8 +86,8 @@ def joined_world(config: Config, single: bool = False) -> Iterator[tuple[World, 
                 abandon_group()
             raise
         except BaseException as error:
-            known = lack_of_memory(error, config, world, watchdog.place)
-            known = known or of_a_single_sample(error, config, world)
+            lack = lack_of_memory(error, config, world, watchdog.place)
+            known = lack or of_a_single_sample(error, config, world)
             _leave_after_error(known or error, world, watchdog)
             if known is not None:
                 raise known from None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from shell import ddptrain, early_refusal, refusal
+from shell import ddptrain, early_refusal, refusal, under_torchrun
 
 from ddptrain.engine.saved_checkpoint import FORMAT, sealed
 
@@ -252,13 +252,9 @@ def test_an_incomplete_rank_environment_is_refused_on_any_rank(tmp_path: Path, r
 
 
 def test_ranks_print_a_typo_once(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = subprocess.run(
-        [*torchrun, "-m", "ddptrain", *TYPED.split(), "train.epocs=2"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert ended.stderr.count("ddptrain: train.epocs: there is no such key.") == 1, ended.stderr
-    assert "exitcode  : 2" in ended.stderr
+    ended = under_torchrun(tmp_path, 2, f"-m ddptrain {TYPED} train.epocs=2")
+    assert ended.err.count("ddptrain: train.epocs: there is no such key.") == 1, ended.err
+    assert "exitcode  : 2" in ended.err
 
 
 # -- devices and strategies ------------------------------------------------------------------------
@@ -482,17 +478,14 @@ def test_evaluate_refuses_a_damaged_config(tmp_path: Path, text: str) -> None:
     assert "config.yaml" in message or "train.epocs" in message
 
 
-@pytest.mark.parametrize(
-    "words", ["train.batch_size=5 train.micro_batch=2", "strategy=strict train.batch_size=8"]
-)
-def test_a_single_value_for_batchnorm_is_no_traceback(tmp_path: Path, words: str) -> None:
+@pytest.mark.parametrize(("size", "words"), [(5, "train.micro_batch=2"), (8, "strategy=strict")])
+def test_a_single_value_for_batchnorm_is_no_traceback(tmp_path: Path, size: int, words: str) -> None:
     """Maps of 8 pixels are of one cell at the end of a ResNet."""
     model = "recipe=cnn_digits device=cpu model=torchvision model.name=resnet18"
-    message = refusal(tmp_path, f"{model} train.steps=1 run.dir=run {words}")
+    message = refusal(tmp_path, f"{model} train.steps=1 run.dir=run train.batch_size={size} {words}")
     assert message.startswith(
         "train.micro_batch: BatchNorm can't normalise a single value a channel (Expected"
     )
-    size = "5" if "5" in words else "8"
     assert (
         f"a pass of rank 0 has 1 of the batch's {size} samples. Let each pass have 2 or more: by" in message
     )

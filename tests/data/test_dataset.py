@@ -227,10 +227,7 @@ def test_attributes_of_these_names_may_be_anything(
 def test_workers_are_sent_any_number_of_tensors(size: int) -> None:
     own = Preloaded(size)
     sent, read_here = batches(prepared(own, workers=2)), batches(prepared(own))
-    assert all(
-        torch.equal(*pixels)
-        for pixels in zip(*([x for x, _ in part] for part in (sent, read_here)), strict=True)
-    )
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(sent, read_here, strict=True))
     assert any(pixels.is_shared() for pixels in own.pixels) == (size == 100)
 
 

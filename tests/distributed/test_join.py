@@ -1,12 +1,9 @@
 """What ranks tell each other when they start: that they are there, and where."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from shell import RANK_VARIABLES
+from shell import under_torchrun
 
 from ddptrain.distributed.cpu import bound_to
 
@@ -33,19 +30,9 @@ def started(folder: Path, script: str) -> str:
     """The log of three ranks that train by this script."""
     (folder / "script.py").write_text(script)
     words = "recipe=cnn_digits device=cpu model.width=4 train.steps=2 run.dir=run"
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"),
-            *("script.py", *words.split()),
-        ],
-        cwd=folder,
-        env={name: value for name, value in os.environ.items() if name not in RANK_VARIABLES},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stderr
+    ended = under_torchrun(folder, 3, f"script.py {words}")
+    assert ended.code == 0, ended.err
+    return ended.err
 
 
 def test_the_first_rank_says_for_whom_it_waits(tmp_path: Path) -> None:

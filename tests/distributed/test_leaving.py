@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from shell import RANK_VARIABLES
+from shell import under_torchrun
 
 SCRIPT = """
 import os
@@ -35,17 +35,8 @@ def test_a_late_thread_of_gloo_ends_no_rank(tmp_path: Path) -> None:
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
     try:
         for _ in range(8):
-            ended = subprocess.run(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-                    tmp_path / "script.py",
-                ],
-                env={name: value for name, value in os.environ.items() if name not in RANK_VARIABLES},
-                capture_output=True,
-                text=True,
-                timeout=120,
-            )
-            assert ended.returncode == 0, ended.stderr
+            ended = under_torchrun(tmp_path, 2, "script.py")
+            assert ended.code == 0, ended.err
     finally:
         for other in others:
             other.kill()

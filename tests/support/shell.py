@@ -44,6 +44,20 @@ def in_new_process(cwd: Path, arguments: str | Sequence[str], **variables: str) 
     return Ended(ended.returncode, ended.stdout, ended.stderr)
 
 
+def under_torchrun(cwd: Path, ranks: int, words: str) -> Ended:
+    """words: a script or a module (-m), and its arguments."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    ended = subprocess.run(
+        [sys.executable, *launcher, *words.split()],
+        cwd=cwd,
+        env=_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+
 def _words(arguments: str | Sequence[str]) -> list[str]:
     return arguments.split() if isinstance(arguments, str) else list(arguments)
 

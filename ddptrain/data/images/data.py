@@ -1,6 +1,7 @@
 """Labelled images for training, from any `ImageSource`, by either loading path."""
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,14 @@ from ddptrain.api.recipe import Data, Loading
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.images.augment import Augment, Normalise
-from ddptrain.data.images.loaders import AugmentedBatch, Labelled, ResidentLoader, in_memory, keyed
+from ddptrain.data.images.loaders import (
+    AugmentedBatch,
+    Labelled,
+    ResidentLoader,
+    in_memory,
+    keyed,
+    padded_shape,
+)
 from ddptrain.data.images.packed import PackedSplit
 from ddptrain.data.images.source import ImageSet, ImageSource, LabelledImage, Split
 from ddptrain.data.images.transforms import ImageTransform, MixTransform, Transforms
@@ -364,10 +372,8 @@ class ImageData(Data):
         augmentation there, or for the host."""
         if self._resident != "auto":
             return self._resident
-        height, width, channels = opened.train.shape
-        crop = on_device.crop if on_device is not None else 0
-        padded = len(opened.train) * (height + 2 * crop) * (width + 2 * crop) * channels
-        size = padded + len(opened.valid) * height * width * channels
+        parts = (opened.train, on_device or Augment()), (opened.valid, Augment())
+        size = sum(math.prod(padded_shape(part, augment)) for part, augment in parts)
         if world.device.type == "cuda" and on_device is not None:
             total = torch.cuda.get_device_properties(world.device).total_memory
             return size * world.sharers <= _RESIDENT_SHARE_OF_GPU * total

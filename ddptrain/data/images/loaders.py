@@ -1,6 +1,7 @@
 """Labelled images, cropped, flipped and lit a batch at a time: by loader processes, or on the device out of a
 resident set, with the same pixels."""
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import islice
@@ -117,9 +118,7 @@ class ResidentLoader:
 
     def describe(self) -> str:
         """How the data is loaded, in words."""
-        height, width, channels = self._split.shape
-        padded = (height + 2 * self._augment.crop) * (width + 2 * self._augment.crop) * channels
-        size = len(self._split) * padded + self._valid.numel()
+        size = math.prod(padded_shape(self._split, self._augment)) + self._valid.numel()
         return f"resident on {self._fill.device} ({size / 2**20:.0f} MiB)"
 
 
@@ -131,12 +130,16 @@ def in_memory(split: Split) -> ArraySplit:
     return ArraySplit(_padded(split, Augment(), fill), split.labels)
 
 
+def padded_shape(split: Split, augment: Augment) -> tuple[int, int, int, int]:
+    """Of a whole split as `Augment.padded` makes it."""
+    height, width, channels = split.shape
+    return len(split), height + 2 * augment.crop, width + 2 * augment.crop, channels
+
+
 def _padded(split: Split, augment: Augment, fill: Tensor) -> Tensor:
     """All of a split as `Augment.padded` makes it, on the fill's device."""
-    height, width, channels = split.shape
-    size = (len(split), height + 2 * augment.crop, width + 2 * augment.crop, channels)
-    whole = torch.empty(size, dtype=torch.uint8, device=fill.device)
-    block = max(1, _BLOCK // (height * width * channels))
+    whole = torch.empty(padded_shape(split, augment), dtype=torch.uint8, device=fill.device)
+    block = max(1, _BLOCK // math.prod(split.shape))
     for ids, place in zip(torch.arange(len(split)).split(block), whole.split(block), strict=True):
         place.copy_(augment.padded(split.images(ids).to(fill.device), fill))
     return whole
