@@ -11,8 +11,6 @@ import torch
 from browser import Browser, headless_chromium
 from debian import CannotRun
 
-torch.set_num_threads(1)
-
 GPU = [Path(__file__).parent / folder for folder in ("gpu", "fake_gpu")]
 
 PROMISES = [
@@ -63,6 +61,12 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = [(config.invocation_params.dir / word.partition("::")[0]).resolve() for word in config.args]
     if not all(any(path.is_relative_to(folder) for folder in GPU) for path in asked):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA reads it when it is first called
+
+
+def pytest_runtest_setup() -> None:
+    torch.set_num_threads(
+        1
+    )  # a run in this process leaves its own number; a fork would wait for such threads
 
 
 @pytest.fixture(scope="session")
