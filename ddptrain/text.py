@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import re
 import sys
 import unicodedata
@@ -103,6 +104,13 @@ def json_object(path: Path) -> dict[str, Any]:
         content = parse_json(path.read_text())
         return content if isinstance(content, dict) else {}
     return {}
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all: others may read it at any time. Raises OSError."""
+    aside = path.with_name(f".{path.name}.part")
+    aside.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)
+    os.replace(aside, path)
 
 
 def as_yaml(tree: Any) -> str:

@@ -1,7 +1,6 @@
 """Terminal output: a progress bar, or plain lines if there is no terminal."""
 
 import logging
-import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +14,7 @@ from ddptrain.observe.advice import advise
 from ddptrain.observe.clock import clock
 from ddptrain.observe.lock import was_taken
 from ddptrain.observe.monitor import in_short
+from ddptrain.text import replace_file
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -176,9 +176,7 @@ class _LogFile(logging.FileHandler):
 
 def _put_back(path: Path, taken: TextIO) -> None:
     taken.seek(0)
-    aside = path.with_suffix(".part")
-    aside.write_bytes(taken.buffer.read())
-    os.replace(aside, path)
+    replace_file(path, taken.buffer.read())
     taken.close()
 
 

@@ -9,7 +9,6 @@ the same bytes. Speed goes to TensorBoard and summary.json.
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import final
@@ -17,7 +16,7 @@ from typing import final
 from ddptrain.api.observer import End, Evaluated, Log, Observer, Start
 from ddptrain.observe.lock import was_taken
 from ddptrain.observe.metrics_file import read_lines
-from ddptrain.text import finite
+from ddptrain.text import finite, replace_file
 
 log = logging.getLogger("ddptrain")
 
@@ -66,7 +65,5 @@ class Jsonl(Observer):
 
     def _put(self, lines: bytes) -> None:
         """Make the file anew, of these lines; further ones are appended."""
-        aside = self._path.with_suffix(".part")
-        aside.write_bytes(lines)
-        os.replace(aside, self._path)
+        replace_file(self._path, lines)
         self._file = self._path.open("a+b", buffering=0)

@@ -10,6 +10,7 @@ from ddptrain.api.observer import End, Evaluated, Observer, Start
 from ddptrain.api.recipe import ConfusionMatrix, Curves, Picture, TextSample
 from ddptrain.observe.drawer import Drawer, shared_drawer
 from ddptrain.observe.lock import lost
+from ddptrain.text import replace_file
 
 
 @final
@@ -29,7 +30,7 @@ class Plots(Observer):
             if isinstance(figure, TextSample):
                 (self._folder / f"{name}.txt").write_text(figure.text, errors="replace")
             elif isinstance(figure, Picture):
-                _write(self._folder / f"{name}.png", _as_png(figure))
+                replace_file(self._folder / f"{name}.png", _as_png(figure))
             elif isinstance(figure, ConfusionMatrix | Curves):
                 self._drawer.draw(name, figure, self._writer(name))
         self._drawer.draw_curves(self._metrics, self._writer("curves"))
@@ -45,14 +46,7 @@ class Plots(Observer):
 
     def _write_png(self, path: Path, png: bytes) -> None:
         if lost(self._folder.parent) is None:  # while it was drawn
-            _write(path, png)
-
-
-def _write(path: Path, png: bytes) -> None:
-    """Write atomically: a viewer may read it at any time."""
-    aside = path.with_suffix(".tmp")
-    aside.write_bytes(png)
-    aside.replace(path)
+            replace_file(path, png)
 
 
 def _as_png(picture: Picture) -> bytes:

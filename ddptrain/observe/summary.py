@@ -1,7 +1,6 @@
 """summary.json: results, speed and resources."""
 
 import json
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, final
 from ddptrain.api.observer import End, Evaluated, Log, Observer, RunInfo, Saved, Start
 from ddptrain.api.timing import PHASES, Timing
 from ddptrain.observe.advice import advise
-from ddptrain.text import finite, json_object
+from ddptrain.text import finite, json_object, replace_file
 
 _PAUSE_S = 1.0
 """Between two notes of what has been spent: a killed process may lose as much, and what its steps have taken
@@ -91,6 +90,4 @@ class Summary(Observer):
 
 
 def _write(path: Path, facts: dict[str, Any]) -> None:
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(finite(facts), indent=2) + "\n")
-    os.replace(aside, path)
+    replace_file(path, json.dumps(finite(facts), indent=2) + "\n")

@@ -3,11 +3,11 @@
 What it shows may be a stranger's: `markup` escapes every text, and lets no script run but the page's own.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from ddptrain.text import replace_file
 from ddptrain.tools.report import comparison
 from ddptrain.tools.report.comparison import Metric, format_point
 from ddptrain.tools.report.curves import HEIGHT, WIDTH, as_data, panels
@@ -25,9 +25,7 @@ def write_page(
     runs: Sequence[RunFiles], title: str, notes: Sequence[str], path: Path, above: Sequence[Path] = ()
 ) -> None:
     """Whole or not at all: it may be looked at while it is written. Raises OSError."""
-    aside = path.with_name(f"{path.name}.part")
-    aside.write_text(page(runs, title, notes, above), errors="replace", encoding="utf-8")
-    os.replace(aside, path)
+    replace_file(path, page(runs, title, notes, above))
 
 
 def page(runs: Sequence[RunFiles], title: str, notes: Sequence[str], above: Sequence[Path] = ()) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddptrain.text import json_object
+from ddptrain.text import json_object, replace_file
 
 
 class AttemptFile:
@@ -41,21 +41,15 @@ class AttemptFile:
         return True
 
     def rewrite(self, facts: Mapping[str, Any]) -> None:
-        _replace(self._path, facts)
+        replace_file(self._path, json.dumps(facts))
 
     def read(self) -> dict[str, Any]:
         """Empty where it is not there yet."""
         return json_object(self._path)
 
     def ask_to_stop(self, why: str, grace: float) -> None:
-        _replace(self._path.with_suffix(".stop"), {"why": why, "grace": grace})
+        replace_file(self._path.with_suffix(".stop"), json.dumps({"why": why, "grace": grace}))
 
     def stop_request(self) -> dict[str, Any]:
         """Why, and its grace; empty where it is not asked to stop."""
         return json_object(self._path.with_suffix(".stop"))
-
-
-def _replace(path: Path, facts: Mapping[str, Any]) -> None:
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(json.dumps(facts))
-    os.replace(aside, path)

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 from ddptrain.keys import flat_values
 from ddptrain.observe.lock import lock_file
 from ddptrain.observe.summary_file import current_summary
-from ddptrain.text import parse_json, parse_yaml
+from ddptrain.text import parse_json, parse_yaml, replace_file
 
 _HOME = "trackers"
 _OF_A_SWEEP = "ledger.jsonl"
@@ -117,6 +116,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(values) + "\n")
-    os.replace(aside, path)
+    replace_file(path, json.dumps(values) + "\n")
