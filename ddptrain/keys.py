@@ -9,14 +9,19 @@ from typing import Any
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence that names the nearest match, or '' where nothing is near.
 
-    A name that is cut short is taken for the shortest that begins so. A dotted key is also compared by its
-    last part, so that ``lr`` finds ``optim.lr``.
+    A name that is cut short is taken for the shortest that begins so. Keys of one section are compared by
+    their last parts: the section that they share says nothing. So ``lr`` finds ``optim.lr``, too.
     """
     keys = sorted(set(known))
     near = sorted((key for key in keys if len(name) > 2 and key.startswith(name)), key=len)
-    near = near or difflib.get_close_matches(name, keys, n=1, cutoff=0.6)
-    if not near:
-        near = [key for key in keys if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    section, _, last = name.rpartition(".")
+    in_section = {
+        key.rpartition(".")[2]: key for key in keys if section and key.rpartition(".")[0] == section
+    }
+    near = near or [in_section[match] for match in difflib.get_close_matches(last, in_section, n=1)]
+    others = [key for key in keys if key not in in_section.values()]
+    near = near or difflib.get_close_matches(name, others, n=1)
+    near = near or [key for key in keys if key.rpartition(".")[2] == last]
     return f" Did you mean {near[0]}?" if near else ""
 
 

@@ -13,16 +13,18 @@ def place_augment(tree: Tree, words: Sequence[str]) -> Tree:
     """The tree with ``augment`` in the place of ``data.augment``, of which nothing is left: Hydra would merge
     a group in that place with what data and recipe say there. ``words``: of the command line.
 
-    Where the command line chooses other data than `ImageData` and no augment, that of the recipe is left out.
-    Raises UserError where the data are not `ImageData`, or a word sets what is replaced.
+    Where the command line chooses other data than `ImageData` and no augment, that of the recipe is left out,
+    and so is what it sets of ``data.augment`` for data without one. Raises UserError where the data are not
+    `ImageData`, or a word sets what is replaced.
     """
     node, data = tree.get("augment"), tree.get("data")
-    if not node:
-        return tree
     of_images = isinstance(data, dict) and data.get("_target_") == _IMAGES
     chosen = {word.lstrip("+").partition("=")[0] for word in words}
-    if not of_images and "data" in chosen and not any(word.startswith("augment") for word in chosen):
-        return {**tree, "augment": {}}
+    asked = any(word.startswith(("augment", "data.augment")) for word in chosen)
+    if isinstance(data, dict) and not of_images and "data" in chosen and not asked:
+        return {**tree, "augment": {}, "data": _without_settings(data)}
+    if not node:
+        return tree
     if not isinstance(data, dict) or not of_images:
         raise UserError(
             f"augment: is for image classification ({_IMAGES}), and this recipe's data is"
@@ -38,3 +40,10 @@ def place_augment(tree: Tree, words: Sequence[str]) -> Tree:
                 f"{word}: augment=... takes the place of data.augment; write {word.replace('data.', '', 1)}."
             )
     return {**tree, "augment": {}, "data": {**data, "augment": node}}
+
+
+def _without_settings(data: Tree) -> Tree:
+    """Without what is set of an augment that these data do not have."""
+    node = data.get("augment")
+    settings_alone = isinstance(node, dict) and "_target_" not in node
+    return {name: value for name, value in data.items() if name != "augment" or not settings_alone}

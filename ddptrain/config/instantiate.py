@@ -51,6 +51,7 @@ def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list
         elif name not in parameters and not open_ended:
             known = [f"{key}.{known}" for known in parameters if known not in (offered or ())]
             hint = did_you_mean(f"{key}.{name}", known)
+            hint = hint or f" '~{key}.{name}' takes it out, where a config sets it."
             problems.append(f"{key}.{name}: {node['_target_']} takes no such argument.{hint}")
         else:
             problems += _wrong_value(value, hints.get(name, Any), f"{key}.{name}")

@@ -22,14 +22,14 @@ def write(arguments: Arguments) -> int:
     settings, overrides = split_words(arguments.overrides, is_no_key)
     if arguments.sweeps:
         raise UserError("write: writes one set of data; leave --multirun out.")
-    if not settings.get("out"):
-        raise UserError("write: name a new folder: write recipe=<name> out=<folder>")
-    out = Path(settings.pop("out"))
     composed = tree_to_train(dataclasses.replace(arguments, overrides=tuple(overrides)))
     if composed is None:
         return ExitCode.DONE
     if composed[0].get("recipe") in (None, "???"):
         raise UserError("write: say whose data: write recipe=<name> out=<folder>")
+    if not settings.get("out"):
+        raise UserError("write: name a new folder: write recipe=<name> out=<folder>")
+    out = Path(settings.pop("out"))
     config = complete(composed[0], arguments)
     from ddptrain.run import write
 

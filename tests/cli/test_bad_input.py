@@ -126,7 +126,7 @@ def test_every_wrong_argument_of_every_node_is_named_in_one_message(tmp_path: Pa
         tmp_path,
         f"{TYPED} +optim.lrr=0.1 +data.augment.horizontal_flipp=true +task.label_smothing=0.1 +model.widht=3"
         " optim.weight_decay=nan data.augment.horizontal_flip=maybe data.workers=two model.hidden=1.5"
-        " +data.augment._partial_=true +optim._args_=[1]",
+        " +data.augment._partial_=true +optim._args_=[1] +optim.nesterov=true",
     )
     assert message.splitlines() == [
         "task.label_smothing: ddptrain.recipes.image.ImageClassification takes no such argument."
@@ -141,6 +141,8 @@ def test_every_wrong_argument_of_every_node_is_named_in_one_message(tmp_path: Pa
         "optim.weight_decay=nan: must be a finite number.",
         "optim.lrr: torch.optim.AdamW takes no such argument. Did you mean optim.lr?",
         "optim._args_: only _target_ has a meaning here; remove it.",
+        "optim.nesterov: torch.optim.AdamW takes no such argument. '~optim.nesterov' takes it out, where"
+        " a config sets it.",
     ]
     assert not (tmp_path / "runs").exists()
 

@@ -62,6 +62,15 @@ def test_a_presets_batches_train_a_model(preset: str, tmp_path: Path) -> None:
     assert all(torch.isfinite(weight.grad).all() for weight in model.parameters() if weight.grad is not None)
 
 
+def test_what_a_recipe_sets_of_it_is_left_out_for_data_without_one() -> None:
+    words = ("recipe=resnet18_cifar10", "data=dataset", "data.dataset._target_=torchvision.datasets.FakeData")
+    chosen = tree(*words)
+    assert "augment" not in chosen["data"]
+    checked(chosen)
+    asked = tree(*words, "+data.augment.crop=4")
+    assert asked["data"]["augment"]["crop"] == 4, "what was asked for is refused, not left out"
+
+
 def test_its_keys_are_those_of_augment() -> None:
     words = ("recipe=cnn_digits", "augment=strong", "augment.mix=null", "augment.resized_crop.scale=[0.5,1]")
     policy = "augment.transforms.policy"
