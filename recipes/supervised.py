@@ -81,21 +81,20 @@ class Supervised(Task):
         return model
 
     def loss(self, model: nn.Module, batch: Batch, progress: Progress) -> Loss:
-        size = _size(batch)
         if self._step is not None:
-            return _of_step(self._step(model, batch), size)
+            return _of_step(self._step(model, batch), _size(batch))
         assert self._loss is not None
         output, target = _output(model, batch)
-        return self._loss(output, target, size)
+        return self._loss(output, target, _size((target, batch)))  # inputs may have their time first
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
-        size = _size(batch)
         sums: dict[str, Tensor | Rows] = {}
         if self._step is not None:
-            loss = _of_step(self._step(model, batch), size)
+            loss = _of_step(self._step(model, batch), _size(batch))
         else:
             assert self._loss is not None
             output, target = _output(model, batch)
+            size = _size((target, batch))
             loss = self._loss(output, target, size)
             for metric in self._metrics:
                 sums |= metric.sums(output, target, size)

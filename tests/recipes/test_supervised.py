@@ -133,6 +133,37 @@ def test_the_gradient_is_that_of_the_plain_script(name: str, size: int, tmp_path
         assert loss == pytest.approx(value, rel=1e-5)
 
 
+@pytest.mark.parametrize("time", [3, 5, 40])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(ignore_index=-1), None])
+def test_samples_are_counted_by_their_targets(loss: nn.Module | None, time: int) -> None:
+    """Of inputs (time, samples, features), and of a target for each element of a sequence."""
+
+    class LastOfTime(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs[-1, :, :CLASSES]
+
+    class Flattened(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs[..., :CLASSES].flatten(0, 1)
+
+    def right(output: Tensor, target: Tensor) -> Tensor:
+        return (output.argmax(1) == target).float()
+
+    inputs = torch.randn(time, 5, FEATURES)
+    models: list[tuple[nn.Module, int]] = [(LastOfTime(), 5), (Flattened(), time * 5)]
+    for model, count in models:
+        target = torch.randint(CLASSES, (count,))
+        data = TensorData((X, LABELS), (X, LABELS))
+        task = Supervised(model, data, loss=loss or functional.cross_entropy, metrics={"right": right})
+        result = task.loss(model, (inputs, target), Progress(0, 0, 0.0))
+        expected = functional.cross_entropy(model(inputs), target)
+        assert int(result.count) == count
+        assert float(result.sum) / count == pytest.approx(float(expected), rel=1e-5)
+        means = task.report(dict(task.evaluate(model, (inputs, target)))).metrics  # type: ignore[arg-type]
+        assert means["loss"] == pytest.approx(float(expected), rel=1e-5)
+        assert means["right"] == pytest.approx(float(right(model(inputs), target).mean()))
+
+
 REFUSED: dict[str, tuple[Any, Tensor, str]] = {
     "a shape of its own": (lambda output, target: output.mean(0), LABELS, "shape (4,) for 9 samples"),
     "no tensor": (lambda output, target: 0.5, LABELS, "returned float"),
