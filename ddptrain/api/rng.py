@@ -70,3 +70,8 @@ def state_of_pythons() -> tuple[object, ...]:
     """Theirs, to be compared: whether something has drawn from them."""
     name, keys, *place = np.random.get_state()
     return random.getstate(), name, np.asarray(keys).tobytes(), *place
+
+
+def state_of_generators() -> tuple[object, ...]:
+    """The same of torch's (on the CPU), NumPy's and Python's."""
+    return torch.get_rng_state().numpy().tobytes(), *state_of_pythons()

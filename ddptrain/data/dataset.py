@@ -5,12 +5,11 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from ddptrain.api.recipe import Batch, Data, Loading
-from ddptrain.api.rng import state_of_pythons
+from ddptrain.api.rng import state_of_generators
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data import held_out
@@ -19,7 +18,6 @@ from ddptrain.data.identity import digest, of_samples
 from ddptrain.data.left_out import BROKEN, HINT, OnError, UnusableSample, in_words, readable, tell
 from ddptrain.data.pipeline import MapStyle, Pipeline, Samples
 from ddptrain.data.workers import check_workers, worker_count
-from ddptrain.distributed.comm import once_a_node
 from ddptrain.errors import UserError, reason
 from ddptrain.text import first_few
 
@@ -72,9 +70,9 @@ class _Collate:
     def __call__(self, samples: list[Any]) -> Batch:
         if self._is_checked:
             return self._called(samples)
-        before = torch.get_rng_state(), state_of_pythons()
+        before = state_of_generators()
         batch = self._called(samples)
-        if not torch.equal(torch.get_rng_state(), before[0]) or state_of_pythons() != before[1]:
+        if state_of_generators() != before:
             raise UserError(
                 f"{self._key} (of ddptrain.fit: a DataLoader's collate_fn): draws random numbers, which would"
                 " be others on another number of ranks. Draw in the dataset's __getitem__ (they follow from"
@@ -149,7 +147,7 @@ class DatasetData(Data):
             )
             parts, skipped = (readable_train, readable_valid), [*broken, *broken_valid]
             tell(skipped)
-        identity = once_a_node(world, lambda: self._digest(*parts))
+        identity = self._digest(*parts)  # of each rank's own objects: a random split may differ
         train, valid = self._samples(parts, seed)
         self._prepared = _Prepared(Pipeline(train, valid, workers, world.device), skipped, identity)
 
@@ -262,7 +260,8 @@ def _collates(
 def check_map_style(dataset: object, key: str) -> None:
     """Raises UserError where it is something else."""
     name = dataset.__name__ if isinstance(dataset, type) else type(dataset).__name__
-    if isinstance(dataset, type) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    is_none = isinstance(dataset, type | IterableDataset)  # torch's has a __getitem__, which raises
+    if is_none or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UserError(
             f"{key}: {name} is not map-style; it needs __len__ and __getitem__ (an IterableDataset can't be"
             " shuffled, nor continued exactly). Give an instance of a class that has both."

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,8 @@ def of_tensor(values: Tensor) -> bytes:
 
 def of_samples(dataset: Any, ids: Sequence[int]) -> Iterator[bytes]:
     """Of these samples of a map-style dataset, what it knows of each: all its attributes that have an entry
-    for each sample (labels, names of files, pixels). A sample itself is not read."""
+    for each sample (labels, names of files, pixels), or its number where there are none. A sample itself is
+    not read."""
     if isinstance(dataset, Subset):
         yield from of_samples(dataset.dataset, [int(dataset.indices[i]) for i in ids])
         return
@@ -61,9 +62,24 @@ def of_samples(dataset: Any, ids: Sequence[int]) -> Iterator[bytes]:
     lists = [
         value for value in map(_listed, {id(value): value for value in known}.values()) if value is not None
     ]
-    lists = [value for value in lists if len(value) == len(dataset)]
+    lists = [value for value in [*lists, *_of_rows(dataset)] if len(value) == len(dataset)]
     for i in ids:
-        yield b" ".join(_plain(value[i], len(ids)) for value in lists)
+        yield b" ".join(_plain(value[i], len(ids)) for value in lists) if lists else b"%d" % i
+
+
+def label_column(dataset: Any) -> Sequence[int] | None:
+    """The labels of a Hugging Face dataset, which decodes no picture for them; None of all else."""
+    features = getattr(dataset, "features", None)
+    if isinstance(features, Mapping) and "label" in features and hasattr(dataset, "with_format"):
+        return list(dataset.with_format(None)["label"])  # a transform may ask for the pictures
+    return None
+
+
+def _of_rows(dataset: Any) -> list[Sequence[Any]]:
+    """Of a Hugging Face dataset: its labels, and the rows that it has chosen (`select`, `shuffle`)."""
+    labels, rows = label_column(dataset), getattr(dataset, "_indices", None)
+    chosen = None if rows is None or not hasattr(rows, "column") else rows.column(0).to_pylist()
+    return [values for values in (labels, chosen) if values is not None]
 
 
 def _listed(value: Any) -> Sequence[Any] | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 copy_waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=1000)
 """Before and after each wait of the computing stream for a batch, in this process: for the split of a
@@ -38,6 +39,9 @@ def changed(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         copied = copy(batch)
         copied.update({name: changed(value, change) for name, value in batch.items()})
         return copied
+    if isinstance(batch, PackedSequence):  # its batch_sizes always lie on the CPU
+        order = [None if t is None else change(t) for t in (batch.sorted_indices, batch.unsorted_indices)]
+        return PackedSequence(change(batch.data), batch.batch_sizes, *order)
     if isinstance(batch, tuple | list):
         items = [changed(item, change) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
@@ -45,9 +49,11 @@ def changed(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """Every tensor in a batch."""
+    """Every tensor in a batch that is on its device."""
     if isinstance(batch, Tensor):
         yield batch
+    elif isinstance(batch, PackedSequence):
+        yield batch.data
     elif isinstance(batch, Mapping):
         for value in batch.values():
             yield from tensors_of(value)

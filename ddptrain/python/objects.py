@@ -40,7 +40,7 @@ def objects_of(
     collate = valid_collate = None
     if isinstance(train, DataLoader):
         _check_loader(train, "train")
-        settings = {"train.batch_size": train.batch_size or 1, "data.workers": train.num_workers}
+        settings = {"train.batch_size": _global_batch_size(train), "data.workers": train.num_workers}
         collate = None if train.collate_fn is default_collate else train.collate_fn
     if isinstance(valid, DataLoader):
         _check_loader(valid, "valid")
@@ -133,6 +133,12 @@ def _check_loader(loader: DataLoader[Any], key: str) -> None:
             " For rare classes weight the loss (CrossEntropyLoss(weight=...)), for a part of the samples give"
             " a Subset."
         )
+
+
+def _global_batch_size(loader: DataLoader[Any]) -> int:
+    """A loader with a DistributedSampler names a rank's part of it."""
+    ranks = loader.sampler.num_replicas if isinstance(loader.sampler, DistributedSampler) else 1
+    return (loader.batch_size or 1) * ranks
 
 
 def _samples(given: Any, key: str) -> Any:

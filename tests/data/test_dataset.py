@@ -107,6 +107,11 @@ class Stream(IterableDataset[Any]):
         return iter(())
 
 
+class Counted(Stream):
+    def __len__(self) -> int:
+        return 10
+
+
 SETS = """
 import torch
 class Halves:
@@ -261,6 +266,10 @@ def test_a_batch_may_be_any_mapping(tmp_path: Path) -> None:
     [
         (lambda: DatasetData(Stream()), "data.dataset: Stream is not map-style; it needs __len__"),  # type: ignore[arg-type]
         (lambda: DatasetData(Named(), valid=Stream()), "data.valid: Stream is not map-style"),  # type: ignore[arg-type]
+        (
+            lambda: DatasetData(Counted()),
+            "data.dataset: Counted is not map-style",
+        ),  # torch's has a __getitem__
         (lambda: DatasetData(Named(), classes=1), "data.classes=1: must be 2 or more."),
         (
             lambda: prepared(Locked(), workers=1),

@@ -211,6 +211,37 @@ class Files:
         raise AssertionError("is not read for it")
 
 
+class Bare:
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, i: int) -> Tensor:
+        raise AssertionError("is not read for it")
+
+
+class Columns:
+    """What of Hugging Face's datasets is asked: the table of the chosen rows."""
+
+    class Table:
+        def __init__(self, rows: list[int]) -> None:
+            self._rows = rows
+
+        def column(self, _: int) -> Any:
+            return self
+
+        def to_pylist(self) -> list[int]:
+            return self._rows
+
+    def __init__(self, rows: list[int]) -> None:
+        self._indices = self.Table(rows)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> Tensor:
+        raise AssertionError("is not read for it")
+
+
 def test_of_map_style_datasets_of_every_build(tmp_path: Path) -> None:
     base = _held(0, 1, 2, 3)
     same = [lambda: base, lambda: _held(0, 1, 2, 3)]
@@ -219,6 +250,10 @@ def test_of_map_style_datasets_of_every_build(tmp_path: Path) -> None:
         lambda: _held(0, 1, 2, 3, cover=1),
         lambda: Subset(_held(0, 1, 2, 3), [3, 2, 1, 0]),
         lambda: ConcatDataset([_held(0, 1), _held(3, 2, cover=1)]),
+        lambda: Subset(Bare(), [0, 1, 2, 3]),  # nothing tells its samples apart but their numbers
+        lambda: Subset(Bare(), [4, 5, 6, 7]),
+        lambda: Columns([0, 2, 4, 6]),
+        lambda: Columns([1, 3, 5, 7]),
         lambda: Files(tmp_path / "a"),
         lambda: Files(tmp_path / "b", changed=2),
     ]

@@ -55,6 +55,32 @@ class Pictures:
         return KINDS[self.make](Image.open(file), int(file.parent.name == "dog"))
 
 
+class Turned(Pictures):
+    """With a random transform of its own."""
+
+    def __getitem__(self, index: int) -> Any:
+        picture, label = super().__getitem__(index)
+        return picture.rotate(float(torch.rand(()))), label
+
+
+class Columns(Pictures):
+    """With columns, as Hugging Face's datasets have them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "dict", tells=False)
+        self.features = {"image": "picture", "label": "class"}
+        self.reads = 0
+
+    def with_format(self, format: None) -> "Columns":
+        return self
+
+    def __getitem__(self, index: int | str) -> Any:
+        if index == "label":
+            return [int(file.parent.name == "dog") for file in self.files]
+        self.reads += 1
+        return super().__getitem__(int(index))
+
+
 class Odd:
     """Samples of no use."""
 
@@ -103,6 +129,22 @@ def test_they_are_those_of_files(folder: Path, kind: str, resize: int | None, te
     for found in (batches(source, folder), batches(source, folder, workers=2)):
         for one, other in zip(wanted, found, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_random_transform_of_its_own_is_refused(folder: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"data\.source\.dataset: Turned draws random numbers .* data=dataset"
+    ):
+        DatasetImages(Turned(folder, "Pillow")).open(folder)
+
+
+def test_labels_of_a_column_are_had_without_decoding_the_pictures(folder: Path) -> None:
+    dataset = Columns(folder)
+    opened = DatasetImages(dataset, size=24).open(folder)
+    assert dataset.reads <= 1, "the first, to see whether it draws"
+    told = DatasetImages(Pictures(folder, "Pillow"), size=24).open(folder)
+    assert torch.equal(opened.train.labels, told.train.labels)
+    assert torch.equal(opened.valid.images(torch.arange(2)), told.valid.images(torch.arange(2)))
 
 
 def test_blocks_hold_whole_pictures(folder: Path, tmp_path: Path) -> None:

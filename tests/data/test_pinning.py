@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from composed import made
+from torch.nn.utils.rnn import pack_sequence
 from torch.overrides import TorchFunctionMode
 
 from ddptrain.api.sampler import Sampler
@@ -83,3 +84,12 @@ def test_each_step_seeds_metals_generator(monkeypatch: pytest.MonkeyPatch) -> No
         seed(step, stream)
     assert seeds[0] == seeds[2]
     assert len(set(seeds)) == 3
+
+
+def test_sizes_of_a_packed_sequence_stay_on_the_cpu() -> None:
+    packed = pack_sequence([torch.zeros(2, 3), torch.zeros(4, 3)], enforce_sorted=False)
+    (moved, _) = prefetch.to_device((packed, torch.zeros(2)), torch.device("meta"))
+    assert type(moved) is type(packed)
+    assert moved.data.device == moved.sorted_indices.device == torch.device("meta")
+    assert torch.equal(moved.batch_sizes, packed.batch_sizes)
+    assert {tensor.device.type for tensor in prefetch.tensors_of(moved)} == {"meta"}

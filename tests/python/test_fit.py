@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     TensorDataset,
     WeightedRandomSampler,
@@ -25,6 +26,7 @@ from torchmetrics.classification import BinaryAccuracy, MulticlassF1Score
 
 import ddptrain
 from ddptrain.errors import UserError
+from ddptrain.python.objects import objects_of
 
 PROGRAM = """
 import os
@@ -175,17 +177,31 @@ for width in (1, 2):
     assert int(more) > int(steps)
 
 
-def test_ranks_that_make_other_tensors_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("""
+OTHER_SETS = {
+    "tensors": "x = torch.randn(40, 3, generator=draw)\ntrain = valid = x, x",
+    "a random split": """
+class Inputs:
+    def __len__(self):
+        return 80
+    def __getitem__(self, i):
+        return torch.full((3,), float(i)), torch.zeros(3)
+train, valid = torch.utils.data.random_split(Inputs(), [40, 40], generator=draw)""",
+}
+
+
+@pytest.mark.parametrize("given", OTHER_SETS)
+def test_ranks_that_make_other_sets_are_refused(given: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(f"""
 import ddptrain, os, torch
-x = torch.randn(40, 3, generator=torch.Generator().manual_seed(int(os.environ["RANK"])))
+draw = torch.Generator().manual_seed(int(os.environ["RANK"]))
+{OTHER_SETS[given]}
 loss = torch.nn.MSELoss()
-ddptrain.fit(torch.nn.Linear(3, 3), (x, x), None, "device=cpu", loss=loss, batch_size=8, epochs=1)
+ddptrain.fit(torch.nn.Linear(3, 3), train, valid, "device=cpu", loss=loss, batch_size=8, epochs=1)
 """)
     ended = started(tmp_path / "mine.py", launcher=TORCHRUN)
     assert ended.returncode == 1
     assert ended.stderr.count("ddptrain: ") == 1
-    assert "data: rank 1 sees 36 + 4 samples and rank 0" in ended.stderr
+    assert "data: rank 1 sees 40 + 40 samples and rank 0" in ended.stderr
 
 
 @pytest.mark.long
@@ -422,3 +438,9 @@ def test_each_loaders_own_collate_and_a_folder_of_any_name(tmp_path: Path) -> No
     assert list(ddptrain.Run(folder).checkpoints) == ["step-2", "best"]
     shutil.rmtree(folder / "checkpoints/best")
     assert ddptrain.Run(folder).best == {}
+
+
+def test_a_loader_with_a_distributed_sampler_names_one_ranks_batch_size() -> None:
+    sampler = DistributedSampler(PAIRS, num_replicas=4, rank=1)
+    _, settings = objects_of(net(), DataLoader(PAIRS, batch_size=16, sampler=sampler), None, LOSS, None, None)
+    assert settings["train.batch_size"] == 64

@@ -145,7 +145,9 @@ class ImageData(Data):
         else:
             as_it_is = Samples(valid, stream=valid.stream)
             batches = Pipeline(samples, as_it_is, workers, world.device, self._on_device)
-        identity = opened.identity or once_a_node(world, opened.digest)
+        identity = opened.identity
+        if not identity:
+            identity = opened.digest() if self._source.each_rank else once_a_node(world, opened.digest)
         self._prepared = _Prepared(opened, samples, batches, identity)
 
     def _stored(self, opened: ImageSet, transforms: Transforms, world: World) -> tuple[Split, Split]:

@@ -2,16 +2,18 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
+from ddptrain.api.rng import state_of_generators
 from ddptrain.data.agreement import note_other_labels, places_among, relabelled
 from ddptrain.data.dataset import check_map_style, class_names
 from ddptrain.data.held_out import is_held_out
-from ddptrain.data.identity import of_samples
+from ddptrain.data.identity import label_column, of_samples
 from ddptrain.data.images.folder import IMAGENET_MEAN, IMAGENET_STD, check_sizes
 from ddptrain.data.images.source import ImageSet, ImageSource, Split
 from ddptrain.data.left_out import BROKEN, HINT, UnusableSample
@@ -92,6 +94,7 @@ class DatasetImages(ImageSource):
     """
 
     name = "dataset"
+    each_rank = True
 
     def __init__(
         self,
@@ -116,6 +119,7 @@ class DatasetImages(ImageSource):
 
     def open(self, root: Path) -> ImageSet:
         named = class_names(self._dataset, self._classes, "data.source.classes")
+        _check_draws_nothing(self._dataset)
         labels = _labels(self._dataset, "data.source.dataset")
         everything = torch.arange(len(labels))
         tenth = is_held_out(everything)
@@ -161,6 +165,20 @@ class DatasetImages(ImageSource):
         return relabelled(labels, places, len(trained), where)
 
 
+def _check_draws_nothing(dataset: MapStyle) -> None:
+    """Raises UserError where its first sample draws random numbers: pictures in memory would keep what was
+    drawn once."""
+    before = state_of_generators()
+    with suppress(Exception):  # whatever a dataset raises is said when the sample is needed
+        dataset[0]
+    if state_of_generators() != before:
+        raise UserError(
+            f"data.source.dataset: {type(dataset).__name__} draws random numbers for a picture. Leave its"
+            " random transforms out, and give them as data.augment or augment=<preset>; or take it as it is:"
+            " data=dataset."
+        )
+
+
 def _labels(dataset: MapStyle, key: str) -> Tensor:
     """int64 (n,), of all samples: as the dataset tells them, or by reading it once."""
     if not len(dataset):
@@ -173,6 +191,8 @@ def _labels(dataset: MapStyle, key: str) -> Tensor:
         if labels_given is not None and not callable(labels_given) and len(labels_given) == len(dataset):
             break
     else:
+        labels_given = None if changes else label_column(dataset)
+    if labels_given is None:
         why = "changes its labels (target_transform)" if changes else "does not tell its labels (targets)"
         log.info("data       %s %s; it is read once", type(dataset).__name__, why)
         labels_given = [_label(dataset, i, key) for i in range(len(dataset))]

@@ -145,6 +145,8 @@ class ImageSource(ABC):
     name: str
     size: int | None = None
     resize: int | None = None
+    each_rank: bool = False
+    """Whether the samples are objects that each rank makes for itself, so that they may differ."""
     no_skip: str = ""
     """Why ``on_error=skip`` can't be had, in words; empty where it can."""
 
