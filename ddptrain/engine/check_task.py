@@ -29,14 +29,16 @@ def check_loss(task: Task, loss: Any) -> None:
     if not total.requires_grad:
         raise UserError(
             f"{where}: sum has no graph, so nothing can be trained by it. Was it detached, made anew"
-            " (torch.tensor(...)), or computed under no_grad?"
+            " (torch.tensor(...)), or computed under no_grad?",
+            everywhere=False,  # other ranks' batches may show none of it, here and below
         )
     if isinstance(count, Tensor) and count.ndim == 0:
         pass
     elif isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise UserError(
             f"{where}: count is {count if isinstance(count, int) else _kind(count)}; it must be an int of at"
-            " least 1, or, where it may be 0, a 0-d tensor."
+            " least 1, or, where it may be 0, a 0-d tensor.",
+            everywhere=False,
         )
     for name, value in loss.logs.items():
         if not isinstance(value, Tensor) or value.ndim:
@@ -59,13 +61,15 @@ def check_sums(task: Task, sums: Any) -> None:
     """Raises UserError for results of a batch that can't be added up."""
     where = f"{type(task).__name__}.evaluate"
     if not isinstance(sums, Mapping):
-        raise UserError(f"{where}: returned {_kind(sums)}; it must return a dict of tensors and Rows.")
+        said = f"{where}: returned {_kind(sums)}; it must return a dict of tensors and Rows."
+        raise UserError(said, everywhere=False)
     for name, value in sums.items():
         if isinstance(value, Rows):
             if not isinstance(value.values, Tensor) or not value.values.ndim:
                 said = _kind(value.values)
                 raise UserError(
-                    f"{where}: {name!r}: Rows must hold a tensor of shape (k, ...), and hold {said}."
+                    f"{where}: {name!r}: Rows must hold a tensor of shape (k, ...), and hold {said}.",
+                    everywhere=False,
                 )
         elif (
             not isinstance(value, Tensor) or value.is_complex() or (value.ndim and value.is_floating_point())
@@ -73,7 +77,8 @@ def check_sums(task: Task, sums: Any) -> None:
             hint = " torch.tensor(...) makes a tensor of a number." if isinstance(value, Real) else ""
             raise UserError(
                 f"{where}: {name!r} must be a 0-d floating tensor (a sum), an integer tensor (counts) or"
-                f" Rows, and is {_kind(value)}.{hint}"
+                f" Rows, and is {_kind(value)}.{hint}",
+                everywhere=False,
             )
 
 

@@ -57,7 +57,8 @@ class LossScale:
     def _each(self, count: int, size: int) -> float:
         """What an int says of each sample."""
         if not count:
-            raise UserError("Task.loss: count is 0; where it may be 0, it must be a 0-d tensor, not an int.")
+            said = "Task.loss: count is 0; where it may be 0, it must be a 0-d tensor, not an int."
+            raise UserError(said, everywhere=False)
         self._first = first, samples = self._first or (count, size)
         if count * samples != first * size:
             raise UserError(

@@ -85,6 +85,8 @@ def write_parts(
 
     Raises UserError, on all ranks, where the disk refuses or is not the same for all.
     """
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)  # a new thread has GPU 0, whose stream torch's writer asks for
     try:
         return Shards(folder, _written(parts, folder, world, group))
     except UserError:

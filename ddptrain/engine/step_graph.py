@@ -195,6 +195,9 @@ class StepGraph:
         except (UserError, torch.OutOfMemoryError) as why:
             if not self._measured:
                 raise
+            if self._step.strategy.world.size > 1:  # DDP can't take back a pass that has begun
+                said = f"compile=auto: steps can't be captured: {_reason(why)}. Set compile=off."
+                raise UserError(said, everywhere=False) from why
             _note_eager(why)
             self._stays_eager = True
         if self._stays_eager:
@@ -286,8 +289,11 @@ class StepGraph:
 
 
 def _note_eager(why: UserError | torch.OutOfMemoryError) -> None:
-    said = str(why).removeprefix("compile=graph: ") if isinstance(why, UserError) else _no_room(why)
-    log.info("compile    auto: steps are not captured: %s", said)
+    log.info("compile    auto: steps are not captured: %s", _reason(why))
+
+
+def _reason(why: UserError | torch.OutOfMemoryError) -> str:
+    return str(why).removeprefix("compile=graph: ") if isinstance(why, UserError) else _no_room(why)
 
 
 def _no_room(error: torch.OutOfMemoryError) -> str:

@@ -5,12 +5,11 @@ import logging
 from pathlib import Path
 
 from ddptrain.config.schema import Config
-from ddptrain.distributed.comm import on_first_rank
 from ddptrain.engine.evaluate import OwnBatches, evaluate
 from ddptrain.engine.precision import choose_precision
 from ddptrain.run.agreement import note_other_samples
 from ddptrain.run.assemble import eval_batch_size
-from ddptrain.run.setup import joined_world, make_task, named_checkpoint, trained_model
+from ddptrain.run.setup import joined_world, loaded_by_first_rank, make_task, named_checkpoint, trained_model
 from ddptrain.text import finite
 
 log = logging.getLogger("ddptrain")
@@ -24,7 +23,8 @@ def run(config: Config, folder: Path, checkpoint: str) -> None:
     """
     task, data = make_task(config)
     with joined_world(config) as (world, reason, watchdog):
-        saved = on_first_rank(world, lambda: named_checkpoint(folder, checkpoint))
+        saved = loaded_by_first_rank(world, lambda: named_checkpoint(folder, checkpoint))
+        assert saved is not None
         precision = choose_precision(config.precision, world.device)
         model = trained_model(config, task, data, world, saved, needs_data=True)
         precision.check(model)

@@ -28,12 +28,15 @@ def _sizes_itself(config: Config, world: World) -> bool:
 
 
 def _remedy(error: BaseException, config: Config, world: World, place: str) -> str:
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    frames = traceback.extract_tb(error.__traceback__)
+    sharded = is_fsdp(config.strategy)
 
     def within(part: str) -> bool:
-        return any(f"ddptrain/{part}.py" in file for file in files)
+        return any(f"ddptrain/{part}.py" in frame.filename for frame in frames)
 
     train = config.train
+    if sharded and within("strategies/fsdp") and any(frame.name == "evaluating" for frame in frames):
+        return "An evaluation gathers all weights on each GPU: take a smaller model or larger GPUs."
     if within("engine/evaluate"):
         if train.eval_batch_size > 1:
             fewer = f"train.eval_batch_size={train.eval_batch_size // 2} (now {train.eval_batch_size})"
@@ -54,7 +57,6 @@ def _remedy(error: BaseException, config: Config, world: World, place: str) -> s
             return "What the forward pass keeps is about half as much with precision=bf16."
     elif within("data/images/loaders"):
         return "Leave the data in files, and have them read by workers: data.resident=false."
-    return (
-        "No batch size makes the model smaller: take a smaller one, a device with more memory, or several:"
-        " strategy=fsdp."
-    )
+    several = "more ranks" if sharded else "several: strategy=fsdp"
+    smaller = "No batch size makes the model smaller: take a smaller one"
+    return f"{smaller}, a device with more memory, or {several}."

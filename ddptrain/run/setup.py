@@ -3,8 +3,9 @@
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,15 @@ from ddptrain.api.world import World
 from ddptrain.config.instantiate import build, check_node
 from ddptrain.config.schema import CAPTURED, COMPILED, Config
 from ddptrain.config.strategy import is_ddp, is_fsdp, is_strict
-from ddptrain.distributed.comm import abandon_group, close_group, from_all_ranks, on_all_ranks, open_group
+from ddptrain.distributed.comm import (
+    abandon_group,
+    bytes_from_first_rank,
+    close_group,
+    from_all_ranks,
+    on_all_ranks,
+    on_first_rank,
+    open_group,
+)
 from ddptrain.distributed.cpu import share_cores
 from ddptrain.distributed.device import choose_device
 from ddptrain.distributed.watchdog.lost_peer import address_of_peer, from_a_lost_rank
@@ -255,6 +264,23 @@ def named_checkpoint(folder: Path, name: str) -> LoadedCheckpoint:
     if newest is None:
         raise UserError(f"run={folder}: holds no checkpoint yet.")
     return newest
+
+
+def loaded_by_first_rank(
+    world: World, load: Callable[[], LoadedCheckpoint | None]
+) -> LoadedCheckpoint | None:
+    """A checkpoint that rank 0 reads, on every rank; its payload goes there in pieces. Collectives."""
+    payload: bytes | bytearray = b""
+
+    def without_payload() -> LoadedCheckpoint | None:
+        nonlocal payload
+        saved = load()
+        if saved is not None:
+            payload, saved = saved.payload, replace(saved, payload=b"")
+        return saved
+
+    saved = on_first_rank(world, without_payload)
+    return saved and replace(saved, payload=bytes_from_first_rank(world, payload))
 
 
 def trained_model(

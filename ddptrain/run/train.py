@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
 from ddptrain.config.schema import CAPTURED, COMPILED, Config, Debug
 from ddptrain.config.strategy import is_dp, is_strict
-from ddptrain.distributed.comm import bytes_from_first_rank, on_all_ranks, on_first_rank
+from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.distributed.cpu import cores_in_words, share_cores
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.auto_batch import AutoBatch
@@ -300,21 +300,14 @@ def _is_summarised(folder: Path, steps: int) -> bool:
 def _saved(config: Config, checkpointer: Checkpointer, world: World) -> LoadedCheckpoint | None:
     """The checkpoint that the run's folder holds or run.resume names, as rank 0 has read and verified it."""
 
-    payload: bytes | bytearray = b""
-
     def load() -> LoadedCheckpoint | None:
-        nonlocal payload
         checkpointer.recover()
         saved = checkpointer.newest()
         if saved is None and config.run.resume not in ("auto", "never"):
             saved = read(Path(config.run.resume), "run.resume=")
-        if saved is None:
-            return None
-        payload = saved.payload
-        return replace(saved, payload=b"")
+        return saved
 
-    saved = on_first_rank(world, load)
-    return saved and replace(saved, payload=bytes_from_first_rank(world, payload))
+    return setup.loaded_by_first_rank(world, load)
 
 
 def _resume(saved: LoadedCheckpoint, step: TrainStep, data: Data, checkpointer: Checkpointer) -> None:

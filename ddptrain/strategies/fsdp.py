@@ -121,6 +121,10 @@ class Fsdp(Strategy):
             self._syncs = last
         return nullcontext()
 
+    def receive_flags(self, wrapped: nn.Module) -> Tensor | None:
+        self._buffers_are_due = True  # the step's passes are over
+        return super().receive_flags(wrapped)
+
     @property
     def averages_over(self) -> int:
         return self.world.size
@@ -230,10 +234,9 @@ class Fsdp(Strategy):
 
     def _same_buffers(self, model: nn.Module, _: Any) -> None:
         """As DDP does, before the first forward pass of a step. Collectives."""
-        if torch.is_grad_enabled():
-            if self._buffers_are_due:
-                broadcast(self.world, model.buffers())
-            self._buffers_are_due = self._syncs
+        if torch.is_grad_enabled() and self._buffers_are_due:
+            broadcast(self.world, model.buffers())
+            self._buffers_are_due = False  # a loss may call the model again, while autograd holds them
 
     def _on_first(self, value: Any) -> Any:
         """A DTensor complete on rank 0, on the CPU. A collective."""

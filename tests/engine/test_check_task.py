@@ -16,6 +16,7 @@ from toy import weights as weights_of
 from ddptrain.api.recipe import Loss, Progress, Report, Rows
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
+from ddptrain.engine.check_task import check_loss, check_sums
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.errors import UserError
@@ -71,6 +72,18 @@ def test_a_loss_that_can_not_be_used(kind: str, tmp_path: Path) -> None:
     message = refused(tmp_path, Wrong)
     assert message.startswith("Wrong.loss: ")
     assert said in message
+
+
+def test_what_one_ranks_batch_may_show_is_said_by_that_rank() -> None:
+    """As a message that is on all ranks it would be printed by the first alone, which does not have it."""
+    task, total = Classify(plain), torch.ones((), requires_grad=True)
+    for loss in (Loss(total.detach(), 4), Loss(total, 0)):
+        with pytest.raises(UserError) as raised:
+            check_loss(task, loss)
+        assert not raised.value.everywhere
+    with pytest.raises(UserError) as raised:
+        check_sums(task, {"loss": 0.5})
+    assert not raised.value.everywhere
 
 
 @pytest.mark.parametrize(

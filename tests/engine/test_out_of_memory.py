@@ -91,6 +91,11 @@ CUDA = World(1, 2, 1, 2, device=torch.device("cuda", 1))
     [
         ({"strategy": toy.strict(8)}, World(1, 2, 1, 2), "micro_batch=4 (now 8), or train.micro_batch=auto"),
         ({"strategy": FSDP}, World(1, 2, 1, 2), "train.micro_batch=16 (now 32); the global batch"),
+        (
+            {"strategy": FSDP, "precision": "bf16", "train": Train(batch_size=2, recompute=AGAIN)},
+            World(1, 2, 1, 2),
+            "or more ranks.",
+        ),
         ({"compile": "max-autotune"}, CUDA, "compile=default train.micro_batch=16 (now 32); the global"),
     ],
 )
@@ -99,6 +104,19 @@ def test_the_override_fits_strategy_and_compiler(changes: dict[str, Any], world:
     with pytest.raises(RuntimeError) as raised:
         raise_within(["engine/loop"], TORCHS)
     assert said in str(lack_of_memory(raised.value, config, world, "step 3, forward"))
+
+
+def test_weights_that_an_evaluation_gathers_under_fsdp() -> None:
+    def evaluating() -> None:
+        raise_within(["strategies/fsdp"], TORCHS)
+
+    with pytest.raises(RuntimeError) as raised:
+        evaluating()
+    config = Config(train=Train(batch_size=64), strategy=FSDP)
+    said = str(lack_of_memory(raised.value, config, CUDA, "step 0, trying an evaluation"))
+    assert said.endswith(
+        "An evaluation gathers all weights on each GPU: take a smaller model or larger GPUs."
+    )
 
 
 def test_files_that_decide_exist() -> None:

@@ -545,6 +545,34 @@ def test_what_is_a_block_changes_no_number(wrap: Sequence[str], reshard: bool, t
     assert distance(state_in(tmp_path / "own"), state_in(tmp_path / "default")) < 1e-6
 
 
+class Scaled(nn.Module):
+    """With a buffer that autograd holds from the forward to the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 32), nn.Linear(32, CLASSES)
+        self.register_buffer("scale", torch.linspace(0.5, 2.0, 32))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(features) * self.scale))
+
+
+class TwoPasses(Classify):
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
+        features, labels = batch
+        first, second = (
+            super(TwoPasses, self).loss(model, (x, labels), progress) for x in (features, -features)
+        )
+        return Loss(first.sum + 0.1 * second.sum, first.count)
+
+
+def test_a_loss_may_call_a_model_with_buffers_twice(tmp_path: Path) -> None:
+    fit = Fit(replace(PLAN, steps=3), Scaled, task=TwoPasses)
+    ran(fit, 1, tmp_path / "one")
+    ran(replace(fit, strategy=fsdp()), 2, tmp_path / "many")
+    assert distance(state_in(tmp_path / "many"), state_in(tmp_path / "one")) < 1e-5
+
+
 def test_layers_learn_at_their_rates(tmp_path: Path) -> None:
     """optim.layer_decay looks for repeated blocks, by their classes."""
     fit = Fit(replace(PLAN, steps=3), Transformer, optim=dict(SGD, layer_decay=0.5))

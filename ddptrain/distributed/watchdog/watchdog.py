@@ -219,10 +219,12 @@ class Watchdog:
             return
         # the main thread gets an error from its next gloo collective; one of NCCL's would wait for ever
         self._over.wait(_LAST_WORDS_S)
+        if self._writes:  # it may have begun meanwhile
+            return
         failure = self._heartbeat.failure
         if failure is not None and failure.rank != self._world.rank:
             self._exit(failure.code, failure.said, failure.shown)
-        if failure is None and not self._writes:  # it may have begun meanwhile
+        if failure is None:
             if self._world.size > self._world.local_size:  # ranks on this host notice it themselves
                 self._heartbeat.tell_failure(ExitCode.CRASH, gone, shown=True)
             self._exit(ExitCode.CRASH, gone)
