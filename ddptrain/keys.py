@@ -1,6 +1,7 @@
 """Keys: of overrides and of nested mappings, and the nearest known ones to a misspelt one."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ def did_you_mean_path(path: Path) -> str:
     """The same for a path of which there is none, among what lies in its folder."""
     others = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
     return did_you_mean(path.name, others)
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of a key or variable with this name is for nobody to see."""
+    return re.search(r"(KEY|TOKEN|PASSWORD|SECRET)S?$", name.upper()) is not None
 
 
 def key_of(word: str) -> str:

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from ddptrain.distributed.cpu import bound_to, quota, text_of
 from ddptrain.doctor.facts import Port, ProcessLimits, System
+from ddptrain.keys import is_secret
 from ddptrain.version import __version__
 
 _VARIABLES = re.compile(
     r"CUDA_.*|NVIDIA_.*|NCCL_.*|GLOO_.*|TORCH_.*|PYTORCH_.*|OMP_.*|MKL_NUM_THREADS|KMP_AFFINITY|LD_LIBRARY_PATH|ATEN_.*"
     r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|SLURM_GPUS.*|SLURM_JOB_GPUS"
 )
-"""Variables that concern training on GPUs; no other is reported, for it may be private."""
+"""Variables that concern training on GPUs; no other is reported, nor one that is named as a secret."""
 _OF_TRAINING = re.compile(r"/dev/nvidia(ctl|-uvm|\d+)")
 """Device nodes that training opens; one for profiling may be root's."""
 _DISPLAY = ("0x0300", "0x0302")  # PCI classes: a display and a 3D controller
@@ -26,7 +27,8 @@ _UNLIMITED = 2**60  # cgroup v1 and some kernels write no limit as a number beyo
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    return {name: value for name, value in sorted(variables.items()) if _VARIABLES.fullmatch(name)}
+    shown = (name for name in sorted(variables) if _VARIABLES.fullmatch(name) and not is_secret(name))
+    return {name: variables[name] for name in shown}
 
 
 def system(root: Path = Path("/")) -> System:

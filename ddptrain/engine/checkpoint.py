@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -333,6 +334,8 @@ def _replace(aside: Path, path: Path, kept: Path | None = None) -> None:
     old = kept or path.with_name(f".{path.name}.old")
     if replaces := path.exists():
         shutil.rmtree(old, ignore_errors=True)
+        if old.exists():  # over NFS, where another process still reads a file of it; `recover` deletes it
+            old.rename(old.with_name(f".{old.name}.{time.time_ns()}"))
         path.rename(old)
     try:
         aside.rename(path)

@@ -136,8 +136,11 @@ class _SlowObserver:
         self._observer = observer
         self._events: queue.SimpleQueue[Callable[[Observer], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=type(observer).__name__, daemon=True)
+        self._is_dropped = False
 
     def tell(self, what: Callable[[Observer], None]) -> None:
+        if self._is_dropped:  # its events would be kept, with their pictures
+            return
         if self._thread.ident is None:
             self._thread.start()
         self._events.put(what)
@@ -154,6 +157,7 @@ class _SlowObserver:
             try:
                 what(self._observer)
             except Exception as error:
+                self._is_dropped = True
                 _tell_of(self._observer, error)
                 break
 

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 _PATIENCE_S = 5.0
 """How long to try: rank 0 of a restarted job may still be ending."""
+_LEASE_S = 120.0
+"""The same, where the owner is on another host: a server of NFSv4 keeps a dead host's locks for 90 s."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
@@ -40,6 +42,8 @@ class _Held:
     """The open folder: as long as it is held, no other one has its number."""
     place: Path
     """The folder, absolute."""
+    owner: str
+    """What this process has written into the lock file; the host may get another name."""
     lost: Lost | None = None
 
 
@@ -53,11 +57,17 @@ def lock_folder(folder: Path, key: str = "run.dir", does: str = "is training") -
     key: the config key of the folder. does: what a process with this lock does.
     Raises UserError if another process holds it, or the folder can't be written.
     """
-    until = time.monotonic() + _PATIENCE_S
+    began, told = time.monotonic(), False
     try:
         while not _lock(folder):
-            if time.monotonic() > until:
+            host, _ = _owner(folder)
+            is_elsewhere = host not in ("", socket.gethostname())
+            waited = time.monotonic() - began
+            if waited > (_LEASE_S if is_elsewhere else _PATIENCE_S):
                 raise _in_use(folder, key, does)
+            if waited > _PATIENCE_S and not told:
+                log.warning("%s: locked by %s; if that host is gone, its lock ends soon", folder, host)
+                told = True
             time.sleep(0.1)
     except OSError as error:
         raise unwritable(folder, error, key) from error
@@ -145,11 +155,12 @@ def _lock(folder: Path) -> bool:
             )  # fmt: skip
         if os.path.samestat(os.fstat(file), path.stat()):  # else the previous owner has renamed its folder
             os.ftruncate(file, 0)
-            os.pwrite(file, _own_name().encode(), 0)
+            owner = f"{socket.gethostname()} {os.getpid()}"
+            os.pwrite(file, owner.encode(), 0)
             inside = os.open(folder, os.O_RDONLY)
             if folder in _held:  # renamed since: nothing is written there any more
                 _close(_held[folder])
-            _held[folder] = _Held(file, inside, folder.absolute())
+            _held[folder] = _Held(file, inside, folder.absolute(), owner)
             taken = True
     finally:
         if not taken:
@@ -164,7 +175,7 @@ def _become_of(folder: Path, held: _Held) -> Lost | None:
     try:
         if _is_at(folder / LOCK, held.file):
             writer = os.pread(held.file, 1000, 0).decode(errors="replace")
-            return None if writer == _own_name() else Lost(f"was taken by process {writer}", None, beside)
+            return None if writer == held.owner else Lost(f"was taken by process {writer}", None, beside)
     except OSError:
         return None  # the disk fails: the next write tells of it
     now = _place_of(held.inside)
@@ -199,16 +210,22 @@ def _close(held: _Held) -> None:
     os.close(held.inside)
 
 
-def _own_name() -> str:
-    return f"{socket.gethostname()} {os.getpid()}"
+def _owner(folder: Path) -> tuple[str, str]:
+    """The host and the process that hold the lock; empty where they are not known."""
+    try:
+        host, _, process = (folder / LOCK).read_text(errors="replace").partition(" ")
+    except OSError:  # it is gone with its owner
+        return "", ""
+    return host, process
 
 
 def _in_use(folder: Path, key: str, does: str) -> UserError:
-    host, _, process = (folder / LOCK).read_text(errors="replace").partition(" ")
+    host, process = _owner(folder)
     who = f"process {process} on {host}" if process else "another process"
+    gone = f" If {host} is gone, delete {folder / LOCK}." if host not in ("", socket.gethostname()) else ""
     return UserError(
         f"{key}={folder}: {who} {does} in it, and it has one writer. Stop that one or wait for its"
-        f" end, or name another folder: {key}=..."
+        f" end, or name another folder: {key}=...{gone}"
     )
 
 

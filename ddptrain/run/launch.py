@@ -2,6 +2,7 @@
 codes that a scheduler can read."""
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -23,6 +24,11 @@ from ddptrain.run.setup import make_task
 from ddptrain.text import counted
 from ddptrain.torch_private import spare_dynamo
 
+_SHUTDOWN, _SHUTDOWN_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30
+"""torchrun's variable for the seconds that ranks have to save when asked to stop, and its default."""
+_MARGIN_S = 5
+"""Beyond checkpoint.grace, after which a rank ends by itself."""
+
 
 def run(config: Config, options: Sequence[str], words: Sequence[str], prefork: Prefork | None) -> int:
     """Start the ranks of this node and wait for their end; returns the exit code.
@@ -36,6 +42,8 @@ def run(config: Config, options: Sequence[str], words: Sequence[str], prefork: P
     if "LOGLEVEL" not in os.environ:  # the ranks' own messages say it, and `say` says which rank it was
         logging.disable(logging.ERROR)
     args, why = _parsed(options, words, config.device)
+    if getattr(args, "shutdown_timeout", 0) is None and _SHUTDOWN not in os.environ:  # torch 2.11 has none
+        args.shutdown_timeout = max(_SHUTDOWN_S, math.ceil(config.checkpoint.grace) + _MARGIN_S)
     _meet(args)
     agent, command, rank_words = _launch_config(args)
     may_restart = agent.max_restarts or agent.min_nodes < agent.max_nodes
@@ -105,6 +113,11 @@ def _meet(args: Namespace) -> None:
         )
     if most > 1 and not static and args.rdzv_id == "none":
         raise UserError("--rdzv-id: give the job a name, the same on all nodes: --rdzv-id=$SLURM_JOB_ID")
+    named = "is_host" in args.rdzv_conf or "PET_NODE_RANK" not in os.environ
+    if most > 1 and args.rdzv_backend == "c10d" and not named:
+        # else torch asks for the endpoint's name once, and a cluster's DNS may not have it yet
+        is_host = f"is_host={str(args.node_rank == 0).lower()}"
+        args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, is_host)))
     if args.standalone or (most == 1 and static and not args.rdzv_endpoint):
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
         # the host's own name may be one that nobody resolves

@@ -19,7 +19,8 @@ can read. The options are torchrun's own (torchrun --help shows all); those that
 
   --nproc-per-node=<n>|gpu|cpu    ranks on this node; by default one for each GPU, or one where there is none
   --max-restarts=<n>              start the ranks again, from the newest checkpoint, after a crash (0)
-  --shutdown-timeout=<seconds>    how long ranks have to save when asked to stop, before they are killed (30)
+  --shutdown-timeout=<seconds>    how long ranks have to save when asked to stop, before they are killed
+                                  (30, or 5 more than checkpoint.grace)
   --nnodes=<n>|<min>:<max>        nodes (1). Several meet at an address, under a name for the job:
   --rdzv-backend=c10d --rdzv-endpoint=<host>:<port> --rdzv-id=<name>
   --rdzv-id=<name>                on one node too: started again under its name, a job finds its run folder

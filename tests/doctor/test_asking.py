@@ -305,7 +305,8 @@ def test_a_port_in_use_is_named_with_its_owner(taken: int) -> None:
 
 
 def test_only_variables_that_matter_are_reported() -> None:
-    given = {"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "", "AWS_SECRET": "x", "HOME": "/", "RANK": "0"}
+    secrets = {"AWS_SECRET": "x", "NVIDIA_API_KEY": "x", "TORCH_HUB_TOKEN": "x"}
+    given = {**secrets, "NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "", "HOME": "/", "RANK": "0"}
     assert set(machine.environment(given)) == {"NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "RANK"}
 
 

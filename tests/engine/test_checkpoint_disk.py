@@ -227,6 +227,26 @@ def test_what_can_not_be_renamed_leaves_the_best_before(steps: list[int], tmp_pa
     assert read(tmp_path / "best").manifest["step"] == 1
 
 
+def test_a_folder_that_a_file_server_keeps_is_no_hindrance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NFS a folder can't be deleted while another process reads a file of it: a mirror, for one."""
+    delete = shutil.rmtree
+
+    def kept(folder: Path, **options: Any) -> None:
+        if ".best.old" not in folder.name:
+            delete(folder, **options)
+
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", kept)
+        for step in range(1, 5):
+            checkpointer.save_best(state(step), {"step": step})
+    assert read(tmp_path / "best").manifest["step"] == 4
+    checkpointer.recover()
+    assert names(tmp_path) == ["best"]
+
+
 # -- in the background -----------------------------------------------------------------------------
 
 

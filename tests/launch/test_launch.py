@@ -9,12 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
+from composed import made
 from jobs import FAULTY, WITH_WORKERS, Start, launch, torchrun
 from running import stopped_steps
 from shell import ddptrain, refusal, without_torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig
 
-from ddptrain.distributed.launcher.agent import Cause, cause_of
+from ddptrain.distributed.launcher.agent import Cause, NodeResult, cause_of
+from ddptrain.distributed.launcher.process import AGENT
+from ddptrain.run import launch as run_launch
 
 TWO = ["--nproc-per-node=2"]
 TYPED = "recipe=cnn_cifar10 data=shapes device=cpu"
@@ -147,3 +151,24 @@ def test_a_signal_is_told_as_shells_count_it() -> None:
     assert Cause(1, -signal.SIGTERM).exit_code == 143
     assert Cause(1, 76).exit_code == 76
     assert "rank 1 on " in str(Cause(1, -signal.SIGKILL))
+
+
+@pytest.mark.parametrize(
+    ("options", "grace", "seconds"),
+    [([], "25", 30), ([], "5", 30), ([], "99.5", 105), (["--shutdown-timeout=7"], "25", 7)],
+)
+def test_ranks_are_killed_after_their_grace(
+    options: list[str], grace: str, seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = made("cnn_digits", tmp_path, "device=cpu", f"checkpoint.grace={grace}")[0]
+    seen: list[LaunchConfig] = []
+
+    def started(agent: LaunchConfig, *others: object) -> NodeResult:
+        seen.append(agent)
+        return NodeResult(0)
+
+    monkeypatch.setenv("LOGLEVEL", "ERROR")
+    monkeypatch.setenv(AGENT, "")
+    monkeypatch.setattr(run_launch, "run_ranks", started)
+    assert run_launch.run(config, options, [], None) == 0
+    assert seen[0].shutdown_timeout == seconds

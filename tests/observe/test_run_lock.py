@@ -19,7 +19,8 @@ import pytest
 from shell import ddptrain
 
 from ddptrain.errors import UserError
-from ddptrain.observe.lock import lock_folder
+from ddptrain.observe import lock
+from ddptrain.observe.lock import lock_folder, lost, unlock_folder
 from ddptrain.observe.rundir import discard_unused, open_run
 from ddptrain.tools.trackers.about import about
 from ddptrain.tools.trackers.send import locked
@@ -78,6 +79,40 @@ def test_a_second_writer_is_refused_and_told_of_the_first(tmp_path: Path, start:
     assert answer.recv() == ""
     assert time.monotonic() - began < 2, "the system lets go of a lock when its process ends"
     assert (tmp_path / ".lock").read_text() == f"{socket.gethostname()} {third}"
+
+
+def test_a_lock_of_another_host_is_waited_for_longer(tmp_path: Path, start: Start) -> None:
+    first, answer = start(tmp_path)
+    assert answer.recv() == ""
+    (tmp_path / ".lock").write_text("elsewhere 7")  # in place: the lock is on the file
+    _, answer = start(tmp_path)
+    assert not answer.poll(7), "a file server holds a dead host's lock for a while"
+    kill(first)
+    assert answer.recv() == ""
+
+
+def test_and_the_message_names_its_file(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, answer = start(tmp_path)
+    assert answer.recv() == ""
+    (tmp_path / ".lock").write_text("elsewhere 7")
+    monkeypatch.setattr(lock, "_LEASE_S", 0.5)
+    with pytest.raises(
+        UserError, match=r"process 7 on elsewhere .* If elsewhere is gone, delete .*/\.lock\.$"
+    ):
+        lock_folder(tmp_path)
+
+
+def test_a_host_may_get_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock_folder(tmp_path)
+    monkeypatch.setattr(socket, "gethostname", lambda: "renamed")
+    assert lost(tmp_path) is None
+    (tmp_path / ".lock").write_text("elsewhere 7")
+    taken = lost(tmp_path)
+    unlock_folder(tmp_path)
+    assert taken is not None
+    assert taken.why == "was taken by process elsewhere 7"
 
 
 def test_a_second_writer_waits_for_one_that_is_dying(tmp_path: Path, start: Start) -> None:

@@ -178,6 +178,8 @@ def test_a_pipe_or_a_link_is_not_followed(make_run: MakeRun, tmp_path: Path) -> 
     os.mkfifo(folder / "plots/pipe.txt")
     (folder / "command.txt").unlink()
     os.mkfifo(folder / "command.txt")
+    (folder / "config.yaml").unlink()
+    (folder / "config.yaml").symlink_to(secret)
     (folder / ".lock").unlink()
     os.mkfifo(folder / ".lock")
     assert "password" not in shown(folder)

@@ -173,7 +173,7 @@ def runs_below(folder: Path) -> Iterator[Path]:
 
 
 def _is_sweep(folder: Path) -> bool:
-    return (folder / LEDGER).is_file()
+    return (folder / LEDGER).is_file() and not (folder / LEDGER).is_symlink()
 
 
 def _runs_in(folder: Path) -> list[Path]:

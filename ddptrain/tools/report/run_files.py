@@ -156,10 +156,11 @@ def _text(run: RunFiles, name: str) -> str:
 
 
 def _content(run: RunFiles, name: str) -> bytes | None:
-    """None where there is no such file; b"" where it can't be read, with a note."""
+    """None where there is no such file, or a link, which may lead anywhere; b"" with a note where it can't be
+    read."""
     path = run.folder / name
     try:
-        return path.read_bytes() if path.is_file() else None
+        return path.read_bytes() if path.is_file() and not path.is_symlink() else None
     except OSError as error:
         run.notes.append(f"{name} can't be read ({error.strerror})")
         return b""

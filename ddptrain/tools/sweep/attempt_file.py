@@ -9,6 +9,7 @@ stop, and within how many seconds.
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ class AttemptFile:
     def read(self) -> dict[str, Any]:
         """Empty where it is not there yet."""
         return json_object(self._path)
+
+    def expect_request(self) -> None:
+        """Make an empty one, unless there is one: over NFS, a file that was missing is seen a minute late."""
+        with suppress(FileExistsError):
+            self._path.with_suffix(".stop").touch(exist_ok=False)
 
     def ask_to_stop(self, why: str, grace: float) -> None:
         replace_file(self._path.with_suffix(".stop"), json.dumps({"why": why, "grace": grace}))

@@ -24,6 +24,7 @@ def main(folder: Path, number: int, words: list[str]) -> int:
     sweep."""
     end_with_agent()  # where a process of Ray's has started this one
     file = AttemptFile(folder, number)
+    file.expect_request()
     with (folder / OUTPUT).open("ab") as output:
         facts = {"node": socket.gethostname(), "began": time.time(), "output_from": output.tell()}
         if not file.claim(facts):

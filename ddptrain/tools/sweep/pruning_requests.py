@@ -27,7 +27,8 @@ class PruningRequests:
         self._folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / ANSWERS).touch()  # opening a file that is known brings what is new, over NFS too
+            for name in (REQUESTS, ANSWERS):  # opening a file that is known brings what is new, over NFS too
+                (folder / name).touch()
         except OSError as error:
             raise unwritable(folder, error, "sweep.dir") from error
         self._answered = len(read_from(folder / ANSWERS, 0))

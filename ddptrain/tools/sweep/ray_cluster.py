@@ -3,7 +3,7 @@
 import os
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
@@ -29,11 +29,6 @@ class RayCluster(Scheduler):
         import ray
 
         sweep = config.sweep
-        ranks = int(sweep.gpus_per_job)
-        self._needs = {
-            "num_gpus": 0 if config.device == "cpu" else ranks / sweep.jobs_per_gpu,
-            "num_cpus": sweep.cores_per_job or ranks,
-        }
         try:
             ray.init(
                 address=sweep.address or "auto",
@@ -48,6 +43,10 @@ class RayCluster(Scheduler):
                 f"sweep.on=ray: no cluster answers ({reason}). Start one (ray start --head), or name its"
                 " address: sweep.address=ray://host:10001"
             ) from error
+        ranks = int(sweep.gpus_per_job)
+        gpus = 0 if config.device == "cpu" else ranks / sweep.jobs_per_gpu
+        self.cores: int = sweep.cores_per_job or _cores_beside(gpus, ray.nodes()) or ranks
+        self._needs = {"num_gpus": gpus, "num_cpus": self.cores}
         self._ray: Any = ray
         self._actor = ray.remote(_Runner)
 
@@ -66,6 +65,13 @@ class RayCluster(Scheduler):
             self._ray.kill(self._ray.get_actor(name))
         except ValueError:  # it has ended
             return
+
+
+def _cores_beside(gpus: float, nodes: Sequence[Mapping[str, Any]]) -> int:
+    """Of a job that takes so many GPUs: the same part of a node's cores, of the node with the fewest for each
+    GPU. 0 where no node has GPUs."""
+    resources = [node["Resources"] for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
+    return min((int(each.get("CPU", 0) * gpus / each["GPU"]) for each in resources), default=0)
 
 
 class _Runner:

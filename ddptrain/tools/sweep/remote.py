@@ -41,6 +41,8 @@ class Scheduler(ABC):
 
     name: str
     """As ``sweep.on`` has it."""
+    cores: int | None
+    """Of a job, where the scheduler does not bind it to them; None where it does."""
 
     @abstractmethod
     def submit(self, name: str, words: Sequence[str], log: Path) -> None:
@@ -116,7 +118,10 @@ class RemoteAttempt(Attempt):
         self._gone_since = min(self._gone_since, time.monotonic())
         if time.monotonic() - self._gone_since < _LOST_AFTER_S:
             return
-        self._fate = self._scheduler.fate(self.name) or "lost"
+        fate = self._scheduler.fate(self.name)
+        if not fate:  # should it run unseen, two would write one run
+            self._scheduler.cancel(self.name)
+        self._fate = fate or "lost"
         code = _CODES.get(self._fate, int(ExitCode.CRASH))
         if self._facts or self._file.claim({"code": code}):  # else it begins just now
             self._facts = {"ended": time.time(), **self._facts, "code": code}
@@ -165,7 +170,7 @@ class RemoteMachines(Machines):
         self.on_cpu = config.device == "cpu"
         self.ranks = int(sweep.gpus_per_job)
         self.parallel = sweep.max_parallel or _MOST_AT_ONCE
-        self._cores = sweep.cores_per_job
+        self._cores = scheduler.cores
         self._variables = memory_share(sweep.jobs_per_gpu)
         if self._cores is not None:
             self._variables[CORES] = str(self._cores)

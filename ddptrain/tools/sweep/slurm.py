@@ -42,6 +42,7 @@ class Slurm(Scheduler):
             "--account": sweep.account,
             "--time": sweep.time,
         }
+        self.cores = sweep.cores_per_job
         self._options = [f"{name}={value}" for name, value in options.items() if value is not None]
         self._options += [
             "--nodes=1", "--ntasks=1", "--no-requeue", f"--signal=B:USR1@{_BEFORE_LIMIT_S}", *sweep.options
@@ -60,7 +61,7 @@ class Slurm(Scheduler):
         raise UserError(f"sweep.on=slurm: {said} (sbatch {shlex.join(self._options)}).")
 
     def names(self) -> set[str] | None:
-        ended = _call("squeue", "--noheader", "--format=%j", "--me")
+        ended = _call("squeue", "--noheader", "--all", "--format=%j", "--me")  # of hidden partitions, too
         return set(ended.stdout.split()) if ended.returncode == 0 else None
 
     def cancel(self, name: str) -> None:
@@ -70,7 +71,7 @@ class Slurm(Scheduler):
         until = time.monotonic() + _COMPLETES_S
         while True:
             states = _call(
-                "squeue", "--noheader", "--states=all", "--format=%T", f"--name={name}"
+                "squeue", "--noheader", "--all", "--states=all", "--format=%T", f"--name={name}"
             ).stdout.split()
             if not {"RUNNING", "COMPLETING"} & set(states) or time.monotonic() > until:
                 return next((state for state in states if state in _ENDED), "")

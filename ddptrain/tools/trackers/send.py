@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import IO
 
 from ddptrain.errors import UserError
-from ddptrain.keys import did_you_mean
+from ddptrain.keys import did_you_mean, is_secret
 from ddptrain.observe.lock import lock_file
 from ddptrain.observe.metrics_file import read_lines
 from ddptrain.tools.trackers.about import About, about, sent_so_far, write_sent
 from ddptrain.tools.trackers.service import Service, is_installed
 
 TRACKERS = {"mlflow": "ToMlflow", "wandb": "ToWandb", "trackio": "ToTrackio"}
-_SECRETS = re.compile(r"(KEY|TOKEN|PASSWORD|SECRET)$")
 _LOOKS_EVERY_S, _LONGEST_PAUSE_S = 2.0, 30.0
 _NICE = 10
 """The training comes first; with 19 this would not start on a machine whose cores are all busy."""
@@ -122,7 +121,7 @@ def in_words(error: BaseException) -> str:
     """An error in a line, without keys: neither those of the environment nor those within an address."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     for name, value in os.environ.items():
-        if _SECRETS.search(name) and value:
+        if is_secret(name) and value:
             text = text.replace(value, "***")
     text = re.sub(r"//\S*@", "//***@", text)
     return text if len(text) < 300 else f"{text[:100]} ... {text[-200:]}"  # the cause stands last
