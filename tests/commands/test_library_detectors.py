@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from queries import write_detector
@@ -55,15 +56,23 @@ def check_python_says_the_same(folder: Path, seen: dict[str, Any], score: float)
         said = detector.predict(file, score=score)
         assert len(said.boxes) == len(said.scores) == len(said.names) == len(written)
         names = {category["id"]: category["name"] for category in seen["categories"]}
-        assert list(said.names) == [names[entry["category_id"]] for entry in written]
-        # pixels are divided by 255 in another place, so the last digits differ
+        # pixels are divided by 255 in another place: the last digits differ, and so may the order of two
+        # objects with nearly equal scores
         assert said.scores.tolist() == pytest.approx([entry["score"] for entry in written], abs=1e-4)
         boxes = torch.tensor([entry["bbox"] for entry in written]).view(-1, 4)
-        torch.testing.assert_close(said.boxes[:, 2:] - said.boxes[:, :2], boxes[:, 2:], rtol=0, atol=0.05)
-        torch.testing.assert_close(said.boxes[:, :2], boxes[:, :2], rtol=0, atol=0.05)
+        found = torch.cat([said.boxes[:, :2], said.boxes[:, 2:] - said.boxes[:, :2]], dim=1)
+        scores = torch.tensor([entry["score"] for entry in written])
+        alike = (found[:, None] - boxes).abs().amax(2) < 0.05
+        alike &= (said.scores[:, None] - scores).abs() < 1e-4
+        own_names = np.array([names[entry["category_id"]] for entry in written])
+        alike &= torch.from_numpy(np.array(said.names)[:, None] == own_names)
+        # of nearly equal ones rounding may also decide which are the last of the most confident
+        for dim in (0, 1):
+            assert (~alike.any(dim)).sum() <= 0.1 * len(written)
         if said.masks is not None:
             masks = [entry["segmentation"]["counts"].encode() for entry in written]
-            assert (said.masks != decode_masks(masks, *said.masks.shape[1:])).float().mean() < 0.01
+            own = decode_masks(masks, *said.masks.shape[1:])[alike.int().argmax(1)]
+            assert (said.masks != own).float().mean() < 0.01
 
 
 @pytest.mark.long
