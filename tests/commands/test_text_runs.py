@@ -220,7 +220,7 @@ def test_what_predict_is_asked_is_checked(tmp_path: Path) -> None:
         ("top_k=0", "top_k=0: must be 1 or more"),
         ("top_k=2.5", "top_k=2.5: must be a whole number or null"),
         ("tokens=-1", "tokens=-1: must be 0 or more"),
-        ("checkpoint=nowhere", "nowhere: does not exist"),
+        ("checkpoint=nowhere", "checkpoint=nowhere: run has no such checkpoint"),
         ("devise=cpu", "devise: predict takes no such word"),
         ("model.widht=3", "model.widht: there is no such key. Did you mean model.width"),
     ):
