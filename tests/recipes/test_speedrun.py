@@ -329,15 +329,19 @@ def test_a_compiled_network_learns_in_bf16() -> None:
     """torch's compiled gradient of amax is no number there (pytorch#186799)."""
     torch.manual_seed(0)
     model = SpeedrunNet(10, 3, (32, 32), lambda count: torch.randn(count, 3, 32, 32), width=8)
-    images, labels = torch.randn(32, 3, 32, 32), torch.arange(32) % 10
+    compiled, labels = torch.compile(model), torch.arange(32) % 10
 
-    def gradient(forward: Callable[[Tensor], Tensor], precision: torch.dtype) -> Tensor:
+    def gradient(forward: Callable[[Tensor], Tensor], images: Tensor, precision: torch.dtype) -> Tensor:
         with torch.autocast("cpu", precision, enabled=precision != torch.float32):
             loss = functional.cross_entropy(forward(images), labels)
         parts = torch.autograd.grad(loss, [weight for weight in model.parameters() if weight.requires_grad])
         return torch.cat([part.flatten() for part in parts])
 
-    exact = gradient(model, torch.float32)
-    eager = (gradient(model, torch.bfloat16) - exact).norm()
-    compiled = (gradient(torch.compile(model), torch.bfloat16) - exact).norm()
-    assert float(compiled) < 1.5 * float(eager), "no further from float32 than eager bf16"
+    errors = torch.zeros(2)
+    for _ in range(8):  # of a single batch rounding alone may be twice as far
+        images = torch.randn(32, 3, 32, 32)
+        exact = gradient(model, images, torch.float32)
+        for i, forward in enumerate((model, compiled)):
+            errors[i] += (gradient(forward, images, torch.bfloat16) - exact).square().sum()
+    eager, own = errors.sqrt().tolist()
+    assert own < 1.5 * eager, "no further from float32 than eager bf16"
