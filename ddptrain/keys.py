@@ -19,7 +19,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     in_section = {
         key.rpartition(".")[2]: key for key in keys if section and key.rpartition(".")[0] == section
     }
-    near = near or [in_section[match] for match in difflib.get_close_matches(last, in_section, n=1)]
+    near = near or [in_section[match] for match in difflib.get_close_matches(last, in_section, 1, 0.5)]
     others = [key for key in keys if key not in in_section.values()]
     near = near or difflib.get_close_matches(name, others, n=1)
     near = near or [key for key in keys if key.rpartition(".")[2] == last]
