@@ -260,8 +260,8 @@ def _collates(
 def check_map_style(dataset: object, key: str) -> None:
     """Raises UserError where it is something else."""
     name = dataset.__name__ if isinstance(dataset, type) else type(dataset).__name__
-    is_none = isinstance(dataset, type | IterableDataset)  # torch's has a __getitem__, which raises
-    if is_none or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    is_other = isinstance(dataset, type | IterableDataset)  # torch's has a __getitem__, which raises
+    if is_other or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UserError(
             f"{key}: {name} is not map-style; it needs __len__ and __getitem__ (an IterableDataset can't be"
             " shuffled, nor continued exactly). Give an instance of a class that has both."

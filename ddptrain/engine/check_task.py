@@ -61,8 +61,9 @@ def check_sums(task: Task, sums: Any) -> None:
     """Raises UserError for results of a batch that can't be added up."""
     where = f"{type(task).__name__}.evaluate"
     if not isinstance(sums, Mapping):
-        said = f"{where}: returned {_kind(sums)}; it must return a dict of tensors and Rows."
-        raise UserError(said, everywhere=False)
+        raise UserError(
+            f"{where}: returned {_kind(sums)}; it must return a dict of tensors and Rows.", everywhere=False
+        )
     for name, value in sums.items():
         if isinstance(value, Rows):
             if not isinstance(value.values, Tensor) or not value.values.ndim:

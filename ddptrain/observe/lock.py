@@ -61,9 +61,8 @@ def lock_folder(folder: Path, key: str = "run.dir", does: str = "is training") -
     try:
         while not _lock(folder):
             host, _ = _owner(folder)
-            is_elsewhere = host not in ("", socket.gethostname())
             waited = time.monotonic() - began
-            if waited > (_LEASE_S if is_elsewhere else _PATIENCE_S):
+            if waited > (_LEASE_S if _is_another(host) else _PATIENCE_S):
                 raise _in_use(folder, key, does)
             if waited > _PATIENCE_S and not told:
                 log.warning("%s: locked by %s; if that host is gone, its lock ends soon", folder, host)
@@ -219,10 +218,14 @@ def _owner(folder: Path) -> tuple[str, str]:
     return host, process
 
 
+def _is_another(host: str) -> bool:
+    return host not in ("", socket.gethostname())
+
+
 def _in_use(folder: Path, key: str, does: str) -> UserError:
     host, process = _owner(folder)
     who = f"process {process} on {host}" if process else "another process"
-    gone = f" If {host} is gone, delete {folder / LOCK}." if host not in ("", socket.gethostname()) else ""
+    gone = f" If {host} is gone, delete {folder / LOCK}." if _is_another(host) else ""
     return UserError(
         f"{key}={folder}: {who} {does} in it, and it has one writer. Stop that one or wait for its"
         f" end, or name another folder: {key}=...{gone}"

@@ -113,8 +113,8 @@ def _meet(args: Namespace) -> None:
         )
     if most > 1 and not static and args.rdzv_id == "none":
         raise UserError("--rdzv-id: give the job a name, the same on all nodes: --rdzv-id=$SLURM_JOB_ID")
-    named = "is_host" in args.rdzv_conf or "PET_NODE_RANK" not in os.environ
-    if most > 1 and args.rdzv_backend == "c10d" and not named:
+    rank_tells_host = "PET_NODE_RANK" in os.environ and "is_host" not in args.rdzv_conf
+    if most > 1 and args.rdzv_backend == "c10d" and rank_tells_host:
         # else torch asks for the endpoint's name once, and a cluster's DNS may not have it yet
         is_host = f"is_host={str(args.node_rank == 0).lower()}"
         args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, is_host)))

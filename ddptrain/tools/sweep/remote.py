@@ -42,7 +42,7 @@ class Scheduler(ABC):
     name: str
     """As ``sweep.on`` has it."""
     cores: int | None
-    """Of a job, where the scheduler does not bind it to them; None where it does."""
+    """Of a job; None: those that the scheduler binds it to."""
 
     @abstractmethod
     def submit(self, name: str, words: Sequence[str], log: Path) -> None:
