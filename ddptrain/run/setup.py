@@ -225,12 +225,18 @@ def prepare(data: Data, world: World, seed: int) -> None:
     on_all_ranks(world, lambda: data.prepare(world, seed))
     on_all_ranks(world, lambda: check_metadata(data))
     seen = from_all_ranks(world, (data.identity, data.train_size, data.valid_size))
-    for rank, (_, train, valid) in enumerate(seen):
-        if seen[rank] != seen[0]:
+    for rank, own in enumerate(seen):
+        if own != seen[0]:
+            sizes, first = (
+                f"{train:,} training and {valid:,} validation samples" for _, train, valid in (own, seen[0])
+            )
+            differs = f"{sizes}, rank 0 {first}"
+            if sizes == first:
+                differs = "other samples than rank 0, or the same in another order"
             raise UserError(
-                f"data: rank {rank} sees {train:,} + {valid:,} samples and rank 0 {seen[0][1]:,} +"
-                f" {seen[0][2]:,}, or other ones, or in another order. Every node needs the same files (and"
-                " for the standard library the same Python)."
+                f"data: rank {rank} sees {differs}. Every rank needs the same: on each node the same"
+                " files (and for the standard library's text the same Python), and a fixed seed for what a"
+                " script draws."
             )
     for name, size in (("training", data.train_size), ("validation", data.valid_size)):
         if size < 1:
