@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence that names the nearest match, or '' where nothing is near.
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that was probably meant, or '' where none is near.
 
     A name that is cut short is taken for the shortest that begins so. Keys of one section are compared by
     their last parts: the section that they share says nothing. So ``lr`` finds ``optim.lr``, too.
@@ -23,13 +23,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     others = [key for key in keys if key not in in_section.values()]
     near = near or difflib.get_close_matches(name, others, n=1)
     near = near or [key for key in keys if key.rpartition(".")[2] == last]
-    return f" Did you mean {near[0]}?" if near else ""
+    return near[0] if near else ""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence that names the `nearest`, or ''."""
+    near = nearest(name, known)
+    return f" Did you mean {near}?" if near else ""
 
 
 def did_you_mean_path(path: Path) -> str:
     """The same for a path of which there is none, among what lies in its folder."""
     others = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    return did_you_mean(path.name, others)
+    near = nearest(path.name, others)
+    return f" Did you mean {path.parent / near}?" if near else ""
 
 
 def is_secret(name: str) -> bool:

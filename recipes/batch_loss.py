@@ -89,7 +89,7 @@ class BatchLoss:
             hint = " Give samples without a label another number: CrossEntropyLoss(ignore_index=-1)."
             raise UserError(
                 f"loss: {self._name} refuses the model's output {shapes_of(output)} and the target"
-                f" {shapes_of(target)}: {error}{hint * unlabelled}",
+                f" {shapes_of(target)}: {error}{_known_targets(error, output)}{hint * unlabelled}",
                 everywhere=False,
             ) from error
         except TypeError as error:
@@ -199,6 +199,14 @@ def shapes_of(values: Any) -> str:
     if isinstance(values, tuple | list):
         return "(" + ", ".join(map(shapes_of, values)) + ")"
     return type(values).__name__
+
+
+def _known_targets(error: Exception, output: Any) -> str:
+    """A sentence, where it is a target that is none of the classes of the output (n, classes, ...)."""
+    if "out of bounds" not in str(error) or not isinstance(output, Tensor) or output.ndim < 2:
+        return ""
+    classes = output.shape[1]
+    return f" The model's output has {classes} classes, so targets are from 0 to {classes - 1}."
 
 
 def _is_one_label(target: Tensor) -> bool:

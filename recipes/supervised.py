@@ -70,7 +70,7 @@ class Supervised(Task):
         if configured is None and better is None:
             raise UserError(
                 f"task.best_metric={self.best_metric}: whether higher is better isn't known of it; say"
-                " task.higher_is_better=true or false."
+                " task.higher_is_better=true or false (of ddptrain.fit: as a word, in quotes)."
             )
         return bool(better if configured is None else configured)
 

@@ -49,9 +49,11 @@ def check_node(node: Node, key: str, offered: Sequence[str] | None = ()) -> list
         elif name.startswith("_") and name not in parameters:
             problems.append(f"{key}.{name}: only _target_ has a meaning here; remove it.")
         elif name not in parameters and not open_ended:
-            known = [f"{key}.{known}" for known in parameters if known not in (offered or ())]
-            hint = did_you_mean(f"{key}.{name}", known)
-            hint = hint or f" '~{key}.{name}' takes it out, where a config sets it."
+            known = [known for known in parameters if known not in (offered or ())]
+            hint = did_you_mean(f"{key}.{name}", [f"{key}.{other}" for other in known])
+            if not hint:
+                takes = f" It takes {', '.join(known)}." if known else ""
+                hint = f"{takes} '~{key}.{name}' takes this one out, where a config sets it."
             problems.append(f"{key}.{name}: {node['_target_']} takes no such argument.{hint}")
         else:
             problems += _wrong_value(value, hints.get(name, Any), f"{key}.{name}")

@@ -108,7 +108,8 @@ class Plan:
             if saved.get(name) != own:
                 raise UserError(
                     f"{key}={own}: {where} was saved with {saved.get(name)}, so its place in the data"
-                    " or its best would be another one. Use the same, or start a new run."
+                    " or its best would be another one. Use the same, or start a new run: another run.dir,"
+                    " or run.resume=never."
                 )
 
     def epoch(self, steps_done: int) -> float:

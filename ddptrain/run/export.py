@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 import math
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -75,6 +76,9 @@ def run(config: Config, folder: Path, checkpoint: str, settings: Mapping[str, st
     chosen = _Settings(**typed_arguments(_Settings, own, "export"))
     target = _target(chosen, folder)
     needs_set = chosen.validate or chosen.precision != "fp32"
+    if chosen.out:
+        pictures = (_PICTURE,) if needs_set else ()
+        _check_absent(target, (*FORMATS[chosen.format].suffixes[1:], _METADATA, *pictures))
     with (
         _named_once_checked(target, (*FORMATS[chosen.format].suffixes[1:], _PICTURE)) as unchecked,
         joined_world(config, single=True) as (world, _, _),
@@ -108,6 +112,14 @@ def run(config: Config, folder: Path, checkpoint: str, settings: Mapping[str, st
     for name, value in zip(deployed.input_names, deployed.inputs, strict=True):
         sizes = ["any" if deployed.any_batch else str(len(value)), *map(str, value.shape[1:])]
         log.info("input      %s, float32 (%s)", name, ", ".join(sizes))
+
+
+def _check_absent(target: Path, beside: Sequence[str]) -> None:
+    """Raise UserError for a file that is there, or what would be written beside it, with these suffixes."""
+    for path in (target, *map(target.with_suffix, beside)):
+        if os.path.lexists(path):
+            which = "" if path == target else f"{path}, which is written beside it, "
+            raise UserError(f"out={target}: {which}exists already, and nothing is overwritten. Name another.")
 
 
 @contextmanager

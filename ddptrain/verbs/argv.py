@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ddptrain.config.arguments import CONFIG_DIR, ENV, EXPLAIN, GROUPS, OURS, TRUST, Arguments
-from ddptrain.config.choices import known_keys
+from ddptrain.config.choices import choices, known_keys, yaml_folders
 from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean
 from ddptrain.verbs.installed import verb_named, verb_names
@@ -43,6 +43,8 @@ def parse(words: Sequence[str]) -> Arguments:
         if verb in GROUPS:
             raise UserError(f"{verb}: overrides are written {verb}=<choice>, with no spaces.")
         if verb not in (names := verb_names()):
+            if verb in choices("recipe", yaml_folders([])):
+                raise UserError(f"{verb}: is a recipe, and no verb. Write recipe={verb}.")
             hint = did_you_mean(verb, names)
             raise UserError(f"{verb}: there is no such verb; there are {', '.join(names)}.{hint}")
     known = verb_named(verb)

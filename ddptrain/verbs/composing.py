@@ -61,6 +61,9 @@ def expect_a_recipe(arguments: Arguments) -> None:
         for key in (word.partition("=")[0] for word in arguments.overrides):
             if "." not in key and key not in GROUPS and (hint := did_you_mean(key, GROUPS)):
                 raise UserError(f"{key}: there is no such key.{hint}")
+        for word in arguments.overrides:
+            if word in choices("recipe", yaml_folders(arguments.config_dirs)):
+                raise UserError(f"{word}: overrides are written key=value. Write recipe={word}.")
         raise UserError(_welcome(arguments))
 
 
@@ -122,7 +125,8 @@ def _part(tree: Tree, arguments: Arguments) -> Any:
 
 def _welcome(arguments: Arguments) -> str:
     names = "\n".join(f"  {name}" for name in choices("recipe", yaml_folders(arguments.config_dirs)))
-    given = "" if arguments.sweeps else "".join(f" {word}" for word in arguments.overrides)
+    words = [word for word in arguments.overrides if "=" in word and not arguments.sweeps]
+    given = "".join(f" {word}" for word in words)
     return f"""\
 say what to train: recipe=<name>. There are:
 {names}

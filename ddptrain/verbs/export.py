@@ -12,6 +12,8 @@ HELP = f"""\
 python -m ddptrain export run=<folder> [checkpoint=<which>] format=onnx|openvino|pt2 [out=<file>] [own words]
 
 A file that runs without ddptrain, checked against the model on the same batch before it is called done.
+A JSON file beside it tells what goes in and comes out. By default both lie in the run's folder, as
+model.*, and replace those of the export before; what out= names must not be there yet.
 
 {CHECKPOINT_WORDS}
   precision=<which>     openvino: fp32 (by default), fp16, or int8, calibrated on 300 training samples

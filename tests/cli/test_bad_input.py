@@ -141,8 +141,9 @@ def test_every_wrong_argument_of_every_node_is_named_in_one_message(tmp_path: Pa
         "optim.weight_decay=nan: must be a finite number.",
         "optim.lrr: torch.optim.AdamW takes no such argument. Did you mean optim.lr?",
         "optim._args_: only _target_ has a meaning here; remove it.",
-        "optim.nesterov: torch.optim.AdamW takes no such argument. '~optim.nesterov' takes it out, where"
-        " a config sets it.",
+        "optim.nesterov: torch.optim.AdamW takes no such argument. It takes lr, betas, eps, weight_decay,"
+        " amsgrad, maximize, foreach, capturable, differentiable, fused. '~optim.nesterov' takes this one"
+        " out, where a config sets it.",
     ]
     assert not (tmp_path / "runs").exists()
 

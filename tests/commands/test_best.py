@@ -61,6 +61,22 @@ def test_so_do_export_and_convert(words: str, folder: Path, tmp_path: Path) -> N
     assert torch.equal(found["conv1.weight"], saved["conv1.weight"])
 
 
+@pytest.mark.parametrize("mine", ["mine.pt2", "mine.json"])
+def test_an_export_replaces_nothing_but_an_earlier_one_in_the_run_folder(
+    mine: str, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / mine).write_text("keep")
+    words = f"export run=run format=pt2 out={tmp_path}/mine.pt2"
+    refused = ddptrain(folder, words, OMP_NUM_THREADS="1")
+    assert refused.code == 2
+    assert f"{tmp_path / mine}" in refused.err
+    assert "exists already, and nothing is overwritten" in refused.err
+    assert (tmp_path / mine).read_text() == "keep"
+    (folder / "run/model.pt2").write_text("of an earlier one")
+    asked(folder, "export run=run format=pt2")
+    assert torch.export.load(folder / "run/model.pt2").state_dict
+
+
 def test_before_there_is_a_best_it_is_the_last(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run/checkpoints/best")

@@ -292,6 +292,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((net(), (X, Y), None, "lerning=1"), {"loss": LOSS}, "lerning"),
     ((net(), (X, Y), None, "--cfg=job"), {"loss": LOSS}, "--cfg=job: from Python"),
     ((net(), (X, Y.float())), {"loss": nn.MSELoss()}, "MSELoss refuses the model's output"),
+    ((net(), (X, Y + 1)), {"loss": LOSS}, "has 2 classes, so targets are from 0 to 1."),
     ((lambda: None, (X, Y)), {"loss": LOSS}, "makes NoneType"),
     ((net(), "strategy=ddp", (X, Y)), {"loss": LOSS}, "words follow the model and the data"),
     ((net(), Locked), {"loss": LOSS}, "is not map-style"),

@@ -206,7 +206,7 @@ class Watchdog:
             self._exit(
                 128 + signal.SIGTERM,
                 f"{missed} within checkpoint.grace={self._grace:g} s after {self._stop}: ended without"
-                " saving. Started again, the run goes on from its last checkpoint.",
+                " saving. Started again, the run goes on from its last checkpoint, if it has one.",
             )
         self._check_lost_ranks()
 

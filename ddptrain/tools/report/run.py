@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddptrain.errors import UserError
-from ddptrain.keys import did_you_mean
+from ddptrain.keys import did_you_mean, nearest
 from ddptrain.observe.clock import clock
 from ddptrain.observe.lock import is_locked
 from ddptrain.text import print_tables
@@ -185,7 +185,7 @@ def _runs_in(folder: Path) -> list[Path]:
         return [folder]
     if not folder.exists():
         beside = [path.name for path in _entries(folder.parent) if path.is_dir()]
-        near = did_you_mean(folder.name, beside).removeprefix(" Did you mean ").removesuffix("?")
+        near = nearest(folder.name, beside)
         hint = f" Did you mean report {folder.parent / near}?" if near else ""
         raise UserError(f"report {folder}: there is no such folder.{hint}")
     hint = f" Did you mean report {folder.parent}?" if folder.is_file() and is_run(folder.parent) else ""
