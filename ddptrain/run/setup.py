@@ -48,6 +48,7 @@ from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.mirror.observer import Mirror
 from ddptrain.observe.summary import Summary
 from ddptrain.run.agreement import check_metadata, check_same_data, of_same_kind
+from ddptrain.run.device_assert import note_device_assert
 from ddptrain.run.optimizer import arguments_of
 from ddptrain.run.out_of_memory import lack_of_memory
 from ddptrain.run.single_sample import of_a_single_sample
@@ -97,6 +98,7 @@ def joined_world(config: Config, single: bool = False) -> Iterator[tuple[World, 
         except BaseException as error:
             lack = lack_of_memory(error, config, world, watchdog.place)
             known = lack or of_a_single_sample(error, config, world)
+            note_device_assert(error)
             _leave_after_error(known or error, world, watchdog)
             if known is not None:
                 raise known from None
