@@ -132,6 +132,16 @@ def test_words_that_are_none_of_its_own(make_run: MakeRun, tmp_path: Path, words
     assert said in early_refusal(tmp_path, words)
 
 
+def test_a_page_replaces_earlier_ones_alone(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("a")
+    mine = tmp_path / "notes.html"
+    mine.write_text("my notes")
+    assert "out=notes.html: exists already, and is no report" in refusal(tmp_path, "report a out=notes.html")
+    assert mine.read_text() == "my notes"
+    for _ in range(2):
+        assert ddptrain(tmp_path, "report a out=page.html").code == 0
+
+
 def test_a_page_that_cannot_be_written(make_run: MakeRun, tmp_path: Path) -> None:
     make_run("a")
     (tmp_path / "file").write_text("")

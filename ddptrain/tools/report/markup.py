@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 
 from ddptrain.tools.report.comparison import NOTHING
 from ddptrain.tools.report.curves import COLOURS
@@ -13,9 +14,19 @@ from ddptrain.tools.report.page_script import SCRIPT
 from ddptrain.tools.report.run_files import RunFiles
 from ddptrain.version import __version__
 
+_GENERATOR = '<meta name="generator" content="ddptrain'
+_HEAD = 4096
+"""Characters of a page that hold its generator."""
+
 
 class Html(str):
     """Text that is HTML already: the only one that is not escaped."""
+
+
+def is_page(file: Path) -> bool:
+    """Whether a file is such a page, of any version."""
+    with file.open(encoding="utf-8", errors="replace") as page:
+        return _GENERATOR in page.read(_HEAD)
 
 
 def document(title: str, body: str, data: Mapping[str, object]) -> str:
@@ -31,7 +42,7 @@ def document(title: str, body: str, data: Mapping[str, object]) -> str:
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="generator" content="ddptrain {__version__}">
+{_GENERATOR} {__version__}">
 <title>{escape(title)}</title>
 <link rel="icon" href="data:,">
 <style>{STYLE}</style>

@@ -28,6 +28,7 @@ from ddptrain.tools.report.comparison import (
     time_split,
     verdict_sentences,
 )
+from ddptrain.tools.report.markup import is_page
 from ddptrain.tools.report.page import write_page
 from ddptrain.tools.report.run_files import RunFiles, is_run, plain, read_run
 from ddptrain.tools.sweep.board import print_table
@@ -138,6 +139,8 @@ def _check(folders: Sequence[Path], settings: Mapping[str, str]) -> None:
             raise UserError(f"{name}={value}: report takes folders, and out=<file.html>.{hint}")
     if not settings.get("out", ".html").endswith(".html"):
         raise UserError(f"out={settings['out']}: name a file that ends in .html.")
+    if (page := Path(settings.get("out", ""))).is_file() and not is_page(page):
+        raise UserError(f"out={page}: exists already, and is no report. Name another file.")
     if not folders:
         newest = _newest(Path("runs"))
         hint = f" For example: report {newest}" if newest else ""
