@@ -115,15 +115,13 @@ class Fsdp(Strategy):
         return model
 
     def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
+        if self._syncs:  # the pass before was the last of its step, or of a warm-up
+            self._buffers_are_due = True
         if last != self._syncs:
             assert isinstance(wrapped, FSDPModule)
             wrapped.set_requires_gradient_sync(last)
             self._syncs = last
         return nullcontext()
-
-    def receive_flags(self, wrapped: nn.Module) -> Tensor | None:
-        self._buffers_are_due = True  # the step's passes are over
-        return super().receive_flags(wrapped)
 
     @property
     def averages_over(self) -> int:

@@ -573,6 +573,25 @@ def test_a_loss_may_call_a_model_with_buffers_twice(tmp_path: Path) -> None:
     assert distance(state_in(tmp_path / "many"), state_in(tmp_path / "one")) < 1e-5
 
 
+class Drifting(Scaled):
+    """A buffer that follows each rank's own samples."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        if self.training:
+            self.scale.mul_(0.5).add_(features.detach().abs().mean())
+        outputs: Tensor = super().forward(features)
+        return outputs
+
+
+def test_after_a_thaw_all_ranks_begin_with_the_first_ones_buffers(tmp_path: Path) -> None:
+    """As under ddp: the passes that a thaw warms up with are no step's."""
+    plan = replace(PLAN, steps=5, eval_every=5)  # an evaluation gives all ranks the same
+    fit = Fit(plan, Drifting, freeze=("first.*",), thaw_at=3)
+    ran(replace(fit, strategy=auto()), 2, tmp_path / "ddp")
+    ran(replace(fit, strategy=fsdp()), 2, tmp_path / "fsdp")
+    assert distance(state_in(tmp_path / "fsdp"), state_in(tmp_path / "ddp")) < 1e-5
+
+
 def test_layers_learn_at_their_rates(tmp_path: Path) -> None:
     """optim.layer_decay looks for repeated blocks, by their classes."""
     fit = Fit(replace(PLAN, steps=3), Transformer, optim=dict(SGD, layer_decay=0.5))
