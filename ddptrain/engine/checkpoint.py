@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ddptrain.api.world import World
 from ddptrain.data.disk import flush_folder
 from ddptrain.distributed.comm import from_all_ranks, gloo_group, on_first_rank
-from ddptrain.engine.plain_state import check_plain
+from ddptrain.engine.plain_state import check_plain, with_interned_texts
 from ddptrain.engine.saved_checkpoint import (
     FORMAT,
     MANIFEST,
@@ -201,7 +201,8 @@ class Checkpointer:
             shards = _known(Shards())
         check_plain(state, everywhere=False)  # it is rank 0 that writes
         buffer = io.BytesIO()
-        torch.save(dict(state), buffer)  # all that has to happen before the next step changes the tensors
+        # all that has to happen before the next step changes the tensors
+        torch.save(with_interned_texts(dict(state)), buffer)
         payload = buffer.getvalue()
         if self._writer is None or free_memory() < len(payload):
             self._write(path, payload, facts, shards)

@@ -1,5 +1,6 @@
 """What a checkpoint may hold: what ``torch.load(weights_only=True)`` reads, which runs no code."""
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,6 +23,22 @@ def check_plain(state: Mapping[str, Any], everywhere: bool = True) -> None:
             " dicts: convert it (float(...), list(...)).",
             everywhere=everywhere,
         )
+
+
+def with_interned_texts(value: Any) -> Any:
+    """The same value, in which equal texts are one object. pickle writes an object once, and refers to it
+    after that: so equal states become equal bytes, whichever of their texts were read from a checkpoint."""
+    if type(value) is str:
+        return sys.intern(value)
+    if type(value) in (dict, OrderedDict):
+        pairs = [(with_interned_texts(key), with_interned_texts(inner)) for key, inner in value.items()]
+        copied = type(value)(pairs)
+        if isinstance(copied, OrderedDict):
+            vars(copied).update(vars(value))  # a model's _metadata
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(map(with_interned_texts, value))
+    return value
 
 
 def _others(value: Any, place: str) -> Iterator[tuple[str, Any]]:

@@ -250,7 +250,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     for path in [*Checkpointer(folder, keep=2).steps(), folder / "best"]:
         saved = read(path)
         facts = {name: value for name, value in saved.manifest.items() if name not in ("files", "sha256")}
-        found[path.name] = {"state": unpack(saved), "facts": facts}
+        found[path.name] = {"state": unpack(saved), "facts": facts, "bytes": saved.payload}
     return found
 
 
