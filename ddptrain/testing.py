@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
 
 import torch
@@ -52,7 +53,7 @@ def run_ranks(fn: Callable[[World], Result], size: int, timeout: float = 60.0) -
             sender.close()
             ranks.append((process, receiver))
         try:
-            return _results([receiver for _, receiver in ranks], timeout)
+            return _results(ranks, timeout)
         finally:
             for process, receiver in ranks:
                 receiver.close()
@@ -82,8 +83,9 @@ def _rank(fn: Callable[[World], Any], world: World, store: str, results: Connect
     results.close()
 
 
-def _results(receivers: list[Connection], timeout: float) -> list[Any]:
+def _results(ranks: list[tuple[ForkProcess, Connection]], timeout: float) -> list[Any]:
     """By rank; the first rank to fail is the one reported, not those that fail because of it."""
+    receivers = [receiver for _, receiver in ranks]
     deadline = time.monotonic() + timeout
     values: dict[int, Any] = {}
     while len(values) < len(receivers):
@@ -98,7 +100,11 @@ def _results(receivers: list[Connection], timeout: float) -> list[Any]:
             try:
                 succeeded, values[rank] = pickle.loads(receiver.recv_bytes())
             except EOFError as error:
-                raise RankFailed(f"rank {rank} died without a message") from error
+                process, _ = ranks[rank]
+                process.join(timeout=5)
+                raise RankFailed(
+                    f"rank {rank} died without a message, with exit code {process.exitcode}"
+                ) from error
             if not succeeded:
                 raise RankFailed(f"rank {rank} raised:\n{values[rank]}")
     return [values[rank] for rank in range(len(receivers))]
