@@ -201,32 +201,26 @@ def test_the_recipe_of_the_docs_on_two_gpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_where_there_is_no_room_for_a_graph_auto_goes_on_without(gpus: int, tmp_path: Path) -> None:
-    """Between what eager steps need and what a graph takes beside it; below that, it is the usual message. On
-    several GPUs it is a message, too: DDP can't take back a pass."""
+def test_where_there_is_no_room_for_a_graph_auto_goes_on_without(tmp_path: Path) -> None:
+    """Between what eager steps need and what a graph takes beside it; below that, it is the usual message."""
     words = [
-        *(["launch", "--nproc-per-node=2"] if gpus > 1 else []),
-        "recipe=cnn_digits", "model.width=64", f"train.batch_size={gpus * 512}", "train.eval_batch_size=16",
+        "recipe=cnn_digits", "model.width=64", "train.batch_size=512", "train.eval_batch_size=16",
         "compile=auto", "train.steps=14", "train.eval_every=1000", "checkpoint.every=1000",
         "observers=[console,jsonl]",
     ]  # fmt: skip
-    between = "eager" if gpus == 1 else "refused"
     seen: list[str] = []
     for mib in range(54, 68, 2):
         run = tmp_path / f"{mib}"
         memory = {"FAKE_GPU_MEMORY": f"{mib * 2**20}", "FAKE_GPU_WATCH": "0"}
-        done = on_gpus(gpus, "-m", "ddptrain", *words, f"run.dir={run}", **memory)
-        assert "Traceback" not in done.stderr, done.stderr
-        no_room = "there is no room for the memory that a graph keeps" in done.stderr
+        done = on_gpus(1, "-m", "ddptrain", *words, f"run.dir={run}", **memory)
         if done.returncode == 0:
             seen.append("captured" if "graph      captured" in done.stderr else "eager")
-        else:
-            assert done.returncode == 2, done.stderr
-            seen.append(
-                "refused" if "compile=auto: steps can't be captured: " in done.stderr else "too small"
+            assert ("there is no room for the memory that a graph keeps" in done.stderr) == (
+                seen[-1] == "eager"
             )
-            assert no_room or "out of memory" in done.stderr
-        assert no_room == (seen[-1] == between)
-    assert sorted(seen, key=["too small", between, "captured"].index) == seen
-    assert between in seen
+        else:
+            assert "out of memory" in done.stderr
+            assert "Traceback" not in done.stderr
+            seen.append("too small")
+    assert sorted(seen, key=["too small", "eager", "captured"].index) == seen
+    assert "eager" in seen
