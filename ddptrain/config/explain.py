@@ -136,11 +136,12 @@ def no_such_key(key: str, known: Sequence[str]) -> str:
     """What to say of a key that is none of those of a config."""
     node, _, last = key.rpartition(".")
     is_node = f"{node}._target_" in known or (node in known and last == "_target_")
-    add = f" If what is made there takes it, add it: +{key}=..." if is_node else ""
-    beside = [name.removeprefix(f"{node}.") for name in known if name.startswith(f"{node}.")]
-    beside = sorted({name.partition(".")[0] for name in beside} - {"_target_"})
-    if is_node and beside:
-        add = f" {node} has {', '.join(beside)}.{add}"
+    add = ""
+    if is_node:
+        below = (name.removeprefix(f"{node}.") for name in known if name.startswith(f"{node}."))
+        beside = ", ".join(sorted({name.partition(".")[0] for name in below} - {"_target_"}))
+        has = f" {node} has {beside}." if beside else ""
+        add = f"{has} If what is made there takes it, add it: +{key}=..."
     inner = [
         name for name in known if name.startswith(f"{key.partition('.')[0]}.") and name.endswith(f".{last}")
     ]

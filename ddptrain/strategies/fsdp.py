@@ -115,7 +115,7 @@ class Fsdp(Strategy):
         return model
 
     def accumulate(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
-        if self._syncs:  # the pass before was the last of its step, or of a warm-up
+        if self._syncs:  # the pass before was the last of its step: this one is the first of another
             self._buffers_are_due = True
         if last != self._syncs:
             assert isinstance(wrapped, FSDPModule)

@@ -61,8 +61,9 @@ def expect_a_recipe(arguments: Arguments) -> None:
         for key in (word.partition("=")[0] for word in arguments.overrides):
             if "." not in key and key not in GROUPS and (hint := did_you_mean(key, GROUPS)):
                 raise UserError(f"{key}: there is no such key.{hint}")
+        recipes = choices("recipe", yaml_folders(arguments.config_dirs))
         for word in arguments.overrides:
-            if word in choices("recipe", yaml_folders(arguments.config_dirs)):
+            if word in recipes:
                 raise UserError(f"{word}: overrides are written key=value. Write recipe={word}.")
         raise UserError(_welcome(arguments))
 
@@ -125,8 +126,8 @@ def _part(tree: Tree, arguments: Arguments) -> Any:
 
 def _welcome(arguments: Arguments) -> str:
     names = "\n".join(f"  {name}" for name in choices("recipe", yaml_folders(arguments.config_dirs)))
-    words = [word for word in arguments.overrides if "=" in word and not arguments.sweeps]
-    given = "".join(f" {word}" for word in words)
+    words = () if arguments.sweeps else arguments.overrides
+    given = "".join(f" {word}" for word in words if "=" in word)
     return f"""\
 say what to train: recipe=<name>. There are:
 {names}

@@ -213,14 +213,15 @@ def test_where_there_is_no_room_for_a_graph_auto_goes_on_without(tmp_path: Path)
         run = tmp_path / f"{mib}"
         memory = {"FAKE_GPU_MEMORY": f"{mib * 2**20}", "FAKE_GPU_WATCH": "0"}
         done = on_gpus(1, "-m", "ddptrain", *words, f"run.dir={run}", **memory)
+        assert "Traceback" not in done.stderr, done.stderr
         if done.returncode == 0:
             seen.append("captured" if "graph      captured" in done.stderr else "eager")
             assert ("there is no room for the memory that a graph keeps" in done.stderr) == (
                 seen[-1] == "eager"
             )
         else:
+            assert done.returncode == 2, done.stderr
             assert "out of memory" in done.stderr
-            assert "Traceback" not in done.stderr
             seen.append("too small")
     assert sorted(seen, key=["too small", "eager", "captured"].index) == seen
     assert "eager" in seen

@@ -579,8 +579,7 @@ class Drifting(Scaled):
     def forward(self, features: Tensor) -> Tensor:
         if self.training:
             self.scale.mul_(0.5).add_(features.detach().abs().mean())
-        outputs: Tensor = super().forward(features)
-        return outputs
+        return super().forward(features)
 
 
 def test_after_a_thaw_all_ranks_begin_with_the_first_ones_buffers(tmp_path: Path) -> None:
