@@ -112,7 +112,8 @@ def test_a_mistake_is_a_user_error_with_the_message_of_the_command_line(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    hint = r"Did you mean optim\.lr\? If what is made there takes it, add it: \+optim\.lrr=\.\.\."
+    has = r"optim has betas, groups, layer_decay, lr, weight_decay"
+    hint = rf"Did you mean optim\.lr\? {has}\. If what is made there takes it, add it: \+optim\.lrr=\.\.\."
     with pytest.raises(ValueError, match=rf"^optim\.lrr: there is no such key\. {hint}$"):
         python.train("recipe=cnn_digits", "optim.lrr=0.1", ranks=ranks)
     assert list(tmp_path.iterdir()) == []
