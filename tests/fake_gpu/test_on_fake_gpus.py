@@ -24,9 +24,9 @@ torch's (two launches of a stack in 2.14.1)."""
 AVERAGE = 4
 """More of them with averaged weights, which the detector's recipes have: three for each stretch of tensors,
 of which torch takes some dozens at once, in place of one."""
-MUON = 150
+MUON = 152
 """More of them with `muon_with_adamw`, the detector's: a copy into the padded tensor and one out of it for
-each of its 57 filters, and those of the iterations."""
+each of its 63 filters, and 26 for their momentum, norms, two iterations and moves, counted in 2.14.1."""
 MISTAKES = {
     "if rank == 1: dist.all_reduce(x)": "another rank does not come",
     "dist.all_reduce(x[: 3 - rank])": "all_reduce of",
