@@ -27,6 +27,7 @@ from ddptrain.tools.report.run_files import read_run
 from ddptrain.tools.sweep.ledger import LEDGER, read_ledger
 
 LONGEST_S = 10.0
+"""Of this process's own: what neighbours take does not count."""
 MOST_BYTES = 1 << 30
 
 odd_numbers = st.one_of(
@@ -246,7 +247,7 @@ READERS = [run_folder, config, coco, yolo, ledger, checkpoint, tokens, image]
 def attempt(
     reader: Callable[[Path, Callable[[Any], bytes]], None], folder: Path, data: st.DataObject
 ) -> None:
-    before, began = {path for path in folder.parent.rglob("*") if path != folder}, time.monotonic()
+    before, began = {path for path in folder.parent.rglob("*") if path != folder}, time.process_time()
     outside = {path for path in before if not path.is_relative_to(folder)}
     said = "read"
     try:
@@ -254,7 +255,7 @@ def attempt(
     except UserError as error:
         said = str(error)
     assert 0 < len(said) < 20_000
-    assert time.monotonic() - began < LONGEST_S
+    assert time.process_time() - began < LONGEST_S
     assert {path for path in folder.parent.rglob("*") if not path.is_relative_to(folder)} == outside
 
 
