@@ -201,13 +201,12 @@ def test_the_recipe_of_the_docs_on_two_gpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("gpus", "steps"), [(1, 14), (2, 24)]
-)  # a step is captured after 8, under DDP after 17
+@pytest.mark.parametrize(("gpus", "steps"), [(1, 14), (2, 24)])
 def test_where_there_is_no_room_for_a_graph_auto_goes_on_without(
     gpus: int, steps: int, tmp_path: Path
 ) -> None:
-    """Between what eager steps need and what a graph takes beside it; below that, it is the usual message."""
+    """Between what eager steps need and what a graph takes beside it; below that, it is the usual message. A
+    step is captured after the eighth, under DDP after the seventeenth."""
     words = [
         *(["launch", "--nproc-per-node=2"] if gpus > 1 else []),
         "recipe=cnn_digits", "model.width=64", f"train.batch_size={gpus * 512}", "train.eval_batch_size=16",
@@ -222,10 +221,9 @@ def test_where_there_is_no_room_for_a_graph_auto_goes_on_without(
         assert "Traceback" not in done.stderr, done.stderr
         if done.returncode == 0:
             seen.append("captured" if "graph      captured" in done.stderr else "eager")
-            assert ("there is no room for the memory that a graph keeps" in done.stderr) == (
-                seen[-1] == "eager"
-            )
-        else:
+            no_room = "there is no room for the memory that a graph keeps" in done.stderr
+            assert no_room == (seen[-1] == "eager")
+        else:  # also where a graph had no room, and then an eager step
             assert done.returncode == 2, done.stderr
             assert "out of memory" in done.stderr
             seen.append("too small")
