@@ -481,7 +481,10 @@ def test_evaluate_refuses_a_damaged_config(tmp_path: Path, text: str) -> None:
     assert "config.yaml" in message or "train.epocs" in message
 
 
-@pytest.mark.parametrize(("size", "words"), [(5, "train.micro_batch=2"), (8, "strategy=strict")])
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(5, "train.micro_batch=2"), pytest.param(8, "strategy=strict", marks=pytest.mark.long)],
+)
 def test_a_single_value_for_batchnorm_is_no_traceback(tmp_path: Path, size: int, words: str) -> None:
     """Maps of 8 pixels are of one cell at the end of a ResNet."""
     model = "recipe=cnn_digits device=cpu model=torchvision model.name=resnet18"

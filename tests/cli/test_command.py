@@ -31,6 +31,7 @@ def answer(cwd: Path, *words: str, **variables: str) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.long
 def test_it_answers_as_python_does(tmp_path: Path) -> None:
     for words in (["--version"], ["recipe=cnn_digits", "train.epocs=2"], []):
         asked, other = ddptrain(tmp_path, words), answer(tmp_path, *words)

@@ -24,7 +24,7 @@ def recipe(tmp_path: Path) -> None:
     (tmp_path / "mine/recipe/mine.yaml").write_text(RECIPE)
 
 
-@pytest.mark.parametrize("words", ["", "launch --nproc-per-node=2 "])
+@pytest.mark.parametrize("words", [pytest.param("", marks=pytest.mark.long), "launch --nproc-per-node=2 "])
 def test_a_variable_that_the_command_line_names_is_read_by_every_rank(words: str, tmp_path: Path) -> None:
     done = ddptrain(tmp_path, f"{words}{WORDS} run.dir=run", EVERY="7", PLACE="there", OMP_NUM_THREADS="1")
     assert done.code == 0, done.err

@@ -17,7 +17,9 @@ def test_the_version_is_ddptrains(tmp_path: Path) -> None:
     assert ddptrain(tmp_path, "--version").out == f"ddptrain {__version__}\n"
 
 
-@pytest.mark.parametrize("words", ["doctor device=cpu workers=0", "--help"])
+@pytest.mark.parametrize(
+    "words", [pytest.param("doctor device=cpu workers=0", marks=pytest.mark.long), "--help"]
+)
 def test_a_reader_that_ends_early_makes_no_traceback(words: str, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -83,7 +83,7 @@ def test_another_kind_of_data_is_refused(folder: Path, tmp_path: Path) -> None:
     assert "another kind of data" in told
 
 
-@pytest.mark.parametrize("outputs", [2, 5])
+@pytest.mark.parametrize("outputs", [pytest.param(2, marks=pytest.mark.long), 5])
 def test_outputs_are_as_many_as_classes_from_the_first_batch(folder: Path, outputs: int) -> None:
     """A model of the user's own, whose number of outputs is not that of the classes."""
     (folder / f"net{outputs}.py").write_text(

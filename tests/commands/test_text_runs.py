@@ -195,6 +195,7 @@ def test_a_sample_that_the_alphabet_lacks_is_refused_before_training(tmp_path: P
     assert "task.sample: 'X', 'Y', 'Z' are not among the" in message
 
 
+@pytest.mark.long
 def test_more_ranks_than_streams_are_refused_once(tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt")
     ended = subprocess.run(

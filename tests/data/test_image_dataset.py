@@ -122,7 +122,7 @@ def batches(source: ImageSource, root: Path, workers: int = 0) -> list[tuple[Ten
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("resize", "tells"), [(None, True), (32, False)])
+@pytest.mark.parametrize(("resize", "tells"), [(None, True), pytest.param(32, False, marks=pytest.mark.long)])
 def test_they_are_those_of_files(folder: Path, kind: str, resize: int | None, tells: bool) -> None:
     wanted = batches(ImageFolder(24, resize=resize), folder)
     source = DatasetImages(Pictures(folder, kind, tells), size=24, resize=resize)

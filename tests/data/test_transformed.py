@@ -114,7 +114,14 @@ def test_ranks_and_where_the_steps_begin_change_no_bit(name: str) -> None:
     assert not torch.equal(epochs[0].image, epochs[1].image)
 
 
-@pytest.mark.parametrize(("name", "resident"), [("all", True), ("all", False), ("one's own", False)])
+@pytest.mark.parametrize(
+    ("name", "resident"),
+    [
+        pytest.param("all", True, marks=pytest.mark.long),
+        ("all", False),
+        pytest.param("one's own", False, marks=pytest.mark.long),
+    ],
+)
 def test_workers_change_no_bit(name: str, resident: bool) -> None:
     assert_equal(
         batches(prepared(AUGMENTS[name])), batches(prepared(AUGMENTS[name], workers=2, resident=resident))

@@ -44,6 +44,7 @@ def test_the_first_rank_says_for_whom_it_waits(tmp_path: Path) -> None:
     assert len(said) <= 3
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bound_to().bit_count() < 2, reason="takes two cores")
 def test_ranks_know_who_shares_their_cores(tmp_path: Path) -> None:
     assert "cores      3 ranks of 1 thread; rank 0 is bound to 1 core\n" in started(tmp_path, BOUND)

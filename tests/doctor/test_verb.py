@@ -63,6 +63,7 @@ def test_without_a_gpu_it_says_why_and_what_to_do(tmp_path: Path) -> None:
     assert ended.err == ""
 
 
+@pytest.mark.long
 def test_with_the_cpu_asked_for_a_sound_machine_is_sound(tmp_path: Path) -> None:
     ended = ddptrain(tmp_path, "doctor device=cpu workers=0 --json", OMP_NUM_THREADS="1")
     assert ended.code == 0, ended.out

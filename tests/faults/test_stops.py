@@ -80,7 +80,7 @@ def test_a_closed_terminal_saves_and_stops_and_under_nohup_does_nothing(
 @pytest.mark.parametrize(
     ("launcher", "only_it", "pace", "seconds"),
     [
-        ("launch", False, 0.1, 7),
+        pytest.param("launch", False, 0.1, 7, marks=pytest.mark.faults),
         pytest.param("python", False, 0.1, 7, marks=pytest.mark.faults),
         pytest.param("launch", True, 0.3, 7, marks=pytest.mark.faults),
         pytest.param("launch", True, 0.1, 12, marks=pytest.mark.faults, id="until after the last step"),

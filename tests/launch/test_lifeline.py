@@ -56,7 +56,14 @@ def test_signals_to_the_process_group_leave_the_workers_reading(reader: Path) ->
     assert ended.returncode == 0
 
 
-@pytest.mark.parametrize(("how", "code"), [("crash", 1), ("exit", 2), ("killed", -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        pytest.param("crash", 1, marks=pytest.mark.long),
+        pytest.param("exit", 2, marks=pytest.mark.long),
+        ("killed", -signal.SIGKILL),
+    ],
+)
 def test_workers_end_with_their_rank_however_it_ends(reader: Path, how: str, code: int) -> None:
     """Left to DataLoader, a crash would wait for ever."""
     job = start(reader.parent, ["reader"], [how])

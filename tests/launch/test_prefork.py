@@ -88,6 +88,7 @@ def test_ranks_outlive_what_has_forked_them_and_a_restart_says_that_it_is_gone(t
     assert not job.left_after(2.0)
 
 
+@pytest.mark.long
 def test_exit_codes_come_through_where_sigchld_is_ignored(tmp_path: Path) -> None:
     """As some daemons leave it to what they start."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -59,7 +59,7 @@ def font_with(letter: str, path: Path) -> None:
     font.save(path)
 
 
-@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("installed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_font_of_the_machine_is_taken_for_them(tmp_path: Path, installed: bool) -> None:
     if installed:
         font_with(NAME, tmp_path / "share/fonts/squares.ttf")

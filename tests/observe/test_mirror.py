@@ -320,6 +320,7 @@ def test_an_index_that_is_none(tmp_path: Path, written: bytes) -> None:
 LONG = ["train.steps=1500", "checkpoint.every=100", "log.every=50", "train.eval_every=300"]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_its_mirror_on_an_empty_node(tmp_path: Path, address: str) -> None:
     """Killed, and started by the same line where there is nothing of it: the same bits as undisturbed."""
     assert train(tmp_path, "whole", str(tmp_path / "unused"), *LONG).code == 0

@@ -189,7 +189,7 @@ train, valid = torch.utils.data.random_split(Inputs(), [40, 40], generator=draw)
 }
 
 
-@pytest.mark.parametrize("given", OTHER_SETS)
+@pytest.mark.parametrize("given", ["tensors", pytest.param("a random split", marks=pytest.mark.long)])
 def test_ranks_that_make_other_sets_are_refused(given: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(f"""
 import ddptrain, os, torch
@@ -324,8 +324,8 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(
     "wrong",
-    # those with ranks start processes: half of them are enough here
-    [pytest.param(i, marks=[pytest.mark.long] * (i >= 39 and i % 2)) for i in range(len(WRONG))],
+    # those with ranks start processes: a few of them are enough here
+    [pytest.param(i, marks=[pytest.mark.long] * (i >= 39 and i % 4 > 0)) for i in range(len(WRONG))],
 )
 def test_wrong_calls(wrong: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One message, which says the way out."""
@@ -354,6 +354,7 @@ class Shifted(TensorDataset):
         return x, y + 100
 
 
+@pytest.mark.long
 def test_a_dataset_that_holds_tensors_may_change_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +366,7 @@ def test_a_dataset_that_holds_tensors_may_change_them(
         assert (run.metrics["target"] > 50) == (name == "shifted")
 
 
+@pytest.mark.long
 def test_tensors_have_names_of_classes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     labels = (X[:, 0] > 0).long()
@@ -376,6 +378,7 @@ def test_tensors_have_names_of_classes_too(tmp_path: Path, monkeypatch: pytest.M
     assert ddptrain.load(run).classes == ("cat", "dog")
 
 
+@pytest.mark.long
 def test_words_name_classes_of_packages_that_are_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -422,6 +425,7 @@ def hundred_more(samples: list[Any]) -> Any:
     return inputs, targets + 100
 
 
+@pytest.mark.long
 def test_each_loaders_own_collate_and_a_folder_of_any_name(tmp_path: Path) -> None:
     """As cutmix in the training's alone; a name that Hydra's grammar would read otherwise."""
     folder = tmp_path / "2024_11 lr=0.1, (é) #1"

@@ -119,6 +119,7 @@ def test_a_mistake_is_a_user_error_with_the_message_of_the_command_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_what_torchrun_has_told_this_process_is_not_for_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_process_with_ascii_streams_finds_a_folder_beyond_ascii_from_anywhere(
     assert done.stdout.splitlines()[-1] == b"done True"
 
 
+@pytest.mark.long
 def test_a_stream_that_has_not_the_letters_shows_the_log_all_the_same(tmp_path: Path) -> None:
     program = "import ddptrain; ddptrain.train('recipe=cnn_digits', 'train.steps=1', \"run.dir='é'\")"
     done = subprocess.run(
@@ -200,7 +202,11 @@ def test_ctrl_c_saves_and_the_script_runs_on(tmp_path: Path, ranks: int) -> None
 
 @pytest.mark.parametrize(
     ("number", "ranks"),
-    [(signal.SIGTERM, 1), (signal.SIGHUP, 2), pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.long)],
+    [
+        (signal.SIGHUP, 2),
+        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.long),
+        pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.long),
+    ],
 )
 def test_what_ends_the_script_lets_the_training_save(tmp_path: Path, number: int, ranks: int) -> None:
     """A scheduler, or a terminal that is closed."""

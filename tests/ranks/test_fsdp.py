@@ -273,7 +273,8 @@ class EvaluatesUnevenly(Classify):
         return super().evaluate(model, batch)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 3])
 def test_ranks_may_evaluate_with_different_passes(size: int, tmp_path: Path) -> None:
     """A rank may also have no batch at all."""
     plan = replace(PLAN, eval_every=1, eval_batch_size=60)
@@ -307,7 +308,7 @@ def killed_and_resumed(seed: int, tmp_path: Path, gb: float) -> None:
     assert_same(state_in(tmp_path / "whole"), state_in(tmp_path / "killed"))
 
 
-@pytest.mark.parametrize("gb", [1.0, ALL_IN_PARTS])
+@pytest.mark.parametrize("gb", [pytest.param(1.0, marks=pytest.mark.long), ALL_IN_PARTS])
 def test_a_killed_run_ends_with_the_same_bits(gb: float, tmp_path: Path) -> None:
     killed_and_resumed(1, tmp_path, gb)
 
@@ -337,7 +338,14 @@ def test_any_number_of_ranks_goes_on(gb: float, tmp_path: Path) -> None:
     assert found["metrics"] == pytest.approx(expected_state["metrics"], abs=1e-4)
 
 
-@pytest.mark.parametrize("harm", ["missing", "cut", "flipped", "no metadata", "two swapped"])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "flipped",
+        "two swapped",
+        *(pytest.param(harm, marks=pytest.mark.long) for harm in ("missing", "cut", "no metadata")),
+    ],
+)
 def test_a_damaged_part_is_noticed_and_the_checkpoint_before_is_used(harm: str, tmp_path: Path) -> None:
     fit = Fit(PLAN, Transformer, strategy=fsdp(whole_checkpoint_gb=ALL_IN_PARTS))
     ran(fit, 2, tmp_path / "run")
@@ -536,7 +544,7 @@ def test_replicas_of_two_nodes_train_like_single(gb: float, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("wrap", [[], ["blocks.*"], ["blocks.[01]", "last"]])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_what_is_a_block_changes_no_number(wrap: Sequence[str], reshard: bool, tmp_path: Path) -> None:
     strategy = fsdp(wrap=wrap, reshard_after_forward=reshard)
     fit = Fit(replace(PLAN, steps=3), Transformer)

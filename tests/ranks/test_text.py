@@ -111,7 +111,7 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(tmp_path: Path, ord
         assert_same(global_batches(size, micro_batch), alone)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(
     ("model", "precision", "order"),
     [

@@ -123,7 +123,14 @@ def check(name: str, size: int, folder: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["layer used for some data", "buffer cached in forward", "extra state"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer used for some data",
+        pytest.param("buffer cached in forward", marks=pytest.mark.long),
+        pytest.param("extra state", marks=pytest.mark.long),
+    ],
+)
 def test_some_of_the_zoo_on_two_ranks(name: str, tmp_path: Path) -> None:
     check(name, 2, tmp_path)
 

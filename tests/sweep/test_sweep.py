@@ -60,6 +60,7 @@ def test_values_survive_whatever_they_hold(tmp_path: Path) -> None:
     assert notes_of_jobs == sorted(notes)
 
 
+@pytest.mark.long
 def test_slots_without_a_gpu_are_not_called_gpus(tmp_path: Path) -> None:
     """Never silently on the CPU: not in the table of a sweep either."""
     words = f"--multirun --config-dir={SWEPT} recipe=swept task.point=1,2 sweep.dry_run=true"
@@ -216,6 +217,7 @@ def test_a_recipe_starts_no_job_anew(tmp_path: Path) -> None:
     assert refusal(tmp_path, words).startswith("run.resume=never: the jobs of a sweep have folders")
 
 
+@pytest.mark.long
 def test_a_point_is_known_by_what_its_job_trains_with(tmp_path: Path) -> None:
     """With another optimizer than the recipe's its own rate."""
     words = "--multirun recipe=cnn_digits device=cpu model.width=8 train.steps=1 observers=[] sweep.dir=sweep"
@@ -225,6 +227,7 @@ def test_a_point_is_known_by_what_its_job_trains_with(tmp_path: Path) -> None:
         assert f"1 job, {left} to run" in planned
 
 
+@pytest.mark.long
 def test_points_of_two_programs_are_two_jobs(tmp_path: Path) -> None:
     """The config of ``--script`` says nothing of what is in it."""
     program = (
@@ -241,6 +244,7 @@ def test_points_of_two_programs_are_two_jobs(tmp_path: Path) -> None:
     assert "2 jobs, 2 to run" in ddptrain(tmp_path, words).out
 
 
+@pytest.mark.long
 def test_a_folder_that_the_ledger_does_not_know_is_not_gone_on_in(tmp_path: Path) -> None:
     """It may be of another config: its weights would pass for this one's."""
     assert start(tmp_path, swept_words("train.steps=2", "task.point=0")).wait() == 0
