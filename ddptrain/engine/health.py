@@ -73,8 +73,8 @@ class Health:
         self._strategy = strategy
         self._wrapped = wrapped
         self._on_gpu = device.type == "cuda"
-        self._model = model
-        self._expected = sum(p.requires_grad for p in model.parameters())
+        # those that the optimizer moves: between the passes a sharded model has others in their place
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._groups = [(group[0].dtype, group) for group in by_dtype(model.parameters())]
         self._nonfinite = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
@@ -99,7 +99,7 @@ class Health:
         """After a backward pass. Raises UserError where a parameter has none, and the strategy needs all."""
         if not self._strategy.needs_all_gradients:
             return
-        missing = [n for n, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
+        missing = [name for name, parameter in self._trained.items() if parameter.grad is None]
         if missing:
             raise UserError(
                 f"model: {first_few(missing, 3)} got no gradient in step {step + 1} on rank"
@@ -132,7 +132,7 @@ class Health:
                 looked_at = True
             if values:
                 check_finite(values, self._nonfinite, self._one)
-        if with_gradient < self._expected:
+        if with_gradient < len(self._trained):
             self.check_gradients(step)
         if not looked_at:
             check_finite([flags], self._nonfinite, self._one)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, empty
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils._pytree import tree_map_only
 
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
@@ -185,6 +186,7 @@ class Fsdp(Strategy):
         dtype = None if in_own_dtype else self._gathered_as(next(block.parameters()).dtype)
         sums = None if dtype is None else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sums)
+        block.register_forward_hook(torch.compiler.disable(_no_views))
         fully_shard(block, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=policy)
 
     def _gathered_as(self, dtype: torch.dtype) -> torch.dtype | None:
@@ -242,6 +244,28 @@ class Fsdp(Strategy):
             return value
         whole = value.full_tensor()
         return whole.cpu() if self.world.is_first else whole.new_empty(0)
+
+
+@final
+class _NoView(torch.autograd.Function):
+    """The same memory and version, as a tensor of its own."""
+
+    @staticmethod
+    def forward(_: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _no_views(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+    """Outputs to which the loss or the next block may write in place (``x += y``). FSDP gathers and scatters
+    in hooks of the outputs, and autograd forgets those of a view that is written to: what a linear layer with
+    a bias gives for three dimensions is one. (torch 2.14 warns of every view.)"""
+    if not torch.is_grad_enabled():
+        return outputs
+    return tree_map_only(Tensor, lambda x: _NoView.apply(x) if x.requires_grad else x, outputs)
 
 
 def _replaced(

@@ -9,6 +9,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,46 @@ def test_trains_like_single_and_ddp(name: str, size: int, tmp_path: Path) -> Non
             torch.testing.assert_close(
                 ours["momentum_buffer"], theirs["momentum_buffer"], rtol=0, atol=10 * allowed
             )
+
+
+class _InPlace(nn.Module):
+    """Writes to its blocks' outputs, which are views: of a linear layer with a bias, in three dimensions."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(3, 3)) for _ in range(blocks))
+        self.last = nn.Linear(3, CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        x = features.view(len(features), -1, 3)
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = y
+        return self.last(x)
+
+
+class _ClassifyInPlace(Classify):
+    """Writes to the model's output."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], progress: Progress) -> Loss:
+        features, labels = batch
+        logits = model(features)
+        logits *= 2
+        return Loss(nn.functional.cross_entropy(logits.sum(1), labels, reduction="sum"), len(labels))
+
+    def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mapping[str, Tensor]:
+        return super().evaluate(lambda features: model(features).sum(1), batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
+@pytest.mark.parametrize("blocks", [0, 2])
+def test_outputs_may_be_written_to(blocks: int, tmp_path: Path) -> None:
+    """torch's FSDP forgets its hooks there: without a block, no weight was trained, and nothing said so."""
+    fit = Fit(PLAN, partial(_InPlace, blocks), task=_ClassifyInPlace)
+    for name, strategy in (("ddp", auto()), ("fsdp", fsdp())):
+        ran(replace(fit, strategy=strategy), 2, tmp_path / name)
+    assert distance(state_in(tmp_path / "fsdp"), state_in(tmp_path / "ddp")) < 1e-5
 
 
 @pytest.mark.parametrize("precision", HALVES)

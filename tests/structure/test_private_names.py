@@ -56,7 +56,7 @@ ELSEWHERE = {
         "_offline_transformations",  # OpenVINO's, of which the public function sends usage data
     },
     "ddptrain/run/train.py": {"_BatchNorm", "_DropoutNd"},
-    "ddptrain/strategies/fsdp.py": {"_BatchNorm"},
+    "ddptrain/strategies/fsdp.py": {"_BatchNorm", "_pytree"},
     "ddptrain/strategies/flag_bucket.py": {"_modules"},
     "ddptrain/testing.py": {"_dynamo"},
     "ddptrain/tools/prove/world.py": {"_BatchNorm", "_DropoutNd"},
