@@ -186,6 +186,7 @@ class Fsdp(Strategy):
         dtype = None if in_own_dtype else self._gathered_as(next(block.parameters()).dtype)
         sums = None if dtype is None else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sums)
+        # not compiled: the outputs of a graph would be views again
         block.register_forward_hook(torch.compiler.disable(_no_views))
         fully_shard(block, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=policy)
 

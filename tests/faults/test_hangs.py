@@ -88,8 +88,8 @@ class SlowDisk(Observer):
 """
 
 
-@pytest.mark.parametrize("ends_by", ["", "train.time_limit=1"])
 @pytest.mark.faults
+@pytest.mark.parametrize("ends_by", ["", "train.time_limit=1"])
 def test_a_slow_disk_at_the_end_is_no_hang(tmp_path: Path, ends_by: str) -> None:
     """The last checkpoint is written in the background, and waited for."""
     (tmp_path / "slow.py").write_text(SLOW_DISK)

@@ -77,13 +77,14 @@ def test_a_closed_terminal_saves_and_stops_and_under_nohup_does_nothing(
         assert ("asked for by SIGHUP" in job.text) == (code == 75)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("launcher", "only_it", "pace", "seconds"),
     [
-        pytest.param("launch", False, 0.1, 7, marks=pytest.mark.faults),
-        pytest.param("python", False, 0.1, 7, marks=pytest.mark.faults),
-        pytest.param("launch", True, 0.3, 7, marks=pytest.mark.faults),
-        pytest.param("launch", True, 0.1, 12, marks=pytest.mark.faults, id="until after the last step"),
+        ("launch", False, 0.1, 7),
+        ("python", False, 0.1, 7),
+        ("launch", True, 0.3, 7),
+        pytest.param("launch", True, 0.1, 12, id="until after the last step"),
     ],
 )
 def test_a_job_that_was_suspended_goes_on(

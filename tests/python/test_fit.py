@@ -189,7 +189,9 @@ train, valid = torch.utils.data.random_split(Inputs(), [40, 40], generator=draw)
 }
 
 
-@pytest.mark.parametrize("given", ["tensors", pytest.param("a random split", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "given", [pytest.param(given, marks=[pytest.mark.long] * (given != "tensors")) for given in OTHER_SETS]
+)
 def test_ranks_that_make_other_sets_are_refused(given: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(f"""
 import ddptrain, os, torch
