@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ddptrain.config.arguments import EXPLAIN, GROUPS, OURS, Arguments
@@ -38,57 +38,68 @@ _NOT_TAKEN = ("--config-name", "-cn", "--config-path", "-cp", "--experimental-re
 def composed_tree(arguments: Arguments) -> tuple[Tree, list[str]] | None:
     """The config tree of a command line, and its overrides; None where an option like ``--cfg=hydra`` or
     ``--explain`` has been answered instead."""
-    jobs: list[tuple[Tree, list[str]]] = []
-    run_jobs(arguments, lambda tree, overrides: jobs.append((tree, overrides)))
-    return jobs[0] if jobs else None
+    words = _checked_words(arguments)
+    for key in arguments.values_of(EXPLAIN):
+        with _hydra_errors_as_user_errors(words):
+            print(explained(key, words, lambda tree: placed(tree, words, _composed_meanwhile)))
+        return None
+    if not arguments.shows_config and not {*_options_of_hydra(arguments)} <= {"--run", "-r"}:
+        _run_hydra(arguments, words, lambda composed: None)
+        return None
+    # by Hydra's API and not its main function, which composes each config twice
+    with _hydra_errors_as_user_errors(words), _initialized():
+        composed = hydra.compose("config", words, return_hydra_config=True)
+        with open_dict(composed):
+            of_hydra = composed.pop("hydra")
+        tree, words = tree_of(composed, of_hydra.runtime.choices), list(of_hydra.overrides.task)
+        return placed(tree, words, _composed_meanwhile), words
 
 
 def run_jobs(arguments: Arguments, job: Callable[[Tree, list[str]], None]) -> None:
-    """Call ``job`` with the tree and the overrides of each job (``--multirun`` under a launcher that is not
-    ours: in processes of its choice); or do what an option like ``--cfg=hydra`` asks.
+    """Call ``job`` with the tree and the overrides of each job of a ``--multirun`` (under a launcher that is
+    not ours: in processes of its choice).
 
-    Raises the first of what the jobs raised.
+    Raises what a job raised.
     """
+
+    def task(composed: DictConfig) -> None:
+        tree = tree_of(composed, HydraConfig.get().runtime.choices)
+        words = list(HydraConfig.get().overrides.task)
+        job(placed(tree, words, _composed_meanwhile), words)
+
+    _run_hydra(arguments, _checked_words(arguments), task)
+
+
+def _checked_words(arguments: Arguments) -> list[str]:
+    """The overrides of a command line, without ``hydra.searchpath``. Raises UserError for words, and for
+    options of Hydra, that are not taken."""
     checked = _checked_overrides(arguments, arguments.overrides)
     if not arguments.sweeps:
         expect_one_value(checked)
-    overrides = [override.input_line or "" for override in checked]
-    options = [option.partition("=") for option in arguments.options]
-    for name, _, _ in options:
+    for name in (option.partition("=")[0] for option in arguments.options):
         if name in _NOT_TAKEN:
             raise UserError(
                 f"{name}: is not taken. Put a recipe into a folder and name that: --config-dir=..."
             )
-    for name, _, key in options:
-        if name == EXPLAIN:
-            with _hydra_errors_as_user_errors(overrides):
-                print(explained(key, overrides, lambda tree: placed(tree, overrides, _composed_meanwhile)))
-            return
+    return [override.input_line or "" for override in checked]
+
+
+def _options_of_hydra(arguments: Arguments) -> list[str]:
+    return [option for option in arguments.options if option.partition("=")[0] not in OURS]
+
+
+def _run_hydra(arguments: Arguments, words: Sequence[str], task: Callable[[DictConfig], None]) -> None:
+    """Hydra's main function: the jobs of a sweep, or what an option like ``--info`` asks."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us whole instead of being printed
-    of_hydra = ["".join(parts) for parts in options if parts[0] not in OURS] * (not arguments.shows_config)
-
-    failures: list[Exception] = []
-
-    def task(composed: DictConfig) -> None:
-        try:
-            tree = tree_of(composed, HydraConfig.get().runtime.choices)
-            words = list(HydraConfig.get().overrides.task)
-            job(placed(tree, words, _composed_meanwhile), words)
-        except Exception as error:
-            if arguments.sweeps:  # perhaps in another process: the launcher reports it
-                raise
-            failures.append(error)  # carried past Hydra, which would report it in its own way
-
+    shows = any(option.partition("=")[0] in ("--cfg", "-c") for option in arguments.options)
     argv = sys.argv
-    sys.argv = [argv[0], *of_hydra, *overrides]  # Hydra reads them there
-    shows = any(name in ("--cfg", "-c") for name, _, _ in options)  # then Hydra looks values up itself
+    sys.argv = [argv[0], *_options_of_hydra(arguments), *words]  # Hydra reads them there
     try:
-        with _hydra_errors_as_user_errors(overrides), few_interpolations() if shows else nullcontext():
+        # with --cfg it looks values up itself
+        with _hydra_errors_as_user_errors(words), few_interpolations() if shows else nullcontext():
             hydra.main(config_path=f"pkg://{CONF}", config_name="config", version_base="1.3")(task)()
     finally:
         sys.argv = argv
-    if failures:
-        raise failures[0]
 
 
 def tree_of(composed: DictConfig, choices: Mapping[str, Any]) -> Tree:
@@ -148,9 +159,15 @@ def _checked_overrides(arguments: Arguments, words: Sequence[str]) -> list[Overr
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
     """What these overrides alone make of the defaults. Raises Hydra's own exceptions."""
+    with _initialized():
+        return hydra.compose("config", list(overrides))
+
+
+@contextmanager
+def _initialized() -> Iterator[None]:
     GlobalHydra.instance().clear()
     with hydra.initialize_config_module(CONF, version_base="1.3"):
-        return hydra.compose("config", list(overrides))
+        yield
 
 
 def _composed_meanwhile(overrides: Sequence[str]) -> Tree:

@@ -1,5 +1,6 @@
 """The verbs that there are: entry points of the group ``ddptrain.verbs``, ours and other packages'."""
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 
@@ -15,19 +16,15 @@ _ORDER = (
 """In which ours are listed; others follow by name."""
 
 
-@cache
 def verb_names() -> tuple[str, ...]:
-    """Raises UserError where ddptrain itself is not installed."""
-    names = {entry.name for entry in metadata.entry_points(group=ENTRY_POINTS)}
-    if "train" not in names:
-        raise UserError("ddptrain is not installed here: run pip install -e . in its checkout.")
+    names = set(_entries())
     return (*(name for name in _ORDER if name in names), *sorted(names - {*_ORDER}))
 
 
 def verb_named(name: str) -> Verb:
     """Imports its module. Of another package's that can't be imported, or is none, a verb that says so: help
     and the other verbs go on."""
-    (entry, *_) = metadata.entry_points(group=ENTRY_POINTS, name=name)
+    entry = _entries()[name]
     try:
         verb = entry.load()
     except Exception as error:  # of any kind: another package's code
@@ -38,6 +35,16 @@ def verb_named(name: str) -> Verb:
     if not isinstance(verb, Verb):
         return _broken(f"{name}: the entry point {entry.value} must name a ddptrain.verbs.verb.Verb.")
     return verb
+
+
+@cache
+def _entries() -> Mapping[str, metadata.EntryPoint]:
+    """By their names; of two packages' of one name the first that Python finds. Raises UserError where
+    ddptrain itself is not installed."""
+    entries = {entry.name: entry for entry in reversed([*metadata.entry_points(group=ENTRY_POINTS)])}
+    if "train" not in entries:
+        raise UserError("ddptrain is not installed here: run pip install -e . in its checkout.")
+    return entries
 
 
 def _broken(message: str) -> Verb:
