@@ -174,9 +174,13 @@ def _begun(loader: DataLoader[Any]) -> Iterator[Any]:
     # and then sends it SIGTERM, which it does not hear
     atexit.unregister(_end_workers)
     atexit.register(_end_workers)
-    sound = _sound(batches)
-    _release_with(sound, batches)
-    return sound
+    owner = _Owner()
+    _release_with(owner, batches)
+    return _sound(batches, owner)
+
+
+class _Owner:
+    """Of a generator's frame, which lives longer than the generator where a traceback holds it."""
 
 
 def _release_with(owner: object, held: object) -> None:
@@ -190,7 +194,7 @@ def _nothing(held: object) -> None:
     """``held`` is let go when this returns."""
 
 
-def _sound(batches: Iterator[Any]) -> Iterator[Any]:
+def _sound(batches: Iterator[Any], owner: _Owner) -> Iterator[Any]:
     for batch in batches:
         if isinstance(batch, UserError):
             raise batch

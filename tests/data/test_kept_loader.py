@@ -26,14 +26,17 @@ KEYS = [[0, 1], [2, 3], [4, 5], [6]]
 class Told(Dataset[Any]):
     """Batches of their keys and the process that has read them; leaves a file for each."""
 
-    def __init__(self, folder: Path, broken: int = -1) -> None:
+    def __init__(self, folder: Path, broken: int = -1, bug: int = -1) -> None:
         self.folder = folder
         self.broken = broken
+        self.bug = bug
 
     def __getitems__(self, keys: list[int]) -> Any:
         (self.folder / f"{keys[0]}").touch()
         if self.broken in keys:
             return UserError(f"sample {self.broken} can't be read")
+        if self.bug in keys:
+            raise ZeroDivisionError
         return keys, os.getpid()
 
 
@@ -102,6 +105,25 @@ def test_its_processes_end_with_it_though_it_is_part_of_a_cycle(
     assert (
         time.monotonic() - began < 4
     )  # torch waits five seconds for a process that does not hear of its end
+    assert not any(process.is_alive() for process in own)
+
+
+@pytest.mark.parametrize("mistake", ["broken", "bug"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_so_they_do_where_a_traceback_holds_it(tmp_path: Path, kept: bool, mistake: str) -> None:
+    wrong = Told(tmp_path, **{mistake: 2})
+    loader = KeptLoader(wrong, 2, CPU) if kept else None
+    before = set(multiprocessing.active_children())
+    batches = loader.batches(KEYS) if loader else read_by_workers(wrong, KEYS, 2, CPU)
+    next(batches)
+    own = set(multiprocessing.active_children()) - before
+    with pytest.raises(UserError if mistake == "broken" else ZeroDivisionError) as raised:
+        next(batches)
+    cycle: list[Any] = [loader, batches, raised]
+    cycle.append(cycle)
+    del loader, batches, raised, cycle
+    gc.collect()
+    assert len(own) == 2
     assert not any(process.is_alive() for process in own)
 
 
