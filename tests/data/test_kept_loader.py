@@ -111,7 +111,7 @@ def test_its_processes_end_with_it_though_it_is_part_of_a_cycle(
 @pytest.mark.parametrize("mistake", ["broken", "bug"])
 @pytest.mark.parametrize("kept", [True, False])
 def test_so_they_do_where_a_traceback_holds_it(tmp_path: Path, kept: bool, mistake: str) -> None:
-    wrong = Told(tmp_path, **{mistake: 2})
+    wrong = Told(tmp_path, broken=2) if mistake == "broken" else Told(tmp_path, bug=2)
     loader = KeptLoader(wrong, 2, CPU) if kept else None
     before = set(multiprocessing.active_children())
     batches = loader.batches(KEYS) if loader else read_by_workers(wrong, KEYS, 2, CPU)
