@@ -12,7 +12,7 @@ from pathlib import Path
 
 _SERVER = """
 import json, os, sys
-import hydra, sklearn.datasets, torch, torch.utils.tensorboard, torchvision
+import hydra, torch, torch.utils.tensorboard, torchvision
 import ddptrain.config.compose, ddptrain.data.images.data, ddptrain.recipes.image
 import ddptrain.run.train, ddptrain.verbs.saved_run
 from ddptrain.distributed.launcher.process import end_with
