@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from shell import under_torchrun
+from shell import in_new_process, under_torchrun
 
 SCRIPT = """
 import os
@@ -41,3 +41,27 @@ def test_a_late_thread_of_gloo_ends_no_rank(tmp_path: Path) -> None:
         for other in others:
             other.kill()
             other.wait()
+
+
+OBSERVER = """
+from pathlib import Path
+from ddptrain.api.observer import Observer
+FILE = Path("module.txt").open("w")
+class Writes(Observer):
+    def start(self, event):
+        self.cycle = self
+        self.file = Path("observer.txt").open("w")
+    def log(self, event):
+        for file in (FILE, self.file):
+            file.write(f"{event.step} ")
+"""
+
+
+@pytest.mark.parametrize("start", ["", "launch --nproc-per-node=2"])
+def test_what_an_observer_has_not_flushed_is_written(tmp_path: Path, start: str) -> None:
+    (tmp_path / "noting.py").write_text(OBSERVER)
+    words = "recipe=cnn_digits device=cpu train.steps=3 log.every=1 observers=[] +observers.one._target_="
+    ended = in_new_process(tmp_path, f"{start} {words}noting.Writes")
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "observer.txt").read_text() == "1 2 3 "
+    assert (tmp_path / "module.txt").read_text() == "1 2 3 "

@@ -11,12 +11,13 @@ from functools import cache
 from pathlib import Path
 
 _SERVER = """
-import json, os, sys
+import atexit, gc, json, os, sys
 import hydra, torch, torch.utils.tensorboard, torchvision
 import ddptrain.config.compose, ddptrain.data.images.data, ddptrain.recipes.image
 import ddptrain.run.train, ddptrain.verbs.saved_run
 from ddptrain.distributed.launcher.process import end_with
 from ddptrain.verbs.main import main
+gc.freeze()
 while line := sys.stdin.readline():
     asked = json.loads(line)
     child = os.fork()
@@ -29,7 +30,13 @@ while line := sys.stdin.readline():
         sys.argv = ["ddptrain", *asked["words"]]
         if threads := os.environ.get("OMP_NUM_THREADS"):  # which OpenMP reads when it is loaded
             torch.set_num_threads(int(threads))
-        end_with(main, asked["words"])
+        try:
+            end_with(main, asked["words"])
+        except SystemExit as end:  # what Python would do now takes a second in a fork
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 

@@ -7,6 +7,7 @@ workers waiting.
 import atexit
 import ctypes
 import gc
+import io
 import multiprocessing
 import os
 import re
@@ -15,7 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from typing import NoReturn
 
@@ -100,6 +101,7 @@ def gc_paused() -> Iterator[None]:
 
 def end_with(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> NoReturn:
     """Run a command line, and end this process with its exit code."""
+    atexit.register(_before_shutdown)  # the first, and so called after all others
     try:
         code = main(words)
     except SystemExit as end:  # of a recipe's own
@@ -114,6 +116,7 @@ def end_with(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> NoRe
 
 def leave(code: int) -> NoReturn:
     """End this process with an exit code; a rank and its ``launch`` without the interpreter's own shutdown.
+    What a user's code has not flushed is in its files all the same.
 
     A thread of gloo's may still hold the last collective's tensors. Where it lets go of them while the
     interpreter shuts down, it asks for a lock that is gone, and aborts the process (torch 2.15, seen on busy
@@ -123,9 +126,22 @@ def leave(code: int) -> NoReturn:
     if "RANK" not in os.environ and AGENT not in os.environ:
         sys.exit(code)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush_files()
     os._exit(code)
+
+
+def _flush_files() -> None:
+    for held in gc.get_objects():
+        if issubclass(type(held), io.TextIOWrapper | io.BufferedWriter) and not held.closed:
+            with suppress(OSError):  # nobody is left to hear of it
+                held.flush()
+
+
+def _before_shutdown() -> None:
+    """Python's own shutdown looks at all objects several times, which takes a second after an import of
+    torch: nothing is left for it to look at."""
+    _flush_files()
+    gc.freeze()
 
 
 def end_with_rank(_worker: int) -> None:
