@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from compare import assert_same
+from jobs import MARK
 from shell import RANK_VARIABLES
 
 from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.saved_checkpoint import unpack
 
 FAULTY = Path(__file__).parent / "faulty"
-_MARK = "DDPTRAIN_TEST_JOB"
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Job:
             "python": ["-m", "ddptrain"],
         }[self.launcher]
         inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-        own = {_MARK: self.mark, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        own = {MARK: self.mark, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
         self.output = self.cwd / f"output-{self.mark}.txt"
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(
@@ -188,7 +188,7 @@ def _marked(mark: str) -> list[tuple[int, dict[str, str]]]:
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, ProcessLookupError):
             continue
-        if f"{_MARK}={mark}".encode() in raw and state != "Z":
+        if f"{MARK}={mark}".encode() in raw and state != "Z":
             pairs = (item.partition("=") for item in raw.decode(errors="replace").split("\0") if "=" in item)
             found.append((int(entry.name), {name: value for name, _, value in pairs}))
     return found
