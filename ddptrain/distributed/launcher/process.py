@@ -27,6 +27,7 @@ OBJECTS = "DDPTRAIN_OBJECTS"
 """Environment variable: a file with a program's sys.path and the objects given to ``ddptrain.fit``, pickled
 by this user's own program."""
 _OF_RANKS = re.compile(r"PET_|TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$")
+_WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 STOP_SIGNALS = (
@@ -132,7 +133,7 @@ def leave(code: int) -> NoReturn:
 
 def _flush_files() -> None:
     for held in gc.get_objects():
-        if issubclass(type(held), io.TextIOWrapper | io.BufferedWriter) and not held.closed:
+        if issubclass(type(held), _WRITERS) and not held.closed:
             with suppress(OSError):  # nobody is left to hear of it
                 held.flush()
 
