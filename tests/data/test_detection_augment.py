@@ -66,7 +66,7 @@ def slow_owners(seed: int, side: int, scenes: int) -> Iterator[tuple[Tensor, lis
 
 @pytest.mark.parametrize("side", [64, 100])
 def test_drawn_boxes_hold_what_is_seen_to_the_pixel(side: int) -> None:
-    images, found = draw_scenes(torch.Generator().manual_seed(5), side)
+    images, found = draw_scenes(torch.Generator().manual_seed(5), 200, side)
     assert images.shape == (200, 3, side, side)
     assert {len(one) for one in found} >= set(range(1, 9))
     for (owner, painted), objects in zip(slow_owners(5, side, 12), found, strict=False):

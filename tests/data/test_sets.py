@@ -16,6 +16,7 @@ from PIL import Image
 from toy import Vectors
 
 from ddptrain.api.world import World
+from ddptrain.data.detection.drawn import DrawnScenes
 from ddptrain.data.images.cifar10 import ARCHIVE, Cifar10
 from ddptrain.data.images.digits import Digits
 from ddptrain.data.images.folder import ImageFolder
@@ -37,6 +38,16 @@ def test_shapes_follow_from_the_seed_alone() -> None:
     assert torch.equal(one.valid.labels, more.valid.labels)
     assert not torch.equal(one.train.images(ids), other.train.images(ids))
     assert not torch.equal(one.train.images(ids[:7]), one.valid.images(ids[:7]))
+
+
+@pytest.mark.parametrize("n", [1, 7, 201])
+def test_scenes_are_the_same_however_many_there_are(n: int) -> None:
+    few, more = (DrawnScenes(count, 1, 64, masks=True).open(NOWHERE).train for count in (n, 210))
+    for i, (one, other) in enumerate(zip(few.objects, more.objects[:n], strict=True)):
+        assert torch.equal(few.image(i), more.image(i))
+        assert torch.equal(one.boxes, other.boxes)
+        assert torch.equal(one.labels, other.labels)
+        assert one.masks == other.masks
 
 
 def test_shapes_are_what_their_statistics_say() -> None:

@@ -22,7 +22,7 @@ from ddptrain.errors import check_least
 
 MOST = 12
 """Shapes in a scene."""
-_CHUNK = 200  # Scenes drawn from one generator: scene i does not depend on how many are drawn
+_CHUNK = 200  # Scenes of one generator, which draws for all: scene i does not depend on how many are painted
 _TRIES = 20  # Shapes offered to a scene; one that would hide too much of an earlier one is not painted
 _PATCH = 64  # Side of the square in which a shape is drawn; no shape is larger
 _RADIUS = (7.0, 28.0)
@@ -57,32 +57,32 @@ class DrawnScenes(DetectionSource):
         )
 
     def _scenes(self, count: int, part: int) -> ArrayScenes:
-        chunks = [
-            draw_scenes(torch.Generator().manual_seed(derive_seed(self.seed, part, i)), self.size, self.masks)
-            for i in range(math.ceil(count / _CHUNK))
-        ]
-        images = torch.cat([images for images, _ in chunks])[:count]
-        objects = [one for _, chunk_objects in chunks for one in chunk_objects][:count]
+        chunks = []
+        for i in range(math.ceil(count / _CHUNK)):
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, part, i))
+            chunks.append(draw_scenes(generator, min(count - i * _CHUNK, _CHUNK), self.size, self.masks))
+        images = torch.cat([images for images, _ in chunks])
+        objects = [one for _, chunk_objects in chunks for one in chunk_objects]
         return ArrayScenes(images, objects, [f"{i:06}" for i in range(count)])
 
 
-def draw_scenes(generator: Generator, side: int, masks: bool = False) -> tuple[Tensor, list[Objects]]:
-    """uint8 (200, 3, side, side) pictures and what is on each, with masks if asked for."""
+def draw_scenes(generator: Generator, n: int, side: int, masks: bool = False) -> tuple[Tensor, list[Objects]]:
+    """uint8 (n, 3, side, side) pictures, at most 200, and what is on each, with masks if asked for."""
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
-        return low + (high - low) * torch.rand(_CHUNK, *shape, generator=generator)
+        return (low + (high - low) * torch.rand(_CHUNK, *shape, generator=generator))[:n]
 
     base = uniform(0, 1, 3)
     canvas = _Canvas.empty(_background(base, uniform, side))
-    wanted = torch.randint(1, MOST + 1, (_CHUNK,), generator=generator)
-    labels = torch.randint(len(DISTANCES), (_CHUNK, _TRIES), generator=generator)
+    wanted = torch.randint(1, MOST + 1, (_CHUNK,), generator=generator)[:n]
+    labels = torch.randint(len(DISTANCES), (_CHUNK, _TRIES), generator=generator)[:n]
     radius = torch.exp(uniform(math.log(_RADIUS[0]), math.log(_RADIUS[1]), _TRIES))
     angle = uniform(0, 2 * math.pi, _TRIES)
     centre = uniform(0.04, 0.96, _TRIES, 2) * side
     colour = (base[:, None] + uniform(0.2, 0.8, _TRIES, 3)) % 1  # never the background's own
-    noise = 0.04 * torch.randn(_CHUNK, 3, side, side, generator=generator)
-    painted = torch.full((_CHUNK, MOST), _NOBODY)
-    count = torch.zeros(_CHUNK, dtype=torch.int64)
+    noise = 0.04 * torch.randn(_CHUNK, 3, side, side, generator=generator)[:n]
+    painted = torch.full((n, MOST), _NOBODY)
+    count = torch.zeros(n, dtype=torch.int64)
     for k in range(_TRIES):
         pending = torch.nonzero(count < wanted)[:, 0]
         accepted = canvas.paint(

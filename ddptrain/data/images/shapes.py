@@ -20,7 +20,8 @@ from ddptrain.data.images.source import ArraySplit, ImageSet, ImageSource, Split
 from ddptrain.errors import check_least
 
 SIDE = 32
-_CHUNK = 1000  # Samples drawn from one generator: sample i does not depend on how many are drawn
+_CHUNK = 1000
+"""Samples of one generator, which draws for all of them: sample i does not depend on how many are painted."""
 
 
 @final
@@ -53,21 +54,21 @@ class Shapes(ImageSource):
         )
 
     def _split(self, count: int, part: int) -> Split:
-        chunks = [
-            draw_samples(torch.Generator().manual_seed(derive_seed(self.seed, part, i)))
-            for i in range(math.ceil(count / _CHUNK))
-        ]
-        images, labels = (torch.cat(pieces)[:count] for pieces in zip(*chunks, strict=True))
+        chunks = []
+        for i in range(math.ceil(count / _CHUNK)):
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, part, i))
+            chunks.append(draw_samples(generator, min(count - i * _CHUNK, _CHUNK)))
+        images, labels = (torch.cat(pieces) for pieces in zip(*chunks, strict=True))
         return ArraySplit(images, labels)
 
 
-def draw_samples(generator: Generator) -> tuple[Tensor, Tensor]:
-    """uint8 (1000, 32, 32, 3) images and int64 (1000,) labels."""
+def draw_samples(generator: Generator, n: int) -> tuple[Tensor, Tensor]:
+    """uint8 (n, 32, 32, 3) images, at most 1000, and int64 (n,) labels."""
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
-        return low + (high - low) * torch.rand(_CHUNK, *shape, generator=generator)
+        return (low + (high - low) * torch.rand(_CHUNK, *shape, generator=generator))[:n]
 
-    labels = torch.randint(len(DISTANCES), (_CHUNK,), generator=generator)
+    labels = torch.randint(len(DISTANCES), (_CHUNK,), generator=generator)[:n]
     ground = uniform(0, 0.5, 1, 1, 3)
     canvas = ground + _slope(uniform) * uniform(-0.2, 0.2, 1, 1, 3)
     for _ in range(3):
@@ -77,7 +78,7 @@ def draw_samples(generator: Generator) -> tuple[Tensor, Tensor]:
     canvas = _painted(canvas, signed_distance(labels, radius, centre, angle, SIDE), colour)
     for _ in range(2):
         canvas = _painted(canvas, _line(uniform), uniform(0, 1, 1, 1, 3))
-    noise = 0.05 * torch.randn(canvas.shape, generator=generator)
+    noise = 0.05 * torch.randn(_CHUNK, *canvas.shape[1:], generator=generator)[:n]
     return ((canvas + noise).clamp(0, 1) * 255).round().to(torch.uint8), labels
 
 
