@@ -44,9 +44,12 @@ def test_a_late_thread_of_gloo_ends_no_rank(tmp_path: Path) -> None:
 
 
 OBSERVER = """
+import io
 from pathlib import Path
 from ddptrain.api.observer import Observer
 FILE = Path("module.txt").open("w")
+DETACHED = io.TextIOWrapper(io.BytesIO())
+DETACHED.detach()
 class Writes(Observer):
     def start(self, event):
         self.cycle = self
@@ -54,6 +57,7 @@ class Writes(Observer):
     def log(self, event):
         for file in (FILE, self.file):
             file.write(f"{event.step} ")
+        print("printed", event.step)
 """
 
 
@@ -61,7 +65,11 @@ class Writes(Observer):
 def test_what_an_observer_has_not_flushed_is_written(tmp_path: Path, start: str) -> None:
     (tmp_path / "noting.py").write_text(OBSERVER)
     words = "recipe=cnn_digits device=cpu train.steps=3 log.every=1 observers=[] +observers.one._target_="
-    ended = in_new_process(tmp_path, f"{start} {words}noting.Writes")
+    ended = in_new_process(tmp_path, f"{start} {words}noting.Writes", PYTHONUNBUFFERED="")
     assert ended.code == 0, ended.err
+    assert "Traceback" not in ended.err
+    assert [line for line in ended.out.splitlines() if "printed" in line] == [
+        f"printed {i}" for i in (1, 2, 3)
+    ]
     assert (tmp_path / "observer.txt").read_text() == "1 2 3 "
     assert (tmp_path / "module.txt").read_text() == "1 2 3 "

@@ -132,9 +132,9 @@ def leave(code: int) -> NoReturn:
 
 
 def _flush_files() -> None:
-    for held in gc.get_objects():
-        if issubclass(type(held), _WRITERS) and not held.closed:
-            with suppress(OSError):  # nobody is left to hear of it
+    for held in (sys.stdout, sys.stderr, *gc.get_objects()):  # gc_paused has frozen those two
+        if issubclass(type(held), _WRITERS):
+            with suppress(OSError, ValueError):  # closed, detached, or nobody reads it
                 held.flush()
 
 
