@@ -24,7 +24,7 @@ from ddptrain.config.arguments import EXPLAIN, GROUPS, OURS, Arguments
 from ddptrain.config.augment_group import Tree, place_augment
 from ddptrain.config.check import type_message
 from ddptrain.config.chosen_nodes import place_nodes
-from ddptrain.config.explain import explained, no_section, no_such_key, plain_tree
+from ddptrain.config.explain import explained, hydra_loader, no_section, no_such_key, plain_tree
 from ddptrain.config.limits import few_interpolations, is_below, is_plain_name, read_config
 from ddptrain.config.overrides import check_override, expect_one_value, parsed
 from ddptrain.config.search_path import CONF, look_in
@@ -39,15 +39,15 @@ def composed_tree(arguments: Arguments) -> tuple[Tree, list[str]] | None:
     """The config tree of a command line, and its overrides; None where an option like ``--cfg=hydra`` or
     ``--explain`` has been answered instead."""
     words = _checked_words(arguments)
-    for key in arguments.values_of(EXPLAIN):
+    if keys := arguments.values_of(EXPLAIN):
         with _hydra_errors_as_user_errors(words):
-            print(explained(key, words, lambda tree: placed(tree, words, _composed_meanwhile)))
+            print(explained(keys[0], words, lambda tree: placed(tree, words, _composed_meanwhile)))
         return None
     if not arguments.shows_config and not {*_options_of_hydra(arguments)} <= {"--run", "-r"}:
         _run_hydra(arguments, words, lambda composed: None)
         return None
     # by Hydra's API and not its main function, which composes each config twice
-    with _hydra_errors_as_user_errors(words), _initialized():
+    with _hydra_errors_as_user_errors(words), hydra_loader():
         composed = hydra.compose("config", words, return_hydra_config=True)
         with open_dict(composed):
             of_hydra = composed.pop("hydra")
@@ -159,15 +159,8 @@ def _checked_overrides(arguments: Arguments, words: Sequence[str]) -> list[Overr
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
     """What these overrides alone make of the defaults. Raises Hydra's own exceptions."""
-    with _initialized():
+    with hydra_loader():
         return hydra.compose("config", list(overrides))
-
-
-@contextmanager
-def _initialized() -> Iterator[None]:
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_module(CONF, version_base="1.3"):
-        yield
 
 
 def _composed_meanwhile(overrides: Sequence[str]) -> Tree:

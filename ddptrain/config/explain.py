@@ -63,7 +63,7 @@ def explained(key: str, overrides: Sequence[str], placed: Callable[[Tree], Tree]
     Raises UserError where there is no such key, and Hydra's own exceptions for what can't be composed.
     """
     words = list(overrides)
-    with _loader() as loader:
+    with hydra_loader() as loader:
         composed = loader.load_configuration(_ROOT, words, RunMode.RUN)
         defaults = loader.compute_defaults_list(_ROOT, words, RunMode.RUN)
         layers = _layers(loader, words)
@@ -71,7 +71,7 @@ def explained(key: str, overrides: Sequence[str], placed: Callable[[Tree], Tree]
         del composed["hydra"]
         composed["recipe"] = defaults.overrides.known_choices.get("recipe") or "???"
     raw, merged = plain_tree(composed, resolve=False), plain_tree(composed, resolve=True)
-    with _loader():
+    with hydra_loader():
         final = placed(merged)
     moved = bool(merged["augment"]) and final["data"].get("augment") == merged["augment"]
     final = {**final, "augment": merged["augment"]} if moved else final
@@ -96,7 +96,7 @@ def explained(key: str, overrides: Sequence[str], placed: Callable[[Tree], Tree]
 
 def no_section(overrides: Sequence[str]) -> str:
     """What to say where a file gives a value to a key that has keys below it; '' where none does."""
-    with _loader() as loader:
+    with hydra_loader() as loader:
         layers = _layers(loader, overrides)
     sections: dict[str, str] = {}
     for layer in layers:
@@ -114,7 +114,8 @@ def no_section(overrides: Sequence[str]) -> str:
 
 
 @contextmanager
-def _loader() -> Iterator[ConfigLoaderImpl]:
+def hydra_loader() -> Iterator[ConfigLoaderImpl]:
+    """Inside, Hydra composes of our YAMLs."""
     GlobalHydra.instance().clear()
     with hydra.initialize_config_module(CONF, version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()

@@ -121,15 +121,24 @@ def batches(source: ImageSource, root: Path, workers: int = 0) -> list[tuple[Ten
     return [*data.train_batches(Sampler(data.train_size, 12, 7), range(4)), *valid]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = {(kind, 2) for kind in ("tensor", "array", "dict")}
+"""To start workers takes seconds."""
+READ = [
+    pytest.param(kind, workers, marks=[pytest.mark.long] * ((kind, workers) in SLOW))
+    for kind in KINDS
+    for workers in (0, 2)
+]
+
+
+@pytest.mark.parametrize(("kind", "workers"), READ)
 @pytest.mark.parametrize(("resize", "tells"), [(None, True), pytest.param(32, False, marks=pytest.mark.long)])
-def test_they_are_those_of_files(folder: Path, kind: str, resize: int | None, tells: bool) -> None:
+def test_they_are_those_of_files(
+    folder: Path, kind: str, workers: int, resize: int | None, tells: bool
+) -> None:
     wanted = batches(ImageFolder(24, resize=resize), folder)
     source = DatasetImages(Pictures(folder, kind, tells), size=24, resize=resize)
-    by_workers = [batches(source, folder, workers=2)] if kind in ("Pillow", "dict of tensors") else []
-    for found in (batches(source, folder), *by_workers):
-        for one, other in zip(wanted, found, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    for one, other in zip(wanted, batches(source, folder, workers), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_a_random_transform_of_its_own_is_refused(folder: Path) -> None:

@@ -14,10 +14,9 @@ from typing import final
 import torch
 from torch import Generator, Tensor
 
-from ddptrain.api.rng import derive_seed
 from ddptrain.data.detection.run_lengths import encode_masks
 from ddptrain.data.detection.source import ArrayScenes, DetectionSet, DetectionSource, Objects
-from ddptrain.data.images.shapes import DISTANCES, signed_distance
+from ddptrain.data.images.shapes import DISTANCES, in_chunks, signed_distance
 from ddptrain.errors import check_least
 
 MOST = 12
@@ -57,10 +56,9 @@ class DrawnScenes(DetectionSource):
         )
 
     def _scenes(self, count: int, part: int) -> ArrayScenes:
-        chunks = []
-        for i in range(math.ceil(count / _CHUNK)):
-            generator = torch.Generator().manual_seed(derive_seed(self.seed, part, i))
-            chunks.append(draw_scenes(generator, min(count - i * _CHUNK, _CHUNK), self.size, self.masks))
+        chunks = [
+            draw_scenes(*chunk, self.size, self.masks) for chunk in in_chunks(count, _CHUNK, self.seed, part)
+        ]
         images = torch.cat([images for images, _ in chunks])
         objects = [one for _, chunk_objects in chunks for one in chunk_objects]
         return ArrayScenes(images, objects, [f"{i:06}" for i in range(count)])

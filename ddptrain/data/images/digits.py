@@ -27,7 +27,7 @@ class Digits(ImageSource):
                 "data=digits: these digits come with scikit-learn, which is not installed."
                 " pip install scikit-learn, or use data=shapes, which needs nothing."
             )
-        # its file, as to import the package takes longer than many a training on this set
+        # the file alone: to import the package takes a second and more
         rows = np.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
         # pixels are 0..16 in steps of one; 255 / 16 brings them to the full range of uint8
         images = (torch.tensor(rows[:, :-1]).view(-1, 8, 8, 1) * (255 / 16)).round().to(torch.uint8)

@@ -6,7 +6,7 @@ drawn from signed distances (I. Quilez, https://iquilezles.org/articles/distfunc
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -54,12 +54,16 @@ class Shapes(ImageSource):
         )
 
     def _split(self, count: int, part: int) -> Split:
-        chunks = []
-        for i in range(math.ceil(count / _CHUNK)):
-            generator = torch.Generator().manual_seed(derive_seed(self.seed, part, i))
-            chunks.append(draw_samples(generator, min(count - i * _CHUNK, _CHUNK)))
+        chunks = [draw_samples(*chunk) for chunk in in_chunks(count, _CHUNK, self.seed, part)]
         images, labels = (torch.cat(pieces) for pieces in zip(*chunks, strict=True))
         return ArraySplit(images, labels)
+
+
+def in_chunks(count: int, most: int, *key: int) -> Iterator[tuple[Generator, int]]:
+    """For each chunk of a drawn set, of at most so many samples: its generator, which follows from the key (a
+    seed, the part of the set) and the chunk's number, and how many samples it has."""
+    for i in range(math.ceil(count / most)):
+        yield torch.Generator().manual_seed(derive_seed(*key, i)), min(count - i * most, most)
 
 
 def draw_samples(generator: Generator, n: int) -> tuple[Tensor, Tensor]:

@@ -127,12 +127,15 @@ def leave(code: int) -> NoReturn:
     if "RANK" not in os.environ and AGENT not in os.environ:
         sys.exit(code)
     atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
     _flush_files()
     os._exit(code)
 
 
 def _flush_files() -> None:
-    for held in (sys.stdout, sys.stderr, *gc.get_objects()):  # gc_paused has frozen those two
+    """All but what `gc_paused` has frozen, such as the standard streams."""
+    for held in gc.get_objects():
         if issubclass(type(held), _WRITERS):
             with suppress(OSError, ValueError):  # closed, detached, or nobody reads it
                 held.flush()
