@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ddptrain.api.world import World
 from ddptrain.distributed.comm import on_all_ranks, once_a_node
-from ddptrain.engine.weights_file import tensors_of, weights_at
+from ddptrain.engine.weights_file import StoredWeights, tensors_of, weights_at
 from ddptrain.errors import UserError, reason
 from ddptrain.observe.mirror.layout import is_mirror
 from ddptrain.observe.mirror.restore import local_copy
@@ -36,15 +36,16 @@ _LEAST_SHARE = 0.5
 
 def load_initial_weights(
     source: str, skip: Sequence[str], node: Mapping[str, Any], model: nn.Module, world: World
-) -> None:
+) -> Mapping[str, Any] | None:
     """Put what ``init.weights`` names, the source, into a new model, but for names that match a pattern of
-    ``skip``, and log what fitted. node: the model's in the config. Collectives: it is downloaded once a node,
-    and all ranks learn of one that can't read it.
+    ``skip``, and log what fitted. Returns the manifest of the checkpoint that it was read from; None where it
+    is another program's. node: the model's in the config. Collectives: it is downloaded once a node, and all
+    ranks learn of one that can't read it.
 
     Raises UserError where there is no such file, or it is another model's.
     """
-    weights = on_all_ranks(world, lambda: read_weights(source, node, world))
-    matched = match(model, weights, source, skip)
+    stored = on_all_ranks(world, lambda: read_weights(source, node, world))
+    matched = match(model, stored.tensors, source, skip)
     own = model.state_dict()
     # a rank that holds the shapes alone gets the first one's numbers later
     loaded = {
@@ -54,6 +55,7 @@ def load_initial_weights(
     model.load_state_dict({**own, **loaded})
     for line in matched.lines():
         log.info("weights    %s", line)
+    return stored.manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +146,8 @@ def match(model: nn.Module, weights: Weights, source: str, skip: Sequence[str]) 
     return Matched(key, {**same, **extra}, share, other_size, cast, missing, skipped, unused)
 
 
-def read_weights(source: str, model: Mapping[str, Any], world: World) -> Weights:
-    """The tensors of a source, by name. model: the config's node, which says whose weights a library has."""
+def read_weights(source: str, model: Mapping[str, Any], world: World) -> StoredWeights:
+    """Those of a source. model: the config's node, which says whose weights a library has."""
     library = _library_of(model)
     if source == "default":
         defaults = {"torchvision": "DEFAULT", "timm": "default", "transformers": model.get("name")}
@@ -156,7 +158,7 @@ def read_weights(source: str, model: Mapping[str, Any], world: World) -> Weights
             f"init.weights={source}: the model is of {library}. init.weights=default takes that one's own."
         )
     if separator and kind in _LIBRARIES:
-        return _LIBRARIES[kind](name, model, world)
+        return StoredWeights(_LIBRARIES[kind](name, model, world))
     if is_mirror(source):
         path = once_a_node(world, lambda: local_copy(source, "init.weights"))
     else:
@@ -302,7 +304,7 @@ def _hub(name: str, model: Mapping[str, Any], world: World) -> Weights:
     hub = _imported("huggingface_hub", key)
 
     def fetched() -> Weights:
-        return weights_at(Path(hub.hf_hub_download(name, "model.safetensors")), key)
+        return weights_at(Path(hub.hf_hub_download(name, "model.safetensors")), key).tensors
 
     return _downloaded(fetched, key, f"model.safetensors of {name} anywhere, and name that", world)
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,16 @@ _OTHER_CODE = re.compile(r"GLOBAL (\S+) was not an allowed")
 """torch's message names what a pickle asks for."""
 
 
-def weights_at(path: Path, key: str) -> dict[str, Any]:
-    """The tensors at a path, on the CPU, by name. key: ``init.weights=...``, for messages.
+class StoredWeights(NamedTuple):
+    """tensors: on the CPU, by name, with the extra state of modules (``get_extra_state``). manifest: of a
+    checkpoint; None of another program's file."""
+
+    tensors: Mapping[str, Any]
+    manifest: Mapping[str, Any] | None = None
+
+
+def weights_at(path: Path, key: str) -> StoredWeights:
+    """What is stored at a path. key: ``init.weights=...``, for messages.
 
     Raises UserError where there are none, or they can't be read.
     """
@@ -36,12 +44,12 @@ def weights_at(path: Path, key: str) -> dict[str, Any]:
             return _of_folder(path, key)
         if not path.is_file():
             raise UserError(f"{key}: is neither a file nor a folder.")
-        return _of_file(path, key)
+        return StoredWeights(_of_file(path, key))
     except OSError as error:
         raise UserError(f"{key}: can't be read ({reason(error)}).") from error
 
 
-def _of_folder(path: Path, key: str) -> dict[str, Any]:
+def _of_folder(path: Path, key: str) -> StoredWeights:
     """Of a checkpoint, or of a run's best, or else newest; the averaged ones where there are some."""
     if (path / "checkpoints").is_dir():
         best = path / "checkpoints" / "best"
@@ -52,7 +60,7 @@ def _of_folder(path: Path, key: str) -> dict[str, Any]:
         saved = read(path)
     else:
         raise UserError(f"{key}: is neither a run's folder nor a checkpoint's.{_sources_in(path)}")
-    return _inside(unpack(saved), key)
+    return StoredWeights(_inside(unpack(saved), key), saved.manifest)
 
 
 def _sources_in(path: Path) -> str:

@@ -4,16 +4,14 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from ddptrain.api.recipe import Data
 from ddptrain.config.schema import Config
-from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.initial_weights import normalisation_of
-from ddptrain.engine.saved_checkpoint import MANIFEST, LoadedCheckpoint
+from ddptrain.engine.saved_checkpoint import LoadedCheckpoint
 from ddptrain.errors import UserError
-from ddptrain.text import first_few, parse_json
+from ddptrain.text import first_few
 
 log = logging.getLogger("ddptrain")
 
@@ -111,11 +109,8 @@ def note_other_samples(data: Data, saved: LoadedCheckpoint) -> None:
         )  # fmt: skip
 
 
-def note_other_data(weights: str | None, data: Data) -> None:
+def note_other_data(weights: str, manifest: Mapping[str, Any], data: Data) -> None:
     """Log where weights of a checkpoint (``init.weights``) were trained for other outputs or inputs."""
-    manifest = _manifest_of(Path(weights)) if weights is not None else None
-    if manifest is None:
-        return
     theirs, own = manifest.get("outputs") or [], data.outputs
     differ = _outputs_differ(theirs, list(own))
     if differ:
@@ -130,17 +125,6 @@ def note_other_data(weights: str | None, data: Data) -> None:
     differ = _inputs_differ(manifest.get("recall") or {}, data.metadata())
     if differ:
         log.info("note       init.weights=%s: was trained on other inputs: %s", weights, differ)
-
-
-def _manifest_of(path: Path) -> Mapping[str, Any] | None:
-    """Of the checkpoint whose weights `load_initial_weights` has read; None of another program's file."""
-    if (path / "checkpoints").is_dir():
-        best, steps = path / "checkpoints" / "best", Checkpointer(path / "checkpoints", keep=1).steps()
-        path = best if best.is_dir() else steps[-1]
-    if not (path / MANIFEST).is_file():
-        return None
-    manifest: Mapping[str, Any] = parse_json((path / MANIFEST).read_text())
-    return manifest
 
 
 def _outputs_differ(theirs: Sequence[str], own: Sequence[str]) -> str:

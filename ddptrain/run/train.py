@@ -175,10 +175,11 @@ def make_train_step(
     else:
         model = setup.make_model(config, task, world.device)
     on_all_ranks(world, lambda: precision.check(model))  # nodes may have other GPUs
-    if saved is None:
-        if config.init.weights is not None:
-            load_initial_weights(config.init.weights, config.init.skip, config.model or {}, model, world)
-        note_other_data(config.init.weights, data)
+    weights = config.init.weights
+    if saved is None and weights is not None:
+        manifest = load_initial_weights(weights, config.init.skip, config.model or {}, model, world)
+        if manifest is not None:
+            note_other_data(weights, manifest, data)
     known: Mapping[str, Any] = {} if saved is None else saved.manifest
     frozen = _frozen(config, model, plan, known)
     if names := recompute(model, config.train.recompute):

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stream_of(folder / "dark", TRAINED, mean=(10.0,) * 3, std=(5.0,) * 3)
     stream_of(folder / "turned", TRAINED[::-1])
     stream_of(folder / "more", (*TRAINED, "dog"))
-    done = ddptrain(folder, f"{SMALL} data.source.url=own train.steps=3", **ONE_THREAD)
+    done = ddptrain(folder, f"{SMALL} data.source.url=own train.steps=3 checkpoint.every=1", **ONE_THREAD)
     assert done.code == 0, done.err
     return folder
 
@@ -63,8 +63,12 @@ def test_other_classes_are_refused(folder: Path, other: str, said: str) -> None:
     assert "was saved while training on other files" in refusal(folder, resumed, **ONE_THREAD)
 
 
-def test_weights_for_other_classes_are_noted(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_weights_for_other_classes_are_noted(folder: Path, tmp_path: Path, damaged: bool) -> None:
     shutil.copytree(folder / "run", tmp_path / "run")
+    if damaged:  # the weights come from the checkpoint before
+        shutil.rmtree(tmp_path / "run/checkpoints/best")
+        (tmp_path / "run/checkpoints/step-3/manifest.json").write_text("{")
     done = ddptrain(
         tmp_path,
         f"{SMALL} run.dir=new data.source.url={folder}/turned train.steps=1 init.weights=run",

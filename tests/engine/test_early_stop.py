@@ -9,15 +9,13 @@ import pytest
 from compare import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
-from toy import Fit, lr_schedule, run_killed_at, strict, with_noise
+from toy import Fit, lr_schedule, newest_state, run_killed_at, strict, with_noise
 
 from ddptrain.api.observer import Evaluated
 from ddptrain.api.timing import Timing
 from ddptrain.api.world import World
-from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.early_stop import EarlyStop
 from ddptrain.engine.plan import Plan
-from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.observe.summary import Summary
 
@@ -71,9 +69,7 @@ def train(folder: Path, ranks: int, stop_at: int | None = None) -> dict[str, Any
         fit.run(world, folder, stop_at if world.is_first else None)
 
     run_killed_at(stop_at, rank, ranks, folder)
-    saved = Checkpointer(folder, keep=2).newest()
-    assert saved is not None
-    return unpack(saved)
+    return newest_state(folder)
 
 
 def test_any_number_of_ranks_stops_at_the_same_step_killed_or_not(tmp_path: Path) -> None:

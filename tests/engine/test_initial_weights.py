@@ -41,7 +41,7 @@ WRAPPINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_a_file_is_understood_however_its_names_are_wrapped(how: str, tmp_path: Path) -> None:
     theirs, model = small(), small()
     torch.save(WRAPPINGS[how](theirs.state_dict()), tmp_path / "w.pth")
-    found = match(model, read_weights(str(tmp_path / "w.pth"), {}, World()), "w.pth", [])
+    found = match(model, read_weights(str(tmp_path / "w.pth"), {}, World()).tensors, "w.pth", [])
     assert found.loaded.keys() == model.state_dict().keys()
     assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in found.loaded.items())
     assert found.share == 1
@@ -49,7 +49,7 @@ def test_a_file_is_understood_however_its_names_are_wrapped(how: str, tmp_path: 
 
 def test_a_head_of_another_size_is_left_out_and_said_so(tmp_path: Path) -> None:
     save_file(small(7).state_dict(), tmp_path / "w.safetensors")
-    found = match(small(), read_weights(str(tmp_path / "w.safetensors"), {}, World()), "w", [])
+    found = match(small(), read_weights(str(tmp_path / "w.safetensors"), {}, World()).tensors, "w", [])
     assert found.other_size == [
         "3.weight (7, 40) there, (5, 40) here",
         "3.bias (7,) there, (5,) here",

@@ -1,5 +1,6 @@
 """A loss or gradient that is not finite: the same decision on all ranks at the same step."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,24 @@ import pytest
 import torch
 from compare import assert_same
 from rates import Rates
-from toy import CLASSES, FEATURES, Classify, Fit, Vectors, lr_schedule, plain, weights, with_noise
+from toy import (
+    CLASSES,
+    FEATURES,
+    Classify,
+    Fit,
+    Vectors,
+    lr_schedule,
+    newest_state,
+    plain,
+    run_killed_at,
+    weights,
+    with_noise,
+)
 
 from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
-from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.compiled import compile_loss
 from ddptrain.engine.plan import Plan
-from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import Diverged
 from ddptrain.testing import run_ranks
 
@@ -155,13 +166,8 @@ def test_a_skipping_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: P
                 make_model=with_noise,
                 ema=0.9,
             )
-            try:
-                run_ranks(lambda world, stop_at=stop_at, fit=fit: fit.run(world, folder, stop_at)[2], 1)  # type: ignore[misc]
-            except AssertionError:
-                assert stop_at is not None
-        saved = Checkpointer(folder, keep=2).newest()
-        assert saved is not None
-        return unpack(saved)
+            run_killed_at(stop_at, partial(fit.run, folder=folder, stop_at=stop_at), 1, folder)
+        return newest_state(folder)
 
     whole = final(tmp_path / "whole")
     assert (whole["step"], whole["left_out"], whole["left_out_in_a_row"]) == (15, 2, 0)

@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 from compare import assert_same
-from toy import Fit, auto, lr_schedule, run_killed_at, with_noise
+from toy import Fit, auto, lr_schedule, newest_state, run_killed_at, with_noise
 
 from ddptrain.api.world import World
-from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
-from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.observe.jsonl import Jsonl
 
 PLAN = Plan(
@@ -18,12 +16,6 @@ PLAN = Plan(
     clip_norm=1.0, seed=5,
 )  # fmt: skip
 ADAMW: dict[str, Any] = {"_target_": "torch.optim.AdamW", "lr": 0.01}
-
-
-def final_state(folder: Path) -> dict[str, Any]:
-    saved = Checkpointer(folder, keep=2).newest()
-    assert saved is not None
-    return unpack(saved)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -49,7 +41,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     run(tmp_path / "stopped", stop_at=5)
     run(tmp_path / "stopped", stop_at=15)
     run(tmp_path / "stopped")
-    assert_same(final_state(tmp_path / "whole"), final_state(tmp_path / "stopped"))
+    assert_same(newest_state(tmp_path / "whole"), newest_state(tmp_path / "stopped"))
     assert (tmp_path / "whole/metrics.jsonl").read_bytes() == (
         tmp_path / "stopped/metrics.jsonl"
     ).read_bytes()

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from toy import CLASSES, FEATURES, Classify, Fit, auto, run_killed_at, strict
+from toy import CLASSES, FEATURES, Classify, Fit, auto, newest_state, run_killed_at, strict
 
 from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
-from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.load_model import fit_model
 from ddptrain.engine.plan import Plan
-from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import UserError
 from ddptrain.strategies.single import Single
 from ddptrain.testing import run_ranks
@@ -100,16 +98,10 @@ def differing(ours: Any, theirs: Any) -> list[str]:
     return [name for name in a if not same(a[name], b[name])]
 
 
-def last_state(folder: Path) -> dict[str, Any]:
-    saved = Checkpointer(folder, keep=2).newest()
-    assert saved is not None
-    return unpack(saved)
-
-
 @pytest.mark.parametrize("ema", [None, 0.9])
 def test_the_checkpoint_evaluates_as_the_run_did(ema: float | None, tmp_path: Path) -> None:
     _, data, report = fit(ema=ema).run(World(), tmp_path)
-    state = last_state(tmp_path)
+    state = newest_state(tmp_path)
     model = Moving()
     fit_model(model, state["average"].get("weights") or state["model"], "test")
     task, totals = Classify(Moving), [0.0, 0]
@@ -140,7 +132,7 @@ def test_the_average_of_each_is_what_five_lines_compute(tmp_path: Path) -> None:
 
     fit(ema=0.9, make_model=made, step_iterator=noted).run(World(), tmp_path)
     start, *steps = seen
-    average = last_state(tmp_path)["average"]["weights"]
+    average = newest_state(tmp_path)["average"]["weights"]
     for name, found in average.items():
         expected = start.get(name, steps[0][name])
         for step, values in enumerate(steps, start=1):
@@ -166,7 +158,7 @@ def test_a_resume_ends_with_the_same_state(size: int, ema: float | None, tmp_pat
     killed = run_ranks(rank(tmp_path / "killed"), size)
     unkilled = run_ranks(rank(tmp_path / "unkilled"), size)
     assert killed == unkilled
-    assert not differing(last_state(tmp_path / "killed"), last_state(tmp_path / "unkilled"))
+    assert not differing(newest_state(tmp_path / "killed"), newest_state(tmp_path / "unkilled"))
 
 
 def test_warming_up_leaves_no_trace(tmp_path: Path) -> None:
@@ -203,7 +195,7 @@ def test_an_evaluation_leaves_no_trace(size: int, ema: float | None, tmp_path: P
         return lambda world: one.run(world, tmp_path / str(every))[2].metrics
 
     assert run_ranks(rank(1), size) == run_ranks(rank(6), size)
-    often, once = (last_state(tmp_path / name) for name in ("1", "6"))
+    often, once = (newest_state(tmp_path / name) for name in ("1", "6"))
     for part in ("model", "average", "optimizer"):
         assert not differing(often[part], once[part])
 
@@ -221,7 +213,7 @@ class Spoils(Classify):
 def test_a_step_that_is_left_out_leaves_no_trace(tmp_path: Path) -> None:
     """Steps 1 and 4 of six are left out: the same state as of a model that never saw them."""
     _, _, report = fit(task=Spoils, ema=0.9, plan={"skips_nonfinite": True}).run(World(), tmp_path)
-    state = last_state(tmp_path)
+    state = newest_state(tmp_path)
     assert state["left_out"] == 2
     assert state["model"]["passes"] == 4
     assert state["model"]["_extra_state"]["scale"] == pytest.approx(1.01**4)
@@ -237,7 +229,7 @@ def test_strict_gives_the_same_state_on_any_number_of_ranks(tmp_path: Path) -> N
     reports = [run_ranks(rank(tmp_path / str(size)), size)[0] for size in (1, 2, 3)]
     assert reports[0] == reports[1] == reports[2]
     for size in (2, 3):
-        ours, theirs = last_state(tmp_path / str(size)), last_state(tmp_path / "1")
+        ours, theirs = newest_state(tmp_path / str(size)), newest_state(tmp_path / "1")
         assert not differing(ours["model"], theirs["model"])
         assert not differing(ours["average"], theirs["average"])
 
@@ -320,7 +312,7 @@ def test_an_optimizers_state_keeps_its_dtypes(name: str, tmp_path: Path) -> None
     run_killed_at(3, lambda world: one.run(world, tmp_path / "killed", 3)[2], 1, tmp_path / "killed")
     one.run(World(), tmp_path / "killed")
     one.run(World(), tmp_path / "unkilled")
-    ours, theirs = last_state(tmp_path / "killed"), last_state(tmp_path / "unkilled")
+    ours, theirs = newest_state(tmp_path / "killed"), newest_state(tmp_path / "unkilled")
     assert not differing(ours["optimizer"], theirs["optimizer"])
     assert not differing(ours["model"], theirs["model"])
 

@@ -8,12 +8,10 @@ import pytest
 import torch
 from compare import assert_same
 from torch import nn
-from toy import Classify, Fit, Vectors, auto, lr_schedule, run_killed_at, strict, with_noise
+from toy import Classify, Fit, Vectors, auto, lr_schedule, newest_state, run_killed_at, strict, with_noise
 
 from ddptrain.api.world import World
-from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
-from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.observe.jsonl import Jsonl
 
 PLAN = Plan(
@@ -30,12 +28,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def last_state(folder: Path) -> dict[str, Any]:
-    saved = Checkpointer(folder, keep=2).newest()
-    assert saved is not None
-    return unpack(saved)
-
-
 def train(folder: Path, ranks: int, how: str, stop_at: int | None = None) -> dict[str, Any]:
     """The last saved state."""
     plan = replace(PLAN, shards=4) if how == "strict" else PLAN
@@ -48,7 +40,7 @@ def train(folder: Path, ranks: int, how: str, stop_at: int | None = None) -> dic
         fit.run(world, folder, stop_at if world.is_first else None)
 
     run_killed_at(stop_at, rank, ranks, folder)
-    return last_state(folder)
+    return newest_state(folder)
 
 
 def test_the_weights_are_those_of_a_loop_that_thaws(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from toy import DIED
 
 from ddptrain.api.world import World
 from ddptrain.engine.checkpoint import Checkpointer
@@ -55,7 +56,7 @@ def killed_after(seconds: float, killed: list[int], folder: Path, first: int) ->
     def rank(world: World) -> None:
         save_on_and_on(world, folder, first, progress, seconds if world.rank in killed else None)
 
-    with pytest.raises(RankFailed):
+    with pytest.raises(RankFailed, match=DIED):
         run_ranks(rank, 2)
     return list(progress)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pairwise import pairwise_of, product_of
 from torch import Tensor, nn
-from toy import Fit, Vectors, auto, strict
+from toy import Fit, Vectors, auto, run_killed_at, strict
 
 from ddptrain.api.recipe import Loss, Progress, Report, Task
 from ddptrain.api.sampler import Sampler
@@ -21,7 +21,7 @@ from ddptrain.engine import meter
 from ddptrain.engine.health import Health
 from ddptrain.engine.plan import Plan
 from ddptrain.observe.jsonl import Jsonl
-from ddptrain.testing import RankFailed, run_ranks
+from ddptrain.testing import run_ranks
 
 TRAIN, BATCH, STEPS = 40, 12, 9
 FAULTS: dict[str, list[tuple[int, int, int]]] = {
@@ -161,9 +161,7 @@ def check(folder: Path, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
             patch.setattr(meter, "_HostSums", lambda shards: sums(shards, torch.device("cpu")))
         if case["killed"] is not None:
             stop_at, fewer = case["killed"]
-            # the killed rank, or the one that talked to it: either may be heard first
-            with pytest.raises(RankFailed, match=r"died without a message|Connection (closed|reset) by peer"):
-                run_ranks(lambda world: rank(world, stop_at), ranks)
+            run_killed_at(stop_at, lambda world: rank(world, stop_at), ranks, folder)
             ranks = max(1, ranks - fewer)
         run_ranks(lambda world: rank(world, None), ranks)
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -206,8 +204,7 @@ def test_what_only_some_ranks_log(
         fit.train(task, Numbered(TRAIN, 5), world, tmp_path, stop_at if world.is_first else None)
 
     if killed:
-        with pytest.raises(RankFailed):
-            run_ranks(lambda world: rank(world, killed), ranks)
+        run_killed_at(killed, lambda world: rank(world, killed), ranks, tmp_path)
     run_ranks(lambda world: rank(world, None), ranks)
     wanted: list[float | None] = []
     for step in range(STEPS):

@@ -12,7 +12,7 @@ import torch
 from compare import assert_same
 from queries import FAMILIES, write_detector
 from scenes import SAMPLES, detector, library_detector, with_statistics
-from toy import Fit, lr_schedule, weights
+from toy import DIED, Fit, lr_schedule, newest_state, weights
 
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
@@ -155,6 +155,7 @@ def test_a_killed_training_ends_with_the_same_bits(tmp_path: Path, size: int, on
     whole.mkdir()
     broken.mkdir()
     expected = run(whole, None)
-    with pytest.raises(RankFailed):
+    with pytest.raises(RankFailed, match=DIED):
         run(broken, 6)
+    assert newest_state(broken)["step"] == 6
     assert_same(run(broken, None), expected)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from toy import CLASSES, FEATURES, SGD, Classify, CountPositives, Fit, auto, plain, with_noise
+from toy import CLASSES, FEATURES, SGD, Classify, CountPositives, Fit, auto, plain, run_killed_at, with_noise
 
 from ddptrain.api.recipe import Loss, Progress
 from ddptrain.api.world import World
@@ -30,7 +30,7 @@ from ddptrain.engine.plan import Plan
 from ddptrain.engine.recompute import recompute
 from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.errors import Diverged, UserError
-from ddptrain.testing import RankFailed, run_ranks
+from ddptrain.testing import run_ranks
 
 PLAN = Plan(
     steps=9, train_size=103, batch_size=24, eval_batch_size=40, eval_every=3, save_every=3, verify_every=2,
@@ -104,8 +104,7 @@ def ran(fit: Fit, size: int, folder: Path, stop_at: int | None = None, nodes: in
 
     if stop_at is None:
         return run_ranks(rank, size)
-    with pytest.raises(RankFailed):
-        run_ranks(rank, size)
+    run_killed_at(stop_at, rank, size, folder)
     return []
 
 

@@ -15,15 +15,13 @@ from shell import ddptrain, refusal
 from texts import write_text
 from torch import Tensor, nn
 from torchvision.models import resnet18
-from toy import CLASSES, FEATURES, Fit, auto, run_killed_at, strict
+from toy import CLASSES, FEATURES, Fit, auto, newest_state, run_killed_at, strict
 
 from ddptrain.api.world import World
-from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.flops import counter
 from ddptrain.engine.parameter_groups import parameter_groups
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.recompute import recompute
-from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import UserError
 from ddptrain.observe.jsonl import Jsonl
 
@@ -111,12 +109,6 @@ def recomputed(patterns: list[str] = PATTERNS) -> nn.Module:
     return model
 
 
-def last_state(folder: Path) -> dict[str, Any]:
-    saved = Checkpointer(folder, keep=2).newest()
-    assert saved is not None
-    return unpack(saved)
-
-
 def train(
     folder: Path,
     make_model: Callable[[], nn.Module],
@@ -133,7 +125,7 @@ def train(
         fit.run(world, folder, stop_at if world.is_first else None)
 
     run_killed_at(stop_at, rank, ranks, folder)
-    return last_state(folder), (folder / "metrics.jsonl").read_bytes()
+    return newest_state(folder), (folder / "metrics.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -175,7 +167,7 @@ def test_recipes_by_the_command_line(tmp_path: Path, recipe: str, pattern: str) 
         done = ddptrain(tmp_path, [*words.split(), f"run.dir={folder}", *more])
         assert done.code == 0, done.err
         assert ("recompute " in done.err) == bool(more)
-    states = [last_state(folder / "checkpoints") for folder in folders]
+    states = [newest_state(folder / "checkpoints") for folder in folders]
     assert_same(*states)
     metrics = [(folder / "metrics.jsonl").read_bytes() for folder in folders]
     assert metrics[0] == metrics[1]

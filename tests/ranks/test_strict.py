@@ -12,13 +12,24 @@ from compare import assert_same
 from scenes import detector
 from texts import language_model, write_text
 from torch import nn
-from toy import CLASSES, FEATURES, Classify, CountPositives, Fit, Vectors, lr_schedule, strict, with_noise
+from toy import (
+    CLASSES,
+    DIED,
+    FEATURES,
+    Classify,
+    CountPositives,
+    Fit,
+    Vectors,
+    lr_schedule,
+    newest_state,
+    run_killed_at,
+    strict,
+    with_noise,
+)
 
 from ddptrain.api.recipe import Data, Task
 from ddptrain.api.world import World
-from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
-from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import UserError
 from ddptrain.observe.jsonl import Jsonl
 from ddptrain.testing import RankFailed, run_ranks
@@ -46,11 +57,7 @@ def train(
             fit = fitting(world, calendar, **changes)
             fit.train(*pair(), world, folder, stop_at if world.is_first else None)
 
-        if stop_at is None:
-            run_ranks(rank, size)
-        else:
-            with pytest.raises(RankFailed):
-                run_ranks(rank, size)
+        run_killed_at(stop_at, rank, size, folder)
     return outcome(folder)
 
 
@@ -63,9 +70,7 @@ def fitting(world: World, calendar: Plan, **changes: Any) -> Fit:
 
 
 def outcome(folder: Path) -> tuple[dict[str, Any], bytes]:
-    saved = Checkpointer(folder, keep=2).newest()
-    assert saved is not None
-    return unpack(saved), (folder / "metrics.jsonl").read_bytes()
+    return newest_state(folder), (folder / "metrics.jsonl").read_bytes()
 
 
 def points(task: type[Classify] = Classify) -> Pair:
@@ -150,7 +155,7 @@ def test_killed_at_any_step_and_continued_on_any_number_of_ranks(tmp_path: Path,
         if dies_at is None:
             run_ranks(rank, size)
         else:
-            with pytest.raises(RankFailed):
+            with pytest.raises(RankFailed, match=DIED):
                 run_ranks(rank, size)
     state, lines = outcome(tmp_path / "killed")
     assert_same(alone, state)

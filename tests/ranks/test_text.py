@@ -8,18 +8,17 @@ import pytest
 import torch
 from compare import assert_same
 from texts import language_model, write_text
-from toy import Fit, auto, lr_schedule, run_killed_at, weights
+from toy import Fit, auto, lr_schedule, newest_state, run_killed_at, weights
 
 from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.distributed.watchdog.watchdog import Watchdog
-from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.evaluate import OwnBatches, evaluate
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import Precision
 from ddptrain.engine.saved_checkpoint import read, unpack
 from ddptrain.observe.jsonl import Jsonl
-from ddptrain.testing import RankFailed, run_ranks
+from ddptrain.testing import run_ranks
 
 ROWS = 12
 ADAMW: dict[str, Any] = {"_target_": "torch.optim.AdamW", "lr": 0.01}
@@ -143,19 +142,13 @@ def test_a_stopped_run_goes_on_with_the_states_it_had(
     run(tmp_path / "stopped", stop_at=5)
     run(tmp_path / "stopped", stop_at=15)
     run(tmp_path / "stopped")
-    whole, stopped = final_state(tmp_path / "whole"), final_state(tmp_path / "stopped")
+    whole, stopped = newest_state(tmp_path / "whole"), newest_state(tmp_path / "stopped")
     if order == "streams":
         assert all(len(rows) == ROWS for rows in whole["carried"].values())
         assert whole["carried"]
     assert_same(whole, stopped)
     metrics = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "stopped")]
     assert metrics[0] == metrics[1]
-
-
-def final_state(folder: Path) -> dict[str, Any]:
-    saved = Checkpointer(folder, keep=2).newest()
-    assert saved is not None
-    return unpack(saved)
 
 
 def test_states_follow_their_streams_to_another_number_of_ranks(tmp_path: Path) -> None:
@@ -169,8 +162,7 @@ def test_states_follow_their_streams_to_another_number_of_ranks(tmp_path: Path) 
             return weights(Fit(calendar).train(task, data, world, folder, stop_at)[0])
 
         if stop_at is not None:
-            with pytest.raises(RankFailed):
-                run_ranks(rank, size)
+            run_killed_at(stop_at, rank, size, folder)
             return None
         return run_ranks(rank, size)[0]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from toy import Fit, auto, strict
+from toy import DIED, Fit, auto, newest_state, strict
 from zoo import ZOO, Animal
 
 from ddptrain.api.world import World
@@ -74,6 +74,7 @@ def distance(found: Trained, expected: Trained) -> float:
 
 
 def same_bits(found: Trained, expected: Trained) -> bool:
+    assert found.tensors.keys() == expected.tensors.keys()
     return found.metrics == expected.metrics and all(
         torch.equal(value, expected.tensors[name]) for name, value in found.tensors.items()
     )
@@ -114,8 +115,9 @@ def check(name: str, size: int, folder: Path) -> dict[str, str]:
     if found["train"] == "same":
         unkilled = run("unkilled")
         place = Path(tempfile.mkdtemp(prefix="killed", dir=folder))
-        with pytest.raises(RankFailed):
+        with pytest.raises(RankFailed, match=DIED):
             trained(animal, size, place, stop_at=3)
+        assert newest_state(place)["step"] == 3
         for one, other in zip(trained(animal, size, place), unkilled, strict=True):
             assert isinstance(one, Trained), one
             assert isinstance(other, Trained), other

@@ -13,7 +13,7 @@ from compare import assert_same
 from shell import ddptrain
 from torch import Tensor, nn
 from torch.nn import functional
-from toy import Fit, auto, lr_schedule, strict, weights
+from toy import Fit, auto, lr_schedule, newest_state, run_killed_at, strict, weights
 
 from ddptrain.api.world import World
 from ddptrain.data.images.augment import Augment
@@ -21,15 +21,12 @@ from ddptrain.data.images.data import ImageData
 from ddptrain.data.images.digits import Digits
 from ddptrain.data.images.shapes import Shapes
 from ddptrain.data.images.source import ArraySplit, ImageSet, ImageSource
-from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.plan import Plan
-from ddptrain.engine.saved_checkpoint import unpack
 from ddptrain.errors import UserError
 from ddptrain.recipes.image import ImageClassification
 from ddptrain.recipes.speedrun import SpeedrunNet, whitening_filters
 from ddptrain.recipes.views import Views
 from ddptrain.run.optimizer import build_optimizer
-from ddptrain.testing import RankFailed, run_ranks
 
 MUON: dict[str, Any] = {
     "_target_": "ddptrain.recipes.muon.MuonWithSgd",
@@ -234,14 +231,8 @@ def trained(
             )  # fmt: skip
             fit.train(task, data, world, folder, stop_at if world.is_first else None)
 
-        if stop_at is None:
-            run_ranks(rank, size)
-        else:
-            with pytest.raises(RankFailed):
-                run_ranks(rank, size)
-    saved = Checkpointer(folder, keep=2).newest()
-    assert saved is not None
-    return unpack(saved)
+        run_killed_at(stop_at, rank, size, folder)
+    return newest_state(folder)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

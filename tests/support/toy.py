@@ -235,11 +235,28 @@ def weights(state: TrainState) -> Tensor:
     return torch.cat([t.detach().double().flatten() for t in tensors])
 
 
-def run_killed_at(stop_at: int | None, rank: Callable[[World], object], size: int, folder: Path) -> None:
-    """Run ranks that save to a folder: to the end, or, where they are killed after a save, until then."""
+def run_killed_at(
+    stop_at: int | None, rank: Callable[[World], object], size: int, folder: Path, timeout: float = 60.0
+) -> None:
+    """Run ranks that save to a folder: to the end, or, where the first one is killed after a save, until
+    then."""
     folder.mkdir(exist_ok=True)
     if stop_at is None:
-        run_ranks(rank, size)
+        run_ranks(rank, size, timeout)
         return
-    with pytest.raises(RankFailed):
-        run_ranks(rank, size)
+    with pytest.raises(RankFailed, match=DIED):
+        run_ranks(rank, size, timeout)
+    saved = Checkpointer(folder, keep=2).newest()
+    assert saved is not None
+    assert saved.manifest["step"] >= stop_at
+
+
+DIED = r"died without a message|Connection (closed|reset) by peer"
+"""A rank that was killed, or one that talked to it: either may be heard first."""
+
+
+def newest_state(folder: Path) -> dict[str, Any]:
+    """What the newest checkpoint of a folder holds."""
+    saved = Checkpointer(folder, keep=2).newest()
+    assert saved is not None, f"{folder} holds no checkpoint"
+    return unpack(saved)
