@@ -222,7 +222,7 @@ def _chunk(name: str, loop: Loop, job: Any, steps: int, compared: int) -> Chunk:
 def fit(config: Config, task: Task, data: Data, folder: Path, world: World = World()) -> None:  # noqa: B008
     """The engine as the verb ``train`` sets it up, with all that a user leaves on."""
     open_log(str(folder / "log.txt"), world.is_first)
-    plan = plan_run(config, data.train_size)
+    plan = plan_run(config, data)
     strategy = make_strategy(config.strategy, world)
     precision = choose_precision(config.precision, world.device)
     model = make_model(config, task, world.device)

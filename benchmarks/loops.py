@@ -186,7 +186,7 @@ def with_ddptrain(run: Run) -> None:
     )
     task, data, world = Measured(run), run.workload.data, run.world
     open_log(str(run.folder / "log.txt"), world.is_first)
-    plan = plan_run(config, data.train_size)
+    plan = plan_run(config, data)
     strategy = make_strategy(config.strategy, world)
     precision = choose_precision(config.precision, world.device)
     model = make_model(config, task, world.device)

@@ -10,6 +10,7 @@ from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.optim import SGD, Adam, AdamW
 
 from ddptrain.api.recipe import Batch, Loss, Progress, Task
@@ -94,6 +95,8 @@ def _pass_without_waits(step: TrainStep, batch: Batch, progress: Progress, micro
 def _check_leaves(batch: Batch) -> None:
     """Raises UserError for what a batch holds beside tensors and plain values."""
     parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else None
+    if isinstance(batch, PackedSequence):  # a tuple, with lengths on the host
+        parts = None
     if parts is not None:
         for part in parts:
             _check_leaves(part)

@@ -20,6 +20,7 @@ from ddptrain.distributed.device import summing_dtype
 from ddptrain.distributed.watchdog.watchdog import LONG_S, Watchdog
 from ddptrain.engine.check_task import check_report, check_sums
 from ddptrain.engine.precision import Precision
+from ddptrain.engine.seeding import drawing_apart
 from ddptrain.errors import UserError
 
 
@@ -38,7 +39,9 @@ def evaluate(
     sums = own_sums(task, model, batches, precision, watchdog)
     totals = sums.totals(interrupted=watchdog.stop is not None)
     watchdog.mark("reporting", patience=LONG_S)
-    return on_first_rank(batches.world, lambda: check_report(task, task.report(totals)))
+    with drawing_apart(batches.world.device) as seed:
+        seed(batches.slots)
+        return on_first_rank(batches.world, lambda: check_report(task, task.report(totals)))
 
 
 def chunks_of(size: int, batch_size: int) -> list[range]:
@@ -91,11 +94,13 @@ def own_sums(
     Raises UserError for what data and task may not return.
     """
     sums = Totals(f"{type(task).__name__}.evaluate", batches.slots, batches.world)
-    with torch.no_grad(), in_evaluation(model):  # not inference_mode: training could not use what is cached
+    # not inference_mode: training could not use what is cached
+    with torch.no_grad(), in_evaluation(model), drawing_apart(batches.world.device) as seed:
         for slot, batch in batches:
             if watchdog.stop:
                 break
             watchdog.mark("evaluating a batch")
+            seed(slot)
             with precision.autocast():
                 batch_sums = task.evaluate(model, batch)
             check_sums(task, batch_sums)
@@ -185,9 +190,12 @@ def _kind(value: Tensor | Rows) -> str:
 
 
 @torch.no_grad()  # not inference_mode: what a model caches here could not be used in training
-def figures_of(task: Task, model: nn.Module, precision: Precision) -> Mapping[str, Figure]:
+def figures_of(
+    task: Task, model: nn.Module, precision: Precision, device: torch.device
+) -> Mapping[str, Figure]:
     """The task's figures of the model. No collectives: only rank 0 calls it."""
-    with in_evaluation(model), precision.autocast():
+    with in_evaluation(model), precision.autocast(), drawing_apart(device) as seed:
+        seed(0)
         return task.figures(model)
 
 

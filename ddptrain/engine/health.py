@@ -113,7 +113,7 @@ class Health:
         assert self._loss is not None
         received = self._strategy.receive_flags(self._wrapped)
         flags, is_loss = (self._loss, True) if received is None else (received, False)
-        self._loss = None
+        self._loss, self._has_sent = None, False
         if not self._ends_run:
             self._nonfinite.zero_()
         if self._plain is None:

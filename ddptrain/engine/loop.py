@@ -177,9 +177,13 @@ class Engine:
         return self._step if self._graph is None else self._graph(self._step)
 
     def _thaw(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """From this step on, train what was frozen. Collectives and a sync point. Returns the batches."""
+        """From this step on, train what was frozen. Collectives and a sync point. Returns the batches. Raises
+        Stopped where only now the device tells that a rank was asked to stop."""
         state, before = self._state, self._step
         before.synchronize()
+        if before.stop_asked:
+            self._save(evaluated=True)
+            raise Stopped(f"stopped at step {state.step}")
         self._watchdog.forget_what_is_usual()
         self._watchdog.mark("thawing", state.step, LONG_S)
         state.thaw()
@@ -277,7 +281,7 @@ class Engine:
             with unchanged(model), state.strategy.evaluating(model):
                 batches, self._next_evaluation = self._next_evaluation or self._valid_batches(), None
                 self._progress.last = evaluate(self._task, model, batches, precision, self._watchdog)
-                figures = figures_of(self._task, model, precision) if world.is_first else {}
+                figures = figures_of(self._task, model, precision, world.device) if world.is_first else {}
         return {**self._progress.last.figures, **figures}
 
     def _valid_batches(self) -> OwnBatches:

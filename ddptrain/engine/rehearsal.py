@@ -8,17 +8,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ddptrain.api.recipe import Data, Report, Task
-from ddptrain.data.generators import restored
 from ddptrain.distributed.comm import on_all_ranks, on_first_rank
 from ddptrain.distributed.snapshot import unchanged
 from ddptrain.distributed.watchdog.watchdog import LONG_S
 from ddptrain.engine.check_task import check_report
 from ddptrain.engine.evaluate import Interrupted, OwnBatches, own_sums
 from ddptrain.engine.rank_state import same_rank_state
+from ddptrain.engine.seeding import drawing_apart
 from ddptrain.engine.step import TrainStep
 from ddptrain.errors import UserError
 
@@ -35,9 +34,8 @@ def rehearse(step: TrainStep, data: Data) -> tuple[str, ...]:
     model, size = step.state.model, step.plan.eval_batch_size
     count = min(data.valid_size, size * world.size)
     samples = "all" if count == data.valid_size else f"the first {count:,}"
-    gpus = [world.device, *step.strategy.further_gpus] if world.device.type == "cuda" else []
     watchdog.mark("trying an evaluation", step.state.step, LONG_S)
-    with restored(), torch.random.fork_rng(gpus), _unchanged(model, task), step.strategy.evaluating(model):
+    with drawing_apart(world.device), _unchanged(model, task), step.strategy.evaluating(model):
         sums = on_all_ranks(
             world,
             lambda: own_sums(task, model, OwnBatches(data, count, size, world), precision, watchdog),

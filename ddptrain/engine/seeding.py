@@ -1,4 +1,5 @@
-"""Randomness inside a step (dropout) follows from (seed, step, micro-batch): no state has to be saved."""
+"""Randomness inside a step (dropout) follows from (seed, step, micro-batch), that of an evaluation from the
+batch: no state has to be saved."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ import torch
 
 from ddptrain.api.rng import derive_seed, seed_pythons, state_of_pythons
 from ddptrain.api.world import World
+from ddptrain.data.generators import restored
 
 
 class StepSeed:
@@ -15,11 +17,7 @@ class StepSeed:
 
     def __init__(self, seed: int, world: World, further_gpus: Sequence[int] = ()) -> None:
         self._seed = seed
-        self._seeders: list[Callable[[int], object]] = [torch.default_generator.manual_seed]
-        if world.device.type == "cuda":
-            self._seeders.append(torch.cuda.default_generators[world.device.index].manual_seed)
-        if world.device.type == "mps":
-            self._seeders.append(torch.mps.manual_seed)
+        self._seeders = _seeders(world.device)
         self._captured: Mapping[int, torch.Generator] = {}
         self._further = [torch.cuda.default_generators[i] for i in further_gpus]
 
@@ -69,3 +67,28 @@ class StepSeed:
             seed(number)
         for i, generator in enumerate(self._further, start=1):
             generator.manual_seed(derive_seed(number, i))
+
+
+@contextmanager
+def drawing_apart(device: torch.device) -> Iterator[Callable[[int], None]]:
+    """Around an evaluation: what it draws changes nothing that is drawn afterwards. Gives what seeds all
+    generators by the number of a batch, so that each evaluation draws the same, on any number of ranks."""
+    seeders = [*_seeders(device), seed_pythons]
+
+    def seed_all(batch: int) -> None:
+        for seed in seeders:
+            seed(derive_seed(batch))
+
+    with restored(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield seed_all
+
+
+def _seeders(device: torch.device) -> list[Callable[[int], object]]:
+    """Of torch's default generators: the CPU's, and the device's."""
+    # not torch.manual_seed, which seeds those of all devices
+    seeders: list[Callable[[int], object]] = [torch.default_generator.manual_seed]
+    if device.type == "cuda":
+        seeders.append(torch.cuda.default_generators[device.index].manual_seed)
+    if device.type == "mps":
+        seeders.append(torch.mps.manual_seed)
+    return seeders

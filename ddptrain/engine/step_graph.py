@@ -87,8 +87,8 @@ class StepGraph:
 
     def __init__(self, step: TrainStep, where_launches_limit: bool = False) -> None:
         self._step = step
-        under_ddp = isinstance(step.state.wrapped, DistributedDataParallel)  # one rank's, too
-        self._eager_left = _EAGER_STEPS_UNDER_DDP if under_ddp else _EAGER_STEPS
+        self._under_ddp = isinstance(step.state.wrapped, DistributedDataParallel)  # one rank's, too
+        self._eager_left = _EAGER_STEPS_UNDER_DDP if self._under_ddp else _EAGER_STEPS
         self._measures_left = _MEASURED_STEPS if where_launches_limit else 0
         self._measured: list[tuple[float, float]] = []
         """Seconds of the host and in all."""
@@ -195,7 +195,7 @@ class StepGraph:
         except (UserError, torch.OutOfMemoryError) as why:
             if not self._measured:
                 raise
-            if self._step.strategy.world.size > 1:  # DDP can't take back a pass that has begun
+            if self._under_ddp or self._step.strategy.shards is not None:  # can't take back a pass
                 said = f"compile=auto: steps can't be captured: {_reason(why)}. Set compile=off."
                 raise UserError(said, everywhere=False) from why
             _note_eager(why)
@@ -203,6 +203,7 @@ class StepGraph:
         if self._stays_eager:
             self._step.discard()  # a capture computes nothing: what its passes left is no number
             forget_unscaled(self._step.state.scaler)
+            self._drop()
             _release()
             return None
         if capture is not None:
@@ -234,7 +235,7 @@ class StepGraph:
                 to.copy_(tensor)
             step.seed.seed_captured(capture.generators, progress.step)
             capture.graph.replay()
-            # for what draws between steps, as eager ones leave them
+            # what draws between steps follows from the step, too
             step.seed(progress.step, step.micro_batches[-1].stream)
             step.synchronize()  # the step before
             step.expect(progress, stop, capture.applied)
@@ -258,21 +259,25 @@ class StepGraph:
         buffers = [dict(layer._buffers) for layer in state.model.modules()]
         flags = state.strategy.flags
         settings = _settings(state.optimizer)
-        with (
-            errors_told(type(step.task).__name__), step.phase.stopwatch.paused(), without_progress(step),
-            step.seed.taken_from(generators), _rates_on_device(state.optimizer, numbers),
-            capturing(graph, pool),
-        ):  # fmt: skip
-            flags.captured = flags.like(numbers[-2:])
-            try:
+        try:
+            with (
+                errors_told(type(step.task).__name__), step.phase.stopwatch.paused(), without_progress(step),
+                step.seed.taken_from(generators), _rates_on_device(state.optimizer, numbers),
+                capturing(graph, pool),
+            ):  # fmt: skip
+                flags.captured = flags.like(numbers[-2:])
                 counts = step.passes(iter(batches), progress)
                 applied = step.apply(counts, progress, numbers[-3])
-            finally:
-                flags.captured = None
-            for name, rows in step.task.rank_state().items():
-                carried[name].copy_(rows)
-            _in_their_own_memory(state.model, buffers)
-        step.task.load_rank_state(carried)
+                for name, rows in step.task.rank_state().items():
+                    carried[name].copy_(rows)
+                _in_their_own_memory(state.model, buffers)
+        except BaseException:
+            for layer, before in zip(state.model.modules(), buffers, strict=True):
+                layer._buffers.update(before)
+            raise
+        finally:
+            flags.captured = None
+            step.task.load_rank_state(carried)
         if sums is not None and sums is not state.meter.tensor:
             state.meter.forget_names_since(sums)
             return None

@@ -81,6 +81,21 @@ class DeviceClock(Clock):
         return event
 
 
+@final
+class PausedClock(Clock):
+    """Heeds no marks. seconds: of the clock that goes on later."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def mark(self, phase: str) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+
 class Stopwatch:
     """The time of one rank."""
 
@@ -123,7 +138,7 @@ class Stopwatch:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, marks are not heeded: while a CUDA graph captures, an event would become a part of it."""
-        clock, self._clock = self._clock, HostClock()
+        clock, self._clock = self._clock, PausedClock(self._clock.seconds)
         try:
             yield
         finally:

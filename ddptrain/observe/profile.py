@@ -32,7 +32,9 @@ def profiled(steps: range, first: int, count: int, world: World, folder: Path) -
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise unwritable(folder.parent, error) from error
+        refusal = unwritable(folder.parent, error)
+        refusal.everywhere = False  # another node may have it
+        raise refusal from error
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         torch.cuda.memory._record_memory_history(max_entries=_MOST_ENTRIES)

@@ -4,8 +4,8 @@ from contextlib import nullcontext
 
 from torch import nn
 
-from ddptrain.api.order import EpochOrder, Shuffled
-from ddptrain.api.recipe import Task
+from ddptrain.api.recipe import Data, Task
+from ddptrain.api.sampler import Sampler
 from ddptrain.api.strategy import Strategy
 from ddptrain.api.world import World
 from ddptrain.config.schema import COMPILED, Config, Train
@@ -30,20 +30,14 @@ from ddptrain.run.schedule import build_schedule
 
 def samples_of_passes(config: Config, world: World) -> tuple[int, ...]:
     """How many samples each pass of a step has on this rank."""
-    shards = config.strategy["shards"] if is_strict(config.strategy) else None
-    return plan_run(config, train_size=1, shards=shards).sampler(world).micro_sizes
+    train, node = config.train, config.strategy
+    shards = node["shards"] if is_strict(node) else None
+    return Sampler(1, train.batch_size, 0, world.rank, world.size, _micro_batch(train), shards).micro_sizes
 
 
-def plan_run(
-    config: Config,
-    train_size: int,
-    data: str = "",
-    shards: int | None = None,
-    epoch_order: EpochOrder | None = None,
-    valid_size: int = 0,
-) -> Plan:
-    """The plan a config makes for a set of these sizes and this identity. shards: `Strategy.shards`."""
-    train = config.train
+def plan_run(config: Config, data: Data, shards: int | None = None) -> Plan:
+    """The plan that a config makes for a data set. shards: `Strategy.shards`."""
+    train, train_size = config.train, data.train_size
     steps = train.steps
     if steps is None:
         assert train.epochs is not None  # the config's checks say so
@@ -52,21 +46,26 @@ def plan_run(
         steps=steps,
         train_size=train_size,
         batch_size=train.batch_size,
-        micro_batch=None if train.micro_batch == "auto" else train.micro_batch,
+        micro_batch=_micro_batch(train),
         eval_batch_size=Train.eval_batch_size if train.eval_batch_size == "auto" else train.eval_batch_size,
         log_every=config.log.every,
         eval_every=train.eval_every,
         save_every=config.checkpoint.every,
         clip_norm=train.clip_norm,
         seed=config.seed,
-        data=data,
-        valid_size=valid_size,
+        data=data.identity,
+        valid_size=data.valid_size,
         shards=shards,
         skips_nonfinite=train.nonfinite == "skip",
         nonfinite_limit=train.nonfinite_limit,
         verify_every=train.verify_every,
-        epoch_order=epoch_order or Shuffled(),
+        epoch_order=data.epoch_order,
     )
+
+
+def _micro_batch(train: Train) -> int | None:
+    """Before ``auto`` has found one."""
+    return None if train.micro_batch == "auto" else train.micro_batch
 
 
 def eval_batch_size(config: Config) -> int:

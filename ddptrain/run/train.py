@@ -158,9 +158,7 @@ def make_train_step(
     log.info("strategy   %s, %s on %s", strategy.describe(), ranks, nodes)
     normalise_as_weights(config, data, saved)
     setup.prepare(data, world, config.seed)
-    plan = plan_run(
-        config, data.train_size, data.identity, strategy.shards, data.epoch_order, data.valid_size,
-    )  # fmt: skip
+    plan = plan_run(config, data, strategy.shards)
     if strategy.sharded:
         plan.check_equal_passes(world)
     # refuses a batch that it can't give, and a file that it can't read

@@ -25,7 +25,7 @@ from ddptrain.strategies.shard_sum import ShardSum
 class Strict(Strategy):
     """shards: their number, at least one per rank; the sampler assigns them."""
 
-    def __init__(self, world: World, shards: int = 8) -> None:
+    def __init__(self, world: World, shards: int) -> None:
         super().__init__(world)
         if shards < 1:
             raise UserError(f"strategy.shards={shards}: must be at least 1.")

@@ -291,6 +291,10 @@ def test_a_device_that_is_not_there_is_named(tmp_path: Path, device: str) -> Non
         ("strategy=single strategy._target_=torch.optim.SGD", ["strategy"]),
         ("observers.console=null", ["observers.console=None: must be a node"]),
         ("~strategy._target_", ["strategy._target_: needs the dotted name"]),
+        (
+            "strategy=strict ~strategy.shards",
+            ["strategy.shards: ", "Strict needs it; set strategy.shards=..."],
+        ),
         ("train.eval_batch_size=null", ["train.eval_batch_size=null: must have a value"]),
         ("observers.console._target_=ddptrain.recipes.cnn.SmallCnn", ["observers.console", "SmallCnn"]),
         ("+controllers.one={_target_:ddptrain.observe.console.Console}", ["controllers.one", "Controller"]),

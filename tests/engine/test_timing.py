@@ -431,3 +431,21 @@ def test_the_host_clock_leaves_nothing_out(monkeypatch: pytest.MonkeyPatch) -> N
     for phase in TRAINING * 50:
         clock.mark(phase)
     assert sum(clock.seconds.values()) == len(TRAINING) * 50
+
+
+def test_while_it_is_paused_the_times_are_shown_and_marks_not_heeded() -> None:
+    """Other threads read it meanwhile: Prometheus takes a number that falls for a process that began anew."""
+    watch = Stopwatch(torch.device("cpu"))
+    watch.begin(0.0, 0.0)
+    watch.mark("data")
+    before = watch.total()
+    assert before.seconds["data"] > 0
+    with watch.paused():
+        watch.mark("forward")
+        watch.count(5)
+        assert watch.total().seconds == before.seconds
+    watch.mark("backward")
+    after = watch.total()
+    assert after.seconds["forward"] == 0
+    assert after.seconds["backward"] > 0
+    assert (after.seconds["data"], after.samples) == (before.seconds["data"], 5)

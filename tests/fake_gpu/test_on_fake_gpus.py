@@ -147,6 +147,12 @@ def test_bugs_in_captured_steps_are_found() -> None:
 
 
 @pytest.mark.long
+def test_captures_that_break_off() -> None:
+    said = told(on_gpus(1, *PYTEST, HERE / "given_up.py"))
+    assert int(re.findall(r"(\d+) passed", said)[0]) >= 5
+
+
+@pytest.mark.long
 def test_one_rank_under_ddp_is_captured_after_ddp_has_timed_itself(tmp_path: Path) -> None:
     """As it times itself it asks events, which CUDA refuses in a capture; seen on an H200."""
     words = ["recipe=cnn_cifar10", "data=shapes", "data.source.train=64", "data.source.valid=8", "seed=1"]
