@@ -12,6 +12,7 @@ from pathlib import Path
 
 import libraries
 import pytest
+from running import FAULTY
 from shell import RANK_VARIABLES
 
 HERE = Path(__file__).parent
@@ -150,6 +151,20 @@ def test_bugs_in_captured_steps_are_found() -> None:
 def test_captures_that_break_off() -> None:
     said = told(on_gpus(1, *PYTEST, HERE / "given_up.py"))
     assert int(re.findall(r"(\d+) passed", said)[0]) >= 5
+
+
+@pytest.mark.long
+def test_a_stop_in_the_last_step_before_the_thaw_comes_before_it(tmp_path: Path) -> None:
+    """On a GPU a step's outcome, and with it the agreed stop, is known a step later."""
+    words = [f"--config-dir={FAULTY}", "recipe=faulty", "freeze=[0.*,1.*]", "thaw=0.5", "train.steps=8"]
+    words += ["task.fault=terminate", "task.step=3", "task.once=false", f"run.dir={tmp_path / 'run'}"]
+    done = on_gpus(1, "-m", "ddptrain", *words, FAKE_GPU_WATCH="0")
+    assert done.returncode == 75, done.stderr
+    assert "stopped at step 4 and saved" in done.stderr
+    assert "thawed" not in done.stderr
+    done = on_gpus(1, "-m", "ddptrain", *words, FAKE_GPU_WATCH="0")  # the fault is in a step that is done
+    assert done.returncode == 0, done.stderr
+    assert "plan       steps 4 to 8" in done.stderr
 
 
 @pytest.mark.long

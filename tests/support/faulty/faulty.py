@@ -172,7 +172,9 @@ def happen(fault: str, seconds: float, once: bool) -> None:
 
 def _first_time(once: bool) -> bool:
     mark = Path("happened.txt")
-    if once and mark.exists():
+    if not once:
+        return True
+    if mark.exists():
         return False
     mark.touch()
     return True
