@@ -2,6 +2,8 @@
 by a UserError, quickly, and nothing is written outside of the folder."""
 
 import contextlib
+import hashlib
+import io
 import json
 import resource
 import time
@@ -20,7 +22,8 @@ from ddptrain.data.detection.yolo import YoloFiles
 from ddptrain.data.images.csv_labels import CsvLabels
 from ddptrain.data.pictures import fitted
 from ddptrain.data.text.tokens import open_tokens
-from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, sealed, unpack
+from ddptrain.engine.saved_checkpoint import FORMAT, LoadedCheckpoint, read, sealed, unpack
+from ddptrain.engine.saved_checkpoint import STATE as STATE_FILE
 from ddptrain.errors import UserError
 from ddptrain.tools.report.page import write_page
 from ddptrain.tools.report.run_files import read_run
@@ -130,16 +133,12 @@ COCO = {
     "categories": [{"id": 1, "name": "cat"}],
 }
 YOLO = {"path": ".", "train": "images", "val": ["images"], "names": ["cat", "dog"], "nc": 2}
-LEDGER_LINE = {
-    "event": "job",
-    "job": 0,
-    "key": "a",
-    "words": ["seed=1"],
-    "time": 1.0,
-    "gpus": [],
-    "on_cpu": True,
-}
-MANIFEST = {"format": 3, "step": 3, "files": {"state.pt": {"sha256": "0" * 64, "bytes": 3}}, "recall": {}}
+LEDGER_LINES: list[dict[str, Any]] = [
+    {"event": "job", "job": 0, "key": "a", "words": ["seed=1"], "time": 1.0},
+    {"event": "started", "job": 0, "on_cpu": True, "gpus": ["0"], "metric": "loss", "steps": 4, "time": 2.0},
+    {"event": "evaluated", "job": 0, "value": 0.5, "step": 2, "higher_is_better": False, "time": 3.0},
+    {"event": "ended", "job": 0, "status": "done", "code": 0, "why": "", "seconds": 4.0, "time": 5.0},
+]
 STATE = {"model": {"a": 1}, "optimizer": {}, "step": 3, "average": {}}
 
 
@@ -167,20 +166,23 @@ def picture(folder: Path, content: bytes = b"") -> None:
 def coco(folder: Path, draw: Callable[[Any], bytes]) -> None:
     picture(folder)
     (folder / "train.json").write_bytes(draw(COCO))
-    CocoFiles(str(folder / "train.json")).open(folder)
+    valid = {**COCO, "images": [{"id": 1, "file_name": "b.png", "width": 8, "height": 8}]}
+    (folder / "valid.json").write_bytes(as_bytes(valid))
+    (folder / "b.png").write_bytes((folder / "a.png").read_bytes())
+    CocoFiles(str(folder / "train.json"), str(folder / "valid.json")).open(folder)
 
 
 def yolo(folder: Path, draw: Callable[[Any], bytes]) -> None:
     (folder / "images").mkdir(exist_ok=True)
     (folder / "labels").mkdir(exist_ok=True)
     picture(folder / "images")
-    (folder / "labels/a.txt").write_bytes(draw("0 0.5 0.5 0.2 0.2"))
+    (folder / "labels/a.txt").write_bytes(draw("0 0.5 0.5 0.2 0.2").strip(b'"'))
     (folder / "data.yaml").write_bytes(draw(YOLO))
     YoloFiles(str(folder / "data.yaml")).open(folder)
 
 
 def ledger(folder: Path, draw: Callable[[Any], bytes]) -> None:
-    (folder / LEDGER).write_bytes(draw(LEDGER_LINE) + b"\n" + draw(LEDGER_LINE) + b"\n")
+    (folder / LEDGER).write_bytes(b"".join(draw(line) + b"\n" for line in LEDGER_LINES))
     read_ledger(folder, live=False)
 
 
@@ -188,7 +190,12 @@ def checkpoint(folder: Path, draw: Callable[[Any], bytes]) -> None:
     place = folder / "step-3"
     place.mkdir(exist_ok=True)
     payload = draw(STATE)
-    manifest = draw(MANIFEST)
+    with contextlib.suppress(ValueError, RecursionError):
+        written = io.BytesIO()
+        torch.save(json.loads(payload), written)
+        payload = written.getvalue()
+    entry = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}
+    manifest = draw({"format": FORMAT, "step": 3, "files": {STATE_FILE: entry}, "recall": {}})
     with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError):
         manifest = sealed(json.loads(manifest))
     (place / "state.pt").write_bytes(payload)
@@ -200,18 +207,18 @@ def checkpoint(folder: Path, draw: Callable[[Any], bytes]) -> None:
 
 
 def tokens(folder: Path, draw: Callable[[Any], bytes]) -> None:
-    for name in ("train.bin", "valid.bin"):
-        (folder / name).write_bytes(b"\0\1")
-    about = {"sizes": [2, 2], "alphabet": None, "documents": [1, 1], "sha256": "0"}
-    for name in ("about.json", "tokens.json"):
-        (folder / name).write_bytes(draw(about))
+    for part in ("train", "valid"):
+        (folder / part).write_bytes(b"\0\1")
+    about = {"sizes": [2, 2], "alphabet": "ab", "documents": [1, 1], "sha256": "0"}
+    (folder / "about.json").write_bytes(draw(about))
     open_tokens(folder)
 
 
 def image(folder: Path, draw: Callable[[Any], bytes]) -> None:
     picture(folder)
     good = (folder / "a.png").read_bytes()
-    picture(folder, good[: len(draw("x")) * 3] + draw("y"))
+    cut = draw("x")
+    picture(folder, good if cut == as_bytes("x") else good[: len(cut) * 3] + draw("y"))
     fitted(folder / "a.png", (8, 8, 3))
 
 
@@ -271,6 +278,12 @@ def run_examples(reader: Callable[[Path, Callable[[Any], bytes]], None], folder:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     one()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before < MOST_BYTES
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_undamaged_files_are_read(reader: Any, tmp_path: Path) -> None:
+    """So that what is drawn gets beyond the first check."""
+    reader(tmp_path, as_bytes)
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -1,5 +1,6 @@
 """A stranger's YAML: no tricks of the language, no way out of its folder, no look at the environment."""
 
+import re
 import resource
 import subprocess
 import sys
@@ -7,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import EVIL, RECIPE, Place
+import yaml
+from hostile import EVIL, RECIPE, Place, saved
 from shell import refusal
 
 
@@ -135,53 +137,60 @@ def looked_up(levels: int, form: str) -> str:
     return "\n".join(reversed(lines))
 
 
+PLAIN, MANY, DEEP, ALIAS = "is no plain value", "more than 10,000 values", "32 levels deep", "no whole value"
+READ = r"can't be read \(.*"
 TRICKS = {
-    "apply": "train: !!python/object/apply:os.system ['touch CANARY']",
-    "apply by a directive": "%TAG ! tag:yaml.org,2002:python/\n---\nx: !object/apply:os.system ['']",
-    "new": "train: !!python/object/new:os.system ['touch CANARY']",
-    "name": "train: !!python/name:os.system",
-    "module": "train: !!python/module:antigravity",
-    "path": "run: {dir: !!python/object/apply:pathlib.PosixPath [CANARY]}",
-    "tuple": "optim: {betas: !!python/tuple [0.9, 0.99]}",
-    "binary": "run: {resume: !!binary aGVsbG8=}",
-    "set": "train: !!set {epochs}",
-    "own tag": "train: !evil {epochs: 1}",
-    "many aliases": doubled(40),
-    "aliases of a long text": doubled(12, "x" * 100_000),
-    "an alias of itself": "task: &a {x: *a}",
-    "a merge of itself": "task: &a {<<: *a}",
-    "no such alias": "task: {x: *b}",
-    "deep lists": "task: {x: " + "[" * 5000 + "]" * 5000 + "}",
-    "deep mappings": "task: {x: " + "{a: " * 5000 + "1" + "}" * 5000 + "}",
-    "deep dashes": "task:\n  " + "- " * 5000 + "x",
-    "a large file": "#" + "x" * 300_000,
-    "many values": "task: {x: [" + "1," * 20_000 + "]}",
-    "twice the same key": "train: {epochs: 1, epochs: 2}",
-    "twice the same section": "train: {epochs: 1}\ntrain: {epochs: 2}",
-    "a long number": "seed: " + "9" * 5000,
-    "two documents": "train: {epochs: 1}\n---\ntrain: {epochs: 2}",
-    "no end": "train: {epochs: 1",
-    "a tab": "train:\n\tepochs: 1",
-    "a control character": "train: \x07",
-    "numbers as keys": "train: {1: 2}",
-    "a key that is no text": "? [a, b]\n: 1",
-    "nothing as a key": "task: {null: 1}",
+    "apply": ("train: !!python/object/apply:os.system ['touch CANARY']", PLAIN),
+    "apply by a directive": ("%TAG ! tag:yaml.org,2002:python/\n---\nx: !object/apply:os.system ['']", PLAIN),
+    "new": ("train: !!python/object/new:os.system ['touch CANARY']", PLAIN),
+    "name": ("train: !!python/name:os.system", PLAIN),
+    "module": ("train: !!python/module:antigravity", PLAIN),
+    "path": ("run: {dir: !!python/object/apply:pathlib.PosixPath [CANARY]}", PLAIN),
+    "tuple": ("optim: {betas: !!python/tuple [0.9, 0.99]}", PLAIN),
+    "binary": ("run: {resume: !!binary aGVsbG8=}", PLAIN),
+    "set": ("train: !!set {epochs}", PLAIN),
+    "own tag": ("train: !evil {epochs: 1}", PLAIN),
+    "many aliases": (doubled(40), MANY),
+    "aliases of a long text": (doubled(12, "x" * 100_000), MANY),
+    "an alias of itself": ("task: &a {x: *a}", ALIAS),
+    "a merge of itself": ("task: &a {<<: *a}", ALIAS),
+    "no such alias": ("task: {x: *b}", ALIAS),
+    "deep lists": ("task: {x: " + "[" * 5000 + "]" * 5000 + "}", DEEP),
+    "deep mappings": ("task: {x: " + "{a: " * 5000 + "1" + "}" * 5000 + "}", DEEP),
+    "deep dashes": ("task:\n  " + "- " * 5000 + "x", DEEP),
+    "a large file": ("#" + "x" * 300_000, "larger than 262,144 bytes"),
+    "many values": ("task: {x: [" + "1," * 20_000 + "]}", MANY),
+    "twice the same key": ("train: {epochs: 1, epochs: 2}", f"{READ}duplicate key epochs"),
+    "twice the same section": ("train: {epochs: 1}\ntrain: {epochs: 2}", f"{READ}duplicate key train"),
+    "a long number": ("seed: " + "9" * 5000, f"{READ}4300 digits"),
+    "two documents": ("train: {epochs: 1}\n---\ntrain: {epochs: 2}", f"{READ}expected a single document"),
+    "no end": ("train: {epochs: 1", f"{READ}while parsing a flow mapping"),
+    "a tab": ("train:\n\tepochs: 1", f"{READ}character '.t'"),
+    "a control character": ("train: \x07", f"{READ}unacceptable character"),
+    "numbers as keys": ("train: {1: 2}", r"^train\.1: |^train: 1 is no key"),
+    "a key that is no text": ("? [a, b]\n: 1", f"{READ}unhashable key"),
+    "nothing as a key": ("task: {null: 1}", f"{READ}Incompatible key type"),
 }
+
+
+def tricked(whole: dict[str, Any], trick: str) -> str:
+    """A config that is as it should be but for the trick."""
+    text, _ = TRICKS[trick]
+    rest = {key: value for key, value in whole.items() if not text.startswith(f"{key}:")}
+    return text if text.startswith("%") else yaml.safe_dump(rest) + text
 
 
 @pytest.mark.parametrize("trick", TRICKS)
 def test_a_recipe_plays_no_tricks(place: Place, trick: str) -> None:
-    place.recipe(
-        TRICKS[trick] if trick.startswith("apply by") else RECIPE.rpartition("task:")[0] + TRICKS[trick]
-    )
-    assert place.refused(EVIL)
+    place.recipe("# @package _global_\n" + tricked(yaml.safe_load(RECIPE), trick))
+    assert re.search(TRICKS[trick][1], place.refused(EVIL))
 
 
 @pytest.mark.parametrize("trick", TRICKS)
 def test_a_saved_config_plays_no_tricks(place: Place, trick: str) -> None:
     run = place.run_of({})
-    (run / "config.yaml").write_text(place.filled(TRICKS[trick]))
-    assert place.refused(["evaluate", f"run={run}"])
+    (run / "config.yaml").write_text(place.filled(tricked(saved(), trick)))
+    assert re.search(TRICKS[trick][1], place.refused(["evaluate", f"run={run}"]))
 
 
 @pytest.mark.parametrize("form", ["'{0}{0}'", "['{0}', '{0}']", "'{0} {0} {0}'", "{{a: '{0}', b: '{0}'}}"])
