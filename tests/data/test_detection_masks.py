@@ -203,7 +203,9 @@ def test_a_batch_has_a_mask_for_each_box() -> None:
     for batch, plain in zip(batches(made()), batches(made(masks=False)), strict=True):
         assert batch.masks.shape == (3, batch.boxes.shape[1], 64, 64)
         assert batch.masks.dtype == torch.uint8
-        assert (batch.masks.flatten(2).any(2) <= (batch.labels >= 0)).all(), "none where no box is"
+        painted, sides = batch.masks.flatten(2).any(2), batch.boxes[..., 2:] - batch.boxes[..., :2]
+        assert not painted[batch.labels < 0].any(), "none where no box is"
+        assert painted[(batch.labels >= 0) & (sides >= 2).all(2)].all()
         assert plain.masks is None
         for name in ("images", "boxes", "labels"):
             assert torch.equal(getattr(batch, name), getattr(plain, name))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from streamed_sets import SIDE, assert_same, blocks, pictures, streamed, trained
 
 from ddptrain.api.blocks import Blocks
+from ddptrain.api.sampler import Sampler
 from ddptrain.api.world import World
 from ddptrain.data.images.augment import Augment
 from ddptrain.data.images.data import ImageData
@@ -84,20 +85,19 @@ def test_blocks_are_chunks_of_litdata() -> None:
     assert packed(samples) == LITDATA
 
 
+def pairs_of(data: ImageData) -> list[tuple[bytes, int]]:
+    """The validation pictures with their labels, sorted."""
+    ((images, labels),) = data.valid_batches([range(12)])
+    pairs = zip(images, labels.tolist(), strict=True)
+    return sorted((image.numpy().tobytes(), label) for image, label in pairs)
+
+
 def test_the_pictures_are_those_of_the_files(pictures: Path, blocks: Path, tmp_path: Path) -> None:
     files = ImageData(ImageFolder(SIDE), Augment(), str(pictures))
     files.prepare(World(), seed=5)
-    expected = {
-        (image.numpy().tobytes(), int(label))
-        for images, labels in files.valid_batches([range(12)])
-        for image, label in zip(images, labels, strict=True)
-    }
     data = streamed(blocks, tmp_path)
     assert data.classes == files.classes
-    ((images, labels),) = data.valid_batches([range(12)])
-    assert {
-        (image.numpy().tobytes(), int(label)) for image, label in zip(images, labels, strict=True)
-    } == expected
+    assert pairs_of(data) == pairs_of(files)
 
 
 def test_it_is_the_same_from_everywhere(
@@ -152,9 +152,11 @@ def test_tars_are_read_too(pictures: Path, tmp_path: Path) -> None:
     url, valid = (f"{tmp_path}/{part}-{{000..001}}.tar" for part in ("train", "val"))
     data = streamed(url, tmp_path / "cache", valid_url=valid, classes=3)
     assert (data.train_size, data.valid_size) == (60, 12)
-    batches = trained(data, range(7))
-    labels = torch.cat([labels for _, labels in batches])
-    assert labels.bincount().sum() == 56
+    files = ImageData(ImageFolder(SIDE), Augment(), str(pictures))
+    files.prepare(World(), seed=5)
+    assert pairs_of(data) == pairs_of(files)
+    [(_, labels)] = data.train_batches(Sampler(60, 60, seed=5), range(1))
+    assert labels.bincount().tolist() == [20, 20, 20]
     with pytest.raises(UserError, match=r"data\.source\.classes"):
         streamed(url, tmp_path / "cache", valid_url=valid)
 

@@ -33,7 +33,7 @@ def plain(parameters: Any) -> AdamW:
     return AdamW(parameters, lr=0.1, fused=True)
 
 
-def test_it_is_the_optimizers_own_step_without_the_profilers_range() -> None:
+def test_it_is_the_optimizers_own_step_without_the_profilers_range(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = plain(model.parameters())
@@ -41,7 +41,14 @@ def test_it_is_the_optimizers_own_step_without_the_profilers_range() -> None:
         optimizer.zero_grad()
         model(torch.ones(4, 3)).sum().backward()
         optimizer.step()
+    wrapped: list[object] = []
+    torchs = torch.autograd.profiler.record_function.__init__
+    monkeypatch.setattr(
+        torch.autograd.profiler.record_function, "__init__",
+        lambda self, name, *more: (wrapped.append(name), torchs(self, name, *more))[1],
+    )  # fmt: skip
     assert torch.equal(updated(plain).weight, model.weight)
+    assert wrapped == []  # it is the lean one
 
 
 def test_a_profile_shows_the_range() -> None:

@@ -51,11 +51,19 @@ def test_step_and_constant() -> None:
 
 
 def test_onecycle_peaks_after_its_warmup_and_ends_low() -> None:
+    """By cosines from 1/25 of the peak to the peak, and from there to the last rate, which would be that of a
+    step after the last one (torch's OneCycleLR; Smith and Topin, arXiv 1708.07120)."""
     found = rates(lr_schedule("onecycle", warmup=0.25, final=0.01), 100)
-    assert max(range(100), key=found.__getitem__) in (24, 25)
-    assert max(found) == pytest.approx(PEAK, rel=1e-3)
-    assert found[0] == pytest.approx(PEAK / 25)
-    assert found[-1] == pytest.approx(0.01 * PEAK, rel=0.1)
+    top = 0.25 * 101 - 1
+
+    def between(begin: float, end: float, share: float) -> float:
+        return end + (begin - end) / 2 * (1 + math.cos(math.pi * share))
+
+    expected = [
+        between(PEAK / 25, PEAK, i / top) if i <= top else between(PEAK, 0.01 * PEAK, (i - top) / (100 - top))
+        for i in range(100)
+    ]
+    assert found == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("warmup", [0.0, 0.1])

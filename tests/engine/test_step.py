@@ -183,8 +183,16 @@ def _ids(plan: Plan, part: Any) -> list[int]:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_trains_on_the_cpu_and_keeps_float32_weights(tmp_path: Path, precision: str) -> None:
+    seen = set[torch.dtype]()
+
+    def watched() -> torch.nn.Module:
+        model = plain()
+        model.register_forward_hook(lambda _, inputs, outputs: seen.add(outputs.dtype))
+        return model
+
     plan = Plan(steps=40, train_size=200, batch_size=50, seed=1, clip_norm=5.0)
-    state, _, report = Fit(plan, precision=precision).run(World(), tmp_path)
+    state, _, report = Fit(plan, make_model=watched, precision=precision).run(World(), tmp_path)
+    assert seen == {torch.bfloat16 if precision == "bf16" else torch.float16}
     assert all(p.dtype == torch.float32 for p in state.model.parameters())
     assert report.metrics["accuracy"] > 0.6
     assert state.scaler.is_enabled() == (precision == "fp16")

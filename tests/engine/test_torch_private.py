@@ -137,6 +137,7 @@ def test_ddps_range_is_there_for_a_profiler_alone(tmp_path: Path) -> None:
     def rank(world: World) -> list[bool]:
         wrapped: Any = DistributedDataParallel(torch.nn.Linear(2, 2))
         torch_private.lean_forward(wrapped)
+        assert "forward" in vars(wrapped), "this torch's forward is not known"
         ranges = []
         for _ in range(2):
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
