@@ -201,7 +201,7 @@ LINES = {
 
 EARLY = {
     **{f"{TYPED} {word}": right for word, right in TYPOS.items()},
-    **{f"{TYPED} {word}": word.partition("=")[0].partition(".")[0] for word in TYPES},
+    **{f"{TYPED} {word}": word.partition("=")[0] for word in TYPES},
     **{f"{TYPED} {words}": said for words, said in RANGES.items()},
     **{f"{TYPED} {word}": word.partition("=")[0] for word in CHOICES},
     **LINES,

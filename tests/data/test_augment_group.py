@@ -59,7 +59,8 @@ def test_a_presets_batches_train_a_model(preset: str, tmp_path: Path) -> None:
     batch = data._ready.train.first(8, epoch=0)
     model = task.build()
     task.loss(model, (data.normalised(batch[0]), batch[1]), None).sum.backward()  # type: ignore[arg-type]
-    assert all(torch.isfinite(weight.grad).all() for weight in model.parameters() if weight.grad is not None)
+    gradients = [weight.grad for weight in model.parameters()]
+    assert all(gradient is not None and torch.isfinite(gradient).all() for gradient in gradients)
 
 
 def test_what_a_recipe_sets_of_it_is_left_out_for_data_without_one() -> None:

@@ -18,7 +18,6 @@ from toy import Vectors
 from ddptrain.api.world import World
 from ddptrain.data.detection.drawn import DrawnScenes
 from ddptrain.data.images.cifar10 import ARCHIVE, Cifar10
-from ddptrain.data.images.digits import Digits
 from ddptrain.data.images.folder import ImageFolder
 from ddptrain.data.images.shapes import DISTANCES, Shapes
 from ddptrain.distributed.comm import once_a_node
@@ -80,13 +79,6 @@ def test_a_linear_model_stays_under_60_percent_on_shapes() -> None:
             optimizer.zero_grad()
     accuracy = (model(flat("valid", 2_000)).argmax(1) == opened.valid.labels).float().mean().item()
     assert 0.15 < accuracy < 0.60
-
-
-def test_digits_are_real_and_split_without_overlap() -> None:
-    opened = Digits().open(NOWHERE)
-    assert (len(opened.train), len(opened.valid)) == (1438, 359)
-    assert opened.train.shape == (8, 8, 1)
-    assert opened.train.images(torch.arange(1438)).max() == 255
 
 
 def archive(tmp_path: Path) -> Path:

@@ -16,6 +16,7 @@ from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.engine.out_of_memory import is_lack_of_memory
 from ddptrain.engine.plan import Plan
 from ddptrain.run.out_of_memory import lack_of_memory
+from ddptrain.strategies.fsdp import Fsdp
 
 TORCHS = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.25 GiB of which"
@@ -120,8 +121,10 @@ def test_weights_that_an_evaluation_gathers_under_fsdp() -> None:
 
 
 def test_files_that_decide_exist() -> None:
-    for name in ("engine/loop", "engine/step", "engine/warmup", "engine/evaluate", "data/images/loaders"):
+    engine = ("engine/loop", "engine/step", "engine/warmup", "engine/evaluate")
+    for name in (*engine, "data/images/loaders", "strategies/fsdp"):
         assert (Path(ddptrain.__file__).parent / f"{name}.py").exists()
+    assert "evaluating" in vars(Fsdp)
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ def test_the_average_of_each_is_what_five_lines_compute(tmp_path: Path) -> None:
     fit(ema=0.9, make_model=made, step_iterator=noted).run(World(), tmp_path)
     start, *steps = seen
     average = newest_state(tmp_path)["average"]["weights"]
+    assert average.keys() == steps[-1].keys()
     for name, found in average.items():
         expected = start.get(name, steps[0][name])
         for step, values in enumerate(steps, start=1):

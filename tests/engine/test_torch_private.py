@@ -102,6 +102,7 @@ def test_a_torch_without_a_name_trains_the_same(
     def torch_private_is(name: str) -> bool:
         return getattr(torch_private, name) is not None
 
+    assert torch_private_is(name)
     whole = run_ranks(rank, 2)
     monkeypatch.setattr(torch_private, name, None)
     for ours, theirs in zip(run_ranks(rank, 2), whole, strict=True):

@@ -47,7 +47,7 @@ def test_a_killed_agent_takes_all_with_it_and_the_same_command_goes_on(
     time.sleep(dice.uniform(0, LAG))
     assert job.kill(job.process.pid)
     assert job.process.wait() == -signal.SIGKILL
-    assert job.left_after(10.0) == [], "an orphan stays for ever: how soon it ends is the machine's affair"
+    assert job.left_after(10.0) == {}, "an orphan stays for ever: how soon it ends is the machine's affair"
     again = Job(words, tmp_path, ranks, launcher=launcher)
     assert again.wait() == 0, again.text[-3000:]
     assert_same_outcome(tmp_path / "run", undisturbed(ranks, *words))
@@ -103,7 +103,7 @@ def test_a_strict_run_keeps_its_bits_while_the_world_changes(
         time.sleep(dice.uniform(0, LAG))
         assert job.kill(dice.choice([job.process.pid, *job.rank_pids().values()]))
         assert job.wait() != 0
-        assert job.left_after(10.0) == []
+        assert job.left_after(10.0) == {}
     job = Job(words, tmp_path, WORLDS[-1])
     assert job.wait() == 0, job.text[-3000:]
     assert_same_outcome(tmp_path / "run", undisturbed(2, *words))

@@ -58,7 +58,9 @@ def test_what_launch_answers_and_what_it_restarts(
     last = said.splitlines()[-1]
     assert "ChildFailedError" not in said
     assert not re.search(r"^[WE]\d{4} ", said, re.MULTILINE), "torchrun's own log"
-    if code != 2:
+    if code == 2:
+        assert last.endswith("data/7.png: is no picture.")
+    else:
         assert last.startswith("ddptrain launch: rank ")
         assert last.endswith(f"; {restarts} of 1 restarts used; exit code {code}")
     if code == 1:

@@ -96,16 +96,19 @@ def test_a_rank_does_not_grow(tmp_path: Path) -> None:
     pids = [job.process.pid, *job.rank_pids().values()]
     early = [size_of(pid) for pid in pids]
     deadline = time.monotonic() + 300
-    late = early
+    late, readings = early, 0
     while job.process.poll() is None and time.monotonic() < deadline:
         time.sleep(2)
         try:
             late = [size_of(pid) for pid in pids]
         except (OSError, KeyError):
             break
-    steps = job.text.count("loss ")
+        readings += 1
+    steps, code = job.text.count("loss "), job.process.poll()
     job.end()
-    print(f"{steps} log lines; early {early}, late {late}")
+    print(f"{steps} log lines, {readings} readings; early {early}, late {late}")
+    assert code in (None, 0), job.text[-3000:]
+    assert readings >= 20
     for before, after in zip(early, late, strict=True):
         assert after.descriptors <= before.descriptors
         assert after.threads <= before.threads

@@ -9,7 +9,7 @@ import pytest
 from jobs import start
 
 READER = """
-import os, signal, sys, time
+import multiprocessing, os, signal, sys, time
 import torch
 from torch.utils.data import Dataset
 from ddptrain.data.workers import read_by_workers
@@ -25,7 +25,7 @@ if __name__ == "__main__":
         signal.signal(number, lambda number, _: heard.append(number))
     batches = read_by_workers(Numbers(), [[i] for i in range(40)], 2, torch.device("cpu"))
     read = [next(batches)]
-    print("reading", flush=True)
+    print("reading by", len(multiprocessing.active_children()), flush=True)
     if sys.argv[1] == "signals":
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             os.killpg(0, number)
@@ -52,7 +52,7 @@ def test_signals_to_the_process_group_leave_the_workers_reading(reader: Path) ->
         [sys.executable, str(reader), "signals"], capture_output=True, text=True, timeout=120,
         start_new_session=True,
     )  # fmt: skip
-    assert ended.stdout == "reading\n40 4\n", ended.stderr
+    assert ended.stdout == "reading by 2\n40 4\n", ended.stderr
     assert ended.returncode == 0
 
 
@@ -67,7 +67,7 @@ def test_signals_to_the_process_group_leave_the_workers_reading(reader: Path) ->
 def test_workers_end_with_their_rank_however_it_ends(reader: Path, how: str, code: int) -> None:
     """Left to DataLoader, a crash would wait for ever."""
     job = start(reader.parent, ["reader"], [how])
-    job.wait_for("reading")
+    job.wait_for("reading by 2")
     assert job.wait(30)[0] == code, job.log.read_text()
     assert not job.left_after(2.0)
 

@@ -116,8 +116,9 @@ def test_one_that_ends_the_process_ends_the_training() -> None:
             observers.log(logged(step))
             time.sleep(0.01)
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as raised:
         train()
+    assert raised.value.code == 3
 
 
 def test_the_training_waits_for_one_that_falls_far_behind() -> None:

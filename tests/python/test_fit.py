@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import MARK, living
+from marked import MARK, living
 from shell import ddptrain as command_line
 from torch import Tensor, nn
 from torch.utils.data import (

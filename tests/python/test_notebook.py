@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import MARK, living
+from marked import MARK, living
 from running import stopped_steps
 from shell import ddptrain
 from torchvision.transforms.v2.functional import to_pil_image

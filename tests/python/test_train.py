@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from jobs import MARK, living
+from marked import MARK, left_after, living
 from omegaconf import OmegaConf
 from PIL import Image
 from running import stopped_steps
@@ -51,13 +51,6 @@ def wait_for(file: Path, words: str, process: "subprocess.Popen[str]") -> None:
         assert process.poll() is None, file.read_text()
         assert time.monotonic() < deadline, file.read_text()
         time.sleep(0.05)
-
-
-def left_after(seconds: float, mark: str) -> dict[int, str]:
-    deadline = time.monotonic() + seconds
-    while (left := living(mark)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
 
 
 # -- train ------------------------------------------------------------------------------------------
@@ -231,7 +224,7 @@ def test_the_training_ends_with_the_process_that_started_it(tmp_path: Path, rank
     wait_for(tmp_path / "said.txt", "step 1/", process)
     process.kill()
     process.wait()
-    assert left_after(10, mark) == {}
+    assert left_after(mark, 10) == {}
 
 
 def test_ctrl_c_before_the_run_begins_is_a_keyboard_interrupt(tmp_path: Path) -> None:
@@ -240,7 +233,7 @@ def test_ctrl_c_before_the_run_begins_is_a_keyboard_interrupt(tmp_path: Path) ->
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) != 0
-    assert left_after(5, mark) == {}
+    assert left_after(mark, 5) == {}
     assert "KeyboardInterrupt: the training has ended before it could save" in (
         (tmp_path / "said.txt").read_text()
     )

@@ -32,4 +32,5 @@ def test_neither_loss_nor_evaluation_waits_for_the_device(recipe: str, tmp_path:
     [batch] = data.valid_batches([range(2)])
     with torch.inference_mode():
         found = task.evaluate(model.eval(), to_device(batch, META))
+    assert found
     assert all(isinstance(value, Tensor) and value.is_meta for value in found.values())

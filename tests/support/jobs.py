@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import marked
 from shell import RANK_VARIABLES
 
 FAULTY = [f"--config-dir={Path(__file__).parent / 'faulty'}", "recipe=faulty", "device=cpu", "run.dir=r"]
@@ -18,7 +19,6 @@ WITH_WORKERS = [
     *("observers=[console,jsonl,plots]", "checkpoint.every=100", "run.dir=r"),
 ]
 """Without an end."""
-MARK = "DDPTRAIN_TEST_JOB"
 
 
 @dataclass
@@ -43,37 +43,22 @@ class Job:
 
     def ranks(self) -> list[int]:
         """Process ids of the launcher's children that lead a session: not of what forks them."""
-        return [pid for pid in self.living() if _parent(pid) == self.launcher.pid and os.getsid(pid) == pid]
+        return [
+            pid for pid in self.living() if marked.parent(pid) == self.launcher.pid and os.getsid(pid) == pid
+        ]
 
     def prefork(self) -> int:
         """Process id of what forks the ranks of ``launch``."""
-        (pid,) = (pid for pid in self.living() if _name(pid) == "ddptrain-fork")
+        (pid,) = (pid for pid in self.living() if marked.name(pid) == "ddptrain-fork")
         return pid
 
     def living(self) -> dict[int, str]:
         """All processes of the job, and their command lines; zombies don't count."""
-        return living(self.mark)
+        return marked.living(self.mark)
 
     def left_after(self, seconds: float) -> dict[int, str]:
         """What still lives after so long, at most."""
-        deadline = time.monotonic() + seconds
-        while (left := self.living()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return left
-
-
-def living(mark: str) -> dict[int, str]:
-    """All processes with this mark in their environment, and their command lines; zombies don't count."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={mark}".encode() not in (folder / "environ").read_bytes():
-                continue
-            if (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
-        except OSError:  # it has ended meanwhile
-            continue
-    return found
+        return marked.left_after(self.mark, seconds)
 
 
 Start = Callable[[Path, Sequence[str], Sequence[str]], Job]
@@ -84,7 +69,7 @@ def start(folder: Path, launcher: Sequence[str], arguments: Sequence[str]) -> Jo
     """``launcher``: the words after ``python -m``."""
     mark, log = uuid.uuid4().hex, folder / "said.txt"
     inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    environment = {**inherited, "OMP_NUM_THREADS": "1", MARK: mark}
+    environment = {**inherited, "OMP_NUM_THREADS": "1", marked.MARK: mark}
     with log.open("w") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", *launcher, *arguments], cwd=folder, env=environment, stdout=said,
@@ -99,17 +84,3 @@ def launch(folder: Path, options: Sequence[str], arguments: Sequence[str]) -> Jo
 
 def torchrun(folder: Path, options: Sequence[str], arguments: Sequence[str]) -> Job:
     return start(folder, ["torch.distributed.run", "--standalone", *options, "-m", "ddptrain"], arguments)
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import marked
 from compare import assert_same
-from jobs import MARK
 from shell import RANK_VARIABLES
 
 from ddptrain.engine.checkpoint import Checkpointer
@@ -49,7 +49,7 @@ class Job:
             "python": ["-m", "ddptrain"],
         }[self.launcher]
         inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-        own = {MARK: self.mark, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        own = {marked.MARK: self.mark, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
         self.output = self.cwd / f"output-{self.mark}.txt"
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(
@@ -73,15 +73,16 @@ class Job:
             self.end()
             raise AssertionError(f"still running after {timeout} s:\n{self.text[-3000:]}") from None
 
-    def wait_for(self, text: str, times: int = 1, timeout: float = 120) -> bool:
-        """Until the output holds a text so many times; False where the job ended before."""
+    def wait_for(self, text: str, times: int = 1, timeout: float = 120) -> None:
+        """Until the output holds a text so many times."""
         deadline = time.monotonic() + timeout
         while self.text.count(text) < times:
-            if self.process.poll() is not None:
-                return self.text.count(text) >= times
+            ended = self.process.poll() is not None
+            assert not ended or self.text.count(text) >= times, (
+                f"ended without {text!r}:\n{self.text[-3000:]}"
+            )
             assert time.monotonic() < deadline, f"no {text!r} after {timeout} s:\n{self.text[-3000:]}"
             time.sleep(0.02)
-        return True
 
     def wait_for_step(self, step: int, attempt: int = 1, timeout: float = 240) -> bool:
         """Until the ranks, begun for the ``attempt``-th time, have logged this step or a later one; 0: until
@@ -99,21 +100,19 @@ class Job:
 
     def pids(self) -> list[int]:
         """All living processes of the job."""
-        return [pid for pid, _ in _marked(self.mark)]
+        return list(marked.living(self.mark))
 
-    def left_after(self, seconds: float) -> list[int]:
-        """What still lives after so long, at most."""
-        deadline = time.monotonic() + seconds
-        while (left := self.pids()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return left
+    def left_after(self, seconds: float) -> dict[int, str]:
+        """What still lives after so long, at most: the command lines."""
+        return marked.left_after(self.mark, seconds)
 
     def rank_pids(self) -> dict[int, int]:
         """The ranks' processes: children of the agent, by rank."""
         if self.launcher == "python":
             return {0: self.process.pid}
-        children = [(pid, its) for pid, its in _marked(self.mark) if _parent(pid) == self.process.pid]
-        ranks = {_rank(pid, variables): pid for pid, variables in children}
+        every = marked.marked(self.mark)
+        children = {pid: its for pid, its in every.items() if marked.parent(pid) == self.process.pid}
+        ranks = {_rank(pid, its.variables): pid for pid, its in children.items()}
         return {rank: pid for rank, pid in ranks.items() if rank >= 0}
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> bool:
@@ -178,32 +177,6 @@ def _summary(run: Path) -> dict[str, Any]:
     return {name: summary[name] for name in ("outcome", "step", "steps", "metrics", "best")}
 
 
-def _marked(mark: str) -> list[tuple[int, dict[str, str]]]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            raw = (entry / "environ").read_bytes()
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, ProcessLookupError):
-            continue
-        if f"{MARK}={mark}".encode() in raw and state != "Z":
-            pairs = (item.partition("=") for item in raw.decode(errors="replace").split("\0") if "=" in item)
-            found.append((int(entry.name), {name: value for name, _, value in pairs}))
-    return found
-
-
 def _rank(pid: int, variables: dict[str, str]) -> int:
     """-1 for what is none. A forked rank has its launcher's environment there, and a name of its own."""
-    with contextlib.suppress(OSError):
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
-        return int(name.partition("ddptrain-rank")[2] or variables.get("RANK", -1))
-    return -1
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+    return int(marked.name(pid).partition("ddptrain-rank")[2] or variables.get("RANK", -1))

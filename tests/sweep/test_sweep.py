@@ -19,8 +19,9 @@ from running import FAULTY
 from shell import ddptrain, early_refusal, in_new_process, refusal, with_imports
 from sweeps import SWEPT, events, points, start, statuses, swept_words
 
+from ddptrain.distributed.cpu import cores
 from ddptrain.errors import UserError
-from ddptrain.text import quoted_if_needed
+from ddptrain.text import counted, quoted_if_needed
 from ddptrain.tools.sweep.ledger import Ledger, read_ledger
 
 TYPED = f"--multirun --config-dir={SWEPT} recipe=swept device=cpu sweep.dir=sweep"
@@ -33,8 +34,8 @@ def test_the_plan_comes_at_once_and_writes_nothing(tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
     first, *jobs = ended.out.splitlines()
     assert first == (
-        "sweep sweep: 12 jobs, 12 to run; slots 0, 1 (sweep.gpus): 1 job at once, each 2 ranks and "
-        + first.rpartition(" and ")[2]
+        "sweep sweep: 12 jobs, 12 to run; slots 0, 1 (sweep.gpus): 1 job at once, each 2 ranks and"
+        f" {counted(cores(), 'core')}"
     )
     assert len(jobs) == 12
     assert jobs[7].startswith("007  new      python -m ddptrain launch --nproc-per-node=2 ")
@@ -157,7 +158,7 @@ def outputs(cwd: Path) -> list[str]:
 @pytest.mark.long
 def test_a_sweep_folder_has_one_sweep(tmp_path: Path) -> None:
     job = start(tmp_path, swept_words("task.point=0,1", "task.pace=0.3"))
-    assert job.wait_for("running")
+    job.wait_for("running")
     message = refusal(tmp_path, f"{TYPED} task.point=2,3")
     assert message.startswith(f"sweep.dir=sweep: process {job.process.pid} on ")
     job.kill(job.process.pid, signal.SIGTERM)

@@ -100,7 +100,9 @@ def test_twelve_jobs_whose_controller_is_killed(
     done = [event["job"] for event in events(tmp_path, "ended") if event["status"] == "done"]
     assert len(done) == len(set(done)) == 8
     assert values(tmp_path) == local
-    for number, attempts in attempts_that_ran(tmp_path).items():
+    every = attempts_that_ran(tmp_path)
+    assert every.keys() == expected.keys()
+    for number, attempts in every.items():
         ran = sorted((facts["began"], facts["ended"]) for facts in attempts if "began" in facts)
         assert all(one[1] <= other[0] for one, other in pairwise(ran)), "two at a time"
         if expected[number] == "done":  # it ran on without its sweep, and was found
