@@ -188,7 +188,7 @@ def chunk(world: World, setting: Setting, folder: Path) -> Chunk:
         state.wrapped = DistributedDataParallel(state.model, gradient_as_bucket_view=True)
     watchdog = Watchdog(world, hang_timeout=300.0) if guarded else _NoWatchdog(world)
     stopwatch = (Stopwatch if setting.timed else _NoStopwatch)(world.device)
-    step = TrainStep(task, strategy, precision, plan, state, Phases(watchdog, stopwatch))
+    step = TrainStep(task, precision, plan, state, Phases(watchdog, stopwatch))
     if not guarded:
         step._health = _NoHealth(state.model, state.wrapped, strategy, ends_run=True)
     observers: list[Observer] = []

@@ -1,4 +1,5 @@
-"""All private names of torch that are used: the versions, and the cost without them.
+"""The private names of torch that a step needs: the versions, and the cost without them. Those that other
+files use are listed in tests/structure/test_private_names.py.
 
 | name | torch | without it |
 |---|---|---|

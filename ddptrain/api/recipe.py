@@ -168,7 +168,8 @@ class Loading:
 class Task(ABC):
     """Model, loss and metrics. Not an nn.Module.
 
-    The engine passes the *wrapped* model to `loss`, so DDP's forward is always the one called.
+    In a step the engine passes the *wrapped* model to `loss`, so that DDP's forward is the one called; checks
+    before the first step pass the bare one.
     """
 
     best_metric: str
@@ -180,7 +181,8 @@ class Task(ABC):
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """The model, on the CPU. Called once per rank, after the seed is set and `Data.prepare`."""
+        """The model, on the CPU, after the seed is set and `Data.prepare`, or `Data.load_metadata` for a
+        prediction or an export. Called on each rank; under ``strategy=fsdp`` on the device ``meta`` first."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch, progress: Progress) -> Loss:

@@ -119,10 +119,6 @@ class Sampler:
         end."""
         return self._cut(step, self.micro_sizes)
 
-    def global_batch(self, step: int) -> list[EpochSlice]:
-        """The whole global batch of a step, the same for any world size."""
-        return self._slices(step * self.batch_size, (step + 1) * self.batch_size)
-
     def samples(self, steps: range, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of many steps: int64 (n,) sample indices, int64 (n,) the epoch of
         each, on the device. An epoch's order is copied there once; a step only slices it.

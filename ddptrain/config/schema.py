@@ -123,7 +123,7 @@ class Checkpoint:
 @dataclass
 class LogSection:
     every: int = rule(50, at_least=1)
-    """Optimizer steps between log lines; the only steps that read the loss from the device."""
+    """Optimizer steps between log lines; at these the host waits for the device, to read the mean loss."""
 
 
 @dataclass

@@ -30,17 +30,16 @@ from ddptrain.engine.saved_checkpoint import (
     FORMAT,
     MANIFEST,
     STATE,
-    STEP,
-    DamagedError,
     LoadedCheckpoint,
-    read,
+    newest_in,
     sealed,
+    steps_in,
 )
 from ddptrain.engine.shards import FOLDER, Shards, new_folder, without_parts, write_parts
 from ddptrain.errors import UserError
 from ddptrain.observe.gauges import free_memory
 from ddptrain.observe.lock import Lost, lost
-from ddptrain.text import parse_json
+from ddptrain.text import json_object
 
 log = logging.getLogger(__name__)
 
@@ -133,10 +132,7 @@ class Checkpointer:
 
     def steps(self) -> list[Path]:
         """The step folders, oldest first."""
-        if not self._folder.is_dir():
-            return []
-        numbered = [(int(m[1]), path) for path in self._folder.iterdir() if (m := STEP.fullmatch(path.name))]
-        return [path for _, path in sorted(numbered)]
+        return steps_in(self._folder)
 
     def holds(self, step: int) -> bool:
         """Whether there is a checkpoint of this step, damaged or not."""
@@ -174,24 +170,8 @@ class Checkpointer:
                 path.rename(path.with_name(f".{path.name}.{os.getpid()}{_ASIDE}"))
 
     def newest(self) -> LoadedCheckpoint | None:
-        """The newest valid checkpoint; damaged ones are skipped with a warning.
-
-        Raises UserError if all are damaged: starting again would lose the run.
-        """
-        damaged = []
-        for path in reversed(self.steps()):
-            try:
-                return read(path)
-            except DamagedError as error:
-                log.warning("skipping a damaged checkpoint: %s", error)
-                damaged.append(str(error))
-        if damaged:
-            raise UserError(
-                f"{self._folder}: none of its {len(damaged)} checkpoints can be used. {damaged[0]}"
-                " Name another one and a new folder (run.resume=<checkpoint> run.dir=<new>), or start anew"
-                " (run.resume=never)."
-            )
-        return None
+        """As `newest_in`."""
+        return newest_in(self._folder)
 
     def _save(
         self, path: Path, state: Mapping[str, Any], facts: Mapping[str, Any], shards: Future[Shards] | None
@@ -304,10 +284,7 @@ def _ended(folder: Path, gone: Lost, what: str, kept: Path | None = None) -> Use
 
 def _best_in(folder: Path) -> Mapping[str, float]:
     """What a checkpoint's manifest says the best is; empty where there is none."""
-    try:
-        best: Mapping[str, float] = parse_json((folder / MANIFEST).read_text()).get("best", {})
-    except (OSError, ValueError):
-        return {}
+    best: Mapping[str, float] = json_object(folder / MANIFEST).get("best", {})
     return best
 
 

@@ -54,10 +54,7 @@ class Checked(NamedTuple):
 class _Pending(NamedTuple):
     step: int
     stop: bool
-    nonfinite: Tensor
-    flags: Tensor
-    """The mean of the ranks' flags; in a world of one, the loss."""
-    is_loss: bool
+    checked: Checked
     arrived: torch.cuda.Event | None
     """On a GPU: recorded behind the copy of both to the host."""
 
@@ -143,15 +140,14 @@ class Health:
 
     def expect(self, step: int, stop: bool, checked: Checked) -> None:
         """The outcome of a step that was just checked. stop: this rank wants to."""
-        nonfinite, flags, is_loss, both = checked
         arrived = None
-        if both is not None:
-            host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
-            host.copy_(both, non_blocking=True)
+        if checked.both is not None:
+            host = torch.empty(checked.both.shape, dtype=checked.both.dtype, pin_memory=True)
+            host.copy_(checked.both, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-            nonfinite, flags = host[0], host[1:]
-        self._pending.append(_Pending(step, stop, nonfinite, flags, is_loss, arrived))
+            checked = Checked(host[0], host[1:], checked.is_loss, None)
+        self._pending.append(_Pending(step, stop, checked, arrived))
 
     def discard(self) -> None:
         """Drop the flags and the loss of a pass that is not a step (warm-up)."""
@@ -174,10 +170,11 @@ class Health:
     def _outcome(self, pending: _Pending) -> Outcome:
         if pending.arrived is not None:
             pending.arrived.synchronize()
-        finite = not pending.nonfinite.item()
-        if pending.is_loss:
-            return Outcome(pending.step, finite, math.isfinite(pending.flags.item()), pending.stop)
-        stop, at = pending.flags.tolist()
+        checked = pending.checked
+        finite = not checked.nonfinite.item()
+        if checked.is_loss:
+            return Outcome(pending.step, finite, math.isfinite(checked.flags.item()), pending.stop)
+        stop, at = checked.flags.tolist()
         if not math.isfinite(stop + at):  # the flags are lost in the sum; they come again in the next step
             return Outcome(pending.step, finite, False, False)
         if not self._strategy.same_step(at, pending.step):

@@ -37,8 +37,8 @@ StepIterator = Callable[[range], Iterable[int]]
 
 
 @dataclass(slots=True)
-class _Progress:
-    last: Report = field(default_factory=lambda: Report({}))
+class _LastDone:
+    report: Report = field(default_factory=lambda: Report({}))
     """The last evaluation."""
     saved_at: int | None = None
     unannounced: Saved | None = None
@@ -57,23 +57,23 @@ class Engine:
         step: TrainStep,
         checkpointer: Checkpointer,
         observers: Observers,
-        graph: Callable[[TrainStep], StepGraph] | None = None,
+        make_graph: Callable[[TrainStep], StepGraph] | None = None,
     ) -> None:
-        """graph: makes what captures the step; None: steps are eager."""
+        """make_graph: of what captures the step; None: steps are eager."""
         self._task = step.task
         self._data = data
         self._world = step.strategy.world
         self._plan = step.plan
         self._state = step.state
         self._step = step
-        self._graph = graph
-        self._advance = self._captured()
+        self._make_graph = make_graph
+        self._advance = self._captured_or_eager()
         """Takes one step."""
         self._checkpointer = checkpointer
         self._observers = observers
         self._watchdog = step.phase.watchdog
         self._stopwatch = step.phase.stopwatch
-        self._progress = _Progress()
+        self._last = _LastDone()
         self._next_evaluation: OwnBatches | None = None
         """Its batches, read while the training goes on."""
 
@@ -84,9 +84,9 @@ class Engine:
         Raises Stopped if it was asked to stop, Diverged if the loss or a gradient is not finite.
         """
         state, plan, outcome = self._state, self._plan, "failed"
-        first_step, self._progress.last = state.step, Report(state.metrics)
+        first_step, self._last.report = state.step, Report(state.metrics)
         if on_first_rank(self._world, lambda: self._checkpointer.holds(first_step)):
-            self._progress.saved_at = first_step  # a controller that ends the run here would save it again
+            self._last.saved_at = first_step  # a controller that ends the run here would save it again
         batches = self._opened(run or RunInfo(world=self._world))
         try:
             goes_on = self._evaluate() if state.evaluation_due else True
@@ -123,7 +123,7 @@ class Engine:
                 self._mark_writing()
                 self._checkpointer.wait()
             self._end(outcome)
-        return self._progress.last
+        return self._last.report
 
     def _opened(self, run: RunInfo) -> Iterator[Batch]:
         """The remaining batches, after the checks and warm-up passes on the first one and a rehearsal of the
@@ -132,7 +132,7 @@ class Engine:
         steps = range(state.step, plan.steps)
         batches, flops = self._all_batches(steps), 0.0
         if steps:
-            state.scatter(self._task, step.sampler.share, device)
+            state.scatter(self._task, step.sampler.share)
             batches, flops = self._warmed_up(batches)
         # an evaluation that comes first shows the same
         metrics = rehearse(step, self._data) if steps and not state.evaluation_due else ()
@@ -173,8 +173,8 @@ class Engine:
             self._advance = self._advance.checked(first, progress)
         return chain([first], batches), flops
 
-    def _captured(self) -> TrainStep | StepGraph:
-        return self._step if self._graph is None else self._graph(self._step)
+    def _captured_or_eager(self) -> TrainStep | StepGraph:
+        return self._step if self._make_graph is None else self._make_graph(self._step)
 
     def _thaw(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """From this step on, train what was frozen. Collectives and a sync point. Returns the batches. Raises
@@ -187,8 +187,8 @@ class Engine:
         self._watchdog.forget_what_is_usual()
         self._watchdog.mark("thawing", state.step, LONG_S)
         state.thaw()
-        self._step = TrainStep(self._task, state.strategy, before.precision, self._plan, state, before.phase)
-        self._advance = self._captured()
+        self._step = TrainStep(self._task, before.precision, self._plan, state, before.phase)
+        self._advance = self._captured_or_eager()
         log.info("thawed     at step %d: all groups are trained from here on", state.step)
         batches, flops = self._warmed_up(batches)
         self._stopwatch.flops = flops
@@ -220,7 +220,7 @@ class Engine:
 
     def _evaluate(self) -> bool:
         """Evaluate, and ask the controllers. Returns False if one of them has completed the run."""
-        state, task, progress = self._state, self._task, self._progress
+        state, task, last = self._state, self._task, self._last
         self._step.synchronize()
         self._stopwatch.synchronize()
         began = time.perf_counter()
@@ -229,14 +229,14 @@ class Engine:
         except Interrupted:
             self._save_once()
             raise Stopped(f"stopped in the evaluation at step {state.step}") from None
-        metrics = progress.last.metrics
+        metrics = last.report.metrics
         state.metrics, state.metrics_step = dict(metrics), state.step
         self._stopwatch.mark("evaluating")
         is_best = state.improves(metrics, task.best_metric, task.higher_is_better)
         if is_best:
             state.evaluation_due = False
             self._write("saving the best", self._checkpointer.save_best)
-        progress.ranks = from_all_ranks(self._world, self._stopwatch.total())
+        last.ranks = from_all_ranks(self._world, self._stopwatch.total())
         lap, seconds = self._stopwatch.lap("evaluation").timing, time.perf_counter() - began
         event = Evaluated(
             state.step, *self._position(), metrics, figures, seconds, is_best, lap,
@@ -280,9 +280,9 @@ class Engine:
                 broadcast(world, buffers)
             with unchanged(model), state.strategy.evaluating(model):
                 batches, self._next_evaluation = self._next_evaluation or self._valid_batches(), None
-                self._progress.last = evaluate(self._task, model, batches, precision, self._watchdog)
+                self._last.report = evaluate(self._task, model, batches, precision, self._watchdog)
                 figures = figures_of(self._task, model, precision, world.device) if world.is_first else {}
-        return {**self._progress.last.figures, **figures}
+        return {**self._last.report.figures, **figures}
 
     def _valid_batches(self) -> OwnBatches:
         plan = self._plan
@@ -290,7 +290,7 @@ class Engine:
 
     def _save_once(self) -> None:
         """Save, unless this step has been saved."""
-        if self._progress.saved_at != self._state.step:
+        if self._last.saved_at != self._state.step:
             self._save()
 
     def _save(self, evaluated: bool = False) -> None:
@@ -300,9 +300,9 @@ class Engine:
         self._stopwatch.synchronize()
         state.evaluation_due = self._plan.evaluates(state.step) and not evaluated
         path = self._write("saving", self._checkpointer.save)
-        self._progress.saved_at = state.step
+        self._last.saved_at = state.step
         if path is not None:
-            self._progress.unannounced = Saved(state.step, path)
+            self._last.unannounced = Saved(state.step, path)
         if not self._checkpointer.is_writing:
             self._finish_saving()
 
@@ -310,7 +310,7 @@ class Engine:
         """Wait for the checkpoint that is being written, and tell of it."""
         self._mark_writing()
         self._checkpointer.finish()
-        saved, self._progress.unannounced = self._progress.unannounced, None
+        saved, self._last.unannounced = self._last.unannounced, None
         if saved is not None:
             self._watchdog.mark("telling observers", patience=LONG_S)
             self._observers.saved(saved)
@@ -322,7 +322,7 @@ class Engine:
 
     def _write(self, why: str, write: Callable[..., Path]) -> Path | None:
         """Write the whole state, on rank 0. Collectives and a sync point."""
-        whole = self._state.gathered(self._task, self._world)
+        whole = self._state.gathered(self._task)
         self._finish_saving()
         self._watchdog.mark(why, self._state.step, LONG_S)
         rest, shards = self._checkpointer.write_shards(whole, self._world)
@@ -349,12 +349,12 @@ class Engine:
         return divergence(step, self._state.left_out_in_a_row, ranks, self._plan, compiled)
 
     def _end(self, outcome: str) -> None:
-        state, task, progress = self._state, self._task, self._progress
+        state, task, last = self._state, self._task, self._last
         if outcome != "failed":  # of which the place is told
             self._watchdog.mark("ending", patience=LONG_S)  # rank 0 may wait for a tracker, the others for it
         best = state.best_as(task.best_metric)
-        result = Result(outcome, progress.last.metrics, best, task.higher_is_better)
-        times = self._stopwatch.times(progress.ranks)
+        result = Result(outcome, last.report.metrics, best, task.higher_is_better)
+        times = self._stopwatch.times(last.ranks)
         self._observers.end(End(state.step, self._plan.steps, result, times))
 
     def _position(self) -> tuple[float, int]:

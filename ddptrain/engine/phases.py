@@ -15,8 +15,8 @@ _SAID = {"data": "waiting for a batch"}
 
 @final
 class Phases:
-    """The phases of a step: data, forward, backward, all_reduce, optimizer. They may nest: a phase gets the
-    time between the end of the previous one and its own end."""
+    """The phases of a step: data, forward, backward, all_reduce, optimizer; captured: data, replay. They may
+    nest: a phase gets the time between the end of the previous one and its own end."""
 
     def __init__(self, watchdog: Watchdog, stopwatch: Stopwatch) -> None:
         self.watchdog = watchdog

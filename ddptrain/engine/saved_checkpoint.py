@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import logging
 import re
 import zipfile
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from torch import Tensor
 from ddptrain.engine.shards import FOLDER, OF_A_RANK, Empty, entry_of, with_shards
 from ddptrain.errors import UserError
 from ddptrain.text import parse_json
+
+log = logging.getLogger("ddptrain")
 
 STATE, MANIFEST = "state.pt", "manifest.json"
 FORMAT = 7
@@ -78,6 +81,35 @@ def read(path: Path, key: str = "") -> LoadedCheckpoint:
         _check_file(f"{path}: {name}", entry, files.get(name))
     _check_step(path, manifest.get("step"), MANIFEST)
     return LoadedCheckpoint(path, payload, manifest)
+
+
+def steps_in(folder: Path) -> list[Path]:
+    """The checkpoints of steps in a run's folder of checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    numbered = [(int(m[1]), path) for path in folder.iterdir() if (m := STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered)]
+
+
+def newest_in(folder: Path) -> LoadedCheckpoint | None:
+    """The newest valid one of `steps_in`; damaged ones are skipped with a warning.
+
+    Raises UserError if all are damaged: starting again would lose the run.
+    """
+    damaged = []
+    for path in reversed(steps_in(folder)):
+        try:
+            return read(path)
+        except DamagedError as error:
+            log.warning("skipping a damaged checkpoint: %s", error)
+            damaged.append(str(error))
+    if damaged:
+        raise UserError(
+            f"{folder}: none of its {len(damaged)} checkpoints can be used. {damaged[0]}"
+            " Name another one and a new folder (run.resume=<checkpoint> run.dir=<new>), or start anew"
+            " (run.resume=never)."
+        )
+    return None
 
 
 def _check_file(where: str, entry: Mapping[str, Any], written: object) -> None:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from ddptrain.api.controller import Controller
 from ddptrain.api.recipe import Task
 from ddptrain.api.strategy import Strategy
-from ddptrain.api.world import World
 from ddptrain.distributed.comm import from_all_ranks
 from ddptrain.engine.consistency import check_extra_state
 from ddptrain.engine.ema import Average
@@ -69,9 +68,10 @@ class TrainState:
     thawed: bool = False
     """What was frozen is trained since a step of this run."""
 
-    def gathered(self, task: Task, world: World) -> dict[str, Any]:
+    def gathered(self, task: Task) -> dict[str, Any]:
         """`state_dict`, complete on rank 0, which writes it: includes the state that each rank has.
         Collectives."""
+        world = self.strategy.world
         self.meter.gather()
         check_extra_state(world, self.model, self.step)
         if rows := {name: value.cpu() for name, value in task.rank_state().items()}:
@@ -79,8 +79,9 @@ class TrainState:
             self.rank_state = {name: torch.cat([rank[name] for rank in ranks]) for name in rows}
         return self.state_dict()
 
-    def scatter(self, task: Task, share: tuple[int, int], device: torch.device) -> None:
+    def scatter(self, task: Task, share: tuple[int, int]) -> None:
         """Restore the task's rows for this rank's share of the global batch."""
+        device = self.strategy.world.device
         task.load_rank_state({name: rows[slice(*share)].to(device) for name, rows in self.rank_state.items()})
 
     def improves(self, metrics: Mapping[str, float], name: str, higher_is_better: bool) -> bool:

@@ -1,6 +1,7 @@
 """One optimizer step over one global batch. Start reading here.
 
-Nothing here waits for the device, except, on a GPU, for the outcome of the previous step: is the run to end?
+On a GPU the host waits in it for the outcome of the previous step: is the run to end? With an optimizer that
+is not fused it waits for this step's, too: are its gradients finite?
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 
 from ddptrain.api.recipe import Batch, Loss, Progress, Task
 from ddptrain.api.sampler import MicroBatch
-from ddptrain.api.strategy import Strategy
 from ddptrain.engine.health import Checked, Health, NotFinite, Outcome
 from ddptrain.engine.loss_scale import LossScale
 from ddptrain.engine.meter import Addend
@@ -41,14 +41,13 @@ class TrainStep:
     def __init__(
         self,
         task: Task,
-        strategy: Strategy,
         precision: Precision,
         plan: Plan,
         state: TrainState,
         phase: Phases,
     ) -> None:
         self.task = task
-        self.strategy = strategy
+        self.strategy = strategy = state.strategy
         self.precision = precision
         self.plan = plan
         self.state = state

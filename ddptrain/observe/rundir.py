@@ -21,7 +21,7 @@ from ddptrain.api.world import World
 from ddptrain.errors import UserError
 from ddptrain.observe.changes import note_changes
 from ddptrain.observe.lock import LOCK, lost, unwritable
-from ddptrain.text import as_yaml, parse_json
+from ddptrain.text import as_yaml, json_object
 from ddptrain.version import __version__
 
 _LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy", "pillow")
@@ -67,10 +67,7 @@ def note_job(folder: Path) -> None:
 
 def begun_by_this_job(folder: Path) -> bool:
     """Whether an earlier attempt of this job, by torchrun or SLURM, has begun the run."""
-    try:
-        begun = parse_json((folder / _JOB).read_text())
-    except (OSError, ValueError):
-        return False
+    begun = json_object(folder / _JOB)
     restarted = [name for name in _JOB_IDS if os.environ.get(f"{name}_RESTART_COUNT", "0") != "0"]
     # torchrun --standalone has another id after SLURM has requeued it
     told_by = ["SLURM"] if "SLURM" in restarted else list(_JOB_IDS)

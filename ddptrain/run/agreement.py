@@ -8,9 +8,9 @@ from typing import Any
 
 from ddptrain.api.recipe import Data
 from ddptrain.config.schema import Config
-from ddptrain.engine.initial_weights import normalisation_of
 from ddptrain.engine.saved_checkpoint import LoadedCheckpoint
 from ddptrain.errors import UserError
+from ddptrain.run.initial_weights import normalisation_of
 from ddptrain.text import first_few
 
 log = logging.getLogger("ddptrain")

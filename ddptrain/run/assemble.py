@@ -133,4 +133,4 @@ def make_step(
     """The step of a run, with its state at step 0 around a model on its device."""
     state = make_state(config, model, strategy, precision, plan.steps, frozen)
     phases = Phases(watchdog, Stopwatch(strategy.world.device))
-    return TrainStep(task, strategy, precision, plan, state, phases)
+    return TrainStep(task, precision, plan, state, phases)

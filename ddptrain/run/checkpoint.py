@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ddptrain.config.instantiate import typed_arguments
 from ddptrain.distributed.world import world_from_environment
-from ddptrain.engine.checkpoint import Checkpointer
-from ddptrain.engine.saved_checkpoint import STATE, read, unpack
+from ddptrain.engine.saved_checkpoint import STATE, read, steps_in, unpack
 from ddptrain.errors import UserError
 from ddptrain.observe.console import open_log
 from ddptrain.run.setup import named_checkpoint
@@ -54,7 +53,7 @@ def verify(of: RunFolder, checkpoint: str = "") -> None:
     Raises UserError where one is not.
     """
     folder = of.folder / "checkpoints"
-    steps = Checkpointer(folder, keep=1).steps()
+    steps = steps_in(folder)
     every = [*steps, *(folder / name for name in ("best", "best-before") if (folder / name).is_dir())]
     if not every:
         raise UserError(f"run={of.folder}: holds no checkpoint yet.")

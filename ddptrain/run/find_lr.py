@@ -41,7 +41,7 @@ def run(config: Config, settings: Mapping[str, str]) -> None:
     with joined_world(config) as (world, reason, watchdog):
         log.info("device     %s (%s)", world.device, reason)
         step = make_train_step(config, task, data, world, watchdog, None)
-        step.state.scatter(task, step.sampler.share, world.device)
+        step.state.scatter(task, step.sampler.share)
         points = list(losses_at(rising_rates(**bounds, steps=steps), step, data))
         rates, losses = [rate for rate, _ in points], [loss for _, loss in points]
         usable = range_of(rates, losses)

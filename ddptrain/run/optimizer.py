@@ -48,10 +48,10 @@ def build_optimizer(
     trained = [p for p in model.parameters() if p.requires_grad]
     if sharded and node["_target_"] == "torch.optim.Adafactor":
         raise UserError("optim: torch's Adafactor takes no parameters in parts. Use AdamW, or strategy=ddp.")
-    chosen = node.get("fused") is None and node.get("foreach") is None
+    unset = node.get("fused") is None and node.get("foreach") is None
     groups = [_as_torch(group, node) for group in parameter_groups(model, node, weight_decay_on)]
     # with dampening the first step differs from the others and must not find a buffer
-    fused = chosen and not node.get("dampening") and not sparse
+    fused = unset and not node.get("dampening") and not sparse
     fused = fused and (not sharded or node["_target_"] in _FUSED_IN_PARTS)
     fused = fused and all(p.is_floating_point() and is_dense(p) for p in trained)
     fused = fused and not (node["_target_"] == "torch.optim.SGD" and fused_sgd_is_wrong(trained))

@@ -36,11 +36,10 @@ from ddptrain.distributed.watchdog.lost_peer import address_of_peer, from_a_lost
 from ddptrain.distributed.watchdog.watchdog import Watchdog
 from ddptrain.distributed.world import world_from_environment
 from ddptrain.doctor.examine import why_no_cuda
-from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.compiled import Compilations
 from ddptrain.engine.early_stop import EarlyStop
 from ddptrain.engine.load_model import fit_model
-from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, read, unpack
+from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, newest_in, read, steps_in, unpack
 from ddptrain.engine.step_graph import own_stream
 from ddptrain.errors import Diverged, ExitCode, OutOfStep, RankLost, Stopped, UserError, what_ended
 from ddptrain.observe.console import open_log
@@ -176,7 +175,7 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 def make_observers(config: Config) -> list[Observer]:
-    """Those of the config, and the two that every run has: the summary, and what was compiled."""
+    """Those of the config, and the summary; where there are any, the mirror and what was compiled."""
     observers = [_built(Observer, node, f"observers.{name}") for name, node in config.observers.items()]
     readers = [
         name
@@ -261,14 +260,14 @@ def named_checkpoint(folder: Path, name: str) -> LoadedCheckpoint:
         return saved
     if name not in ("", "last"):
         if not own.is_dir() and not os.path.lexists(name):
-            steps = [path.name for path in Checkpointer(own.parent, keep=1).steps()]
+            steps = [path.name for path in steps_in(own.parent)]
             best = ["best"] * (own.parent / "best").is_dir()
             raise UserError(
                 f"checkpoint={name}: {folder} has no such checkpoint, and there is no such folder. It has"
                 f" {', '.join([*best, *steps]) or 'none yet'}."
             )
         return read(own if own.is_dir() else Path(name), "checkpoint=")
-    newest = Checkpointer(folder / "checkpoints", keep=1).newest()
+    newest = newest_in(folder / "checkpoints")
     if newest is None:
         raise UserError(f"run={folder}: holds no checkpoint yet.")
     return newest

@@ -28,7 +28,6 @@ from ddptrain.engine.checkpoint import Checkpointer
 from ddptrain.engine.compiled import check_graphs, compile_loss
 from ddptrain.engine.consistency import check_same_command, check_same_model, check_same_weights
 from ddptrain.engine.freeze import Frozen, freeze
-from ddptrain.engine.initial_weights import load_initial_weights
 from ddptrain.engine.loop import Engine, StepIterator
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.precision import choose_precision
@@ -58,11 +57,12 @@ from ddptrain.observe.rundir import (
 from ddptrain.run import setup
 from ddptrain.run.agreement import check_same_data, normalise_as_weights, note_other_data
 from ddptrain.run.assemble import make_step, plan_run
+from ddptrain.run.initial_weights import load_initial_weights
 from ddptrain.run.make_strategy import make_strategy
 from ddptrain.run.optimizer import arguments_of, check_optimizer
 from ddptrain.run.schedule import check_schedule
 from ddptrain.run.sharded_model import make_sharded_model
-from ddptrain.text import counted, first_few, parse_json
+from ddptrain.text import counted, first_few, json_object
 from ddptrain.torch_private import spare_dynamo
 from ddptrain.version import __version__
 
@@ -120,7 +120,7 @@ def run(config: Config, arguments: Sequence[str]) -> Path:
         for problem in problems:
             log.info("devices    %s", problem)
         notified = Observers(observers if world.is_first else [])
-        engine = Engine(data, step, checkpointer, notified, _graph(config.compile, world))
+        engine = Engine(data, step, checkpointer, notified, _graph_maker(config.compile, world))
         profiling = _profiling(config.debug, world, folder / "profile")
         try:
             with monitor.running():
@@ -167,7 +167,7 @@ def make_train_step(
     workers = data.loading.workers or 0
     share_cores(world, is_strict(config.strategy), workers)
     log.info("cores      %s", cores_in_words(world, workers))
-    _graph(config.compile, world)  # refuses what there is not
+    _graph_maker(config.compile, world)  # refuses what there is not
     if strategy.sharded:
         model = make_sharded_model(config, task, world)
     else:
@@ -216,8 +216,8 @@ def make_train_step(
     return step
 
 
-def _graph(mode: str, world: World) -> Callable[[TrainStep], StepGraph] | None:
-    """What captures a step, for ``compile=mode``. Raises UserError where there are no CUDA graphs."""
+def _graph_maker(mode: str, world: World) -> Callable[[TrainStep], StepGraph] | None:
+    """Makes what captures a step, for ``compile=mode``. Raises UserError where there are no CUDA graphs."""
     if mode not in CAPTURED:
         return None
     if world.device.type == "cuda":
@@ -289,10 +289,7 @@ def _leave_whole(folder: Path, config: Config, world: World, arguments: Sequence
 
 def _is_summarised(folder: Path, steps: int) -> bool:
     """Whether a run has got beyond its last checkpoint: evaluated and summarised after its last step."""
-    try:
-        summary = parse_json((folder / "summary.json").read_text())
-    except (OSError, ValueError):
-        return False
+    summary = json_object(folder / "summary.json")
     return bool(summary.get("outcome") == "done" and summary.get("step", 0) >= steps)
 
 

@@ -11,7 +11,7 @@ from shell import ddptrain
 from torchvision import models
 
 from ddptrain.data.images.folder import IMAGENET_MEAN, IMAGENET_STD
-from ddptrain.engine.initial_weights import normalisation_of
+from ddptrain.run.initial_weights import normalisation_of
 
 TORCHVISION = "ddptrain.recipes.classifiers.torchvision_classifier"
 TIMM = "ddptrain.recipes.classifiers.timm_classifier"

@@ -11,8 +11,8 @@ from shell import ddptrain, refusal
 from torch import nn
 
 from ddptrain.api.world import World
-from ddptrain.engine.initial_weights import match, read_weights
 from ddptrain.errors import UserError
+from ddptrain.run.initial_weights import match, read_weights
 
 RUN = (
     "recipe=mobilenet_cifar10 data=shapes data.source.train=80 data.source.valid=20 device=cpu"

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ddptrain.api.world import World
-from ddptrain.engine.initial_weights import load_initial_weights
 from ddptrain.errors import UserError
+from ddptrain.run.initial_weights import load_initial_weights
 
 State = dict[str, Any]
 WHOLE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.bool)

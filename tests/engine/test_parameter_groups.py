@@ -10,9 +10,9 @@ from torchvision import models
 from toy import lr_schedule
 
 from ddptrain.engine.freeze import freeze
-from ddptrain.engine.initial_weights import match
 from ddptrain.engine.parameter_groups import layer_depths, parameter_groups
 from ddptrain.errors import UserError
+from ddptrain.run.initial_weights import match
 from ddptrain.run.optimizer import build_optimizer, check_optimizer
 from ddptrain.run.schedule import build_schedule
 

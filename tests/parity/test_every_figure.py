@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def expected(plan: Plan, case: Mapping[str, Any], bad: Mapping[int, set[int]]) -
     sampler = plan.sampler(World())
     for step in range(plan.steps):
         left_out += step in bad
-        for part in sampler.global_batch(step) if step not in bad else []:
+        for part in chain(*sampler.slices(step)) if step not in bad else []:
             for sample in sampler.order(part.epoch)[part.start : part.stop].tolist():
                 loss = loss_of(sample)
                 values = {"loss": loss, "twice": 2 * loss} | ({"third": loss / 4} if step % 3 == 1 else {})

@@ -29,8 +29,8 @@ from ddptrain.api.recipe import Data, Rows, Task
 from ddptrain.api.world import World
 from ddptrain.config.check import checked
 from ddptrain.config.schema import Config
-from ddptrain.engine.initial_weights import load_initial_weights
 from ddptrain.run import checkpoint, evaluate, export
+from ddptrain.run.initial_weights import load_initial_weights
 from ddptrain.run.setup import make_task
 from ddptrain.testing import run_ranks
 from ddptrain.text import finite

@@ -16,10 +16,10 @@ from ddptrain.data.detection.augment import DetectionAugment
 from ddptrain.data.detection.batch import Batch
 from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes
-from ddptrain.engine.initial_weights import match
 from ddptrain.recipes.detection.detector import Detector
 from ddptrain.recipes.detection.library import LibraryDetection
 from ddptrain.recipes.detection.torchvision_detector import DetectorName, torchvision_detector
+from ddptrain.run.initial_weights import match
 
 SIDE, SEED, STEP = 96, 3, 5
 NAMES = (

@@ -28,7 +28,6 @@ from ddptrain.data.detection.data import DetectionData
 from ddptrain.data.detection.drawn import DrawnScenes
 from ddptrain.data.detection.run_lengths import PackedMasks, decode_masks, encode_masks
 from ddptrain.data.detection.source import ArrayScenes, Objects
-from ddptrain.engine.initial_weights import match
 from ddptrain.recipes.detection.detector import Detector
 from ddptrain.recipes.detection.library import LibraryDetection
 from ddptrain.recipes.detection.masks import whole_masks
@@ -37,6 +36,7 @@ from ddptrain.recipes.detection.torchvision_detector import DetectorName, torchv
 from ddptrain.recipes.yolo.assign import TaskAligned
 from ddptrain.recipes.yolo.detection import Detection
 from ddptrain.recipes.yolo.model import Yolo
+from ddptrain.run.initial_weights import match
 
 SIDE, SEED, STEP = 64, 3, 5
 NAME = "maskrcnn_resnet50_fpn"

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddptrain.engine.checkpoint import Checkpointer
-from ddptrain.engine.saved_checkpoint import unpack
+from ddptrain.engine.saved_checkpoint import newest_in, unpack
 from ddptrain.errors import UserError
 
 State = Mapping[str, Any]
@@ -38,7 +37,7 @@ class StateDifference:
 
 def last_state(run: Path) -> State:
     """All that the newest checkpoint of a run holds."""
-    saved = Checkpointer(run / "checkpoints", keep=1).newest()
+    saved = newest_in(run / "checkpoints")
     if saved is None:
         raise UserError(f"{run}: the training ended without a checkpoint.")
     return dict(_leaves(unpack(saved), ""))

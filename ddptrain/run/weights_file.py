@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddptrain.engine.checkpoint import Checkpointer
-from ddptrain.engine.saved_checkpoint import MANIFEST, read, unpack
+from ddptrain.engine.saved_checkpoint import MANIFEST, newest_in, read, unpack
 from ddptrain.errors import UserError, reason
 from ddptrain.text import first_few
 
@@ -53,7 +52,7 @@ def _of_folder(path: Path, key: str) -> StoredWeights:
     """Of a checkpoint, or of a run's best, or else newest; the averaged ones where there are some."""
     if (path / "checkpoints").is_dir():
         best = path / "checkpoints" / "best"
-        saved = read(best) if best.is_dir() else Checkpointer(path / "checkpoints", keep=1).newest()
+        saved = read(best) if best.is_dir() else newest_in(path / "checkpoints")
         if saved is None:
             raise UserError(f"{key}: holds no checkpoint yet.")
     elif (path / MANIFEST).exists():

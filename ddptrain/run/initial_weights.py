@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ddptrain.api.world import World
 from ddptrain.distributed.comm import on_all_ranks, once_a_node
-from ddptrain.engine.weights_file import StoredWeights, tensors_of, weights_at
 from ddptrain.errors import UserError, reason
 from ddptrain.observe.mirror.layout import is_mirror
 from ddptrain.observe.mirror.restore import local_copy
+from ddptrain.run.weights_file import StoredWeights, tensors_of, weights_at
 from ddptrain.text import first_few
 
 log = logging.getLogger("ddptrain")
