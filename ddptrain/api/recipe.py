@@ -190,7 +190,8 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor | Rows]:
-        """Sums over one validation batch, under ``no_grad``, and rows.
+        """Sums over one validation batch, under ``no_grad``, and rows. What it draws is seeded by the batch's
+        place in the set: the same in each evaluation, on any number of ranks.
 
         Integer tensors are counts, added exactly. 0-d floating tensors are kept per batch in
         float64 and added in the order of the data set, so every world size gives the same bits.
