@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hostile import Place
 from served import BATCHES, add, small_archive
 
@@ -118,7 +119,8 @@ def test_members_that_would_lead_outside_are_read_over_and_not_unpacked(place: P
 
 
 def test_the_command_line_refuses_a_hostile_archive(place: Place) -> None:
-    content = ARCHIVES["a bomb"][0]()
+    make, said = ARCHIVES["a bomb"]
+    content = make()
     (place.theirs / ARCHIVE).write_bytes(content)
     source = {
         "_target_": "ddptrain.data.images.cifar10.Cifar10",
@@ -126,4 +128,9 @@ def test_the_command_line_refuses_a_hostile_archive(place: Place) -> None:
     }
     data = {"_target_": "ddptrain.data.images.data.ImageData", "source": source, "root": "THEIRS"}
     run = place.run_of({"data": {**data, "augment": {"_target_": "ddptrain.data.images.augment.Augment"}}})
-    assert place.refused(["evaluate", f"run={run}"])
+    state = io.BytesIO()
+    torch.save({"model": {}, "optimizer": {}, "step": 1}, state)
+    place.checkpoint_of(run, state.getvalue())
+    message = place.refused(["evaluate", f"run={run}"])
+    assert message.startswith(str(place.theirs / ARCHIVE))
+    assert said in message

@@ -1,7 +1,6 @@
 """A stranger's checkpoints and labelled pictures: nothing is executed, nothing is written outside the folder
 given. Archives: tests/cli/test_hostile_archives.py."""
 
-import hashlib
 import io
 import json
 import os
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ddptrain.engine.saved_checkpoint import FORMAT, LoadedCheckpoint, sealed, unpack
+from ddptrain.engine.saved_checkpoint import LoadedCheckpoint, unpack
 from ddptrain.engine.shards import with_shards
 from ddptrain.errors import UserError
 from ddptrain.recipes.detection.transformers_detector import transformers_detector
@@ -160,13 +159,7 @@ def test_a_bomb_in_a_state_is_refused_before_it_is_unpacked() -> None:
 def test_a_hostile_run_folder_is_refused_by_every_verb(place: Place) -> None:
     """The config is right and so is the manifest, but the state is not."""
     run = place.run_of({})
-    checkpoint = run / "checkpoints" / "step-1"
-    checkpoint.mkdir(parents=True)
-    payload = zipped(state(Payload(str(place.canary))))
-    (checkpoint / "state.pt").write_bytes(payload)
-    entry = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}
-    manifest = {"format": FORMAT, "step": 1, "files": {"state.pt": entry}, "outputs": list("0123456789")}
-    (checkpoint / "manifest.json").write_bytes(sealed(manifest))
+    place.checkpoint_of(run, zipped(state(Payload(str(place.canary)))))
     for verb in ("evaluate", "export"):
         words = [verb, f"run={run}", *(["format=pt2", f"out={run}/x.pt2"] if verb == "export" else [])]
         assert "state.pt is not a state of ddptrain" in place.refused(words)

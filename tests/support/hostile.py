@@ -1,5 +1,6 @@
 """What a stranger may send, and how to see that it did nothing: a canary that it would make."""
 
+import hashlib
 import os
 import pickle
 import shutil
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from ddptrain.config import targets
+from ddptrain.engine.saved_checkpoint import FORMAT, MANIFEST, STATE, sealed
 from ddptrain.verbs.main import main
 
 SECRET = "hunter2-and-more"
@@ -84,6 +86,15 @@ class Place:
         folder.mkdir()
         (folder / "config.yaml").write_text(yaml.safe_dump({**saved(), **self.filled(changed)}))
         return folder
+
+    def checkpoint_of(self, run: Path, payload: bytes) -> None:
+        """In a run's folder, with a right manifest around whatever state."""
+        checkpoint = run / "checkpoints" / "step-1"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / STATE).write_bytes(payload)
+        entry = {"sha256": hashlib.sha256(payload).hexdigest(), "bytes": len(payload)}
+        manifest = {"format": FORMAT, "step": 1, "files": {STATE: entry}, "outputs": list("0123456789")}
+        (checkpoint / MANIFEST).write_bytes(sealed(manifest))
 
     def refused(self, words: list[str]) -> str:
         """The one message with which a command line is refused; nothing else may have happened."""
