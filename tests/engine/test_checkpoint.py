@@ -45,7 +45,7 @@ def test_a_damaged_one_is_passed_over_with_a_warning(
     spoil(tmp_path / "step-2", damage)
     warnings: list[str] = []
     monkeypatch.setattr(
-        "ddptrain.engine.checkpoint.log.warning", lambda text, *args: warnings.append(text % args)
+        "ddptrain.engine.saved_checkpoint.log.warning", lambda text, *args: warnings.append(text % args)
     )
     newest = checkpointer.newest()
     assert newest is not None

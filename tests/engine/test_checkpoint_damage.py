@@ -45,7 +45,7 @@ def warnings() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             found.append(record.getMessage())
 
-    keep, logger = Keep(logging.WARNING), logging.getLogger("ddptrain.engine.checkpoint")
+    keep, logger = Keep(logging.WARNING), logging.getLogger("ddptrain")
     logger.addHandler(keep)
     yield found
     logger.removeHandler(keep)

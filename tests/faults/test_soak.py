@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from jobs import living
+from marked import living
 from running import Job, assert_same_outcome, faulty_words
 
 RANKS = 3
