@@ -76,8 +76,9 @@ def drawing_apart(device: torch.device) -> Iterator[Callable[[int], None]]:
     seeders = [*_seeders(device), seed_pythons]
 
     def seed_all(batch: int) -> None:
+        number = derive_seed(batch)
         for seed in seeders:
-            seed(derive_seed(batch))
+            seed(number)
 
     with restored(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield seed_all

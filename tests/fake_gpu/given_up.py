@@ -11,20 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from planted_in_graphs import small
+from planted_in_graphs import losses_of, small
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from toy import Fit, auto, strict
 
 from ddptrain.api.recipe import Batch, Loss, Progress
 from ddptrain.api.sampler import Sampler
-from ddptrain.api.world import World
 from ddptrain.data.images.augment import Augment
 from ddptrain.data.images.data import ImageData
 from ddptrain.data.images.shapes import Shapes
 from ddptrain.engine.plan import Plan
 from ddptrain.engine.step import TrainStep
-from ddptrain.engine.step_graph import StepGraph, own_stream
+from ddptrain.engine.step_graph import StepGraph
 from ddptrain.errors import UserError
 from ddptrain.recipes.image import ImageClassification
 
@@ -75,26 +74,10 @@ def train(
 ) -> list[float]:
     """The losses of its steps."""
     folder.mkdir()
-    losses: list[float] = []
-
-    class Kept:
-        slow = False
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda event: None
-
-        def log(self, event: Any) -> None:
-            losses.append(event.values["loss"])
-
     data = ImageData(Shapes(train=64, valid=16), Augment(4, True), workers=0, resident=False)
-    task = Carrying(small, data, breaks_at=breaks_at)
-    device = torch.device("cuda", 0)
-    with own_stream(device):
-        Fit(
-            replace(PLAN, shards=shards), graph=graph, strategy=strict(shards) if shards else auto(),
-            observers=[Kept()],  # type: ignore[list-item]
-        ).train(task, data, World(device=device), folder)  # fmt: skip
-    return losses
+    strategy = strict(shards) if shards else auto()
+    fit = Fit(replace(PLAN, shards=shards), graph=graph, strategy=strategy)
+    return losses_of(fit, Carrying(small, data, breaks_at=breaks_at), data, folder)
 
 
 @pytest.mark.parametrize("breaks_at", [2, 3])
@@ -136,9 +119,5 @@ class Averaging(ImageClassification):
 
 def test_lengths_on_the_host_are_refused(tmp_path: Path) -> None:
     data = Packing(Shapes(train=64, valid=16), Augment(4, True), workers=0, resident=False)
-    device = torch.device("cuda", 0)
-    with (
-        own_stream(device),
-        pytest.raises(UserError, match=r"compile=graph: a batch holds a PackedSequence, and"),
-    ):
-        Fit(PLAN, graph=StepGraph).train(Averaging(small, data), data, World(device=device), tmp_path)
+    with pytest.raises(UserError, match=r"compile=graph: a batch holds a PackedSequence, and"):
+        losses_of(Fit(PLAN, graph=StepGraph), Averaging(small, data), data, tmp_path)

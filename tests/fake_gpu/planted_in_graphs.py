@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import watch
 from torch import Tensor, nn
 from toy import Fit
 
-from ddptrain.api.recipe import Loss
+from ddptrain.api.observer import Log, Observer
+from ddptrain.api.recipe import Data, Loss, Task
 from ddptrain.api.world import World
 from ddptrain.data.images.augment import Augment
 from ddptrain.data.images.data import ImageData
@@ -71,29 +73,32 @@ def small(num_classes: int, in_channels: int, image_size: tuple[int, int], examp
 
 def train(folder: Path, captured: bool) -> list[float]:
     """The losses of its steps."""
-    device, losses = torch.device("cuda", 0), []
     data = ImageData(Shapes(train=64, valid=16), Augment(4, True), workers=0, resident=False)
     task = ImageClassification(small, data)
     plan = Plan(
         steps=10, train_size=64, batch_size=8, log_every=1, eval_every=5, save_every=100, clip_norm=1.0
     )
-
-    class Kept:
-        slow = False
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda event: None
-
-        def log(self, event: Any) -> None:
-            losses.append(event.values["loss"])
-
     watch.strict = True
     graph = StepGraph if captured else None
+    return losses_of(Fit(plan, optim=ADAM, ema=0.9, graph=graph), task, data, folder)
+
+
+class Losses(Observer):
+    """Needs ``log_every=1``."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def log(self, event: Log) -> None:
+        self.seen.append(event.values["loss"])
+
+
+def losses_of(fit: Fit, task: Task, data: Data, folder: Path) -> list[float]:
+    """Of the steps of a training on a GPU that may capture."""
+    device, losses = torch.device("cuda", 0), Losses()
     with step_graph.own_stream(device):
-        Fit(plan, optim=ADAM, ema=0.9, observers=[Kept()], graph=graph).train(  # type: ignore[list-item]
-            task, data, World(device=device), folder
-        )
-    return losses
+        replace(fit, observers=[losses]).train(task, data, World(device=device), folder)
+    return losses.seen
 
 
 @pytest.fixture(autouse=True)

@@ -235,20 +235,16 @@ def weights(state: TrainState) -> Tensor:
     return torch.cat([t.detach().double().flatten() for t in tensors])
 
 
-def run_killed_at(
-    stop_at: int | None, rank: Callable[[World], object], size: int, folder: Path, timeout: float = 60.0
-) -> None:
+def run_killed_at(stop_at: int | None, rank: Callable[[World], object], size: int, folder: Path) -> None:
     """Run ranks that save to a folder: to the end, or, where the first one is killed after a save, until
     then."""
     folder.mkdir(exist_ok=True)
     if stop_at is None:
-        run_ranks(rank, size, timeout)
+        run_ranks(rank, size)
         return
     with pytest.raises(RankFailed, match=DIED):
-        run_ranks(rank, size, timeout)
-    saved = Checkpointer(folder, keep=2).newest()
-    assert saved is not None
-    assert saved.manifest["step"] >= stop_at
+        run_ranks(rank, size)
+    assert newest_state(folder)["step"] >= stop_at
 
 
 DIED = r"died without a message|Connection (closed|reset) by peer"
