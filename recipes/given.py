@@ -1,11 +1,12 @@
 """Task and data made of Python's own objects, which ``ddptrain.fit`` gives (docs/fit.md)."""
 
+import copy
 import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 from torch import Tensor, nn
@@ -32,6 +33,11 @@ class Objects:
     loss: Callable[[Any, Any], Tensor] | None
     metrics: Mapping[str, Callable[..., Any]] | Callable[..., Any] | None
     step: Step | None
+
+    def copied(self) -> "Objects":
+        """With copies of what a training changes."""
+        model, loss, metrics = copy.deepcopy((self.model, self.loss, self.metrics))
+        return replace(self, model=model, loss=loss, metrics=metrics)
 
 
 _given: list[Objects] = []

@@ -51,9 +51,9 @@ def open_user_code(config_dirs: Sequence[Path], trusted: Sequence[str] = ()) -> 
         sys.path.insert(0, str(folder.resolve()))
     for folder in (Path.cwd(), *config_dirs):
         for path in folder.iterdir() if folder.is_dir() else []:
-            is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
-            if is_module and path.stem.isidentifier() and path.stem not in _LIBRARIES:
-                open_package(path.stem)
+            file = path if path.suffix == ".py" else path / "__init__.py"
+            if file.is_file() and path.stem.isidentifier() and path.stem not in _LIBRARIES:
+                open_package(path.stem, file if folder in config_dirs else None)
 
 
 def look_in(folders: Sequence[Path], places: Sequence[str], variables: Sequence[str]) -> None:

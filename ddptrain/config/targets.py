@@ -3,9 +3,12 @@
 import importlib
 import inspect
 import pkgutil
+import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Any
 
 from ddptrain.errors import UserError
@@ -49,17 +52,29 @@ _UNPICKLES = "torchvision.datasets.lsun."
 _LONGEST = 200
 _ALIKE = 0.8
 """How like an allowed name's each part must be to have meant it (difflib's ratio)."""
-_opened: set[str] = set()
+_opened: dict[str, Path | None] = {}
 
 
-def open_package(name: str) -> None:
-    """Let configs name what is defined in this top-level package or module of the user's."""
-    _opened.add(f"{name}.")
+def open_package(name: str, file: Path | None = None) -> None:
+    """Let configs name what is defined in this top-level package or module of the user's. file: the one that
+    is meant, where the process may have imported another of that name."""
+    _opened[f"{name}."] = file
 
 
 def opened_packages() -> list[str]:
     """For a process that is to know them too."""
     return sorted(name.removesuffix(".") for name in _opened)
+
+
+@contextmanager
+def packages_restored() -> Iterator[None]:
+    """What is opened inside, is not afterwards."""
+    before = dict(_opened)
+    try:
+        yield
+    finally:
+        _opened.clear()
+        _opened.update(before)
 
 
 def resolve(node: Node, key: str) -> Callable[..., Any]:
@@ -175,6 +190,12 @@ def _import(name: str, key: str) -> Any:
             if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
                 continue
             raise  # the module exists, but something that it imports does not
+        meant, imported = _opened.get(f"{parts[0]}."), getattr(sys.modules[parts[0]], "__file__", None)
+        if meant is not None and imported is not None and Path(imported).resolve() != meant.resolve():
+            raise UserError(
+                f"{key}._target_={name}: {parts[0]} is imported from {imported} already, and not from"
+                f" {meant}. Rename one of them, or do this in a process of its own."
+            )
         for position, part in enumerate(parts[split:], split):
             if not hasattr(target, part):
                 where = ".".join(parts[:position])

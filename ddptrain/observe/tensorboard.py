@@ -1,7 +1,7 @@
 """TensorBoard: scalars under train/, valid/, perf/ and time/, pictures, and HPARAMS with final metrics."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, final
 
@@ -29,7 +29,8 @@ class TensorBoard(Observer):
         self._run, self._drawer = event.run, shared_drawer()
         from torch.utils.tensorboard import SummaryWriter
 
-        threading.excepthook = _without_the_writers
+        self._hook_before = threading.excepthook
+        threading.excepthook = partial(_without_the_writers, self._hook_before)
         first = event.step if event.evaluates else event.step + 1
         self._writer = SummaryWriter(
             str(event.run.folder / "tensorboard"), purge_step=first, flush_secs=_FLUSH_S
@@ -71,6 +72,7 @@ class TensorBoard(Observer):
         if metrics:
             self._add_hparams({f"hparam/{n}": v for n, v in metrics.items() if "/" not in n}, event.step)
         self._writer.close()
+        threading.excepthook = self._hook_before
 
     def _add_png(self, tag: str, step: int, png: bytes) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
@@ -113,10 +115,12 @@ class TensorBoard(Observer):
         self._writer._get_file_writer().add_summary(Summary(value=values), step)
 
 
-def _without_the_writers(args: threading.ExceptHookArgs) -> None:
+def _without_the_writers(
+    hook: Callable[[threading.ExceptHookArgs], object], args: threading.ExceptHookArgs
+) -> None:
     """Print no traceback of the writer's thread: what it has raised, the writer raises at the next event."""
     if type(args.thread).__name__ != "_AsyncWriterThread":
-        threading.__excepthook__(args)
+        hook(args)
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,11 @@
 """``ddptrain.fit``: train your own module on your own data with your own loss (docs/fit.md)."""
 
-import copy
 import itertools
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +112,7 @@ def fit(
     with tempfile.TemporaryDirectory(prefix="ddptrain-") as folder:
         environment = {OBJECTS: write_objects(objects, overrides, Path(folder))}
         ran = train_in_processes([*_script(), *overrides], 1 if ranks is None else ranks, environment)
-    return Run(ran, _own(objects), own_options(parse(["train", *overrides])))
+    return Run(ran, objects.copied(), own_options(parse(["train", *overrides])))
 
 
 def _as_a_rank(given: Callable[[], tuple[Objects, list[str]]], ranks: int | None) -> Run:
@@ -129,13 +127,13 @@ def _as_a_rank(given: Callable[[], tuple[Objects, list[str]]], ranks: int | None
                 " start the script with python."
             )
         objects, overrides = given()
-        give(_own(objects))
+        give(objects.copied())
         arguments = parse(["train", *overrides])
         known = composed(arguments)
         assert known is not None, "there is no option that asks for something else"
         with recorded():
             folder = run(known[0], [*script, *own_options(arguments), *known[1]])
-        runs.append(Run(folder, _own(objects), own_options(arguments)))
+        runs.append(Run(folder, objects.copied(), own_options(arguments)))
         return ExitCode.DONE
 
     with restored(), _main_not_imported(), _job(next(_calls)):
@@ -149,16 +147,6 @@ def _script() -> list[str]:
     """So that the run's record repeats it from a shell, where a program calls."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     return [] if file is None else [f"{SCRIPT}={os.path.relpath(file)}"]
-
-
-def _own(objects: Objects) -> Objects:
-    """With copies of what a training changes."""
-    return replace(
-        objects,
-        model=copy.deepcopy(objects.model),
-        loss=copy.deepcopy(objects.loss),
-        metrics=copy.deepcopy(objects.metrics),
-    )
 
 
 @contextmanager

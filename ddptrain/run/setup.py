@@ -21,6 +21,7 @@ from ddptrain.api.world import World
 from ddptrain.config.instantiate import build, check_node
 from ddptrain.config.schema import CAPTURED, COMPILED, Config
 from ddptrain.config.strategy import is_ddp, is_fsdp, is_strict
+from ddptrain.data.generators import restored
 from ddptrain.distributed.comm import (
     abandon_group,
     bytes_from_first_rank,
@@ -66,7 +67,6 @@ def joined_world(config: Config, single: bool = False) -> Iterator[tuple[World, 
     world = World() if single else world_from_environment()
     if config.debug.sync:
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # read when CUDA starts
-        torch.autograd.set_detect_anomaly(True, check_nan=False)  # NaN is the guard's to find
     try:
         device, reason = choose_device(config.device, world, why_no_cuda)
     except UserError as error:
@@ -78,14 +78,17 @@ def joined_world(config: Config, single: bool = False) -> Iterator[tuple[World, 
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = not (config.deterministic or strict)
-    repeat_bits(config.deterministic or strict)
     world = open_group(world, even_single=not single and is_ddp(config.strategy))
     share_cores(world, strict=strict)
     if world.shares_device:
         reason = f"{reason}; RANKS SHARE A GPU, so their gradients go by way of the host, over gloo"
     watchdog = Watchdog(world, None if single else config.hang_timeout)
     captures = device.type == "cuda" and config.compile in CAPTURED
-    with watchdog.watching(), own_stream(device) if captures else nullcontext():
+    with (
+        _settings(config.deterministic or strict, config.debug.sync),
+        watchdog.watching(),
+        own_stream(device) if captures else nullcontext(),
+    ):
         try:
             yield world, reason, watchdog
         except Stopped:
@@ -105,14 +108,31 @@ def joined_world(config: Config, single: bool = False) -> Iterator[tuple[World, 
         close_group()
 
 
-def repeat_bits(deterministic: bool) -> None:
-    """Whether torch may only choose algorithms that give the same bits each time."""
+@contextmanager
+def _settings(deterministic: bool, finds_anomalies: bool) -> Iterator[None]:
+    """Torch's inside, which are what they were afterwards: the process may be a program's own.
+
+    deterministic: only algorithms that give the same bits each time.
+    """
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    before = torch.are_deterministic_algorithms_enabled()
+    anomalies = torch.autograd.set_detect_anomaly
+    with anomalies(True, check_nan=False) if finds_anomalies else nullcontext():  # NaN is the guard's to find
+        _repeat_bits(deterministic)
+        try:
+            yield
+        finally:
+            _repeat_bits(before)
+            torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+
+
+def _repeat_bits(deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits only so
         # else each new tensor is filled with NaN, for code that reads before it writes: a pass over the
         # memory of most layers (13 % of a MobileNetV3 step on a CPU)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if deterministic != torch.are_deterministic_algorithms_enabled():  # to ask imports torch's compiler
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # to set it imports torch's compiler
         torch.use_deterministic_algorithms(deterministic)
 
 
@@ -318,11 +338,13 @@ def loaded_model(
     config: Config, folder: Path, checkpoint: str, device: str
 ) -> tuple[nn.Module, Task, Data, Path]:
     """For a process that is not ours: a checkpoint's model in evaluation mode, without gradients, its task,
-    the data that it knows of, and the checkpoint's folder. device: as the config key. Leaves PyTorch's
-    settings as they are."""
+    the data that it knows of, and the checkpoint's folder. device: as the config key. Leaves settings
+    and generators as they are."""
     task, data = make_task(config)
     chosen, _ = choose_device(device, World(), why_no_cuda)
     saved = named_checkpoint(folder, checkpoint)
-    with torch.random.fork_rng(devices=[]):  # the model is seeded before its weights are replaced
+    uses_gpus = chosen.type == "cuda" or torch.cuda.is_initialized()
+    gpus = range(torch.cuda.device_count() if uses_gpus else 0)
+    with restored(), torch.random.fork_rng(gpus):  # the model is seeded before its weights are replaced
         model = trained_model(config, task, data, World().on(chosen), saved)
     return model.eval().requires_grad_(False), task, data, saved.path

@@ -1,6 +1,7 @@
 """The door from a config node to an object: what it lets through, and how it says what it does not."""
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 from ddptrain.config.instantiate import build, check_node, open_package
+from ddptrain.config.search_path import open_user_code
+from ddptrain.config.targets import packages_restored, resolve
 from ddptrain.data.images.augment import Augment
 from ddptrain.errors import UserError
 from ddptrain.recipes.cnn import SmallCnn
@@ -413,3 +416,37 @@ def test_a_name_in_the_place_of_a_node_is_told_what_belongs_there() -> None:
 def test_equal_nodes_build_equal_objects() -> None:
     node = {"_target_": "ddptrain.data.images.augment.Augment", "crop": 2, "horizontal_flip": True}
     assert build(node, "augment") == build(node, "augment") == Augment(crop=2, horizontal_flip=True)
+
+
+def test_a_module_of_another_folder_is_not_taken_for_the_one_that_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs with code of their own are loaded by one program."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    node = {"_target_": "of_two_folders.Net"}
+    for name, size in (("a", 2), ("b", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "of_two_folders.py").write_text(
+            f"from torch import nn\nclass Net(nn.Linear):\n  def __init__(self): super().__init__({size}, 1)"
+        )
+    for _ in range(2):
+        with packages_restored():
+            open_user_code([tmp_path / "a"])
+            assert build(node, "model").in_features == 2
+    with packages_restored():
+        open_user_code([tmp_path / "b"])
+        with pytest.raises(
+            UserError, match=r"of_two_folders is imported from .*a/of_two_folders\.py already"
+        ):
+            build(node, "model")
+    with pytest.raises(UserError, match="not allowed"):
+        build(node, "model")
+
+
+def test_trust_ends_with_the_call_that_it_was_given_to() -> None:
+    node = {"_target_": "optuna.Study"}
+    with packages_restored():
+        open_user_code([], ["optuna"])
+        assert resolve(node, "model").__name__ == "Study"
+    with pytest.raises(UserError, match="not allowed"):
+        resolve(node, "model")

@@ -1,6 +1,8 @@
 """``ddptrain.fit``: a program's own objects, trained on ranks; and the same program by ``--script``."""
 
+import copy
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from marked import MARK, living
@@ -25,6 +28,7 @@ from torch.utils.data import (
 from torchmetrics.classification import BinaryAccuracy, MulticlassF1Score
 
 import ddptrain
+from ddptrain.api.rng import state_of_generators
 from ddptrain.errors import UserError
 from ddptrain.python.objects import objects_of
 
@@ -164,8 +168,10 @@ import ddptrain, torch
 torch.manual_seed(0)
 for width in (1, 2):
     x = torch.randn(40, 3)  # the second time, after a training
-    net, loss = torch.nn.Linear(3, width), torch.nn.MSELoss()
-    run = ddptrain.fit(net, (x, x[:, :width]), None, "device=cpu", loss=loss, batch_size=8, epochs=width)
+    net, loss, words = torch.nn.Linear(3, width), torch.nn.MSELoss(), ["device=cpu"]
+    words += ["deterministic=true", "debug.sync=true"] * (width == 1)
+    run = ddptrain.fit(net, (x, x[:, :width]), None, *words, loss=loss, batch_size=8, epochs=width)
+    assert not torch.are_deterministic_algorithms_enabled() and not torch.is_anomaly_enabled()
     print(f"RESULT {run.folder.name} {run.step} {float(x.sum())}\\n", end="", flush=True)  # at once
 """)
     ended = started(tmp_path / "mine.py", launcher=TORCHRUN)
@@ -346,6 +352,27 @@ def test_no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert living("fit") == {}
     assert json.loads((run.folder / "summary.json").read_text())["outcome"] == "done"
     assert not run.model.training
+
+
+def test_checkpoints_that_are_loaded_stand_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else of the program is changed by it."""
+    monkeypatch.chdir(tmp_path)
+    words = ("device=cpu", "checkpoint.every=2", "checkpoint.keep=2", "train.steps=4")
+    run = ddptrain.fit(net(), (X, Y), None, *words, loss=nn.CrossEntropyLoss(), lr=0.1)
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    before = state_of_generators()
+    early = ddptrain.load(run, checkpoint="step-2").module
+    weights = copy.deepcopy(early.state_dict())
+    late = ddptrain.load(run, checkpoint="step-4").module
+    assert state_of_generators() == before
+    assert all(torch.equal(weights[name], value) for name, value in early.state_dict().items())
+    assert not all(torch.equal(weights[name], value) for name, value in late.state_dict().items())
+    late.double()
+    assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
 
 
 class Shifted(TensorDataset):
