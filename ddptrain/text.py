@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 _ended = logging.getLogger("ddptrain.ended")
 """For the run's log.txt alone."""
 _ended.addHandler(logging.NullHandler())
+_MOST_CHARACTERS = 200_000
 PLAIN_WIDTH = 160
 """Columns of a table where there is no terminal: a file, a pipe."""
 
@@ -43,6 +44,11 @@ def last_words(message: str, shown: bool = True) -> None:
     if shown:
         say(f"ddptrain: {message}")
     _ended.error("ended      %s", message)
+
+
+def plain(value: object) -> str:
+    """Text for a terminal or a page: control characters, which could rewrite either, are shown as such."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in str(value)[:_MOST_CHARACTERS])
 
 
 def quoted(text: str) -> str:
@@ -108,9 +114,15 @@ def json_object(path: Path) -> dict[str, Any]:
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all: others may read it at any time. Raises OSError."""
-    aside = path.with_name(f".{path.name}.part")
-    aside.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)
-    os.replace(aside, path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    aside.unlink(missing_ok=True)  # of a killed process of this number
+    try:
+        with aside.open("xb") as file:  # x: follows no link, which a stranger may have put there
+            file.write(content.encode(errors="replace") if isinstance(content, str) else content)
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def as_yaml(tree: Any) -> str:

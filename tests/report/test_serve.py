@@ -118,17 +118,23 @@ def test_a_sweep_follows_its_jobs_and_one_that_is_damaged_hides_nothing(
     (tmp_path / "sweep/ledger.jsonl").write_text(json.dumps(job) + "\n")
     make_run("damaged/000")
     (tmp_path / "damaged/ledger.jsonl").write_text("[[[\n\0")
+    odd = {"event": "ended", "job": 0, "status": ["x"], "code": 0, "why": "", "seconds": 1.0}
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/ledger.jsonl").write_text(
+        '{"event": "job", "job": 0, "key": "a", "words": []}\n' + json.dumps(odd) + "\n"
+    )
     make_run("one")
     with serving(tmp_path) as port:
-        before = {row["path"]: row for row in rows_of(port, 5)}
-        assert before["damaged"]["state"].startswith("can't be read")
+        before = {row["path"]: row for row in rows_of(port, 6)}
+        for name in ("damaged", "odd"):
+            assert before[name]["state"].startswith("can't be read")
         assert asked(port, "/page?path=damaged")[0] == 404
         with (run / "metrics.jsonl").open("a") as file:
             file.write(
                 json.dumps({"step": 999, "epoch": 1.0, "samples": 1, "split": "valid", "loss": 0.5}) + "\n"
             )
         until = time.monotonic() + 30
-        while {row["path"]: row for row in rows_of(port, 5)}["sweep"]["version"] == before["sweep"][
+        while {row["path"]: row for row in rows_of(port, 6)}["sweep"]["version"] == before["sweep"][
             "version"
         ]:
             assert time.monotonic() < until
@@ -272,3 +278,14 @@ def test_two_hundred_runs_in_a_browser(tmp_path: Path, make_run: MakeRun, browse
         assert all(url.startswith(f"http://127.0.0.1:{port}/") for url in tab.requests)
         if "DDPTRAIN_SCREENSHOTS" in os.environ:
             tab.screenshot(Path(os.environ["DDPTRAIN_SCREENSHOTS"]) / "serve.png")
+
+
+def test_more_runs_than_stand_beside_each_other(tmp_path: Path, make_run: MakeRun) -> None:
+    names = [f"{i:02}" for i in range(26)]
+    for name in names:
+        make_run(name)
+    with serving(tmp_path) as port:
+        rows_of(port, 26)
+        _, page, _ = asked(port, "/page?" + "&".join(f"path={name}" for name in names))
+    assert "26 are chosen; these are the first 24." in page
+    assert page.count('class="run"') == 24

@@ -3,9 +3,12 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from shell import ddptrain, early_refusal, refusal, without_torch
+
+from ddptrain.tools.report.comparison import direction
 
 MakeRun = Callable[..., Path]
 
@@ -88,6 +91,70 @@ def test_control_characters_reach_no_terminal(make_run: MakeRun, tmp_path: Path)
     assert "\x1b" not in ended.out
     assert "\x07" not in ended.out
     assert "[bold]x[/bold]" in ended.out
+
+
+def test_a_strangers_links_lead_to_no_file_of_yours(make_run: MakeRun, tmp_path: Path) -> None:
+    """Planted where the page and the plot of a sweep are written, and where they are written aside."""
+    sweep_of(tmp_path, make_run, 16)
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / "elsewhere").mkdir()
+    for name in (".report.html.part", "report.html"):
+        (tmp_path / "sweep" / name).symlink_to(mine)
+    (tmp_path / "sweep/plots").mkdir()
+    (tmp_path / "sweep/plots/parallel.png").symlink_to(mine)
+    assert ddptrain(tmp_path, "report sweep").code == 0
+    assert mine.read_text() == "mine"
+    assert (tmp_path / "sweep/plots/parallel.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "sweep/plots").rename(tmp_path / "sweep/own")
+    (tmp_path / "sweep/plots").symlink_to(tmp_path / "elsewhere")
+    ended = ddptrain(tmp_path, "report sweep")
+    assert (ended.code, list((tmp_path / "elsewhere").iterdir())) == (0, [])
+    assert "plots is a link, which may lead anywhere: nothing is drawn" in ended.out
+
+
+def test_a_ledger_that_holds_anything_rewrites_no_terminal(tmp_path: Path) -> None:
+    (tmp_path / "sweep").mkdir()
+    events: list[dict[str, Any]] = [
+        {"event": "job", "job": 0, "key": "a", "words": ["x=\x1b]52;c;AA\x07"]},
+        {"event": "started", "job": 0, "on_cpu": True, "gpus": ["\x1b[2J"], "time": 0.0},
+        {
+            "event": "ended",
+            "job": 0,
+            "status": "[/bold]\x1b[31m",
+            "code": 1,
+            "why": "\x1b]0;title\x07",
+            "seconds": 1.0,
+            "metric": "\x1b[2J",
+            "value": 1.0,
+        },
+    ]
+    ledger = tmp_path / "sweep/ledger.jsonl"
+    ledger.write_text("".join(json.dumps(event) + "\n" for event in events))
+    ended = ddptrain(tmp_path, "report sweep")
+    assert ended.code == 0, ended.err
+    assert "\x1b" not in ended.out
+    assert "title" in ended.out
+    for name, wrong in (("status", ["x"]), ("why", 3), ("value", "much"), ("metric", {})):
+        events[-1] |= {"status": "done", "why": "", "value": 1.0, "metric": "loss"} | {name: wrong}
+        ledger.write_text("".join(json.dumps(event) + "\n" for event in events))
+        assert "what it says of job 0 is damaged" in refusal(tmp_path, "report sweep"), name
+
+
+@pytest.mark.parametrize(
+    ("name", "higher"),
+    [
+        *((name, True) for name in ("accuracy", "balanced_accuracy", "accuracy/cat", "top5", "mIoU", "f1/0")),
+        *(
+            (name, True)
+            for name in ("map", "map50", "map_50_95", "ap_small", "ar100", "mask_map", "exact_match")
+        ),
+        *((name, False) for name in ("loss", "perplexity", "mean_error", "mape", "MAE", "val_rmse", "mse/x")),
+        *((name, None) for name in ("area_covered", "approx", "arrival_time", "topology", "maps")),
+    ],
+)
+def test_the_better_way_is_known_by_whole_words(name: str, higher: bool | None) -> None:
+    assert direction(name, []) is higher
 
 
 def test_a_folder_that_is_none(make_run: MakeRun, tmp_path: Path) -> None:

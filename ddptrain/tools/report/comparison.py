@@ -1,12 +1,14 @@
 """What differs between runs, which is the better one, where their time went: for terminal and page."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddptrain.observe.clock import clock
-from ddptrain.tools.report.run_files import CurvePoint, RunFiles, as_mapping, number, plain
+from ddptrain.text import plain
+from ddptrain.tools.report.run_files import CurvePoint, RunFiles, as_mapping, number
 
 NOTHING = "–"  # noqa: RUF001
 PARTS = (
@@ -14,11 +16,15 @@ PARTS = (
     *("evaluating", "drawing", "saving"),
 )
 """Of the time, in the order of a step: `ddptrain.api.timing.PHASES`, which imports torch."""
-_LOWER = ("loss", "perplexity", "error", "bits_per", "distance")
-_HIGHER = (
-    *("accuracy", "balanced_accuracy", "pixel_accuracy", "top", "map", "ap", "ar", "precision", "recall"),
-    *("f1", "exact", "match", "bleu", "iou", "miou", "mask_map", "mask_ar"),
+_LOWER = re.compile(
+    r"loss|perplexity|error|bits_per|distance|(?<![a-z])(mae|r?mse|mape)(?![a-z])", re.IGNORECASE
 )
+_HIGHER = re.compile(
+    r"((balanced_|pixel_)?accuracy|(mask_)?(map|ap|ar)\d*|top\d*|precision|recall|f1|exact|match|bleu|m?iou)"
+    r"(?![a-z])",
+    re.IGNORECASE,
+)
+"""At the beginning of a name, as whole words: no ``mape``."""
 
 
 class SettingDifference(NamedTuple):
@@ -218,9 +224,7 @@ def direction(name: str, runs: Sequence[RunFiles]) -> bool | None:
         higher = run.summary.get("higher_is_better")
         if name in run.section("best") and isinstance(higher, bool):
             return higher
-    if any(word in name.lower() for word in _LOWER):
-        return False
-    return True if name.lower().startswith(_HIGHER) else None
+    return False if _LOWER.search(name) else True if _HIGHER.match(name) else None
 
 
 def _score(points: Sequence[CurvePoint], higher: bool | None) -> Score:

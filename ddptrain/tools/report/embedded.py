@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from ddptrain.tools.report.run_files import RunFiles, plain
+from ddptrain.text import plain
+from ddptrain.tools.report.run_files import RunFiles
 
 _AS_IT_IS = 200_000  # Bytes up to which a PNG is taken as it is
 _MOST_BYTES = 30_000_000

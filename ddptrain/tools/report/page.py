@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from ddptrain.text import replace_file
+from ddptrain.text import plain, replace_file
 from ddptrain.tools.report import comparison
 from ddptrain.tools.report.comparison import Metric, format_point
 from ddptrain.tools.report.curves import HEIGHT, WIDTH, as_data, panels
 from ddptrain.tools.report.embedded import embed, embed_picture
 from ddptrain.tools.report.markup import Html, document, folded, html_table, run_names, run_prefix, section
 from ddptrain.tools.report.page_figures import curves, pictures, where_time_went
-from ddptrain.tools.report.run_files import RunFiles, plain
+from ddptrain.tools.report.run_files import RunFiles
 
 _FEW = 3  # Runs up to which each has its place on the page for what one seldom reads
 _WIDE = 1400  # Pixels

@@ -14,7 +14,7 @@ from ddptrain.errors import UserError
 from ddptrain.keys import did_you_mean, nearest
 from ddptrain.observe.clock import clock
 from ddptrain.observe.lock import is_locked
-from ddptrain.text import print_tables
+from ddptrain.text import plain, print_tables
 from ddptrain.tools.report.comparison import (
     NOTHING,
     Metric,
@@ -30,7 +30,7 @@ from ddptrain.tools.report.comparison import (
 )
 from ddptrain.tools.report.markup import is_page
 from ddptrain.tools.report.page import write_page
-from ddptrain.tools.report.run_files import RunFiles, is_run, plain, read_run
+from ddptrain.tools.report.run_files import RunFiles, is_run, read_run
 from ddptrain.tools.sweep.board import print_table
 from ddptrain.tools.sweep.ledger import LEDGER, Job, read_ledger
 from ddptrain.tools.sweep.objectives import ranked
@@ -108,6 +108,9 @@ def _print_outcomes(folder: Path, jobs: Sequence[Job]) -> list[Path]:
         text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
         print(f"importance  {plain(text)}  (PED-ANOVA, {len(outcomes.jobs)} jobs)")
     path = folder / "plots" / "parallel.png"
+    if path.parent.is_symlink():
+        print(f"plot  {path.parent} is a link, which may lead anywhere: nothing is drawn")
+        return []
     try:
         draw_parallel(outcomes, shares, path)
     except OSError as error:  # another's folder

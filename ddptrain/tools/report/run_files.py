@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 from ddptrain.observe.changes import CHANGES
 from ddptrain.observe.lock import LOCK, is_locked
 from ddptrain.observe.summary_file import current_summary
-from ddptrain.text import parse_json, parse_yaml
+from ddptrain.text import parse_json, parse_yaml, plain
 
 _MARKS = ("command.txt", "metrics.jsonl", "summary.json")  # A folder with one of these is a run's
 _PLACE = ("step", "epoch", "samples", "split")
 _MOST_KEYS = 2000  # Of a config: YAML's aliases make a short text endless
-_MOST_CHARACTERS = 200_000
 _BRIEFLY = reprlib.Repr()
 _BRIEFLY.maxlist = _BRIEFLY.maxdict = _BRIEFLY.maxtuple = 20
 _BRIEFLY.maxlevel = 3
@@ -133,11 +132,6 @@ def number(value: object) -> float | None:
 def as_mapping(value: object) -> Mapping[str, Any]:
     """The value, or an empty mapping for anything else."""
     return value if isinstance(value, Mapping) else {}
-
-
-def plain(value: object) -> str:
-    """Text for a terminal or a page: control characters, which could rewrite either, are shown as such."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in str(value)[:_MOST_CHARACTERS])
 
 
 def _briefly(value: object) -> str:

@@ -9,12 +9,15 @@ from typing import final
 
 from ddptrain.errors import UserError, reason
 from ddptrain.observe.lock import LOCK, is_locked
+from ddptrain.text import plain
 from ddptrain.tools.report.comparison import NOTHING, facts_of, format_point, metrics
 from ddptrain.tools.report.page import page
 from ddptrain.tools.report.run import read_runs, runs_below, title_of
-from ddptrain.tools.report.run_files import RunFiles, is_run, plain, read_run
+from ddptrain.tools.report.run_files import RunFiles, is_run, read_run
 from ddptrain.tools.sweep.ledger import LEDGER, read_ledger
 
+_MOST = 24
+"""Beside each other."""
 _AT_A_TIME = 20
 """Rows that are read before they are shown."""
 _FILES = ("metrics.jsonl", "summary.json", "config.yaml", LEDGER)
@@ -66,22 +69,24 @@ class Runs:
     def rows(self) -> list[dict[str, str]]:
         return [asdict(row) for _, row in self._seen.values()]
 
-    def page(self, paths: Sequence[str]) -> str | None:
-        """The report on runs and sweeps that were seen; None where one was not."""
-        seen = self._seen
+    def page(self, chosen: Sequence[str]) -> str | None:
+        """The report on runs and sweeps that were seen, the first few of them; None where one was not."""
+        seen, paths = self._seen, chosen[:_MOST]
         if not paths or not all(path in seen for path in paths):
             return None
         version = " ".join(seen[path][1].version for path in paths)
         with self._writing:  # one at a time: a report on a large sweep takes a second
-            known = self._pages.get(tuple(paths))
+            known = self._pages.get(tuple(chosen))
             if known is None or known[0] != version:
                 folders = [self._folder / path for path in paths]
                 try:
                     runs, notes = read_runs(folders)
                 except UserError:  # it was there a moment ago, or its ledger is damaged
                     return None
+                if len(chosen) > _MOST:
+                    notes.append(f"{len(chosen)} are chosen; these are the first {_MOST}.")
                 text = page(runs, title_of(folders, runs), notes) if runs else _NOTHING_YET
-                self._pages = {tuple(paths): (version, text)}  # the last one: several viewers see the same
+                self._pages = {tuple(chosen): (version, text)}  # the last one: several viewers see the same
                 return text
             return known[1]
 
@@ -122,8 +127,8 @@ def _stamp(folder: Path) -> Stamp:
 def _row(folder: Path, path: str, version: str) -> Row:
     try:
         return (_sweep if (folder / LEDGER).is_file() else _run)(folder, path, version)
-    except (OSError, ValueError, UserError) as error:
-        return Row(plain(path), version, NOTHING, f"can't be read ({reason(error)})", *[NOTHING] * 3)
+    except Exception as error:  # whatever a stranger's folder holds, the others are shown
+        return Row(plain(path), version, NOTHING, f"can't be read ({plain(reason(error))})", *[NOTHING] * 3)
 
 
 def _run(folder: Path, path: str, version: str) -> Row:

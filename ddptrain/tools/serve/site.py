@@ -20,8 +20,6 @@ from ddptrain.tools.serve.list_page import LIST_PAGE, SCRIPT, STYLE
 from ddptrain.tools.serve.runs import Runs
 
 _LOOKS_EVERY_S = 2.0
-_MOST = 24
-"""Runs beside each other."""
 _WORDS = ("address", "port")
 
 
@@ -109,7 +107,7 @@ def _handler(runs: Runs, on_loopback: bool) -> type[BaseHTTPRequestHandler]:
             elif path == "/runs":
                 self._answer(200, "application/json", json.dumps(runs.rows()))
             elif path == "/page":
-                text = runs.page(parse_qs(query).get("path", [])[:_MOST])
+                text = runs.page(parse_qs(query).get("path", []))
                 if text is None:
                     self._answer(404, "text/plain", "there is no such run")
                 else:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from ddptrain.observe.clock import clock
-from ddptrain.text import counted, print_tables
+from ddptrain.text import counted, plain, print_tables
 from ddptrain.tools.sweep.ledger import Job
 from ddptrain.tools.sweep.objectives import objectives_of, pareto_best, ranked
 
@@ -72,7 +72,7 @@ def print_table(jobs: Sequence[Job]) -> None:
     print_tables(jobs_table(jobs))
     for job in jobs:
         if job.why:
-            print(f"{job.folder}: {job.why}")
+            print(f"{job.folder}: {plain(job.why)}")
 
 
 def jobs_table(jobs: Sequence[Job]) -> "Table":
@@ -85,26 +85,29 @@ def jobs_table(jobs: Sequence[Job]) -> "Table":
     objectives = objectives_of(jobs)
     best = pareto_best(jobs, objectives) if objectives else set()
     title = _by_status(jobs) + (f"; * best: {_ways(objectives)}" if objectives else "")
-    table = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="")
+    table = Table(box=box.SIMPLE, title=Text(plain(title)), title_justify="left", title_style="")
     for name in ("job", "status", "overrides"):
         table.add_column(name, overflow="fold")
     metrics = sorted({job.metric for job in jobs if job.metric})
     several = len(metrics) > 1 and not objectives
     measured = list(objectives) or ["metric" if len(metrics) != 1 else metrics[0]]
     for name in (*measured, "steps", "time", "GPU"):
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(Text(plain(name)), justify="right", overflow="fold")
     for job in ranked(jobs):
         seconds = job.seconds + (time.time() - job.began if job.status == "running" else 0)
         values = [job.results.get(name) for name in objectives] or [job.value]
-        table.add_row(
+        cells = [
             f"{job.folder}{' *' * (job.number in best)}",
-            Text(_status(job), style=_COLOURS.get(job.status, "")),
-            Text(_own_words(job, common)),
+            _status(job),
+            _own_words(job, common),
             *("" if value is None else f"{job.metric} " * several + _number(value) for value in values),
             f"{job.step}/{job.steps}" if job.steps else "",
             clock(seconds) if seconds else "",
             " ".join([*["CPU"] * job.on_cpu, ",".join(job.gpus)]).strip(),
-        )
+        ]
+        texts = [Text(plain(cell)) for cell in cells]  # the ledger may be a stranger's
+        texts[1].style = _COLOURS.get(job.status, "")
+        table.add_row(*texts)
     return table
 
 

@@ -23,6 +23,7 @@ from ddptrain.text import parse_json
 LEDGER = "ledger.jsonl"
 _NOT_HASHED = ("sweep", "run")
 """Sections that say how and where a job is run."""
+_WAY_OUT = "Put back what the file was, or sweep into another folder: sweep.dir=..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,19 @@ class Job:
     def place(self) -> float:
         """For sorting: the best first, those without a score last."""
         return math.inf if self.score is None or math.isnan(self.score) else -self.score
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether each value has its kind: a damaged ledger may have set any."""
+        texts = [self.status, self.why, self.metric, self.on, *self.words, *self.gpus]
+        texts += [*self.results, *self.objectives, *self.objectives.values()]
+        numbers = [self.began, self.seconds, self.step, self.steps]
+        numbers += [value for value in (self.code, self.value, *self.results.values()) if value is not None]
+        return (
+            all(isinstance(each, str) for each in texts)
+            and all(isinstance(each, int | float) for each in numbers)
+            and all(isinstance(each, bool) for each in (self.on_cpu, self.higher_is_better))
+        )
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Update it by an event of the ledger."""
@@ -200,11 +214,10 @@ def read_ledger(folder: Path, live: bool) -> list[Job]:
                 assert event["job"] >= 0
                 jobs[event["job"]].apply(event)
         except (LookupError, ValueError, ArithmeticError, TypeError, AttributeError, AssertionError) as error:
-            raise UserError(
-                f"{path}: line {number} is damaged. Put back what the file was, or sweep into another folder:"
-                " sweep.dir=..."
-            ) from error
+            raise UserError(f"{path}: line {number} is damaged. {_WAY_OUT}") from error
     for job in jobs:
+        if not job.is_sound:
+            raise UserError(f"{path}: what it says of job {job.number} is damaged. {_WAY_OUT}")
         if job.status == "running" and job.on == "local" and not live:
             job.status = "stopped"
     return jobs

@@ -7,11 +7,12 @@ formula. The report of a grid would need Optuna.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from ddptrain.text import counted, fonts_for
+from ddptrain.text import counted, fonts_for, replace_file
 from ddptrain.tools.sweep.objectives import pareto_front
 from ddptrain.tools.sweep.outcomes import Outcomes
 from ddptrain.tools.sweep.ranges import Choice, Range
@@ -77,8 +78,10 @@ def draw_parallel(outcomes: Outcomes, importances: Mapping[str, float], path: Pa
             loc="left",
             pad=46,
         )
-        path.parent.mkdir(exist_ok=True)
-        drawing.savefig(path, dpi=150, bbox_inches="tight")
+        png = BytesIO()
+        drawing.savefig(png, format="png", dpi=150, bbox_inches="tight")
+    path.parent.mkdir(exist_ok=True)
+    replace_file(path, png.getvalue())
 
 
 def _setting(each: Range, texts: Sequence[str], importances: Mapping[str, float]) -> _Axis:
