@@ -47,8 +47,9 @@ class Timing(NamedTuple):
     @property
     def mfu(self) -> float | None:
         """Model FLOP utilisation (Chowdhery et al., arXiv 2204.02311, appendix B): the model's FLOP/s as a
-        fraction of the devices' peak."""
-        return self.samples_per_s * self.flops / self.peak if self.flops and self.peak else None
+        fraction of the devices' peak, in (0, 1]; None where it is not known."""
+        fraction = self.samples_per_s * self.flops / self.peak if self.flops and self.peak else 0.0
+        return fraction if 0 < fraction <= 1 else None  # above 1 the peak was measured in a slow moment
 
 
 class Lap(NamedTuple):
@@ -81,6 +82,5 @@ def format_shares(timing: Timing, data: str = "") -> str:
         for phase, share in timing.shares.items()
         if share >= 0.005
     ]
-    # above 1 the peak was measured in a slow moment
-    mfu = "" if timing.mfu is None or timing.mfu > 1 else f"  ({timing.mfu:.0%} of the device's peak)"
+    mfu = "" if timing.mfu is None else f"  ({timing.mfu:.0%} of the device's peak)"
     return "  ".join(parts) + mfu

@@ -23,7 +23,9 @@ def note_changes(folder: Path, tree: Mapping[str, Any], step: int) -> Mapping[st
         return tree
     try:
         saved = parse_yaml(path.read_text())
-    except ValueError:  # damaged; it is written anew
+    except ValueError:
+        saved = None
+    if not isinstance(saved, dict) or "init" not in saved:  # damaged; it is written anew
         return tree
     if saved["init"] != tree["init"]:
         log.warning("note       init.*: has no effect, for the run goes on from step %d", step)

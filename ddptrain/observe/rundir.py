@@ -21,7 +21,7 @@ from ddptrain.api.world import World
 from ddptrain.errors import UserError
 from ddptrain.observe.changes import note_changes
 from ddptrain.observe.lock import LOCK, lost, unwritable
-from ddptrain.text import as_yaml, json_object
+from ddptrain.text import as_yaml, json_object, replace_file
 from ddptrain.version import __version__
 
 _LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy", "pillow")
@@ -110,9 +110,9 @@ def describe_run(
     try:
         tree = {**config, "controllers": theirs}
         kept = note_changes(folder, tree, step)
-        (folder / "config.yaml").write_text(as_yaml(dict(kept)))
-        (folder / "command.txt").write_text(command_line(world, own) + "\n", encoding="utf-8")
-        (folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n")
+        replace_file(folder / "config.yaml", as_yaml(dict(kept)))
+        replace_file(folder / "command.txt", command_line(world, own) + "\n")
+        replace_file(folder / "environment.json", json.dumps(environment(world), indent=2) + "\n")
     except OSError as error:
         raise unwritable(folder, error) from error
 

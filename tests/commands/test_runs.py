@@ -157,6 +157,10 @@ def test_a_run_that_goes_on_keeps_what_it_has_started_from(
     assert "init.*: has no effect, for the run goes on from step 3" in caplog.text
     assert note_changes(tmp_path, tree("b.pt", 2.0), 0) == tree("b.pt", 2.0), "before the first step"
     lines = (tmp_path / "changes.jsonl").read_text().splitlines()
+    for damaged in ("", "[]", "optim: 1", "{"):  # a disk was full, or the machine lost its power
+        (tmp_path / "config.yaml").write_text(damaged)
+        assert note_changes(tmp_path, tree("b.pt", 2.0), 3) == tree("b.pt", 2.0)
+    assert (tmp_path / "changes.jsonl").read_text().splitlines() == lines
     assert [json.loads(line)["changed"] for line in lines] == [{"optim.lr": [1.0, 2.0]}] * 2
 
 

@@ -423,6 +423,7 @@ def test_a_split_in_one_line() -> None:
     seconds = dict.fromkeys(PHASES, 0.0) | {"data": 4.1, "forward": 2.0, "backward": 3.9}
     assert format_shares(Timing(seconds, 100)) == "data 41%  forward 20%  backward 39%"
     assert format_shares(Timing(seconds, 100, flops=1e9, peak=1e11)).endswith("(10% of the device's peak)")
+    assert Timing(seconds, 100, flops=1.1e10, peak=1e11).mfu is None, "the peak was measured in a slow moment"
 
 
 def test_the_host_clock_leaves_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
