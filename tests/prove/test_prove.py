@@ -5,12 +5,16 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
 
 import pytest
 import torch
+from marked import MARK, left_after, living
 from shell import RANK_VARIABLES, Ended, refusal
 
 from ddptrain.tools.prove.kill_schedule import Moment, marks, next_kill
@@ -261,3 +265,25 @@ def test_the_test_that_the_page_shows_passes(tmp_path: Path) -> None:
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
+
+
+def test_its_trainings_end_with_it(folder: Path) -> None:
+    """At the signal of a scheduler or of CI, and at a kill."""
+    for number, kept_folders in ((signal.SIGTERM, 0), (signal.SIGKILL, 1)):
+        mark = uuid.uuid4().hex
+        inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        words = ["resume", "ranks=1", *WORDS, "train.steps=1000000"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ddptrain", "prove", *words], cwd=folder, stderr=subprocess.DEVNULL,
+            env={**inherited, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", MARK: mark},
+        )  # fmt: skip
+        until = time.monotonic() + 120
+        while not any("step" in file.read_text() for file in folder.glob("ddptrain-prove-*/*.txt")):
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert len(living(mark)) > 1
+        process.send_signal(number)
+        process.wait(60)
+        assert left_after(mark, 20) == {}
+        assert len(kept(folder)) == kept_folders

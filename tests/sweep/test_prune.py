@@ -1,5 +1,6 @@
 """Pruning: the rules by themselves, and a real sweep that finds the best point with half of the work."""
 
+import itertools
 import json
 import random
 import shutil
@@ -10,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import events, points, start, statuses, swept_words
 
+from ddptrain.api.observer import Evaluated
+from ddptrain.api.timing import Timing
+from ddptrain.tools.sweep import pruning
 from ddptrain.tools.sweep.ledger import Evaluation, Job, Ledger, read_ledger
 from ddptrain.tools.sweep.pruning_requests import ANSWERS, PruningRequests
 from ddptrain.tools.sweep.pruning_rules import Asha, Median, PruningRule
@@ -213,3 +217,25 @@ def test_a_job_whose_folder_is_deleted_needs_no_answer(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "job")
     requests.answer(True)
     assert not (tmp_path / "job").exists()
+
+
+def test_a_job_waits_once_for_a_sweep_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again for one that is back: it answers all that it was asked meanwhile."""
+    sweep, waits = PruningRequests(tmp_path), []
+    clock = itertools.count()
+    monkeypatch.setattr(pruning.time, "monotonic", lambda: 10.0 * next(clock))
+    monkeypatch.setattr(pruning.time, "sleep", lambda seconds: waits.append(seconds))
+    controller = pruning.Pruning(str(tmp_path))
+
+    def goes_on(step: int) -> tuple[bool, bool]:
+        """And whether it has waited."""
+        waits.clear()
+        return controller.goes_on(
+            Evaluated(step, 1.0, 1, {"loss": 0.5}, {}, 0.1, False, Timing(), "loss", False, 9)
+        ), bool(waits)
+
+    assert goes_on(1) == (True, True)
+    assert [goes_on(step) for step in (2, 3)] == [(True, False)] * 2
+    for _ in sweep.unanswered():
+        sweep.answer(True)
+    assert goes_on(4) == (True, True), "the sweep is back, so that its answer is waited for"

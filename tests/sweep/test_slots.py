@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from shell import Ended, ddptrain
-from sweeps import SWEPT
+from sweeps import SWEPT, events
 
 from ddptrain.tools.sweep.slots import memory_share
 
@@ -121,3 +121,20 @@ def test_what_jobs_on_a_gpu_may_allocate(monkeypatch: pytest.MonkeyPatch) -> Non
         variables = {**os.environ, "PYTORCH_ALLOC_CONF": settings}
         ended = subprocess.run([sys.executable, "-c", read], env=variables, capture_output=True, text=True)
         assert ended.returncode == code, ended.stderr
+
+
+def test_a_gpu_that_is_lost_takes_no_more_jobs(tmp_path: Path) -> None:
+    """It ends each job within seconds, so that it would take all that wait; the one that it ended runs on
+    another. (Here none has CUDA: all fail.)"""
+    (tmp_path / "pynvml.py").write_text(
+        "import os\n"
+        + NVML.format(init="pass", lost="((0,) if os.path.exists('sweep/000') else ())", divided="()")
+    )
+    words = [*WORDS.replace("sweep.dry_run=true ", "").split(), "sweep.dir=sweep", "task.point=1,2,3,4,5"]
+    ended = ddptrain(tmp_path, words, PYTHONPATH=str(tmp_path))
+    assert ended.code != 0
+    assert "GPU-0 is lost: it takes no more jobs, and 000 waits for another GPU" in ended.err
+    places = [(event["job"], event["gpus"]) for event in events(tmp_path, "started")]
+    assert places[0] == (0, ["GPU-0"])
+    assert [gpus for _, gpus in places].count(["GPU-0"]) == 1
+    assert sorted(job for job, gpus in places if gpus == ["GPU-1"]) == [0, 1, 2, 3, 4]

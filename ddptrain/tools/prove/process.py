@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from ddptrain.config.schema import Config
-from ddptrain.distributed.launcher.process import environment_of_no_rank
+from ddptrain.distributed.launcher.process import AGENT, environment_of_no_rank
 from ddptrain.errors import UserError
 from ddptrain.text import quoted_if_needed
 
@@ -74,11 +74,13 @@ class RunningCommand:
         launcher = [sys.executable, "-m"]
         if ranks > 1:
             launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+        # it ends with this process, as ranks end with torchrun
+        end = {AGENT: str(os.getpid())} if ranks == 1 else {}
         self._ranks, self._output, self._printed = ranks, output, output.with_suffix(".out")
         with output.open("wb") as errors, self._printed.open("wb") as printed, _cores_for(ranks * threads):
             self._process = subprocess.Popen(
                 [*launcher, "ddptrain", *words],
-                env={**environment_of_no_rank(), "OMP_NUM_THREADS": str(threads)},
+                env={**environment_of_no_rank(), **end, "OMP_NUM_THREADS": str(threads)},
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=errors,

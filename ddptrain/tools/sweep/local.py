@@ -13,7 +13,7 @@ from ddptrain.distributed.launcher.process import AGENT
 from ddptrain.observe.lock import unwritable
 from ddptrain.tools.sweep.ledger import Job
 from ddptrain.tools.sweep.machines import OUTPUT, Attempt, Machines
-from ddptrain.tools.sweep.slots import Slots
+from ddptrain.tools.sweep.slots import Slots, lost_of
 
 
 @final
@@ -75,6 +75,7 @@ class LocalMachine(Machines):
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
+        self._usable = list(slots.names)
         self._free = list(slots.names) if slots.are_gpus else []
         self.on_cpu, self.parallel, self.ranks = slots.on_cpu, slots.parallel, slots.per_job
 
@@ -87,8 +88,13 @@ class LocalMachine(Machines):
     def start(self, job: Job, words: Sequence[str], folder: Path, gpus: Sequence[str]) -> Attempt:
         return LocalAttempt(job, words, folder, self._slots.environment(gpus))
 
-    def release(self, gpus: Sequence[str]) -> None:
-        self._free = sorted([*self._free, *gpus], key=self._slots.names.index)
+    def release(self, gpus: Sequence[str], failed: bool) -> Sequence[str]:
+        lost = lost_of(gpus) if failed and not self.on_cpu else []
+        self._usable = [gpu for gpu in self._usable if gpu not in lost]
+        self.parallel = min(self.parallel, len(self._usable) // self.ranks)
+        free = [gpu for gpu in (*self._free, *gpus) if gpu not in lost]
+        self._free = sorted(free, key=self._slots.names.index)
+        return lost
 
     def _emptiest(self) -> str:
         gpu = max(self._free, key=self._free.count)  # the first of those

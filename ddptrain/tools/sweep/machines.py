@@ -157,8 +157,10 @@ class Machines(ABC):
     def start(self, job: Job, words: Sequence[str], folder: Path, gpus: Sequence[str]) -> Attempt:
         """folder: the job's. gpus: as taken."""
 
-    def release(self, gpus: Sequence[str]) -> None:  # noqa: B027
-        """They are free again."""
+    def release(self, gpus: Sequence[str], failed: bool) -> Sequence[str]:
+        """They are free again, but for those that are returned: they are lost, which is looked at after a job
+        that failed."""
+        return ()
 
     def adopt(self, job: Job, folder: Path) -> Attempt:
         """The attempt that an earlier sweep process has started, which may still run."""

@@ -183,10 +183,12 @@ class Pool:
         facts |= {"objectives": config.sweep.objectives} if config.sweep.objectives else {}
         self._ledger.write(job, "ended", **facts, **figures)
         del self._running[number]
-        self._machines.release(job.gpus)
+        lost = self._machines.release(job.gpus, status == "failed")
+        for gpu in lost:
+            self._board.say(f"{gpu} is lost: it takes no more jobs, and {job.folder} waits for another GPU")
         crashed = status == "failed" and (code in _MENDABLE or code > 128)
         self._crashes[number] += crashed
-        if again or (crashed and self._crashes[number] <= config.sweep.retries):
+        if again or lost or (crashed and self._crashes[number] <= config.sweep.retries):
             self._waiting.append(job)
         self._board.changed(job)
 

@@ -22,8 +22,8 @@ class Pruning(Controller):
     """Asks the sweep that started this job whether it goes on after an evaluation, by files in the job's
     ``folder``. waits: for the answer, which else is yes. metrics: that ``sweep.objectives`` names.
 
-    Without an answer within a minute the job goes on: on other nodes it may outlive its sweep, which judges
-    it once it is back.
+    Without an answer within a minute the job goes on, and waits no more until that answer is there: on other
+    nodes it may outlive its sweep, which judges it once it is back.
     """
 
     why = "pruned"
@@ -32,6 +32,8 @@ class Pruning(Controller):
         self._folder = Path(folder)
         self._waits = waits
         self._metrics = metrics
+        self._unanswered: int | None = None
+        """The request that was waited for in vain."""
 
     def start(self, event: Start) -> None:
         for name in self._metrics:
@@ -46,12 +48,14 @@ class Pruning(Controller):
             "higher_is_better": event.higher_is_better,
         }
         number = append(self._folder / REQUESTS, request)
-        if not self._waits:
+        away = self._unanswered is not None and not read_from(self._folder / ANSWERS, self._unanswered)
+        if not self._waits or away:
             return True
         until = time.monotonic() + _ANSWER_TIMEOUT_S
         while time.monotonic() < until:
             if answers := read_from(self._folder / ANSWERS, number):
                 return bool(answers[0]["goes_on"])
             time.sleep(_LOOK_S)
+        self._unanswered = number
         log.warning("pruning    the sweep has not answered for %.0f s; this job goes on", _ANSWER_TIMEOUT_S)
         return True

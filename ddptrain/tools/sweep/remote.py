@@ -74,6 +74,9 @@ class RemoteAttempt(Attempt):
         self._words = words
         self._file = AttemptFile(folder, job.attempt)
         self._facts: dict[str, Any] = self._file.read()
+        # by this host's clock, for the node's may show another time; adopted, as far as both agree
+        began: float = self._facts.get("began", math.inf)
+        self._began_at = time.monotonic() - max(0.0, time.time() - began)
         self._gone_since = math.inf
         self._fate = ""
         self._killed_at = math.inf
@@ -93,7 +96,9 @@ class RemoteAttempt(Attempt):
     def seconds(self) -> float:
         if "began" not in self._facts:
             return 0.0
-        return float(self._facts.get("ended", time.time()) - self._facts["began"])
+        if "ended" not in self._facts:
+            return time.monotonic() - self._began_at
+        return float(self._facts["ended"] - self._facts["began"])
 
     @property
     def got_further(self) -> bool:
@@ -108,7 +113,10 @@ class RemoteAttempt(Attempt):
     def look(self) -> None:
         """Read what its node has written."""
         if "code" not in self._facts:
+            waited = self.waits
             self._facts = self._file.read()
+            if waited and self._facts:
+                self._began_at = time.monotonic()
 
     def note(self, known: bool) -> None:
         """Whether the scheduler knows it. One that is gone without a word is given up after a while."""
@@ -124,7 +132,8 @@ class RemoteAttempt(Attempt):
         self._fate = fate or "lost"
         code = _CODES.get(self._fate, int(ExitCode.CRASH))
         if self._facts or self._file.claim({"code": code}):  # else it begins just now
-            self._facts = {"ended": time.time(), **self._facts, "code": code}
+            ended = self._facts.get("began", 0.0) + self.seconds
+            self._facts = {"ended": ended, **self._facts, "code": code}
 
     def returncode(self) -> int | None:
         if time.monotonic() - self._killed_at > _GIVEN_UP_AFTER_S:  # neither node nor scheduler answers

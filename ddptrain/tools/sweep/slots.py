@@ -84,6 +84,14 @@ def share_out(config: Config) -> Slots:
     return Slots(tuple(names), per_job, parallel, share, are_gpus, on_cpu, why, per_gpu)
 
 
+def lost_of(gpus: Sequence[str]) -> list[str]:
+    """Those of these GPUs that the driver no longer has. It knows UUIDs; CUDA's numbers are not its own."""
+    named = [gpu for gpu in gpus if gpu.startswith(("GPU-", "MIG-"))]
+    driver: Driver = ask("ask_nvml", "nvml", _DRIVER_S).get("driver", Driver()) if named else Driver()
+    sound = [uuid for gpu in driver.gpus if not gpu.error for uuid in (gpu.uuid, *gpu.slices)]
+    return [name for name in named if driver.gpus and not any(uuid.startswith(name) for uuid in sound)]
+
+
 def memory_share(per_gpu: int) -> dict[str, str]:
     """The variable by which PyTorch keeps each of so many jobs on a GPU to its part of the memory; none for
     one alone. Settings that are there stay."""

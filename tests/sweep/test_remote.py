@@ -1,0 +1,39 @@
+"""Attempts on other nodes, as their sweep sees them."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ddptrain.tools.sweep.attempt_file import AttemptFile
+from ddptrain.tools.sweep.ledger import Job
+from ddptrain.tools.sweep.remote import RemoteAttempt, Scheduler
+
+
+class Silent(Scheduler):
+    def submit(self, name: str, words: Sequence[str], log: Path) -> None:
+        pass
+
+    def names(self) -> set[str] | None:
+        return None
+
+    def cancel(self, name: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("ahead", [-7200.0, 7200.0])
+def test_seconds_are_of_one_clock(ahead: float, tmp_path: Path) -> None:
+    """Where the node's clock shows another time than the sweep's, no job takes hours, or less than none."""
+    began = time.time() + ahead
+    job = Job(0, "key", (), attempt=1)
+    attempt, file = RemoteAttempt(job, tmp_path, Silent(), ["x"]), AttemptFile(tmp_path, 1)
+    attempt.look()
+    assert attempt.seconds == 0.0
+    file.claim({"began": began, "node": "node-a"})
+    attempt.look()
+    assert 0.0 <= attempt.seconds < 60.0
+    assert RemoteAttempt(job, tmp_path, Silent()).seconds >= 0.0, "adopted by another sweep process"
+    file.rewrite({"began": began, "node": "node-a", "ended": began + 90.0, "code": 0})
+    attempt.look()
+    assert attempt.seconds == pytest.approx(90.0)
