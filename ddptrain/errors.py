@@ -26,12 +26,13 @@ class UserError(ValueError):
     a traceback, and the process exits with 2.
 
     ``everywhere``: all ranks raise it together (a config error), so that only rank 0 prints it; False: this
-    rank alone has found it (an unreadable image in its share).
+    rank alone has found it (an unreadable image in its share). ``agreed``: a collective has told all ranks.
     """
 
     def __init__(self, message: str, *, everywhere: bool = True) -> None:
         super().__init__(message)
         self.everywhere = everywhere
+        self.agreed = False
 
     def __reduce__(self) -> tuple[object, ...]:
         return _unpickled, (type(self), str(self), self.everywhere)

@@ -65,7 +65,7 @@ class BatchLoss:
         if self._has_buffers:
             self._function.to(next(tensors_of(output)).device)  # class weights; nothing where they are
         if self._each_label is not None and isinstance(target, Tensor) and _is_one_label(target):
-            return Loss(self._of(self._each_label, output, target).sum(), size)
+            return Loss(_at_least_single(self._of(self._each_label, output, target)).sum(), size)
         if self._each is not None:
             return self._counted(self._of(self._each, output, target), output, target, size)
         value = self._of(self._function, output, target)
@@ -76,7 +76,7 @@ class BatchLoss:
                 if self._reduction is not None:
                     log.info("loss       %s returns the %s over the samples", self._name, self._reduction)
             if self._reduction == "sum":
-                return Loss(value, size)
+                return Loss(_at_least_single(value), size)
         return mean_or_each(value, size, f"loss: {self._name}")
 
     def _of(self, function: Callable[[Any, Any], Tensor], output: Any, target: Any) -> Tensor:
@@ -102,9 +102,11 @@ class BatchLoss:
         if isinstance(target, Tensor) and values.numel() > max(output.numel(), target.numel()):
             raise UserError(
                 f"loss: {self._name} compares each output with each target, for their shapes differ:"
-                f" {tuple(output.shape)} and {tuple(target.shape)}. Give them one shape (squeeze, unsqueeze)."
+                f" {tuple(output.shape)} and {tuple(target.shape)}. Give them one shape (squeeze,"
+                " unsqueeze).",
+                everywhere=False,
             )
-        total = values.sum()
+        total = _at_least_single(values).sum()
         if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and not target.is_floating_point():
             kept = target != loss.ignore_index
             weights = 1.0 if loss.weight is None else loss.weight[torch.where(kept, target, 0)]
@@ -168,15 +170,20 @@ def mean_or_each(value: Any, size: int, where: str) -> Loss:
     """Of so many samples: their mean, or one value for each. Raises UserError, which names ``where``, for
     what is neither."""
     if isinstance(value, Tensor) and value.ndim == 0:
-        return Loss(value * size, size)
+        return Loss(_at_least_single(value) * size, size)
     if isinstance(value, Tensor) and value.shape[0] == size:
-        return Loss(value.sum(), value.numel())
+        return Loss(_at_least_single(value).sum(), value.numel())
     said = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise UserError(
         f"{where} returned {said} for {size} samples; it must return a tensor: one number for all of them, or"
         " one for each.",
         everywhere=False,
     )
+
+
+def _at_least_single(values: Tensor) -> Tensor:
+    """Before they are added up: in half precision a sum overflows early, or rounds to three digits."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def count_of(loss: Loss) -> Tensor:

@@ -78,6 +78,7 @@ class FunctionMetric(BatchMetric):
         self._reduction: Reduction | None = None
 
     def sums(self, output: Any, target: Any, size: int) -> Mapping[str, Tensor | Rows]:
+        output = _in_single(output)
         value = self._function(output, target)
         value = value.detach().double() if isinstance(value, Tensor) else self._as_tensor(value)
         if value.ndim == 0 and self._reduction is None:
@@ -136,7 +137,7 @@ class TorchMetric(BatchMetric):
                 )
 
     def sums(self, output: Any, target: Any, size: int) -> Mapping[str, Tensor | Rows]:
-        output = changed(output, lambda v: v.float() if v.dtype in (torch.half, torch.bfloat16) else v)
+        output = _in_single(output)
         device = next(tensors_of(output)).device
         if self._metric.device != device:
             self._metric.to(device)
@@ -178,7 +179,7 @@ class TorchMetric(BatchMetric):
     def report(self, sums: Mapping[str, Tensor], outputs: Sequence[str]) -> Reported:
         value, name = self.value(sums), self.name
         if isinstance(value, Mapping):
-            return {f"{name}_{key}": float(item) for key, item in value.items()}, {}
+            return _by_key(name, value), {}
         if isinstance(value, Tensor) and value.numel() == 1:
             return {name: float(value)}, {}
         if _has_a_threshold(value):
@@ -228,6 +229,24 @@ class TorchMetric(BatchMetric):
             for part in self._parts.values():
                 part.dist_sync_fn, part.distributed_available_fn = None, None
                 part.reset()
+
+
+def _in_single(output: Any) -> Any:
+    """What autocast gives in half precision as float32."""
+    return changed(output, lambda v: v.float() if v.dtype in (torch.half, torch.bfloat16) else v)
+
+
+def _by_key(name: str, values: Mapping[str, Tensor]) -> dict[str, float]:
+    """One value, or one for each of ``classes``, as MeanAveragePrecision gives them."""
+    classes = [int(label) for label in values.get("classes", torch.empty(0)).reshape(-1)]
+    by_key: dict[str, float] = {}
+    for key, value in values.items():
+        if value.numel() == 1:
+            by_key[f"{name}_{key}"] = float(value)
+        elif key != "classes":
+            labels = classes if len(classes) == value.numel() else range(value.numel())
+            by_key |= {f"{name}_{key}/{i}": float(v) for i, v in zip(labels, value.reshape(-1), strict=True)}
+    return by_key
 
 
 def _is_count(part: Any, state: str, value: Tensor) -> bool:

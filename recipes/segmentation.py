@@ -1,6 +1,7 @@
 """Semantic segmentation: a class for every pixel."""
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -67,7 +68,10 @@ class Segmentation(Task):
         loss = _cross_entropy(self._logits_in(output, model), truth)
         if "aux" in output:
             loss = loss + _AUX * _cross_entropy(self._logits_in(output, model, "aux"), truth)
-        return Loss(loss, (truth != IGNORED).sum())
+        # Both in units of about a picture's pixels, or fp16 overflows before the engine divides by the count.
+        # A power of two changes no bit
+        unit = 2.0 ** round(math.log2(truth[0].numel()))
+        return Loss(loss / unit, (truth != IGNORED).sum() / unit)
 
     def evaluate(self, model: nn.Module, batch: Masked) -> Mapping[str, Tensor]:
         images, truth = batch

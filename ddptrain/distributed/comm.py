@@ -241,6 +241,7 @@ def on_first_rank(world: World, work: Callable[[], Result]) -> Result:
     """Do something on rank 0 only; every rank gets its result, or its UserError."""
     outcome = from_first_rank(world, _attempt(work) if world.is_first else None)
     if isinstance(outcome, UserError):
+        outcome.agreed = True
         raise outcome
     return outcome  # type: ignore[return-value]
 
@@ -253,9 +254,12 @@ def once_a_node(world: World, work: Callable[[], Result]) -> Result:
 
 
 def on_all_ranks(world: World, work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """Do something on every rank, which gets its own result; a UserError of any of them reaches all. group:
-    of all ranks, beside the default one."""
+    """Do something on every rank, which gets its own result; a UserError of any of them reaches all: those
+    that are in a collective of this kind inside the work meet it there. group: of all ranks, beside the
+    default one."""
     outcome = _attempt(work)
+    if isinstance(outcome, UserError) and outcome.agreed:  # by a collective inside the work
+        raise outcome
     _agree_on(world, outcome if isinstance(outcome, UserError) else None, group)
     return outcome  # type: ignore[return-value]
 
@@ -265,6 +269,7 @@ def _agree_on(world: World, outcome: Result, group: dist.ProcessGroup | None = N
     outcomes = from_all_ranks(world, outcome, group)
     for error in outcomes:
         if isinstance(error, UserError):
+            error.agreed = True
             raise error
     return outcomes
 

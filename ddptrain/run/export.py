@@ -111,7 +111,8 @@ def run(config: Config, folder: Path, checkpoint: str, settings: Mapping[str, st
     log.info("exported   %s to %s (%.1f MiB)", saved.path, target, mib)
     for name, value in zip(deployed.input_names, deployed.inputs, strict=True):
         sizes = ["any" if deployed.any_batch else str(len(value)), *map(str, value.shape[1:])]
-        log.info("input      %s, float32 (%s)", name, ", ".join(sizes))
+        kind = str(value.dtype).removeprefix("torch.")
+        log.info("input      %s, %s (%s)", name, kind, ", ".join(sizes))
 
 
 def _check_absent(target: Path, beside: Sequence[str]) -> None:
@@ -215,7 +216,7 @@ def _differences(deployed: Deployed, runner: Runner) -> dict[str, float]:
     on others. NaN where the shape is another one or a number is not finite. Without outputs where there was
     nothing to compare."""
     largest: dict[str, float] = {}
-    examples = [deployed.inputs, tuple(value.flip(-2) for value in deployed.inputs)]
+    examples = [deployed.inputs, tuple(v.flip(-2) if v.ndim > 1 else v for v in deployed.inputs)]
     if deployed.any_batch:
         examples.append(tuple(value[:1] for value in deployed.inputs))
         examples.append(tuple(torch.cat([value, value, value[:1]]) for value in deployed.inputs))

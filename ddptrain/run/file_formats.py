@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -39,15 +40,32 @@ def as_list(outputs: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _traced(deployed: Deployed) -> torch.export.ExportedProgram:
     deployed.module(*deployed.inputs)  # what a layer makes in its first pass is there before it is traced
-    if not deployed.any_batch:
-        return torch.export.export(deployed.module, deployed.inputs)
-    free = tuple({0: torch.export.Dim("batch")} for _ in deployed.inputs)
+    free = tuple({0: torch.export.Dim("batch")} for _ in deployed.inputs) if deployed.any_batch else None
+    with _refused_by_torch(deployed):
+        try:
+            return torch.export.export(deployed.module, deployed.inputs, dynamic_shapes=free)
+        except torch._dynamo.exc.UserError as error:
+            if not deployed.any_batch:
+                raise
+            raise UserError(
+                f"export: {type(deployed.module).__name__} computes in a way that needs to know how many"
+                " samples there are at once. Say how many: batch=1"
+            ) from error
+
+
+@contextmanager
+def _refused_by_torch(deployed: Deployed) -> Iterator[None]:
+    """Raises UserError for whatever torch raises of a model that it can't bring into a file."""
     try:
-        return torch.export.export(deployed.module, deployed.inputs, dynamic_shapes=free)
-    except torch._dynamo.exc.UserError as error:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # each of torch's floors has errors of its own
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(
-            f"export: {type(deployed.module).__name__} computes in a way that needs to know how many samples"
-            " there are at once. Say how many: batch=1"
+            f"export: torch can't trace {type(deployed.module).__name__}: {first} Does its forward decide by"
+            " the values of tensors (if, float(), .item())? In Python the model is"
+            " ddptrain.load(<run>).module."
         ) from error
 
 
@@ -115,15 +133,17 @@ def _write_onnx(deployed: Deployed, target: Path) -> None:
         import onnxscript  # noqa: F401  torch.onnx.export needs it, and says so in a traceback
     except ImportError as error:
         raise _without(error, "onnx") from error
-    torch.onnx.export(
-        _traced(deployed),
-        f=target,
-        input_names=deployed.input_names,
-        output_names=deployed.output_names,
-        dynamo=True,
-        external_data=False,
-        verbose=False,
-    )
+    program = _traced(deployed)
+    with _refused_by_torch(deployed):
+        torch.onnx.export(
+            program,
+            f=target,
+            input_names=deployed.input_names,
+            output_names=deployed.output_names,
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
 
 
 def _named(deployed: Deployed, inputs: Inputs) -> dict[str, Any]:

@@ -200,7 +200,8 @@ def make_train_step(
         log.warning("note       train.batch_size=%d: a step takes %.3g epochs", plan.batch_size, passes)
     on_all_ranks(world, lambda: check_graphs(config.compile, world, len(sizes)))
     if plan.shards is None:  # shards are the same on any number of ranks
-        _note_layers_that_see_one_part(model, world.size * len(sizes))
+        parts = world.size * (1 + len(strategy.further_gpus)) * len(sizes)
+        _note_layers_that_see_one_part(model, parts)
     if config.compile in ("step", "step-graph"):
         compile_loss(task)
     step = make_step(config, task, model, strategy, precision, plan, watchdog, frozen)

@@ -23,6 +23,7 @@ from ddptrain.verbs.script import with_script
 from ddptrain.version import __version__
 
 _WAIT_FOR_FIRST_RANK_S = 30.0
+_WAIT_FOR_FIRST_ON_NODE_S = 5.0
 """Longer than rank 0 takes to write its last files; when it exits, torchrun ends the others."""
 _BY_SIGPIPE = 141
 """What a shell says of a program that ended so."""
@@ -81,8 +82,9 @@ def _nobody_reads_stdout() -> bool:
 
 def _print_once(error: Exception, everywhere: bool) -> None:
     """Print what ends the run. Ranks that know rank 0 prints it wait for that: the first rank to exit
-    makes torchrun end the others."""
-    if not everywhere or os.environ.get("RANK", "0") == "0":
-        last_words(str(error))
-    else:
-        time.sleep(_WAIT_FOR_FIRST_RANK_S)
+    makes torchrun end the others. If none does, they print it after all: rank 0 has not met it (it is on
+    another node, where a folder is)."""
+    if everywhere and os.environ.get("RANK", "0") != "0":
+        is_first_on_node = os.environ.get("LOCAL_RANK") == "0"
+        time.sleep(_WAIT_FOR_FIRST_RANK_S + _WAIT_FOR_FIRST_ON_NODE_S * (not is_first_on_node))
+    last_words(str(error))

@@ -93,7 +93,8 @@ class Detection(Task):
         if len(images) == 1 and images.shape[-1] == _COARSEST:
             raise UserError(
                 f"data.size={_COARSEST}: the coarsest map of a single picture has one cell, and BatchNorm"
-                " needs more than one value. Use a larger data.size, train.batch_size or train.micro_batch."
+                " needs more than one value. Use a larger data.size, train.batch_size or train.micro_batch.",
+                everywhere=False,
             )
         outputs: Raw | Dual = model(images)
         raw = outputs.one_to_many if isinstance(outputs, Dual) else outputs

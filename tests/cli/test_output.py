@@ -10,7 +10,9 @@ import pytest
 from shell import ddptrain
 
 from ddptrain import __version__
+from ddptrain.errors import ExitCode
 from ddptrain.text import say
+from ddptrain.verbs import main as main_module
 
 
 def test_the_version_is_ddptrains(tmp_path: Path) -> None:
@@ -44,3 +46,17 @@ def test_a_message_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Stream())
     say("ddptrain: rank 1:\nits stack")
     assert writes == ["ddptrain: rank 1:\nits stack\n"]
+
+
+@pytest.mark.parametrize(("local_rank", "waits"), [("0", 30.0), ("1", 35.0)])
+def test_a_rank_that_alone_is_refused_says_so_in_the_end(
+    local_rank: str, waits: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On another node than rank 0's, where a folder is missing. Rank 0 would have ended all of them."""
+    slept: list[float] = []
+    monkeypatch.setattr(main_module.time, "sleep", slept.append)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert main_module.main(["--config-dir=nowhere", "recipe=cnn_digits"]) == ExitCode.USER_ERROR
+    assert "nowhere: there is no such folder" in capsys.readouterr().err
+    assert slept == [waits]

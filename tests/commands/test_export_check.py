@@ -16,6 +16,7 @@ from ddptrain.api.world import World
 from ddptrain.config.check import checked
 from ddptrain.errors import UserError
 from ddptrain.run import export
+from ddptrain.run.file_formats import FORMATS
 from ddptrain.testing import run_ranks
 
 
@@ -113,3 +114,25 @@ def test_what_rounding_does_not_explain_is_refused_there_too(
     said = exported(tmp_path, monkeypatch, how, sharp=True)
     assert re.search(r"file's logits are (nan|\d\.\de\+\d\d) from the model's", said)
     assert not list(tmp_path.rglob("*.pt2"))
+
+
+class Deciding(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs if float(inputs.max()) > 0 else -inputs
+
+
+@pytest.mark.parametrize("form", ["pt2", "onnx"])
+@pytest.mark.parametrize("any_batch", [False, True])
+def test_a_model_that_decides_by_its_values_is_told_in_one_message(
+    form: str, any_batch: bool, tmp_path: Path
+) -> None:
+    deployed = Deployed(Deciding(), (torch.ones(2, 3),), ("x",), ("y",), any_batch=any_batch)
+
+    def refusal(_: World) -> str:
+        with pytest.raises(UserError) as error:
+            FORMATS[form].write(deployed, tmp_path / f"model.{form}", "fp32", ())
+        return str(error.value)
+
+    [said] = run_ranks(refusal, 1)
+    assert re.match(r"export: torch can't trace Deciding: .*load\(<run>\)\.module\.$", said)
+    assert len(said) < 600

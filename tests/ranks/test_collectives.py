@@ -7,6 +7,7 @@ sends it.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from toy import FEATURES, Classify, CountPositives, Fit, auto, plain, weights, w
 from ddptrain.api.world import World
 from ddptrain.distributed import comm
 from ddptrain.engine.plan import Plan
+from ddptrain.errors import UserError
 from ddptrain.testing import run_ranks
 
 COMPRESSIONS = ("none", "bf16", "fp16")
@@ -160,3 +162,32 @@ def test_bytes_come_in_pieces(size: int) -> None:
         return comm.bytes_from_first_rank(world, content if world.is_first else b"") == content
 
     assert run_ranks(rank, 3) == [True] * 3
+
+
+def refused_before(world: World, inner: str) -> tuple[str, list[int]]:
+    """What a rank says where one is refused before a collective inside the work, or in it; and whether the
+    ranks are still at the same one."""
+
+    def refused() -> int:
+        raise UserError("one rank's own files are damaged", everywhere=False)
+
+    def work() -> int:
+        if inner == "in the inner one":
+            return comm.on_all_ranks(world, lambda: refused() if world.rank == 1 else 3)
+        if world.rank == 1:
+            refused()
+        inside = {"once a node": comm.once_a_node, "on all ranks": comm.on_all_ranks}
+        return inside[inner](world, lambda: 3)
+
+    with pytest.raises(UserError) as caught:
+        comm.on_all_ranks(world, work)
+    assert caught.value.everywhere
+    return str(caught.value), comm.from_all_ranks(world, world.rank)
+
+
+@pytest.mark.parametrize("inner", ["once a node", "on all ranks", "in the inner one"])
+def test_one_rank_is_refused_before_a_collective_that_the_others_wait_in(inner: str) -> None:
+    assert (
+        run_ranks(partial(refused_before, inner=inner), 2)
+        == [("one rank's own files are damaged", [0, 1])] * 2
+    )

@@ -16,6 +16,7 @@ from ddptrain.api.world import World
 from ddptrain.data.tensors import TensorData
 from ddptrain.engine.plan import Plan
 from ddptrain.errors import UserError
+from ddptrain.recipes.batch_loss import BatchLoss
 from ddptrain.recipes.batch_metrics import FunctionMetric
 from ddptrain.recipes.supervised import Supervised
 from ddptrain.testing import run_ranks
@@ -319,3 +320,18 @@ def test_a_metric_function_is_a_mean_on_any_number_of_ranks(
                     totals[key] += float(value)
         values.append(totals["m/sum"] / max(1, totals["m/count"]))
     assert said or values[0] == pytest.approx(values[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_added_up_in_single(dtype: torch.dtype) -> None:
+    """In fp16 300 samples of a mean of 2906 overflow; bf16 keeps three digits of a sum."""
+    numbers = (2906 + 100 * NUMBERS.flatten().repeat(3)).to(dtype)[:300]
+    reduced = BatchLoss(lambda output, target: (output - target).mean())
+    zeros = torch.zeros(300, dtype=dtype)
+    for loss in (reduced, BatchLoss(nn.L1Loss()), BatchLoss(lambda output, target: output - target)):
+        total = loss(numbers, zeros, 300).sum
+        assert total.dtype == torch.float32
+        assert float(total) == pytest.approx(float(numbers.double().sum()), rel=1e-3)
+    metric = FunctionMetric("m", lambda output, target: output.mean())
+    sums = metric.sums(numbers, zeros, 300)
+    assert float(sums["m/sum"]) == pytest.approx(float(numbers.double().sum()), rel=1e-6)

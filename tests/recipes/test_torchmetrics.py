@@ -17,7 +17,7 @@ from ddptrain.recipes.batch_metrics import TorchMetric, batch_metrics
 from ddptrain.testing import run_ranks
 
 torchmetrics = pytest.importorskip("torchmetrics")
-from torchmetrics import MetricCollection, classification, regression, wrappers  # noqa: E402
+from torchmetrics import MetricCollection, classification, detection, regression, wrappers  # noqa: E402
 
 N, BATCH, CLASSES, LABELS = 53, 9, 5, 4
 NEEDED = {
@@ -167,6 +167,24 @@ def test_what_a_metric_reports() -> None:
     assert picture.pixels.shape[0] == 3
     assert reports["valid_recall"][0].keys() == {f"valid_recall/{name}" for name in "abcde"}
     assert all(len(report[0]) for name, report in reports.items() if "each" in name)
+
+
+@pytest.mark.parametrize("class_metrics", [False, True])
+def test_mean_average_precision_has_values_of_each_class(class_metrics: bool) -> None:
+    metric = TorchMetric(
+        "map", detection.MeanAveragePrecision(class_metrics=class_metrics, backend="faster_coco_eval")
+    )
+    boxes, labels = torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 40]]), torch.tensor([3, 7])
+    output = [{"boxes": boxes, "scores": torch.tensor([0.9, 0.8]), "labels": labels}]
+    target = [{"boxes": boxes + torch.tensor([[0.0], [9.0]]), "labels": labels}]
+    totals = Totals("test", 1, World())
+    for name, value in metric.sums(output, target, 1).items():
+        totals.add(0, name, value)
+    values, _ = metric.report(totals.totals(interrupted=False), ())
+    assert values["map_map_50"] == pytest.approx(0.5, abs=0.01)
+    by_class = {name: value for name, value in values.items() if name.startswith("map_map_per_class")}
+    expected = {"map_map_per_class/3": 1.0, "map_map_per_class/7": 0.0} if class_metrics else None
+    assert by_class == (expected or {"map_map_per_class": -1.0})
 
 
 @pytest.mark.parametrize(

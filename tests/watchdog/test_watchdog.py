@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import socket
 import time
 
 from ddptrain.api.world import World
@@ -29,3 +30,18 @@ def test_a_signal_is_heard_where_more_than_a_thousand_files_are_open() -> None:
         return watchdog.stop
 
     assert run_ranks(rank, 1) == ["SIGTERM"]
+
+
+def test_a_programs_own_descriptor_hears_signals_again_afterwards() -> None:
+    """asyncio's, for one, where a program trains under torchrun."""
+
+    def rank(world: World) -> bool:
+        _, writer = socket.socketpair()
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno())
+        watchdog = Watchdog(world)
+        with watchdog.watching():
+            watchdog.stop_on_signals(grace=30.0, time_limit=None)
+        return signal.set_wakeup_fd(-1) == writer.fileno()
+
+    assert run_ranks(rank, 1) == [True]

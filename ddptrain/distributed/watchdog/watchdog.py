@@ -66,6 +66,8 @@ class Watchdog:
         """The previous signal handlers."""
         self._saved = False
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
+        self._wakeup_before = -1
+        """The program's own descriptor."""
         """(read, write): a byte for each signal, while the thread runs."""
         self._over = threading.Event()
 
@@ -109,7 +111,7 @@ class Watchdog:
         self._grace = grace
         self._limit_at = None if time_limit is None else time.monotonic() + time_limit
         assert self._wakeup is not None, "signals are heard while watching only"
-        signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
+        self._wakeup_before = signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
         for number in _SIGNALS:  # the thread reads the signal from the descriptor
             if signal.getsignal(number) is signal.SIG_IGN and number == signal.SIGHUP:  # of nohup
                 continue
@@ -316,7 +318,7 @@ class Watchdog:
 
     def _forget_signals(self) -> None:
         if self._handlers:
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
